@@ -1,0 +1,167 @@
+"""The recipe: everything a user can ask for, as few and as orthogonal keys as possible. Imports no torch.
+
+A recipe is a TOML file of these sections. Every key has a default, so a recipe states only what it means.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Precision = Literal["fp32", "bf16"]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Model(Section):
+    """What is trained: a directory or run to start from, or the shape of a new decoder."""
+
+    path: str = Field("", description="run or Hugging Face directory to start from; empty: a new model of the shape below")
+    family: Literal["llama", "qwen2", "qwen3", "mistral"] = Field("qwen3", description="architecture of a new model")
+    hidden: Positive = Field(128, description="width of the residual stream")
+    layers: Positive = Field(4, description="number of decoder layers")
+    heads: Positive = Field(4, description="query heads")
+    kv_heads: Count = Field(0, description="key/value heads; 0: as many as query heads")
+    head_dim: Count = Field(0, description="width of a head; 0: hidden / heads")
+    ffn: Count = Field(0, description="inner width of the SwiGLU; 0: 8/3 of hidden, rounded up to 64")
+    context: Positive = Field(256, description="longest sequence in tokens, prompt and completion together")
+    rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary embedding")
+    tied: bool = Field(True, description="one matrix for embedding and output head")
+    dropout: Share = Field(0.0, description="dropout on both residual branches while training")
+
+
+class Data(Section):
+    """What it learns from."""
+
+    source: str = Field("addition", description="a built-in task (addition) or a JSONL file with a prompt in each line")
+    digits: Positive = Field(3, description="digits of each number of the addition task")
+    holdout: Share = Field(0.1, description="share of prompts held out for evaluation, chosen by hash of the prompt")
+    tokenizer: str = Field("", description="tokenizer.json or its directory; empty: the model's own, or one per character")
+    prompt_key: str = Field("prompt", description="JSONL key of the prompt")
+    answer_key: str = Field("answer", description="JSONL key of the answer, used by the warm-up and by rewards")
+
+
+class Warmup(Section):
+    """A short supervised phase before reinforcement learning, on prompts with their answers."""
+
+    steps: Count = Field(0, description="most supervised steps; 0: no warm-up")
+    until: Share = Field(1.0, description="stop early at this greedy held-out accuracy")
+    check_every: Positive = Field(10, description="steps between two looks at the accuracy")
+    batch: Positive = Field(256, description="examples a step")
+    lr: Rate = Field(2e-3, description="learning rate of the warm-up")
+
+
+class Rollout(Section):
+    """How experience is generated."""
+
+    prompts: Positive = Field(64, description="prompts a step")
+    group: Positive = Field(8, description="samples for each prompt")
+    max_tokens: Positive = Field(32, description="longest completion in tokens")
+    temperature: Rate = Field(1.0, description="softmax temperature of sampling; 0: greedy")
+    top_k: Count = Field(0, description="keep the k likeliest tokens; 0: all")
+    top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of tokens with this mass")
+    min_p: Share = Field(0.0, description="keep tokens at least this share as likely as the likeliest")
+    stop: tuple[str, ...] = Field((), description="strings that end a completion, besides the end token")
+    max_rows: Positive = Field(512, description="most sequences decoded at once")
+    kv_tokens: Count = Field(0, description="KV cache in tokens; 0: max_rows times the context")
+    step_tokens: Positive = Field(8192, description="token budget of one engine step, decode first, then prefill chunks")
+    compile: bool = Field(False, description="torch.compile the decode step (CUDA graphs on a GPU)")
+
+
+class Reward(Section):
+    """What is good."""
+
+    function: str = Field("", description="FILE.py:function or module:function; empty: the task's own")
+    timeout: float = Field(10.0, gt=0, description="seconds one call may take before its reward is missing")
+    workers: Positive = Field(1, description="processes that score")
+
+
+class Algorithm(Section):
+    """How rewards become updates."""
+
+    advantage: str = Field("grpo", description="estimator, one of tilth.rl.names()")
+    loss: str = Field("ppo_clip", description="policy loss, one of tilth.rl.names()")
+    aggregation: str = Field("token-mean", description="how token losses become one number")
+    clip_low: Rate = Field(0.2, description="lower clip range of the ratio")
+    clip_high: Rate = Field(0.2, description="upper clip range of the ratio")
+    dual_clip: Rate = Field(0.0, description="bound on the loss of negative advantages (at least 1); 0: none")
+    kl: Literal["k1", "k2", "k3"] = Field("k3", description="form of the KL penalty towards the first policy")
+    kl_coef: Rate = Field(0.0, description="its weight in the loss; 0: no reference model is kept")
+    entropy_coef: float = Field(0.0, description="weight of an entropy bonus")
+    gamma: Share = Field(1.0, description="discount")
+    lam: Share = Field(1.0, description="lambda of GAE")
+    steps: Count = Field(100, description="training steps, each on one batch of experience")
+    minibatches: Positive = Field(1, description="optimizer steps made of one batch")
+    epochs: Positive = Field(1, description="passes over one batch")
+    drop_flat: bool = Field(True, description="leave out groups in which all rewards are equal (they have no gradient)")
+
+
+class Optimizer(Section):
+    """How parameters move."""
+
+    name: Literal["adamw", "muon"] = Field("adamw", description="muon: block matrices by Muon, the rest by AdamW")
+    lr: Rate = Field(1e-3, description="peak learning rate")
+    muon_lr_ratio: Rate = Field(10.0, description="learning rate of the block matrices under Muon, over lr")
+    beta1: Share = Field(0.9, description="AdamW's decay of the first moment")
+    beta2: Share = Field(0.95, description="AdamW's decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: Rate = Field(0.0, description="decoupled weight decay of matrices")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field("constant", description="learning rate over steps")
+    warmup_steps: Count = Field(0, description="steps of linear rise to the peak")
+    decay_share: Share = Field(0.2, description="share of the steps in which wsd decays")
+    clip_norm: Rate = Field(1.0, description="bound on the global gradient norm; 0: none")
+
+
+class Train(Section):
+    """How the machine computes."""
+
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N; auto: cuda where there is one")
+    precision: Precision = Field("fp32", description="dtype of activations in trainer and engine; parameters stay fp32")
+    matmul: Literal["highest", "high", "medium"] = Field(
+        "highest", description="torch's fp32 matmul precision (medium is bf16 on a CPU with AMX)"
+    )
+    threads: Count = Field(0, description="CPU threads; 0: the physical cores")
+    parity: bool = Field(False, description="trainer and engine agree bit for bit (CPU, eager)")
+    micro_tokens: Positive = Field(16_384, description="most tokens in one forward and backward pass")
+    checkpointing: bool = Field(False, description="recompute each layer's activations in the backward pass")
+    compile: bool = Field(False, description="torch.compile the training forward and backward")
+    nonfinite: Literal["stop", "skip"] = Field("stop", description="on a loss or gradient that is not finite: stop, or skip and count")
+    mismatch: Rate = Field(0.0, description="largest log-prob difference of trainer and engine; 0: 1e-3 in fp32, 0.5 in bf16")
+
+
+class Run(Section):
+    """What is kept, and when."""
+
+    dir: str = Field("runs", description="folder of runs")
+    name: str = Field("", description="name of the run's folder; empty: recipe and a number")
+    eval_every: Count = Field(25, description="steps between two evaluations on held-out prompts; 0: first and last only")
+    eval_prompts: Positive = Field(512, description="held-out prompts in an evaluation")
+    save_every: Positive = Field(25, description="steps between two checkpoints")
+    keep: Positive = Field(2, description="checkpoints kept")
+
+
+class Recipe(Section):
+    """A whole run. Nine sections and two keys of its own."""
+
+    flow: Literal["grpo", "sft"] = Field("grpo", description="the algorithm's page in tilth.flows")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of every random number of the run")
+    model: Model = Model()
+    data: Data = Data()
+    warmup: Warmup = Warmup()
+    rollout: Rollout = Rollout()
+    reward: Reward = Reward()
+    algorithm: Algorithm = Algorithm()
+    optimizer: Optimizer = Optimizer()
+    train: Train = Train()
+    run: Run = Run()
+
+    def dump(self) -> dict[str, Any]:
+        """Plain nested dictionaries, all keys."""
+        return self.model_dump(mode="json")

@@ -1,0 +1,166 @@
+"""A ``Batch``: one row per sample in the controller, opaque handles to the token payload in a store.
+
+The controller reads and plans on rows only (at most about 200 bytes each, flat in tokens). ``Batch.fetch`` is the one
+explicit, counted way to bring payload to the controller; workers read the store directly.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+
+class Ragged(NamedTuple):
+    """A ragged column: row i is ``values[offsets[i]:offsets[i + 1]]``. values: any dtype [total]; offsets int64 [n+1]."""
+
+    values: np.ndarray
+    offsets: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[np.ndarray]) -> "Ragged":
+        """Concatenate rows."""
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(r) for r in rows], out=offsets[1:])
+        return cls(np.concatenate(rows) if len(rows) else np.zeros(0), offsets)
+
+    @classmethod
+    def with_lengths(cls, values: np.ndarray, lengths: np.ndarray) -> "Ragged":
+        """Packed values with the length of each row."""
+        return cls(values, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [n]."""
+        return np.diff(self.offsets)
+
+    def row(self, i: int) -> np.ndarray:
+        """Row i, a view."""
+        return self.values[self.offsets[i] : self.offsets[i + 1]]
+
+    def take(self, rows: np.ndarray) -> "Ragged":
+        """The rows with these indices, in this order, packed anew."""
+        lengths = self.lengths[rows]
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        source = np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
+        return Ragged(self.values[source], offsets)
+
+
+@dataclass(frozen=True)
+class Handle:
+    """An opaque reference to one ragged column in a store."""
+
+    key: str
+    nbytes: int
+
+
+class Store(Protocol):
+    """Where payload lives. A worker calls ``get``; the controller goes through ``Batch.fetch``."""
+
+    fetched_bytes: int
+
+    def put(self, column: str, data: Ragged) -> Handle:
+        """Keep a column; the handle is its only name."""
+        ...
+
+    def get(self, handle: Handle) -> Ragged:
+        """A column as it was put (a worker's read, not counted)."""
+        ...
+
+    def fetch(self, handle: Handle) -> Ragged:
+        """The same for the controller: counted in ``fetched_bytes``."""
+        ...
+
+    def free(self, handle: Handle) -> None:
+        """Forget a column; freeing twice is an error (KeyError)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Column:
+    """Where the payload of each row of a batch lies: row i is row ``row[i]`` of ``handles[part[i]]``."""
+
+    handles: tuple[Handle, ...]
+    part: np.ndarray
+    row: np.ndarray
+
+    @classmethod
+    def whole(cls, handle: Handle, rows: int) -> "Column":
+        """A column whose rows are those of one handle, in order."""
+        return cls((handle,), np.zeros(rows, np.int16), np.arange(rows, dtype=np.int32))
+
+    def take(self, index: np.ndarray) -> "Column":
+        """The same handles seen through a selection of rows."""
+        return Column(self.handles, self.part[index], self.row[index])
+
+    def assemble(self, parts: Sequence[Ragged]) -> Ragged:
+        """Rows in batch order out of the handles' payload."""
+        if len(parts) == 1 and np.array_equal(self.row, np.arange(len(parts[0].offsets) - 1)):
+            return parts[0]
+        starts = np.concatenate([[0], np.cumsum([len(p.offsets) - 1 for p in parts])])
+        return concat_ragged(parts).take(starts[self.part] + self.row)
+
+
+def concat_ragged(parts: Sequence[Ragged]) -> Ragged:
+    """Rows of all parts, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    lengths = np.concatenate([p.lengths for p in parts])
+    return Ragged.with_lengths(np.concatenate([p.values for p in parts]), lengths)
+
+
+@dataclass
+class Batch:
+    """Rows and handles. ``rows`` maps a column name to an array [n] of numbers; NaN in ``reward`` means missing."""
+
+    rows: dict[str, np.ndarray]
+    payload: dict[str, Column] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.rows.values()))) if self.rows else 0
+
+    def __getitem__(self, column: str) -> np.ndarray:
+        return self.rows[column]
+
+    def select(self, index: np.ndarray) -> "Batch":
+        """The rows at ``index`` (integers or a boolean mask), payload by reference."""
+        index = np.flatnonzero(index) if index.dtype == bool else index
+        return Batch({k: v[index] for k, v in self.rows.items()}, {k: c.take(index) for k, c in self.payload.items()})
+
+    def with_rows(self, **columns: np.ndarray) -> "Batch":
+        """A batch with these row columns added or replaced."""
+        return Batch({**self.rows, **columns}, dict(self.payload))
+
+    def with_payload(self, **columns: Column) -> "Batch":
+        """A batch with these payload columns added or replaced."""
+        return Batch(dict(self.rows), {**self.payload, **columns})
+
+    def fetch(self, store: Store, *columns: str) -> dict[str, Ragged]:
+        """Bring payload columns to the controller; their bytes are counted in ``store.fetched_bytes``."""
+        return {c: self.payload[c].assemble([store.fetch(h) for h in self.payload[c].handles]) for c in columns}
+
+    def read(self, store: Store, *columns: str) -> dict[str, Ragged]:
+        """The same in a worker, next to the store: not counted."""
+        return {c: self.payload[c].assemble([store.get(h) for h in self.payload[c].handles]) for c in columns}
+
+    def free(self, store: Store, columns: Iterable[str] | None = None) -> None:
+        """Free the payload of these columns (default: all). Freed by step, explicitly; there is no finaliser."""
+        for handle in {h for c in (columns or list(self.payload)) for h in self.payload.pop(c).handles}:
+            store.free(handle)
+
+
+def concat(batches: Sequence[Batch]) -> Batch:
+    """Batches under one another; row and payload columns must be the same."""
+    first = batches[0]
+    rows = {k: np.concatenate([b.rows[k] for b in batches]) for k in first.rows}
+    return Batch(rows, {c: _concat_columns([b.payload[c] for b in batches]) for c in first.payload})
+
+
+def _concat_columns(columns: Sequence[Column]) -> Column:
+    handles: dict[Handle, int] = {}
+    for column in columns:
+        for handle in column.handles:
+            handles.setdefault(handle, len(handles))
+    lookup = [np.array([handles[h] for h in c.handles], np.int16) for c in columns]
+    part = np.concatenate([table[c.part] for table, c in zip(lookup, columns)])
+    return Column(tuple(handles), part, np.concatenate([c.row for c in columns]))

@@ -1,0 +1,53 @@
+"""Errors that users meet. Each message names the thing, its value and what would be right, in one line."""
+
+
+class TilthError(Exception):
+    """Base of every error that Tilth raises on purpose; the command line prints it in one line, exit code 2."""
+
+
+class RecipeError(TilthError):
+    """An unknown recipe, key or value."""
+
+
+class DataError(TilthError):
+    """An unreadable, empty or ill-formed dataset or tokenizer, or a prompt that does not fit the context."""
+
+
+class ModelError(TilthError):
+    """A model directory that is missing or does not match the architecture it claims."""
+
+
+class RewardError(TilthError):
+    """A reward function that cannot be loaded or called at all (a single failing call is a missing reward)."""
+
+
+class CheckpointError(TilthError):
+    """A checkpoint that is missing, incomplete, corrupt or of another shape; names the file and the tensor."""
+
+
+class StorageError(TilthError):
+    """Writing failed (disk full, read-only, ...); what was committed before is intact."""
+
+
+class NonFiniteError(TilthError):
+    """The loss or the gradient norm is not finite and the recipe says to stop."""
+
+
+class WeightMismatch(TilthError):
+    """A tensor in the rollout engine's live storage differs from the trainer's after a publish."""
+
+
+class LogprobMismatch(TilthError):
+    """Log-probs of trainer and rollout engine disagree by more than the stated bound."""
+
+
+class TokenCountError(TilthError):
+    """A token was trained on twice or not at all, or the parts of a loss do not add up to its denominator."""
+
+
+class TokenIdentityError(TilthError):
+    """The token ids to be trained on are not, bit for bit, those that the rollout engine produced."""
+
+
+class HiddenRead(TilthError):
+    """Payload was read where only rows may be read."""
