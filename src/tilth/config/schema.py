@@ -40,12 +40,10 @@ class Model(Section):
 class Data(Section):
     """What it learns from."""
 
-    source: str = Field("addition", description="a built-in task (addition) or a JSONL file with a prompt in each line")
+    source: str = Field("addition", description="a built-in task (addition) or a JSONL file: one object a line with prompt and, for warm-up and rewards, answer")
     digits: Positive = Field(3, description="digits of each number of the addition task")
     holdout: Share = Field(0.1, description="share of prompts held out for evaluation, chosen by hash of the prompt")
     tokenizer: str = Field("", description="tokenizer.json or its directory; empty: the model's own, or one per character")
-    prompt_key: str = Field("prompt", description="JSONL key of the prompt")
-    answer_key: str = Field("answer", description="JSONL key of the answer, used by the warm-up and by rewards")
 
 
 class Warmup(Section):
@@ -111,11 +109,9 @@ class Optimizer(Section):
     muon_lr_ratio: Rate = Field(10.0, description="learning rate of the block matrices under Muon, over lr")
     beta1: Share = Field(0.9, description="AdamW's decay of the first moment")
     beta2: Share = Field(0.95, description="AdamW's decay of the second moment")
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: Rate = Field(0.0, description="decoupled weight decay of matrices")
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field("constant", description="learning rate over steps")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field("constant", description="learning rate over steps (wsd decays in the last fifth)")
     warmup_steps: Count = Field(0, description="steps of linear rise to the peak")
-    decay_share: Share = Field(0.2, description="share of the steps in which wsd decays")
     clip_norm: Rate = Field(1.0, description="bound on the global gradient norm; 0: none")
 
 
