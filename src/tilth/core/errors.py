@@ -1,12 +1,23 @@
 """Errors that users meet. Each message names the thing, its value and what would be right, in one line."""
 
 
-class TilthError(Exception):
-    """Base of every error that Tilth raises on purpose; the command line prints it in one line, exit code 2."""
+from tilth.config.errors import RecipeError, TilthError
 
-
-class RecipeError(TilthError):
-    """An unknown recipe, key or value."""
+__all__ = [
+    "CheckpointError",
+    "DataError",
+    "HiddenRead",
+    "LogprobMismatch",
+    "ModelError",
+    "NonFiniteError",
+    "RecipeError",
+    "RewardError",
+    "StorageError",
+    "TilthError",
+    "TokenCountError",
+    "TokenIdentityError",
+    "WeightMismatch",
+]
 
 
 class DataError(TilthError):

@@ -1,0 +1,9 @@
+"""Base of all errors that Tilth raises on purpose, and the one that a recipe can cause."""
+
+
+class TilthError(Exception):
+    """Base of every error that Tilth raises on purpose; the command line prints it in one line, exit code 2."""
+
+
+class RecipeError(TilthError):
+    """An unknown recipe, key or value; the message names the key, the value and what would be right."""
