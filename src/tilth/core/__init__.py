@@ -1,0 +1,1 @@
+"""The words everyone shares: trajectories, batches, layouts, random numbers, checksums, errors."""
