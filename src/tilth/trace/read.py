@@ -1,0 +1,112 @@
+"""Readers of the event table: all parts of a run as one table, and where the time went by operation."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from tilth.core.errors import DataError
+from tilth.trace.writer import EVENTS, PART
+
+
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """Where the time of one operation went, over all of its spans in a table."""
+
+    op: str
+    count: int
+    seconds: float
+    """Inclusive of the spans inside."""
+    self_seconds: float
+    """Exclusive of the spans inside."""
+    share: float
+    """Own time over that of all operations, 0 to 1."""
+    longest: float
+    """The longest span in seconds."""
+    tokens: int
+    bytes: int
+    flops: float
+
+
+def read_events(path: str | Path) -> pa.Table:
+    """The events of a file, or of all parts in a folder (or of a run's folder), as one table with the columns of
+    ``writer.EVENTS``.
+
+    A run in progress and an empty folder are fine. A part that is torn is left out if it is the last of its process
+    (the process was killed while it wrote it); otherwise, and for a foreign file, DataError names file and reason.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return _read_part(path)
+    folder = path / "events" if (path / "events").is_dir() else path
+    parts = _parts(folder)
+    tables = [_read_last(p) if last else _read_part(p) for p, last in parts]
+    return pa.concat_tables([EVENTS.empty_table(), *[t for t in tables if t is not None]])
+
+
+def _parts(folder: Path) -> list[tuple[Path, bool]]:
+    """Parts of a folder in order of attempt, rank and number, and whether each is the last one of its process."""
+    found = sorted((tuple(map(int, m.groups())), p) for p in folder.iterdir() if (m := PART.fullmatch(p.name)))
+    following = [key[:2] for key, _ in found[1:]] + [None]
+    return [(p, key[:2] != after) for (key, p), after in zip(found, following)]
+
+
+def _read_last(path: Path) -> pa.Table | None:
+    try:
+        pq.read_metadata(path)
+    except (pa.ArrowInvalid, FileNotFoundError):
+        return None
+    return _read_part(path)
+
+
+def _read_part(path: Path) -> pa.Table:
+    try:
+        with pq.ParquetFile(path) as file:
+            missing = [n for n in EVENTS.names if n not in file.schema_arrow.names]
+            if missing:
+                raise DataError(f"{path} is not an event file of Tilth: it has no column {', '.join(missing)}")
+            return file.read(columns=EVENTS.names).cast(EVENTS)
+    except FileNotFoundError as error:
+        raise DataError(f"no event file or folder at {path}") from error
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} is truncated or not a Parquet file: {str(error).splitlines()[0]}") from error
+
+
+def self_times(table: pa.Table) -> np.ndarray:
+    """int64 [n]: for each event its duration less those of the spans directly inside, in ns.
+
+    A parent that is not in the table (its process was killed inside it) is none: its children are roots.
+    """
+    process = _key(table, "attempt") << 52 | _key(table, "rank") << 38  # 2,048 attempts, 16,384 ranks, 2e11 spans
+    ids, parent, took = process + _key(table, "id"), _key(table, "parent"), _key(table, "duration")
+    order = np.argsort(ids, kind="stable")
+    place = np.searchsorted(ids, process + parent, sorter=order).clip(max=max(len(ids) - 1, 0))
+    row = order[place] if len(ids) else place
+    known = (parent >= 0) & (ids[row] == process + parent)
+    inside = np.zeros(len(ids), np.int64)
+    np.add.at(inside, row[known], took[known])
+    return took - inside
+
+
+def breakdown(table: pa.Table) -> list[OpTime]:
+    """One row for each operation, the greatest own time first. Times in seconds, summed over ranks and threads."""
+    table = table.append_column("own", pa.array(self_times(table)))
+    sums: Iterable[str] = ("duration", "own", "tokens", "bytes", "flops")
+    grouped = table.group_by("op").aggregate([("id", "count"), ("duration", "max"), *[(c, "sum") for c in sums]])
+    everything = max(pc.sum(table["own"]).as_py() or 0, 1)
+    rows = [
+        OpTime(
+            r["op"], r["id_count"], r["duration_sum"] * 1e-9, r["own_sum"] * 1e-9, r["own_sum"] / everything,
+            r["duration_max"] * 1e-9, r["tokens_sum"], r["bytes_sum"], r["flops_sum"],
+        )
+        for r in grouped.to_pylist()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda r: (-r.self_seconds, r.op))
+
+
+def _key(table: pa.Table, column: str) -> np.ndarray:
+    return table[column].to_numpy().astype(np.int64, copy=False)

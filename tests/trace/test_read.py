@@ -1,0 +1,264 @@
+"""The event table: what comes back, what a kill or a full disk leaves, and where the time went."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilth.core.errors import DataError, StorageError
+from tilth.trace import recorder, span
+from tilth.trace import spans as spans_module
+from tilth.trace.read import breakdown, read_events, self_times
+from tilth.trace.writer import EVENTS
+
+
+def record(folder, *ops, rank=0, attempt=0):
+    with recorder.to(folder, rank=rank, attempt=attempt, interval=60):
+        for op in ops:
+            with span(op):
+                pass
+
+
+def test_round_trip(tmp_path):
+    before = time.time_ns()
+    with recorder.to(tmp_path, rank=3, attempt=2, interval=60):
+        with span("step", step=5, tokens=7) as outer, span("train", micro_batch=1, bytes=8, flops=1e12) as inner:
+            pass
+    table = read_events(tmp_path)
+    assert table.schema.equals(EVENTS)
+    train, step = table.to_pylist()
+    assert step == {
+        "attempt": 2, "rank": 3, "id": outer.id, "parent": -1, "depth": 0, "op": "step", "step": 5, "micro_batch": -1,
+        "start": step["start"], "duration": outer.duration, "tokens": 7, "bytes": 0, "flops": 0.0,
+        "thread": "MainThread",
+    }  # fmt: skip
+    assert (train["parent"], train["step"], train["bytes"], train["flops"]) == (outer.id, 5, 8, 1e12)
+    assert train["start"] - step["start"] == inner.start - outer.start
+    assert before - 1e9 < step["start"] < time.time_ns() + 1e9
+
+
+def test_parts_follow_one_another_and_a_second_start_continues_the_numbers(tmp_path):
+    record(tmp_path, "a")
+    record(tmp_path, "b")
+    record(tmp_path, "c", rank=1)
+    assert sorted(os.listdir(tmp_path)) == [
+        "attempt-0-rank-0-000001.parquet", "attempt-0-rank-0-000002.parquet", "attempt-0-rank-1-000001.parquet",
+    ]  # fmt: skip
+    assert read_events(tmp_path)["op"].to_pylist() == ["a", "b", "c"]
+
+
+def test_flush_makes_events_readable_while_recording(tmp_path):
+    with recorder.to(tmp_path, interval=60):
+        with span("a"):
+            pass
+        recorder.flush()
+        assert read_events(tmp_path)["op"].to_pylist() == ["a"]
+        with pytest.raises(RuntimeError, match="twice"):
+            recorder.start(tmp_path)
+    recorder.stop()
+
+
+def test_background_writes_by_time_and_by_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(spans_module, "WAKE", 100)
+    with recorder.to(tmp_path, interval=30):
+        for _ in range(250):
+            with span("many"):
+                pass
+        deadline = time.time() + 5
+        while not list(tmp_path.iterdir()) and time.time() < deadline:
+            time.sleep(0.01)
+        assert read_events(tmp_path).num_rows >= 100
+    assert read_events(tmp_path).num_rows == 250
+
+
+def test_memory_is_bounded_and_what_is_dropped_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(spans_module, "CAPACITY", 10)
+    recorder.totals()
+    with recorder.to(tmp_path, interval=60):
+        for _ in range(25):
+            with span("many"):
+                pass
+        assert recorder.dropped == 15
+    assert read_events(tmp_path).num_rows == 10
+    assert recorder.totals()["many"].count == 25
+    part = next(tmp_path.iterdir())
+    assert pq.read_schema(part).metadata[b"dropped"] == b"15"
+
+
+def test_spans_of_threads_carry_their_names(tmp_path):
+    def work() -> None:
+        with span("score"):
+            pass
+
+    with recorder.to(tmp_path, interval=60), span("main"):
+        t = threading.Thread(target=work, name="scorer")
+        t.start()
+        t.join()
+    rows = {r["op"]: r for r in read_events(tmp_path).to_pylist()}
+    assert rows["score"]["thread"] == "scorer" and rows["score"]["parent"] == -1 and rows["score"]["depth"] == 0
+
+
+def test_a_full_disk_is_told_at_flush_and_does_not_stop_the_spans(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    recorder.start(tmp_path / "events", interval=60)
+    with monkeypatch.context() as m:
+        m.setattr(pq, "write_table", full)
+        with span("lost"):
+            pass
+        with pytest.raises(StorageError, match=r"attempt-0-rank-0-000001\.parquet: No space left"):
+            recorder.flush()
+    with span("kept"):
+        pass
+    recorder.stop()
+    assert recorder.dropped == 1
+    assert read_events(tmp_path / "events")["op"].to_pylist() == ["kept"]
+    assert not list((tmp_path / "events").glob(".*"))
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"cannot write events to .*file"):
+        recorder.start(tmp_path / "file")
+    assert not recorder.recording
+
+
+CHILD = """
+import sys, time
+from tilth.trace import recorder, span
+recorder.start(sys.argv[1], interval=0.05)
+with span("run"):
+    i = 0
+    while True:
+        with span("step", step=i):
+            time.sleep(0.001)
+        i += 1
+        if i % 50 == 0:
+            print(i, flush=True)
+"""
+
+
+def test_sigkill_loses_only_what_was_not_flushed(tmp_path):
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": "src"}
+    )
+    try:
+        for _ in range(6):
+            child.stdout.readline()
+        time.sleep(0.2)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    table = read_events(tmp_path)
+    steps = table["step"].to_pylist()
+    assert len(steps) >= 300 and sorted(steps) == list(range(len(steps)))
+    rows = breakdown(table)
+    assert [r.op for r in rows] == ["step"] and rows[0].share == 1.0
+
+
+def test_a_torn_last_part_is_left_out_and_named_when_read_itself(tmp_path):
+    record(tmp_path, "a")
+    record(tmp_path, "b")
+    last = tmp_path / "attempt-0-rank-0-000002.parquet"
+    last.write_bytes(last.read_bytes()[:-20])
+    assert read_events(tmp_path)["op"].to_pylist() == ["a"]
+    with pytest.raises(DataError, match=r"attempt-0-rank-0-000002\.parquet is truncated or not a Parquet file"):
+        read_events(last)
+
+
+def test_a_torn_part_in_the_middle_is_an_error(tmp_path):
+    record(tmp_path, "a")
+    record(tmp_path, "b")
+    first = tmp_path / "attempt-0-rank-0-000001.parquet"
+    first.write_bytes(b"")
+    with pytest.raises(DataError, match="000001"):
+        read_events(tmp_path)
+
+
+def test_a_foreign_table_names_its_missing_columns(tmp_path):
+    path = tmp_path / "foreign.parquet"
+    pq.write_table(EVENTS.empty_table().drop_columns(["duration", "op"]), path)
+    with pytest.raises(
+        DataError, match=r"foreign\.parquet is not an event file of Tilth: it has no column op, duration"
+    ):
+        read_events(path)
+    with pytest.raises(DataError, match=r"no event file or folder at .*nowhere"):
+        read_events(tmp_path / "nowhere")
+
+
+def test_an_empty_run(tmp_path):
+    assert read_events(tmp_path).num_rows == 0
+    assert breakdown(read_events(tmp_path)) == []
+
+
+def test_a_run_folder_is_read_through_its_events(tmp_path):
+    record(tmp_path / "events", "a")
+    (tmp_path / "events" / ".attempt-0-rank-0-000002.parquet.tmp").write_bytes(b"half")
+    assert read_events(tmp_path)["op"].to_pylist() == ["a"]
+
+
+def events(rows: list[dict]) -> pa.Table:
+    blank = {f.name: "" if pa.types.is_string(f.type) else 0 for f in EVENTS}
+    return pa.Table.from_pylist([{**blank, "parent": -1, **r} for r in rows], EVENTS)
+
+
+def test_breakdown_by_hand():
+    table = events(
+        [
+            {"id": 2, "parent": 1, "op": "generate", "duration": 3_000_000_000, "tokens": 30},
+            {"id": 3, "parent": 1, "op": "train", "duration": 5_000_000_000, "tokens": 40, "flops": 1e9},
+            {"id": 1, "op": "step", "duration": 10_000_000_000},
+            {"id": 1, "rank": 1, "op": "step", "duration": 4_000_000_000},  # same ids in another process
+            {"id": 2, "rank": 1, "parent": 1, "op": "train", "duration": 1_000_000_000, "tokens": 5},
+        ]
+    )
+    rows = breakdown(table)
+    assert [(r.op, r.count, r.seconds, r.self_seconds, r.tokens) for r in rows] == [
+        ("train", 2, 6.0, 6.0, 45), ("step", 2, 14.0, 5.0, 0), ("generate", 1, 3.0, 3.0, 30),
+    ]  # fmt: skip
+    assert rows[0].longest == 5.0 and rows[0].flops == 1e9
+    assert [round(r.share, 6) for r in rows] == [round(x / 14, 6) for x in (6, 5, 3)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 60), st.integers(1, 3))
+def test_own_times_against_a_plain_loop(seed, n, ranks):
+    rng = np.random.default_rng(seed)
+    rows = []
+    for rank in range(ranks):
+        for i in range(n):
+            parent = int(rng.integers(-1, i)) if i else -1
+            rows.append({"rank": rank, "attempt": rank % 2, "id": 10 * i, "parent": 10 * parent if parent >= 0 else -1,
+                         "op": f"op{rng.integers(3)}", "duration": int(rng.integers(1, 10**9))})  # fmt: skip
+    rows = [rows[i] for i in rng.permutation(len(rows)) if rng.random() < 0.9]  # some parents were never written
+    want = [
+        r["duration"] - sum(c["duration"] for c in rows if (c["rank"], c["parent"]) == (r["rank"], r["id"]))
+        for r in rows
+    ]
+    got = self_times(events(rows))
+    assert got.tolist() == want
+    roots = [r for r in rows if not any((p["rank"], p["id"]) == (r["rank"], r["parent"]) for p in rows)]
+    assert got.sum() == sum(r["duration"] for r in roots)
+
+
+def test_many_events_are_quick(tmp_path):
+    n = 300_000
+    parents = np.where(np.arange(n) % 10 == 0, -1, np.arange(n) // 10 * 10)
+    table = EVENTS.empty_table()
+    columns = {f.name: pa.array(np.zeros(n, np.int64)).cast(f.type) for f in EVENTS if not pa.types.is_string(f.type)}
+    columns |= {"id": pa.array(np.arange(n)), "parent": pa.array(parents), "duration": pa.array(np.ones(n, np.int64))}
+    columns |= {"op": pa.array(["a", "b", "c"] * (n // 3)), "thread": pa.array(["m"] * n)}
+    table = pa.table([columns[f.name] for f in EVENTS], schema=EVENTS)
+    began = time.perf_counter()
+    assert sum(r.count for r in breakdown(table)) == n
+    assert time.perf_counter() - began < 5

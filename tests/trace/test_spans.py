@@ -1,0 +1,205 @@
+"""Spans: nesting, totals, threads, exceptions, forks; and the price of one."""
+
+import os
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilth.trace import Recorder, recorder, span, traced
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    recorder.totals()
+    yield
+    assert not recorder.recording
+    recorder.totals()
+
+
+def busy(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def test_totals_without_a_recorder():
+    for n in (3, 4):
+        with span("generate", tokens=n, bytes=10, flops=0.5):
+            pass
+    total = recorder.totals()["generate"]
+    assert (total.count, total.tokens, total.bytes, total.flops) == (2, 7, 20, 1.0)
+    assert 0 < total.seconds < 0.1
+
+
+def test_reset_and_no_reset():
+    with span("a"):
+        pass
+    assert recorder.totals(reset=False)["a"].count == 1
+    with span("a"):
+        pass
+    assert recorder.totals()["a"].count == 2
+    assert recorder.totals() == {}
+    with span("b"):
+        pass
+    assert list(recorder.totals()) == ["b"]
+
+
+def test_own_time_leaves_out_the_spans_inside():
+    with span("outer") as outer:
+        busy(0.002)
+        with span("inner") as inner:
+            busy(0.004)
+    totals = recorder.totals()
+    assert outer.seconds >= inner.seconds + 0.002
+    assert totals["inner"].self_seconds == pytest.approx(inner.seconds)
+    assert totals["outer"].self_seconds == pytest.approx(outer.seconds - inner.seconds, abs=1e-8)
+
+
+def test_step_and_micro_batch_come_from_outside():
+    with span("step", step=7, micro_batch=2) as outer, span("a") as a:
+        with span("b", step=9) as b, span("c") as c:
+            pass
+    assert [(s.step, s.micro_batch, s.depth) for s in (outer, a, b, c)] == [(7, 2, 0), (7, 2, 1), (9, 2, 2), (9, 2, 3)]
+    with span("alone") as alone:
+        pass
+    assert (alone.step, alone.micro_batch, alone.depth) == (-1, -1, 0)
+
+
+def test_set_inside_changes_only_what_is_given():
+    with span("a", tokens=1, bytes=2, flops=3) as s:
+        s.set(tokens=10)
+        s.set(flops=30.0)
+    total = recorder.totals()["a"]
+    assert (total.tokens, total.bytes, total.flops) == (10, 2, 30.0)
+
+
+def test_an_exception_passes_and_leaves_the_nesting_right():
+    with pytest.raises(KeyError, match="x"), span("outer"), span("inner"):
+        raise KeyError("x")
+    with span("next") as after:
+        pass
+    assert after.depth == 0
+    assert {op: t.count for op, t in recorder.totals().items()} == {"outer": 1, "inner": 1, "next": 1}
+
+
+def test_decorator_keeps_the_function():
+    @traced("score")
+    def add(a: int, *, b: int) -> int:
+        """Adds."""
+        return a + b
+
+    assert add(1, b=2) == 3 and add.__name__ == "add" and add.__doc__ == "Adds."
+    with pytest.raises(TypeError):
+        add(1, b="x")
+    assert recorder.totals()["score"].count == 2
+
+
+def test_a_span_left_open_by_a_generator_does_not_disturb_the_next():
+    def rows():
+        with span("generate"):
+            yield 1
+            yield 2
+
+    with span("step"):
+        stream = rows()
+        next(stream)
+    stream.close()
+    with span("next") as after:
+        pass
+    assert after.depth == 0
+    assert recorder.totals()["generate"].count == 1
+
+
+def test_threads_nest_each_on_their_own_and_no_count_is_lost():
+    def work() -> None:
+        for _ in range(500):
+            with span("w", tokens=1), span("in"):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    counted = tokens = 0
+    with span("main"):
+        for t in threads:
+            t.start()
+        while any(t.is_alive() for t in threads):
+            totals = recorder.totals()  # resets race with the work
+            counted += totals["in"].count if "in" in totals else 0
+            tokens += totals["w"].tokens if "w" in totals else 0
+        for t in threads:
+            t.join()
+    totals = recorder.totals()
+    counted += totals["in"].count if "in" in totals else 0
+    tokens += totals["w"].tokens if "w" in totals else 0
+    assert (counted, tokens) == (4000, 4000)
+    assert totals["main"].self_seconds == pytest.approx(totals["main"].seconds)
+
+
+def test_ended_threads_are_folded_away():
+    def work() -> None:
+        with span("short"):
+            pass
+
+    recorder.totals()
+    before = len(recorder._threads)
+    for _ in range(50):
+        t = threading.Thread(target=work)
+        t.start()
+        t.join()
+    assert recorder.totals()["short"].count == 50
+    assert len(recorder._threads) <= before
+
+
+trees = st.recursive(st.just([]), lambda kids: st.lists(kids, max_size=4), max_leaves=20)
+
+
+@settings(max_examples=50, deadline=None)
+@given(trees)
+def test_own_times_sum_to_the_root(tree):
+    recorder.totals()
+
+    def walk(node: list, depth: int) -> None:
+        with span(f"op{depth % 3}"):
+            for child in node:
+                walk(child, depth + 1)
+
+    with span("root") as root:
+        walk(tree, 0)
+    totals = recorder.totals()
+    assert sum(t.self_seconds for t in totals.values()) == pytest.approx(root.seconds, abs=1e-9)
+    assert min(t.self_seconds for t in totals.values()) >= 0
+
+
+def test_a_forked_child_does_not_write_into_the_parents_events(tmp_path):
+    with recorder.to(tmp_path, interval=60):
+        child = os.fork()
+        if child == 0:
+            with span("child"):
+                pass
+            os._exit(0 if not recorder.recording else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert recorder.recording
+
+
+def test_a_new_recorder_is_independent_of_time():
+    assert Recorder().totals() == {}
+
+
+def test_price_of_a_span(tmp_path, capsys):
+    """Measured and shown, not asserted beyond the absurd: the machine may be busy."""
+
+    def price(n: int = 2000) -> float:
+        began = time.thread_time_ns()
+        for _ in range(n):
+            with span("a", step=3, tokens=5):
+                pass
+        return (time.thread_time_ns() - began) / n
+
+    idle = min(price() for _ in range(5))
+    with recorder.to(tmp_path):
+        recording = min(price() for _ in range(5))
+    with capsys.disabled():
+        print(f"\n  a span costs {idle:.0f} ns, {recording:.0f} ns while recording")
+    assert recording < 50_000
