@@ -15,15 +15,15 @@ Precision = Literal["fp32", "bf16"]
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are immutable."""
+    """Base of all sections: unknown keys and wrong types are errors (a 3.0 is no integer), values are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Model(Section):
     """What is trained: a directory or run to start from, or the shape of a new decoder."""
 
-    path: str = Field("", description="run or Hugging Face directory to start from; empty: a new model of the shape below")
+    path: str = Field("", description="run or Hugging Face directory to start from; empty: a new model of this shape")
     family: Literal["llama", "qwen2", "qwen3", "mistral"] = Field("qwen3", description="architecture of a new model")
     hidden: Positive = Field(128, description="width of the residual stream")
     layers: Positive = Field(4, description="number of decoder layers")
@@ -40,10 +40,14 @@ class Model(Section):
 class Data(Section):
     """What it learns from."""
 
-    source: str = Field("addition", description="a built-in task (addition) or a JSONL file: one object a line with prompt and, for warm-up and rewards, answer")
-    digits: Positive = Field(3, description="digits of each number of the addition task")
+    source: str = Field(
+        "addition", description="a task (addition) or a JSONL file: an object a line with prompt and, if known, answer"
+    )
+    digits: int = Field(3, ge=1, le=9, description="digits of each number of the addition task")
     holdout: Share = Field(0.1, description="share of prompts held out for evaluation, chosen by hash of the prompt")
-    tokenizer: str = Field("", description="tokenizer.json or its directory; empty: the model's own, or one per character")
+    tokenizer: str = Field(
+        "", description="tokenizer.json or its directory; empty: the model's own, or one per character"
+    )
 
 
 class Warmup(Section):
@@ -69,7 +73,9 @@ class Rollout(Section):
     stop: tuple[str, ...] = Field((), description="strings that end a completion, besides the end token")
     max_rows: Positive = Field(512, description="most sequences decoded at once")
     kv_tokens: Count = Field(0, description="KV cache in tokens; 0: max_rows times the context")
-    step_tokens: Positive = Field(8192, description="token budget of one engine step, decode first, then prefill chunks")
+    step_tokens: Positive = Field(
+        8192, description="token budget of one engine step, decode first, then prefill chunks"
+    )
     compile: bool = Field(False, description="torch.compile the decode step (CUDA graphs on a GPU)")
 
 
@@ -110,7 +116,9 @@ class Optimizer(Section):
     beta1: Share = Field(0.9, description="AdamW's decay of the first moment")
     beta2: Share = Field(0.95, description="AdamW's decay of the second moment")
     weight_decay: Rate = Field(0.0, description="decoupled weight decay of matrices")
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field("constant", description="learning rate over steps (wsd decays in the last fifth)")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "constant", description="learning rate over steps (wsd decays in the last fifth)"
+    )
     warmup_steps: Count = Field(0, description="steps of linear rise to the peak")
     clip_norm: Rate = Field(1.0, description="bound on the global gradient norm; 0: none")
 
@@ -128,8 +136,12 @@ class Train(Section):
     micro_tokens: Positive = Field(16_384, description="most tokens in one forward and backward pass")
     checkpointing: bool = Field(False, description="recompute each layer's activations in the backward pass")
     compile: bool = Field(False, description="torch.compile the training forward and backward")
-    nonfinite: Literal["stop", "skip"] = Field("stop", description="on a loss or gradient that is not finite: stop, or skip and count")
-    mismatch: Rate = Field(0.0, description="largest log-prob difference of trainer and engine; 0: 1e-3 in fp32, 0.5 in bf16")
+    nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="on a loss or gradient that is not finite: stop, or skip and count"
+    )
+    mismatch: Rate = Field(
+        0.0, description="largest log-prob difference of trainer and engine; 0: 1e-3 in fp32, 0.5 in bf16"
+    )
 
 
 class Run(Section):
@@ -137,7 +149,9 @@ class Run(Section):
 
     dir: str = Field("runs", description="folder of runs")
     name: str = Field("", description="name of the run's folder; empty: recipe and a number")
-    eval_every: Count = Field(25, description="steps between two evaluations on held-out prompts; 0: first and last only")
+    eval_every: Count = Field(
+        25, description="steps between two evaluations on held-out prompts; 0: first and last only"
+    )
     eval_prompts: Positive = Field(512, description="held-out prompts in an evaluation")
     save_every: Positive = Field(25, description="steps between two checkpoints")
     keep: Positive = Field(2, description="checkpoints kept")

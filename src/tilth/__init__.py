@@ -1,0 +1,24 @@
+"""Tilth trains language models by reinforcement learning.
+
+``tilth.train(...)`` and the pure functions of ``tilth.rl`` are loaded when they are first used, so that importing
+``tilth`` costs no torch.
+"""
+
+import importlib
+import os
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "rl", "train"]
+
+# Idle OpenMP threads spin and starve every other process of a small machine (10 to 30 times slower);
+# the runtime reads this once, when torch is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "rl":
+        return importlib.import_module("tilth.rl")
+    if name == "train":
+        return importlib.import_module("tilth.api").train
+    raise AttributeError(f"module 'tilth' has no attribute {name!r}")

@@ -1,0 +1,45 @@
+"""The reference of all recipe keys, written from the schema: ``python -m tilth.config.docs > docs/recipes.md``."""
+
+from tilth.config.keys import Key, keys, sections
+from tilth.config.load import SHIPPED, dump_value, names
+
+INTRODUCTION = """\
+# Recipes
+
+A recipe is a TOML file. It states what differs from the defaults below; whatever it leaves out has its default.
+
+```
+tilth run addition-grpo                                        # a recipe that ships with Tilth, by name
+tilth run my/recipe.toml                                       # any other, by path
+tilth run addition-grpo algorithm.steps=50 run.name=short      # with some keys overridden
+```
+
+An override is `section.key=value` with a TOML value; text needs no quotes. An unknown key, a value out of range and two
+keys that contradict each other end in one line that says what would be right, with exit code 2, before anything starts.
+The recipe with all its keys is kept in the run's folder as `recipe.toml`, and that file is a recipe again.
+"""
+
+
+def reference() -> str:
+    """All keys as Markdown: name, default, values, meaning."""
+    table = keys()
+    parts = [INTRODUCTION, f"\nThere are {len(table)} keys. Shipped recipes: {_shipped()}.\n"]
+    parts.append(_section("Keys without a section", "", [k for k in table.values() if "." not in k.name]))
+    for name, section in sections().items():
+        own = [k for k in table.values() if k.name.startswith(f"{name}.")]
+        parts.append(_section(f"[{name}]", section.__doc__ or "", own))
+    return "\n".join(parts)
+
+
+def _shipped() -> str:
+    return ", ".join(f"[`{name}`](../src/tilth/{SHIPPED.name}/{name}.toml)" for name in names())
+
+
+def _section(title: str, caption: str, own: list[Key]) -> str:
+    rows = [f"| `{k.name}` | `{dump_value(k.field.default)}` | {k.values} | {k.field.description} |" for k in own]
+    head = ["| key | default | values | meaning |", "|---|---|---|---|"]
+    return "\n".join([f"## {title}", "", *([caption, ""] if caption else []), *head, *rows, ""])
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,69 @@
+"""The keys of a recipe as a table, read from the schema: for error messages, overrides and documentation."""
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from tilth.config.schema import Recipe, Section
+
+
+class Key(NamedTuple):
+    """One key: its dotted name, its field and, in words, the values it takes."""
+
+    name: str
+    field: FieldInfo
+    values: str
+
+
+def sections() -> dict[str, type[Section]]:
+    """Section name -> its class, in the order of the schema."""
+    annotations: dict[str, Any] = {name: field.annotation for name, field in Recipe.model_fields.items()}
+    return {name: annotation for name, annotation in annotations.items() if _is_section(annotation)}
+
+
+def keys() -> dict[str, Key]:
+    """Dotted name -> key, in the order of the schema."""
+    return {key.name: key for key in _walk(Recipe, "")}
+
+
+def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
+    for name, field in section.model_fields.items():
+        annotation: Any = field.annotation
+        if _is_section(annotation):
+            yield from _walk(annotation, f"{name}.")
+        else:
+            yield Key(prefix + name, field, _values(field))
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _values(field: FieldInfo) -> str:
+    annotation = field.annotation
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(str, get_args(annotation)))
+    if annotation is bool:
+        return "true or false"
+    if annotation is str:
+        return "text"
+    if annotation in (int, float):
+        return ("an integer" if annotation is int else "a number") + _range(field.metadata)
+    return "a list of texts"
+
+
+def _range(metadata: list[Any]) -> str:
+    words = []
+    for bound in metadata:
+        match bound:
+            case Gt(gt=low):
+                words.append(f"above {low}")
+            case Ge(ge=low):
+                words.append(f"of at least {low}")
+            case Lt(lt=high):
+                words.append(f"below {high}")
+            case Le(le=high):
+                words.append(f"at most {high}")
+    return (" " + " and ".join(words)) if words else ""

@@ -1,0 +1,188 @@
+"""Recipes from TOML, from ``key=value`` overrides and from dictionaries, and back. Imports no torch.
+
+Whatever is wrong with a recipe is one ``RecipeError`` of one line: the key, its value, what would be right and, where a
+name was mistyped, the nearest one.
+"""
+
+import difflib
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tilth.config.checks import check
+from tilth.config.errors import RecipeError
+from tilth.config.keys import keys, sections
+from tilth.config.schema import Recipe
+
+SHIPPED = Path(__file__).parent.parent / "recipes"
+
+
+def names() -> list[str]:
+    """Names of the recipes that ship with Tilth."""
+    return sorted(p.stem for p in SHIPPED.glob("*.toml"))
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """A shipped recipe by name, or any by the path of its TOML file, with dotted ``key=value`` overrides."""
+    path = recipe_path(name_or_path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read recipe {path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"recipe {path} is not TOML: {error}") from None
+    return from_dict(_merge(data, parse_overrides(overrides)))
+
+
+def recipe_path(name_or_path: str) -> Path:
+    """Where a recipe lies. A text with a slash or ending in ``.toml`` is a path, anything else a shipped name."""
+    if "/" in name_or_path or name_or_path.endswith(".toml"):
+        if not Path(name_or_path).is_file():
+            raise RecipeError(f"no recipe file {name_or_path!r}; shipped recipes: {', '.join(names())}")
+        return Path(name_or_path)
+    if name_or_path not in names():
+        raise RecipeError(f"no recipe {name_or_path!r}; {_nearest(name_or_path, names())}")
+    return SHIPPED / f"{name_or_path}.toml"
+
+
+def recipe_name(name_or_path: str) -> str:
+    """What to call runs of this recipe: the file's stem, or its folder for the ``recipe.toml`` of a run."""
+    path = Path(name_or_path)
+    return path.resolve().parent.name if path.name == "recipe.toml" else path.name.removesuffix(".toml")
+
+
+def from_dict(data: Mapping[str, Any]) -> Recipe:
+    """A checked recipe from nested dictionaries, as a TOML file gives them; lists may stand for tuples."""
+    try:
+        recipe = Recipe.model_validate({name: _frozen(value) for name, value in data.items()})
+    except ValidationError as error:
+        raise RecipeError(_explain(error)) from None
+    check(recipe)
+    return recipe
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """``["run.name=x", "seed=3"]`` -> nested dictionary. Values are TOML; text needs no quotes."""
+    result: dict[str, Any] = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            raise RecipeError(f"override {override!r} is not of the form key=value, as in rollout.group=16")
+        *path, last = name.split(".")
+        table = result
+        for part in path:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise RecipeError(f"override {override!r} needs a section, but {part} has a value already")
+        table[last] = _value(name, text.strip())
+    return result
+
+
+def dump_toml(recipe: Recipe) -> str:
+    """All keys of a recipe as TOML; loading it gives an equal recipe."""
+    data = recipe.dump()
+    tables = sections()
+    lines = [f"{name} = {dump_value(value)}" for name, value in data.items() if name not in tables]
+    for section in tables:
+        lines += ["", f"[{section}]"] + [f"{name} = {dump_value(value)}" for name, value in data[section].items()]
+    return "\n".join(lines) + "\n"
+
+
+def digest(recipe: Recipe) -> str:
+    """16 hex digits that differ where two recipes ask for different work; where the run is kept does not count."""
+    data = recipe.dump()
+    for name in ("dir", "name"):
+        del data["run"][name]
+    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in over.items():
+        below = merged.get(name)
+        merged[name] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _frozen(v) for name, v in value.items()}
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _value(name: str, text: str) -> Any:
+    """An override's value: TOML, or else plain text; for a key that holds text, always text (run.name=7 is "7")."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    key = keys().get(name)
+    if key is None or (isinstance(value, str) and key.field.annotation is str):
+        return value
+    if key.field.annotation is str:
+        return text
+    if key.field.annotation is bool and text in ("True", "False"):
+        return text == "True"
+    return value
+
+
+_ESCAPED = re.compile("[\x7f\u2028\u2029]")  # json.dumps leaves them as they are, TOML forbids the first
+
+
+def dump_value(value: Any) -> str:
+    """One value of a recipe as TOML."""
+    if isinstance(value, str):
+        return _ESCAPED.sub(lambda m: f"\\u{ord(m[0]):04x}", json.dumps(value, ensure_ascii=False))
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(dump_value, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _explain(error: ValidationError) -> str:
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    name = ".".join(map(str, first["loc"][:2]))
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        return _unknown(name) + more
+    if name in sections():
+        return f"{name} = {first['input']!r} is not a section; its keys are written {name}.KEY" + more
+    key = keys()[name]
+    value = first["input"]
+    guess = difflib.get_close_matches(str(value), key.values.removeprefix("one of ").split(", "), 1)
+    meant = f"; did you mean {guess[0]!r}?" if first["type"] == "literal_error" and guess else ""
+    return f"{name} = {_shown(value)} is not {key.values}{meant}{more}"
+
+
+def _shown(value: Any) -> str:
+    return repr(list(value) if isinstance(value, tuple) else value)
+
+
+def _unknown(name: str) -> str:
+    section, _, leaf = name.rpartition(".")
+    known = list(keys())
+    if leaf in sections() and not section:
+        return f"{name} is a section, not a key"
+    elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
+    if elsewhere:
+        return f"unknown key {name}; did you mean {' or '.join(elsewhere)}?"
+    inside = [k for k in known if k.rpartition(".")[0] == section]
+    if not section:
+        inside = inside + list(sections())
+    return f"unknown key {name}; {_nearest(name, inside, known)}"
+
+
+def _nearest(name: str, *choices: Iterable[str]) -> str:
+    """ "did you mean ..." out of the first choices that hold anything near, else all of the first."""
+    for some in choices:
+        near = difflib.get_close_matches(name, list(some), 1, 0.6)
+        if near:
+            return f"did you mean {near[0]}?"
+    return "there is " + ", ".join(choices[0])

@@ -1,0 +1,298 @@
+"""Recipes load, dump and are compared as promised; every mistake is one line that says what would be right."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilth.config import load
+from tilth.config.errors import RecipeError, TilthError
+from tilth.config.keys import keys
+from tilth.config.load import digest, dump_toml, from_dict, load_recipe, parse_overrides
+from tilth.config.schema import Recipe
+
+
+def problem(*overrides: str, recipe: str = "addition-grpo") -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_shipped_recipe_by_name_and_by_path_are_equal():
+    path = load.SHIPPED / "addition-grpo.toml"
+    assert load_recipe("addition-grpo") == load_recipe(str(path))
+    assert load_recipe("addition-grpo").algorithm.advantage == "grpo_no_std"
+
+
+@pytest.mark.parametrize("name", load.names())
+def test_every_shipped_recipe_loads(name):
+    assert isinstance(load_recipe(name), Recipe)
+
+
+def test_defaults_are_a_valid_recipe():
+    assert from_dict({}) == Recipe()
+
+
+def test_at_most_80_keys_each_explained():
+    table = keys()
+    assert len(table) <= 80
+    assert all(k.field.description and len(k.field.description) < 100 for k in table.values())
+
+
+def test_no_torch_is_imported():
+    code = (
+        "import sys, tilth, tilth.config.load as l; l.load_recipe('addition-grpo'); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- where a recipe comes from ---------------------------------------------------------------------------------------
+
+
+def test_unknown_name_gives_the_nearest():
+    assert problem(recipe="adition-grpo") == "no recipe 'adition-grpo'; did you mean addition-grpo?"
+
+
+def test_unknown_name_with_nothing_near_lists_all():
+    assert problem(recipe="zzz") == f"no recipe 'zzz'; there is {', '.join(load.names())}"
+
+
+def test_missing_file(tmp_path):
+    path = str(tmp_path / "none.toml")
+    assert problem(recipe=path).startswith(f"no recipe file {path!r}")
+
+
+def test_broken_toml_says_where(tmp_path):
+    path = tmp_path / "broken.toml"
+    path.write_text("flow = 'grpo'\n[model\n")
+    message = problem(recipe=str(path))
+    assert "broken.toml is not TOML" in message and "line 2" in message
+
+
+def test_not_text(tmp_path):
+    path = tmp_path / "binary.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert problem(recipe=str(path)).startswith(f"cannot read recipe {path}")
+
+
+@pytest.mark.parametrize(
+    ("given_name", "name"),
+    [("addition-grpo", "addition-grpo"), ("a/b/my.v2.toml", "my.v2"), ("runs/first/recipe.toml", "first")],
+)
+def test_recipe_name(given_name, name):
+    assert load.recipe_name(given_name) == name
+
+
+# -- overrides -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("seed=3", 3),
+        ("optimizer.lr=1e-4", 1e-4),
+        ("optimizer.lr = 2", 2),
+        ("model.tied=false", False),
+        ("model.tied=True", True),
+        ("run.name=first", "first"),
+        ('run.name="first one"', "first one"),
+        ("run.name=2026", "2026"),
+        ("run.name=2026-01-02", "2026-01-02"),
+        ("run.name=true", "true"),
+        ("run.name=a=b", "a=b"),
+        ("run.name=", ""),
+        ("reward.function=my/file.py:score", "my/file.py:score"),
+        ("optimizer.name=adamw", "adamw"),
+        ('rollout.stop=["a", "b\\n"]', ("a", "b\n")),
+    ],
+)
+def test_override_value(override, value):
+    name = override.partition("=")[0].strip()
+    recipe = load_recipe("addition-grpo", [override])
+    found = recipe
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert found == value and isinstance(found, type(value) if name != "optimizer.lr" else float)
+
+
+def test_overrides_merge_with_the_file_and_the_last_wins():
+    recipe = load_recipe("addition-grpo", ["algorithm.steps=5", "algorithm.steps=6"])
+    assert recipe.algorithm.steps == 6 and recipe.algorithm.advantage == "grpo_no_std"
+
+
+def test_parse_overrides_nests():
+    assert parse_overrides(["seed=1", "model.hidden=64", "model.heads=2"]) == {
+        "seed": 1,
+        "model": {"hidden": 64, "heads": 2},
+    }
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", ""])
+def test_override_without_form(override):
+    assert "not of the form key=value" in problem(override)
+
+
+def test_override_of_a_value_as_a_section():
+    assert "needs a section, but seed has a value already" in problem("seed=1", "seed.x=2")
+
+
+# -- what can be wrong -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.grup=8", "unknown key rollout.grup; did you mean rollout.group?"),
+        ("rolout.group=8", "unknown key rolout; did you mean rollout?"),
+        ("lr=1", "unknown key lr; did you mean warmup.lr or optimizer.lr?"),
+        ("train.hidden=64", "unknown key train.hidden; did you mean model.hidden?"),
+        ("sede=1", "unknown key sede; did you mean seed?"),
+        ("rollout.group=0", "rollout.group = 0 is not an integer above 0"),
+        ("rollout.group=2.5", "rollout.group = 2.5 is not an integer above 0"),
+        ("rollout.group=many", "rollout.group = 'many' is not an integer above 0"),
+        ("rollout.group=true", "rollout.group = True is not an integer above 0"),
+        ("seed=-1", "seed = -1 is not an integer of at least 0 and below 9223372036854775808"),
+        ("rollout.top_p=1.5", "rollout.top_p = 1.5 is not a number above 0 and at most 1"),
+        ("optimizer.lr=nan", "optimizer.lr = nan is not a number of at least 0"),
+        ("optimizer.lr=inf", "optimizer.lr = inf is not a number of at least 0"),
+        ("data.digits=10", "data.digits = 10 is not an integer of at least 1 and at most 9"),
+        ("optimizer.name=adam", "optimizer.name = 'adam' is not one of adamw, muon; did you mean 'adamw'?"),
+        ("optimizer.name=7", "optimizer.name = 7 is not one of adamw, muon"),
+        ("model.tied=1", "model.tied = 1 is not true or false"),
+        ("rollout.stop=x", "rollout.stop = 'x' is not a list of texts"),
+        ("rollout.stop=[1]", "rollout.stop = 1 is not a list of texts"),
+        ("model=3", "model = 3 is not a section; its keys are written model.KEY"),
+        ("model.hidden.x=3", "model.hidden = {'x': 3} is not an integer above 0"),
+    ],
+)
+def test_message_names_key_value_and_what_is_right(override, message):
+    assert problem(override) == message
+
+
+def test_unknown_key_with_nothing_near_lists_the_section():
+    message = problem("reward.zzzzzz=1")
+    assert message == "unknown key reward.zzzzzz; there is reward.function, reward.timeout, reward.workers"
+
+
+def test_more_than_one_problem_is_counted():
+    assert problem("rollout.group=0", "rollout.prompts=0").endswith("(and 1 more)")
+
+
+def test_recipe_error_is_a_tilth_error_and_core_has_the_same():
+    from tilth.core import errors
+
+    assert errors.RecipeError is RecipeError and issubclass(RecipeError, TilthError)
+
+
+def test_a_recipe_cannot_be_changed():
+    with pytest.raises(ValueError):
+        load_recipe("addition-grpo").model.hidden = 3
+
+
+# -- cross-checks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (["model.hidden=130"], "model.hidden = 130 is not a multiple of model.heads = 4"),
+        (["model.hidden=20"], "a head is 5 wide"),
+        (["model.head_dim=33"], "a head is 33 wide"),
+        (["model.kv_heads=3"], "model.kv_heads = 3 does not divide model.heads = 4"),
+        (["rollout.max_tokens=32"], "rollout.max_tokens = 32 leaves no room for a prompt in model.context = 32"),
+        (["rollout.kv_tokens=31"], "rollout.kv_tokens = 31"),
+        (["train.device=gpu"], "train.device = 'gpu' is not auto, cpu, cuda or cuda:N"),
+        (["train.parity=true", "train.compile=true"], "set train.compile = false"),
+        (["train.parity=true", "rollout.compile=true"], "set rollout.compile = false"),
+        (["train.parity=true", "train.device=cuda:1"], "train.device is 'cuda:1'"),
+        (["algorithm.steps=0", "warmup.steps=0"], "nothing to train"),
+        (["data.holdout=0"], "warmup.until = 0.6 needs held-out prompts"),
+        (["data.holdout=1"], "data.holdout = 1 leaves no prompt"),
+        (["algorithm.dual_clip=0.5"], "algorithm.dual_clip = 0.5"),
+        (["algorithm.clip_low=1.5"], "algorithm.clip_low = 1.5"),
+        (["rollout.temperature=0"], "rollout.temperature = 0"),
+        (["rollout.group=1"], "rollout.group = 1"),
+        (["algorithm.minibatches=513"], "algorithm.minibatches = 513 is more than rollout.prompts x group = 512"),
+        (["run.name=a/b"], "run.name = 'a/b' is a path"),
+        (["run.name=.."], "run.name = '..' is a path"),
+        (["run.dir="], "run.dir is empty"),
+    ],
+)
+def test_contradictions(overrides, part):
+    assert part in problem(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.hidden=130", "model.head_dim=32"],
+        ["model.hidden=130", "model.path=some/model"],
+        ["model.kv_heads=2"],
+        ["train.device=cuda:0"],
+        ["rollout.max_tokens=31"],
+        ["rollout.group=1", "algorithm.drop_flat=false"],
+        ["rollout.temperature=0", "flow=sft"],
+        ["data.holdout=0", "warmup.until=1.0"],
+        ["algorithm.dual_clip=3"],
+        ["algorithm.steps=0"],
+        ["train.parity=true", "train.device=cpu"],
+    ],
+)
+def test_what_is_allowed(overrides):
+    load_recipe("addition-grpo", overrides)
+
+
+# -- dump and digest -------------------------------------------------------------------------------------------------
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+
+
+@given(
+    texts,
+    st.lists(texts, max_size=3),
+    st.floats(0, 1e300, allow_nan=False, allow_infinity=False),
+    st.integers(0, 2**63 - 1),
+    st.booleans(),
+)
+def test_dump_round_trip(path, stop, rate, seed, tied):
+    recipe = from_dict(
+        {
+            "seed": seed,
+            "model": {"path": path, "tied": tied, "hidden": 128},
+            "rollout": {"stop": stop},
+            "optimizer": {"lr": rate},
+        }
+    )
+    assert from_dict(tomllib.loads(dump_toml(recipe))) == recipe
+
+
+def test_dump_states_every_key_and_is_a_recipe_file(tmp_path):
+    recipe = load_recipe("addition-grpo", ["seed=7", "run.name=x"])
+    path = tmp_path / "recipe.toml"
+    path.write_text(dump_toml(recipe))
+    assert load_recipe(str(path)) == recipe
+    assert path.read_text().count(" = ") == len(keys())
+
+
+def test_digest_ignores_only_where_the_run_is_kept():
+    base = load_recipe("addition-grpo")
+    assert digest(base) == digest(load_recipe("addition-grpo", ["run.dir=elsewhere", "run.name=x"]))
+    others = ["seed=1", "run.keep=3", "optimizer.lr=1e-3", "rollout.stop=['a']", "model.tied=false"]
+    digests = {digest(load_recipe("addition-grpo", [o])) for o in others}
+    assert len(digests | {digest(base)}) == len(others) + 1
+    assert len(digest(base)) == 16
+
+
+def test_documentation_of_keys_is_what_the_schema_says():
+    from tilth.config.docs import reference
+
+    page = Path(__file__).parents[2] / "docs" / "recipes.md"
+    assert page.read_text() == reference(), "run: python -m tilth.config.docs > docs/recipes.md"
+    assert all(f"`{name}`" in reference() for name in keys())
