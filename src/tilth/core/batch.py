@@ -5,6 +5,7 @@ explicit, counted way to bring payload to the controller; workers read the store
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -73,6 +74,10 @@ class Store(Protocol):
 
     def free(self, handle: Handle) -> None:
         """Forget a column; freeing twice is an error (KeyError)."""
+        ...
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Free at the end of the block everything that was put inside it: how a step gives its payload back."""
         ...
 
 

@@ -1,0 +1,69 @@
+"""The ``inline`` backend: one worker in this process, plain calls, breakpoints work."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tilth.cluster.protocol import transfer_of
+from tilth.core.batch import Handle, Ragged
+
+
+class InlineStore:
+    """Payload in a dictionary of this process. What the controller fetches is counted all the same."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, Ragged] = {}
+        self._next = 0
+        self.fetched_bytes = 0
+
+    def put(self, column: str, data: Ragged) -> Handle:
+        """Keep a column under a new key."""
+        key = f"{column}-{self._next}"
+        self._next += 1
+        self._columns[key] = data
+        return Handle(key, data.values.nbytes + data.offsets.nbytes)
+
+    def get(self, handle: Handle) -> Ragged:
+        """A worker's read."""
+        return self._columns[handle.key]
+
+    def fetch(self, handle: Handle) -> Ragged:
+        """The controller's read."""
+        self.fetched_bytes += handle.nbytes
+        return self._columns[handle.key]
+
+    def free(self, handle: Handle) -> None:
+        """Forget a column; KeyError if it is not there (any more)."""
+        del self._columns[handle.key]
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Free at the end of the block everything that was put inside it and not freed yet."""
+        before = set(self._columns)
+        try:
+            yield
+        finally:
+            for key in set(self._columns) - before:
+                del self._columns[key]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload held now."""
+        return sum(r.values.nbytes + r.offsets.nbytes for r in self._columns.values())
+
+
+class InlineGroup:
+    """A worker group of world size 1: method calls go straight to the worker."""
+
+    world_size = 1
+
+    def __init__(self, role: str, worker: object) -> None:
+        self.role = role
+        self._worker = worker
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._worker, name, None)
+        if method is None or transfer_of(method) is None:
+            offered = sorted(n for n in dir(self._worker) if transfer_of(getattr(self._worker, n)) is not None)
+            raise AttributeError(f"role {self.role} has no method {name!r}; it offers {', '.join(offered)}")
+        return method  # type: ignore[no-any-return]

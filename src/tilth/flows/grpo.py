@@ -1,0 +1,19 @@
+"""Group relative policy optimisation (GRPO, arXiv 2402.03300; without the division by std: arXiv 2503.20783)."""
+
+from tilth.flows.keep import has_spread
+from tilth.flows.run import Run
+
+
+def grpo(run: Run) -> None:
+    """Sample groups, score them, compare within the group, update, publish; until the recipe's last step."""
+    how = run.recipe.algorithm
+    keep = has_spread if how.drop_flat else None
+    for batch in run.experience(group=run.recipe.rollout.group, max_staleness=0, keep=keep):
+        batch = run.policy.advantages(batch, how)
+        if how.epochs * how.minibatches > 1:
+            batch = run.policy.logprobs(batch)
+        if run.reference is not None:
+            batch = run.reference.logprobs(batch)
+        for part in run.minibatches(batch):
+            run.learned(run.policy.update(part, how))
+        run.publish(run.policy)

@@ -1,0 +1,52 @@
+"""The two checks between trainer and rollout engine that are always on: equal weights, agreeing log-probs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tilth.config.schema import Recipe
+from tilth.core.errors import LogprobMismatch, WeightMismatch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DEFAULT_MISMATCH = {"fp32": 1e-3, "bf16": 0.5}
+"""Largest tolerated |log-prob difference| of one token: far above rounding, far below a wrong tensor's effect."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What trainer and engine must agree on: the engine's dtype and the largest log-prob difference."""
+
+    dtype: torch.dtype
+    mismatch: float
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Bounds":
+        """The recipe's own bound; in parity mode it is 0."""
+        t = recipe.train
+        return cls(DTYPES[t.precision], 0.0 if t.parity else t.mismatch or DEFAULT_MISMATCH[t.precision])
+
+
+def verify_weights(expected: Mapping[str, int], received: Mapping[str, int]) -> None:
+    """Raise WeightMismatch naming the tensors whose checksum in the engine's live storage is not the trainer's."""
+    wrong = [name for name in expected if received.get(name) != expected[name]]
+    wrong += [name for name in received if name not in expected]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise WeightMismatch(
+            f"after publishing, {', '.join(wrong[:3])}{more} in the rollout engine differ from the trainer's; "
+            "the run stops before it learns from a wrong policy"
+        )
+
+
+def check_mismatch(sums: Mapping[str, float], bounds: Bounds, step: int) -> None:
+    """Raise LogprobMismatch if trainer and engine gave some token log-probs further apart than the bound.
+
+    The comparison (``mismatch/max``) is present when the update began at the weights that generated the batch.
+    """
+    worst = sums.get("mismatch/max")
+    if worst is not None and not worst <= bounds.mismatch:
+        raise LogprobMismatch(
+            f"step {step + 1}: log-probs of trainer and rollout engine differ by up to {worst:.3g}, "
+            f"more than train.mismatch={bounds.mismatch:g}; one of them computes another policy"
+        )

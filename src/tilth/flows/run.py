@@ -1,0 +1,269 @@
+"""``Run``: what a flow's page gets. Experience as a stream of batches, each step a transaction, publishing, evaluation.
+
+The body of a page between two batches is one step. What it did is committed when it asks for the next batch: metrics
+and trajectories are kept, the held-out accuracy is measured and a checkpoint is written where the recipe says so. What
+is not committed is dropped on resume, and the step runs again from its start with the same random numbers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from tilth.cluster.inline import InlineGroup
+from tilth.config.schema import Recipe
+from tilth.core.batch import Batch, Store
+from tilth.core.errors import RecipeError
+from tilth.core.random import stream
+from tilth.data.prompts import PromptSet
+from tilth.flows.metrics import Metrics
+from tilth.flows.publish import Bounds, check_mismatch, verify_weights
+from tilth.flows.rundir import RunDir
+from tilth.flows.signals import Interrupted, StopRequest
+from tilth.roles.rollout import ask
+from tilth.trace.spans import span
+
+Keep = Callable[[Batch], np.ndarray]
+
+
+class Observer(Protocol):
+    """Who watches a run: the terminal, the report, a test."""
+
+    def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
+        """A step was committed. ``sample``: one sampled answer, where there is one."""
+        ...
+
+    def on_message(self, text: str) -> None:
+        """Something worth a line."""
+        ...
+
+    def on_end(self, summary: dict[str, Any]) -> None:
+        """The run ended."""
+        ...
+
+
+@dataclass
+class Progress:
+    """The controller's whole state between two steps: all that a checkpoint must hold besides tensors."""
+
+    step: int = 0
+    phase: str = ""
+    phase_step: int = 0
+    finished: list[str] = field(default_factory=list)
+    optimizer_steps: int = 0
+    version: int = 0
+    accuracy_first: float | None = None
+    accuracy_last: float | None = None
+
+
+@dataclass
+class Roles:
+    """The worker groups of a run."""
+
+    policy: InlineGroup
+    rollout: InlineGroup
+    reward: InlineGroup
+    reference: InlineGroup | None
+    recorder: InlineGroup
+
+
+class Run:
+    """One run of a recipe: its roles, its data, its directory and its position."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        roles: Roles,
+        train: PromptSet,
+        heldout: PromptSet,
+        store: Store,
+        directory: RunDir,
+        observers: Sequence[Observer],
+        save: Callable[["Run"], None],
+        stop: StopRequest,
+    ) -> None:
+        self.recipe = recipe
+        self.roles = roles
+        self.policy, self.rollout, self.reward, self.reference = (
+            roles.policy,
+            roles.rollout,
+            roles.reward,
+            roles.reference,
+        )
+        self.train = train
+        self.heldout = heldout
+        self.store = store
+        self.directory = directory
+        self.observers = observers
+        self.bounds = Bounds.of(recipe)
+        self.at = Progress()
+        self.metrics = Metrics()
+        self._save = save
+        self._stop = stop
+        self._sample: dict[str, Any] | None = None
+
+    # ---- phases ----
+
+    def enter(self, phase: str, steps: int, lr: float) -> "Run":
+        """Make ``phase`` the current one, or continue inside it after a resume."""
+        self.phase_steps = steps
+        if self.at.phase != phase and phase not in self.at.finished:
+            self.at.phase, self.at.phase_step = phase, 0
+            self.policy.begin(lr, steps)
+            self.publish(self.policy)
+            self.at.accuracy_first = self.evaluate()
+            self.at.accuracy_last = self.at.accuracy_first
+        return self
+
+    def _leave(self) -> None:
+        """End the phase: the next one starts from a checkpoint of its own."""
+        self.at.finished.append(self.at.phase)
+        self.save()
+
+    # ---- the streams ----
+
+    def experience(self, *, group: int, max_staleness: int = 0, keep: Keep | None = None) -> Iterator[Batch]:
+        """Batches of scored samples, ``group`` for each prompt, one batch a step.
+
+        Samples whose reward is missing are left out, and those that ``keep`` refuses. max_staleness: policy versions
+        that a sample may be behind; only 0 (synchronous) so far.
+        """
+        if max_staleness:
+            raise RecipeError(f"max_staleness={max_staleness}: only synchronous experience (0) is available")
+        while self._goes_on():
+            with self._step() as step:
+                indices = self.train.draw(stream(self.recipe.seed, "prompts"), step, self.recipe.rollout.prompts)
+                first = step * len(indices) * group
+                batch = self.collect(ask(indices, group, first))
+                yield self._filter(batch, keep)
+                self._record(batch)
+
+    def examples(self, count: int) -> Iterator[Batch]:
+        """Batches of ``count`` prompts with their answers, one batch a step, the loss on the answers."""
+        while self._goes_on():
+            with self._step() as step:
+                indices = self.train.draw(stream(self.recipe.seed, "examples"), step, count)
+                yield self.roles.recorder.examples(indices)
+
+    def minibatches(self, batch: Batch) -> Iterator[Batch]:
+        """The batch once for each epoch, in the recipe's number of parts, rows in a new order each time."""
+        how = self.recipe.algorithm
+        if not len(batch):
+            return
+        for epoch in range(how.epochs):
+            if how.minibatches == 1:
+                yield batch
+                continue
+            order = stream(self.recipe.seed, "minibatch", self.at.step, epoch).permutation(len(batch)).numpy()
+            for part in np.array_split(order, min(how.minibatches, len(batch))):
+                yield batch.select(np.sort(part))
+
+    # ---- parts of a step ----
+
+    def collect(self, asked: Batch, *, greedy: bool = False) -> Batch:
+        """Generate and score; outcomes that timed out are written to the journal, or taken from it when replayed."""
+        batch = self.rollout.generate(asked, greedy=greedy)
+        known = self.directory.journal(self.at.step)
+        scored = self.reward.score(batch, known=known)
+        failures = self.reward.failures()
+        self.directory.log_outcomes(self.at.step, {i: o for i, o in failures.items() if i not in known})
+        self.metrics.add("reward/missing", float(len(failures)))
+        return scored
+
+    def _filter(self, batch: Batch, keep: Keep | None) -> Batch:
+        self._measure(batch)
+        scored = batch.select(~np.isnan(batch["reward"]))
+        kept = keep(scored) if keep is not None else np.ones(len(scored), bool)
+        if keep is not None and len(scored):
+            self.metrics.add("groups/flat", float(1 - kept.mean()), len(scored))
+        return scored.select(kept)
+
+    def _measure(self, batch: Batch) -> None:
+        """Metrics that follow from rows alone."""
+        reward = batch["reward"][~np.isnan(batch["reward"])]
+        if len(reward):
+            self.metrics.add("reward/mean", float(reward.mean()), len(reward))
+        self.metrics.add("length/mean", float(batch["completion"].mean()), len(batch))
+        self.metrics.add("length/max", float(batch["completion"].max()))
+        self.metrics.add("length/cut", float((batch["finish"] == 1).mean()), len(batch))
+        self.metrics.add("tokens/generated", float(batch["completion"].sum()))
+
+    def learned(self, sums: dict[str, float]) -> None:
+        """Take the sums of one optimizer step into the step's metrics; check trainer against rollout engine."""
+        self.at.optimizer_steps += 1
+        self.at.version += not sums["skipped"]
+        check_mismatch(sums, self.bounds, self.at.step)
+        self.metrics.take(sums)
+
+    def publish(self, policy: InlineGroup) -> None:
+        """Copy the policy's weights into the rollout engine and check what arrived against what was meant."""
+        with span("publish"):
+            received = self.rollout.receive(policy.weights(), self.at.version)
+        with span("verify"):
+            verify_weights(policy.checksums(self.bounds.dtype), received)
+
+    def evaluate(self) -> float:
+        """Mean reward of greedy answers to the fixed held-out prompts: the accuracy where rewards are 0 and 1."""
+        with span("evaluate"), self.store.scope():
+            count = min(self.recipe.run.eval_prompts, len(self.heldout))
+            indices = self.heldout.draw(stream(self.recipe.seed, "heldout"), 0, count)
+            batch = self.collect(ask(indices, 1, -(2**40)), greedy=True)
+            accuracy = float(np.nanmean(batch["reward"])) if not np.isnan(batch["reward"]).all() else 0.0
+        self.metrics.add("accuracy/heldout", accuracy)
+        return accuracy
+
+    # ---- the transaction ----
+
+    def _goes_on(self) -> bool:
+        at = self.at
+        if at.phase in at.finished:
+            return False
+        target = self.recipe.warmup.until if at.phase == "warmup" else 2.0
+        if at.phase_step >= self.phase_steps or (at.accuracy_last or 0.0) >= target:
+            self._leave()
+            return False
+        return True
+
+    @contextmanager
+    def _step(self) -> Iterator[int]:
+        with span("step", step=self.at.step + 1), self.store.scope():
+            yield self.at.step
+            self.at.step += 1
+            self.at.phase_step += 1
+            if self._due():
+                self.at.accuracy_last = self.evaluate()
+        self._commit()
+
+    def _due(self) -> bool:
+        every = self.recipe.warmup.check_every if self.at.phase == "warmup" else self.recipe.run.eval_every
+        return self.at.phase_step >= self.phase_steps or bool(every and self.at.phase_step % every == 0)
+
+    def _record(self, batch: Batch) -> None:
+        """Hand the trajectories to the run directory."""
+        table, self._sample = self.roles.recorder.table(batch, self.at.step + 1)
+        self.directory.add_trajectories(table)
+
+    def _commit(self) -> None:
+        record = self.metrics.close(step=self.at.step, phase=self.at.phase)
+        self.directory.commit_step(record)
+        for observer in self.observers:
+            observer.on_step(record, self._sample)
+        if self._stop.requested:
+            self.save()
+            raise Interrupted(
+                f"stopped after step {self.at.step}, everything is saved; the same command continues in "
+                f"{self.directory.path}"
+            )
+        if self.at.step % self.recipe.run.save_every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Make everything up to this step durable."""
+        with span("save"):
+            self._save(self)
+
+    def state(self) -> dict[str, Any]:
+        """Progress as JSON."""
+        return asdict(self.at)

@@ -1,0 +1,61 @@
+"""Trajectories to rows and payload: where a worker's output becomes a Batch."""
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from tilth.core.batch import Batch, Column, Ragged, Store
+from tilth.core.errors import TokenIdentityError
+from tilth.core.trajectory import Trajectory
+
+FINISHES = ("stop", "length", "aborted", "error")
+
+
+def to_batch(trajectories: Sequence[Trajectory], store: Store) -> Batch:
+    """Rows (ids, lengths, reward, version, finish, checksum of the token ids) and payload (tokens, mask, logprobs, text)."""
+    rows = {
+        "id": np.array([t.id for t in trajectories], np.int64),
+        "group": np.array([t.group for t in trajectories], np.int64),
+        "prompt": np.array([t.prompt for t in trajectories], np.int64),
+        "length": np.array([len(t.tokens) for t in trajectories], np.int32),
+        "completion": np.array([t.completion_length for t in trajectories], np.int32),
+        "reward": np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32),
+        "version": np.array([t.versions[-1][1] if t.versions else 0 for t in trajectories], np.int32),
+        "finish": np.array([FINISHES.index(t.finish) for t in trajectories], np.int8),
+        "identity": np.array([identity(t.tokens) for t in trajectories], np.uint32),
+    }
+    columns = {
+        "tokens": [t.tokens for t in trajectories],
+        "mask": [t.loss_mask for t in trajectories],
+        "rollout_logprobs": [t.logprobs for t in trajectories],
+        "text": [np.frombuffer(t.text.encode(), np.uint8) for t in trajectories],
+    }
+    payload = {k: Column.whole(store.put(k, Ragged.of(v)), len(trajectories)) for k, v in columns.items()}
+    return Batch(rows, payload)
+
+
+def identity(tokens: np.ndarray) -> int:
+    """CRC-32 of token ids as int64."""
+    return zlib.crc32(np.ascontiguousarray(tokens, np.int64).tobytes())
+
+
+def check_identity(batch: Batch, tokens: Ragged) -> None:
+    """Raise TokenIdentityError unless these are the very ids that the rollout engine produced."""
+    for i, expected in enumerate(batch["identity"]):
+        if identity(tokens.row(i)) != expected:
+            raise TokenIdentityError(
+                f"trajectory {batch['id'][i]}: its {len(tokens.row(i))} token ids are not those that were generated "
+                "(they must never be re-tokenised or edited between rollout and training)"
+            )
+
+
+def texts(column: Ragged) -> list[str]:
+    """Strings of a text column."""
+    return [column.row(i).tobytes().decode() for i in range(len(column.offsets) - 1)]
+
+
+def put_like(batch: Batch, store: Store, name: str, values: np.ndarray, like: Ragged) -> Batch:
+    """Add a payload column with the same row lengths as another one."""
+    handle = store.put(name, Ragged(values, like.offsets))
+    return batch.with_payload(**{name: Column.whole(handle, len(batch))})

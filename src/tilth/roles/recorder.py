@@ -1,0 +1,72 @@
+"""The recorder role: turns payload into what people read (tables of trajectories) and data into payload."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tilth.cluster.protocol import transfer
+from tilth.core.batch import Batch, Column, Ragged, Store
+from tilth.data.prompts import PromptSet
+from tilth.data.tokenizer import Tokenizer
+from tilth.roles.experience import FINISHES, identity, texts
+
+
+class RecorderWorker:
+    """Sits next to the store and knows the tokenizer and the data."""
+
+    def __init__(self, prompts: PromptSet, tokenizer: Tokenizer, store: Store) -> None:
+        self.prompts = prompts
+        self.tokenizer = tokenizer
+        self.store = store
+
+    @transfer(split="all", gather="first")
+    def examples(self, indices: Sequence[int]) -> Batch:
+        """Prompts with their answers as token payload; the mask is 1 on the answer and its end token."""
+        tokens, masks = [], []
+        for prompt in (self.prompts[int(i)] for i in indices):
+            asked = self.tokenizer.encode(prompt.text)
+            answer = [*self.tokenizer.encode(prompt.answer or ""), self.tokenizer.eos_id]
+            tokens.append(np.array(asked + answer, np.int64))
+            masks.append(np.array([0] * len(asked) + [1] * len(answer), np.uint8))
+        rows = {
+            "prompt": np.asarray(indices, np.int64),
+            "length": np.array([len(t) for t in tokens], np.int32),
+            "identity": np.array([identity(t) for t in tokens], np.uint32),
+        }
+        payload = {"tokens": tokens, "mask": masks}
+        put = {k: Column.whole(self.store.put(k, Ragged.of(v)), len(tokens)) for k, v in payload.items()}
+        return Batch(rows, put)
+
+    @transfer(split="rows", gather="first")
+    def table(self, batch: Batch, step: int) -> tuple[pa.Table, dict[str, Any]]:
+        """All trajectories of a step as a table, one row each, and one of them for the terminal."""
+        columns = batch.read(self.store, "tokens", "mask", "rollout_logprobs", "text")
+        said = texts(columns["text"])
+        asked = [self.prompts[int(p)] for p in batch["prompt"]]
+        rewards = [None if np.isnan(r) else float(r) for r in batch["reward"]]
+        table = pa.table(
+            {
+                "step": pa.array(np.full(len(batch), step, np.int32)),
+                "id": pa.array(batch["id"]),
+                "group": pa.array(batch["group"]),
+                "prompt": pa.array(batch["prompt"]),
+                "prompt_text": pa.array([p.text for p in asked]),
+                "text": pa.array(said),
+                "tokens": _lists(columns["tokens"], np.int32),
+                "prompt_length": pa.array(batch["length"] - batch["completion"]),
+                "reward": pa.array(rewards, pa.float32()),
+                "finish": pa.array([FINISHES[f] for f in batch["finish"]]),
+                "logprobs": _lists(columns["rollout_logprobs"], np.float32),
+                "version": pa.array(batch["version"]),
+            }
+        )
+        first = asked[0]
+        sample = {"prompt": first.text, "text": said[0], "answer": first.answer, "reward": rewards[0]}
+        return table, sample
+
+
+def _lists(column: Ragged, dtype: type) -> pa.ListArray:
+    offsets = pa.array(column.offsets.astype(np.int32))
+    return pa.ListArray.from_arrays(offsets, pa.array(column.values.astype(dtype)))

@@ -1,0 +1,38 @@
+"""The reward role: scores completions in a pool of processes; what fails is missing, counted and told, never 0."""
+
+import numpy as np
+
+from tilth.cluster.protocol import transfer
+from tilth.core.batch import Batch, Store
+from tilth.data.prompts import PromptSet
+from tilth.roles.experience import texts
+from tilth.roles.reward_pool import Outcome, RewardPool
+from tilth.trace.spans import span
+
+
+class RewardWorker:
+    """The pool, and the prompts whose answers the rewards need."""
+
+    def __init__(self, pool: RewardPool, prompts: PromptSet, store: Store) -> None:
+        self.pool = pool
+        self.prompts = prompts
+        self.store = store
+
+    @transfer(split="rows", gather="rows")
+    def score(self, batch: Batch, *, known: dict[int, Outcome] | None = None) -> Batch:
+        """Fill in the row column ``reward`` (NaN: missing). ``known``: outcomes by trajectory id that are not tried again."""
+        completions = texts(batch.read(self.store, "text")["text"])
+        asked = [self.prompts[int(p)] for p in batch["prompt"]]
+        items = [
+            (int(i), prompt.text, completion, prompt.info)
+            for i, prompt, completion in zip(batch["id"], asked, completions)
+        ]
+        with span("score", tokens=int(batch["completion"].sum())):
+            self.outcomes = dict(zip((int(i) for i in batch["id"]), self.pool.score(items, known=known or {})))
+        values = [np.nan if o.value is None else o.value for o in self.outcomes.values()]
+        return batch.with_rows(reward=np.array(values, np.float32))
+
+    @transfer(split="all", gather="list")
+    def failures(self) -> dict[int, Outcome]:
+        """Outcomes without a value of the last call, by trajectory id: for the journal and the counts."""
+        return {i: o for i, o in self.outcomes.items() if o.value is None}

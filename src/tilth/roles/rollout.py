@@ -1,0 +1,81 @@
+"""The rollout role: owns the engine that speaks, and answers prompts with batches of experience."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilth.cluster.protocol import transfer
+from tilth.config.schema import Rollout as RolloutSection
+from tilth.core.batch import Batch, Store
+from tilth.core.checksum import checksum
+from tilth.data.prompts import PromptSet
+from tilth.data.tokenizer import Tokenizer
+from tilth.roles.experience import to_batch
+from tilth.rollout.engine import Engine
+from tilth.rollout.request import Request, SamplingParams
+from tilth.trace.spans import span
+
+
+class RolloutWorker:
+    """One engine, the prompts it is asked about by index, and the store that its answers go to."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, prompts: PromptSet, section: RolloutSection, store: Store
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.section = section
+        self.store = store
+
+    @transfer(split="rows", gather="rows")
+    def generate(self, asked: Batch, *, greedy: bool = False) -> Batch:
+        """One sample for each row of ``asked`` (columns id, group, prompt); same order."""
+        params = self._params(greedy)
+        ids, groups, indices = (asked[c].tolist() for c in ("id", "group", "prompt"))
+        encoded = {i: self.tokenizer.encode(self.prompts[i].text) for i in dict.fromkeys(indices)}
+        requests = [
+            Request(id=i, prompt=encoded[p], params=params, group=g, prompt_index=p)
+            for i, g, p in zip(ids, groups, indices)
+        ]
+        with span("generate") as spent:
+            self.engine.reset_prefix_cache()  # no trace of earlier steps, so that a resumed run does the same work
+            found = self.engine.generate(requests)
+            spent.set(tokens=sum(t.completion_length for t in found))
+        return to_batch(found, self.store)
+
+    def _params(self, greedy: bool) -> SamplingParams:
+        s = self.section
+        stops = (self.tokenizer.eos_id,)
+        if greedy:
+            return SamplingParams(max_tokens=s.max_tokens, temperature=0.0, stop=s.stop, stop_tokens=stops)
+        return SamplingParams(
+            max_tokens=s.max_tokens,
+            temperature=s.temperature,
+            top_k=s.top_k,
+            top_p=s.top_p,
+            min_p=s.min_p,
+            stop=s.stop,
+            stop_tokens=stops,
+        )
+
+    @transfer(split="all", gather="first")
+    def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, int]:
+        """Copy weights into the live engine; the checksum of each tensor read back from the engine's live storage."""
+        self.engine.load_weights(weights, version=version)
+        return {name: checksum(tensor) for name, tensor in self.engine.named_parameters()}
+
+
+def ask(prompts: Sequence[int], group: int, first_id: int) -> Batch:
+    """Rows that ask for ``group`` samples of each prompt; ids count up from ``first_id``, groups likewise."""
+    n = len(prompts) * group
+    ids = first_id + np.arange(n, dtype=np.int64)
+    groups = first_id // group + np.repeat(np.arange(len(prompts), dtype=np.int64), group)
+    return Batch({"id": ids, "group": groups, "prompt": np.repeat(np.asarray(prompts, np.int64), group)})
+
+
+def engine_dtype(precision: str) -> torch.dtype:
+    """Compute dtype of a precision name of the recipe."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]

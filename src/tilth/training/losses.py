@@ -1,0 +1,15 @@
+"""Losses that need no reinforcement learning."""
+
+from torch import Tensor
+
+from tilth.training.engine import Loss
+from tilth.training.packed import Micro
+
+
+def negative_log_likelihood(denominator: float) -> Loss:
+    """Sum of -log p over the tokens in the mask, over ``denominator``: the count of such tokens in the whole batch."""
+
+    def loss(micro: Micro) -> tuple[Tensor, dict[str, float]]:
+        return -micro.logprobs.sum() / max(denominator, 1.0), {}
+
+    return loss

@@ -1,0 +1,85 @@
+"""Optimizers: torch's own AdamW, or Muon for the matrices of the blocks and AdamW for everything else.
+
+Parameters are fp32 masters whatever the compute dtype, so no second copy is kept. All state is materialised at
+construction as named tensors: a checkpoint can be restored in place before the first step.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from tilth.config.schema import Optimizer as OptimizerSection
+
+
+def is_block_matrix(name: str, parameter: Tensor) -> bool:
+    """True for the weight matrices inside the decoder layers: those that Muon orthogonalises."""
+    return parameter.ndim == 2 and ".layers." in name
+
+
+class Optimizers:
+    """One or two torch optimizers that step together. ``lr`` may be changed for each step."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], section: OptimizerSection) -> None:
+        self.parameters = dict(parameters)
+        self.section = section
+        use_muon = section.name == "muon"
+        blocks = {n: p for n, p in parameters.items() if use_muon and is_block_matrix(n, p)}
+        rest = {n: p for n, p in parameters.items() if n not in blocks}
+        self._parts: list[tuple[torch.optim.Optimizer, float]] = [(self._adamw(rest), 1.0)]
+        if blocks:
+            self._parts.append((self._muon(blocks), section.muon_lr_ratio))
+        self._materialise()
+
+    def _adamw(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        decayed = [p for p in parameters.values() if p.ndim >= 2]
+        plain = [p for p in parameters.values() if p.ndim < 2]
+        groups = [
+            {"params": decayed, "weight_decay": self.section.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        betas = (self.section.beta1, self.section.beta2)
+        return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.section.lr, betas=betas, fused=True)
+
+    def _muon(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        lr = self.section.lr * self.section.muon_lr_ratio
+        return torch.optim.Muon(list(parameters.values()), lr=lr, weight_decay=self.section.weight_decay)
+
+    def _materialise(self) -> None:
+        for optimizer, _ in self._parts:
+            keys = ("momentum_buffer",) if isinstance(optimizer, torch.optim.Muon) else ("exp_avg", "exp_avg_sq")
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    optimizer.state[p] = {k: torch.zeros_like(p) for k in keys}
+                    if "exp_avg" in keys:
+                        optimizer.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Live state as '<kind>.<parameter name>' -> tensor, for saving and for restoring in place."""
+        names = {p: n for n, p in self.parameters.items()}
+        found: dict[str, Tensor] = {}
+        for optimizer, _ in self._parts:
+            for p, state in optimizer.state.items():
+                found |= {f"{kind}.{names[p]}": tensor for kind, tensor in state.items()}
+        return found
+
+    def step(self, lr: float) -> None:
+        """One update with this learning rate (Muon's part scaled by its ratio)."""
+        for optimizer, ratio in self._parts:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * ratio
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for p in self.parameters.values():
+            p.grad = None
+
+    def clip(self, max_norm: float) -> float:
+        """Scale all gradients so that their global L2 norm is at most ``max_norm`` (0: only measure); the norm before."""
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        value = float(norm)
+        if max_norm and value > max_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
+        return value
