@@ -68,6 +68,21 @@ def test_step_and_micro_batch_come_from_outside():
     assert (alone.step, alone.micro_batch, alone.depth) == (-1, -1, 0)
 
 
+def test_time_inside_two_phases_belongs_to_the_outer_one():
+    with span("step") as step:
+        with span("generate", tokens=3) as first, span("decode"), span("generate", tokens=3):
+            busy(0.001)
+        with span("evaluate", tokens=5) as evaluate, span("generate", tokens=7) as hidden:
+            busy(0.001)
+    totals = recorder.totals()
+    assert totals["generate"].phase_seconds == pytest.approx(first.seconds)
+    assert totals["generate"].phase_tokens == 3 and totals["generate"].tokens == 13
+    assert totals["evaluate"].phase_seconds == pytest.approx(evaluate.seconds)
+    assert evaluate.seconds > hidden.seconds > 0.001
+    assert totals["decode"].phase_seconds == totals["step"].phase_seconds == 0
+    assert sum(t.phase_seconds for t in totals.values()) <= step.seconds
+
+
 def test_set_inside_changes_only_what_is_given():
     with span("a", tokens=1, bytes=2, flops=3) as s:
         s.set(tokens=10)

@@ -31,8 +31,14 @@ R = TypeVar("R")
 
 CAPACITY = 200_000
 """Most events that wait in memory (about 50 MB); beyond it events are dropped and counted, totals stay exact."""
+PHASES = frozenset(
+    ("generate", "score", "logprobs", "advantages", "update", "publish", "evaluate", "save", "commit", "wait")
+)
+"""Operations that a step consists of. Time inside several of them (generating within ``evaluate``) belongs to the
+outermost, so that the phases of a step never overlap."""
 WAKE = 20_000
 """As many waiting events wake the writer before its time."""
+WIDTH = 8  # sums kept for each operation
 _now = time.perf_counter_ns
 
 
@@ -48,10 +54,14 @@ class Total:
     tokens: int
     bytes: int
     flops: float
+    phase_seconds: float
+    """Inclusive time of those spans that are a phase of the step: in PHASES and not inside another phase."""
+    phase_tokens: int
+    """Their tokens."""
 
 
 class _Thread:
-    """What one thread keeps: the innermost open span, and sums of ns, own ns, count, tokens, bytes, flops by name."""
+    """What one thread keeps: the innermost open span, and by name the sums that ``Total`` shows (times in ns)."""
 
     __slots__ = ("name", "sums", "thread", "top")
 
@@ -76,7 +86,7 @@ class span:
     """
 
     __slots__ = (
-        "_inside", "_open", "_parent", "_thread",
+        "_covered", "_inside", "_open", "_parent", "_thread",
         "bytes", "depth", "duration", "flops", "id", "micro_batch", "op", "start", "step", "tokens",
     )  # fmt: skip
 
@@ -105,10 +115,12 @@ class span:
     def __enter__(self) -> "span":
         thread = self._thread = _local.state
         parent = self._parent = thread.top
+        self._covered = self.op in PHASES
         if parent is None:
             self.depth = 0
         else:
             self.depth = parent.depth + 1
+            self._covered = self._covered or parent._covered
             if self.step < 0:
                 self.step = parent.step
             if self.micro_batch < 0:
@@ -122,7 +134,8 @@ class span:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         took = self.duration = _now() - self.start
-        thread, parent, op = self._thread, self._parent, self.op
+        thread, op = self._thread, self.op
+        parent = outside = self._parent
         self._open = False
         if parent is not None:
             parent._inside += took
@@ -133,13 +146,16 @@ class span:
             thread.top = parent
         sums = thread.sums.get(op)
         if sums is None:
-            sums = thread.sums[op] = [0, 0, 0, 0, 0, 0]
+            sums = thread.sums[op] = [0] * WIDTH
         sums[0] += took
         sums[1] += took - self._inside
         sums[2] += 1
         sums[3] += self.tokens
         sums[4] += self.bytes
         sums[5] += self.flops
+        if self._covered and (outside is None or not outside._covered):
+            sums[6] += took
+            sums[7] += self.tokens
         if recorder.recording:
             recorder._add(self)
 
@@ -199,14 +215,10 @@ class Recorder:
         """Sums by operation over the spans that ended since the last reset, in all threads; time in seconds."""
         with self._totals_lock:
             sums = self._sums()
-            change = {op: [a - b for a, b in zip(row, self._before.get(op, [0] * 6))] for op, row in sums.items()}
+            change = {op: [a - b for a, b in zip(row, self._before.get(op, [0] * WIDTH))] for op, row in sums.items()}
             if reset:
                 self._before = sums
-        return {
-            op: Total(row[0] * 1e-9, row[1] * 1e-9, int(row[2]), int(row[3]), int(row[4]), row[5])
-            for op, row in change.items()
-            if row[2]
-        }
+        return {op: _total(row) for op, row in change.items() if row[2]}
 
     def _sums(self) -> dict[str, list[float]]:
         """Sums since the process began; those of threads that ended are folded together, so memory stays bounded."""
@@ -283,6 +295,13 @@ class Recorder:
             yield self
         finally:
             self.stop()
+
+
+def _total(row: list[float]) -> Total:
+    took, own, count, tokens, size, flops, phase, phase_tokens = row
+    return Total(
+        took * 1e-9, own * 1e-9, int(count), int(tokens), int(size), flops, phase * 1e-9, int(phase_tokens)
+    )  # fmt: skip
 
 
 def _merge(into: dict[str, list[float]], sums: dict[str, list[float]]) -> None:
