@@ -1,0 +1,123 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tilth.config.schema import Optimizer
+from tilth.training.optim import Optimizers, is_block_matrix
+
+
+class Toy(nn.Module):
+    """Parameters named as a decoder's: a block matrix, a norm, an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        block = nn.Module()
+        block.proj = nn.Linear(6, 4, bias=False)
+        block.norm = nn.Parameter(torch.ones(6))
+        self.layers = nn.ModuleList([block])
+        self.embed = nn.Embedding(5, 6)
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=generator)
+
+    def names(self):
+        return {f"model.{n}": p for n, p in self.named_parameters()}
+
+
+def fill_grads(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def run(model, optimizers, steps, lr=0.01, first=0):
+    for s in range(first, first + steps):
+        fill_grads(model, s)
+        optimizers.step(lr)
+
+
+def test_block_matrices_are_the_weights_inside_layers():
+    found = {n for n, p in Toy().names().items() if is_block_matrix(n, p)}
+    assert found == {"model.layers.0.proj.weight"}
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adamw_equals_torch_with_decay_on_matrices_only(decay):
+    ours, theirs = Toy(), Toy()
+    optimizers = Optimizers(ours.names(), Optimizer(name="adamw", lr=0.01, weight_decay=decay))
+    matrices = [p for p in theirs.parameters() if p.ndim > 1]
+    vectors = [p for p in theirs.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), foreach=False)
+    for s in range(5):
+        fill_grads(ours, s)
+        fill_grads(theirs, s)
+        optimizers.step(0.01)
+        reference.step()
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_muon_takes_the_block_matrices_and_adamw_the_rest():
+    ours, theirs = Toy(), Toy()
+    optimizers = Optimizers(ours.names(), Optimizer(name="muon", lr=0.01, muon_lr_ratio=3.0))
+    block = theirs.layers[0].proj.weight
+    rest = [p for p in theirs.parameters() if p is not block]
+    muon = torch.optim.Muon([block], lr=0.03, weight_decay=0.0)
+    adamw = torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0, foreach=False)
+    for s in range(5):
+        fill_grads(ours, s)
+        fill_grads(theirs, s)
+        optimizers.step(0.01)
+        muon.step()
+        adamw.step()
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_restored_state_continues_bit_for_bit(name):
+    section = Optimizer(name=name, lr=0.01)
+    whole = Toy()
+    optimizers = Optimizers(whole.names(), section)
+    run(whole, optimizers, 3)
+    saved = {k: t.clone() for k, t in optimizers.state_tensors().items()}
+    resumed = copy.deepcopy(whole)
+    again = Optimizers(resumed.names(), section)
+    assert saved.keys() == again.state_tensors().keys()
+    for key, tensor in again.state_tensors().items():
+        tensor.copy_(saved[key])
+    run(whole, optimizers, 3, first=3)
+    run(resumed, again, 3, first=3)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters()))
+
+
+def test_fresh_state_does_not_continue_the_same_way():
+    whole = Toy()
+    optimizers = Optimizers(whole.names(), Optimizer(lr=0.01))
+    run(whole, optimizers, 3)
+    forgetful = copy.deepcopy(whole)
+    run(whole, optimizers, 1, first=3)
+    run(forgetful, Optimizers(forgetful.names(), Optimizer(lr=0.01)), 1, first=3)
+    assert not torch.equal(whole.embed.weight, forgetful.embed.weight)
+
+
+def test_clip_scales_to_the_bound_and_reports_the_norm_before():
+    model = Toy()
+    optimizers = Optimizers(model.names(), Optimizer())
+    fill_grads(model, 1)
+    before = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    assert optimizers.clip(0.5) == pytest.approx(float(before))
+    after = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    assert float(after) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_clip_with_no_bound_only_measures():
+    model = Toy()
+    optimizers = Optimizers(model.names(), Optimizer())
+    fill_grads(model, 1)
+    grads = [p.grad.clone() for p in model.parameters()]
+    optimizers.clip(0.0)
+    assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters()))
