@@ -1,0 +1,211 @@
+"""Attention by context object: what a decoder calls to mix tokens, and the context of packed whole sequences.
+
+A decoder sees flat tokens; who sees whom is the context's matter. ``PackedContext`` holds whole sequences (training,
+scoring); the rollout engine has another over its cache. Both use ``matmul_attention`` for short sequences on a CPU, so
+that in parity mode they agree bit for bit. For that (measured with MKL and oneDNN, fp32 and bf16): rows of a linear in
+multiples of 4 per thread, query rows in multiples of 4, key lengths in multiples of 16.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilth.core.random import dropout_mask, stream
+from tilth.models.rows import pad_rows, take_rows
+
+ROW_MULTIPLE = 8
+"""Parity: linears see row counts in multiples of this (4 per thread, two threads)."""
+KEY_MULTIPLE = 16
+"""Parity: attention sees key lengths in multiples of this."""
+_SDPA_ABOVE = {torch.float32: 256, torch.bfloat16: 768}
+"""Longest sequence for which plain matmuls win over SDPA on a CPU, by dtype (measured, forward and backward)."""
+_GROUP_TOKENS = 2048
+"""Padding tokens that cost about as much as one more group of sequences (a dozen kernels per layer)."""
+
+
+@dataclass(frozen=True)
+class DropoutContext:
+    """Which random numbers residual dropout uses: those of (seed, "dropout", layer, branch, step) at ``tokens``."""
+
+    seed: int
+    step: int
+    tokens: Tensor
+    """int64 [N], index of each token in the whole batch of the step, whatever its packing."""
+
+    def apply(self, x: Tensor, p: float, layer: int, branch: str) -> Tensor:
+        """x [N, width] with a share p of its elements zeroed and the rest scaled by 1 / (1 - p). Rows past N stay."""
+        n = self.tokens.shape[0]
+        keep = dropout_mask(stream(self.seed, "dropout", layer, branch, self.step), self.tokens, x.shape[1], p)
+        scale = keep.to(x.dtype).mul_(1 / (1 - p))
+        return x * (scale if n == x.shape[0] else F.pad(scale, (0, 0, 0, x.shape[0] - n), value=1.0))
+
+
+class AttentionContext(Protocol):
+    """What a decoder needs to know about the tokens of one forward pass."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [N], position of each token in its sequence."""
+        ...
+
+    @property
+    def dropout(self) -> DropoutContext | None:
+        """None: no dropout."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """Attention of q [N, Hq, hd] over k and v [N, Hkv, hd] (roped already), scaled by hd**-0.5: [N, Hq, hd].
+
+        window: tokens that a token sees, itself included; None: all before it.
+        """
+        ...
+
+
+def matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(q k^T / sqrt(hd) + mask) v by plain matmuls; softmax inside in fp32.
+
+    q: [B, Hkv, G, Tq, hd], k and v: [B, Hkv, Tk, hd]. mask: [B or 1, 1, 1, Tq, Tk], added to the scores (in q's dtype)
+    or bool (True: visible); None: all visible. A row without any visible key gives NaN. Returns q's shape.
+    """
+    b, kv_heads, g, tq, hd = q.shape
+    tk = k.shape[2]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+    rows, keys = q.reshape(b * kv_heads, g * tq, hd), k.reshape(b * kv_heads, tk, hd).transpose(1, 2)
+    if mask is not None and mask.shape[0] == 1:
+        base = mask.expand(1, 1, g, tq, tk).reshape(1, g * tq, tk).expand(b * kv_heads, -1, -1)
+        scores = torch.baddbmm(base, rows, keys, alpha=hd**-0.5)
+    else:
+        scores = torch.baddbmm(q.new_empty(1, 1, 1), rows, keys, beta=0, alpha=hd**-0.5)
+        if mask is not None:
+            scores.view(b, kv_heads, g, tq, tk).add_(mask)
+    return torch.bmm(torch.softmax(scores, -1), v.reshape(b * kv_heads, tk, hd)).view(b, kv_heads, g, tq, hd)
+
+
+def causal_mask(length: int, window: int | None, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Additive [1, 1, 1, length, length]: 0 where query i sees key j (i - window < j <= i), else -inf."""
+    visible = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    if window is not None and window < length:
+        visible.triu_(1 - window)
+    return torch.zeros(1, 1, 1, length, length, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
+
+
+def bucket_lengths(lengths: np.ndarray, whole: bool = False) -> np.ndarray:
+    """Padded length of each sequence, int64 [n]: at most 25 % (or 16 tokens) above it, in as few groups as pay.
+
+    Neighbouring buckets are merged while that adds less padding than another group of kernels costs. whole: every
+    padded length is a multiple of 16, the longest one too.
+    """
+    if not len(lengths):
+        return lengths
+    step = np.maximum(16, 2 ** np.log2(np.maximum(lengths, 1)).astype(np.int64) // 4)
+    wanted = -(-lengths // step) * step
+    wanted = wanted if whole else np.minimum(wanted, lengths.max())
+    edges, counts = np.unique(wanted, return_counts=True)
+    target = edges.copy()
+    for i in range(len(edges) - 2, -1, -1):
+        if counts[i] * (target[i + 1] - edges[i]) < _GROUP_TOKENS:
+            target[i] = target[i + 1]
+    return target[np.searchsorted(edges, wanted)]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Sequences padded to one length: slots ``start`` to ``start + count * length`` of the padded layout."""
+
+    start: int
+    count: int
+    length: int
+
+
+class PackedContext:
+    """Whole sequences, packed one after another; a token sees its own sequence only.
+
+    lengths: int64 [n] (any integer sequence). ``parity``: everything has the shapes that agree bit for bit with cached
+    decoding on a CPU: plain matmuls at any length, padded keys and queries, and rows padded to a multiple of 8
+    (``positions`` is then longer than the tokens; the decoder pads and drops). dropout: which random numbers to use.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | np.ndarray | Tensor,
+        device: torch.device | str = "cpu",
+        parity: bool = False,
+        dropout: DropoutContext | None = None,
+    ) -> None:
+        self.parity, self.dropout = parity, dropout
+        self.device = torch.device(device)
+        table = np.asarray(lengths.cpu() if isinstance(lengths, Tensor) else lengths, np.int64)
+        self.tokens = int(table.sum())
+        spare = -self.tokens % ROW_MULTIPLE if parity else 0
+        table = np.append(table, spare)
+        self._lengths = table[table > 0]
+        starts = np.cumsum(self._lengths) - self._lengths
+        place = np.arange(self.tokens + spare) - np.repeat(starts, self._lengths)
+        self.positions = self._tensor(place)
+        self.extents = self._tensor(np.repeat(self._lengths, self._lengths))
+        self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
+        self._plan(starts, place)
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self.device)
+
+    def _plan(self, starts: np.ndarray, place: np.ndarray) -> None:
+        """Groups, and where each slot of the padded layout comes from (``_source``) and each token goes (``_slot``)."""
+        padded = bucket_lengths(self._lengths, self.parity)
+        self._groups: list[_Group] = []
+        sources, slot_start, at = [], np.zeros(len(padded), np.int64), 0
+        for length in np.unique(padded):
+            members = np.flatnonzero(padded == length)
+            inside = np.minimum(np.arange(length), self._lengths[members, None] - 1)
+            sources.append((starts[members, None] + inside).ravel())
+            slot_start[members] = at + np.arange(len(members)) * length
+            self._groups.append(_Group(at, len(members), int(length)))
+            at += len(members) * int(length)
+        aligned = len(self._groups) == 1 and at == len(place)
+        self._source = None if aligned or not sources else self._tensor(np.concatenate(sources))
+        self._slot = self._tensor(np.repeat(slot_start, self._lengths) + place)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """See ``AttentionContext``."""
+        if self._source is not None:
+            q, k, v = (pad_rows(x, self._source, self._slot) for x in (q, k, v))
+        parts = []
+        for group in self._groups:
+            some = slice(group.start, group.start + group.count * group.length)
+            parts.append(self._attend_group(group, q[some], k[some], v[some], window))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out if self._source is None else take_rows(out, self._slot)
+
+    def _attend_group(self, group: _Group, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        b, t, kv_heads, hd = group.count, group.length, k.shape[1], k.shape[2]
+        window = None if window is None or window >= t else window
+        heads_first = q.view(b, t, kv_heads, -1, hd).permute(0, 2, 3, 1, 4)
+        k, v = k.view(b, t, kv_heads, hd).transpose(1, 2), v.view(b, t, kv_heads, hd).transpose(1, 2)
+        if self._by_matmul(t, q.dtype):
+            out = matmul_attention(heads_first, k, v, self._mask(t, window, q.dtype))
+        else:
+            out = self._sdpa(heads_first, k, v, window)
+        return out.permute(0, 3, 1, 2, 4).reshape(q.shape)
+
+    def _by_matmul(self, length: int, dtype: torch.dtype) -> bool:
+        return self.device.type == "cpu" and (self.parity or length <= _SDPA_ABOVE.get(dtype, 0))
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        b, kv_heads, g, t, hd = q.shape
+        mask = None if window is None else self._mask(t, window, q.dtype)[0, 0]
+        k, v = (x[:, :, None].expand(b, kv_heads, g, t, hd).reshape(b, kv_heads * g, t, hd) for x in (k, v))
+        q = q.reshape(b, kv_heads * g, t, hd)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return out.view(b, kv_heads, g, t, hd)
+
+    def _mask(self, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        key = (length, window, dtype)
+        if key not in self._masks:
+            self._masks[key] = causal_mask(length, window, dtype, self.device)
+        return self._masks[key]

@@ -1,0 +1,188 @@
+"""One decoder for the Llama, Qwen2, Qwen3 and Mistral families: single-device code, transformers' parameter names.
+
+Tokens are flat [N]; attention goes through a context object. Parameters are cast to the compute dtype at use, so that
+fp32 parameters (trainer) and parameters stored in the compute dtype (engine) do the same arithmetic. No autocast.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tilth.core.random import fill_normal_, stream
+from tilth.models.attention import AttentionContext
+from tilth.models.config import DecoderConfig
+from tilth.models.logprobs import head_logits
+from tilth.models.rope import Rope, rotate
+
+Tables = tuple[Tensor, Tensor]
+
+
+class Linear(nn.Module):
+    """A matrix [out, in] and perhaps a bias, uninitialised, cast to the input's dtype at use."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [N, in] -> [N, out]."""
+        bias = self.bias
+        return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) in fp32, rounded to x's dtype, times weight (as transformers does; arXiv 1910.07467)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dimension."""
+        if x.dtype == torch.float32 and self.weight.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight.to(x.dtype)
+
+
+class Embedding(nn.Module):
+    """Rows [V, width] looked up by token id."""
+
+    def __init__(self, vocab: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, width))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: int64 [N] -> [N, width]."""
+        return F.embedding(ids, self.weight)
+
+
+class Attention(nn.Module):
+    """Projections, rotary embedding and (Qwen3) norms of queries and keys around the context's attention."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim, self.window = layer, config.head_dim, config.window(layer)
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, width, config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv_width, config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv_width, config.qkv_bias)
+        self.o_proj = Linear(width, config.hidden_size, config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, tables: Tables, ctx: AttentionContext) -> Tensor:
+        """x: [N, hidden] -> [N, hidden]."""
+        heads = (x.shape[0], -1, self.head_dim)
+        q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        mixed = ctx.attend(self.layer, rotate(q, *tables), rotate(k, *tables), v, self.window)
+        return self.o_proj(mixed.reshape(x.shape[0], -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Linear(width, inner, bias)
+        self.up_proj = Linear(width, inner, bias)
+        self.down_proj = Linear(inner, width, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [N, hidden] -> [N, hidden]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Pre-norm residual block: attention, then MLP."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.dropout = layer, config.dropout
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, tables: Tables, ctx: AttentionContext) -> Tensor:
+        """x: [N, hidden] -> [N, hidden]."""
+        x = x + self._drop(self.self_attn(self.input_layernorm(x), tables, ctx), ctx, "attention")
+        return x + self._drop(self.mlp(self.post_attention_layernorm(x)), ctx, "mlp")
+
+    def _drop(self, x: Tensor, ctx: AttentionContext, branch: str) -> Tensor:
+        if not self.dropout or ctx.dropout is None or not self.training:
+            return x
+        return ctx.dropout.apply(x, self.dropout, self.layer, branch)
+
+
+class Stack(nn.Module):
+    """Embedding, layers and final norm (``model`` in checkpoints)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Decoder(nn.Module):
+    """A causal language model. Parameters are fp32 and uninitialised until ``init_weights_`` or ``load_state_dict``.
+
+    dtype: compute dtype of the residual stream. ``checkpointing``: recompute each layer in the backward pass.
+    """
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config, self.dtype, self.checkpointing = config, dtype, False
+        self.model = Stack(config)
+        self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, False)
+        self.rope = Rope(config)
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """[V, hidden] of the output head: the embedding's own if tied."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(self, ids: Tensor, ctx: AttentionContext) -> Tensor:
+        """ids: int64 [N] -> hidden [N, hidden] after the final norm, in the compute dtype.
+
+        ``ctx.positions`` may be longer than ids (parity): rows of token 0 fill up and are dropped at the end.
+        """
+        n, rows = ids.shape[0], ctx.positions.shape[0]
+        x = self.model.embed_tokens(ids if rows == n else F.pad(ids, (0, rows - n))).to(self.dtype)
+        tables = self.rope.tables(ctx.positions, getattr(ctx, "extents", None), self.dtype)
+        for layer in self.model.layers:
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, tables, ctx, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, tables, ctx)
+        x = self.model.norm(x)
+        return x if rows == n else x[:n]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, hidden] -> float32 [N, V]."""
+        return head_logits(hidden, self.head_weight)
+
+    @torch.no_grad()
+    def init_weights_(self, seed: int) -> None:
+        """Fill every parameter from ``stream(seed, "init", name)``, so that no layout or order changes a bit.
+
+        Norms 1, biases 0, matrices N(0, 0.02), those that write to the residual stream scaled by 1 / sqrt(2 layers)
+        (GPT-2), which keeps its variance at initialisation independent of depth.
+        """
+        residual = 0.02 / math.sqrt(2 * self.config.num_layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                std = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+                fill_normal_(parameter.data, stream(seed, "init", name), std)

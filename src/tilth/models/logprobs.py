@@ -1,0 +1,98 @@
+"""Log-probs and entropy of chosen tokens without keeping logits.
+
+The head's logits of a long packed batch are the largest tensor of language model training. Here rows go through the
+head in chunks, forward and again backward, so only one chunk [rows, V] exists at a time (the idea of Liger's fused
+linear cross entropy, arXiv 2410.10989, with an entropy whose gradient is exact).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_ELEMENTS = 1 << 24
+"""Most logits alive at once by default: 64 MiB in fp32."""
+_ROW_MULTIPLE = 8
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of ``targets`` and entropy (nats) under softmax(hidden @ weight.T / temperature).
+
+    hidden: [N, d], weight: [V, d] (cast to hidden's dtype), targets: int64 [N], chunk: rows at a time. Returns two
+    float32 [N], both differentiable (once) in hidden and weight; the gradient of weight adds up in weight's dtype.
+    """
+    rows = chunk or max(_ROW_MULTIPLE, CHUNK_ELEMENTS // weight.shape[0] // _ROW_MULTIPLE * _ROW_MULTIPLE)
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, rows)
+
+
+def logits_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-prob of ``targets`` int64 [N] given logits [N, V]: float32 [N], the arithmetic of ``token_logprobs``."""
+    return _log_softmax(logits, temperature).gather(1, targets[:, None]).squeeze(1)
+
+
+def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden [N, d] times weight [V, d]: float32 [N, V]. On a CPU rows are padded to a multiple of 8."""
+    n = hidden.shape[0]
+    spare = -n % _ROW_MULTIPLE if hidden.device.type == "cpu" else 0
+    padded = F.pad(hidden, (0, 0, 0, spare)) if spare else hidden
+    logits = F.linear(padded, weight.to(hidden.dtype)).float()
+    return logits[:n] if spare else logits
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    return torch.log_softmax(logits.float() if temperature == 1.0 else logits.float() / temperature, -1)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        used = weight.to(hidden.dtype)
+        logprobs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        entropy = torch.empty_like(logprobs)
+        for i in range(0, hidden.shape[0], chunk):
+            some = slice(i, i + chunk)
+            logp = _log_softmax(head_logits(hidden[some], used), temperature)
+            logprobs[some] = logp.gather(1, targets[some, None]).squeeze(1)
+            entropy[some] = _entropy(logp)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        used = weight.to(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight) if wants_weight else None
+        for i in range(0, hidden.shape[0], ctx.chunk):
+            some = slice(i, i + ctx.chunk)
+            logp = _log_softmax(head_logits(hidden[some], used), ctx.temperature)
+            grad = _grad_logits(logp, targets[some], grad_logprobs[some], grad_entropy[some])
+            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[some] = grad @ used
+            if grad_weight is not None:
+                grad_weight += (grad.T @ hidden[some]).to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _entropy(logp: Tensor) -> Tensor:
+    """-sum p log p over the last dimension; a token of probability 0 adds 0."""
+    return -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1)
+
+
+def _grad_logits(logp: Tensor, targets: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor) -> Tensor:
+    """d(log p[target]) = onehot - p, d(entropy) = -p (log p + entropy), each times its incoming gradient: [rows, V]."""
+    p = logp.exp()
+    bounded = logp.clamp(min=torch.finfo(logp.dtype).min)
+    entropy = -(p * bounded).sum(-1, keepdim=True)
+    grad = bounded.add_(entropy).mul_(grad_entropy[:, None]).add_(grad_logprobs[:, None]).mul_(p).neg_()
+    return grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None])

@@ -1,0 +1,107 @@
+"""Rotary position embedding: inverse frequencies of each scaling (as in transformers), tables, rotation."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilth.models.config import DecoderConfig
+
+
+def inverse_frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
+    """(float32 [head_dim / 2] radians per token, factor on cos and sin) of the config's scaling, dynamic at rest."""
+    plain = 1.0 / _powers(config.rope_theta, config.head_dim)
+    scaling = config.rope_scaling or {}
+    if config.rope_type == "linear":
+        return plain / scaling["factor"], 1.0
+    if config.rope_type == "llama3":
+        return _llama3(plain, scaling), 1.0
+    if config.rope_type == "yarn":
+        return _yarn(config, scaling)
+    return plain, 1.0
+
+
+def _powers(base: float | Tensor, dim: int) -> Tensor:
+    return base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+
+
+def _llama3(plain: Tensor, scaling: dict) -> Tensor:
+    """Long waves are stretched by ``factor``, short ones kept, a smooth passage between (Llama 3.1)."""
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    context = scaling["original_max_position_embeddings"]
+    wave = 2 * math.pi / plain
+    smooth = (context / wave - low) / (high - low)
+    between = (1 - smooth) * plain / factor + smooth * plain
+    stretched = torch.where(wave > context / low, plain / factor, plain)
+    return torch.where((wave >= context / high) & (wave <= context / low), between, stretched)
+
+
+def _yarn(config: DecoderConfig, scaling: dict) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071): interpolate the slow dimensions, keep the fast ones, a ramp between; scale attention."""
+    factor, dim = scaling["factor"], config.head_dim
+    powers = _powers(config.rope_theta, dim)
+    low, high = _yarn_range(config, scaling)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - ramp
+    return (1.0 / (factor * powers)) * (1 - keep) + (1.0 / powers) * keep, _yarn_attention(factor, scaling)
+
+
+def _yarn_range(config: DecoderConfig, scaling: dict) -> tuple[float, float]:
+    def dimension(rotations: float) -> float:
+        context = scaling["original_max_position_embeddings"]
+        return config.head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
+    return low, high + 0.001 if low == high else high
+
+
+def _yarn_attention(factor: float, scaling: dict) -> float:
+    def growth(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    given, mscale, all_dim = (scaling.get(k) for k in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None:
+        return float(given)
+    return growth(mscale) / growth(all_dim) if mscale and all_dim else growth(1.0)
+
+
+class Rope:
+    """Makes the tables of one forward pass. Frequencies stay fp32 whatever the model's dtype."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self.config = config
+        self.frequencies, self.factor = inverse_frequencies(config)
+
+    def tables(self, positions: Tensor, extents: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [N, 1, head_dim] in ``dtype``; the first half of sin is negated, as ``rotate`` wants it.
+
+        positions: int64 [N]. extents: int64 [N], length of the sequence that each token belongs to; only ``dynamic``
+        scaling reads it, and only beyond ``max_positions``; None: each token's own position + 1.
+        """
+        if self.frequencies.device != positions.device:
+            self.frequencies = self.frequencies.to(positions.device)
+        angles = positions[:, None] * self._frequencies(positions, extents)
+        cos, sin = angles.cos(), angles.sin()
+        if self.factor != 1.0:
+            cos, sin = cos * self.factor, sin * self.factor
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
+
+    def _frequencies(self, positions: Tensor, extents: Tensor | None) -> Tensor:
+        """[head_dim / 2], or [N, head_dim / 2] with dynamic scaling: the base grows with the sequence (NTK)."""
+        if self.config.rope_type != "dynamic":
+            return self.frequencies
+        assert self.config.rope_scaling is not None
+        factor, dim, limit = self.config.rope_scaling["factor"], self.config.head_dim, self.config.max_positions
+        length = (positions + 1 if extents is None else extents).clamp(min=limit).float()
+        base = self.config.rope_theta * (factor * length / limit - (factor - 1)) ** (dim / (dim - 2))
+        exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
+        return 1.0 / base[:, None] ** exponent
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads. x: [N, H, head_dim]; tables from ``Rope.tables``. Three kernels: roll, multiply, multiply-add."""
+    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), sin)

@@ -1,0 +1,50 @@
+"""Moving rows between layouts when every row has at most one image: the gradient is a gather, never a sum."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class _Gather(torch.autograd.Function):
+    """``x[index]``; ``inverse[i]`` is the one slot of the result whose gradient belongs to row i."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _Take(torch.autograd.Function):
+    """``x[index]`` for distinct indices: the gradient is written into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        out = grad.new_zeros(ctx.rows, *grad.shape[1:])
+        return out.index_copy_(0, ctx.saved_tensors[0], grad.contiguous()), None
+
+
+def pad_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """Rows ``x[index]`` [P, ...] of x [N, ...], where slot ``inverse[i]`` holds row i and every other slot is a filler.
+
+    The gradient of a filler slot is dropped: nothing may depend on it.
+    """
+    return _Gather.apply(x, index, inverse)
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Rows ``x[index]`` of x [N, ...] for distinct int64 indices [M]; its backward pass writes instead of adding up."""
+    return _Take.apply(x, index)
