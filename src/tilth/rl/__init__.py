@@ -1,0 +1,71 @@
+"""What is good: advantages, policy losses, KL, aggregation (pure functions of packed columns) and reward functions.
+
+Names are loaded on first use, so that ``tilth.rl.rewards`` and the processes that score never import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilth.rl.advantages import Estimate, estimate, estimate_rows, flat_rows, valid_rows
+    from tilth.rl.aggregation import aggregate, denominator, row_denominator
+    from tilth.rl.catalog import check, names, options
+    from tilth.rl.kl import kl_penalty
+    from tilth.rl.losses import LossResult, policy_loss
+    from tilth.rl.metrics import Metric, merge_metrics
+    from tilth.rl.packing import keep_rows, token_counts
+    from tilth.rl.registry import register
+
+_HOME = {
+    "Estimate": "advantages",
+    "LossResult": "losses",
+    "Metric": "metrics",
+    "aggregate": "aggregation",
+    "check": "catalog",
+    "denominator": "aggregation",
+    "estimate": "advantages",
+    "estimate_rows": "advantages",
+    "flat_rows": "advantages",
+    "keep_rows": "packing",
+    "kl_penalty": "kl",
+    "merge_metrics": "metrics",
+    "names": "catalog",
+    "options": "catalog",
+    "policy_loss": "losses",
+    "register": "registry",
+    "row_denominator": "aggregation",
+    "token_counts": "packing",
+    "valid_rows": "advantages",
+}
+
+__all__ = [
+    "Estimate",
+    "LossResult",
+    "Metric",
+    "aggregate",
+    "check",
+    "denominator",
+    "estimate",
+    "estimate_rows",
+    "flat_rows",
+    "keep_rows",
+    "kl_penalty",
+    "merge_metrics",
+    "names",
+    "options",
+    "policy_loss",
+    "register",
+    "row_denominator",
+    "token_counts",
+    "valid_rows",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,173 @@
+"""Packed columns: many sequences in one 1-D tensor, and the sums, broadcasts and scans over them.
+
+Sums run row by row in a fixed order (``segment_reduce``), so a row's sum has the same bits wherever the row lies.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tilth.core.errors import TokenCountError
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sum of a float64 vector over all workers (an all-reduce); the identity where one process sees everything."""
+
+
+def alone(vector: Tensor) -> Tensor:
+    """The ``Reduce`` of a single process."""
+    return vector
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How n sequences lie in one packed column. lengths: int64 [n]; mask: bool [total], tokens that count."""
+
+    lengths: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, lengths: Tensor, mask: Tensor) -> "Packing":
+        """Check and convert: lengths any integers [n], mask anything that is not 0 where the token counts [total]."""
+        mask = torch.as_tensor(mask)
+        lengths = torch.as_tensor(lengths).to(mask.device, torch.int64)
+        total = int(lengths.sum())
+        if mask.dim() != 1 or lengths.dim() != 1 or total != len(mask):
+            raise TokenCountError(f"lengths add up to {total} tokens, but mask has the shape {tuple(mask.shape)}")
+        return cls(lengths, mask if mask.dtype == torch.bool else mask != 0)
+
+    def column(self, name: str, values: Tensor) -> Tensor:
+        """Check that a column has one value a token; TokenCountError names it."""
+        values = torch.as_tensor(values).to(self.mask.device)
+        if values.shape != self.mask.shape:
+            raise TokenCountError(f"{name} has the shape {tuple(values.shape)}, but there are {len(self.mask)} tokens")
+        return values
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """Tokens that count in each row, int64 [n]."""
+        return _segment_sum(self.mask.to(torch.float64), self.lengths).to(torch.int64)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """Index of the last token that counts in each row, int64 [n]; -1 where there is none."""
+        position = torch.where(self.mask, torch.arange(len(self.mask), device=self.mask.device), -1)
+        first = torch.full_like(self.lengths, -1)
+        return first.scatter_reduce(0, self.spread(torch.arange(len(first), device=first.device)), position, "amax")
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """One value a row [n] -> the same value at each of its tokens [total]."""
+        return torch.repeat_interleave(rows, self.lengths, output_size=len(self.mask))
+
+    def masked(self, values: Tensor) -> Tensor:
+        """Values where the mask is 1, and 0 (never NaN * 0) elsewhere."""
+        return torch.where(self.mask, values, values.new_zeros(()))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of a column [total] over the tokens that count in each row [n]; has a gradient."""
+        return _segment_sum(self.masked(values), self.lengths)
+
+    def keep(self, rows: Tensor) -> "Packing":
+        """The same packing with the tokens of the other rows masked. rows: bool [n]."""
+        return Packing(self.lengths, self.mask & self.spread(rows))
+
+
+def _segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
+    return torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True)
+
+
+def token_counts(mask: Tensor, lengths: Tensor) -> Tensor:
+    """Tokens that count in each sequence: int64 [n]."""
+    return Packing.of(lengths, mask).counts
+
+
+def keep_rows(mask: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
+    """The mask, bool [total], without the tokens of sequences where ``rows`` (bool [n]) is False."""
+    packing = Packing.of(lengths, mask)
+    return packing.keep(torch.as_tensor(rows).to(packing.mask.device, torch.bool)).mask
+
+
+def discounted_sums(values: Tensor, lengths: Tensor, factor: float | Tensor) -> Tensor:
+    """``y[t] = values[t] + factor * y[t + 1]`` within each row, by doubling: log2(longest row) passes over the column.
+
+    values: [total]; lengths: int64 [n]; factor: one number, or one a token [total] that is constant within a row.
+    """
+    total = len(values)
+    ends = torch.repeat_interleave(lengths.cumsum(0), lengths, output_size=total)
+    behind = ends - torch.arange(total, device=values.device)
+    step, longest = 1, int(lengths.max()) if len(lengths) else 0
+    while step < longest:
+        shifted = torch.nn.functional.pad(values[step:], (0, step))
+        values = values + torch.where(behind > step, factor**step * shifted, values.new_zeros(()))
+        step *= 2
+    return values
+
+
+def whiten(values: Tensor, reduce: Reduce = alone) -> Tensor:
+    """Values [k] of float64 minus their mean, over the root of their unbiased variance + 1e-8.
+
+    Mean and variance are those of all workers' values. A single value has no variance and stays as it is. All workers
+    must call it, with as few as zero values.
+    """
+    count, total = reduce(torch.stack([values.new_tensor(float(len(values))), values.sum()]))
+    if count < 2:
+        return values
+    centred = values - total / count
+    (squares,) = reduce((centred * centred).sum().reshape(1))
+    return centred / torch.sqrt(squares / (count - 1) + 1e-8)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Statistics of rows within their group, over rows with a reward. All results are one value a row, [n].
+
+    Sums run in the order (group, score), so they have the same bits whatever the order of rows or the names of groups.
+    """
+
+    index: Tensor
+    order: Tensor
+    scores: Tensor
+    valid: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, scores: Tensor, valid: Tensor) -> "Groups":
+        """ids: any integers [n]; scores: float64 [n]; valid: bool [n], False where the reward is missing."""
+        _, index = torch.unique(ids.to(scores.device), return_inverse=True)
+        order = torch.argsort(scores, stable=True)
+        return cls(index, order[torch.argsort(index[order], stable=True)], scores, valid)
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        return torch.bincount(self.index)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of a value a row [n] over the valid rows of each row's group."""
+        values = torch.where(self.valid, values, values.new_zeros(()))
+        return _segment_sum(values[self.order], self._rows)[self.index]
+
+    @cached_property
+    def size(self) -> Tensor:
+        """Rows with a reward in each row's group, float64, at least 1 (so that it can divide)."""
+        return self.sum(torch.ones_like(self.scores)).clamp(min=1)
+
+    @cached_property
+    def centred(self) -> Tensor:
+        """Score minus the group's mean; exactly 0 where all scores of the group are equal."""
+        return torch.where(self.flat, 0.0, self.scores - self.sum(self.scores) / self.size)
+
+    @cached_property
+    def std(self) -> Tensor:
+        """Unbiased standard deviation of the group; 0 for a group of one."""
+        return torch.sqrt(self.sum(self.centred**2) / (self.size - 1).clamp(min=1))
+
+    @cached_property
+    def flat(self) -> Tensor:
+        """bool: all scores of the group are equal, by greatest == least (rounding can make std of equal scores > 0)."""
+        return self._extreme("amax", -torch.inf) <= self._extreme("amin", torch.inf)
+
+    def _extreme(self, which: str, without: float) -> Tensor:
+        scores = torch.where(self.valid, self.scores, without)
+        groups = torch.full_like(self._rows, 0, dtype=scores.dtype) + without
+        return groups.scatter_reduce(0, self.index, scores, which)[self.index]

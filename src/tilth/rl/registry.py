@@ -1,0 +1,95 @@
+"""The registry of algorithms: each entry is a small immutable class that states what it needs, its options and scope.
+
+An option is a pydantic field (type, range, default, description), so a wrong one is named before the run starts.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tilth.core.errors import RecipeError
+
+Kind = Literal["advantages", "losses", "aggregations", "kl"]
+Scope = Literal["rows", "token-local", "global moments", "group-local"]
+"""What one call must see: rows of the whole batch without tokens (controller); any part of the tokens; any part, plus a
+sum over all workers; or whole groups."""
+
+
+class Entry(BaseModel):
+    """Base of every algorithm. Its fields are its options."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Columns it cannot work without, with these options."""
+        return ()
+
+    @property
+    def scope(self) -> Scope:
+        """What one call must see, with these options."""
+        return "token-local"
+
+
+E = TypeVar("E", bound=Entry)
+_ENTRIES: dict[Kind, dict[str, type[Entry]]] = {"advantages": {}, "losses": {}, "aggregations": {}, "kl": {}}
+
+
+def register(kind: Kind, name: str) -> Callable[[type[E]], type[E]]:
+    """Class decorator: make an entry known by ``name``. A name is given once (ValueError)."""
+
+    def add(entry: type[E]) -> type[E]:
+        if name in _ENTRIES[kind]:
+            raise ValueError(f"{kind}: {name!r} is registered already")
+        _ENTRIES[kind][name] = entry
+        return entry
+
+    return add
+
+
+def registered(kind: Kind) -> dict[str, type[Entry]]:
+    """Name -> class, in order of registration."""
+    return dict(_ENTRIES[kind])
+
+
+def lookup(kind: Kind, name: str) -> type[Entry]:
+    """The class of this name; RecipeError with the nearest name."""
+    table = _ENTRIES[kind]
+    if name not in table:
+        raise RecipeError(f"{kind}: no {name!r}{nearest(name, table)}")
+    return table[name]
+
+
+def build(kind: Kind, name: str, options: Mapping[str, Any], known: type[E]) -> E:
+    """The entry with its options checked; RecipeError names a wrong option, its value and what would be right."""
+    entry = lookup(kind, name)
+    for option in options:
+        if option not in entry.model_fields:
+            raise RecipeError(f"{name}: no option {option!r}{nearest(option, entry.model_fields)}")
+    try:
+        built = entry(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "options"
+        raise RecipeError(f"{name}: {where} = {first['input']!r}: {first['msg']}") from None
+    if not isinstance(built, known):
+        raise RecipeError(f"{kind}: {name!r} is registered as {entry.__name__}, which is no {known.__name__}")
+    return built
+
+
+def require(name: str, entry: Entry, columns: Iterable[str]) -> None:
+    """RecipeError unless every column that the entry needs is there."""
+    missing = [c for c in entry.needs if c not in set(columns)]
+    if missing:
+        raise RecipeError(f"{name} needs the column {missing[0]!r}, which is not there")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """End of an error message: the nearest known name, or all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, 1, 0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; there are {', '.join(known)}" if known else "; it has none"
