@@ -1,0 +1,188 @@
+"""Where prompts come from: built-in tasks, whose prompts are computed from an index, and JSONL files or lists."""
+
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from tilth.core.errors import DataError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One task: the text shown to the policy, the right answer if it is known, and what else the source says."""
+
+    index: int
+    """Place in its source, the same in every split."""
+    text: str
+    answer: str | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    """What a reward function is given: every key of the source but the prompt, the answer among them."""
+
+
+class Source(Protocol):
+    """Prompts by index, and what is needed to split them without making each."""
+
+    def __len__(self) -> int: ...
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt at an index in [0, len)."""
+        ...
+
+    @property
+    def hashes(self) -> np.ndarray:
+        """uint32 [n]: a hash of each prompt's text and of nothing else."""
+        ...
+
+    def sizes(self) -> np.ndarray:
+        """int64 [n]: bytes of each prompt's text."""
+        ...
+
+    def alphabet(self) -> str:
+        """All characters of prompts and answers, sorted."""
+        ...
+
+
+def text_hashes(texts: Iterable[bytes]) -> np.ndarray:
+    """uint32 [n]: CRC-32 of each text, then murmur3's finaliser, since a CRC is linear and texts are alike."""
+    h = np.fromiter(map(zlib.crc32, texts), np.uint32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = (h ^ (h >> np.uint32(shift))) * np.uint32(factor)
+    return h ^ (h >> np.uint32(16))
+
+
+class Addition:
+    """``123+456=`` -> ``0579``: the sum of two numbers, zero-padded to one digit more.
+
+    Of the 10^(2 digits) pairs at most a million are used, spread over all of them: index i is the pair
+    ``divmod(i * stride mod 10^(2 digits), 10^digits)``, a bijection since the stride has no factor 2 or 5.
+    """
+
+    MOST = 10**6
+
+    def __init__(self, digits: int) -> None:
+        self.digits = digits
+        self._base = 10**digits
+        self._pairs = self._base**2
+        # near the golden ratio, so that indices are spread evenly; at most 2^43, so that int64 never overflows
+        self._stride = 1 if self._pairs <= self.MOST else _coprime_to_10(min(round(self._pairs * 0.618034), 2**43))
+
+    def __len__(self) -> int:
+        return min(self._pairs, self.MOST)
+
+    def pair(self, index: int) -> tuple[int, int]:
+        """The two numbers of a prompt."""
+        return divmod(index * self._stride % self._pairs, self._base)
+
+    def index(self, a: int, b: int) -> int:
+        """Inverse of ``pair``; at least ``len`` for a pair that is not used."""
+        return (a * self._base + b) * pow(self._stride, -1, self._pairs) % self._pairs
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt at an index."""
+        a, b = self.pair(index)
+        width = self.digits
+        answer = f"{a + b:0{width + 1}}"
+        return Prompt(index, f"{a:0{width}}+{b:0{width}}=", answer, {"answer": answer})
+
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        """Of all texts at once, made column by column."""
+        code = np.arange(len(self), dtype=np.int64) * self._stride % self._pairs
+        text = np.full((len(self), 2 * self.digits + 2), ord("="), np.uint8)
+        text[:, self.digits] = ord("+")
+        for column in [*range(2 * self.digits, self.digits, -1), *range(self.digits - 1, -1, -1)]:
+            text[:, column] = code % 10 + ord("0")
+            code //= 10
+        return text_hashes(text.view(f"V{text.shape[1]}").ravel().tolist())
+
+    def sizes(self) -> np.ndarray:
+        """All the same."""
+        return np.full(len(self), 2 * self.digits + 2, np.int64)
+
+    def alphabet(self) -> str:
+        """Ten digits and two signs."""
+        return "+0123456789="
+
+
+def _coprime_to_10(number: int) -> int:
+    return next(n for n in range(number, number + 10) if math.gcd(n, 10) == 1)
+
+
+class Records:
+    """Prompts in memory."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt at an index."""
+        return self._prompts[index]
+
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        """Of all texts."""
+        return text_hashes(p.text.encode() for p in self._prompts)
+
+    def sizes(self) -> np.ndarray:
+        """Bytes of all texts."""
+        return np.array([len(p.text.encode()) for p in self._prompts], np.int64)
+
+    def alphabet(self) -> str:
+        """Of all prompts and answers."""
+        return "".join(sorted(set().union(*(set(p.text + (p.answer or "")) for p in self._prompts))))
+
+
+def read_jsonl(path: str | Path) -> Records:
+    """One JSON object a line; blank lines are skipped. Raises ``DataError`` with file and line."""
+    try:
+        lines = Path(path).read_text("utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read dataset {str(path)!r}: {error}") from None
+    prompts: list[Prompt] = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            prompts.append(_record(_object(line, f"{path}:{number}"), len(prompts), f"{path}:{number}"))
+    if not prompts:
+        raise DataError(f"dataset {str(path)!r} is empty")
+    return Records(prompts)
+
+
+def from_records(records: Iterable[Mapping[str, Any] | str]) -> Records:
+    """From dictionaries as in a JSONL file, or bare prompt texts. Raises ``DataError`` with the place in the list."""
+    prompts = [
+        Prompt(i, record) if isinstance(record, str) else _record(record, i, f"dataset[{i}]")
+        for i, record in enumerate(records)
+    ]
+    if not prompts:
+        raise DataError("the dataset is empty")
+    return Records(prompts)
+
+
+def _object(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON: {error}") from None
+
+
+def _record(record: Any, index: int, where: str) -> Prompt:
+    if not isinstance(record, Mapping):
+        raise DataError(f"{where}: a {type(record).__name__}, not an object with a prompt")
+    if "prompt" not in record:
+        raise DataError(f"{where}: no key 'prompt'; there is {', '.join(map(repr, record)) or 'none'}")
+    text, answer = record["prompt"], record.get("answer")
+    if not isinstance(text, str) or not text:
+        raise DataError(f"{where}: prompt is {text!r}, not a text of at least one character")
+    if answer is not None and not isinstance(answer, str):
+        raise DataError(f"{where}: answer is {answer!r}, not a text")
+    return Prompt(index, text, answer, {k: v for k, v in record.items() if k != "prompt"})

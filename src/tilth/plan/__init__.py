@@ -1,0 +1,1 @@
+"""What would happen: pure functions of tables, without torch."""

@@ -1,0 +1,46 @@
+"""Floating-point operations of a decoder: what the mathematics asks for, whatever the kernels do (model FLOPs)."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tilth.plan.shape import DecoderShape, matrices
+
+
+class Flops(NamedTuple):
+    """Operations of the forward and of the backward pass; a multiply and an add are two."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        """Of a training pass."""
+        return self.forward + self.backward
+
+
+def token_flops(shape: DecoderShape, attended: float, head: bool = True) -> Flops:
+    """Of one token that attends to ``attended`` tokens, itself among them; ``head``: its logits are computed.
+
+    Forward: 2 for each matrix element, and 4 x heads x head_dim for each attended token (scores and mixing). Backward:
+    twice that. Look-ups, norms and the softmax are left out, as usual (PaLM, arXiv 2204.02311, appendix B).
+    """
+    weights = matrices(shape) + (shape.vocab_size * shape.hidden_size if head else 0)
+    forward = 2.0 * weights + 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * attended
+    return Flops(forward, 2 * forward)
+
+
+def sequence_flops(shape: DecoderShape, lengths: np.ndarray, window: int | None = None) -> Flops:
+    """Of whole sequences under causal attention, with the head at every token. lengths: int [n]."""
+    tokens = int(np.sum(lengths))
+    if tokens == 0:
+        return Flops(0.0, 0.0)
+    one = token_flops(shape, attended(lengths, window) / tokens)
+    return Flops(tokens * one.forward, tokens * one.backward)
+
+
+def attended(lengths: np.ndarray, window: int | None = None) -> int:
+    """Pairs of a token and one it attends to, over all sequences; a sliding window counts the token itself."""
+    n = np.asarray(lengths, np.int64)
+    w = n if window is None else np.minimum(n, window)
+    return int((w * (w + 1) // 2 + (n - w) * w).sum())

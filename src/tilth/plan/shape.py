@@ -1,0 +1,91 @@
+"""The shape of a decoder as plans need it, and the numbers that follow from it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tilth.config.schema import Model
+
+
+class DecoderShape(Protocol):
+    """What plans read of a ``DecoderConfig``; widths in elements."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def qk_norm(self) -> bool: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def o_bias(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder's shape without the model room."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    tie_embeddings: bool = False
+
+
+def new_shape(model: Model, vocab_size: int) -> Shape:
+    """The shape of a new model: the zeros of a recipe's ``[model]`` resolved, and what its family implies."""
+    return Shape(
+        vocab_size=vocab_size,
+        hidden_size=model.hidden,
+        intermediate_size=model.ffn or -(-model.hidden * 8 // (3 * 64)) * 64,
+        num_layers=model.layers,
+        num_heads=model.heads,
+        num_kv_heads=model.kv_heads or model.heads,
+        head_dim=model.head_dim or model.hidden // model.heads,
+        qk_norm=model.family == "qwen3",
+        qkv_bias=model.family == "qwen2",
+        tie_embeddings=model.tied,
+    )
+
+
+def matrices(shape: DecoderShape) -> int:
+    """Elements of the weight matrices of all layers."""
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = shape.hidden_size * (2 * query + 2 * key)
+    return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
+
+
+def parameters(shape: DecoderShape) -> int:
+    """All parameters, exactly as the decoder has them."""
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    vectors = 2 * shape.hidden_size
+    vectors += 2 * shape.head_dim * shape.qk_norm + (query + 2 * key) * shape.qkv_bias
+    vectors += shape.hidden_size * shape.o_bias + (2 * shape.intermediate_size + shape.hidden_size) * shape.mlp_bias
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_embeddings else 2)
+    return matrices(shape) + shape.num_layers * vectors + shape.hidden_size + embeddings
+
+
+def kv_bytes(shape: DecoderShape, element: int) -> int:
+    """Bytes of keys and values of one token, with ``element`` bytes each."""
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * element

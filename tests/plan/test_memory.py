@@ -1,0 +1,152 @@
+"""Predicted memory: each item by hand, and how each key of the recipe moves it."""
+
+import pytest
+
+from tilth.config.load import load_recipe
+from tilth.plan.memory import BASE, Memory, kv_tokens, micro_tokens, predict
+from tilth.plan.shape import matrices, new_shape, parameters
+from tilth.plan.steps import plan_run, size
+
+
+def predicted(*overrides, longest=16, vocab=14):
+    recipe = load_recipe("addition-grpo", overrides)
+    return predict(recipe, new_shape(recipe.model, vocab), longest)
+
+
+def item(memory, name):
+    return {i.name: i.bytes for i in (*memory.held, *memory.training, *memory.generation)}.get(name, 0)
+
+
+SHAPE = new_shape(load_recipe("addition-grpo").model, 14)
+COUNT = parameters(SHAPE)
+
+
+def test_items_that_can_be_counted_by_hand():
+    memory = predicted()
+    assert item(memory, "interpreter and libraries") == BASE
+    assert item(memory, "parameters") == item(memory, "gradients") == 4 * COUNT
+    assert item(memory, "engine's copy of the weights") == 4 * COUNT
+    # 512 rows of 32 tokens; keys and values of 4 layers x 4 heads x 32
+    assert item(memory, "KV cache") == 512 * 32 * 2 * 4 * 4 * 32 * 4
+    assert item(memory, "reference model") == 0
+
+
+def test_optimizer_state():
+    assert item(predicted("optimizer.name=adamw"), "optimizer state") == 8 * COUNT
+    blocks = matrices(SHAPE)
+    assert item(predicted(), "optimizer state") == 4 * blocks + 8 * (COUNT - blocks)
+
+
+def test_bf16_halves_the_copy_and_the_cache_and_keeps_the_masters():
+    memory = predicted("train.precision=bf16")
+    assert item(memory, "engine's copy of the weights") == 2 * COUNT and item(memory, "parameters") == 4 * COUNT
+    assert 2 * item(memory, "KV cache") == item(predicted(), "KV cache")
+
+
+def test_a_penalty_needs_a_reference_model():
+    assert item(predicted("algorithm.kl_coef=0.1"), "reference model") == 4 * COUNT
+    assert item(predicted("algorithm.kl_coef=0.1", "flow=sft"), "reference model") == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "factor"),
+    [
+        (["model.layers=8"], "KV cache", 2),
+        (["rollout.max_rows=1024"], "KV cache", 2),
+        (["rollout.kv_tokens=8192"], "KV cache", 0.5),
+        (["model.kv_heads=1"], "KV cache", 0.25),
+        (["rollout.step_tokens=16384"], "activations of generation", 2),
+        (["rollout.max_rows=1024"], "logits of generation", 2),
+    ],
+)
+def test_what_moves_an_item(overrides, name, factor):
+    assert item(predicted(*overrides), name) == pytest.approx(factor * item(predicted(), name))
+
+
+def test_activations_follow_the_micro_batch():
+    budgets = [item(predicted(f"train.micro_tokens={n}"), "activations") for n in (1024, 2048, 4096, 8192, 1 << 20)]
+    assert budgets[1] == 2 * budgets[0] and budgets == sorted(budgets)
+    # a step has no more than 64 x 8 samples of 16 tokens, so a greater budget changes nothing
+    assert budgets[3] == budgets[4]
+
+
+def test_checkpointing_saves_activations():
+    deep = ["model.layers=16"]
+    assert item(predicted(*deep, "train.checkpointing=true"), "activations") < 0.2 * item(
+        predicted(*deep), "activations"
+    )
+
+
+def test_logits_are_bounded_by_a_chunk():
+    small, large = (item(predicted(vocab=v, longest=32), "logits chunk") for v in (14, 150_000))
+    assert small == 512 * 32 * 14 * 4 * 3 and large == 2**24 * 4 * 3
+
+
+def test_peak_counts_the_greater_working_set_only():
+    memory = predicted()
+    held, training, generation = (sum(i.bytes for i in part) for part in memory)
+    assert memory.peak == held + max(training, generation) == sum(i.bytes for i in memory.items)
+    assert isinstance(memory, Memory) and all(i.bytes >= 0 for i in memory.items)
+
+
+def test_micro_tokens_and_kv_tokens():
+    assert micro_tokens(load_recipe("addition-grpo"), 16) == 64 * 8 * 16
+    assert micro_tokens(load_recipe("addition-grpo", ["algorithm.steps=0"]), 16) == 256 * 16
+    assert micro_tokens(load_recipe("addition-grpo", ["train.micro_tokens=8"]), 16) == 16
+    assert kv_tokens(load_recipe("addition-grpo", ["rollout.kv_tokens=64"])) == 64
+
+
+# -- the plan of a run -----------------------------------------------------------------------------------------------
+
+
+def planned(*overrides):
+    recipe = load_recipe("addition-grpo", overrides)
+    shape = new_shape(recipe.model, 14)
+    return plan_run(recipe, shape, train_prompts=900_000, heldout_prompts=100_000, longest_prompt=8)
+
+
+def test_plan_of_the_demo():
+    base = ["warmup.steps=250", "algorithm.steps=400", "rollout.prompts=64", "rollout.group=8"]
+    plan = planned(*base, "algorithm.epochs=2", "algorithm.minibatches=3", "run.eval_every=100")
+    assert (plan.longest, plan.steps, plan.prompts, plan.samples) == (16, 400, 25_600, 204_800)
+    assert plan.optimizer_steps == 250 + 400 * 6 and plan.tokens_per_step == 512 * 16
+    assert plan.evaluations == (1 + 25) + (1 + 4)
+    assert plan.warmup_examples == 250 * 256 and plan.parameters == COUNT
+    tokens = (250 * 256 + 2 * 204_800) * 16
+    assert plan.flops == pytest.approx(6 * tokens * matrices(SHAPE), rel=0.15)
+
+
+def test_longest_is_bounded_by_the_context():
+    assert planned("rollout.max_tokens=31").longest == 32
+
+
+def test_supervised_flow_has_no_samples():
+    plan = planned("flow=sft")
+    assert plan.steps == plan.samples == 0 and "reinforcement" not in "\n".join(plan.lines())
+
+
+@pytest.mark.parametrize(("every", "steps", "count"), [(0, 10, 2), (3, 10, 5), (5, 10, 3), (20, 10, 2)])
+def test_evaluations(every, steps, count):
+    plan = planned("warmup.steps=0", f"algorithm.steps={steps}", f"run.eval_every={every}")
+    assert plan.evaluations == count
+
+
+def test_lines_state_what_matters():
+    text = "\n".join(planned("algorithm.steps=400", "warmup.steps=0").lines())
+    for part in ("900,000 prompts", "100,000 held out", "400 steps", "25,600 prompts", "204,800 samples", "predicted"):
+        assert part in text
+    assert "supervised" not in text
+
+
+def test_as_dict_is_json():
+    import json
+
+    data = json.loads(json.dumps(planned().as_dict()))
+    assert data["memory_peak"] == sum(data["memory"].values()) and data["steps"] == planned().steps
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 bytes"), (1500, "1.5 kB"), (12_345_678, "12.3 MB"), (1.44e9, "1.44 GB")]
+)
+def test_size(nbytes, text):
+    assert size(nbytes) == text
