@@ -1,0 +1,54 @@
+# make demo       train a small model to add, from nothing, in a few minutes
+# make venv       .venv with everything for development
+# make test       style, types, layers and all quick tests
+# make test-all   and the long ones
+#
+# PYTHON=python3.12 chooses the interpreter; PIP_FLAGS="..." is passed to pip, for example an index of CPU-only wheels.
+
+.SHELLFLAGS := -eu -c
+.DEFAULT_GOAL := help
+.PHONY: help venv demo lint test test-all clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+
+# The first interpreter that runs, has a supported version and can make environments (a pyenv shim may be there and fail).
+SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+# The package in the environment is this folder itself, so only a change of dependencies asks for a new installation.
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 with venv is needed (on Debian: apt install python3-venv)"; exit 1; }
+	@echo "installing into $(VENV) with $(PYTHON); the first time this downloads PyTorch"
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@$(PIP) -e ".[dev]"
+	@touch $@
+
+venv: $(VENV)/.dev
+
+demo: $(VENV)/.runtime
+	@$(BIN)/tilth run addition-grpo
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
