@@ -16,7 +16,10 @@ def data(request) -> Fixture:
 
 def close(actual, expected, tolerance=1.1e-6):
     torch.testing.assert_close(
-        torch.as_tensor(actual).double(), torch.as_tensor(expected).double(), atol=tolerance, rtol=0
+        torch.as_tensor(actual, dtype=torch.float64),
+        torch.as_tensor(expected, dtype=torch.float64),
+        atol=tolerance,
+        rtol=0,
     )
 
 

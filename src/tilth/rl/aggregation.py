@@ -68,7 +68,7 @@ class SeqMeanTokenMean(Aggregation):
 
     def row_weights(self, counts: Tensor) -> Tensor:
         """1 / tokens of the row."""
-        return 1.0 / counts.clamp(min=1)
+        return 1.0 / counts.clamp(min=1).to(torch.float64)
 
 
 @register("aggregations", "seq-mean-token-sum-norm")

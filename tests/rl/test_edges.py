@@ -1,0 +1,263 @@
+"""Edge rows, missing rewards and the identities that an estimator or a KL form must have."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.rl.strategies import batches
+from tilth import rl
+from tilth.core.errors import TokenCountError
+
+GROUPED = ["grpo", "grpo_no_std", "rloo"]
+NAN = float("nan")
+
+
+def rows(name, rewards, groups=None, **options):
+    groups = torch.zeros(len(rewards), dtype=torch.int64) if groups is None else torch.tensor(groups)
+    return rl.estimate_rows(name, rewards=torch.tensor(rewards), groups=groups, **options)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("value", [0.7, 0.1, 1e-30, 1e30, 0.0, -3.3])
+@pytest.mark.parametrize("size", [2, 7, 64])
+def test_equal_rewards_teach_exactly_nothing(name, value, size):
+    """Seven float32 rewards of 0.7 have a standard deviation above 0 by rounding; the advantage is 0 all the same."""
+    assert not rows(name, [value] * size).any()
+    assert rl.flat_rows(torch.full((size,), value), torch.zeros(size)).all()
+
+
+def test_float32_statistics_would_not_be_zero():
+    """What the float64 statistics and the test of greatest == least are there for."""
+    rewards = torch.full((7,), 0.7)
+    assert ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_missing_rewards_leave_the_group(name):
+    whole = rows(name, [1.0, 0.0, 0.5])
+    for missing in (NAN, math.inf, -math.inf):
+        with_missing = rows(name, [1.0, missing, 0.0, 0.5])
+        assert with_missing[1] == 0
+        assert torch.equal(with_missing[[0, 2, 3]], whole)
+    assert not rows(name, [NAN, NAN]).any()
+    assert rows(name, [NAN, 0.5])[1] == pytest.approx(0.5, rel=1e-5)
+    assert not rows(name, [NAN, 0.5], singleton="zero").any()
+
+
+def test_missing_rewards_leave_the_loss():
+    """Advantage 0 is not enough: the row's tokens leave the mask, and so the denominator."""
+    lengths, mask = torch.tensor([2, 3, 1]), torch.tensor([0, 1, 1, 1, 1, 1])
+    rewards, groups = torch.tensor([1.0, NAN, 0.0]), torch.tensor([4, 4, 4])
+    result = rl.estimate("grpo", rewards=rewards, lengths=lengths, mask=mask, groups=groups)
+    assert result.mask.tolist() == [False, True, False, False, False, True]
+    assert rl.valid_rows(rewards, lengths, mask).tolist() == [True, False, True]
+    assert torch.equal(rl.keep_rows(mask, lengths, rl.valid_rows(rewards, lengths, mask)), result.mask)
+    assert rl.denominator("token-mean", result.mask, lengths) == 2
+    assert rl.denominator("seq-mean-token-mean", result.mask, lengths) == 2
+    per_token = torch.tensor([NAN, 1.0, 0.0, NAN, 0.0, 0.0])
+    assert rl.valid_rows(per_token, lengths, mask).tolist() == [True, False, True]
+
+
+def test_a_row_without_tokens_has_no_reward_per_token():
+    lengths, mask = torch.tensor([2, 1]), torch.tensor([0, 0, 1])
+    assert rl.valid_rows(torch.zeros(3), lengths, mask).tolist() == [False, True]
+    assert rl.valid_rows(torch.zeros(2), lengths, mask).tolist() == [True, True]
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches(st.integers(0, 6)), st.sampled_from(rl.names()["advantages"]))
+def test_never_nan(batch, name):
+    values = batch.column(1)
+    result = rl.estimate(
+        name, rewards=batch.rewards, lengths=batch.lengths, mask=batch.mask, groups=batch.groups, values=values
+    )
+    assert result.advantages.dtype == torch.float32 and len(result.advantages) == len(batch.mask)
+    assert torch.isfinite(result.advantages).all()
+    assert not result.advantages[~result.mask].any()
+    assert result.returns is None or torch.isfinite(result.returns).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=9))
+def test_identities_of_the_group_estimators(rewards):
+    centred = rows("grpo_no_std", rewards).double()
+    size = len(rewards)
+    torch.testing.assert_close(rows("rloo", rewards).double(), centred * size / (size - 1), atol=1e-5, rtol=1e-6)
+    assert abs(float(centred.sum())) < 1e-5
+    if max(rewards) - min(rewards) > 0.01:
+        assert float(rows("grpo", rewards).double().var()) == pytest.approx(1, abs=1e-3)
+
+
+def test_whitening_of_few_tokens():
+    """One token has no variance and is left as it is; none gives zeros; equal ones give 0."""
+
+    def gae(mask, rewards):
+        lengths, groups = torch.tensor([2, 2]), torch.tensor([0, 1])
+        values = torch.zeros(4)
+        result = rl.estimate("gae", rewards=rewards, lengths=lengths, mask=mask, groups=groups, values=values)
+        return result.advantages.tolist()
+
+    assert gae(torch.tensor([0, 1, 0, 0]), torch.tensor([3.0, 1.0])) == [0, 3, 0, 0]
+    assert gae(torch.zeros(4), torch.tensor([3.0, 1.0])) == [0, 0, 0, 0]
+    assert gae(torch.ones(4), torch.tensor([NAN, NAN])) == [0, 0, 0, 0]
+    assert gae(torch.ones(4), torch.tensor([2.0, 2.0])) == [0, 0, 0, 0]
+
+
+def test_gae_lambda_one_is_reward_to_go_minus_value():
+    rewards = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    values = torch.tensor([0.5, 0.25, 9.0, 0.125])
+    result = rl.estimate(
+        "gae",
+        rewards=rewards,
+        lengths=torch.tensor([4]),
+        mask=torch.tensor([1, 1, 0, 1]),
+        groups=None,
+        values=values,
+        whiten=False,
+    )
+    assert result.advantages.tolist() == [7 - 0.5, 6 - 0.25, 0, 4 - 0.125]
+    assert result.returns.tolist() == [7, 6, 0, 4]
+
+
+def test_all_masked_loss_is_zero_with_a_graph():
+    x = torch.full((3,), NAN, requires_grad=True)
+    for aggregation in rl.names()["aggregations"]:
+        result = rl.policy_loss(
+            "ppo_clip",
+            logprobs=x,
+            old_logprobs=x,
+            advantages=x,
+            mask=torch.zeros(3),
+            lengths=torch.tensor([3]),
+            aggregation=aggregation,
+        )
+        assert result["loss"].item() == 0
+        result.loss.backward()
+    assert not x.grad.any() and math.isnan(float(result["metrics"]["ratio"]))
+
+
+def test_extreme_log_ratios_stay_finite():
+    x = torch.tensor([0.0, -math.inf, -1e4, 0.0], requires_grad=True)
+    old = torch.tensor([-1e4, 0.0, 0.0, 0.0])
+    result = rl.policy_loss(
+        "ppo_clip",
+        logprobs=x,
+        old_logprobs=old,
+        advantages=torch.tensor([-1.0, 1.0, -1.0, 1.0]),
+        mask=torch.ones(4),
+        lengths=torch.tensor([4]),
+    )
+    result.loss.backward()
+    assert torch.isfinite(result.loss) and torch.isfinite(x.grad).all()
+    assert result.loss.item() == pytest.approx((math.exp(20) - math.exp(-20) + 0.8 - 1) / 4)
+
+
+def test_half_precision_is_computed_in_float32():
+    x = torch.tensor([-1.0, -2.0], dtype=torch.bfloat16, requires_grad=True)
+    result = rl.policy_loss(
+        "ppo_clip",
+        logprobs=x,
+        old_logprobs=x.detach(),
+        advantages=torch.ones(2),
+        mask=torch.ones(2),
+        lengths=torch.tensor([2]),
+    )
+    assert result.loss.dtype == torch.float32 and result.loss.item() == -1
+    assert rl.kl_penalty("k3", x, x.detach()).dtype == torch.float32
+
+
+def test_columns_of_another_size_are_named():
+    good = dict(rewards=torch.ones(2), lengths=torch.tensor([1, 2]), mask=torch.ones(3), groups=torch.tensor([0, 0]))
+    rl.estimate("grpo", **good)
+    for column, wrong in [
+        ("mask", torch.ones(4)),
+        ("rewards", torch.ones(5)),
+        ("groups", torch.zeros(3)),
+        ("lengths", torch.tensor([1, 1])),
+    ]:
+        with pytest.raises(TokenCountError, match="mask" if column == "lengths" else column):
+            rl.estimate("grpo", **{**good, column: wrong})
+    with pytest.raises(TokenCountError, match="values"):
+        rl.estimate("gae", **good, values=torch.ones(2))
+    with pytest.raises(TokenCountError, match="denominator"):
+        rl.aggregate("token-mean", torch.ones(3), mask=good["mask"], lengths=good["lengths"], denominator=0)
+
+
+def policy(logits):
+    return torch.log_softmax(logits, -1)
+
+
+def expected_gradient(form, logits, reference):
+    """Exact expectation over a vocabulary of five of the gradient of the penalty of a sampled token."""
+    total = torch.zeros_like(logits)
+    for token in range(5):
+        x = logits.clone().requires_grad_()
+        penalty = rl.kl_penalty(form, policy(x)[token], reference[token])
+        penalty.backward()
+        total += policy(logits)[token].exp() * x.grad
+    return total
+
+
+def gradient_of(divergence, logits):
+    x = logits.clone().requires_grad_()
+    divergence(policy(x)).backward()
+    return x.grad
+
+
+def test_kl_identities_by_enumeration():
+    generator = torch.Generator().manual_seed(0)
+    logits, other = 0.5 * torch.randn(2, 5, generator=generator, dtype=torch.float64)  # inside the clamp of k3
+    reference, now = policy(other), policy(logits)
+    kl = float((now.exp() * (now - reference)).sum())
+    for form in ("k1", "k3"):
+        assert float((now.exp() * rl.kl_penalty(form, now, reference)).sum()) == pytest.approx(kl, rel=1e-12)
+    assert float((now.exp() * rl.kl_penalty("k2", now, reference)).sum()) != pytest.approx(kl, rel=0.1)
+    zero = expected_gradient("k1", logits, reference)
+    torch.testing.assert_close(zero, torch.zeros(5, dtype=torch.float64), atol=1e-14, rtol=0)
+    forward = gradient_of(lambda p: (p.exp() * (p - reference)).sum(), logits)
+    torch.testing.assert_close(expected_gradient("k2", logits, reference), forward)
+    backward = gradient_of(lambda p: (reference.exp() * (reference - p)).sum(), logits)
+    torch.testing.assert_close(expected_gradient("k3", logits, reference), backward)
+
+
+def test_k3_is_clamped():
+    x = torch.tensor([0.0, -30.0, 30.0, -3.0], dtype=torch.float64)
+    values = rl.kl_penalty("k3", x, torch.zeros(4, dtype=torch.float64)).tolist()
+    assert values == pytest.approx([0, 10, 10, 10])
+    x = torch.tensor([8.0], dtype=torch.float64)
+    assert float(rl.kl_penalty("k3", x, torch.zeros(1))) == pytest.approx(math.exp(-8) + 7)
+
+
+def test_on_policy_gradient_is_reinforce():
+    """First update: ratio 1 everywhere, nothing clipped, and the gradient is that of -A log p."""
+    generator = torch.Generator().manual_seed(1)
+    advantages = torch.randn(6, generator=generator, dtype=torch.float64)
+    logits = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    lengths, mask = torch.tensor([4, 2]), torch.tensor([0, 1, 1, 1, 0, 1])
+
+    def gradient(objective):
+        x = logits.clone().requires_grad_()
+        objective(policy(x)[:, 2]).backward()
+        return x.grad
+
+    def ppo(logprobs):
+        result = rl.policy_loss(
+            "ppo_clip",
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach(),
+            advantages=advantages,
+            mask=mask,
+            lengths=lengths,
+            dual_clip=3.0,
+        )
+        metrics = {k: float(v) for k, v in result.metrics.items()}
+        assert metrics.pop("ratio") == 1 and not any(metrics.values())
+        return result.loss
+
+    def reinforce(logprobs):
+        return rl.aggregate("token-mean", -advantages * logprobs, mask=mask, lengths=lengths)
+
+    torch.testing.assert_close(gradient(ppo), gradient(reinforce))

@@ -1,0 +1,211 @@
+"""Names, options and columns are checked before a run starts; a new algorithm is one decorated class."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from pydantic import Field
+
+from tilth import rl
+from tilth.core.errors import RecipeError
+from tilth.rl import registry
+from tilth.rl.advantages import RowAdvantage
+from tilth.rl.losses import PolicyLoss
+
+ALL = ["logprobs", "old_logprobs", "advantages", "rewards", "groups", "values"]
+
+
+def test_names():
+    assert rl.names() == {
+        "advantages": ["gae", "grpo", "grpo_no_std", "rloo"],
+        "losses": ["ppo_clip"],
+        "aggregations": [
+            "token-mean",
+            "token-sum",
+            "seq-mean-token-sum",
+            "seq-mean-token-mean",
+            "seq-mean-token-sum-norm",
+        ],
+        "kl": ["k1", "k2", "k3"],
+    }
+
+
+def test_every_entry_has_documented_options():
+    for kind, entries in rl.names().items():
+        for name in entries:
+            entry = registry.lookup(kind, name)
+            assert entry.__doc__ and all(f.description for f in entry.model_fields.values())
+
+
+def test_options():
+    assert rl.options("advantages", "gae") == {"gamma": 1.0, "lam": 1.0, "whiten": True}
+    assert rl.options("losses", "ppo_clip")["clip_low"] == 0.2
+    with pytest.raises(RecipeError, match="did you mean 'ppo_clip'"):
+        rl.options("losses", "ppo-clip")
+
+
+def test_scopes():
+    assert rl.check("grpo", ["rewards", "groups"]).scope == "rows"
+    assert rl.check("gae", ["rewards", "values"]).scope == "global moments"
+    assert rl.check("gae", ["rewards", "values"], {"whiten": False}).scope == "token-local"
+    assert rl.check("ppo_clip", ALL).scope == "token-local"
+    assert rl.check("seq-mean-token-sum-norm", [], {"norm_length": 8}).scope == "token-local"
+
+
+@pytest.mark.parametrize(
+    "name, columns, options, message",
+    [
+        ("grop", ALL, {}, "no algorithm 'grop'; did you mean 'grpo'"),
+        ("gae", ["rewards"], {}, "gae needs the column 'values'"),
+        ("grpo", ["rewards"], {}, "grpo needs the column 'groups'"),
+        ("grpo", ALL, {"epss": 1}, "grpo: no option 'epss'; did you mean 'eps'"),
+        ("grpo", ALL, {"lam": 1}, "grpo: no option 'lam'; there are singleton, eps"),
+        ("gae", ALL, {"gamma": 1.5}, "gae: gamma = 1.5: .*less than or equal to 1"),
+        ("gae", ALL, {"gamma": "x"}, "gae: gamma = 'x'"),
+        ("grpo", ALL, {"singleton": "keep"}, "grpo: singleton = 'keep': .*'reward' or 'zero'"),
+        ("grpo", ALL, {"eps": float("nan")}, "eps = nan"),
+        ("ppo_clip", ALL, {"kl_coef": 0.1}, "ppo_clip needs the column 'ref_logprobs'"),
+        ("ppo_clip", ALL, {"kl": "k4"}, "kl: no 'k4'; did you mean 'k1'|k2|k3"),
+        ("ppo_clip", ALL, {"dual_clip": 0.5}, "dual_clip = 0.5: it must be at least 1"),
+        ("ppo_clip", ALL, {"clip_low": -1}, "clip_low = -1: .*greater than or equal to 0"),
+        ("seq-mean-token-sum-norm", [], {"norm_length": 0}, "norm_length = 0"),
+        ("token-mean", [], {"norm_length": 3}, "token-mean: no option 'norm_length'; it has none"),
+    ],
+)
+def test_check_names_what_is_wrong(name, columns, options, message):
+    with pytest.raises(RecipeError, match=message) as error:
+        rl.check(name, columns, options)
+    assert "\n" not in str(error.value)
+
+
+def test_calls_check_too():
+    tokens = dict(lengths=torch.tensor([2]), mask=torch.ones(2))
+    with pytest.raises(RecipeError, match="needs the column 'values'"):
+        rl.estimate("gae", rewards=torch.ones(1), groups=None, **tokens)
+    with pytest.raises(RecipeError, match="needs the column 'groups'"):
+        rl.estimate("grpo", rewards=torch.ones(1), groups=None, **tokens)
+    with pytest.raises(RecipeError, match="works on tokens"):
+        rl.estimate_rows("gae", rewards=torch.ones(1), values=torch.ones(1))
+    with pytest.raises(RecipeError, match="no use for the column 'baselines'"):
+        rl.estimate("grpo", rewards=torch.ones(1), groups=torch.zeros(1), baselines=torch.ones(1), **tokens)
+    columns = dict(logprobs=torch.zeros(2), old_logprobs=torch.zeros(2), advantages=torch.zeros(2), **tokens)
+    with pytest.raises(RecipeError, match="ppo_clip with token-mean: no option 'norm_length'"):
+        rl.policy_loss("ppo_clip", norm_length=3, **columns)
+    with pytest.raises(RecipeError, match="did you mean 'clip_high'"):
+        rl.policy_loss("ppo_clip", clip_hi=3, **columns)
+    with pytest.raises(RecipeError, match="needs the column 'ref_logprobs'"):
+        rl.policy_loss("ppo_clip", kl_coef=0.1, **columns)
+    with pytest.raises(RecipeError, match="aggregations: no 'token-average'"):
+        rl.policy_loss("ppo_clip", aggregation="token-average", **columns)
+    with pytest.raises(RecipeError, match="kl: no 'k9'"):
+        rl.kl_penalty("k9", torch.zeros(1), torch.zeros(1))
+    options = dict(aggregation="seq-mean-token-sum-norm", norm_length=4, clip_low=0.1)
+    assert rl.policy_loss("ppo_clip", **columns, **options).loss.item() == 0
+
+
+@pytest.fixture
+def scratch(monkeypatch):
+    """Registrations of a test are undone."""
+    monkeypatch.setattr(registry, "_ENTRIES", {kind: dict(table) for kind, table in registry._ENTRIES.items()})
+
+
+def test_a_new_estimator_is_one_class(scratch):
+    """An estimator with a column of its own, as ReMax has it."""
+
+    @rl.register("advantages", "baselined")
+    class Baselined(RowAdvantage):
+        """Score minus a baseline."""
+
+        scale: float = Field(1.0, gt=0, description="factor")
+
+        @property
+        def needs(self):
+            return ("rewards", "baselines")
+
+        def rows(self, rows):
+            return self.scale * (rows.scores - rows.columns["baselines"])
+
+    result = rl.estimate(
+        "baselined",
+        rewards=torch.tensor([1.0, float("nan")]),
+        lengths=torch.tensor([2, 1]),
+        mask=torch.ones(3),
+        groups=None,
+        baselines=torch.tensor([0.25, 0.5]),
+        scale=2.0,
+    )
+    assert result.advantages.tolist() == [1.5, 1.5, 0]
+    assert "baselined" in rl.names()["advantages"]
+    with pytest.raises(RecipeError, match="'baselines'"):
+        rl.check("baselined", ["rewards"])
+
+
+def test_a_new_loss_is_one_class(scratch):
+    @rl.register("losses", "reinforce")
+    class Reinforce(PolicyLoss):
+        """-A log p."""
+
+        def tokens(self, step):
+            return -step.advantages * step.logprobs, {"surprise": -step.logprobs}
+
+    x = torch.tensor([-1.0, -3.0], requires_grad=True)
+    result = rl.policy_loss(
+        "reinforce",
+        logprobs=x,
+        old_logprobs=x,
+        advantages=torch.tensor([1.0, 2.0]),
+        mask=torch.ones(2),
+        lengths=torch.tensor([2]),
+    )
+    result.loss.backward()
+    assert x.grad.tolist() == [-0.5, -1.0] and float(result.metrics["surprise"]) == 2
+
+
+def test_a_name_is_given_once_and_kinds_may_share_it(scratch):
+    with pytest.raises(ValueError, match="registered already"):
+        rl.register("advantages", "grpo")(RowAdvantage)
+    rl.register("losses", "grpo")(PolicyLoss)
+    with pytest.raises(RecipeError, match="say which by kind="):
+        rl.check("grpo", ALL)
+    assert rl.check("grpo", ALL, kind="advantages").scope == "rows"
+    rl.register("losses", "odd")(RowAdvantage)
+    with pytest.raises(RecipeError, match="which is no PolicyLoss"):
+        registry.build("losses", "odd", {}, PolicyLoss)
+
+
+def test_metrics_merge_by_their_reduction():
+    mean = rl.Metric(3.0, 2, "mean").merge(rl.Metric(5.0, 2, "mean"))
+    assert float(mean) == 2
+    assert float(rl.Metric(3.0, 2, "sum").merge(rl.Metric(5.0, 2, "sum"))) == 8
+    assert float(rl.Metric(3.0, 2, "max").merge(rl.Metric(5.0, 2, "max"))) == 5
+    with pytest.raises(ValueError, match="cannot merge"):
+        mean.merge(rl.Metric(1.0, 1, "max"))
+    merged = rl.merge_metrics([{"a": rl.Metric(1.0, 1, "mean")}, {"a": rl.Metric(3.0, 1, "mean"), "b": mean}])
+    assert {k: float(v) for k, v in merged.items()} == {"a": 2, "b": 2}
+
+
+def test_results_know_their_names():
+    result = rl.estimate_rows("grpo", rewards=torch.ones(2), groups=torch.zeros(2))
+    assert result.shape == (2,)
+    estimate = rl.Estimate(torch.zeros(1), None, torch.ones(1))
+    with pytest.raises(KeyError):
+        estimate["advantage"]
+    with pytest.raises(KeyError):
+        rl.LossResult(torch.zeros(()), {})["value"]
+    with pytest.raises(AttributeError, match="no attribute 'estimat'"):
+        rl.estimat
+    assert set(dir(rl)) == set(rl.__all__)
+    assert all(getattr(rl, name) is not None for name in rl.__all__)
+
+
+def test_the_room_opens_without_torch():
+    script = """
+        import sys
+        import tilth.rl.rewards
+        assert "torch" not in sys.modules and "numpy" not in sys.modules, "heavy import"
+        from tilth.rl import names
+        assert "torch" in sys.modules and "grpo" in names()["advantages"]
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
