@@ -1,0 +1,210 @@
+"""Accounting of the KV cache in blocks of tokens: who may hold how much, and what is shared. Pure Python, no memory.
+
+A block is free, or referenced by one or more tables. A *full* block whose KV is really computed may be registered
+under the hash of its tokens and of all before it (a chain, salted with the weight version); a later table with the
+same beginning then shares it. A freed block keeps its hash and waits on an LRU list, from which a hit revives it in
+O(1), until its space is needed: roots of chains survive longest (vLLM, arXiv 2309.06180, with an O(1) free list).
+
+Where KV lives is not known here. ``slot`` numbers the registered blocks 0 .. max_cached - 1, for a store that keeps a
+copy of each.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+
+from tilth.core.errors import TilthError
+
+
+class BlockError(TilthError):
+    """The accounting contradicts itself: a bug, never a user's mistake."""
+
+
+@dataclass(eq=False, slots=True)
+class Table:
+    """The blocks of one sequence, in order. ``cached`` tokens came with their KV when the table was opened."""
+
+    blocks: list[int] = field(default_factory=list)
+    cached: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    refs: int = 0
+    digest: bytes | None = None
+    tokens: bytes = b""
+    slot: int = -1
+
+
+class BlockManager:
+    """Blocks of ``block_size`` tokens, ``num_blocks`` in all, at most ``max_cached`` of them registered."""
+
+    def __init__(self, num_blocks: int, block_size: int = 16, max_cached: int | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._blocks = [_Block() for _ in range(num_blocks)]
+        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._registered: dict[bytes, int] = {}
+        self.max_cached = num_blocks if max_cached is None else max_cached
+        self._slots = list(range(self.max_cached))[::-1]
+
+    @property
+    def free(self) -> int:
+        """Blocks that no table references, registered ones included."""
+        return len(self._blank) + len(self._idle)
+
+    @property
+    def used(self) -> int:
+        """Blocks that some table references."""
+        return self.num_blocks - self.free
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-tokens // self.block_size)
+
+    def chain(self, tokens: np.ndarray, salt: int, count: int) -> list[tuple[bytes, bytes]]:
+        """(digest, token bytes) of the first ``count`` full blocks of int64 tokens."""
+        raw, width = np.ascontiguousarray(tokens, np.int64).tobytes(), 8 * self.block_size
+        parent, found = salt.to_bytes(8, "little", signed=True), []
+        for at in range(0, count * width, width):
+            part = raw[at : at + width]
+            parent = blake2b(part, digest_size=16, key=parent).digest()
+            found.append((parent, part))
+        return found
+
+    def open(self, tokens: np.ndarray, salt: int, spare: int = 0) -> Table | None:
+        """A table for tokens, the longest registered beginning shared; None if under ``spare`` blocks would be left.
+
+        At least one token is left to compute, since its logits are wanted.
+        """
+        shared = self._match(tokens, salt)
+        need = self.blocks_for(len(tokens)) - len(shared)
+        if need + spare + sum(b in self._idle for b in shared) > self.free:
+            return None
+        for block in shared:
+            self._take(block)
+        table = Table(shared, len(shared) * self.block_size)
+        table.blocks.extend(self._fresh() for _ in range(need))
+        return table
+
+    def _match(self, tokens: np.ndarray, salt: int) -> list[int]:
+        found: list[int] = []
+        if not self._registered:
+            return found
+        for digest, part in self.chain(tokens, salt, (len(tokens) - 1) // self.block_size):
+            block = self._registered.get(digest)
+            if block is None or self._blocks[block].tokens != part:
+                break
+            found.append(block)
+        return found
+
+    def fork(self, table: Table, tokens: int) -> Table | None:
+        """A second table of this many tokens: full blocks shared, a fresh one for the rest; None if none is free."""
+        full = tokens // self.block_size
+        if tokens % self.block_size and not self.free:
+            return None
+        for block in table.blocks[:full]:
+            self._take(block)
+        copy = Table(table.blocks[:full], tokens)
+        if tokens % self.block_size:
+            copy.blocks.append(self._fresh())
+        return copy
+
+    def extend(self, table: Table, tokens: int) -> bool:
+        """Make the table cover this many tokens; False, and nothing changes, if too few blocks are free."""
+        need = self.blocks_for(tokens) - len(table.blocks)
+        if need > self.free:
+            return False
+        table.blocks.extend(self._fresh() for _ in range(need))
+        return True
+
+    def register(self, table: Table, tokens: np.ndarray, computed: int, salt: int) -> list[tuple[int, int]]:
+        """Name the full blocks whose KV is computed; (index in the table, slot) of those to be copied to the store.
+
+        Call it after the KV of the first ``computed`` tokens exists, never before.
+        """
+        new = []
+        for i, (digest, part) in enumerate(self.chain(tokens, salt, computed // self.block_size)):
+            block = self._blocks[table.blocks[i]]
+            if digest in self._registered or block.digest is not None:
+                continue
+            if not self._slots and not self._forget_oldest():
+                break
+            block.digest, block.tokens, block.slot = digest, part, self._slots.pop()
+            self._registered[digest] = table.blocks[i]
+            new.append((i, block.slot))
+        return new
+
+    def slots(self, table: Table) -> list[int]:
+        """Store slots of the blocks that came with their KV."""
+        return [self._blocks[b].slot for b in table.blocks[: table.cached // self.block_size]]
+
+    def close(self, table: Table) -> None:
+        """Give the blocks back, the deepest first."""
+        for index in reversed(table.blocks):
+            block = self._blocks[index]
+            if block.refs < 1:
+                raise BlockError(f"block {index} is freed more often than it was taken")
+            block.refs -= 1
+            if block.refs == 0 and block.digest is None:
+                self._blank.append(index)
+            elif block.refs == 0:
+                self._idle[index] = None
+        table.blocks, table.cached = [], 0
+
+    def flush(self) -> None:
+        """Forget every registered block: the weights that made them are gone."""
+        for index in list(self._registered.values()):
+            self._forget(index)
+        self._blank.extend(self._idle)
+        self._idle.clear()
+
+    def _take(self, index: int) -> None:
+        self._idle.pop(index, None)
+        self._blocks[index].refs += 1
+
+    def _fresh(self) -> int:
+        if not self._blank:
+            self._forget_oldest()
+        index = self._blank.pop()
+        self._blocks[index].refs = 1
+        return index
+
+    def _forget_oldest(self) -> bool:
+        """Move the registered block that is free for longest to the blank ones; False if all are in use."""
+        if not self._idle:
+            return False
+        index, _ = self._idle.popitem(last=False)
+        self._forget(index)
+        self._blank.append(index)
+        return True
+
+    def _forget(self, index: int) -> None:
+        block = self._blocks[index]
+        assert block.digest is not None
+        del self._registered[block.digest]
+        self._slots.append(block.slot)
+        block.digest, block.tokens, block.slot = None, b"", -1
+
+    def check(self, tables: list[Table]) -> None:
+        """Raise BlockError unless the accounting agrees with exactly these open tables. O(blocks), for tests."""
+        refs = [0] * self.num_blocks
+        for table in tables:
+            for index in table.blocks:
+                refs[index] += 1
+        free = sorted([*self._blank, *self._idle])
+        if free != [i for i, n in enumerate(refs) if n == 0]:
+            raise BlockError("free blocks are not exactly those that no table holds")
+        for i, block in enumerate(self._blocks):
+            if block.refs != refs[i]:
+                raise BlockError(f"block {i} counts {block.refs} references, tables hold {refs[i]}")
+            if (block.digest is not None) != (self._registered.get(block.digest or b"") == i):
+                raise BlockError(f"block {i} and the table of hashes disagree")
+            if block.refs == 0 and (i in self._idle) != (block.digest is not None):
+                raise BlockError(f"free block {i} is on the wrong list")
+        slots = [self._blocks[i].slot for i in self._registered.values()]
+        if len(set(slots) | set(self._slots)) != len(slots) + len(self._slots):
+            raise BlockError("two registered blocks share a store slot")

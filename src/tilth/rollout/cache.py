@@ -1,0 +1,147 @@
+"""The physical KV cache of a device: rows of contiguous slots, a store of shared prefixes, and the model's view of it.
+
+A slab holds one K and one V tensor per layer, [rows, kv_heads, capacity, head_dim] (gathering by block table is 8 times
+slower on a CPU; one stacked tensor made a compiled step 35 times slower). Whatever lies beyond a row's length is
+finite and masked.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilth.models.attention import matmul_attention
+from tilth.models.config import DecoderConfig
+
+QUERY_MULTIPLE = 4
+"""Parity: attention sees query rows in multiples of this."""
+
+
+class Slab:
+    """KV of ``rows`` sequences of up to ``capacity`` tokens each."""
+
+    def __init__(
+        self, config: DecoderConfig, rows: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (rows, config.num_kv_heads, capacity, config.head_dim)
+        self.rows, self.capacity = rows, capacity
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(t.nbytes for t in [*self.keys, *self.values])
+
+    def copy(self, to: Sequence[int], source: "Slab", rows: Sequence[int], length: int) -> None:
+        """Rows ``to`` get the first ``length`` tokens of ``rows`` of another slab (or of this one, if disjoint)."""
+        for there, here, count, step in _runs(to, rows):
+            for mine, other in zip([*self.keys, *self.values], [*source.keys, *source.values]):
+                mine[there : there + count, :, :length].copy_(other[here : here + 1 + step * (count - 1), :, :length])
+
+
+def _runs(to: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """(first target, first source, count, step): runs of targets whose source is one row (step 0) or a run too (1)."""
+    at = 0
+    while at < len(to):
+        count, step = 1, rows[at + 1] - rows[at] if at + 1 < len(to) else 0
+        while (
+            at + count < len(to)
+            and step in (0, 1)
+            and to[at + count] == to[at] + count
+            and rows[at + count] == rows[at] + step * count
+        ):
+            count += 1
+        yield to[at], rows[at], count, step if count > 1 else 0
+        at += count
+
+
+class PrefixStore:
+    """Copies of registered blocks, by store slot; grows as it is used."""
+
+    def __init__(
+        self, config: DecoderConfig, block_size: int, dtype: torch.dtype, device: torch.device, most: int
+    ) -> None:
+        self._make = lambda rows: Slab(config, rows, block_size, dtype, device)
+        self._slab = self._make(0)
+        self._block_size, self._most = block_size, most
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return self._slab.nbytes
+
+    def save(self, blocks: Sequence[tuple[int, int]], slab: Slab, row: int) -> None:
+        """Keep blocks (index in the sequence, slot) of a row."""
+        if blocks:
+            self._grow(max(slot for _, slot in blocks) + 1)
+        for index, slot in blocks:
+            some = slice(index * self._block_size, (index + 1) * self._block_size)
+            for mine, other in self._pairs(slab):
+                mine[slot].copy_(other[row, :, some])
+
+    def load(self, slots: Sequence[int], slab: Slab, row: int) -> None:
+        """Write the blocks of these slots to the beginning of a row."""
+        for index, slot in enumerate(slots):
+            some = slice(index * self._block_size, (index + 1) * self._block_size)
+            for mine, other in self._pairs(slab):
+                other[row, :, some].copy_(mine[slot])
+
+    def _pairs(self, slab: Slab) -> list[tuple[Tensor, Tensor]]:
+        return list(zip([*self._slab.keys, *self._slab.values], [*slab.keys, *slab.values]))
+
+    def _grow(self, rows: int) -> None:
+        old = self._slab
+        if rows > old.rows:
+            self._slab = self._make(min(self._most, max(rows, 2 * old.rows)))
+            self._slab.copy(range(old.rows), old, range(old.rows), self._block_size)
+
+
+class CachedContext:
+    """Attention of ``width`` new tokens in each of the first rows of a slab, over what the slab holds of that row.
+
+    start: int64 [B], position of each row's first new token. ``length``: slots of the slab that are looked at, above
+    every new position. ``parity``: shapes that agree bit for bit with ``PackedContext(parity=True)``; B * width must
+    then be a multiple of 8 and ``length`` of 16.
+    """
+
+    dropout = None
+
+    def __init__(self, slab: Slab, start: Tensor, width: int, length: int, parity: bool = False) -> None:
+        self._slab, self._rows, self._width, self._length, self._parity = slab, start.shape[0], width, length, parity
+        self._place = start[:, None] + torch.arange(width, device=start.device)
+        self._index = torch.arange(self._rows, device=start.device)[:, None]
+        self.positions = self._place.flatten()
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """See ``tilth.models.attention.AttentionContext``; writes k and v to the slab."""
+        rows, width, kv_heads, hd = self._rows, self._width, k.shape[1], k.shape[2]
+        keys, values = self._slab.keys[layer], self._slab.values[layer]
+        keys[self._index, :, self._place] = k.view(rows, width, kv_heads, hd)
+        values[self._index, :, self._place] = v.view(rows, width, kv_heads, hd)
+        seen_keys, seen_values = keys[:rows, :, : self._length], values[:rows, :, : self._length]
+        queries = q.view(rows, width, kv_heads, -1, hd).permute(0, 2, 3, 1, 4)
+        out = self._mix(queries, seen_keys, seen_values, self._mask(window, q.dtype))
+        return out.permute(0, 3, 1, 2, 4).reshape(q.shape)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        if q.device.type != "cpu":
+            rows, kv_heads, groups, width, hd = q.shape
+            flat = q.reshape(rows, kv_heads * groups, width, hd)
+            return F.scaled_dot_product_attention(flat, k, v, attn_mask=mask[:, 0], enable_gqa=groups > 1).view(q.shape)
+        if self._parity and self._width % QUERY_MULTIPLE:
+            spare = -self._width % QUERY_MULTIPLE
+            mask = F.pad(mask, (0, 0, 0, spare))
+            return matmul_attention(F.pad(q, (0, 0, 0, spare)), k, v, mask)[..., : self._width, :]
+        return matmul_attention(q, k, v, mask)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive [B, 1, 1, width, length]."""
+        if window not in self._masks:
+            at, key = self._place[:, :, None], torch.arange(self._length, device=self._place.device)
+            hidden = key > at if window is None else (key > at) | (key <= at - window)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            self._masks[window] = mask[:, None, None]
+        return self._masks[window]

@@ -1,0 +1,476 @@
+"""The engine that speaks: continuous batching of requests over one model, its weights and its KV cache."""
+
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilth.core.errors import DataError, ModelError, NonFiniteError, TilthError
+from tilth.core.random import stream_id, uniform_rows
+from tilth.core.trajectory import Finish, Trajectory
+from tilth.models.config import DecoderConfig
+from tilth.models.decoder import Decoder
+from tilth.rollout.blocks import BlockManager
+from tilth.rollout.cache import PrefixStore, Slab
+from tilth.rollout.lanes import KEYS, Lane, capacity_for, round_up
+from tilth.rollout.prefill import Batch, Prompt
+from tilth.rollout.request import Answer, Request, SamplingParams
+from tilth.rollout.runner import Runner
+from tilth.rollout.sampling import Chosen, Rules, choose
+from tilth.rollout.scheduler import Scheduler
+from tilth.rollout.stats import Stats
+from tilth.rollout.stops import Decodes, StopStrings, completion_text
+from tilth.trace.spans import span
+
+_CHOICE_ELEMENTS = 1 << 24
+"""Most logits of first tokens at a time: 64 MiB."""
+
+
+class EngineError(TilthError):
+    """The engine was used in an order that has no meaning."""
+
+
+class Engine:
+    """Generates. Requests come and go at any step; weights are replaced in place.
+
+    config: the decoder to build, with storage of its own in ``dtype`` (compute dtype too). tokenizer: wanted for stop
+    strings and ``Trajectory.text`` only. seed: of all draws; token t of trajectory i is chosen by value t of the stream
+    (seed, "sample", i), whatever else happens. max_rows: sequences decoded at once. kv_tokens: accounted capacity of
+    the KV cache (0: ``max_rows`` whole sequences). step_tokens: tokens a step computes at most, decode first.
+    max_length: longest sequence (0: the model's). compile: torch.compile of decode steps (CUDA graphs on a GPU).
+    parity: eager, in shapes whose log-probs equal those of a packed forward pass with ``parity``, bit for bit (CPU).
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        tokenizer: Decodes | None = None,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        max_rows: int = 256,
+        kv_tokens: int = 0,
+        block_size: int = 16,
+        step_tokens: int = 8192,
+        max_length: int = 0,
+        compile: bool = False,
+        parity: bool = False,
+    ) -> None:
+        self.config, self.tokenizer, self.seed = config, tokenizer, seed
+        self.device, self.dtype = torch.device(device), dtype
+        self.max_length = max_length or config.max_positions
+        self.kv_tokens = kv_tokens or max_rows * round_up(self.max_length, block_size)
+        self.step_tokens, self._block_size = step_tokens, block_size
+        self.version = 0
+        self.model = Decoder(config, dtype).to(self.device, dtype).requires_grad_(False).eval()
+        self._runner = Runner(self.model, parity)
+        self._blocks = BlockManager(self.kv_tokens // block_size, block_size, self.kv_tokens // block_size // 4)
+        self._scheduler = Scheduler(self._blocks, min(max_rows, step_tokens))
+        self._lanes: dict[int, Lane] = {}
+        self._store = self._new_store()
+        self._known: set[int] = set()
+        self._done: list[Trajectory] = []
+        self._released = False
+        self._stats = Stats()
+
+    # Weights
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The live storage that generates, by the names of the trainer."""
+        return self.model.named_parameters()
+
+    @torch.no_grad()
+    def load_weights(
+        self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int, keep_kv: bool = False
+    ) -> None:
+        """Copy all weights into the live storage, between two steps; tokens from now on are stamped ``version``.
+
+        The prefix cache is dropped. Sequences in flight are computed anew under the new weights and go on; with
+        ``keep_kv`` they go on with KV of the old ones (faster, biased). Raises ModelError unless names and shapes
+        match.
+        """
+        given = dict(weights.items() if isinstance(weights, Mapping) else weights)
+        mine = dict(self.model.named_parameters())
+        self._check_weights(given, mine)
+        if not keep_kv:
+            self._interrupt()
+        self._blocks.flush()
+        for name, tensor in given.items():
+            mine[name].copy_(tensor)
+        self.version = version
+        for lane in self._lanes.values():
+            for row in lane.rows.tolist():
+                lane.settle(row).stamp(version)
+
+    def _check_weights(self, given: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
+        for what, names in (("missing", mine.keys() - given.keys()), ("not in the model", given.keys() - mine.keys())):
+            if names:
+                raise ModelError(
+                    f"weights for the engine: {what}: {', '.join(sorted(names)[:5])} ({len(names)} in all)"
+                )
+        for name, tensor in given.items():
+            if tensor.shape != mine[name].shape:
+                raise ModelError(
+                    f"weights for the engine: {name} is {tuple(tensor.shape)}; it must be {tuple(mine[name].shape)}"
+                )
+
+    # Requests
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Queue requests. Raises DataError, and queues none of them, if one cannot be served."""
+        answers = [Answer.start(r) for r in requests]
+        seen: set[int] = set()
+        for answer in answers:
+            self._check(answer, seen)
+        for answer in answers:
+            self._enqueue(answer)
+
+    def resume(self, trajectory: Trajectory, params: SamplingParams) -> None:
+        """Go on with a partial trajectory where it ended: same positions, same random numbers. Raises DataError."""
+        answer = Answer.resume(trajectory, params)
+        if answer.end <= len(answer.tokens):
+            raise DataError(f"trajectory {trajectory.id} already has max_tokens={params.max_tokens} tokens")
+        self._check(answer, set())
+        self._enqueue(answer)
+
+    def _check(self, answer: Answer, seen: set[int]) -> None:
+        r = answer.request
+        what = f"request {r.id}"
+        if r.id in self._known or r.id in seen:
+            raise DataError(f"{what}: another request in flight has this id; ids must be unique")
+        seen.add(r.id)
+        if not len(answer.tokens):
+            raise DataError(f"{what}: the prompt is empty; it must have at least one token")
+        if answer.tokens.min() < 0 or answer.tokens.max() >= self.config.vocab_size:
+            raise DataError(f"{what}: a token id is outside the vocabulary of {self.config.vocab_size}")
+        if answer.end > self.max_length:
+            n, m = len(answer.tokens), answer.end - len(answer.tokens)
+            raise DataError(
+                f"{what}: {n} prompt tokens and {m} new ones exceed the context of {self.max_length} tokens"
+            )
+        if self._blocks.blocks_for(answer.end) > self._blocks.num_blocks:
+            raise DataError(f"{what}: {answer.end} tokens do not fit a KV cache of kv_tokens={self.kv_tokens}")
+        if r.params.stop and self.tokenizer is None:
+            raise DataError(f"{what}: stop strings need an engine with a tokenizer")
+
+    def _enqueue(self, answer: Answer) -> None:
+        params = answer.request.params
+        if params.stop and self.tokenizer is not None:
+            answer.stops = StopStrings(params.stop, self.tokenizer)
+            answer.stops.push(answer.completion.tolist())
+        self._known.add(answer.request.id)
+        self._scheduler.waiting.append(answer)
+
+    @property
+    def pending(self) -> int:
+        """Requests in flight."""
+        return len(self._known)
+
+    def generate(self, requests: Iterable[Request]) -> list[Trajectory]:
+        """All of these, in their order. Others in flight go on meanwhile; ``step`` returns them."""
+        requests = list(requests)
+        found = {t.id: t for t in self.stream(requests)}
+        return [found[r.id] for r in requests]
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Trajectory]:
+        """These, each as soon as it is finished."""
+        requests = list(requests)
+        self.submit(requests)
+        mine = {r.id for r in requests}
+        others: list[Trajectory] = []
+        while mine:
+            for trajectory in self.step():
+                if trajectory.id in mine:
+                    mine.remove(trajectory.id)
+                    yield trajectory
+                else:
+                    others.append(trajectory)
+        self._done.extend(others)
+
+    @torch.inference_mode()
+    def abort(self, trajectory: int) -> Trajectory:
+        """Stop one now and return what there is of it; its KV may still serve ``resume``. Raises DataError."""
+        answer = self._scheduler.remove(trajectory)
+        if answer is None:
+            for lane in self._lanes.values():
+                for row in lane.rows.tolist():
+                    if lane.request_id(row) == trajectory:
+                        return self._finish(self._vacate(lane, row), "aborted")
+            raise DataError(f"trajectory {trajectory} is not in flight, so it cannot be aborted")
+        return self._finish(answer, "aborted")
+
+    # One step
+
+    @torch.inference_mode()
+    def step(self) -> list[Trajectory]:
+        """Decode one token of every running sequence, then compute prompts as the budget allows; what finished."""
+        if self._released:
+            raise EngineError("the KV cache is released; call regain_kv() before step()")
+        done, self._done = self._done, []
+        self._stats.steps += 1
+        self._place(done)
+        budget = self.step_tokens - self._decode(done)
+        while budget > 0 and (computed := self._prefill(budget)):
+            budget -= computed
+            self._place(done)
+        self._stats.finished += len(done)
+        return done
+
+    @property
+    def running(self) -> int:
+        """Sequences that decode."""
+        return sum(int(lane.columns.live.sum()) for lane in self._lanes.values())
+
+    def _decode(self, done: list[Trajectory]) -> int:
+        """One token of every row; returns the number of rows."""
+        self._secure_blocks()
+        self._promote()
+        total = 0
+        for lane in list(self._lanes.values()):
+            rows = lane.compact()
+            if rows:
+                total += int(lane.columns.live.sum())
+                self._decode_lane(lane, rows, done)
+        return total
+
+    def _decode_lane(self, lane: Lane, rows: int, done: list[Trajectory]) -> None:
+        c, every = lane.columns, np.arange(rows)
+        at = c.position[:rows]
+        live = c.live[:rows].copy()
+        with span("decode", tokens=int(live.sum())) as spent:
+            length = min(lane.capacity, round_up(int(at.max()) + 1, KEYS))
+            ids, uniform = c.tokens[every, at], c.uniform[every, at + 1]
+            chosen = self._runner.decode(
+                lane.slab, self._tensor(ids), self._tensor(at), length, self._tensor(uniform),
+                lane.rules(rows, self.device),
+            )  # fmt: skip
+            tokens, logprobs, sampling = _to_host(chosen)
+            self._check_finite(logprobs[live])
+            ended = lane.advance(tokens, logprobs, sampling)
+        s = self._stats
+        s.decode_seconds += spent.seconds
+        s.decode_passes, s.decode_rows = s.decode_passes + 1, s.decode_rows + rows
+        s.useful_rows, s.decoded_tokens = s.useful_rows + spent.tokens, s.decoded_tokens + spent.tokens
+        self._end_rows(lane, ended.tolist(), tokens, done)
+
+    def _end_rows(self, lane: Lane, ended: list[int], tokens: np.ndarray, done: list[Trajectory]) -> None:
+        """Take finished rows out; only these, and rows with stop strings, are looked at one by one."""
+        said = {row for row in lane.watched if lane.watch(row, int(tokens[row]))}
+        for row in sorted({*ended, *said}):
+            answer = lane.take(row)
+            self._blocks.close(answer.table)
+            stopped = row in said or int(tokens[row]) in answer.request.params.stop_tokens
+            done.append(self._finish(answer, "stop" if stopped else "length"))
+
+    def _finish(self, answer: Answer, reason: Finish) -> Trajectory:
+        self._known.discard(answer.request.id)
+        if answer.stops is not None and answer.stops.found:
+            return answer.finish(reason, answer.stops.text)
+        return answer.finish(
+            reason, completion_text(self.tokenizer, answer.completion, answer.request.params.stop_tokens)
+        )
+
+    # Prompts
+
+    def _prefill(self, budget: int) -> int:
+        """Compute the next chunk of prompts; returns its tokens, 0 if nothing can be done now."""
+        scheduler = self._scheduler
+        if scheduler.batch is None:
+            if scheduler.ready or not scheduler.waiting:
+                return 0
+            prompts = scheduler.admit(budget, self.running, self.version)
+            if not prompts:
+                return 0
+            scheduler.batch = Batch(prompts, self._make_slab)
+            self._load_prefixes(prompts)
+        return self._prefill_chunk(scheduler.batch, budget)
+
+    def _load_prefixes(self, prompts: list[Prompt]) -> None:
+        for prompt in prompts:
+            assert prompt.slab is not None
+            self._store.load(self._blocks.slots(prompt.table), prompt.slab, prompt.row)
+            self._stats.cached_tokens += prompt.computed
+            self._stats.shared_tokens += (len(prompt.answers) - 1) * len(prompt.tokens)
+
+    def _prefill_chunk(self, batch: Batch, budget: int) -> int:
+        chunk = batch.chunk(budget)
+        ids, start, length = batch.inputs(chunk)
+        ending = [row for row, p in enumerate(batch.prompts) if chunk[row] == p.remaining]
+        last = np.array([row * ids.shape[1] + chunk[row] - 1 for row in ending], np.int64)
+        with span("prefill", tokens=int(chunk.sum())) as spent:
+            tensors = (self._tensor(ids), self._tensor(start), length, self._tensor(last))
+            logits = self._runner.prefill(batch.slab, *tensors)
+        for i, row in enumerate(ending):
+            batch.prompts[row].logits = logits[i : i + 1]
+        for prompt, count in zip(batch.prompts, chunk.tolist()):
+            prompt.computed += count
+        self._stats.prefilled_tokens += spent.tokens
+        self._stats.prefill_seconds += spent.seconds
+        if batch.finished:
+            for prompt in batch.prompts:
+                new = self._blocks.register(prompt.table, prompt.tokens, prompt.computed, self.version)
+                self._store.save(new, batch.slab, prompt.row)
+            self._scheduler.computed()
+        return spent.tokens
+
+    def _place(self, done: list[Trajectory]) -> None:
+        """Choose the first tokens of answers whose prompt is computed, and give each a row."""
+        placed = self._scheduler.place(self.running)
+        if not placed:
+            return
+        with span("place", tokens=len(placed)) as spent:
+            rows = max(1, _CHOICE_ELEMENTS // self.config.vocab_size)
+            for i in range(0, len(placed), rows):
+                self._first_tokens(placed[i : i + rows])
+            going: dict[tuple[int, int], list[tuple[Prompt, Answer]]] = {}
+            for prompt, answer in placed:
+                if (reason := self._ended(answer)) is not None:
+                    self._blocks.close(answer.table)
+                    done.append(self._finish(answer, reason))
+                    continue
+                capacity = capacity_for(len(answer.tokens), answer.end, self.max_length)
+                going.setdefault((capacity, id(prompt.slab)), []).append((prompt, answer))
+            for (capacity, _), pairs in going.items():
+                slab = pairs[0][0].slab
+                assert slab is not None
+                self._lane(capacity).place([a for _, a in pairs], slab, [p.row for p, _ in pairs], self._draw)
+        self._stats.decoded_tokens += len(placed)
+        self._stats.place_seconds += spent.seconds
+
+    def _first_tokens(self, placed: Sequence[tuple[Prompt, Answer]]) -> None:
+        logits = torch.cat([p.logits for p, _ in placed if p.logits is not None])
+        answers = [a for _, a in placed]
+        uniform = self._draw([a.request.id for a in answers], [len(a.tokens) for a in answers], 1)[:, 0]
+        rules = Rules.of([a.request.params for a in answers], self.device)
+        tokens, logprobs, sampling = _to_host(choose(logits, self._tensor(uniform), rules))
+        self._check_finite(logprobs)
+        for i, answer in enumerate(answers):
+            some = slice(i, i + 1)
+            answer.stamp(self.version)
+            answer.append(tokens[some], logprobs[some], None if sampling is None else sampling[some])
+
+    def _ended(self, answer: Answer) -> Finish | None:
+        """Why an answer ends with its newest token, if it does."""
+        token = int(answer.tokens[-1])
+        if (answer.stops is not None and answer.stops.push([token])) or token in answer.request.params.stop_tokens:
+            return "stop"
+        return "length" if len(answer.tokens) >= answer.end else None
+
+    # Room
+
+    def _secure_blocks(self) -> None:
+        """A block for every row whose next token begins one; the newest make room if there are too few."""
+        needy = []
+        for lane in self._lanes.values():
+            c = lane.columns
+            for row in np.flatnonzero(c.live & (c.position % self._block_size == 0)).tolist():
+                answer = lane.answers[row]
+                assert answer is not None
+                needy.append((answer.order, lane, row, answer))
+        for _, lane, row, answer in sorted(needy, key=lambda n: n[0]):
+            while lane.answers[row] is answer and not self._blocks.extend(
+                answer.table, int(lane.columns.position[row]) + 1
+            ):
+                self._make_room()
+
+    def _make_room(self) -> None:
+        if self._scheduler.yield_prompt():
+            return
+        lane, row = max(
+            ((lane, row) for lane in self._lanes.values() for row in lane.rows.tolist()),
+            key=lambda found: found[0].order(found[1]),
+        )
+        self._scheduler.requeue([self._vacate(lane, row)])
+        self._stats.preemptions += 1
+
+    def _vacate(self, lane: Lane, row: int) -> Answer:
+        """Take an unfinished row out; its full blocks stay in the prefix store as long as there is room."""
+        computed = int(lane.columns.position[row])
+        answer = lane.take(row)
+        new = self._blocks.register(answer.table, answer.tokens, computed, self.version)
+        self._store.save(new, lane.slab, row)
+        self._blocks.close(answer.table)
+        return answer
+
+    def _promote(self) -> None:
+        """Move rows that outgrew their lane."""
+        for lane in sorted(self._lanes.values(), key=lambda lane: -lane.capacity):
+            rows = lane.outgrown()
+            if len(rows):
+                self._lane(capacity_for(lane.capacity + 1, self.max_length, self.max_length)).adopt(
+                    lane, rows, self._draw
+                )
+                self._stats.moved_rows += len(rows)
+
+    def _interrupt(self) -> None:
+        """Everything in flight goes back to the queue, to be computed anew."""
+        while self._scheduler.yield_prompt():
+            pass
+        answers = []
+        for lane in self._lanes.values():
+            for row in lane.rows.tolist():
+                answers.append(lane.take(row))
+                self._blocks.close(answers[-1].table)
+        self._scheduler.requeue(sorted(answers, key=lambda a: a.order))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget shared prefixes of finished work."""
+        self._blocks.flush()
+
+    def release_kv(self) -> None:
+        """Give the memory of the KV cache back; what is in flight will be computed anew after ``regain_kv``."""
+        self._interrupt()
+        self._blocks.flush()
+        self._lanes, self._store, self._released = {}, self._new_store(), True
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+    def regain_kv(self) -> None:
+        """Allow steps again; memory is taken as it is needed."""
+        self._released = False
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory that the cache holds now, in bytes: rows grow by doubling and are kept until ``release_kv``."""
+        return sum(lane.slab.nbytes for lane in self._lanes.values()) + self._store.nbytes
+
+    def stats(self, reset: bool = False) -> Stats:
+        """What was done so far; ``reset``: start counting anew."""
+        found = self._stats
+        if reset:
+            self._stats = Stats()
+        return found
+
+    def _lane(self, capacity: int) -> Lane:
+        if capacity not in self._lanes:
+            self._lanes[capacity] = Lane(capacity, self._make_slab, self._scheduler.max_rows)
+        return self._lanes[capacity]
+
+    def _make_slab(self, rows: int, capacity: int) -> Slab:
+        return Slab(self.config, rows, capacity, self.dtype, self.device)
+
+    def _new_store(self) -> PrefixStore:
+        return PrefixStore(self.config, self._block_size, self.dtype, self.device, self._blocks.max_cached)
+
+    def _draw(self, ids: Sequence[int], starts: Sequence[int], count: int) -> np.ndarray:
+        streams = torch.tensor([stream_id("sample", i) for i in ids], dtype=torch.int64)
+        return uniform_rows(self.seed, streams, torch.tensor(starts, dtype=torch.int64), count).numpy()
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+    def _check_finite(self, logprobs: np.ndarray) -> None:
+        if not np.isfinite(logprobs).all():
+            self._lanes.clear()
+            raise NonFiniteError(f"the engine's logits are not finite under weights of version {self.version}")
+
+
+def _to_host(chosen: Chosen) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    sampling = None if chosen.sampling is None else chosen.sampling.cpu().numpy()
+    return chosen.tokens.cpu().numpy(), chosen.logprobs.cpu().numpy(), sampling

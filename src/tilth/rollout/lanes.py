@@ -1,0 +1,262 @@
+"""Lanes: rows of one capacity that decode together, and their state as arrays, so that no step visits a row in Python.
+
+Rows that are done leave holes; the next newcomers fill them. Only when that saves a multiple of 8 rows do the last rows
+move into holes. A row that outgrows its lane moves to the next larger one, so a few long answers do not make the
+attention of all others long.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilth.rollout.cache import Slab
+from tilth.rollout.request import Answer
+from tilth.rollout.sampling import Rules
+
+SMALLEST = 64
+"""Capacity of the first lane in tokens; each next one has twice as many."""
+WHOLE = 256
+"""A request that cannot exceed this many tokens starts in a lane that holds all of it; others move as they grow."""
+ROWS = 8
+"""Rows decode in multiples of this (kernels like it, and parity needs it)."""
+KEYS = 16
+"""Attention looks at a multiple of this many slots."""
+
+Draw = Callable[[Sequence[int], Sequence[int], int], np.ndarray]
+"""(trajectory ids, first positions, count) -> float32 [ids, count]: the random numbers of those positions."""
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-n // multiple) * multiple
+
+
+def capacity_for(length: int, end: int, longest: int) -> int:
+    """Capacity of the lane for a sequence of ``length`` tokens, the newest not computed yet, that ends by ``end``."""
+    need = max(length + 1, min(end, WHOLE))
+    capacity = SMALLEST
+    while capacity < need:
+        capacity *= 2
+    return min(capacity, round_up(longest, KEYS))
+
+
+@dataclass
+class Columns:
+    """State of the rows of a lane: [rows] or [rows, columns]; a hole has the values of ``blank``."""
+
+    live: np.ndarray
+    position: np.ndarray
+    """Of the newest token, the next to be computed."""
+    end: np.ndarray
+    tokens: np.ndarray
+    """By absolute position, like the next three; from the newest token at the time of placing on."""
+    logprobs: np.ndarray
+    sampling: np.ndarray
+    uniform: np.ndarray
+    stops: np.ndarray
+    temperature: np.ndarray
+    greedy: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    filtered: np.ndarray
+
+    @classmethod
+    def blank(cls, rows: int, capacity: int, stops: int) -> "Columns":
+        """Holes only."""
+        long, real = (rows, capacity), np.float32
+        return cls(
+            live=np.zeros(rows, bool),
+            position=np.zeros(rows, np.int64),
+            end=np.full(rows, capacity, np.int64),
+            tokens=np.zeros(long, np.int64),
+            logprobs=np.zeros(long, real),
+            sampling=np.zeros(long, real),
+            uniform=np.zeros(long, real),
+            stops=np.full((rows, stops), -1, np.int64),
+            temperature=np.ones(rows, real),
+            greedy=np.zeros(rows, bool),
+            top_k=np.zeros(rows, np.int64),
+            top_p=np.ones(rows, real),
+            min_p=np.zeros(rows, real),
+            filtered=np.zeros(rows, bool),
+        )
+
+    def copy(self, to: np.ndarray, source: "Columns", rows: np.ndarray) -> None:
+        """Rows ``to`` become ``rows`` of columns that are no wider."""
+        for f in fields(self):
+            mine, other = getattr(self, f.name), getattr(source, f.name)
+            if mine.ndim == 1:
+                mine[to] = other[rows]
+            else:
+                mine[to, : other.shape[1]] = other[rows]
+
+
+class Lane:
+    """Rows of up to ``capacity`` tokens, in a slab that grows with their number."""
+
+    def __init__(self, capacity: int, make_slab: Callable[[int, int], Slab], most: int) -> None:
+        self.capacity = capacity
+        self._make_slab, self._most = make_slab, most
+        self.slab = make_slab(0, capacity)
+        self.columns = Columns.blank(0, capacity, 1)
+        self.answers: list[Answer | None] = []
+        self.watched: set[int] = set()
+        """Rows with stop strings."""
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Indices of live rows."""
+        return np.flatnonzero(self.columns.live)
+
+    def reserve(self, rows: int, stops: int) -> None:
+        """Make room for this many rows and stop tokens."""
+        old, slab, have = self.columns, self.slab, len(self.answers)
+        if rows <= have and stops <= old.stops.shape[1]:
+            return
+        total = max(have, min(round_up(self._most, ROWS), max(round_up(rows, ROWS), 2 * have)) if rows > have else have)
+        self.columns = Columns.blank(total, self.capacity, max(stops, old.stops.shape[1]))
+        self.columns.copy(np.arange(have), old, np.arange(have))
+        if total > have:
+            self.slab = self._make_slab(total, self.capacity)
+            self.slab.copy(range(have), slab, range(have), self.capacity)
+            self.answers.extend([None] * (total - have))
+
+    def place(self, answers: Sequence[Answer], slab: Slab, rows: Sequence[int], draw: Draw) -> None:
+        """Add answers whose newest token is not computed; the KV before it is in these rows of a slab."""
+        to = self._holes(len(answers), max(len(a.request.params.stop_tokens) for a in answers))
+        self.slab.copy(to.tolist(), slab, rows, max(len(a.tokens) for a in answers) - 1)
+        lengths = [len(a.tokens) for a in answers]
+        count = max(min(a.end, self.capacity) - n for a, n in zip(answers, lengths))
+        numbers = draw([a.request.id for a in answers], lengths, count) if count else np.zeros((len(answers), 0))
+        for row, answer, length, some in zip(to.tolist(), answers, lengths, numbers):
+            self._set(row, answer)
+            room = min(count, self.capacity - length)
+            self.columns.uniform[row, length : length + room] = some[:room]
+
+    def _holes(self, count: int, stops: int) -> np.ndarray:
+        """The first ``count`` rows that are free."""
+        self.reserve(int(self.columns.live.sum()) + count, stops)
+        return np.flatnonzero(~self.columns.live)[:count]
+
+    def _set(self, row: int, answer: Answer) -> None:
+        c, p = self.columns, answer.request.params
+        length = len(answer.tokens)
+        c.live[row], c.position[row], c.end[row] = True, length - 1, answer.end
+        c.tokens[row, length - 1] = answer.tokens[-1]
+        c.stops[row] = -1
+        c.stops[row, : len(p.stop_tokens)] = p.stop_tokens
+        c.temperature[row], c.greedy[row] = p.temperature or 1.0, p.temperature == 0
+        c.filtered[row] = p.filtered
+        c.top_k[row], c.top_p[row], c.min_p[row] = (p.top_k, p.top_p, p.min_p) if p.filtered else (0, 1.0, 0.0)
+        self.answers[row] = answer
+        if answer.stops is not None:
+            self.watched.add(row)
+
+    def take(self, row: int) -> Answer:
+        """Remove a row and give its answer all that it made here."""
+        answer = self.settle(row)
+        self._clear(row)
+        return answer
+
+    def _clear(self, row: int) -> None:
+        c = self.columns
+        c.live[row], c.position[row], c.end[row], c.stops[row] = False, 0, self.capacity, -1
+        c.temperature[row], c.greedy[row], c.filtered[row] = 1.0, False, False
+        c.top_k[row], c.top_p[row], c.min_p[row] = 0, 1.0, 0.0
+        self.answers[row] = None
+        self.watched.discard(row)
+
+    def settle(self, row: int) -> Answer:
+        """Give the answer all that it made here so far; the row goes on."""
+        c, answer = self.columns, self.answers[row]
+        assert answer is not None
+        some = slice(len(answer.tokens), int(c.position[row]) + 1)
+        answer.append(c.tokens[row, some], c.logprobs[row, some], c.sampling[row, some] if c.filtered[row] else None)
+        return answer
+
+    def order(self, row: int) -> int:
+        """Rank of a live row's admission."""
+        answer = self.answers[row]
+        assert answer is not None
+        return answer.order
+
+    def request_id(self, row: int) -> int:
+        """Trajectory id of a live row."""
+        answer = self.answers[row]
+        assert answer is not None
+        return answer.request.id
+
+    def watch(self, row: int, token: int) -> bool:
+        """Whether a row's text now contains one of its stop strings."""
+        answer = self.answers[row]
+        return answer is not None and answer.stops is not None and answer.stops.push([token])
+
+    def outgrown(self) -> np.ndarray:
+        """Rows whose next token has no column here."""
+        c = self.columns
+        return np.flatnonzero(c.live & (c.position + 1 >= self.capacity))
+
+    def adopt(self, other: "Lane", rows: np.ndarray, draw: Draw) -> None:
+        """Take rows over from a smaller lane, state, KV and all."""
+        to = self._holes(len(rows), other.columns.stops.shape[1])
+        self.slab.copy(to.tolist(), other.slab, rows.tolist(), other.capacity)
+        self.columns.copy(to, other.columns, rows)
+        answers = [other.answers[r] for r in rows]
+        numbers = draw(
+            [a.request.id for a in answers if a], [other.capacity] * len(rows), self.capacity - other.capacity
+        )
+        self.columns.uniform[to, other.capacity :] = numbers
+        for row, source, answer in zip(to.tolist(), rows.tolist(), answers):
+            self.answers[row] = answer
+            if source in other.watched:
+                self.watched.add(row)
+            other._clear(source)
+
+    def compact(self) -> int:
+        """Move the last rows into holes if that saves a multiple of 8; returns the number of rows to decode."""
+        live = self.rows
+        want = round_up(len(live), ROWS)
+        late = live[live >= want]
+        if len(late):
+            holes = np.flatnonzero(~self.columns.live[:want])[: len(late)]
+            self._move(late, holes)
+        return want
+
+    def _move(self, rows: np.ndarray, to: np.ndarray) -> None:
+        self.slab.copy(to.tolist(), self.slab, rows.tolist(), int(self.columns.position[rows].max()) + 1)
+        self.columns.copy(to, self.columns, rows)
+        for row, source in zip(to.tolist(), rows.tolist()):
+            self.answers[row] = self.answers[source]
+            if source in self.watched:
+                self.watched.add(row)
+            self._clear(source)
+
+    def rules(self, rows: int, device: torch.device) -> Rules:
+        """How the first ``rows`` rows are drawn; on a CPU without copying."""
+        c = self.columns
+
+        def tensor(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values[:rows]).to(device)
+
+        greedy = c.greedy[:rows]
+        return Rules(
+            temperature=tensor(c.temperature), greedy=tensor(c.greedy),
+            top_k=tensor(c.top_k), top_p=tensor(c.top_p), min_p=tensor(c.min_p),
+            filtered=bool(c.filtered.any()), any_greedy=bool(greedy.any()),
+            all_greedy=bool((greedy | ~c.live[:rows]).all()),
+        )  # fmt: skip
+
+    def advance(self, tokens: np.ndarray, logprobs: np.ndarray, sampling: np.ndarray | None) -> np.ndarray:
+        """Write down the next token of each decoded row; the indices of rows that end with it."""
+        n, c = len(tokens), self.columns
+        every, at = np.arange(n), c.position[:n] + 1
+        c.tokens[every, at], c.logprobs[every, at] = tokens, logprobs
+        if sampling is not None:
+            c.sampling[every, at] = sampling
+        c.position[:n] += c.live[:n]
+        ended = (c.stops[:n] == tokens[:, None]).any(1) | (at + 1 >= c.end[:n])
+        return np.flatnonzero(ended & c.live[:n])

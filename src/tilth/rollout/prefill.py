@@ -1,0 +1,77 @@
+"""Prompts on their way into the cache: computed once, in chunks, in their own slab, then copied to every sample."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from tilth.rollout.blocks import Table
+from tilth.rollout.cache import Slab
+from tilth.rollout.lanes import KEYS, ROWS, round_up
+from tilth.rollout.request import Answer
+
+CHUNK = 512
+"""Most tokens of one prompt in one forward pass; bounds the attention scores in memory."""
+_WASTE = 16
+"""Prompts share a forward pass if the shortest is within a quarter, or this many tokens, of the longest."""
+
+
+@dataclass(eq=False)
+class Prompt:
+    """Tokens that one or more answers begin with (for an answer that was interrupted, all that it has so far)."""
+
+    tokens: np.ndarray
+    answers: deque[Answer]
+    table: Table = field(default_factory=Table)
+    computed: int = 0
+    """Tokens with KV in row ``row`` of ``slab``."""
+    slab: Slab | None = None
+    row: int = 0
+    logits: Tensor | None = None
+    """float32 [1, V] after the last token, once all is computed."""
+    order: int = -1
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to be computed."""
+        return len(self.tokens) - self.computed
+
+
+class Batch:
+    """Prompts of similar length that are computed together, a row each. One too long for the budget is alone."""
+
+    def __init__(self, prompts: list[Prompt], make_slab: Callable[[int, int], Slab]) -> None:
+        self.prompts = prompts
+        # A row is padded to the widest chunk, so it may reach beyond its own end.
+        reach = max(p.computed for p in prompts) + max(p.remaining for p in prompts) + ROWS
+        self.slab = make_slab(len(prompts), round_up(reach, KEYS))
+        for row, prompt in enumerate(prompts):
+            prompt.slab, prompt.row = self.slab, row
+
+    @property
+    def finished(self) -> bool:
+        """Whether every prompt is computed."""
+        return all(p.remaining == 0 for p in self.prompts)
+
+    def chunk(self, budget: int) -> np.ndarray:
+        """Tokens that each prompt computes next, int64 [prompts], at most ``budget`` in sum."""
+        if len(self.prompts) > 1:
+            return np.array([p.remaining for p in self.prompts], np.int64)
+        return np.array([min(self.prompts[0].remaining, budget, CHUNK)], np.int64)
+
+    def inputs(self, chunk: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        """(ids int64 [rows, width] padded with 0, start int64 [rows], slots to look at) of the forward pass."""
+        width = round_up(int(chunk.max()), ROWS)
+        ids = np.zeros((len(self.prompts), width), np.int64)
+        for row, (prompt, count) in enumerate(zip(self.prompts, chunk)):
+            ids[row, :count] = prompt.tokens[prompt.computed : prompt.computed + count]
+        start = np.array([p.computed for p in self.prompts], np.int64)
+        return ids, start, round_up(int(start.max()) + width, KEYS)
+
+
+def similar(prompts: Sequence[Prompt], other: Prompt) -> bool:
+    """Whether another prompt may join these without much padding."""
+    lengths = [p.remaining for p in prompts] + [other.remaining]
+    return max(lengths) - min(lengths) <= max(_WASTE, max(lengths) // 4)

@@ -1,0 +1,121 @@
+"""Choosing tokens: one uniform number per (seed, trajectory, position), inverse CDF, filters as thresholds.
+
+Each row's choice depends on its own logits, number and rules only, never on the other rows of the batch: a filter is a
+threshold on the row's scaled logits, so that neither ties nor the widest ``top_k`` of the batch can change what is
+kept; the draw then goes through the vocabulary in its own order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilth.models.logprobs import logits_logprobs
+from tilth.rollout.request import SamplingParams
+
+_GROUP = 64
+"""Tokens summed up at a time: two short cumulative sums replace one over the vocabulary (6 times faster)."""
+_WIDTH = 256
+"""Likeliest tokens looked at first for top-p; the whole vocabulary is sorted only if they do not hold its mass."""
+
+
+@dataclass
+class Rules:
+    """How each row is drawn. All tensors [B] on one device.
+
+    temperature float32, 1 where greedy; greedy bool; top_k int64, 0: off; top_p, min_p float32. ``filtered``: some row
+    has a filter; ``any_greedy``, ``all_greedy`` likewise, known to the host so that needless work is skipped.
+    """
+
+    temperature: Tensor
+    greedy: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    filtered: bool
+    any_greedy: bool
+    all_greedy: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> "Rules":
+        """One row for each of these."""
+
+        def column(values: list, dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        greedy = [p.temperature == 0 for p in params]
+        return cls(
+            temperature=column([p.temperature or 1.0 for p in params], torch.float32),
+            greedy=column(greedy, torch.bool),
+            top_k=column([p.top_k if p.filtered else 0 for p in params], torch.int64),
+            top_p=column([p.top_p if p.filtered else 1.0 for p in params], torch.float32),
+            min_p=column([p.min_p if p.filtered else 0.0 for p in params], torch.float32),
+            filtered=any(p.filtered for p in params), any_greedy=any(greedy), all_greedy=all(greedy),
+        )  # fmt: skip
+
+
+@dataclass
+class Chosen:
+    """tokens int64 [B]; logprobs float32 [B] before filters; sampling float32 [B] after them, or None."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    sampling: Tensor | None
+
+
+def choose(logits: Tensor, uniform: Tensor, rules: Rules) -> Chosen:
+    """Draw one token per row. logits float32 [B, V]; uniform float32 [B] in [0, 1)."""
+    scaled = logits / rules.temperature[:, None]
+    kept = scaled
+    if rules.filtered:
+        kept = scaled.masked_fill(scaled < thresholds(scaled, rules)[:, None], -torch.inf)
+    tokens = scaled.argmax(-1) if rules.any_greedy else None
+    if not rules.all_greedy:
+        drawn = inverse_cdf(torch.softmax(kept, -1), uniform)
+        tokens = drawn if tokens is None else torch.where(rules.greedy, tokens, drawn)
+    assert tokens is not None
+    sampling = logits_logprobs(kept, tokens) if rules.filtered else None
+    return Chosen(tokens, logits_logprobs(scaled, tokens), sampling)
+
+
+def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Index of the token in whose slice of [0, total) the number falls; never one of probability 0.
+
+    probs float32 [B, V], sums about 1; uniform float32 [B] in [0, 1). Returns int64 [B].
+    """
+    short = -probs.shape[1] % _GROUP
+    groups = (torch.nn.functional.pad(probs, (0, short)) if short else probs).unflatten(1, (-1, _GROUP))
+    mass = groups.sum(-1).cumsum(-1)
+    target = uniform * mass[:, -1]
+    group = (mass <= target[:, None]).sum(-1, keepdim=True)
+    rest = target - torch.where(group > 0, mass.gather(1, (group - 1).clamp(min=0)), 0.0)[:, 0]
+    inside = groups.gather(1, group[:, :, None].expand(-1, 1, _GROUP))[:, 0].cumsum(-1)
+    # The group's sum may exceed the last cumulative value by a rounding: stay strictly below it.
+    rest = torch.minimum(rest, inside[:, -1] * (1 - 2.0**-24))
+    return group[:, 0] * _GROUP + (inside <= rest[:, None]).sum(-1)
+
+
+def thresholds(scaled: Tensor, rules: Rules) -> Tensor:
+    """Smallest scaled logit that each row keeps: float32 [B], -inf where there is no filter. scaled: [B, V]."""
+    vocab = scaled.shape[1]
+    widest = min(vocab, max(_WIDTH, -(-int(rules.top_k.max()) // _GROUP) * _GROUP))
+    cutoff, enough = _cutoff(scaled, rules, widest)
+    if not enough:
+        cutoff, _ = _cutoff(scaled, rules, vocab)
+    return torch.maximum(cutoff, scaled.amax(-1) + rules.min_p.log())
+
+
+def _cutoff(scaled: Tensor, rules: Rules, width: int) -> tuple[Tensor, bool]:
+    """Threshold of top-k and top-p from the ``width`` likeliest tokens; False if some row's mass needs more of them."""
+    values = scaled.topk(width).values
+    whole = rules.top_k == 0
+    count = torch.where(whole, width, rules.top_k.clamp(max=width))
+    kept = values.masked_fill(torch.arange(width, device=scaled.device) >= count[:, None], -torch.inf)
+    total = torch.where(whole, scaled.logsumexp(-1), kept.logsumexp(-1))
+    mass = (kept - total[:, None]).exp().cumsum(-1)
+    before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
+    needed = torch.where(rules.top_p < 1, (before < rules.top_p[:, None]).sum(-1), width)
+    cutoff = kept.gather(1, torch.minimum(needed, count)[:, None] - 1)[:, 0]
+    enough = width == scaled.shape[1] or not bool((whole & (rules.top_p < 1) & (mass[:, -1] < rules.top_p)).any())
+    return cutoff.masked_fill(whole & (rules.top_p == 1), -torch.inf), enough

@@ -1,0 +1,129 @@
+"""Who goes next: a queue of answers, prompts computed once for all samples that stand side by side, blocks for each.
+
+Pure bookkeeping; takes no clock and no random number, so a run replays.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from tilth.rollout.blocks import BlockManager
+from tilth.rollout.prefill import Batch, Prompt, similar
+from tilth.rollout.request import Answer
+
+
+class Scheduler:
+    """Queues in front of the lanes: waiting -> being computed (``batch``) -> ready -> a row of a lane."""
+
+    def __init__(self, blocks: BlockManager, max_rows: int) -> None:
+        self.blocks = blocks
+        self.max_rows = max_rows
+        self.waiting: deque[Answer] = deque()
+        self.batch: Batch | None = None
+        self.ready: deque[Prompt] = deque()
+        self._order = itertools.count()
+        self._watermark = max(1, blocks.num_blocks // 100)
+
+    @property
+    def queued(self) -> int:
+        """Answers that have no row yet."""
+        return len(self.waiting) + sum(len(p.answers) for p in self._prompts())
+
+    def _prompts(self) -> list[Prompt]:
+        return [*self.ready, *(self.batch.prompts if self.batch else [])]
+
+    def admit(self, budget: int, running: int, version: int) -> list[Prompt]:
+        """Prompts to compute next, taken off the queue: similar in length, ``budget`` tokens in sum or one alone.
+
+        running: rows in use. Blocks for all tokens of each prompt are taken, beyond a small reserve while others run.
+        """
+        found: list[Prompt] = []
+        rows = self.max_rows - running
+        while self.waiting and rows > 0 and budget > 0:
+            prompt = self._open(version, spare=self._watermark if running or found else 0)
+            if prompt is None:
+                break
+            if found and (prompt.remaining > budget or not similar(found, prompt)):
+                self.blocks.close(prompt.table)
+                break
+            for _ in prompt.answers:
+                self.waiting.popleft()
+            found.append(prompt)
+            rows -= len(prompt.answers)
+            budget -= prompt.remaining
+        return found
+
+    def _open(self, version: int, spare: int) -> Prompt | None:
+        """The prompt at the head of the queue with all answers behind it that begin with the same tokens."""
+        tokens = self.waiting[0].tokens
+        table = self.blocks.open(tokens, version, spare)
+        if table is None:
+            return None
+        same = itertools.takewhile(lambda a: np.array_equal(a.tokens, tokens), self.waiting)
+        return Prompt(tokens, deque(same), table, table.cached)
+
+    def place(self, running: int) -> list[tuple[Prompt, Answer]]:
+        """Answers of computed prompts that get a row now, each with a table of its own."""
+        found: list[tuple[Prompt, Answer]] = []
+        while self.ready and running + len(found) < self.max_rows:
+            prompt = self.ready[0]
+            spare = self._watermark if running or found else 0
+            if len(prompt.answers) > 1:
+                table = self.blocks.fork(prompt.table, len(prompt.tokens)) if self.blocks.free > spare else None
+                if table is None:
+                    break
+            else:
+                table = prompt.table
+                self.ready.popleft()
+            answer = prompt.answers.popleft()
+            answer.table = table
+            answer.order = next(self._order) if answer.order < 0 else answer.order
+            found.append((prompt, answer))
+        return found
+
+    def computed(self) -> None:
+        """The batch is done: its prompts are ready (those whose answers were all aborted are dropped)."""
+        assert self.batch is not None
+        for prompt in self.batch.prompts:
+            if prompt.answers:
+                self.ready.append(prompt)
+            else:
+                self.blocks.close(prompt.table)
+        self.batch = None
+
+    def yield_prompt(self) -> bool:
+        """Give up the blocks of prompts that have no row yet, the newest first; False if there are none."""
+        if self.batch is not None:
+            for prompt in reversed(self.batch.prompts):
+                self._requeue(prompt)
+            self.batch = None
+        elif self.ready:
+            self._requeue(self.ready.pop())
+        else:
+            return False
+        return True
+
+    def _requeue(self, prompt: Prompt) -> None:
+        self.blocks.close(prompt.table)
+        self.requeue(prompt.answers)
+
+    def requeue(self, answers: Iterable[Answer]) -> None:
+        """Put answers in front of the queue, in this order."""
+        self.waiting.extendleft(reversed(list(answers)))
+
+    def remove(self, trajectory: int) -> Answer | None:
+        """Take out an answer that has no row yet; None if there is none of this id."""
+        for queue in [self.waiting, *(p.answers for p in self._prompts())]:
+            for answer in queue:
+                if answer.request.id == trajectory:
+                    queue.remove(answer)
+                    self._drop_deserted()
+                    return answer
+        return None
+
+    def _drop_deserted(self) -> None:
+        for prompt in [p for p in self.ready if not p.answers]:
+            self.ready.remove(prompt)
+            self.blocks.close(prompt.table)

@@ -1,0 +1,43 @@
+"""What the engine has done, in numbers."""
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class Stats:
+    """Counts since the engine was made or ``reset`` was called."""
+
+    steps: int = 0
+    prefilled_tokens: int = 0
+    """Prompt tokens whose KV was computed."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix store."""
+    shared_tokens: int = 0
+    """Prompt tokens that further samples of a prompt did not have to compute."""
+    decoded_tokens: int = 0
+    """Tokens sampled, the first of each completion included."""
+    decode_passes: int = 0
+    decode_rows: int = 0
+    """Rows computed by decode passes, holes and padding included."""
+    useful_rows: int = 0
+    """Of these, rows of live sequences."""
+    preemptions: int = 0
+    moved_rows: int = 0
+    """Rows that went to a larger lane."""
+    finished: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    """Model and sampling of decode passes."""
+    place_seconds: float = 0.0
+    """First tokens and copies of prompts to their samples."""
+    compile_seconds: float = 0.0
+    """First calls of compiled code; not part of decode_seconds."""
+
+    @property
+    def occupancy(self) -> float:
+        """Share of decoded rows that were live."""
+        return self.useful_rows / self.decode_rows if self.decode_rows else 1.0
+
+    def dump(self) -> dict[str, float]:
+        """All of them by name."""
+        return {**asdict(self), "occupancy": self.occupancy}
