@@ -7,7 +7,7 @@ from tilth.core.batch import Batch, Column, Ragged
 
 
 class Worker:
-    @transfer(split="rows", gather="sum")
+    @transfer(split="rows", gather="merge")
     def total(self, batch: Batch) -> dict[str, float]:
         return {"total": float(batch["x"].sum())}
 
@@ -25,7 +25,7 @@ def test_a_group_calls_its_worker():
 
 
 def test_the_protocol_is_declared_on_the_method():
-    assert transfer_of(Worker.total) == Transfer("rows", "sum")
+    assert transfer_of(Worker.total) == Transfer("rows", "merge")
     assert transfer_of(Worker.hidden) is None
 
 

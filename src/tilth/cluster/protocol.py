@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 Split = Literal["rows", "all"]
-Gather = Literal["rows", "first", "sum", "list"]
+Gather = Literal["rows", "first", "merge"]
 Method = TypeVar("Method", bound=Callable[..., Any])
 ATTRIBUTE = "__tilth_transfer__"
 
@@ -18,8 +18,7 @@ ATTRIBUTE = "__tilth_transfer__"
 class Transfer:
     """split 'rows': a Batch argument is divided by rows over the data-parallel ranks; 'all': every rank gets all.
 
-    gather 'rows': answers are Batches, concatenated; 'first': all answers are equal, take one; 'sum': dictionaries of
-    numbers, added; 'list': one answer a rank.
+    gather 'rows': answers are Batches, concatenated; 'first': all answers are equal, take one; 'merge': dictionaries, put together (metrics by their own reductions).
     """
 
     split: Split

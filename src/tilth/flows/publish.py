@@ -7,6 +7,7 @@ import torch
 
 from tilth.config.schema import Recipe
 from tilth.core.errors import LogprobMismatch, WeightMismatch
+from tilth.rl.metrics import Metric
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEFAULT_MISMATCH = {"fp32": 1e-3, "bf16": 0.5}
@@ -39,13 +40,14 @@ def verify_weights(expected: Mapping[str, int], received: Mapping[str, int]) -> 
         )
 
 
-def check_mismatch(sums: Mapping[str, float], bounds: Bounds, step: int) -> None:
+def check_mismatch(metrics: Mapping[str, Metric], bounds: Bounds, step: int) -> None:
     """Raise LogprobMismatch if trainer and engine gave some token log-probs further apart than the bound.
 
     The comparison (``mismatch/max``) is present when the update began at the weights that generated the batch.
     """
-    worst = sums.get("mismatch/max")
-    if worst is not None and not worst <= bounds.mismatch:
+    found = metrics.get("mismatch/max")
+    worst = float(found.total) if found is not None and found.count else 0.0
+    if not worst <= bounds.mismatch:  # NaN too
         raise LogprobMismatch(
             f"step {step + 1}: log-probs of trainer and rollout engine differ by up to {worst:.3g}, "
             f"more than train.mismatch={bounds.mismatch:g}; one of them computes another policy"

@@ -22,10 +22,15 @@ from tilth.flows.metrics import Metrics
 from tilth.flows.publish import Bounds, check_mismatch, verify_weights
 from tilth.flows.rundir import RunDir
 from tilth.flows.signals import Interrupted, StopRequest
+from tilth.rl.metrics import Metric
 from tilth.roles.rollout import ask
 from tilth.trace.spans import span
 
 Keep = Callable[[Batch], np.ndarray]
+SUPERVISED = "warmup"
+"""The phase of supervised learning: a flow of its own, or the warm-up of another."""
+EVALUATION_IDS = -(2**40)
+"""Trajectory ids of evaluations lie below those of training."""
 
 
 class Observer(Protocol):
@@ -109,12 +114,19 @@ class Run:
     def enter(self, phase: str, steps: int, lr: float) -> "Run":
         """Make ``phase`` the current one, or continue inside it after a resume."""
         self.phase_steps = steps
-        if self.at.phase != phase and phase not in self.at.finished:
-            self.at.phase, self.at.phase_step = phase, 0
-            self.policy.begin(lr, steps)
+        if self.at.phase == phase or phase in self.at.finished:
             self.publish(self.policy)
-            self.at.accuracy_first = self.evaluate()
-            self.at.accuracy_last = self.at.accuracy_first
+            return self
+        self.at.phase, self.at.phase_step = phase, 0
+        self.policy.begin(lr, steps)
+        if self.reference is not None:
+            self.reference.follow()
+        self.publish(self.policy)
+        if phase != SUPERVISED:
+            # The weights are those of the last evaluation, if there was one: the supervised phase ends with it.
+            known = self.at.accuracy_last
+            self.at.accuracy_last = self.at.accuracy_first = self.evaluate() if known is None else known
+            self.metrics.add("accuracy/heldout", self.at.accuracy_first)
         return self
 
     def _leave(self) -> None:
@@ -165,10 +177,9 @@ class Run:
     def collect(self, asked: Batch, *, greedy: bool = False) -> Batch:
         """Generate and score; outcomes that timed out are written to the journal, or taken from it when replayed."""
         batch = self.rollout.generate(asked, greedy=greedy)
-        known = self.directory.journal(self.at.step)
-        scored = self.reward.score(batch, known=known)
+        scored = self.reward.score(batch, known=self.directory.journal(self.at.step))
         failures = self.reward.failures()
-        self.directory.log_outcomes(self.at.step, {i: o for i, o in failures.items() if i not in known})
+        self.directory.log_outcomes(self.at.step, failures)
         self.metrics.add("reward/missing", float(len(failures)))
         return scored
 
@@ -190,12 +201,12 @@ class Run:
         self.metrics.add("length/cut", float((batch["finish"] == 1).mean()), len(batch))
         self.metrics.add("tokens/generated", float(batch["completion"].sum()))
 
-    def learned(self, sums: dict[str, float]) -> None:
-        """Take the sums of one optimizer step into the step's metrics; check trainer against rollout engine."""
+    def learned(self, metrics: dict[str, Metric]) -> None:
+        """Take the metrics of one optimizer step; check trainer against rollout engine."""
         self.at.optimizer_steps += 1
-        self.at.version += not sums["skipped"]
-        check_mismatch(sums, self.bounds, self.at.step)
-        self.metrics.take(sums)
+        self.at.version += not float(metrics["steps/skipped"])
+        check_mismatch(metrics, self.bounds, self.at.step)
+        self.metrics.take(metrics)
 
     def publish(self, policy: InlineGroup) -> None:
         """Copy the policy's weights into the rollout engine and check what arrived against what was meant."""
@@ -209,7 +220,7 @@ class Run:
         with span("evaluate"), self.store.scope():
             count = min(self.recipe.run.eval_prompts, len(self.heldout))
             indices = self.heldout.draw(stream(self.recipe.seed, "heldout"), 0, count)
-            batch = self.collect(ask(indices, 1, -(2**40)), greedy=True)
+            batch = self.collect(ask(indices, 1, EVALUATION_IDS), greedy=True)
             accuracy = float(np.nanmean(batch["reward"])) if not np.isnan(batch["reward"]).all() else 0.0
         self.metrics.add("accuracy/heldout", accuracy)
         return accuracy
@@ -220,8 +231,8 @@ class Run:
         at = self.at
         if at.phase in at.finished:
             return False
-        target = self.recipe.warmup.until if at.phase == "warmup" else 2.0
-        if at.phase_step >= self.phase_steps or (at.accuracy_last or 0.0) >= target:
+        reached = at.phase == SUPERVISED and (at.accuracy_last or 0.0) >= self.recipe.warmup.until
+        if at.phase_step >= self.phase_steps or reached:
             self._leave()
             return False
         return True
@@ -237,7 +248,7 @@ class Run:
         self._commit()
 
     def _due(self) -> bool:
-        every = self.recipe.warmup.check_every if self.at.phase == "warmup" else self.recipe.run.eval_every
+        every = self.recipe.warmup.check_every if self.at.phase == SUPERVISED else self.recipe.run.eval_every
         return self.at.phase_step >= self.phase_steps or bool(every and self.at.phase_step % every == 0)
 
     def _record(self, batch: Batch) -> None:
@@ -246,8 +257,8 @@ class Run:
         self.directory.add_trajectories(table)
 
     def _commit(self) -> None:
-        record = self.metrics.close(step=self.at.step, phase=self.at.phase)
-        self.directory.commit_step(record)
+        self.metrics.add("bytes/fetched", float(self.store.fetched_bytes))
+        record = self.directory.commit_step(self.metrics.close(step=self.at.step, phase=self.at.phase))
         for observer in self.observers:
             observer.on_step(record, self._sample)
         if self._stop.requested:
@@ -262,6 +273,7 @@ class Run:
     def save(self) -> None:
         """Make everything up to this step durable."""
         with span("save"):
+            self.directory.flush()
             self._save(self)
 
     def state(self) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """The policy role: the model that learns, its gradients and its weights."""
 
+import copy
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,12 +14,14 @@ from tilth.config.schema import Algorithm
 from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.checksum import checksum
 from tilth.roles.experience import check_identity, put_like
+from tilth.models.decoder import Decoder
+from tilth.rl.registry import Kind
+from tilth.trace.spans import span
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
 from tilth.training.losses import negative_log_likelihood
 from tilth.training.packed import Micro, packed_logprobs
-from tilth.trace.spans import span
 
-Sums = dict[str, float]
+Metrics = dict[str, rl.Metric]
 
 
 class PolicyWorker:
@@ -27,7 +31,6 @@ class PolicyWorker:
         self.engine = engine
         self.store = store
         self.temperature = temperature
-        self.version = 0
 
     @transfer(split="all", gather="first")
     def begin(self, lr: float, total_steps: int) -> None:
@@ -45,27 +48,31 @@ class PolicyWorker:
                 lengths=torch.from_numpy(columns["tokens"].lengths),
                 mask=_tensor(columns["mask"].values),
                 groups=torch.from_numpy(batch["group"].copy()),
-                **rl.options(how.advantage, how.model_dump()),
+                **options("advantages", how.advantage, how),
             )
             return put_like(batch, self.store, "advantages", found.advantages.numpy(), columns["tokens"])
 
     @transfer(split="rows", gather="rows")
     def logprobs(self, batch: Batch) -> Batch:
         """Add ``old_logprobs``: the policy before any update on this batch; needed when it is used more than once."""
+        return self.scored(batch, self.engine.model, "old_logprobs")
+
+    def scored(self, batch: Batch, model: Decoder, column: str) -> Batch:
+        """Add the log-probs of the chosen tokens under ``model`` as a payload column."""
         with span("logprobs", tokens=int(batch["length"].sum())):
             columns = batch.read(self.store, "tokens", "mask")
             values = packed_logprobs(
-                self.engine.model,
+                model,
                 columns["tokens"],
                 columns["mask"].values,
                 max_tokens=self.engine.micro_tokens,
                 temperature=self.temperature,
                 parity=self.engine.parity,
             )
-            return put_like(batch, self.store, "old_logprobs", values, columns["tokens"])
+            return put_like(batch, self.store, column, values, columns["tokens"])
 
-    @transfer(split="rows", gather="sum")
-    def update(self, batch: Batch, how: Algorithm) -> Sums:
+    @transfer(split="rows", gather="merge")
+    def update(self, batch: Batch, how: Algorithm) -> Metrics:
         """One optimizer step of the policy loss on the whole batch; sums for the metrics."""
         names = [c for c in batch.payload if c not in ("text", "tokens")]
         with span("update", tokens=int(batch["length"].sum())):
@@ -78,8 +85,8 @@ class PolicyWorker:
             found = self.engine.update(tokens, mask, per_token, loss, temperature=self.temperature)
         return self._account(found)
 
-    @transfer(split="rows", gather="sum")
-    def imitate(self, batch: Batch) -> Sums:
+    @transfer(split="rows", gather="merge")
+    def imitate(self, batch: Batch) -> Metrics:
         """One optimizer step of supervised learning: mean negative log-likelihood of the tokens in the mask."""
         with span("update", tokens=int(batch["length"].sum())):
             columns = batch.read(self.store, "tokens", "mask")
@@ -88,14 +95,13 @@ class PolicyWorker:
             found = self.engine.update(columns["tokens"], mask, {}, loss, entropy=False)
         return self._account(found)
 
-    def _account(self, found: UpdateResult) -> Sums:
-        self.version += not found.skipped
-        return found.sums | {
-            "loss": found.loss,
-            "grad_norm": found.grad_norm,
-            "lr": found.lr,
-            "tokens": float(found.tokens),
-            "skipped": float(found.skipped),
+    def _account(self, found: UpdateResult) -> Metrics:
+        return found.metrics | {
+            "loss": rl.Metric(found.loss, 1, "mean"),
+            "grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
+            "lr": rl.Metric(found.lr, 1, "mean"),
+            "tokens/trained": rl.Metric(found.tokens, 1, "sum"),
+            "steps/skipped": rl.Metric(float(found.skipped), 1, "sum"),
         }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -110,64 +116,53 @@ class PolicyWorker:
 
 
 class ReferenceWorker:
-    """A frozen copy of the first policy, for the KL penalty."""
+    """A frozen copy of the policy as it was when the phase began, for the KL penalty."""
 
-    def __init__(self, policy: PolicyWorker, frozen: torch.nn.Module) -> None:
+    def __init__(self, policy: PolicyWorker) -> None:
         self.policy = policy
-        self.model = frozen.requires_grad_(False)
+        self.model = copy.deepcopy(policy.engine.model).requires_grad_(False)
+
+    @transfer(split="all", gather="first")
+    def follow(self) -> None:
+        """Take over the policy's weights of now."""
+        self.model.load_state_dict(self.policy.engine.model.state_dict())
 
     @transfer(split="rows", gather="rows")
     def logprobs(self, batch: Batch) -> Batch:
         """Add ``ref_logprobs``."""
-        engine, store = self.policy.engine, self.policy.store
-        with span("reference", tokens=int(batch["length"].sum())):
-            columns = batch.read(store, "tokens", "mask")
-            values = packed_logprobs(
-                self.model,  # type: ignore[arg-type]
-                columns["tokens"],
-                columns["mask"].values,
-                max_tokens=engine.micro_tokens,
-                temperature=self.policy.temperature,
-                parity=engine.parity,
-            )
-            return put_like(batch, store, "ref_logprobs", values, columns["tokens"])
+        return self.policy.scored(batch, self.model, "ref_logprobs")
 
 
 def _tensor(values: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values))
 
 
+def options(kind: Kind, name: str, how: Algorithm) -> dict[str, Any]:
+    """Those keys of the recipe's algorithm section that are options of this entry."""
+    return {key: getattr(how, key) for key in rl.options(kind, name) if key in Algorithm.model_fields}
+
+
 def policy_loss(how: Algorithm, mask: np.ndarray, tokens: Ragged) -> Loss:
     """The recipe's loss with the denominator of this whole batch: policy term, KL penalty and entropy bonus."""
-    lengths = _tensor(tokens.lengths)
-    denominator = rl.denominator(how.aggregation, _tensor(mask), lengths)
+    denominator = rl.denominator(how.aggregation, _tensor(mask), _tensor(tokens.lengths))
 
-    def aggregate(values: Tensor, micro: Micro) -> Tensor:
-        return rl.aggregate(how.aggregation, values, micro.mask, micro.lengths, denominator)
-
-    def loss(micro: Micro) -> tuple[Tensor, Sums]:
-        columns = micro.columns
-        old = columns.get("old_logprobs", micro.logprobs.detach())
+    def loss(micro: Micro) -> tuple[Tensor, Metrics]:
+        whole = {"mask": micro.mask, "lengths": micro.lengths, "denominator": denominator}
         found = rl.policy_loss(
             how.loss,
             logprobs=micro.logprobs,
-            old_logprobs=old,
-            advantages=columns["advantages"],
-            mask=micro.mask,
-            lengths=micro.lengths,
+            old_logprobs=micro.columns.get("old_logprobs", micro.logprobs.detach()),
+            advantages=micro.columns["advantages"],
+            ref_logprobs=micro.columns.get("ref_logprobs"),
+            rollout_logprobs=micro.columns.get("rollout_logprobs"),
             aggregation=how.aggregation,
-            denominator=denominator,
-            rollout_logprobs=columns.get("rollout_logprobs"),
-            **rl.options(how.loss, how.model_dump()),
+            **whole,
+            **options("losses", how.loss, how),
         )
-        total, sums = found.loss, dict(found.metrics)
-        sums["entropy"] = float(micro.entropy.detach().sum())
-        if how.kl_coef:
-            penalty = rl.kl_penalty(how.kl, micro.logprobs, columns["ref_logprobs"])
-            sums["kl"] = float((penalty.detach() * micro.mask).sum())
-            total = total + how.kl_coef * aggregate(penalty, micro)
+        total = found.loss
         if how.entropy_coef:
-            total = total - how.entropy_coef * aggregate(micro.entropy, micro)
-        return total, sums
+            total = total - how.entropy_coef * rl.aggregate(how.aggregation, micro.entropy, **whole)
+        entropy = rl.Metric(float(micro.entropy.detach().sum()), float(micro.mask.sum()), "mean")
+        return total, found.metrics | {"entropy": entropy}
 
     return loss

@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Column, Ragged, Store
+from tilth.data.examples import supervised
 from tilth.data.prompts import PromptSet
 from tilth.data.tokenizer import Tokenizer
 from tilth.roles.experience import FINISHES, identity, texts
@@ -16,27 +17,23 @@ from tilth.roles.experience import FINISHES, identity, texts
 class RecorderWorker:
     """Sits next to the store and knows the tokenizer and the data."""
 
-    def __init__(self, prompts: PromptSet, tokenizer: Tokenizer, store: Store) -> None:
+    def __init__(self, prompts: PromptSet, tokenizer: Tokenizer, context: int, store: Store) -> None:
         self.prompts = prompts
         self.tokenizer = tokenizer
+        self.context = context
         self.store = store
 
     @transfer(split="all", gather="first")
     def examples(self, indices: Sequence[int]) -> Batch:
         """Prompts with their answers as token payload; the mask is 1 on the answer and its end token."""
-        tokens, masks = [], []
-        for prompt in (self.prompts[int(i)] for i in indices):
-            asked = self.tokenizer.encode(prompt.text)
-            answer = [*self.tokenizer.encode(prompt.answer or ""), self.tokenizer.eos_id]
-            tokens.append(np.array(asked + answer, np.int64))
-            masks.append(np.array([0] * len(asked) + [1] * len(answer), np.uint8))
+        found = supervised([self.prompts[int(i)] for i in indices], self.tokenizer, self.context)
         rows = {
             "prompt": np.asarray(indices, np.int64),
-            "length": np.array([len(t) for t in tokens], np.int32),
-            "identity": np.array([identity(t) for t in tokens], np.uint32),
+            "length": np.array([len(e.tokens) for e in found], np.int32),
+            "identity": np.array([identity(e.tokens) for e in found], np.uint32),
         }
-        payload = {"tokens": tokens, "mask": masks}
-        put = {k: Column.whole(self.store.put(k, Ragged.of(v)), len(tokens)) for k, v in payload.items()}
+        payload = {"tokens": [e.tokens for e in found], "mask": [e.mask for e in found]}
+        put = {k: Column.whole(self.store.put(k, Ragged.of(v)), len(found)) for k, v in payload.items()}
         return Batch(rows, put)
 
     @transfer(split="rows", gather="first")

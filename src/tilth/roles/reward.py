@@ -1,5 +1,8 @@
 """The reward role: scores completions in a pool of processes; what fails is missing, counted and told, never 0."""
 
+from dataclasses import asdict
+from typing import Any
+
 import numpy as np
 
 from tilth.cluster.protocol import transfer
@@ -17,10 +20,11 @@ class RewardWorker:
         self.pool = pool
         self.prompts = prompts
         self.store = store
+        self.outcomes: dict[int, Outcome] = {}
 
     @transfer(split="rows", gather="rows")
-    def score(self, batch: Batch, *, known: dict[int, Outcome] | None = None) -> Batch:
-        """Fill in the row column ``reward`` (NaN: missing). ``known``: outcomes by trajectory id that are not tried again."""
+    def score(self, batch: Batch, *, known: dict[int, dict[str, Any]] | None = None) -> Batch:
+        """Fill in the row column ``reward`` (NaN: missing). known: journaled outcomes by id, which are not tried again."""
         completions = texts(batch.read(self.store, "text")["text"])
         asked = [self.prompts[int(p)] for p in batch["prompt"]]
         items = [
@@ -28,11 +32,12 @@ class RewardWorker:
             for i, prompt, completion in zip(batch["id"], asked, completions)
         ]
         with span("score", tokens=int(batch["completion"].sum())):
-            self.outcomes = dict(zip((int(i) for i in batch["id"]), self.pool.score(items, known=known or {})))
+            journaled = {i: Outcome(**o) for i, o in (known or {}).items()}
+            self.outcomes = dict(zip(batch["id"].tolist(), self.pool.score(items, known=journaled)))
         values = [np.nan if o.value is None else o.value for o in self.outcomes.values()]
         return batch.with_rows(reward=np.array(values, np.float32))
 
-    @transfer(split="all", gather="list")
-    def failures(self) -> dict[int, Outcome]:
+    @transfer(split="all", gather="merge")
+    def failures(self) -> dict[int, dict[str, Any]]:
         """Outcomes without a value of the last call, by trajectory id: for the journal and the counts."""
-        return {i: o for i, o in self.outcomes.items() if o.value is None}
+        return {i: asdict(o) for i, o in self.outcomes.items() if o.value is None}

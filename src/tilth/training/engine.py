@@ -16,27 +16,32 @@ from torch import Tensor
 from tilth.config.schema import Optimizer as OptimizerSection
 from tilth.core.batch import Ragged
 from tilth.core.errors import NonFiniteError, TokenCountError
-from tilth.models.attention import PackedContext
+from tilth.models.attention import DropoutContext, PackedContext
 from tilth.models.decoder import Decoder
+from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
 from tilth.training.optim import Optimizers
 from tilth.training.packed import Micro, micros, score
 from tilth.training.schedule import lr_factor
 
 
-Loss = Callable[[Micro], tuple[Tensor, dict[str, float]]]
-"""From a micro-batch to its share of the loss and named sums (added over micro-batches)."""
+Loss = Callable[[Micro], tuple[Tensor, dict[str, Metric]]]
+"""From a micro-batch to its share of the loss and its metrics (merged over micro-batches)."""
+
+
+POSITION = ("steps", "updates", "peak_lr", "total_steps")
+"""Step in the phase's schedule, optimizer steps of all phases (they number the dropout masks), and the schedule."""
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one optimizer step did. ``sums`` are the loss's own, added over micro-batches."""
+    """What one optimizer step did. ``metrics`` are the loss's own, of all micro-batches; tokens: prompts included."""
 
     loss: float
     grad_norm: float
     lr: float
     tokens: int
-    sums: dict[str, float]
+    metrics: dict[str, Metric]
     skipped: bool
 
 
@@ -53,24 +58,43 @@ class TrainEngine:
         parity: bool = False,
         compile: bool = False,
         nonfinite: Literal["stop", "skip"] = "stop",
+        seed: int = 0,
     ) -> None:
         self.model = model
         self.section = optimizer
         self.optimizers = Optimizers(dict(model.named_parameters()), optimizer)
+        self.peak_lr = optimizer.lr
         self.total_steps = total_steps
         self.micro_tokens = micro_tokens
         self.parity = parity
         self.nonfinite = nonfinite
+        self.seed = seed
         self.steps = 0
+        self.updates = 0
         self.compile_seconds = 0.0
         self._forward = torch.compile(model, dynamic=True) if compile else model
         self._compiling = compile
         self.device = next(model.parameters()).device
 
+    def begin(self, peak_lr: float, total_steps: int) -> None:
+        """Start a new phase: optimizer state of zeros, step 0 of a schedule of this length and peak."""
+        for tensor in self.optimizers.state_tensors().values():
+            tensor.zero_()
+        self.peak_lr, self.total_steps, self.steps = peak_lr, total_steps, 0
+
+    def position(self) -> dict[str, float]:
+        """Everything but tensors that a resume must restore."""
+        return {name: getattr(self, name) for name in POSITION}
+
+    def restore(self, position: Mapping[str, float]) -> None:
+        """Inverse of ``position``."""
+        for name in POSITION:
+            setattr(self, name, position[name])
+
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return self.section.lr * lr_factor(
+        return self.peak_lr * lr_factor(
             self.section.schedule, self.steps, self.total_steps, self.section.warmup_steps
         )
 
@@ -90,22 +114,23 @@ class TrainEngine:
         Raises NonFiniteError under the policy "stop", TokenCountError if a token was used twice or not at all.
         """
         self.optimizers.zero_grad()
-        total, counted, sums = 0.0, 0, dict[str, float]()
-        for i, (_, micro) in enumerate(micros(tokens, mask, columns, self.micro_tokens, self.device)):
+        total, metrics = 0.0, list[dict[str, Metric]]()
+        used = np.zeros(len(mask), np.int8)
+        for i, (index, micro) in enumerate(micros(tokens, mask, columns, self.micro_tokens, self.device)):
             with span("forward", micro_batch=i, tokens=len(micro.ids)):
-                self._score(micro, temperature, entropy=entropy)
+                self._score(micro, index, temperature, entropy=entropy)
                 value, parts = loss(micro)
             with span("backward", micro_batch=i, tokens=len(micro.ids)):
                 value.backward()
             total += float(value.detach())
-            counted += int(micro.mask.sum())
-            for name, amount in parts.items():
-                sums[name] = sums.get(name, 0.0) + amount
-        if counted != int(mask.sum()):
-            raise TokenCountError(f"trained on {counted} tokens, the batch has {int(mask.sum())} to learn from")
-        return self._step(total, sums, len(mask), learn=counted > 0)
+            used[index] += 1
+            metrics.append(parts)
+        if (used != 1).any():
+            wrong = int(np.flatnonzero(used != 1)[0])
+            raise TokenCountError(f"token {wrong} of {len(used)} of the batch was used {used[wrong]} times in one update")
+        return self._step(total, merge_metrics(metrics), len(mask), learn=bool(mask.any()))
 
-    def _step(self, loss: float, sums: dict[str, float], tokens: int, *, learn: bool) -> UpdateResult:
+    def _step(self, loss: float, metrics: dict[str, Metric], tokens: int, *, learn: bool) -> UpdateResult:
         lr = self.lr
         with span("optimizer"):
             norm = self.optimizers.clip(self.section.clip_norm) if learn else 0.0
@@ -119,11 +144,15 @@ class TrainEngine:
                 self.optimizers.step(lr)
             self.optimizers.zero_grad()
         self.steps += 1
-        return UpdateResult(loss, norm, lr, tokens, sums, skipped=not (finite and learn))
+        self.updates += 1
+        return UpdateResult(loss, norm, lr, tokens, metrics, skipped=not (finite and learn))
 
-    def _score(self, micro: Micro, temperature: float, *, entropy: bool) -> None:
+    def _score(self, micro: Micro, index: np.ndarray, temperature: float, *, entropy: bool) -> None:
+        dropout = None
+        if self.model.config.dropout:
+            dropout = DropoutContext(self.seed, self.updates, torch.from_numpy(index).to(self.device))
         with span("compile" if self._compiling else "model") as spent:
-            context = PackedContext(micro.lengths, parity=self.parity)
+            context = PackedContext(micro.lengths, self.device, parity=self.parity, dropout=dropout)
             score(self._forward, self.model, micro, context, temperature=temperature, entropy=entropy)
         if self._compiling:
             self.compile_seconds, self._compiling = spent.seconds, False

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from tilth.rl.metrics import Metric
 from tilth.training.engine import Loss
 from tilth.training.packed import Micro
 
@@ -9,7 +10,7 @@ from tilth.training.packed import Micro
 def negative_log_likelihood(denominator: float) -> Loss:
     """Sum of -log p over the tokens in the mask, over ``denominator``: the count of such tokens in the whole batch."""
 
-    def loss(micro: Micro) -> tuple[Tensor, dict[str, float]]:
+    def loss(micro: Micro) -> tuple[Tensor, dict[str, Metric]]:
         return -micro.logprobs.sum() / max(denominator, 1.0), {}
 
     return loss

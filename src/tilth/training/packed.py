@@ -76,7 +76,7 @@ def packed_logprobs(
     device = next(model.parameters()).device
     with torch.no_grad():
         for index, micro in micros(tokens, mask, {}, max_tokens, device):
-            context = PackedContext(micro.lengths, parity=parity)
+            context = PackedContext(micro.lengths, device, parity=parity)
             score(model, model, micro, context, temperature=temperature, entropy=False)
             found[index] = micro.logprobs.cpu().numpy()
     return found

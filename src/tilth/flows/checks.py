@@ -1,0 +1,22 @@
+"""What can be known to be wrong before a run starts."""
+
+import tilth.rl as rl
+from tilth.config.schema import Recipe
+from tilth.core.errors import RecipeError
+from tilth.roles.policy import options
+
+COLUMNS = {"rewards", "groups", "mask", "lengths", "logprobs", "old_logprobs", "advantages", "rollout_logprobs"}
+"""Columns that the GRPO page makes."""
+
+
+def check_algorithm(recipe: Recipe) -> None:
+    """Raise RecipeError for an unknown estimator, loss or aggregation, or one that needs what the flow does not make."""
+    if recipe.flow != "grpo":
+        if not recipe.warmup.steps:
+            raise RecipeError(f"flow={recipe.flow} with warmup.steps=0 does nothing; set warmup.steps")
+        return
+    how = recipe.algorithm
+    columns = COLUMNS | ({"ref_logprobs"} if how.kl_coef else set())
+    rl.check(how.advantage, columns, options("advantages", how.advantage, how), kind="advantages")
+    rl.check(how.loss, columns, options("losses", how.loss, how), kind="losses")
+    rl.check(how.aggregation, columns, kind="aggregations")

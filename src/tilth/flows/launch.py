@@ -1,0 +1,129 @@
+"""From a recipe to a run: set the machine up, build or restore, run the phases, end cleanly."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from tilth.checkpoint import Checkpoint, latest, open_checkpoint, prune, save
+from tilth.config.schema import Recipe
+from tilth.data.prompts import PromptSet
+from tilth.flows.build import Parts, build
+from tilth.flows.checks import check_algorithm
+from tilth.flows.grpo import grpo
+from tilth.flows.model import MODEL_FOLDER, save_shape
+from tilth.flows.run import SUPERVISED, Observer, Progress, Run
+from tilth.flows.rundir import RunDir, summarise
+from tilth.flows.sft import sft
+from tilth.flows.signals import Interrupted, StopRequest
+from tilth.roles.reward_pool import RewardPool
+from tilth.trace.spans import recorder
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended. summary: as in ``tilth show RUN --json``."""
+
+    directory: Path
+    summary: dict[str, Any]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Last held-out accuracy: mean reward of greedy answers to prompts never trained on."""
+        found: float | None = self.summary.get("accuracy_last")
+        return found
+
+
+def set_machine(recipe: Recipe) -> None:
+    """Threads and matmul precision of this process."""
+    threads = recipe.train.threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    torch.set_num_threads(min(threads, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else threads)
+    torch.set_float32_matmul_precision(recipe.train.matmul)
+
+
+def launch(recipe: Recipe, name: str, prompts: PromptSet, pool: RewardPool, observers: Sequence[Observer]) -> RunResult:
+    """Run a recipe to its end, in a new directory or continuing its newest unfinished one."""
+    check_algorithm(recipe)
+    set_machine(recipe)
+    parts = build(recipe, prompts, pool)
+    with RunDir.create(recipe, name) as directory, recorder.to(directory.events, attempt=directory.attempt):
+        with StopRequest() as stop:
+            run = Run(
+                recipe, parts.roles, parts.train, parts.heldout, parts.store, directory, observers, _saver(parts), stop
+            )
+            _announce(run, parts)
+            _restore(run, parts)
+            try:
+                _phases(run)
+            except Interrupted:
+                directory.end("interrupted")
+                raise
+        directory.end("finished")
+        summary = summarise(directory.path)
+    for observer in observers:
+        observer.on_end(summary)
+    return RunResult(directory.path, summary)
+
+
+def _phases(run: Run) -> None:
+    """The supervised phase, if any, then the recipe's flow."""
+    recipe = run.recipe
+    if recipe.warmup.steps:
+        sft(run.enter(SUPERVISED, recipe.warmup.steps, recipe.warmup.lr))
+    if recipe.flow == "grpo":
+        grpo(run.enter("grpo", recipe.algorithm.steps, recipe.optimizer.lr))
+
+
+def _announce(run: Run, parts: Parts) -> None:
+    directory = run.directory
+    say = [f"{'continuing' if directory.resumed else 'new run'} in {directory.path}", *parts.plan.lines()]
+    directory.set_plan(parts.plan.as_dict())
+    save_shape(directory.path / MODEL_FOLDER, parts.config, parts.tokenizer)
+    for line in say:
+        directory.log(line)
+        for observer in run.observers:
+            observer.on_message(line)
+
+
+def _saver(parts: Parts) -> Any:
+    def write(run: Run) -> None:
+        state = {"progress": run.state(), "engine": parts.policy.engine.position(), "digest": run.directory.digest}
+        save(run.directory.checkpoints, run.at.step, _tensors(parts), state)
+        prune(run.directory.checkpoints, run.recipe.run.keep)
+
+    return write
+
+
+def _tensors(parts: Parts) -> dict[str, dict[str, torch.Tensor]]:
+    groups = {
+        "model": {n: p.detach() for n, p in parts.policy.engine.model.named_parameters()},
+        "optimizer": parts.policy.engine.optimizers.state_tensors(),
+    }
+    if parts.reference is not None:
+        groups["reference"] = {n: p.detach() for n, p in parts.reference.model.named_parameters()}
+    return groups
+
+
+def _restore(run: Run, parts: Parts) -> None:
+    """Go back to the newest checkpoint of the directory, or to the very beginning."""
+    newest = latest(run.directory.checkpoints)
+    step = 0
+    if newest is not None:
+        checkpoint = open_checkpoint(newest)
+        _load(checkpoint, parts)
+        run.at = Progress(**checkpoint.objects["progress"])
+        step = run.at.step
+    run.directory.rewind(step)
+    if run.directory.resumed:
+        for observer in run.observers:
+            observer.on_message(f"continuing after step {step}")
+
+
+def _load(checkpoint: Checkpoint, parts: Parts) -> None:
+    for group, tensors in _tensors(parts).items():
+        checkpoint.restore(group, tensors)
+    parts.policy.engine.restore(checkpoint.objects["engine"])

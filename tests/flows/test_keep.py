@@ -1,0 +1,26 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilth.core.batch import Batch
+from tilth.flows.keep import has_spread
+
+
+def batch(groups, rewards):
+    return Batch({"group": np.array(groups, np.int64), "reward": np.array(rewards, np.float32)})
+
+
+def test_groups_with_equal_rewards_are_left_out():
+    kept = has_spread(batch([7, 7, 3, 3, 9], [1, 0, 1, 1, 1]))
+    assert kept.tolist() == [True, True, False, False, False]
+
+
+def test_no_rows_no_mask():
+    assert has_spread(batch([], [])).tolist() == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from([0.0, 0.5, 0.7, 1.0])), max_size=40))
+def test_equals_a_loop_over_groups(rows):
+    groups, rewards = [g for g, _ in rows], [r for _, r in rows]
+    expected = [len({r for g, r in rows if g == mine}) > 1 for mine in groups]
+    assert has_spread(batch(groups, rewards)).tolist() == expected

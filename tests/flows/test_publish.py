@@ -1,0 +1,57 @@
+import pytest
+import torch
+
+from tilth.config.schema import Recipe, Train
+from tilth.core.errors import LogprobMismatch, WeightMismatch
+from tilth.flows.publish import Bounds, check_mismatch, verify_weights
+from tilth.rl.metrics import Metric
+
+
+def worst(value, count=1):
+    return {"mismatch/max": Metric(value, count, "max")}
+
+
+def test_equal_checksums_pass():
+    verify_weights({"a": 1, "b": 2}, {"b": 2, "a": 1})
+
+
+@pytest.mark.parametrize("received", [{"a": 1, "b": 3}, {"a": 1}, {"a": 1, "b": None}])
+def test_a_wrong_or_missing_tensor_is_named(received):
+    with pytest.raises(WeightMismatch, match=r"publishing, b in the rollout engine"):
+        verify_weights({"a": 1, "b": 2}, received)
+
+
+def test_an_extra_tensor_is_named():
+    with pytest.raises(WeightMismatch, match="extra"):
+        verify_weights({"a": 1}, {"a": 1, "extra": 5})
+
+
+def test_many_wrong_tensors_are_counted():
+    expected = {f"t{i}": i for i in range(9)}
+    with pytest.raises(WeightMismatch, match="t0, t1, t2 and 6 more"):
+        verify_weights(expected, {})
+
+
+def test_bounds_by_precision_and_parity():
+    assert Bounds.of(Recipe()) == Bounds(torch.float32, 1e-3)
+    assert Bounds.of(Recipe(train=Train(precision="bf16"))) == Bounds(torch.bfloat16, 0.5)
+    assert Bounds.of(Recipe(train=Train(mismatch=0.01))).mismatch == 0.01
+    assert Bounds.of(Recipe(train=Train(parity=True))).mismatch == 0.0
+
+
+def test_agreement_within_the_bound_passes():
+    check_mismatch(worst(5e-4), Bounds(torch.float32, 1e-3), 0)
+    check_mismatch({}, Bounds(torch.float32, 0.0), 0)
+    check_mismatch(worst(0.0), Bounds(torch.float32, 0.0), 0)
+    check_mismatch(worst(0.0, count=0), Bounds(torch.float32, 0.0), 0)
+
+
+@pytest.mark.parametrize("value", [2e-3, float("inf"), float("nan")])
+def test_disagreement_names_step_value_and_bound(value):
+    with pytest.raises(LogprobMismatch, match=r"step 5: .* train.mismatch=0.001"):
+        check_mismatch(worst(value), Bounds(torch.float32, 1e-3), 4)
+
+
+def test_in_parity_mode_the_smallest_difference_is_an_error():
+    with pytest.raises(LogprobMismatch):
+        check_mismatch(worst(1e-9), Bounds(torch.float32, 0.0), 0)
