@@ -1,0 +1,222 @@
+"""Every metric of a run, declared once: its name, unit, how parts of a step become one number, what it means.
+
+A collector refuses a name that is not declared here, so nothing is reduced by a guess and every number in
+``metrics.jsonl`` can be looked up in ``metrics_schema.json`` beside it.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, SupportsFloat
+
+import psutil
+
+from tilth.core.errors import TilthError
+from tilth.trace.spans import Total, recorder
+
+Reduction = Literal["mean", "sum", "max", "min", "last"]
+KEYS = ("step", "attempt", "phase", "seconds")
+"""Fields of a record that are not metrics."""
+OTHER = "other"
+
+
+class Part(Protocol):
+    """Part of a metric as a loss computes it: a total over ``count`` items and how parts are put together."""
+
+    @property
+    def total(self) -> SupportsFloat: ...
+
+    @property
+    def count(self) -> SupportsFloat: ...
+
+    @property
+    def reduction(self) -> str: ...
+
+    def __float__(self) -> float: ...
+
+
+class MetricError(TilthError):
+    """A metric that is not declared, or whose parts are put together otherwise than declared."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One declared number. A name that ends in ``/*`` declares a family."""
+
+    name: str
+    unit: str
+    reduction: Reduction
+    description: str
+
+
+_DECLARED = (
+    Metric("reward/mean", "reward", "mean", "reward of a sample; missing ones are left out"),
+    Metric("reward/std", "reward", "mean", "spread of rewards over the samples of a step"),
+    Metric(
+        "reward/missing", "samples", "sum", "rewards that raised, timed out or were not finite; left out of the loss"
+    ),
+    Metric("reward/timeout", "samples", "sum", "those of the missing rewards that ran out of time"),
+    Metric("reward/part/*", "reward", "mean", "a named part of the reward, where the function returns a dict"),
+    Metric("accuracy/heldout", "share", "last", "mean reward of greedy answers to the held-out prompts"),
+    Metric("length/mean", "tokens", "mean", "length of a completion"),
+    Metric("length/max", "tokens", "max", "longest completion"),
+    Metric("length/cut", "share", "mean", "completions that hit rollout.max_tokens before their end"),
+    Metric(
+        "groups/flat",
+        "share",
+        "mean",
+        "samples in groups whose rewards are all equal: no gradient under a group baseline",
+    ),
+    Metric("samples", "samples", "sum", "completions generated for training"),
+    Metric("samples/trained", "samples", "sum", "completions that the update saw"),
+    Metric(
+        "loss", "1", "mean", "the loss that was minimised; for policy losses its value is near 0, its gradient is not"
+    ),
+    Metric("entropy", "nats", "mean", "entropy of the policy at a token"),
+    Metric("grad_norm", "1", "mean", "global gradient norm before clipping"),
+    Metric("lr", "1", "mean", "learning rate"),
+    Metric("kl", "nats", "mean", "KL penalty towards the first policy at a token"),
+    Metric("ratio", "1", "mean", "probability of a token now over that when it was sampled"),
+    Metric("ratio/max", "1", "max", "its greatest value"),
+    Metric("clip_low", "share", "mean", "tokens whose ratio was held at the lower clip"),
+    Metric("clip_high", "share", "mean", "tokens whose ratio was held at the upper clip"),
+    Metric("clip_dual", "share", "mean", "tokens with a negative advantage held by the dual clip"),
+    Metric("approx_kl_k1", "nats", "mean", "KL of the update at a token, estimated as -log ratio"),
+    Metric("approx_kl_k3", "nats", "mean", "the same, estimated as ratio - 1 - log ratio"),
+    Metric("kl_ref", "nats", "mean", "KL towards the reference at a token, as the policy loss saw it"),
+    Metric("advantage", "1", "mean", "advantage of a token"),
+    Metric("mismatch/max", "nats", "max", "largest log-prob difference of a token between trainer and rollout engine"),
+    Metric("mismatch/mean", "nats", "mean", "mean absolute log-prob difference between trainer and rollout engine"),
+    Metric("mismatch/k3", "nats", "mean", "KL between rollout engine and trainer, estimated as k3"),
+    Metric("tokens/generated", "tokens", "sum", "tokens that the policy chose, for training"),
+    Metric("tokens/trained", "tokens", "sum", "tokens that went through forward and backward, prompts included"),
+    Metric("tokens/loss", "tokens", "sum", "tokens that the loss is made of"),
+    Metric("tokens_per_second/generate", "tokens/s", "mean", "chosen tokens over the time of generating"),
+    Metric("tokens_per_second/train", "tokens/s", "mean", "trained tokens over the time of the update"),
+    Metric("mfu", "share", "mean", "model flops used, of the device's peak"),
+    Metric("memory/rss", "bytes", "last", "resident memory of the controller's process"),
+    Metric("memory/peak", "bytes", "max", "greatest resident memory so far"),
+    Metric("memory/device", "bytes", "max", "greatest memory allocated on the accelerator"),
+    Metric("bytes/fetched", "bytes", "sum", "payload that was brought to the controller"),
+    Metric("steps/skipped", "steps", "sum", "optimizer steps left out because loss or gradient were not finite"),
+    Metric("time/*", "s", "sum", "time of a phase of the step; phases do not overlap (other: what is in none)"),
+)
+METRICS = {m.name: m for m in _DECLARED}
+_RATES = {"generate": "tokens_per_second/generate", "update": "tokens_per_second/train"}
+_RENAMED = {"mismatch": "mismatch/mean", "mismatch_max": "mismatch/max", "mismatch_k3": "mismatch/k3"}
+
+
+def declaration(name: str) -> Metric:
+    """The declaration of a metric or of its family; MetricError with the nearest name if there is none."""
+    found = METRICS.get(name) or METRICS.get(f"{name.rpartition('/')[0]}/*")
+    if found is None:
+        near = difflib.get_close_matches(name, METRICS, 1)
+        raise MetricError(
+            f"metric {name!r} is not declared in flows/metrics.py" + (f"; near: {near[0]}" if near else "")
+        )
+    return found
+
+
+def schema() -> dict[str, dict[str, str]]:
+    """All declarations as JSON: name -> unit, reduction, description."""
+    return {m.name: {k: v for k, v in asdict(m).items() if k != "name"} for m in _DECLARED}
+
+
+class Metrics:
+    """What one step measured, reduced as declared. A mean is kept as a sum and a count until the step is closed."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        """One value; for a mean ``weight`` is what it stands for (samples, tokens or seconds), else it is not used."""
+        self._put(name, value * weight if declaration(name).reduction == "mean" else value, weight)
+
+    def add_sum(self, name: str, total: float, count: float) -> None:
+        """A mean whose sum and count are known; a count of 0 adds nothing."""
+        if declaration(name).reduction != "mean":
+            raise MetricError(f"metric {name!r} is declared as {declaration(name).reduction}, not as a mean")
+        self._put(name, total, count)
+
+    def _put(self, name: str, value: float, weight: float) -> None:
+        before = self._sums.get(name)
+        if before is None or declaration(name).reduction == "last":
+            self._sums[name] = (value, weight)
+        else:
+            self._sums[name] = _REDUCE[declaration(name).reduction](before, (value, weight))
+
+    def take(self, parts: Mapping[str, "float | Part"]) -> None:
+        """What one optimizer step reports: numbers, or totals with their counts as ``tilth.rl.Metric`` has them."""
+        for name, part in parts.items():
+            if isinstance(part, (int, float)):
+                self.add(_RENAMED.get(name, name), part)
+            else:
+                self._take_part(_RENAMED.get(name, name), part)
+
+    def _take_part(self, name: str, part: "Part") -> None:
+        declared = declaration(name).reduction
+        if part.reduction != declared:
+            raise MetricError(f"metric {name!r} came as a {part.reduction}, it is declared as a {declared}")
+        if float(part.count):
+            self._put(name, float(part.total), float(part.count))
+
+    def take_times(self, totals: Mapping[str, Total]) -> None:
+        """Time of each phase, of the step and of what is in no phase; tokens/s where the phase's spans say tokens."""
+        phases = {op: t for op, t in totals.items() if t.phase_seconds > 0}
+        inside = sum(t.phase_seconds for t in phases.values())
+        for op, total in phases.items():
+            self.add(f"time/{op}", total.phase_seconds)
+            if op in _RATES and total.phase_tokens:
+                self.add_sum(_RATES[op], total.phase_tokens, total.phase_seconds)
+        step = totals["step"].seconds if "step" in totals else inside
+        self.add(f"time/{OTHER}", max(step - inside, 0.0))
+        self.add("time/step", max(step, inside))
+
+    def merge(self, other: "Metrics") -> None:
+        """Take in what another worker measured in the same step."""
+        for name, (value, weight) in other._sums.items():
+            self._put(name, value, weight)
+
+    def values(self) -> dict[str, float]:
+        """The numbers as they stand; a mean of nothing is left out."""
+        return {
+            name: value / weight if declaration(name).reduction == "mean" else value
+            for name, (value, weight) in self._sums.items()
+            if declaration(name).reduction != "mean" or weight
+        }
+
+    def close(self, *, step: int, phase: str) -> dict[str, Any]:
+        """The record of a step, with its times (from the spans since the last one) and memory; starts the next."""
+        self.take_times(recorder.totals())
+        self.take_memory()
+        record = {"step": step, "phase": phase, **self.values()}
+        self._sums = {}
+        return record
+
+    def take_memory(self) -> None:
+        """Resident memory of this process now, and at its peak."""
+        now, peak = resident()
+        self.add("memory/rss", now)
+        self.add("memory/peak", peak)
+
+
+def resident() -> tuple[int, int]:
+    """Resident memory of this process in bytes: (now, peak so far)."""
+    now = psutil.Process().memory_info().rss
+    return now, max(now, _peak())
+
+
+def _peak() -> int:
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+_REDUCE = {
+    "mean": lambda a, b: (a[0] + b[0], a[1] + b[1]),
+    "sum": lambda a, b: (a[0] + b[0], a[1] + b[1]),
+    "max": lambda a, b: (max(a[0], b[0]), a[1]),
+    "min": lambda a, b: (min(a[0], b[0]), a[1]),
+}

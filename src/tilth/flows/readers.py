@@ -1,0 +1,121 @@
+"""Readers of a run's directory, also while the run goes on and after it was killed."""
+
+import json
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tilth.core.errors import DataError
+from tilth.flows.files import read_lines
+from tilth.flows.trajectories import read_trajectories, steps_of
+
+__all__ = ["curve", "read_metrics", "read_state", "read_trajectories", "steps_of", "summarise"]
+
+Record = dict[str, Any]
+
+
+def read_metrics(run: str | Path) -> list[Record]:
+    """Records of the committed steps in order: step, attempt, phase, seconds, metrics. A torn last line is no step."""
+    path = Path(run) / "metrics.jsonl"
+    latest: dict[int, Record] = {}
+    for number, record in enumerate(read_lines(path), 1):
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise DataError(f"{path} line {number} is not the record of a step")
+        latest[record["step"]] = record  # a later attempt's record of the same step replaces the earlier one
+    return [latest[step] for step in sorted(latest)]
+
+
+def read_state(run: str | Path) -> Record:
+    """run.json. A run that says it is running, but whose process is gone, is "interrupted". DataError: not a run."""
+    path = Path(run) / "run.json"
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(f"{run} is not a run: it has no run.json") from error
+    except (ValueError, OSError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    if not isinstance(state, dict) or not {"state", "digest"} <= set(state):
+        raise DataError(f"{path} is not the state of a run: it has no state or digest")
+    if state["state"] == "running" and _gone(state):
+        state["state"] = "interrupted"
+    return state
+
+
+def _gone(state: Record) -> bool:
+    """Whether the process that wrote the state does not live any more; unknown, so no, for another machine's."""
+    if state.get("host") != os.uname().nodename:
+        return False
+    try:
+        process = psutil.Process(state["pid"])
+        same = abs(process.create_time() - state["pid_started"]) < 2
+        return not same or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
+    """(step, value) where the metric was measured."""
+    return [(r["step"], float(r[name])) for r in records if r.get(name) is not None]
+
+
+def summarise(run: str | Path) -> Record:
+    """What a run came to, as flat JSON. What was never measured is None.
+
+    accuracy_first is the held-out accuracy where the main phase began (after a warm-up); accuracy_start the very first.
+    Tokens/s are tokens over time, all steps together.
+    """
+    state, records = read_state(run), read_metrics(run)
+    accuracy = [(r.get("phase", ""), r["accuracy/heldout"]) for r in records if r.get("accuracy/heldout") is not None]
+    before = [a for phase, a in accuracy if phase == "warmup"]
+    values = [a for _, a in accuracy]
+    last = records[-1] if records else {}
+    return {
+        "run": str(run),
+        "recipe": state.get("recipe"),
+        "state": state["state"],
+        "error": state.get("error"),
+        "attempts": state.get("attempt"),
+        "steps": last.get("step", 0),
+        "phase": last.get("phase"),
+        "seconds": _seconds(state, last),
+        "accuracy_start": _first(values),
+        "accuracy_first": before[-1] if before and len(before) < len(values) else _first(values),
+        "accuracy_last": values[-1] if values else None,
+        "accuracy_best": max(values, default=None),
+        "reward_last": next((r["reward/mean"] for r in reversed(records) if r.get("reward/mean") is not None), None),
+        "tokens_per_second_generate": _rate(records, "tokens_per_second/generate", "time/generate"),
+        "tokens_per_second_train": _rate(records, "tokens_per_second/train", "time/update"),
+        "mismatch_max": max((v for _, v in curve(records, "mismatch/max")), default=None),
+        "mismatch_mean": max((v for _, v in curve(records, "mismatch/mean")), default=None),
+        "rewards_missing": int(sum(v for _, v in curve(records, "reward/missing"))),
+        "rewards_timed_out": int(sum(v for _, v in curve(records, "reward/timeout"))),
+        "tokens_generated": int(sum(v for _, v in curve(records, "tokens/generated"))),
+        "tokens_trained": int(sum(v for _, v in curve(records, "tokens/trained"))),
+        "steps_skipped": int(sum(v for _, v in curve(records, "steps/skipped"))),
+        "memory_predicted": (state.get("memory") or {}).get("predicted"),
+        "memory_peak": (state.get("memory") or {}).get("peak") or last.get("memory/peak"),
+    }
+
+
+def _first(values: Sequence[float]) -> float | None:
+    return values[0] if values else None
+
+
+def _rate(records: Sequence[Record], rate: str, time: str) -> float | None:
+    """Tokens per second over all steps: each step's rate weighs by its time."""
+    pairs = [(r[rate], r.get(time) or 0.0) for r in records if r.get(rate) is not None]
+    spent = sum(t for _, t in pairs)
+    return sum(v * t for v, t in pairs) / spent if spent else None
+
+
+def _seconds(state: Record, last: Record) -> float:
+    """Run time: as the end recorded it, else until the last committed step, or until now while it runs."""
+    if state["state"] == "running" and state.get("attempts"):
+        attempt = state["attempts"][-1]
+        since = datetime.now(UTC) - datetime.fromisoformat(attempt["started"])
+        return attempt.get("from_seconds", 0.0) + since.total_seconds()
+    return float(state.get("seconds") or last.get("seconds", 0.0))
