@@ -1,0 +1,85 @@
+"""Continue a text by a trained model."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import typer
+
+from tilth.core.errors import DataError
+from tilth.core.trajectory import Trajectory
+from tilth.data.tokenizer import Tokenizer
+from tilth.flows.model import load_model
+from tilth.rollout.engine import Engine
+from tilth.rollout.request import Request, SamplingParams
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for, as on the command line."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 64
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+
+def speak(model: str, prompt: str, wish: Wish, *, logprobs: bool, as_json: bool) -> None:
+    """Print the completions: their text, the tokens with their log-probs, or JSON."""
+    found, tokenizer = complete(model, prompt, wish)
+    for trajectory in found:
+        if as_json:
+            typer.echo(json.dumps(as_object(trajectory, tokenizer, logprobs=logprobs), ensure_ascii=False))
+        else:
+            typer.echo(trajectory.text)
+            for token, logprob in pairs(trajectory, tokenizer) if logprobs else ():
+                typer.echo(f"  {logprob:8.4f}  {token!r}")
+
+
+def complete(model: str, prompt: str, wish: Wish) -> tuple[list[Trajectory], Tokenizer]:
+    """``wish.n`` completions of a prompt by the model of a run or a Hugging Face directory."""
+    loaded = load_model(model)
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        raise DataError(f"model {model!r} has no tokenizer.json, so it cannot read a text")
+    ids = tokenizer.encode(prompt)
+    params = SamplingParams(
+        max_tokens=wish.max_tokens,
+        temperature=wish.temperature,
+        top_k=wish.top_k,
+        top_p=wish.top_p,
+        stop=wish.stop,
+        stop_tokens=tokenizer.stop_ids,
+    )
+    gpu = torch.cuda.is_available()
+    engine = Engine(
+        loaded.config,
+        tokenizer=tokenizer,
+        device="cuda" if gpu else "cpu",
+        dtype=torch.bfloat16 if gpu else torch.float32,
+        seed=wish.seed,
+        max_rows=wish.n,
+        max_length=min(loaded.config.max_positions, len(ids) + wish.max_tokens),
+    )
+    engine.load_weights(loaded.tensors, version=0)
+    return engine.generate([Request(id=i, prompt=ids, params=params) for i in range(wish.n)]), tokenizer
+
+
+def pairs(trajectory: Trajectory, tokenizer: Tokenizer) -> list[tuple[str, float]]:
+    """Each chosen token as text, with its log-prob (nats) at the sampling temperature."""
+    chosen = trajectory.loss_mask.astype(bool)
+    texts = [tokenizer.decode([token], special=True) for token in trajectory.tokens[chosen]]
+    return list(zip(texts, trajectory.logprobs[chosen].tolist()))
+
+
+def as_object(trajectory: Trajectory, tokenizer: Tokenizer, *, logprobs: bool) -> dict[str, Any]:
+    """A completion as plain data."""
+    ids = trajectory.tokens[trajectory.loss_mask.astype(bool)].tolist()
+    found: dict[str, Any] = {"text": trajectory.text, "finish": trajectory.finish, "tokens": ids}
+    if logprobs:
+        found["logprobs"] = [logprob for _, logprob in pairs(trajectory, tokenizer)]
+    return found

@@ -1,0 +1,84 @@
+"""Train by a recipe, watched, and say at the end what came of it."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from tilth.cli.show import duration
+from tilth.config.load import load_recipe, recipe_name
+from tilth.config.schema import Recipe
+from tilth.plan.steps import size
+
+if TYPE_CHECKING:
+    from tilth.flows.launch import RunResult
+
+
+def train(name_or_path: str, overrides: Sequence[str]) -> None:
+    """Run to the end. Ctrl-C ends in exit code 130, with everything saved and a line on how to go on."""
+    recipe = load_recipe(name_or_path, overrides)
+    result = _watched(recipe, recipe_name(name_or_path))
+    from tilth.ui.report import write_report
+
+    report = write_report(result.directory)
+    typer.echo("\n".join(closing(recipe, result.summary, result.directory, report)))
+
+
+def _watched(recipe: Recipe, name: str) -> "RunResult":
+    # Nothing here may import torch before run_recipe does: the processes that score start first, and without it.
+    from tilth.api import run_recipe
+    from tilth.flows.signals import Interrupted
+    from tilth.ui.live import Live
+
+    try:
+        return run_recipe(recipe, name=name, observers=[Live(recipe)])
+    except Interrupted as stopped:
+        typer.echo(str(stopped), err=True)
+        raise typer.Exit(130) from None
+
+
+def closing(recipe: Recipe, summary: Mapping[str, Any], directory: Path, report: Path) -> list[str]:
+    """What was learned, what it took, where to look, what to try."""
+    lines = [_learned(summary), _took(summary), f"report: {report}", "", "next:"]
+    question = _question(recipe)
+    if question:
+        lines.append(f"  tilth generate {directory} {shlex.quote(question)} --temperature 0")
+    lines += [f"  tilth show {directory}", f"  tilth export {directory} my-model"]
+    if recipe.data.source == "addition":
+        lines.append(f"  tilth run addition-grpo data.digits={recipe.data.digits + 1} model.context=64")
+    return lines
+
+
+def _learned(s: Mapping[str, Any]) -> str:
+    first, last = s.get("accuracy_first"), s.get("accuracy_last")
+    spent = f"{s['steps']:,} steps and {duration(s['seconds'])} min"
+    if first is None or last is None:
+        return f"Done in {spent}."
+    start = s.get("accuracy_start")
+    before = f"from {start:.1%} over {first:.1%}" if start is not None and start != first else f"from {first:.1%}"
+    return f"In {spent}, accuracy on problems it never trained on went {before} to {last:.1%}."
+
+
+def _took(s: Mapping[str, Any]) -> str:
+    parts = []
+    if s.get("tokens_per_second_generate"):
+        parts.append(f"{s['tokens_per_second_generate']:,.0f} tokens/s generated")
+    if s.get("tokens_per_second_train"):
+        parts.append(f"{s['tokens_per_second_train']:,.0f} tokens/s trained on")
+    if s.get("memory_peak"):
+        predicted = f" (predicted {size(s['memory_predicted'])})" if s.get("memory_predicted") else ""
+        parts.append(f"memory at most {size(s['memory_peak'])}{predicted}")
+    if s.get("mismatch_max") is not None:
+        parts.append(f"log-prob mismatch at most {s['mismatch_max']:.1e}")
+    return "; ".join(parts)
+
+
+def _question(recipe: Recipe) -> str:
+    """A held-out prompt that fits a command line."""
+    from tilth.data.prompts import load_source
+
+    _, held = load_source(recipe.data).split(recipe.data.holdout)
+    short = (prompt.text for prompt in held.subset(10) if len(prompt.text) < 60 and prompt.text.isprintable())
+    return next(short, "")

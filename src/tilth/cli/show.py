@@ -1,0 +1,84 @@
+"""How a run stands, as a table or as JSON; and its report."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from tilth.core.errors import DataError
+from tilth.plan.steps import size
+
+Lines = list[tuple[str, str]]
+
+
+def show_run(run: Path, *, as_json: bool) -> None:
+    """Print the summary of a run's directory."""
+    _check(run)
+    from tilth.flows.readers import summarise
+
+    summary = summarise(run)
+    if as_json:
+        typer.echo(json.dumps(summary))
+        return
+    lines = table(summary)
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        typer.echo(f"{name:<{width}}  {value}")
+
+
+def write(run: Path) -> None:
+    """Write the report and print where it is."""
+    _check(run)
+    from tilth.ui.report import write_report
+
+    typer.echo(str(write_report(run)))
+
+
+def table(summary: Mapping[str, Any]) -> Lines:
+    """The lines that people read; what was never measured is left out."""
+    s = summary
+    lines = [
+        ("run", f"{s['run']} ({s['recipe']})"),
+        ("state", str(s["state"]) + (f": {s['error']}" if s.get("error") else "")),
+        ("steps", f"{s['steps']} in {duration(s['seconds'])}"),
+        ("held-out accuracy", _accuracy(s)),
+        ("generation", _rate(s["tokens_per_second_generate"], s.get("tokens_generated"))),
+        ("training", _rate(s["tokens_per_second_train"], s.get("tokens_trained"))),
+        ("log-prob mismatch", _number(s["mismatch_max"], "greatest {:.2g}")),
+        ("rewards missing", f"{s['rewards_missing']}, of them timed out {s.get('rewards_timed_out', 0)}"),
+        ("memory", _memory(s.get("memory_peak"), s.get("memory_predicted"))),
+    ]
+    return [(name, value) for name, value in lines if value]
+
+
+def duration(seconds: float) -> str:
+    """``2:05`` or ``1:02:05``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _check(run: Path) -> None:
+    if not run.is_dir():
+        raise DataError(f"no run at {str(run)!r}; runs lie in the folder runs/ unless run.dir says otherwise")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _accuracy(s: Mapping[str, Any]) -> str:
+    first, last = s["accuracy_first"], s["accuracy_last"]
+    return "" if first is None or last is None else f"{first:.1%} -> {last:.1%}"
+
+
+def _rate(rate: float | None, tokens: int | None) -> str:
+    return "" if rate is None else f"{rate:,.0f} tokens/s" + (f", {tokens:,} tokens" if tokens else "")
+
+
+def _memory(peak: int | None, predicted: int | None) -> str:
+    if peak is None:
+        return ""
+    return f"peak {size(peak)}" + (f", predicted {size(predicted)}" if predicted else "")

@@ -1,0 +1,161 @@
+"""The command line starts fast, and every mistake is one line on stderr with exit code 2."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tilth.cli.main import app
+from tilth.config.errors import TilthError
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+COMMANDS = ("run", "generate", "export", "report", "show", "doctor")
+
+
+def test_help_names_every_command():
+    result = call("--help")
+    assert result.exit_code == 0
+    assert all(f"\n  {name} " in result.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_each_command(name):
+    result = call(name, "--help")
+    assert result.exit_code == 0 and "Usage" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "option", ["--n", "--temperature", "--top-p", "--top-k", "--max-tokens", "--stop", "--logprobs", "--json", "--seed"]
+)
+def test_options_of_generate(option):
+    assert option in call("generate", "--help").stdout
+
+
+def test_no_arguments_show_help():
+    assert "Commands" in call().output
+
+
+def test_start_is_fast_and_imports_nothing_heavy(capsys):
+    code = (
+        "import sys; sys.argv = ['tilth', '--help']\n"
+        "from tilth.cli.main import main\n"
+        "try: main()\n"
+        "finally: print([m for m in ('torch', 'pydantic', 'numpy', 'rich', 'transformers') if m in sys.modules])\n"
+    )
+    start = time.perf_counter()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    with capsys.disabled():
+        print(f"\ntilth --help: {time.perf_counter() - start:.2f} s")
+    assert result.returncode == 0 and result.stdout.endswith("[]\n")
+
+
+def test_idle_threads_do_not_spin_unless_asked_to():
+    code = "import os, tilth; print(os.environ['GOMP_SPINCOUNT'])"
+    for value, expected in ((None, "1000"), ("5", "5")):
+        environment = {} if value is None else {"GOMP_SPINCOUNT": value}
+        result = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": ":".join(sys.path)} | environment,
+        )
+        assert result.stdout.strip() == expected
+
+
+def test_package_attributes_are_lazy():
+    code = (
+        "import sys, tilth; assert 'torch' not in sys.modules; assert tilth.rl.names(); assert callable(tilth.train);"
+        "assert tilth.__version__"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="nothing"):
+        import tilth
+
+        tilth.nothing
+
+
+# -- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def failure(*arguments):
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "adition-grpo"], "no recipe 'adition-grpo'; did you mean addition-grpo?"),
+        (["run", "none.toml"], "no recipe file 'none.toml'"),
+        (["run", "addition-grpo", "rollout.grup=3"], "did you mean rollout.group?"),
+        (["run", "addition-grpo", "rollout.group=0"], "rollout.group = 0 is not an integer above 0"),
+        (["run", "addition-grpo", "rollout.group"], "not of the form key=value"),
+        (["run", "addition-grpo", "data.source=x.jsonl"], "neither a task nor a file"),
+        (["run", "addition-grpo", "data.tokenizer=none"], "no tokenizer at 'none'"),
+        (["run", "addition-grpo", "model.path=none"], "none"),
+        (["run", "addition-grpo", "reward.function=none.py:f"], "none.py"),
+        (["run", "addition-grpo", "model.context=15", "rollout.max_tokens=8"], "has 8 tokens"),
+        (["generate", "none", "1+1="], "none"),
+        (["export", "none", "out"], "none"),
+        (["show", "none"], "no run at 'none'"),
+        (["report", "none"], "no run at 'none'"),
+    ],
+)
+def test_bad_input(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in failure(*arguments)
+
+
+def test_empty_dataset(tmp_path):
+    (tmp_path / "d.jsonl").write_text("")
+    arguments = ["run", "addition-grpo", f"data.source={tmp_path}/d.jsonl", f"run.dir={tmp_path}/runs"]
+    assert "is empty" in failure(*arguments, "reward.function=tilth.rl.rewards:addition")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nothing"], ["run"], ["show", "x", "--what"], ["generate", "m", "p", "--n", "0"]]
+)
+def test_wrong_usage(arguments):
+    assert call(*arguments).exit_code == 2
+
+
+def test_the_installed_script_ends_in_code_2():
+    result = subprocess.run(
+        [sys.executable, "-c", "from tilth.cli.main import main; main()", "run", "nothing"],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
+
+
+def failing(error):
+    def body() -> None:
+        raise error
+
+    broken = typer.Typer(cls=type(typer.main.get_command(app)))
+    broken.callback()(lambda: None)
+    broken.command("fail")(body)
+    return CliRunner().invoke(broken, ["fail"])
+
+
+def test_an_error_of_several_lines_is_printed_in_one():
+    result = failing(TilthError("first\n  second"))
+    assert (result.exit_code, result.stderr) == (2, "error: first second\n")
+
+
+def test_ctrl_c():
+    result = failing(KeyboardInterrupt())
+    assert result.exit_code == 130 and result.stderr.startswith("interrupted")
+
+
+def test_a_bug_is_not_hidden():
+    assert isinstance(failing(ZeroDivisionError()).exception, ZeroDivisionError)

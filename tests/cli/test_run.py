@@ -1,0 +1,129 @@
+"""``tilth run``: how it begins, how it ends, and what it says."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from tilth.cli.main import app
+from tilth.cli.run import closing
+from tilth.config.load import load_recipe
+from tilth.core.errors import StorageError
+from tilth.flows.signals import Interrupted
+
+SUMMARY = {
+    "steps": 650,
+    "seconds": 151.0,
+    "accuracy_start": 0.0,
+    "accuracy_first": 0.62,
+    "accuracy_last": 0.973,
+    "tokens_per_second_generate": 12345.6,
+    "tokens_per_second_train": 30000.0,
+    "memory_peak": 9 * 10**8,
+    "memory_predicted": 10**9,
+    "mismatch_max": 3.2e-6,
+}
+
+
+def said(recipe=(), **changes):
+    lines = closing(load_recipe("addition-grpo", recipe), SUMMARY | changes, Path("runs/a"), Path("runs/a/report.html"))
+    return "\n".join(lines)
+
+
+def test_closing_says_what_was_learned_where_to_look_and_what_to_try():
+    text = said()
+    assert text.splitlines()[0] == (
+        "In 650 steps and 2:31 min, accuracy on problems it never trained on went from 0.0% over 62.0% to 97.3%."
+    )
+    assert "memory at most 900 MB (predicted 1 GB)" in text and "mismatch at most 3.2e-06" in text
+    assert "report: runs/a/report.html" in text
+    for command in ("tilth generate runs/a ", "tilth show runs/a", "tilth export runs/a", "data.digits=4"):
+        assert command in text
+
+
+def test_the_question_to_try_was_held_out():
+    from tilth.data.prompts import load_source
+
+    recipe = load_recipe("addition-grpo")
+    line = next(line for line in said().splitlines() if "tilth generate" in line)
+    _, held = load_source(recipe.data).split(recipe.data.holdout)
+    assert shlex.split(line)[3] in {prompt.text for prompt in held.subset(10)}
+
+
+def test_what_to_try_next_is_a_valid_recipe():
+    line = next(line for line in said().splitlines() if "tilth run" in line)
+    _, _, name, *overrides = line.split()
+    load_recipe(name, overrides)
+
+
+def test_closing_without_measurements():
+    empty = dict.fromkeys(SUMMARY) | {"steps": 3, "seconds": 1.0}
+    assert said(**empty).startswith("Done in 3 steps and 0:01 min.\n")
+    assert "from 62.0% to 97.3%" in said(accuracy_start=None) == said(accuracy_start=0.62)
+
+
+def test_data_without_a_held_out_prompt_that_fits(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "two\\nlines"}\n' * 3)
+    text = said([f"data.source={path}", "data.holdout=0.0", "warmup.until=1.0"])
+    assert "tilth generate" not in text and "digits" not in text
+
+
+# -- the command, with everything behind it replaced -----------------------------------------------------------------
+
+
+@pytest.fixture
+def behind(monkeypatch, tmp_path):
+    """Puts a stand-in where the run would be; the returned namespace says what it does and what it was given."""
+    seen = SimpleNamespace(outcome=SimpleNamespace(directory=tmp_path, summary=SUMMARY), asked=None)
+
+    def run_recipe(recipe, *, name, observers):
+        seen.asked = (recipe, name, observers)
+        if isinstance(seen.outcome, BaseException):
+            raise seen.outcome
+        return seen.outcome
+
+    for name, content in {
+        "tilth.api": {"run_recipe": run_recipe},
+        "tilth.ui.live": {"Live": lambda recipe: ("live", recipe)},
+        "tilth.ui.report": {"write_report": lambda run: run / "report.html"},
+    }.items():
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    return seen
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, ["run", "addition-grpo", *arguments])
+
+
+def test_recipe_name_and_observer_are_handed_over(behind, tmp_path):
+    result = call("seed=7", "run.name=x")
+    recipe, name, observers = behind.asked
+    assert result.exit_code == 0 and (recipe.seed, recipe.run.name, name) == (7, "x", "addition-grpo")
+    assert observers == [("live", recipe)] and f"report: {tmp_path}/report.html" in result.stdout
+
+
+def test_interrupted_says_how_to_go_on(behind):
+    behind.outcome = Interrupted("stopped after step 3; the same command continues")
+    result = call()
+    assert result.exit_code == 130 and result.stderr == "stopped after step 3; the same command continues\n"
+
+
+def test_an_error_of_the_run(behind):
+    behind.outcome = StorageError("disk full")
+    assert (call().exit_code, call().stderr) == (2, "error: disk full\n")
+
+
+def test_a_wrong_recipe_is_told_before_torch_is_imported():
+    code = (
+        "import sys; from typer.testing import CliRunner; from tilth.cli.main import app\n"
+        "r = CliRunner().invoke(app, ['run', 'addition-grpo', 'seed=x']); assert r.exit_code == 2, r\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

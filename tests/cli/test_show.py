@@ -1,0 +1,92 @@
+"""What ``tilth show`` prints of a run's directory."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tilth.cli.main import app
+from tilth.cli.show import duration, table
+from tilth.config.load import load_recipe
+from tilth.flows.rundir import RunDir, summarise
+
+KEYS = (
+    "state",
+    "steps",
+    "seconds",
+    "accuracy_first",
+    "accuracy_last",
+    "tokens_per_second_generate",
+    "tokens_per_second_train",
+    "mismatch_max",
+    "rewards_missing",
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    recipe = load_recipe("addition-grpo", [f"run.dir={tmp_path}"])
+    with RunDir.create(recipe, "addition-grpo") as directory:
+        directory.commit_step({"step": 1, "phase": "grpo", "accuracy/heldout": 0.25, "reward/missing": 2})
+        directory.commit_step({"step": 2, "phase": "grpo", "accuracy/heldout": 0.75, "mismatch/max": 2e-6})
+        directory.end("finished")
+    return directory.path
+
+
+def show(*arguments):
+    result = CliRunner().invoke(app, ["show", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_json_has_the_promised_keys(run):
+    found = json.loads(show(run, "--json"))
+    assert found == json.loads(json.dumps(summarise(run))) and set(KEYS) <= set(found)
+    assert (found["state"], found["steps"], found["accuracy_first"], found["accuracy_last"]) == (
+        "finished",
+        2,
+        0.25,
+        0.75,
+    )
+
+
+def test_table(run):
+    lines = dict(line.split("  ", 1) for line in show(run).splitlines())
+    found = {name: value.strip() for name, value in lines.items()}
+    assert found["state"] == "finished" and found["steps"].startswith("2 in 0:0")
+    assert found["held-out accuracy"] == "25.0% -> 75.0%"
+    assert found["rewards missing"].startswith("2, ") and "2e-06" in found["log-prob mismatch"]
+    assert "generation" not in found  # nothing was measured
+
+
+def test_a_directory_that_is_no_run(tmp_path):
+    result = CliRunner().invoke(app, ["show", str(tmp_path)])
+    assert result.exit_code == 2 and "is not a run" in result.stderr
+
+
+def test_a_failed_run_says_why(run):
+    state = {**summarise(run), "state": "failed", "error": "StorageError: disk full"}
+    assert dict(table(state))["state"] == "failed: StorageError: disk full"
+
+
+def test_rates_and_memory():
+    summary = dict.fromkeys(KEYS) | {
+        "run": "r",
+        "recipe": "x",
+        "state": "running",
+        "steps": 3,
+        "seconds": 10.0,
+        "rewards_missing": 0,
+        "tokens_per_second_generate": 12345.6,
+        "tokens_generated": 1000,
+        "memory_peak": 2 * 10**9,
+        "memory_predicted": 10**9,
+    }
+    lines = dict(table(summary))
+    assert lines["generation"] == "12,346 tokens/s, 1,000 tokens" and lines["memory"] == "peak 2 GB, predicted 1 GB"
+    assert "held-out accuracy" not in lines
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (125, "2:05"), (3725, "1:02:05")])
+def test_duration(seconds, text):
+    assert duration(seconds) == text
