@@ -1,0 +1,307 @@
+"""The terminal view of a run that goes on; on anything but a terminal, a plain line every few seconds.
+
+It draws only when a step is committed, at most four times a second and for at most about 1 % of the time, in the
+thread of the run: nothing spins beside the training.
+"""
+
+import atexit
+import itertools
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live as RichLive
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tilth.config.schema import Recipe
+from tilth.ui import words
+
+LEVELS = "▁▂▃▄▅▆▇█"
+CURVES = (
+    ("accuracy/heldout", "held-out accuracy", "bold green"),
+    ("reward/mean", "reward", "cyan"),
+    ("loss", "loss", "blue"),
+    ("entropy", "entropy", "magenta"),
+    ("length/mean", "length", "yellow"),
+)
+RATES = (("tokens_per_second/generate", "generation"), ("tokens_per_second/train", "training"))
+VERDICTS = {"right": ("✓", "green"), "wrong": ("✗", "red"), "partly": ("◐", "yellow"), "missing": ("?", "yellow")}
+NARROW = 64
+LABEL, VALUE = 17, 25
+FASTEST, COST = 0.25, 0.01
+"""Shortest time between two pictures in seconds, and the share of the time that drawing may take."""
+PLAIN_EVERY = 5.0
+
+
+class Series:
+    """A curve in bounded memory: when it gets long, neighbours become their mean."""
+
+    def __init__(self, limit: int = 256) -> None:
+        self.limit, self.stride = limit, 1
+        self.values: list[float] = []
+        self._waiting: list[float] = []
+
+    def add(self, value: float) -> None:
+        """One more value."""
+        self._waiting.append(value)
+        if len(self._waiting) < self.stride:
+            return
+        self.values.append(sum(self._waiting) / len(self._waiting))
+        self._waiting = []
+        if len(self.values) >= self.limit:
+            self.values = [(a + b) / 2 for a, b in zip(self.values[::2], self.values[1::2])]
+            self.stride *= 2
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """At most ``width`` blocks between the least and the greatest value; each is the mean of its stretch."""
+    if not values or width < 1:
+        return ""
+    cells = min(width, len(values))
+    bounds = [round(i * len(values) / cells) for i in range(cells + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
+    low, high = min(means), max(means)
+    top = len(LEVELS) - 1
+    return "".join(LEVELS[round((m - low) / (high - low) * top) if high > low else top // 2] for m in means)
+
+
+class Progress:
+    """Where the run is, from its records: phase, steps in it, time, and what each metric has been."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.planned = {"warmup": recipe.warmup.steps}
+        if recipe.flow != "sft":
+            self.planned[recipe.flow] = recipe.algorithm.steps
+        self.until = recipe.warmup.until
+        self.phase = ""
+        self.done = 0
+        self.seconds = 0.0
+        self.record: Mapping[str, Any] = {}
+        self.series: dict[str, Series] = {}
+        self.first: dict[str, float] = {}
+        self.latest: dict[str, float] = {}
+        self.missing = 0
+        self._pace: float | None = None
+
+    def take(self, record: Mapping[str, Any], took: float) -> None:
+        """A committed step; ``took``: seconds since the one before."""
+        phase = record.get("phase", "")
+        if phase != self.phase:
+            self.phase, self.done, self._pace, self.first = phase, 0, None, {}
+            self.series = {}
+        self.done = record.get("phase_step") or self.done + 1
+        self.seconds = record.get("seconds") or self.seconds + took
+        self._pace = took if self._pace is None else 0.9 * self._pace + 0.1 * took
+        self.record = record
+        self.missing += int(record.get("reward/missing") or 0)
+        for name, value in record.items():
+            if isinstance(value, (int, float)) and name not in ("step", "attempt", "seconds", "phase_step"):
+                self.series.setdefault(name, Series()).add(value)
+                self.first.setdefault(name, value)
+                self.latest[name] = value
+
+    @property
+    def steps(self) -> int:
+        """Most steps of the present phase; 0 if unknown."""
+        return self.planned.get(self.phase, 0)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds left in the present phase at the recent pace."""
+        return None if self._pace is None or not self.steps else max(self.steps - self.done, 0) * self._pace
+
+    @property
+    def times(self) -> list[tuple[str, float]]:
+        """Share of each phase of a step in the recent step, the greatest first."""
+        spent = {k[5:]: v for k, v in self.record.items() if k.startswith("time/") and k != "time/step" and v}
+        whole = sum(spent.values()) or 1.0
+        return sorted(((k, v / whole) for k, v in spent.items()), key=lambda kv: -kv[1])
+
+
+class Live:
+    """Watches a run in the terminal. Pass it as an observer; ``stop`` (also at exit) gives the terminal back."""
+
+    def __init__(self, recipe: Recipe, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self.progress = Progress(recipe)
+        self.sample: dict[str, Any] | None = None
+        self._live: RichLive | None = None
+        self._wanted = self.console.is_terminal and not self.console.is_jupyter
+        self._stepped = time.monotonic()
+        self._next = 0.0
+
+    def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
+        """A step was committed."""
+        now = time.monotonic()
+        self.progress.take(record, now - self._stepped)
+        self._stepped = now
+        self.sample = sample or self.sample
+        if now >= self._next:
+            self._show()
+
+    def on_message(self, text: str) -> None:
+        """A line above the view."""
+        self.console.print(Text(text), soft_wrap=True)
+        self._stepped = time.monotonic()
+
+    def on_end(self, summary: dict[str, Any]) -> None:
+        """The last picture stays; the terminal is given back."""
+        if self.progress.record:
+            self._show()
+        self.stop()
+
+    def stop(self) -> None:
+        """Give the terminal back; twice is fine."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            atexit.unregister(self.stop)
+
+    def _show(self) -> None:
+        began = time.monotonic()
+        if not self._wanted:
+            self.console.print(Text(line(self.progress)), soft_wrap=True)
+            self._next = began + PLAIN_EVERY
+            return
+        if self._live is None:
+            self._live = RichLive(console=self.console, auto_refresh=False, vertical_overflow="crop")
+            self._live.start()
+            atexit.register(self.stop)
+        self._live.update(picture(self.progress, self.sample, self.console.width), refresh=True)
+        took = time.monotonic() - began
+        self._next = began + max(FASTEST, took / COST)
+
+
+def line(p: Progress) -> str:
+    """The state of a run in one plain line."""
+    parts = [f"{words.phase_name(p.phase)} {p.done}/{p.steps or '?'}"]
+    shown = (("reward/mean", "reward"), ("loss", "loss"), ("entropy", "entropy"), ("length/mean", "length"))
+    if "accuracy/heldout" in p.latest:
+        parts.append(f"accuracy {words.share(p.latest['accuracy/heldout'])}")
+    parts += [f"{label} {words.number(p.record[name])}" for name, label in shown if p.record.get(name) is not None]
+    parts += [f"{label} {p.record[n]:,.0f} tokens/s" for n, label in RATES if p.record.get(n)]
+    if p.record.get("mismatch/max") is not None:
+        parts.append(f"mismatch {p.record['mismatch/max']:.1e}")
+    if p.missing:
+        parts.append(f"rewards missing {p.missing}")
+    left = f", {_left(p)}" if p.left is not None else ""
+    return "  ".join(parts) + f"  {words.duration(p.seconds)}{left}"
+
+
+def picture(p: Progress, sample: dict[str, Any] | None, width: int) -> RenderableType:
+    """The whole view, for a terminal of this width."""
+    width = min(width, 110)
+    parts: list[RenderableType] = [Text(), _head(p, width), _bar(p, width), Text(), _curves(p, width), Text()]
+    parts += [_rates(p), _times(p, width)]
+    if sample is not None:
+        parts += [Text(), _sample(sample, width)]
+    return Group(*parts, Text())
+
+
+def _left(p: Progress) -> str:
+    last = p.phase == list(p.planned)[-1] or not p.planned.get(list(p.planned)[-1])
+    return f"{words.duration(p.left or 0)} left" if last else f"at most {words.duration(p.left or 0)} left of it"
+
+
+def _head(p: Progress, width: int) -> RenderableType:
+    grid = Table.grid(expand=False)
+    grid.width = width
+    grid.add_column(justify="left", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    title = Text()
+    for phase, steps in p.planned.items():
+        if not steps and phase != p.phase:
+            continue
+        current = phase == p.phase
+        over = list(p.planned).index(phase) < list(p.planned).index(p.phase) if p.phase in p.planned else False
+        title.append(
+            f" {words.phase_name(phase)}{' ✓' if over else ''} ", "bold white on dark_green" if current else "dim"
+        )
+    grid.add_row(title, Text(f"step {p.done:,} of {p.steps:,}" if p.steps else f"step {p.done:,}", "bold"))
+    return grid
+
+
+def _bar(p: Progress, width: int) -> RenderableType:
+    when = Text(f"  {words.duration(p.seconds)}" + (f", {_left(p)}" if p.left is not None else ""), "dim")
+    grid = Table.grid()
+    bar = ProgressBar(
+        p.steps or 1, min(p.done, p.steps or p.done), width=max(width - when.cell_len, 8),
+        complete_style="green", finished_style="bold green",
+    )  # fmt: skip
+    grid.add_row(bar, when)
+    return grid
+
+
+def _curves(p: Progress, width: int) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    wide = width >= NARROW
+    room = width - LABEL - (VALUE if wide else 18) - 6
+    for column in (LABEL, VALUE if wide else 18, max(room, 1)):
+        grid.add_column(no_wrap=True, width=column)
+    for name, label, style in CURVES:
+        values = p.series[name].values if name in p.series else []
+        if not values and not (name == "accuracy/heldout" and name in p.latest):
+            continue
+        grid.add_row(Text(label), Text(_value(p, name), style), Text(sparkline(values, room), style))
+    if p.record.get("mismatch/max") is not None:
+        text = f"max {p.record['mismatch/max']:.1e}  mean {p.record.get('mismatch/mean') or 0:.1e}"
+        grid.add_row(Text("log-prob mismatch"), Text(text if wide else text[:11], "dim"), Text())
+    if p.missing:
+        grid.add_row(Text("rewards missing"), Text(f"{p.missing:,}", "bold yellow"), Text())
+    return grid
+
+
+def _value(p: Progress, name: str) -> str:
+    value = p.latest[name]
+    if name == "accuracy/heldout":
+        first = p.first.get(name, value)
+        return words.share(value) + (f" from {words.share(first)}" if first != value else "")
+    if name == "length/mean":
+        cut = p.record.get("length/cut")
+        return f"{value:.1f} tokens" + (f", {cut:.0%} cut" if cut else "")
+    return f"{value:.4f}" if abs(value) < 10 else words.number(value)
+
+
+def _rates(p: Progress) -> RenderableType:
+    text = Text()
+    for name, label in RATES:
+        if p.record.get(name):
+            text.append(f"{label} ", "dim").append(f"{p.record[name]:,.0f} tokens/s   ")
+    if p.record.get("memory/rss"):
+        text.append("memory ", "dim").append(words.size(p.record["memory/rss"]))
+    return text
+
+
+def _times(p: Progress, width: int) -> RenderableType:
+    """Where the time of the recent step went: one bar, split, and its legend."""
+    colours = ("green", "cyan", "blue", "magenta", "yellow", "red")
+    bar, legend = Text(), Text()
+    filled = 0.0
+    for (name, part), colour in zip(p.times, colours):
+        filled += part * width
+        bar.append("█" * (round(filled) - len(bar)), colour)
+        if part >= 0.01:
+            legend.append("■ ", colour).append(f"{name} {part:.0%}   ", "dim")
+    return Group(Text(), bar[:width], legend) if p.times else Text()
+
+
+def _sample(sample: dict[str, Any], width: int) -> RenderableType:
+    kind = words.verdict(sample)
+    mark, colour = VERDICTS[kind]
+    reward = "reward missing" if kind == "missing" else f"reward {words.number(sample['reward'])}"
+    text = Text(no_wrap=width >= NARROW, overflow="ellipsis")
+    text.append("a sampled answer  ", "dim").append(_one_line(sample.get("prompt"), width // 2))
+    text.append(_one_line(sample.get("text"), width // 2), f"bold {colour}")
+    text.append(f"  {mark} {reward}", colour)
+    if kind != "right" and sample.get("answer"):
+        text.append(f"  right: {_one_line(sample['answer'], 24)}", "dim")
+    return text
+
+
+def _one_line(text: Any, limit: int) -> str:
+    """Text of a model, safe for the terminal: one line, no control characters, its end if it is long."""
+    plain = "".join(c if c.isprintable() else "⏎" if c == "\n" else "·" for c in str(text or ""))
+    return plain if len(plain) <= limit else "…" + plain[-limit + 1 :]

@@ -1,0 +1,49 @@
+"""Numbers in words, the same in terminal and report."""
+
+from typing import Any
+
+PHASES = {"warmup": "warm-up", "grpo": "GRPO", "sft": "fine-tuning"}
+
+
+def duration(seconds: float) -> str:
+    """``0:07``, ``2:05`` or ``1:02:05``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def share(value: float | None) -> str:
+    """``94.1 %``; a dash for what is not known."""
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, thousands set apart, no exponent where a person needs none."""
+    if value is None:
+        return "–"
+    if value == 0 or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1e}" if abs(value) < 1e-3 else f"{value:.3g}"
+
+
+def size(nbytes: float | None) -> str:
+    """``1.4 GB`` (10^9 bytes)."""
+    if nbytes is None:
+        return "–"
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes:.0f} bytes"
+
+
+def phase_name(phase: str) -> str:
+    """A phase as people say it."""
+    return PHASES.get(phase, phase or "run")
+
+
+def verdict(sample: dict[str, Any]) -> str:
+    """``right``, ``wrong``, ``partly`` or ``missing``: how a sampled answer did by its reward."""
+    reward = sample.get("reward")
+    if reward is None:
+        return "missing"
+    return "right" if reward >= 1 else "partly" if reward > 0 else "wrong"

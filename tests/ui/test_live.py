@@ -1,0 +1,186 @@
+"""The terminal view: what it shows, at any width, and that it costs next to nothing."""
+
+import io
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from tilth.config.load import from_dict
+from tilth.ui import live as live_module
+from tilth.ui.live import LEVELS, Live, Progress, Series, line, picture, sparkline
+
+RECIPE = from_dict({"warmup": {"steps": 20}, "algorithm": {"steps": 100}})
+SAMPLE = {"prompt": "123+456=", "text": "0579", "answer": "0579", "reward": 1.0}
+
+
+def record(step, phase="grpo", **more):
+    return {
+        "step": step, "attempt": 1, "phase": phase, "seconds": step * 0.5,
+        "reward/mean": 0.5 + step / 1000, "loss": 0.01, "entropy": 0.4, "length/mean": 4.2, "length/cut": 0.02, "mismatch/max": 1.2e-6, "mismatch/mean": 1e-7,
+        "tokens_per_second/generate": 15234.0, "tokens_per_second/train": 20123.0, "memory/rss": 8e8,
+        "time/generate": 0.25, "time/update": 0.15, "time/other": 0.1, "time/step": 0.5, **more,
+    }  # fmt: skip
+
+
+def view(width=100, terminal=True):
+    out = io.StringIO()
+    return Live(RECIPE, Console(file=out, width=width, force_terminal=terminal, color_system=None)), out
+
+
+def text_of(live, width=100):
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(picture(live.progress, live.sample, width))
+    return console.file.getvalue()
+
+
+def test_it_shows_what_a_person_asks():
+    live, _ = view()
+    live.on_step(record(1, "warmup"), None)
+    live.on_step(record(21, **{"accuracy/heldout": 0.612}), None)
+    live.on_step(record(22, **{"accuracy/heldout": 0.941, "reward/missing": 3}), SAMPLE)
+    shown = text_of(live)
+    live.stop()
+    for want in (
+        "warm-up ✓", "GRPO", "step 2 of 100", "94.1 % from 61.2 %", "0.5220", "4.2 tokens, 2% cut", "max 1.2e-06",
+        "generation 15,234 tokens/s", "training 20,123 tokens/s", "generate 50%", "update 30%", "123+456=0579",
+        "✓ reward 1", "rewards missing", "0:11",
+    ):  # fmt: skip
+        assert want in shown, want
+
+
+@pytest.mark.parametrize("width", [20, 30, 46, 64, 100, 200])
+def test_it_fits_any_terminal(width):
+    live, out = view(width)
+    for step in range(1, 30):
+        live._next = 0
+        live.on_step(record(step), SAMPLE | {"text": "x" * 500, "reward": 0.0})
+    live.on_end({})
+    assert max(len(row) for row in text_of(live, width).splitlines()) <= width
+    assert "\x1b[?25h" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("reward", "want"), [(1.0, "✓ reward 1"), (0.0, "✗ reward 0"), (0.5, "◐ reward 0.5"), (None, "? reward missing")]
+)
+def test_a_sampled_answer_is_marked(reward, want):
+    live, _ = view(terminal=False)
+    live.on_step(record(1), SAMPLE | {"reward": reward})
+    shown = text_of(live)
+    assert want in shown and ("right: 0579" in shown) == (reward != 1.0)
+
+
+def test_what_a_model_writes_cannot_steer_the_terminal():
+    live, _ = view(terminal=False)
+    live.on_step(record(1), SAMPLE | {"text": "\x1b[2J[bold]a\nb\x07"})
+    shown = text_of(live)
+    assert "\x1b" not in shown and "\x07" not in shown and "·[2J[bold]a⏎b·" in shown
+
+
+def test_plain_lines_come_seldom(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    live, out = view(terminal=False)
+    live.on_message("new run in runs/demo-001")
+    for step in range(1, 41):
+        clock[0] += 0.5
+        live.on_step(record(step), SAMPLE)
+    live.on_end({})
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "new run in runs/demo-001"
+    assert len(lines) == 1 + 4 + 1 and "\x1b" not in out.getvalue()
+    assert lines[-1].startswith("GRPO 40/100  reward 0.54  loss 0.01") and "0:20, 0:30 left" in lines[-1]
+
+
+def test_pictures_come_at_most_four_times_a_second_and_for_one_percent_of_the_time(monkeypatch):
+    live, _ = view()
+    shown = []
+    show = live._show
+    monkeypatch.setattr(live, "_show", lambda: (shown.append(1), show()))
+    clock = [0.0]
+    monkeypatch.setattr(live_module.time, "monotonic", lambda: clock[0])
+    for step in range(1, 101):
+        clock[0] += 0.01
+        live.on_step(record(step), SAMPLE)
+    assert 1 <= len(shown) <= 5
+    live.stop()
+
+
+def test_the_terminal_is_given_back():
+    live, out = view()
+    live.on_step(record(1), None)
+    assert live._live is not None and "\x1b[?25l" in out.getvalue()
+    live.stop()
+    live.stop()
+    assert live._live is None and out.getvalue().rstrip().endswith("\x1b[?25h")
+
+
+def test_an_end_without_a_step():
+    live, out = view(terminal=False)
+    live.on_end({})
+    assert out.getvalue() == ""
+
+
+def test_time_left_is_that_of_the_phase():
+    p = Progress(RECIPE)
+    for step in range(1, 5):
+        p.take(record(step, "warmup"), 2.0)
+    assert p.left == pytest.approx(32.0) and "at most 0:32 left of it" in line(p)
+    p.take(record(5, "grpo"), 1.0)
+    assert p.done == 1 and p.left == pytest.approx(99.0) and "1:39 left" in line(p)
+    p.take(record(6, "grpo", phase_step=50), 1.0)
+    assert p.done == 50
+
+
+def test_an_unknown_phase_and_empty_records():
+    p = Progress(RECIPE)
+    p.take({"step": 1, "phase": "other"}, 1.0)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(picture(p, None, 80))
+    assert "step 1" in console.file.getvalue() and line(p).startswith("other 1/?")
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=400), st.integers(0, 60))
+def test_sparkline_is_as_wide_as_asked_and_reaches_both_ends(values, width):
+    drawn = sparkline(values, width)
+    assert len(drawn) == min(width, len(values)) and set(drawn) <= set(LEVELS)
+    if len(set(values)) > 1 and width >= len(values):
+        assert LEVELS[0] in drawn and LEVELS[-1] in drawn
+
+
+def test_sparkline_by_hand():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == LEVELS
+    assert sparkline([0, 0, 7, 7], 2) == "▁█" and sparkline([3.0], 5) == "▄"
+
+
+@settings(max_examples=30)
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=3000))
+def test_series_are_bounded_and_keep_their_mean(values):
+    series = Series(limit=16)
+    for v in values:
+        series.add(v)
+    assert len(series.values) < 16
+    whole = len(series.values) * series.stride
+    if whole:
+        mean = sum(values[:whole]) / whole
+        assert sum(series.values) / len(series.values) == pytest.approx(mean, abs=1e-6)
+
+
+def test_price_of_a_step(capsys):
+    live, _ = view()
+    for step in range(1, 200):
+        live.on_step(record(step), SAMPLE)
+    live._next = float("inf")
+    began = time.perf_counter()
+    for step in range(200, 400):
+        live.on_step(record(step), SAMPLE)
+    quiet = (time.perf_counter() - began) / 200
+    live._next = 0
+    began = time.perf_counter()
+    live.on_step(record(400), SAMPLE)
+    with capsys.disabled():
+        print(f"\n  a step costs the view {quiet * 1e6:.0f} us, a picture {(time.perf_counter() - began) * 1e3:.1f} ms")
+    live.stop()
+    assert quiet < 0.01

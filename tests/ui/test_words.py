@@ -1,0 +1,48 @@
+"""Numbers in words."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilth.ui import words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (7.4, "0:07"), (59.6, "1:00"), (125, "2:05"), (3725, "1:02:05"), (90000, "25:00:00")],
+)
+def test_duration(seconds, text):
+    assert words.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0, "0"),
+        (0.5, "0.5"),
+        (1234567, "1,234,567"),
+        (1.2e-6, "1.2e-06"),
+        (-0.25, "-0.25"),
+        (999.4, "999"),
+    ],
+)
+def test_number(value, text):
+    assert words.number(value) == text
+
+
+def test_share_and_size():
+    assert (words.share(0.9412), words.share(None)) == ("94.1 %", "–")
+    assert [words.size(n) for n in (None, 12, 1500, 2.5e6, 1.38e9)] == ["–", "12 bytes", "1.5 kB", "2.5 MB", "1.38 GB"]
+
+
+@pytest.mark.parametrize(
+    ("reward", "kind"), [(1.0, "right"), (0.0, "wrong"), (-1, "wrong"), (0.3, "partly"), (None, "missing")]
+)
+def test_verdict(reward, kind):
+    assert words.verdict({"reward": reward}) == kind
+
+
+@given(st.floats(-1e12, 1e12))
+def test_numbers_are_short(value):
+    assert 0 < len(words.number(value)) <= 18
