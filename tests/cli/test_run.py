@@ -37,7 +37,7 @@ def said(recipe=(), **changes):
 def test_closing_says_what_was_learned_where_to_look_and_what_to_try():
     text = said()
     assert text.splitlines()[0] == (
-        "In 650 steps and 2:31 min, accuracy on problems it never trained on went from 0.0% over 62.0% to 97.3%."
+        "In 650 steps and 2:31 min, accuracy on problems it never trained on went from 0.0 % over 62.0 % to 97.3 %."
     )
     assert "memory at most 900 MB (predicted 1 GB)" in text and "mismatch at most 3.2e-06" in text
     assert "report: runs/a/report.html" in text
@@ -63,7 +63,7 @@ def test_what_to_try_next_is_a_valid_recipe():
 def test_closing_without_measurements():
     empty = dict.fromkeys(SUMMARY) | {"steps": 3, "seconds": 1.0}
     assert said(**empty).startswith("Done in 3 steps and 0:01 min.\n")
-    assert "from 62.0% to 97.3%" in said(accuracy_start=None) == said(accuracy_start=0.62)
+    assert "from 62.0 % to 97.3 %" in said(accuracy_start=None) == said(accuracy_start=0.62)
 
 
 def test_data_without_a_held_out_prompt_that_fits(tmp_path):
@@ -79,7 +79,7 @@ def test_data_without_a_held_out_prompt_that_fits(tmp_path):
 @pytest.fixture
 def behind(monkeypatch, tmp_path):
     """Puts a stand-in where the run would be; the returned namespace says what it does and what it was given."""
-    seen = SimpleNamespace(outcome=SimpleNamespace(directory=tmp_path, summary=SUMMARY), asked=None)
+    seen = SimpleNamespace(outcome=SimpleNamespace(directory=tmp_path, summary=SUMMARY), asked=None, stops=[])
 
     def run_recipe(recipe, *, name, observers):
         seen.asked = (recipe, name, observers)
@@ -89,7 +89,7 @@ def behind(monkeypatch, tmp_path):
 
     for name, content in {
         "tilth.api": {"run_recipe": run_recipe},
-        "tilth.ui.live": {"Live": lambda recipe: ("live", recipe)},
+        "tilth.ui.live": {"Live": lambda recipe: SimpleNamespace(recipe=recipe, stop=lambda: seen.stops.append(1))},
         "tilth.ui.report": {"write_report": lambda run: run / "report.html"},
     }.items():
         module = ModuleType(name)
@@ -106,18 +106,21 @@ def test_recipe_name_and_observer_are_handed_over(behind, tmp_path):
     result = call("seed=7", "run.name=x")
     recipe, name, observers = behind.asked
     assert result.exit_code == 0 and (recipe.seed, recipe.run.name, name) == (7, "x", "addition-grpo")
-    assert observers == [("live", recipe)] and f"report: {tmp_path}/report.html" in result.stdout
+    assert [o.recipe for o in observers] == [recipe] and behind.stops
+    assert f"report: {tmp_path}/report.html" in result.stdout
 
 
 def test_interrupted_says_how_to_go_on(behind):
     behind.outcome = Interrupted("stopped after step 3; the same command continues")
     result = call()
-    assert result.exit_code == 130 and result.stderr == "stopped after step 3; the same command continues\n"
+    assert behind.stops and result.exit_code == 130
+    assert result.stderr == "stopped after step 3; the same command continues\n"
 
 
 def test_an_error_of_the_run(behind):
     behind.outcome = StorageError("disk full")
-    assert (call().exit_code, call().stderr) == (2, "error: disk full\n")
+    result = call()
+    assert behind.stops and (result.exit_code, result.stderr) == (2, "error: disk full\n")
 
 
 def test_a_wrong_recipe_is_told_before_torch_is_imported():

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tilth.cli.show import duration
 from tilth.config.load import load_recipe, recipe_name
 from tilth.config.schema import Recipe
-from tilth.plan.steps import size
+from tilth.ui import words
 
 if TYPE_CHECKING:
     from tilth.flows.launch import RunResult
@@ -32,11 +31,15 @@ def _watched(recipe: Recipe, name: str) -> "RunResult":
     from tilth.flows.signals import Interrupted
     from tilth.ui.live import Live
 
+    live = Live(recipe)
     try:
-        return run_recipe(recipe, name=name, observers=[Live(recipe)])
+        return run_recipe(recipe, name=name, observers=[live])
     except Interrupted as stopped:
+        live.stop()
         typer.echo(str(stopped), err=True)
         raise typer.Exit(130) from None
+    finally:
+        live.stop()
 
 
 def closing(recipe: Recipe, summary: Mapping[str, Any], directory: Path, report: Path) -> list[str]:
@@ -53,12 +56,13 @@ def closing(recipe: Recipe, summary: Mapping[str, Any], directory: Path, report:
 
 def _learned(s: Mapping[str, Any]) -> str:
     first, last = s.get("accuracy_first"), s.get("accuracy_last")
-    spent = f"{s['steps']:,} steps and {duration(s['seconds'])} min"
+    spent = f"{s['steps']:,} steps and {words.duration(s['seconds'])} min"
     if first is None or last is None:
         return f"Done in {spent}."
     start = s.get("accuracy_start")
-    before = f"from {start:.1%} over {first:.1%}" if start is not None and start != first else f"from {first:.1%}"
-    return f"In {spent}, accuracy on problems it never trained on went {before} to {last:.1%}."
+    way = [start, first] if start is not None and start != first else [first]
+    before = " over ".join(map(words.share, way))
+    return f"In {spent}, accuracy on problems it never trained on went from {before} to {words.share(last)}."
 
 
 def _took(s: Mapping[str, Any]) -> str:
@@ -68,8 +72,8 @@ def _took(s: Mapping[str, Any]) -> str:
     if s.get("tokens_per_second_train"):
         parts.append(f"{s['tokens_per_second_train']:,.0f} tokens/s trained on")
     if s.get("memory_peak"):
-        predicted = f" (predicted {size(s['memory_predicted'])})" if s.get("memory_predicted") else ""
-        parts.append(f"memory at most {size(s['memory_peak'])}{predicted}")
+        predicted = f" (predicted {words.size(s['memory_predicted'])})" if s.get("memory_predicted") else ""
+        parts.append(f"memory at most {words.size(s['memory_peak'])}{predicted}")
     if s.get("mismatch_max") is not None:
         parts.append(f"log-prob mismatch at most {s['mismatch_max']:.1e}")
     return "; ".join(parts)

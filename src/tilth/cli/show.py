@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from tilth.core.errors import DataError
-from tilth.plan.steps import size
+from tilth.ui import words
 
 Lines = list[tuple[str, str]]
 
@@ -42,7 +42,7 @@ def table(summary: Mapping[str, Any]) -> Lines:
     lines = [
         ("run", f"{s['run']} ({s['recipe']})"),
         ("state", str(s["state"]) + (f": {s['error']}" if s.get("error") else "")),
-        ("steps", f"{s['steps']} in {duration(s['seconds'])}"),
+        ("steps", f"{s['steps']} in {words.duration(s['seconds'])}"),
         ("held-out accuracy", _accuracy(s)),
         ("generation", _rate(s["tokens_per_second_generate"], s.get("tokens_generated"))),
         ("training", _rate(s["tokens_per_second_train"], s.get("tokens_trained"))),
@@ -51,13 +51,6 @@ def table(summary: Mapping[str, Any]) -> Lines:
         ("memory", _memory(s.get("memory_peak"), s.get("memory_predicted"))),
     ]
     return [(name, value) for name, value in lines if value]
-
-
-def duration(seconds: float) -> str:
-    """``2:05`` or ``1:02:05``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _check(run: Path) -> None:
@@ -71,7 +64,7 @@ def _number(value: float | None, form: str) -> str:
 
 def _accuracy(s: Mapping[str, Any]) -> str:
     first, last = s["accuracy_first"], s["accuracy_last"]
-    return "" if first is None or last is None else f"{first:.1%} -> {last:.1%}"
+    return "" if first is None or last is None else f"{words.share(first)} -> {words.share(last)}"
 
 
 def _rate(rate: float | None, tokens: int | None) -> str:
@@ -81,4 +74,4 @@ def _rate(rate: float | None, tokens: int | None) -> str:
 def _memory(peak: int | None, predicted: int | None) -> str:
     if peak is None:
         return ""
-    return f"peak {size(peak)}" + (f", predicted {size(predicted)}" if predicted else "")
+    return f"peak {words.size(peak)}" + (f", predicted {words.size(predicted)}" if predicted else "")
