@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Box:
-    """An axis-aligned block of a tensor: ``offset[d] <= index[d] < offset[d] + size[d]``; of a 0-d one: ``Box((), ())``."""
+    """An axis-aligned block of a tensor: ``offset[d] <= index[d] < offset[d] + size[d]``."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]

@@ -1,14 +1,19 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon et al., SC'11) addressed by (seed, stream, global index).
 
-Value e of a stream is ``philox(key=(seed lo, seed hi), counter=(e//4 lo, e//4 hi, stream lo, stream hi))[e % 4]``. There
-is no state: any slice, shard or order of evaluation gives the bits of the whole, on any device and at any world size.
+Value e of a stream is ``philox(key=(seed lo, seed hi), counter=(e//4 lo, e//4 hi, stream lo, stream hi))[e % 4]``.
+There is no state: any slice, shard or order of evaluation gives the bits of the whole, on any device and world size.
 """
 
+import functools
 import hashlib
 import itertools
 import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,14 +21,14 @@ from tilth.core.layout import Box
 
 Device = str | torch.device
 Shape = tuple[int, ...]
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
+Array = Any
 
 _MASK = 0xFFFFFFFF
+_ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
-_LANES = 1 << 15
-"""Blocks of four words per pass: what is in flight stays in the cache."""
+_LANES = {"cpu": 1 << 15, "cuda": 1 << 20}
+"""Blocks of four words per pass: enough to pay for dispatch, few enough for the cache."""
 
 
 def stream_id(*path: str | int) -> int:
@@ -35,59 +40,271 @@ def stream_id(*path: str | int) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
-    """Ten rounds of Philox4x32. Counter words and results are int64 tensors that hold 32-bit words."""
-    c0, c1, c2, c3 = counter
-    for i in range(_ROUNDS):
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        k0, k1 = ((k + i * w) & _MASK for k, w in zip(key, _WEYL))
-        c0, c1 = (((p1 >> 32) ^ c1) & _MASK) ^ k0, p1 & _MASK
-        c2, c3 = (((p0 >> 32) ^ c3) & _MASK) ^ k1, p0 & _MASK
-    return c0, c1, c2, c3
+class _Ops(NamedTuple):
+    """The few array operations used, by numpy on a CPU (a quarter of torch's dispatch cost) and by torch elsewhere.
+
+    Each works in place through ``out=``; both libraries agree on every bit, since each is exact or rounded once.
+    """
+
+    of: Callable[[Tensor], Array]
+    """The array that shares the memory of a tensor."""
+    add: Callable[..., Array]
+    sub: Callable[..., Array]
+    mul: Callable[..., Array]
+    div: Callable[..., Array]
+    sqrt: Callable[..., Array]
+    xor: Callable[..., Array]
+    mask: Callable[..., Array]
+    left: Callable[..., Array]
+    right: Callable[..., Array]
+    at_least: Callable[..., Array]
+    int32: Any
+    float32: Any
 
 
-def _blocks(seed: int, ids: Tensor, first: Tensor, count: int) -> Tensor:
-    """Words of ``count`` blocks from block ``first[i]`` of stream ``ids[i]``: int64 [rows, count * 4]."""
-    block = first[:, None] + torch.arange(count, device=first.device)
-    high = ids[:, None].expand_as(block)
-    counter = (block & _MASK, block >> 32 & _MASK, high & _MASK, high >> 32 & _MASK)
-    words = philox4x32(counter, (seed & _MASK, seed >> 32 & _MASK))
-    return torch.stack(words, -1).flatten(1)
+_NUMPY = _Ops(
+    Tensor.numpy, np.add, np.subtract, np.multiply, np.divide, np.sqrt, np.bitwise_xor, np.bitwise_and, np.left_shift,
+    np.right_shift, np.greater_equal, np.int32, np.float32,
+)  # fmt: skip
+_TORCH = _Ops(
+    Tensor.detach, torch.add, torch.sub, torch.mul, torch.div, torch.sqrt, torch.bitwise_xor, torch.bitwise_and,
+    torch.bitwise_left_shift, torch.bitwise_right_shift, torch.ge, torch.int32, torch.float32,
+)  # fmt: skip
 
 
-def _uniform(words: Tensor) -> Tensor:
-    return (words >> 8).to(torch.float32) * 2.0**-24
+class _Constants(NamedTuple):
+    """What the rounds need, as arrays: a Python number costs more per operation."""
+
+    multipliers: tuple[Array, Array]
+    keys: tuple[Array, ...]
+    all32: Array
+    high24: Array
+    half: Array
 
 
-def _normal(words: Tensor) -> Tensor:
-    """Box-Muller on the words (2k, 2k+1)."""
-    pairs = words.unflatten(-1, (-1, 2))
-    radius = (((pairs[..., 0] >> 8) + 1).to(torch.float64) * 2.0**-24).log().mul(-2).sqrt()
-    angle = (pairs[..., 1] >> 8).to(torch.float64) * (2.0**-24 * 2 * math.pi)
-    return torch.stack([radius * angle.cos(), radius * angle.sin()], -1).flatten(-2).to(torch.float32)
+@functools.lru_cache(maxsize=64)
+def _constants(seed: int, device: torch.device) -> _Constants:
+    """In even rounds row 0 holds words (0, 1) and row 1 words (2, 3), in odd rounds the other way round."""
+    of = _NUMPY.of if device.type == "cpu" else _TORCH.of
+    key = (seed & _MASK, seed >> 32 & _MASK)
+    keys = [[k + i * w & _MASK for k, w in zip(key, _WEYL)] for i in range(_ROUNDS)]
+    rounds = of(torch.tensor([k[::-1] if i % 2 == 0 else k for i, k in enumerate(keys)], device=device).unsqueeze(-1))
+    even, odd = (of(torch.tensor(m, device=device).unsqueeze(-1)) for m in (_MULTIPLIERS, _MULTIPLIERS[::-1]))
+    return _Constants(
+        (even, odd), tuple(rounds), *(of(torch.tensor(v, device=device)) for v in (_MASK, _MASK & ~0xFF, 32))
+    )
 
 
-def _raw(words: Tensor) -> Tensor:
-    return words
+class _Lanes:
+    """Memory for the blocks of one pass; lane j makes words 4j .. 4j+3."""
+
+    def __init__(self, seed: int, lanes: int, device: torch.device) -> None:
+        self.ops = _NUMPY if device.type == "cpu" else _TORCH
+        self.constants = _constants(seed, device)
+        self.buffers = self.ops.of(torch.empty(3, 2 * lanes, dtype=torch.int64, device=device))
+        self.x: Array = None
+        self.y: Array = None
+        self.spare: Array = None
+
+    def run(self, ids: Array, blocks: Array, step: Array) -> None:
+        """Make the words of blocks ``blocks[i] + step[j]`` of stream ``ids[i]``, row by row.
+
+        ``x`` then holds words 0 and 2 of every lane, ``y`` words 1 and 3 in the low half of each entry, int64 [2, n];
+        ``spare`` is free.
+        """
+        n = len(ids) * len(step)
+        self.x, self.y, self.spare = (b[: 2 * n].reshape(2, n) for b in self.buffers)
+        self.ops.add(blocks[:, None], step, out=self.x[0].reshape(-1, len(step)))
+        self.x[1].reshape(-1, len(step))[...] = ids[:, None]
+        self.ops.right(self.x, self.constants.half, out=self.y)
+        self.ops.mask(self.x, self.constants.all32, out=self.x)
+        self._rounds()
+
+    def _rounds(self) -> None:
+        """A round makes each half from the product of the other, so halves change rows instead of being moved."""
+        mul, right, xor, mask = self.ops.mul, self.ops.right, self.ops.xor, self.ops.mask
+        multipliers, keys, all32, _, half = self.constants
+        x, (x0, x1) = self.x, self.x
+        y, product = ((b, b[0], b[1]) for b in (self.y, self.spare))
+        for i, key in enumerate(keys):
+            mul(x, multipliers[i & 1], out=product[0])
+            right(product[0], half, out=x)
+            xor(x0, y[2], out=x0)
+            xor(x1, y[1], out=x1)
+            mask(x, all32, out=x)
+            xor(x, key, out=x)
+            y, product = product, y
+        self.y, self.spare = y[0], product[0]
+
+    def words(self, bits: int = 32) -> tuple[Array, Array, Array, Array]:
+        """Words 0 to 3 of every lane, int64 [n] each, with all bits or only the high 24."""
+        if bits == 24:
+            self.ops.mask(self.x, self.constants.high24, out=self.x)
+        self.ops.mask(self.y, self.constants.high24 if bits == 24 else self.constants.all32, out=self.y)
+        return self.x[0], self.y[0], self.x[1], self.y[1]
+
+    def floats(self, buffer: Array) -> Array:
+        """Two float32 arrays [2, n] in the memory of one of the three buffers."""
+        return buffer.view(self.ops.float32).reshape(2, 2, -1)
 
 
-_KINDS = {"bits": (_raw, torch.int64), "uniform": (_uniform, torch.float32), "normal": (_normal, torch.float32)}
+def _places(out: Array) -> Array:
+    """Where words 0 to 3 of every lane belong in ``out`` [4n]: a view [4, n]."""
+    return out.reshape(-1, 4).T
 
 
-def _rows(kind: str, seed: int, ids: Tensor, starts: Tensor, count: int) -> Tensor:
-    """Values ``starts[i] .. starts[i] + count`` of stream ``ids[i]``: [rows, count]."""
-    convert, dtype = _KINDS[kind]
-    out = torch.empty(len(ids), count, dtype=dtype, device=ids.device)
-    per_row = (count + 6) // 4
-    for row in range(0, len(ids), max(1, _LANES // per_row)):
-        some = slice(row, row + max(1, _LANES // per_row))
-        for at in range(0, count, _LANES * 4):
-            width = min(count - at, _LANES * 4)
-            begin = starts[some] + at
-            values = convert(_blocks(seed, ids[some], begin >> 2, (width + 6) // 4))
-            column = (begin & 3)[:, None] + torch.arange(width, device=ids.device)
-            out[some, at : at + width] = values.gather(1, column)
+def _bits(lanes: _Lanes, out: Array) -> None:
+    for words, place in zip(lanes.words(), _places(out)):
+        place[...] = words
+
+
+def _keep(lanes: _Lanes, out: Array, threshold: int) -> None:
+    for words, place in zip(lanes.words(), _places(out)):
+        lanes.ops.at_least(words, threshold, out=place)
+
+
+def _uniform(lanes: _Lanes, out: Array, scale: float = 1.0, shift: float = 0.0) -> None:
+    for words, place in zip(lanes.words(24), _places(out)):
+        place[...] = words
+    lanes.ops.mul(out, 2.0**-32, out=out)
+    if (scale, shift) != (1.0, 0.0):
+        lanes.ops.add(lanes.ops.mul(out, scale, out=out), shift, out=out)
+
+
+def _normal(lanes: _Lanes, out: Array, scale: float = 1.0) -> None:
+    """Box-Muller on the words (2k, 2k+1): the first gives the radius, the second, as a signed number, the angle."""
+    ops = lanes.ops
+    u, t = lanes.floats(lanes.spare)
+    u[...], t[...] = lanes.x, lanes.y.view(ops.int32)[:, ::2]
+    ops.add(ops.mul(u, 2.0**-32, out=u), 2.0**-33, out=u)
+    ops.mul(t, 2.0**-32, out=t)
+    free = (*lanes.floats(lanes.x), *lanes.floats(lanes.y))
+    radius = _minus_two_log(ops, u, free)
+    ops.mul(ops.sqrt(radius, out=radius), scale, out=radius)
+    sine, cosine = _half_angle(ops, t, (u, *free[1:]))
+    ops.mul(ops.mul(cosine, sine, out=cosine), radius, out=cosine)
+    ops.mul(ops.mul(sine, sine, out=sine), radius, out=sine)
+    even, odd = ops.sub(radius, sine, out=sine), cosine
+    for words, place in zip((even[0], odd[0], even[1], odd[1]), _places(out)):
+        place[...] = words
+
+
+# The functions below use only additions, multiplications, divisions and square roots, which IEEE 754 rounds in one way,
+# each in an operation of its own: so a normal value has the same bits in every slice and on every device. torch.log and
+# torch.cos do not promise that (the last entries of an array may take another path than the others).
+
+_LOG = (-4.000000476837158, -1.333045244216919, -0.8259008526802063)
+_SINE = (4.442883014678955, -7.308245658874512, 3.606353998184204, -0.8461104035377502, 0.10982204228639603)
+_COSINE = (1.4142135381698608, -6.978850841522217, 5.73945951461792, -1.8835527896881104, 0.3106778562068939)
+
+
+def _polynomial(ops: _Ops, x: Array, coefficients: Sequence[float], out: Array) -> Array:
+    """Horner's rule, lowest coefficient first."""
+    ops.add(ops.mul(x, coefficients[-1], out=out), coefficients[-2], out=out)
+    for c in coefficients[-3::-1]:
+        ops.add(ops.mul(out, x, out=out), c, out=out)
     return out
+
+
+def _minus_two_log(ops: _Ops, u: Array, free: Sequence[Array]) -> Array:
+    """-2 ln u, never negative, for float32 u in (0, 1]; overwrites u and ``free`` and returns ``free[0]``.
+
+    u = m * 2**e with m in [1/sqrt 2, sqrt 2], and -2 ln m = -4 atanh((m - 1) / (m + 1)).
+    """
+    m, s, square, exponent = *free[:3], free[3].view(ops.int32)
+    bits, shifted = u.view(ops.int32), square.view(ops.int32)
+    ops.right(ops.sub(bits, 0x3F3504F3, out=exponent), 23, out=exponent)
+    ops.sub(bits, ops.left(exponent, 23, out=shifted), out=m.view(ops.int32))
+    u[...] = exponent
+    ops.mul(u, -2 * math.log(2), out=u)
+    ops.sub(m, 1.0, out=s)
+    ops.div(s, ops.add(m, 1.0, out=m), out=s)
+    _polynomial(ops, ops.mul(s, s, out=square), _LOG, out=m)
+    return ops.add(ops.mul(m, s, out=m), u, out=m)
+
+
+def _half_angle(ops: _Ops, t: Array, free: Sequence[Array]) -> tuple[Array, Array]:
+    """sqrt(2) times the sine and the cosine of pi * t, to 2e-7, for t in [-1/2, 1/2]; kept in ``free``."""
+    square = ops.mul(t, t, out=free[0])
+    sine = _polynomial(ops, square, _SINE, out=free[1])
+    return ops.mul(sine, t, out=sine), _polynomial(ops, square, _COSINE, out=free[2])
+
+
+Write = Callable[[_Lanes, Array], None]
+
+
+class _Tile(NamedTuple):
+    rows: slice
+    columns: slice
+    blocks: int
+    """Blocks per row that cover the columns."""
+
+    @property
+    def lanes(self) -> int:
+        return (self.rows.stop - self.rows.start) * self.blocks
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Values ``starts[i] + j`` of stream ``ids[i]`` for every row i and column j, made by ``write`` in ``dtype``."""
+
+    write: Write
+    dtype: torch.dtype
+    seed: int
+    ids: Tensor
+    starts: Tensor
+    phase: int | None
+    """All the starts modulo 4 where they agree, else None."""
+
+    def new(self, count: int) -> Tensor:
+        """A new tensor [rows, count]."""
+        return self.into(torch.empty(len(self.ids), count, dtype=self.dtype, device=self.ids.device))
+
+    def into(self, out: Tensor) -> Tensor:
+        """Fill ``out`` [rows, count] of any dtype, tile by tile, on a CPU in as many threads as torch may use."""
+        on_cpu = out.device.type == "cpu"
+        tiles = list(self._tiles(len(out), out.shape[1], _LANES["cpu" if on_cpu else "cuda"]))
+        workers = min(torch.get_num_threads(), len(tiles) // 4) if on_cpu else 1
+        if workers < 2:
+            self._fill(out, tiles)
+        else:
+            # Another thread does not inherit the caller's inference mode, without which it may not write to ``out``.
+            fill = torch.inference_mode(torch.is_inference_mode_enabled())(self._fill)
+            with ThreadPoolExecutor(workers) as pool:
+                list(pool.map(lambda worker: fill(out, tiles[worker::workers]), range(workers)))
+        return out
+
+    @torch.no_grad()
+    def _fill(self, out: Tensor, tiles: Sequence[_Tile]) -> None:
+        capacity = max((tile.lanes for tile in tiles), default=0)
+        lanes = _Lanes(self.seed, capacity, out.device)
+        values = torch.empty(4 * capacity, dtype=self.dtype, device=out.device)
+        of = lanes.ops.of
+        ids, first = of(self.ids), of(self.starts >> 2)
+        step = of(torch.arange(max((tile.blocks for tile in tiles), default=0), device=out.device))
+        for tile in tiles:
+            lanes.run(ids[tile.rows], first[tile.rows] + tile.columns.start // 4, step[: tile.blocks])
+            made = values[: 4 * tile.lanes]
+            self.write(lanes, of(made))
+            out[tile.rows, tile.columns].copy_(self._cut(made.view(-1, 4 * tile.blocks), tile))
+
+    def _cut(self, values: Tensor, tile: _Tile) -> Tensor:
+        """The wanted columns of whole blocks."""
+        width = tile.columns.stop - tile.columns.start
+        if self.phase is not None:
+            return values[:, self.phase : self.phase + width]
+        phases = self.starts[tile.rows, None] & 3
+        return values.gather(1, phases + torch.arange(width, device=values.device))
+
+    def _tiles(self, rows: int, count: int, lanes: int) -> Iterator[_Tile]:
+        """Cut [rows, count] into tiles of about ``lanes`` blocks; columns are cut at whole blocks."""
+        spill = 6 if self.phase is None else self.phase + 3
+        width = max(1, min(count, 4 * lanes))
+        height = max(1, lanes // ((width + spill) // 4))
+        for row in range(0, rows, height):
+            for at in range(0, count, width):
+                columns = slice(at, min(count, at + width))
+                yield _Tile(slice(row, min(rows, row + height)), columns, (columns.stop - at + spill) // 4)
 
 
 @dataclass(frozen=True)
@@ -97,32 +314,38 @@ class Stream:
     seed: int
     id: int
 
-    def _slice(self, kind: str, start: int, count: int, device: Device) -> Tensor:
-        ids = torch.tensor([self.id], dtype=torch.int64, device=device)
-        return _rows(kind, self.seed, ids, torch.tensor([start], dtype=torch.int64, device=device), count)[0]
+    def _slice(self, write: Write, dtype: torch.dtype, start: int, count: int, device: Device) -> Tensor:
+        return _request(self, write, dtype, [start], torch.device(device)).new(count)[0]
 
     def bits(self, start: int, count: int, device: Device = "cpu") -> Tensor:
         """32-bit words ``start .. start + count``: int64 [count]."""
-        return self._slice("bits", start, count, device)
+        return self._slice(_bits, torch.int64, start, count, device)
 
     def uniform(self, start: int, count: int, device: Device = "cpu") -> Tensor:
         """float32 [count] in [0, 1): multiples of 2**-24."""
-        return self._slice("uniform", start, count, device)
+        return self._slice(_uniform, torch.float32, start, count, device)
 
     def normal(self, start: int, count: int, device: Device = "cpu") -> Tensor:
-        """float32 [count], standard normal."""
-        return self._slice("normal", start, count, device)
+        """float32 [count], standard normal, at most 6.77 in size."""
+        return self._slice(_normal, torch.float32, start, count, device)
 
     def integers(self, start: int, count: int, high: int, device: Device = "cpu") -> Tensor:
         """int64 [count] in [0, high), 1 <= high <= 2**31: ``word * high >> 32``, so the bias is under high / 2**32."""
         if not 1 <= high <= 1 << 31:
             raise ValueError(f"high={high}: must be between 1 and 2**31")
-        return self.bits(start, count, device) * high >> 32
+        return self.bits(start, count, device).mul_(high).bitwise_right_shift_(32)
 
     def permutation(self, n: int, device: Device = "cpu") -> Tensor:
         """int64 [n]: 0 .. n-1 in the order of their 64-bit keys (words 2i and 2i+1), equal keys by index."""
         words = self.bits(0, 2 * n, device).view(n, 2)
         return torch.argsort((words[:, 0] << 32) | words[:, 1], stable=True)
+
+
+def _request(stream: Stream, write: Write, dtype: torch.dtype, starts: Sequence[int], device: torch.device) -> _Request:
+    rows = torch.tensor(starts, dtype=torch.int64, device=device)
+    phases = {start & 3 for start in starts}
+    phase = phases.pop() if len(phases) == 1 else None
+    return _Request(write, dtype, stream.seed, torch.full_like(rows, stream.id), rows, phase)
 
 
 def stream(seed: int, *path: str | int) -> Stream:
@@ -135,8 +358,9 @@ def uniform_rows(seed: int, ids: Tensor, start: int | Tensor, count: int) -> Ten
 
     ``start`` is one index for all rows or an int64 [B] tensor.
     """
-    starts = start if isinstance(start, Tensor) else torch.full_like(ids, start)
-    return _rows("uniform", seed, ids, starts, count)
+    if isinstance(start, Tensor):
+        return _Request(_uniform, torch.float32, seed, ids, start, None).new(count)
+    return _Request(_uniform, torch.float32, seed, ids, torch.full_like(ids, start), start & 3).new(count)
 
 
 def fill_normal_(
@@ -147,7 +371,7 @@ def fill_normal_(
     ``tensor`` is the piece ``box`` of a global tensor of this ``shape`` (default: all of it) and gets the bits that the
     global tensor has there. A flat (ragged) interval of a tensor is a box of the flattened shape ``(numel,)``.
     """
-    return _fill(tensor, "normal", stream, box, shape, std, 0.0)
+    return _fill(tensor, functools.partial(_normal, scale=std), stream, box, shape)
 
 
 def fill_uniform_(
@@ -159,22 +383,22 @@ def fill_uniform_(
     shape: Shape | None = None,
 ) -> Tensor:
     """Fill in place with values uniform in [low, high); otherwise as ``fill_normal_``."""
-    return _fill(tensor, "uniform", stream, box, shape, high - low, low)
+    return _fill(tensor, functools.partial(_uniform, scale=high - low, shift=low), stream, box, shape)
 
 
-def _fill(
-    tensor: Tensor, kind: str, stream: Stream, box: Box | None, shape: Shape | None, scale: float, shift: float
-) -> Tensor:
+def _fill(tensor: Tensor, write: Write, stream: Stream, box: Box | None, shape: Shape | None) -> Tensor:
     shape = tuple(shape if shape is not None else tensor.shape)
     box = box or Box.whole(shape)
-    inside = all(o >= 0 and o + s <= n for o, s, n in zip(box.offset, box.size, shape, strict=True))
+    inside = len(shape) == len(box.size) and all(o >= 0 and o + s <= n for o, s, n in zip(box.offset, box.size, shape))
     if tuple(tensor.shape) != box.size or not inside:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not the {box} of shape {shape}")
     starts, length = _runs(box, shape)
-    rows = torch.tensor(starts, dtype=torch.int64, device=tensor.device)
-    values = _rows(kind, stream.seed, torch.full_like(rows, stream.id), rows, length)
+    request = _request(stream, write, torch.float32, starts, tensor.device)
     with torch.no_grad():
-        tensor.copy_(values.mul_(scale).add_(shift).view(tensor.shape))
+        if tensor.is_contiguous():
+            request.into(tensor.view(len(starts), length))
+        else:
+            tensor.copy_(request.new(length).view(tensor.shape))
     return tensor
 
 
@@ -197,4 +421,6 @@ def dropout_mask(stream: Stream, rows: Tensor, width: int, p: float) -> Tensor:
 
     Entry (i, j) is decided by value ``rows[i] * width + j`` of the stream: it does not depend on how tokens are split.
     """
-    return _rows("bits", stream.seed, torch.full_like(rows, stream.id), rows * width, width) >= round(p * 2**32)
+    write = functools.partial(_keep, threshold=round(p * 2**32))
+    phase = 0 if width % 4 == 0 else None
+    return _Request(write, torch.bool, stream.seed, torch.full_like(rows, stream.id), rows * width, phase).new(width)
