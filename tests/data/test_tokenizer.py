@@ -134,6 +134,13 @@ def test_chat_template_is_kept_and_the_model_files_are_not(tmp_path):
     assert Tokenizer.load(tmp_path / "b").eos_id == 1
 
 
+def test_all_ends_of_a_text_are_kept(tmp_path):
+    Tokenizer.load(write_model_tokenizer(tmp_path / "a", generation_config={"eos_token_id": [2, 1]})).save(
+        tmp_path / "b"
+    )
+    assert Tokenizer.load(tmp_path / "b").stop_ids == (2, 1)
+
+
 def test_vocab_size_covers_the_greatest_id(tmp_path):
     core = tokenizers.Tokenizer(models.WordLevel({"</s>": 7, "a": 3}))
     core.save(str(tmp_path / "tokenizer.json"))

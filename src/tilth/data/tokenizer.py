@@ -19,7 +19,7 @@ _BESIDE = (
     "config.json",
     "chat_template.jinja",
 )
-_KEPT = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_KEPT = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 _USUAL_ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>", "</s>", EOS)
 
 
@@ -147,7 +147,7 @@ def _end(core: tokenizers.Tokenizer, config: dict[str, dict[str, Any]], file: Pa
 
 
 def _kept(files: dict[str, str], eos: str) -> dict[str, str]:
-    """What ``save`` writes again: everything about the tokenizer, nothing about the model."""
+    """What ``save`` writes again: all that tells how to read and to end a text, nothing about the model."""
     kept = {name: text for name, text in files.items() if name in _KEPT}
     return kept if "tokenizer_config.json" in kept else {**_config_files(eos, eos), **kept}
 
