@@ -14,7 +14,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.rollout.blocks import BlockManager
 from tilth.rollout.cache import PrefixStore, Slab
-from tilth.rollout.lanes import KEYS, Lane, capacity_for, round_up
+from tilth.rollout.lanes import Lane, limit_for, round_up
 from tilth.rollout.prefill import Batch, Prompt
 from tilth.rollout.request import Answer, Request, SamplingParams
 from tilth.rollout.runner import Runner
@@ -70,7 +70,7 @@ class Engine:
         self._blocks = BlockManager(self.kv_tokens // block_size, block_size, self.kv_tokens // block_size // 4)
         self._scheduler = Scheduler(self._blocks, min(max_rows, step_tokens))
         self._lanes: dict[int, Lane] = {}
-        self._store = self._new_store()
+        self._store, self._staging = self._new_store(), self._new_slab()
         self._known: set[int] = set()
         self._done: list[Trajectory] = []
         self._released = False
@@ -241,10 +241,9 @@ class Engine:
         at = c.position[:rows]
         live = c.live[:rows].copy()
         with span("decode", tokens=int(live.sum())) as spent:
-            length = min(lane.capacity, round_up(int(at.max()) + 1, KEYS))
             ids, uniform = c.tokens[every, at], c.uniform[every, at + 1]
             chosen = self._runner.decode(
-                lane.slab, self._tensor(ids), self._tensor(at), length, self._tensor(uniform),
+                lane.slab, self._tensor(ids), self._tensor(at), lane.slots, self._tensor(uniform),
                 lane.rules(rows, self.device),
             )  # fmt: skip
             tokens, logprobs, sampling = _to_host(chosen)
@@ -284,14 +283,13 @@ class Engine:
             prompts = scheduler.admit(budget, self.running, self.version)
             if not prompts:
                 return 0
-            scheduler.batch = Batch(prompts, self._make_slab)
+            scheduler.batch = Batch(prompts, self._staging)
             self._load_prefixes(prompts)
         return self._prefill_chunk(scheduler.batch, budget)
 
     def _load_prefixes(self, prompts: list[Prompt]) -> None:
         for prompt in prompts:
-            assert prompt.slab is not None
-            self._store.load(self._blocks.slots(prompt.table), prompt.slab, prompt.row)
+            self._store.load(self._blocks.slots(prompt.table), self._staging, prompt.row)
             self._stats.cached_tokens += prompt.computed
             self._stats.shared_tokens += (len(prompt.answers) - 1) * len(prompt.tokens)
 
@@ -325,18 +323,15 @@ class Engine:
             rows = max(1, _CHOICE_ELEMENTS // self.config.vocab_size)
             for i in range(0, len(placed), rows):
                 self._first_tokens(placed[i : i + rows])
-            going: dict[tuple[int, int], list[tuple[Prompt, Answer]]] = {}
+            going: dict[int, list[tuple[Prompt, Answer]]] = {}
             for prompt, answer in placed:
                 if (reason := self._ended(answer)) is not None:
                     self._blocks.close(answer.table)
                     done.append(self._finish(answer, reason))
                     continue
-                capacity = capacity_for(len(answer.tokens), answer.end, self.max_length)
-                going.setdefault((capacity, id(prompt.slab)), []).append((prompt, answer))
-            for (capacity, _), pairs in going.items():
-                slab = pairs[0][0].slab
-                assert slab is not None
-                self._lane(capacity).place([a for _, a in pairs], slab, [p.row for p, _ in pairs], self._draw)
+                going.setdefault(limit_for(len(answer.tokens), self.max_length), []).append((prompt, answer))
+            for limit, pairs in going.items():
+                self._lane(limit).place([a for _, a in pairs], self._staging, [p.row for p, _ in pairs], self._draw)
         self._stats.decoded_tokens += len(placed)
         self._stats.place_seconds += spent.seconds
 
@@ -397,12 +392,10 @@ class Engine:
 
     def _promote(self) -> None:
         """Move rows that outgrew their lane."""
-        for lane in sorted(self._lanes.values(), key=lambda lane: -lane.capacity):
+        for lane in sorted(self._lanes.values(), key=lambda lane: -lane.limit):
             rows = lane.outgrown()
             if len(rows):
-                self._lane(capacity_for(lane.capacity + 1, self.max_length, self.max_length)).adopt(
-                    lane, rows, self._draw
-                )
+                self._lane(limit_for(lane.limit, self.max_length)).adopt(lane, rows, self._draw)
                 self._stats.moved_rows += len(rows)
 
     def _interrupt(self) -> None:
@@ -424,7 +417,7 @@ class Engine:
         """Give the memory of the KV cache back; what is in flight will be computed anew after ``regain_kv``."""
         self._interrupt()
         self._blocks.flush()
-        self._lanes, self._store, self._released = {}, self._new_store(), True
+        self._lanes, self._store, self._staging, self._released = {}, self._new_store(), self._new_slab(), True
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -437,8 +430,9 @@ class Engine:
 
     @property
     def kv_bytes(self) -> int:
-        """Memory that the cache holds now, in bytes: rows grow by doubling and are kept until ``release_kv``."""
-        return sum(lane.slab.nbytes for lane in self._lanes.values()) + self._store.nbytes
+        """Memory that the cache holds now, in bytes: kept until ``release_kv``."""
+        slabs = [self._staging, *(lane.slab for lane in self._lanes.values())]
+        return self._store.nbytes + sum(slab.nbytes for slab in slabs)
 
     def stats(self, reset: bool = False) -> Stats:
         """What was done so far; ``reset``: start counting anew."""
@@ -447,13 +441,13 @@ class Engine:
             self._stats = Stats()
         return found
 
-    def _lane(self, capacity: int) -> Lane:
-        if capacity not in self._lanes:
-            self._lanes[capacity] = Lane(capacity, self._make_slab, self._scheduler.max_rows)
-        return self._lanes[capacity]
+    def _lane(self, limit: int) -> Lane:
+        if limit not in self._lanes:
+            self._lanes[limit] = Lane(limit, self._new_slab(), self._scheduler.max_rows, self.device.type == "cuda")
+        return self._lanes[limit]
 
-    def _make_slab(self, rows: int, capacity: int) -> Slab:
-        return Slab(self.config, rows, capacity, self.dtype, self.device)
+    def _new_slab(self) -> Slab:
+        return Slab(self.config, self.dtype, self.device)
 
     def _new_store(self) -> PrefixStore:
         return PrefixStore(self.config, self._block_size, self.dtype, self.device, self._blocks.max_cached)

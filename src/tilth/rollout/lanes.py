@@ -1,10 +1,11 @@
-"""Lanes: rows of one capacity that decode together, and their state as arrays, so that no step visits a row in Python.
+"""Lanes: rows of similar length that decode together, their state in arrays, so that no step visits a row in Python.
 
 Rows that are done leave holes; the next newcomers fill them. Only when that saves a multiple of 8 rows do the last rows
 move into holes. A row that outgrows its lane moves to the next larger one, so a few long answers do not make the
 attention of all others long.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
@@ -16,10 +17,8 @@ from tilth.rollout.cache import Slab
 from tilth.rollout.request import Answer
 from tilth.rollout.sampling import Rules
 
-SMALLEST = 64
-"""Capacity of the first lane in tokens; each next one has twice as many."""
-WHOLE = 256
-"""A request that cannot exceed this many tokens starts in a lane that holds all of it; others move as they grow."""
+SMALLEST = 128
+"""Longest sequence of the first lane in tokens; each next lane takes twice as many."""
 ROWS = 8
 """Rows decode in multiples of this (kernels like it, and parity needs it)."""
 KEYS = 16
@@ -34,13 +33,22 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def capacity_for(length: int, end: int, longest: int) -> int:
-    """Capacity of the lane for a sequence of ``length`` tokens, the newest not computed yet, that ends by ``end``."""
-    need = max(length + 1, min(end, WHOLE))
-    capacity = SMALLEST
-    while capacity < need:
-        capacity *= 2
-    return min(capacity, round_up(longest, KEYS))
+def limit_for(length: int, longest: int) -> int:
+    """Limit of the lane for a sequence of ``length`` tokens, if none has more than ``longest``."""
+    limit = SMALLEST
+    while limit <= length and limit < longest:
+        limit *= 2
+    return min(limit, round_up(longest, KEYS))
+
+
+def slots_for(tokens: int) -> int:
+    """Slots for rows of up to this many tokens.
+
+    Laying out the cache anew every g tokens costs 3 T / g token visits a step, g / 2 idle slots cost as many again:
+    least at g = sqrt(6 T).
+    """
+    step = max(KEYS, 1 << round(math.log2(6 * tokens) / 2))
+    return round_up(tokens, step)
 
 
 @dataclass
@@ -65,13 +73,13 @@ class Columns:
     filtered: np.ndarray
 
     @classmethod
-    def blank(cls, rows: int, capacity: int, stops: int) -> "Columns":
+    def blank(cls, rows: int, limit: int, stops: int) -> "Columns":
         """Holes only."""
-        long, real = (rows, capacity), np.float32
+        long, real = (rows, limit), np.float32
         return cls(
             live=np.zeros(rows, bool),
             position=np.zeros(rows, np.int64),
-            end=np.full(rows, capacity, np.int64),
+            end=np.full(rows, limit, np.int64),
             tokens=np.zeros(long, np.int64),
             logprobs=np.zeros(long, real),
             sampling=np.zeros(long, real),
@@ -96,13 +104,12 @@ class Columns:
 
 
 class Lane:
-    """Rows of up to ``capacity`` tokens, in a slab that grows with their number."""
+    """Rows of up to ``limit`` tokens, in a slab that grows with their number and length."""
 
-    def __init__(self, capacity: int, make_slab: Callable[[int, int], Slab], most: int) -> None:
-        self.capacity = capacity
-        self._make_slab, self._most = make_slab, most
-        self.slab = make_slab(0, capacity)
-        self.columns = Columns.blank(0, capacity, 1)
+    def __init__(self, limit: int, slab: Slab, most: int, fixed: bool = False) -> None:
+        self.limit, self.slab = limit, slab
+        self._most, self._fixed = most, fixed
+        self.columns = Columns.blank(0, limit, 1)
         self.answers: list[Answer | None] = []
         self.watched: set[int] = set()
         """Rows with stop strings."""
@@ -112,29 +119,43 @@ class Lane:
         """Indices of live rows."""
         return np.flatnonzero(self.columns.live)
 
+    @property
+    def slots(self) -> int:
+        """Slots that attention must look at."""
+        if not self._fixed:
+            return self.slab.capacity  # a slice would be copied, see Slab
+        return min(self.slab.capacity, round_up(int(self.columns.position.max()) + 1, KEYS))
+
     def reserve(self, rows: int, stops: int) -> None:
         """Make room for this many rows and stop tokens."""
-        old, slab, have = self.columns, self.slab, len(self.answers)
+        old, have = self.columns, len(self.answers)
         if rows <= have and stops <= old.stops.shape[1]:
             return
         total = max(have, min(round_up(self._most, ROWS), max(round_up(rows, ROWS), 2 * have)) if rows > have else have)
-        self.columns = Columns.blank(total, self.capacity, max(stops, old.stops.shape[1]))
+        self.columns = Columns.blank(total, self.limit, max(stops, old.stops.shape[1]))
         self.columns.copy(np.arange(have), old, np.arange(have))
-        if total > have:
-            self.slab = self._make_slab(total, self.capacity)
-            self.slab.copy(range(have), slab, range(have), self.capacity)
-            self.answers.extend([None] * (total - have))
+        self.answers.extend([None] * (total - have))
+
+    def fit(self, tokens: int) -> None:
+        """Give the slab a row for each of ours and slots for sequences of this many tokens, not many more."""
+        c, slab, rows = self.columns, self.slab, len(self.answers)
+        used = int(c.position.max(initial=0))
+        want = self.limit if self._fixed else min(self.limit, slots_for(max(tokens, used + 1)))
+        if rows > slab.rows or want > slab.capacity or 3 * want <= 2 * slab.capacity:
+            keep = min(int(self.rows.max(initial=-1)) + 1, slab.rows)
+            slab.layout(rows, want, keep, min(used, slab.capacity))
 
     def place(self, answers: Sequence[Answer], slab: Slab, rows: Sequence[int], draw: Draw) -> None:
         """Add answers whose newest token is not computed; the KV before it is in these rows of a slab."""
         to = self._holes(len(answers), max(len(a.request.params.stop_tokens) for a in answers))
-        self.slab.copy(to.tolist(), slab, rows, max(len(a.tokens) for a in answers) - 1)
         lengths = [len(a.tokens) for a in answers]
-        count = max(min(a.end, self.capacity) - n for a, n in zip(answers, lengths))
+        self.fit(max(lengths))
+        self.slab.copy(to.tolist(), slab, rows, max(lengths) - 1)
+        count = max(min(a.end, self.limit) - n for a, n in zip(answers, lengths))
         numbers = draw([a.request.id for a in answers], lengths, count) if count else np.zeros((len(answers), 0))
         for row, answer, length, some in zip(to.tolist(), answers, lengths, numbers):
             self._set(row, answer)
-            room = min(count, self.capacity - length)
+            room = min(count, self.limit - length)
             self.columns.uniform[row, length : length + room] = some[:room]
 
     def _holes(self, count: int, stops: int) -> np.ndarray:
@@ -164,7 +185,7 @@ class Lane:
 
     def _clear(self, row: int) -> None:
         c = self.columns
-        c.live[row], c.position[row], c.end[row], c.stops[row] = False, 0, self.capacity, -1
+        c.live[row], c.position[row], c.end[row], c.stops[row] = False, 0, self.limit, -1
         c.temperature[row], c.greedy[row], c.filtered[row] = 1.0, False, False
         c.top_k[row], c.top_p[row], c.min_p[row] = 0, 1.0, 0.0
         self.answers[row] = None
@@ -198,18 +219,17 @@ class Lane:
     def outgrown(self) -> np.ndarray:
         """Rows whose next token has no column here."""
         c = self.columns
-        return np.flatnonzero(c.live & (c.position + 1 >= self.capacity))
+        return np.flatnonzero(c.live & (c.position + 1 >= self.limit))
 
     def adopt(self, other: "Lane", rows: np.ndarray, draw: Draw) -> None:
         """Take rows over from a smaller lane, state, KV and all."""
         to = self._holes(len(rows), other.columns.stops.shape[1])
-        self.slab.copy(to.tolist(), other.slab, rows.tolist(), other.capacity)
+        self.fit(other.limit)
+        self.slab.copy(to.tolist(), other.slab, rows.tolist(), other.limit - 1)
         self.columns.copy(to, other.columns, rows)
         answers = [other.answers[r] for r in rows]
-        numbers = draw(
-            [a.request.id for a in answers if a], [other.capacity] * len(rows), self.capacity - other.capacity
-        )
-        self.columns.uniform[to, other.capacity :] = numbers
+        ids, more = [a.request.id for a in answers if a], self.limit - other.limit
+        self.columns.uniform[to, other.limit :] = draw(ids, [other.limit] * len(rows), more)
         for row, source, answer in zip(to.tolist(), rows.tolist(), answers):
             self.answers[row] = answer
             if source in other.watched:
@@ -218,6 +238,7 @@ class Lane:
 
     def compact(self) -> int:
         """Move the last rows into holes if that saves a multiple of 8; returns the number of rows to decode."""
+        self.fit(0)
         live = self.rows
         want = round_up(len(live), ROWS)
         late = live[live >= want]

@@ -1,7 +1,7 @@
 """Prompts on their way into the cache: computed once, in chunks, in their own slab, then copied to every sample."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,8 +26,7 @@ class Prompt:
     answers: deque[Answer]
     table: Table = field(default_factory=Table)
     computed: int = 0
-    """Tokens with KV in row ``row`` of ``slab``."""
-    slab: Slab | None = None
+    """Tokens with KV in row ``row`` of the batch's slab."""
     row: int = 0
     logits: Tensor | None = None
     """float32 [1, V] after the last token, once all is computed."""
@@ -42,13 +41,13 @@ class Prompt:
 class Batch:
     """Prompts of similar length that are computed together, a row each. One too long for the budget is alone."""
 
-    def __init__(self, prompts: list[Prompt], make_slab: Callable[[int, int], Slab]) -> None:
-        self.prompts = prompts
+    def __init__(self, prompts: list[Prompt], slab: Slab) -> None:
+        self.prompts, self.slab = prompts, slab
         # A row is padded to the widest chunk, so it may reach beyond its own end.
         reach = max(p.computed for p in prompts) + max(p.remaining for p in prompts) + ROWS
-        self.slab = make_slab(len(prompts), round_up(reach, KEYS))
+        slab.layout(len(prompts), round_up(reach, KEYS))
         for row, prompt in enumerate(prompts):
-            prompt.slab, prompt.row = self.slab, row
+            prompt.row = row
 
     @property
     def finished(self) -> bool:
