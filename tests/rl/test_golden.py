@@ -144,10 +144,10 @@ def test_clip_shares(data):
 def test_mismatch_diagnostics(data):
     """k3_kl of the rollout correction's diagnostics, and the greatest and mean difference of the fixture."""
     metrics = ppo(data, rollout_logprobs=data.rollout)[0].metrics
-    close(float(metrics["mismatch_k3"]), 0.000429)
-    close(float(metrics["mismatch_max"]), 0.04)
+    close(float(metrics["mismatch/k3"]), 0.000429)
+    close(float(metrics["mismatch/max"]), 0.04)
     valid = data.mask > 0
-    close(float(metrics["mismatch"]), (data.old - data.rollout)[valid].abs().mean())
+    close(float(metrics["mismatch/mean"]), (data.old - data.rollout)[valid].abs().mean())
 
 
 @pytest.mark.parametrize(

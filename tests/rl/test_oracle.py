@@ -143,9 +143,9 @@ def test_metrics_by_loop(batch):
         "clip_low": sum(x < 0 and math.exp(y) < 0.8 for x, y in zip(a, d)) / count,
         "clip_high": sum(x > 0 and math.exp(y) > 1.2 for x, y in zip(a, d)) / count,
         "clip_dual": sum(x < 0 and math.exp(y) > 1.5 for x, y in zip(a, d)) / count,
-        "mismatch": sum(map(abs, gap)) / count,
-        "mismatch_max": max(map(abs, gap)),
-        "mismatch_k3": sum(min(math.exp(x) - 1 - x, 10) for x in gap) / count,
+        "mismatch/mean": sum(map(abs, gap)) / count,
+        "mismatch/max": max(map(abs, gap)),
+        "mismatch/k3": sum(min(math.exp(x) - 1 - x, 10) for x in gap) / count,
         "kl_ref": sum(min(math.exp(-x) - 1 + x, 10) for x in (columns[0] - ref)[batch.mask].tolist()) / count,
     }
     assert set(expected) == set(result.metrics)

@@ -33,7 +33,7 @@ from typing import Any, Literal, Self
 import cloudpickle
 
 from tilth.core.errors import RewardError
-from tilth.rl.rewards import Reward, describe
+from tilth.rl.rewards import Reward, describe, load_reward
 from tilth.roles.reward_child import PROGRESS
 
 Status = Literal["ok", "error", "invalid", "timeout", "died"]
@@ -429,9 +429,11 @@ def _wait(children: Sequence[Child], timeout: float) -> set[Child]:
             selector.register(child.replies, selectors.EVENT_READ, child)
             if child.has_to_say:
                 selector.register(child.requests, selectors.EVENT_WRITE, child)
+        now = time.monotonic()
         first = min(child.deadline(timeout) for child in children)
-        patience = None if math.isinf(first) else max(0.0, first - time.monotonic())
-        return {key.data for key, _ in selector.select(patience)}
+        if any(child.state == "busy" for child in children):
+            first = min(first, now + timeout)  # an item that is begun from now on is not late before that
+        return {key.data for key, _ in selector.select(max(0.0, first - now))}
 
 
 def _shut_down(children: list[Child], starter: ThreadPoolExecutor, owner: int) -> None:
@@ -453,6 +455,7 @@ def _travelling(function: str | Reward) -> tuple[str, Any]:
         return "spec", function
     if not callable(function):
         raise RewardError(f"the reward is a {type(function).__name__}, neither a function nor the name of one")
+    load_reward(function)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     by_value = module is not None and module.__name__ != "__main__" and not _importable(module.__name__)
     try:
