@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from tilth.flows.run import Observer
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
-TASK_REWARDS = {"addition": "tilth.rl.rewards:addition"}
 
 
 def run_recipe(
@@ -28,11 +27,10 @@ def run_recipe(
 
     prompts and reward replace the recipe's own. Raises TilthError (bad input, a broken invariant) and Interrupted.
     """
-    from tilth.rl.rewards import load_reward
     from tilth.roles.reward_pool import RewardPool
 
-    function = reward or load_reward(recipe.reward.function or _task_reward(recipe))
-    with RewardPool(function, workers=recipe.reward.workers, timeout=recipe.reward.timeout) as pool:
+    function = reward or recipe.reward.function or _task_reward(recipe)
+    with RewardPool(function, workers=recipe.reward.workers, timeout=recipe.reward.timeout, wait=False) as pool:
         # The pool's processes start while torch is being imported here.
         from tilth.data.prompts import load_source
         from tilth.flows.launch import launch
@@ -68,6 +66,8 @@ def train(
 
 
 def _task_reward(recipe: Recipe) -> str:
-    if recipe.data.source in TASK_REWARDS:
-        return TASK_REWARDS[recipe.data.source]
+    from tilth.rl.rewards import BUILTIN
+
+    if recipe.data.source in BUILTIN:
+        return recipe.data.source
     raise RewardError(f"data.source={recipe.data.source} has no reward of its own; set reward.function=FILE.py:function")

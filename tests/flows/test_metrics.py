@@ -102,8 +102,8 @@ def test_take_parts_and_numbers():
         metrics.take(
             {
                 "entropy": Part(total_, count, "mean"),
-                "mismatch": Part(worst, 1, "mean"),
-                "mismatch_max": Part(worst, count, "max"),
+                "mismatch/mean": Part(worst, 1, "mean"),
+                "mismatch/max": Part(worst, count, "max"),
                 "tokens/trained": Part(10, 1, "sum"),
                 "loss": 0.5,
             }

@@ -15,6 +15,7 @@ from tilth.flows.publish import DTYPES
 from tilth.flows.run import Roles
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.models.hf import load_weights
 from tilth.plan.steps import RunPlan, plan_run
 from tilth.roles.policy import PolicyWorker, ReferenceWorker
 from tilth.roles.recorder import RecorderWorker
@@ -86,7 +87,7 @@ def _policy(recipe: Recipe, config: DecoderConfig, loaded: LoadedModel | None, s
     model = Decoder(config, dtype=DTYPES[recipe.train.precision])
     model.checkpointing = recipe.train.checkpointing
     if loaded:
-        model.load_state_dict(loaded.tensors)
+        load_weights(model, loaded.tensors, str(loaded.source))
     else:
         model.init_weights_(recipe.seed)
     engine = TrainEngine(

@@ -103,7 +103,6 @@ _DECLARED = (
 )
 METRICS = {m.name: m for m in _DECLARED}
 _RATES = {"generate": "tokens_per_second/generate", "update": "tokens_per_second/train"}
-_RENAMED = {"mismatch": "mismatch/mean", "mismatch_max": "mismatch/max", "mismatch_k3": "mismatch/k3"}
 
 
 def declaration(name: str) -> Metric:
@@ -149,9 +148,9 @@ class Metrics:
         """What one optimizer step reports: numbers, or totals with their counts as ``tilth.rl.Metric`` has them."""
         for name, part in parts.items():
             if isinstance(part, (int, float)):
-                self.add(_RENAMED.get(name, name), part)
+                self.add(name, part)
             else:
-                self._take_part(_RENAMED.get(name, name), part)
+                self._take_part(name, part)
 
     def _take_part(self, name: str, part: "Part") -> None:
         declared = declaration(name).reduction

@@ -13,7 +13,7 @@ from tilth.core.errors import DataError, ModelError
 from tilth.data.prompts import PromptSet
 from tilth.data.tokenizer import Tokenizer
 from tilth.models.config import DecoderConfig
-from tilth.models.hf import load_config, load_pretrained
+from tilth.models.hf import load_pretrained, read_config
 from tilth.plan.shape import new_shape
 
 MODEL_FOLDER = "model"
@@ -45,7 +45,8 @@ def _from_run(folder: Path) -> LoadedModel:
         raise ModelError(f"run {folder} has no checkpoint yet; let it reach its first save (run.save_every)")
     checkpoint = open_checkpoint(newest)
     tensors = {name: checkpoint.read("model", name) for name in checkpoint.names("model")}
-    return LoadedModel(load_config(folder / MODEL_FOLDER), tensors, _tokenizer(folder / MODEL_FOLDER), folder / MODEL_FOLDER)
+    source = folder / MODEL_FOLDER
+    return LoadedModel(DecoderConfig.from_hf(read_config(source)), tensors, _tokenizer(source), source)
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:

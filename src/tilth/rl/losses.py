@@ -134,7 +134,7 @@ def policy_loss(
         options: those of the loss and of the aggregation.
 
     Metrics (means over tokens that count, if not said otherwise): ratio; approx_kl_k1, approx_kl_k3 (old || now);
-    kl_ref; mismatch (absolute), mismatch_k3, mismatch_max (maximum) of old_logprobs and rollout_logprobs; those of the
+    kl_ref; mismatch/mean (absolute), mismatch/k3, mismatch/max (maximum) of old_logprobs and rollout_logprobs; those of the
     loss: ppo_clip's clip_low, clip_high, clip_dual (shares of tokens).
 
     Raises: RecipeError (unknown name or option, missing column), TokenCountError (a column of another size).
@@ -180,8 +180,8 @@ def _metrics(step: Step, means: Mapping[str, Tensor]) -> dict[str, Metric]:
     greatest = {}
     if "rollout_logprobs" in step.columns:
         gap = step.old_logprobs - step.columns["rollout_logprobs"]
-        columns |= {"mismatch": gap.abs(), "mismatch_k3": kl_penalty("k3", -gap, torch.zeros_like(gap))}
-        greatest["mismatch_max"] = gap.abs()
+        columns |= {"mismatch/mean": gap.abs(), "mismatch/k3": kl_penalty("k3", -gap, torch.zeros_like(gap))}
+        greatest["mismatch/max"] = gap.abs()
     count = step.packing.mask.sum()
     stacked = torch.stack([step.packing.masked(c.to(step.ratio.dtype)) for c in columns.values()])
     sums = stacked.sum(1, dtype=torch.float64)

@@ -104,6 +104,7 @@ class PolicyWorker:
             "steps/skipped": rl.Metric(float(found.skipped), 1, "sum"),
         }
 
+    @transfer(split="all", gather="first")
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and live parameters."""
         for name, parameter in self.engine.model.named_parameters():

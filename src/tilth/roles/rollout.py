@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tilth.cluster.protocol import transfer
@@ -48,7 +47,7 @@ class RolloutWorker:
 
     def _params(self, greedy: bool) -> SamplingParams:
         s = self.section
-        stops = (self.tokenizer.eos_id,)
+        stops = tuple(self.tokenizer.stop_ids)
         if greedy:
             return SamplingParams(max_tokens=s.max_tokens, temperature=0.0, stop=s.stop, stop_tokens=stops)
         return SamplingParams(
@@ -75,7 +74,3 @@ def ask(prompts: Sequence[int], group: int, first_id: int) -> Batch:
     groups = first_id // group + np.repeat(np.arange(len(prompts), dtype=np.int64), group)
     return Batch({"id": ids, "group": groups, "prompt": np.repeat(np.asarray(prompts, np.int64), group)})
 
-
-def engine_dtype(precision: str) -> torch.dtype:
-    """Compute dtype of a precision name of the recipe."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
