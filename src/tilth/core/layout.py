@@ -1,22 +1,350 @@
-"""Where the pieces of a tensor lie: a shard is a box (offset, size) of the global index space."""
+"""Where the pieces of a tensor lie: a shard is a box (offset, size) of the global index space.
 
+A ``Layout`` is symbolic: a mesh, one placement per mesh dimension, the global shape. ``boxes(rank)`` is computed, never
+stored for all ranks. Offsets, sizes and shapes are in elements.
+"""
+
+import itertools
 import math
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Box:
     """An axis-aligned block of a tensor: ``offset[d] <= index[d] < offset[d] + size[d]``."""
 
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
+    offset: Shape
+    size: Shape
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> "Box":
-        """The box of a whole tensor of this shape."""
+    def whole(cls, shape: Sequence[int]) -> "Box":
+        """The box of a whole tensor of this shape; of a 0-d one it is ``Box((), ())``, with one element."""
         return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def stop(self) -> Shape:
+        """The first index behind the box in every dimension."""
+        return tuple(o + s for o, s in zip(self.offset, self.size))
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.size)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """``tensor[box.slices]`` is the block."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offset, self.size))
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The common block, or None if they share no element."""
+        offset = tuple(map(max, self.offset, other.offset))
+        size = tuple(min(a, b) - o for a, b, o in zip(self.stop, other.stop, offset))
+        return Box(offset, size) if all(s > 0 for s in size) else None
+
+    def contains(self, other: "Box") -> bool:
+        """Whether every index of ``other`` is an index of this box, and so are its bounds if it is empty."""
+        return all(a <= b for a, b in zip(self.offset, other.offset)) and all(
+            a >= b for a, b in zip(self.stop, other.stop)
+        )
+
+    def within(self, outer: "Box") -> "Box":
+        """The same block in the coordinates of ``outer``, which contains it: for a view of the outer block's tensor."""
+        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset)), self.size)
+
+    def shifted(self, offset: Shape) -> "Box":
+        """The block moved by ``offset``: the inverse of ``within``."""
+        return Box(tuple(a + b for a, b in zip(self.offset, offset)), self.size)
+
+
+class Runs(NamedTuple):
+    """Intervals of the flat (row-major) index, all of one length, in order."""
+
+    starts: list[int]
+    length: int
+
+
+def runs(box: Box, shape: Shape) -> Runs:
+    """The longest intervals of the flat index of a tensor of this shape that make up the box, in its own order."""
+    if box.numel == 0:
+        return Runs([], 0)
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    split = len(shape)
+    while split and (split == len(shape) or box.size[split] == shape[split]):
+        split -= 1
+    base = sum(o * s for o, s in zip(box.offset, strides))
+    steps = [range(0, n * s, s) for n, s in zip(box.size[:split], strides)]
+    return Runs([base + sum(step) for step in itertools.product(*steps)], math.prod(box.size[split:]))
+
+
+def interval_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
+    """The interval [start, stop) of the flat index as boxes, in flat order: at most 2 * (dimensions - 1) + 1."""
+    if start >= stop:
+        return []
+    if len(shape) < 2:
+        return [Box((start,), (stop - start,)) if shape else Box((), ())]
+    row = math.prod(shape[1:])
+    first, last = start // row, stop // row
+    if first == last:
+        return _inside_row(shape, first, start - first * row, stop - first * row)
+    head = _inside_row(shape, first, start - first * row, row) if start % row else []
+    begin = first + 1 if head else first
+    middle = [Box((begin,) + (0,) * (len(shape) - 1), (last - begin, *shape[1:]))] if last > begin else []
+    return head + middle + _inside_row(shape, last, 0, stop - last * row)
+
+
+def _inside_row(shape: Shape, row: int, start: int, stop: int) -> list[Box]:
+    return [Box((row, *b.offset), (1, *b.size)) for b in interval_boxes(shape[1:], start, stop)]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named dimensions over ranks, as a table: row-major coordinate i belongs to rank ``ranks[i]`` (default: i)."""
+
+    names: tuple[str, ...]
+    sizes: Shape
+    ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            object.__setattr__(self, "ranks", tuple(range(math.prod(self.sizes))))
+        if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names):
+            raise ValueError(f"mesh names {self.names} and sizes {self.sizes}: one different name per dimension")
+        if len(set(self.ranks)) != len(self.ranks) or len(self.ranks) != math.prod(self.sizes):
+            raise ValueError(f"mesh of sizes {self.sizes}: {math.prod(self.sizes)} different ranks are needed")
+
+    @classmethod
+    def of_torch(cls, mesh: "DeviceMesh") -> "Mesh":
+        """The table of a torch DeviceMesh; dimensions without a name are called dim0, dim1, ..."""
+        names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
+        return cls(tuple(names), tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def coordinates(self, rank: int) -> Shape:
+        """Where a rank stands in every dimension; ValueError for a rank that is not in the mesh."""
+        place, coordinates = self.ranks.index(rank), []
+        for size in reversed(self.sizes):
+            place, at = divmod(place, size)
+            coordinates.append(at)
+        return tuple(reversed(coordinates))
+
+    def rank(self, coordinates: Shape) -> int:
+        """The rank at these coordinates."""
+        place = 0
+        for size, at in zip(self.sizes, coordinates, strict=True):
+            if not 0 <= at < size:
+                raise ValueError(f"coordinates {coordinates} lie outside of a mesh of sizes {self.sizes}")
+            place = place * size + at
+        return self.ranks[place]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; the ranks only where they are not 0, 1, 2, ..."""
+        table: dict[str, Any] = {"names": list(self.names), "sizes": list(self.sizes)}
+        return table if self.ranks == tuple(range(len(self))) else {**table, "ranks": list(self.ranks)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Mesh":
+        """The inverse of ``to_json``."""
+        return cls(tuple(data["names"]), tuple(data["sizes"]), tuple(data.get("ranks", ())))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Split along a tensor dimension as ``torch.chunk`` does: ceil(n / parts) each, the last ones smaller or empty."""
+
+    dim: int
+
+    def piece(self, box: Box, part: int, parts: int) -> list[Box]:
+        """The boxes of one part of ``box``."""
+        length, chunk = box.size[self.dim], self._chunk(box, parts)
+        start, stop = min(length, part * chunk), min(length, (part + 1) * chunk)
+        before, behind = slice(0, self.dim), slice(self.dim + 1, None)
+        offset = (*box.offset[before], box.offset[self.dim] + start, *box.offset[behind])
+        return [Box(offset, (*box.size[before], stop - start, *box.size[behind]))]
+
+    def meeting(self, box: Box, block: Box, parts: int) -> range:
+        """The parts of ``box`` that can hold some of ``block``, which lies in it."""
+        first, chunk = block.offset[self.dim] - box.offset[self.dim], self._chunk(box, parts)
+        return range(first // chunk, (first + block.size[self.dim] - 1) // chunk + 1)
+
+    def _chunk(self, box: Box, parts: int) -> int:
+        return -(-box.size[self.dim] // parts)
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """The same on every rank of the mesh dimension."""
+
+    def piece(self, box: Box, part: int, parts: int) -> list[Box]:
+        """The boxes of one part of ``box``."""
+        return [box]
+
+    def meeting(self, box: Box, block: Box, parts: int) -> range:
+        """The parts of ``box`` that can hold some of ``block``."""
+        return range(parts)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Split the flat storage into intervals in proportion to ``units``, one number per rank, zeros allowed.
+
+    A rank's local tensor is 1-D: its boxes one after another, each row-major. (RaggedShard of veScale-FSDP,
+    arXiv 2602.22437.)
+    """
+
+    units: tuple[int, ...]
+
+    def piece(self, box: Box, part: int, parts: int) -> list[Box]:
+        """The boxes of one part of ``box``; ValueError unless its elements divide by the sum of the units."""
+        total = sum(self.units)
+        if len(self.units) != parts or total < 1 or min(self.units) < 0 or box.numel % total:
+            raise ValueError(f"{self} does not split {box.numel} elements of {box} over {parts} ranks into whole units")
+        unit = box.numel // total
+        start = unit * sum(self.units[:part])
+        stop = start + unit * self.units[part]
+        return [b.shifted(box.offset) for b in interval_boxes(box.size, start, stop)]
+
+    def meeting(self, box: Box, block: Box, parts: int) -> range:
+        """The parts of ``box`` that can hold some of ``block``."""
+        return range(parts)
+
+
+Placement = Shard | Replicate | Ragged
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A global tensor of this shape over a mesh: ``placements[i]`` says how mesh dimension i splits it.
+
+    ``order`` is the order of mesh dimensions in which they split (default: as they stand, which is DTensor's rule). A
+    ragged split comes last.
+    """
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    shape: Shape
+    order: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.order:
+            object.__setattr__(self, "order", tuple(range(len(self.placements))))
+        if len(self.placements) != len(self.mesh.sizes) or sorted(self.order) != list(range(len(self.placements))):
+            raise ValueError(f"{self.placements}, order {self.order}: one placement per dimension of {self.mesh.sizes}")
+        splits = [p for p in (self.placements[i] for i in self.order) if not isinstance(p, Replicate)]
+        if any(isinstance(p, Ragged) for p in splits[:-1]):
+            raise ValueError(f"{self.placements}: a ragged split must be the last one")
+        if any(isinstance(p, Shard) and not 0 <= p.dim < len(self.shape) for p in splits):
+            raise ValueError(f"{self.placements}: no such dimension in a tensor of shape {self.shape}")
+
+    @classmethod
+    def single(cls, shape: Sequence[int]) -> "Layout":
+        """The layout of one process."""
+        return cls(Mesh(("world",), (1,)), (Replicate(),), tuple(shape))
+
+    def boxes(self, rank: int) -> list[Box]:
+        """What this rank holds, in the order of its storage; nothing if its share is empty."""
+        coordinates = self.mesh.coordinates(rank)
+        boxes = [Box.whole(self.shape)]
+        for i in self.order:
+            pieces = (self.placements[i].piece(box, coordinates[i], self.mesh.sizes[i]) for box in boxes)
+            boxes = list(itertools.chain.from_iterable(pieces))
+        return [box for box in boxes if box.numel]
+
+    def owners(self, box: Box) -> list[tuple[int, Box]]:
+        """Every rank that holds some of ``box``, replicas included, with each common block; by rank, then by offset.
+
+        Costs what it returns: a split is followed only where it meets the box.
+        """
+        return sorted(self._meet(Box.whole(self.shape), box, 0, {}))
+
+    def _meet(self, piece: Box, box: Box, depth: int, at: dict[int, int]) -> Iterator[tuple[int, Box]]:
+        common = piece.intersect(box)
+        if common is None:
+            return
+        if depth == len(self.order):
+            yield self.mesh.rank(tuple(at[i] for i in range(len(self.order)))), common
+            return
+        i = self.order[depth]
+        placement, parts = self.placements[i], self.mesh.sizes[i]
+        for part in placement.meeting(piece, common, parts):
+            for smaller in placement.piece(piece, part, parts):
+                yield from self._meet(smaller, box, depth + 1, {**at, i: part})
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return {
+            "mesh": self.mesh.to_json(),
+            "placements": [_placement_json(p) for p in self.placements],
+            "shape": list(self.shape),
+            "order": list(self.order),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Layout":
+        """The inverse of ``to_json``."""
+        placements = tuple(_placement_from_json(p) for p in data["placements"])
+        return cls(Mesh.from_json(data["mesh"]), placements, tuple(data["shape"]), tuple(data["order"]))
+
+    def to_dtensor(self) -> tuple[Any, ...]:
+        """Torch's placements; ValueError where DTensor has none (a ragged or an uneven out-of-order split)."""
+        return tuple(self._to_dtensor(i) for i in range(len(self.placements)))
+
+    def _to_dtensor(self, i: int) -> Any:
+        from torch.distributed.tensor import placement_types as torch_types
+
+        match self.placements[i]:
+            case Replicate():
+                return torch_types.Replicate()
+            case Shard(dim) as shard:
+                earlier = [j for j in self.order[: self.order.index(i)] if j > i and self.placements[j] == shard]
+                factor = math.prod(self.mesh.sizes[j] for j in earlier)
+                if factor > 1 and self.shape[dim] % (factor * self.mesh.sizes[i]):
+                    raise ValueError(f"{self}: DTensor cannot split dimension {dim} unevenly out of order")
+                return torch_types._StridedShard(dim, split_factor=factor) if factor > 1 else torch_types.Shard(dim)
+            case other:
+                raise ValueError(f"{other}: DTensor has no such placement")
+
+    @classmethod
+    def from_dtensor(cls, mesh: Mesh, placements: Sequence[Any], shape: Sequence[int]) -> "Layout":
+        """A layout from torch's placements (``tensor.placements``); ValueError for a partial sum."""
+        ours = tuple(_from_dtensor(p, len(shape)) for p in placements)
+        order: list[int] = []
+        for i in reversed(range(len(ours))):
+            shards = [mesh.sizes[j] if ours[j] == ours[i] else 1 for j in order]
+            earlier = [1, *itertools.accumulate(shards, operator.mul)]
+            order.insert(earlier.index(getattr(placements[i], "split_factor", 1)), i)
+        return cls(mesh, ours, tuple(shape), tuple(order))
+
+
+def _placement_json(placement: Placement) -> Any:
+    match placement:
+        case Shard(dim):
+            return {"shard": dim}
+        case Ragged(units):
+            return {"ragged": list(units)}
+        case _:
+            return "replicate"
+
+
+def _placement_from_json(data: Any) -> Placement:
+    if data == "replicate":
+        return Replicate()
+    return Shard(data["shard"]) if "shard" in data else Ragged(tuple(data["ragged"]))
+
+
+def _from_dtensor(placement: Any, dimensions: int) -> Placement:
+    if placement.is_replicate():
+        return Replicate()
+    if not hasattr(placement, "dim") or placement.is_partial():
+        raise ValueError(f"{placement}: no part of the tensor belongs to a rank alone")
+    return Shard(placement.dim % dimensions)

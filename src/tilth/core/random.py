@@ -6,7 +6,6 @@ There is no state: any slice, shard or order of evaluation gives the bits of the
 
 import functools
 import hashlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilth.core.layout import Box
+from tilth.core.layout import Box, Shape, runs
 
 Device = str | torch.device
-Shape = tuple[int, ...]
 Array = Any
 
 _MASK = 0xFFFFFFFF
@@ -389,10 +387,9 @@ def fill_uniform_(
 def _fill(tensor: Tensor, write: Write, stream: Stream, box: Box | None, shape: Shape | None) -> Tensor:
     shape = tuple(shape if shape is not None else tensor.shape)
     box = box or Box.whole(shape)
-    inside = len(shape) == len(box.size) and all(o >= 0 and o + s <= n for o, s, n in zip(box.offset, box.size, shape))
-    if tuple(tensor.shape) != box.size or not inside:
+    if tuple(tensor.shape) != box.size or len(shape) != len(box.size) or not Box.whole(shape).contains(box):
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not the {box} of shape {shape}")
-    starts, length = _runs(box, shape)
+    starts, length = runs(box, shape)
     request = _request(stream, write, torch.float32, starts, tensor.device)
     with torch.no_grad():
         if tensor.is_contiguous():
@@ -400,20 +397,6 @@ def _fill(tensor: Tensor, write: Write, stream: Stream, box: Box | None, shape: 
         else:
             tensor.copy_(request.new(length).view(tensor.shape))
     return tensor
-
-
-def _runs(box: Box, shape: Shape) -> tuple[list[int], int]:
-    """A box as intervals of the flat index of the global tensor: their starts, in order, and their common length."""
-    if box.numel == 0:
-        return [], 0
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    split = len(shape)
-    while split and (split == len(shape) or box.size[split] == shape[split]):
-        split -= 1
-    length = math.prod(box.size[split:])
-    base = sum(o * s for o, s in zip(box.offset, strides))
-    steps = [[i * s for i in range(n)] for n, s in zip(box.size[:split], strides)]
-    return [base + sum(step) for step in itertools.product(*steps)], length
 
 
 def dropout_mask(stream: Stream, rows: Tensor, width: int, p: float) -> Tensor:
