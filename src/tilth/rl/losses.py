@@ -134,8 +134,8 @@ def policy_loss(
         options: those of the loss and of the aggregation.
 
     Metrics (means over tokens that count, if not said otherwise): ratio; approx_kl_k1, approx_kl_k3 (old || now);
-    kl_ref; mismatch/mean (absolute), mismatch/k3, mismatch/max (maximum) of old_logprobs and rollout_logprobs; those of the
-    loss: ppo_clip's clip_low, clip_high, clip_dual (shares of tokens).
+    kl_ref; mismatch/mean (absolute), mismatch/k3, mismatch/max (maximum) of old_logprobs and rollout_logprobs; those
+    of the loss: ppo_clip's clip_low, clip_high, clip_dual (shares of tokens).
 
     Raises: RecipeError (unknown name or option, missing column), TokenCountError (a column of another size).
     """
