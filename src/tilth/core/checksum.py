@@ -2,7 +2,7 @@
 
 The bits are read as 64-bit words. A row of words w becomes ``sum_i k[i] * (w[i] ^ w[i] >> 32) mod 2**64`` with odd
 pseudo-random k (multilinear hashing): one changed word always changes it, and any other change, such as two words
-swapped, with a probability of about 1 - 2**-32 or better. The sums of all rows, dtype and shape are hashed with BLAKE2b.
+swapped, with a probability of about 1 - 2**-32 or better. All sums, dtype and shape are then hashed with BLAKE2b.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch import Tensor
 from tilth.core.random import stream
 
 _ROW = 1 << 14
-_ROWS_PER_PASS = {"cpu": 2, "cuda": 256}
+_ROWS_PER_PASS = {"cpu": 1, "cuda": 256}
 """On a CPU just so few that torch does not start threads for a millisecond of work."""
 _LOW = 0xFFFFFFFF
 
