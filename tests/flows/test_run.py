@@ -1,0 +1,283 @@
+import math
+import time
+
+import numpy as np
+import pytest
+
+from tests.flows import tiny
+from tilth.core.errors import (
+    DataError,
+    LogprobMismatch,
+    NonFiniteError,
+    RecipeError,
+    RewardError,
+    TokenIdentityError,
+    WeightMismatch,
+)
+from tilth.core.trajectory import Trajectory
+from tilth.flows.readers import read_state, read_trajectories
+from tilth.roles.policy import PolicyWorker
+from tilth.rollout.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    watcher = tiny.Recorder()
+    result = tiny.run(tiny.recipe(tmp_path_factory.mktemp("runs")), observers=[watcher])
+    return result, watcher
+
+
+def test_a_run_goes_through_its_phases_and_says_what_it_was(finished):
+    result, watcher = finished
+    assert [r["phase"] for r in watcher.records] == ["warmup"] * 6 + ["grpo"] * 6
+    assert [r["step"] for r in watcher.records] == list(range(1, 13))
+    assert result.summary["state"] == "finished" and watcher.ended["steps"] == 12
+    assert "predicted memory" in " ".join(watcher.messages)
+    assert any("optimizer steps" in m for m in watcher.messages)
+
+
+def test_every_step_of_experience_is_kept_with_its_tokens(finished):
+    result, watcher = finished
+    table = read_trajectories(result.directory)
+    assert table.num_rows == 6 * 6 * 4
+    assert set(table["step"].to_pylist()) == set(range(7, 13))
+    row = table.slice(0, 1).to_pylist()[0]
+    assert row["prompt_text"].endswith("=") and len(row["tokens"]) == len(row["logprobs"])
+    assert watcher.samples[-1]["prompt"].endswith("=")
+
+
+def test_nothing_is_fetched_to_the_controller(finished):
+    _, watcher = finished
+    assert all(r["bytes/fetched"] == 0 for r in watcher.records)
+
+
+def test_trainer_and_engine_agree(finished):
+    _, watcher = finished
+    worst = [r["mismatch/max"] for r in watcher.records if "mismatch/max" in r]
+    assert len(worst) == 6 and max(worst) <= 1e-4
+
+
+def test_times_of_phases_fit_in_the_step(finished):
+    _, watcher = finished
+    for r in watcher.records:
+        parts = sum(v for k, v in r.items() if k.startswith("time/") and k != "time/step")
+        assert parts == pytest.approx(r["time/step"], rel=1e-6)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path, finished):
+    first, _ = finished
+    again = tiny.run(tiny.recipe(tmp_path))
+    other = tiny.run(tiny.recipe(tmp_path, seed=4), name="other")
+    assert tiny.weights(again.directory) == tiny.weights(first.directory)
+    assert tiny.same(tiny.numbers(again.directory), tiny.numbers(first.directory))
+    assert tiny.weights(other.directory) != tiny.weights(first.directory)
+
+
+def test_parity_mode_agrees_bit_for_bit(tmp_path):
+    watcher = tiny.Recorder()
+    tiny.run(tiny.recipe(tmp_path, train={"threads": 1, "parity": True}), observers=[watcher])
+    assert [r["mismatch/max"] for r in watcher.records if "mismatch/max" in r] == [0.0] * 6
+
+
+def test_bf16_runs_within_its_bound(tmp_path):
+    watcher = tiny.Recorder()
+    tiny.run(tiny.recipe(tmp_path, train={"threads": 1, "precision": "bf16"}), observers=[watcher])
+    assert 0 <= max(r.get("mismatch/max", 0) for r in watcher.records) < 0.5
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"minibatches": 2, "epochs": 2},
+        {"kl_coef": 0.1, "kl": "k2", "entropy_coef": 0.01},
+        {"advantage": "grpo", "aggregation": "seq-mean-token-mean", "drop_flat": False},
+        {"advantage": "rloo", "dual_clip": 3.0, "clip_high": 0.28},
+    ],
+)
+def test_variants_of_the_algorithm_run(tmp_path, how):
+    watcher = tiny.Recorder()
+    result = tiny.run(tiny.recipe(tmp_path, algorithm={"steps": 2, **how}), observers=[watcher])
+    last = watcher.records[-1]
+    assert result.summary["state"] == "finished"
+    assert math.isfinite(last["loss"]) and last["grad_norm"] > 0
+    assert ("kl_ref" in last) == ("kl_coef" in how)
+
+
+def test_two_updates_a_batch_take_the_ratio_to_the_policy_before_both(tmp_path):
+    watcher = tiny.Recorder()
+    tiny.run(tiny.recipe(tmp_path, algorithm={"steps": 2, "epochs": 2}), observers=[watcher])
+    assert watcher.records[-1]["approx_kl_k3"] > 0
+    assert watcher.records[-1]["mismatch/max"] <= 1e-4
+
+
+def test_flat_groups_are_left_out_and_counted(tmp_path):
+    watcher = tiny.Recorder()
+    result = tiny.run(tiny.recipe(tmp_path), reward=lambda p, c, i: 1.0, observers=[watcher])
+    last = watcher.records[-1]
+    assert last["groups/flat"] == 1.0 and last["steps/skipped"] == 1.0
+    assert result.summary["accuracy_last"] == 1.0
+
+
+# ---- what breaks an invariant is named within one step ----
+
+
+def test_a_tensor_that_does_not_arrive_is_named(tmp_path, monkeypatch):
+    whole = Engine.load_weights
+
+    def drops_one(self, weights, version, **options):
+        some = {n: t for n, t in weights}
+        name = "model.layers.1.mlp.up_proj.weight"
+        mine = dict(self.named_parameters())
+        whole(self, iter({**some, name: mine[name].clone()}.items()), version, **options)
+
+    monkeypatch.setattr(Engine, "load_weights", drops_one)
+    with pytest.raises(WeightMismatch, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        tiny.run(tiny.recipe(tmp_path))
+
+
+@pytest.mark.parametrize("damage", ["permuted", "corrupted"])
+def test_a_damaged_tensor_is_named(tmp_path, monkeypatch, damage):
+    whole = Engine.load_weights
+
+    def damages(self, weights, version, **options):
+        whole(self, weights, version, **options)
+        if version >= 8:
+            weight = dict(self.named_parameters())["model.layers.0.self_attn.k_proj.weight"]
+            weight.copy_(weight.flip(0)) if damage == "permuted" else weight[0, 0].add_(1e-6)
+
+    monkeypatch.setattr(Engine, "load_weights", damages)
+    watcher = tiny.Recorder()
+    with pytest.raises(WeightMismatch, match=r"layers\.0\.self_attn\.k_proj"):
+        tiny.run(tiny.recipe(tmp_path), observers=[watcher])
+    assert len(watcher.records) == 7  # the publish of the eighth update is the first bad one
+
+
+def test_other_logprobs_than_the_trainer_s_stop_the_run(tmp_path, monkeypatch):
+    whole = Engine.generate
+
+    def drifts(self, requests):
+        found = whole(self, requests)
+        for t in found:
+            t.logprobs = np.where(t.loss_mask, t.logprobs + np.float32(0.01), 0).astype(np.float32)
+        return found
+
+    monkeypatch.setattr(Engine, "generate", drifts)
+    with pytest.raises(LogprobMismatch, match=r"step 7: .* up to 0\.01"):
+        tiny.run(tiny.recipe(tmp_path))
+
+
+def test_tokens_that_are_not_those_generated_stop_the_run(tmp_path, monkeypatch):
+    whole = PolicyWorker.update
+
+    def retokenises(self, batch, how):
+        for handle in batch.payload["tokens"].handles:
+            self.store.get(handle).values[-2] += 1
+        return whole(self, batch, how)
+
+    monkeypatch.setattr(PolicyWorker, "update", retokenises)
+    with pytest.raises(TokenIdentityError, match="re-tokenised"):
+        tiny.run(tiny.recipe(tmp_path))
+
+
+def test_a_loss_that_is_not_finite_stops_and_what_was_saved_stays(tmp_path, monkeypatch):
+    def explodes(self, batch, how):
+        self.engine.model.model.norm.weight.data.fill_(float("inf"))
+        return whole(self, batch, how)
+
+    whole = PolicyWorker.update
+    monkeypatch.setattr(PolicyWorker, "update", explodes)
+    with pytest.raises(NonFiniteError, match="optimizer.lr"):
+        tiny.run(tiny.recipe(tmp_path))
+    (directory,) = tmp_path.iterdir()
+    assert read_state(directory)["state"] == "failed"
+    assert tiny.weights(directory)
+
+
+# ---- rewards that fail are missing ----
+
+
+def sometimes(prompt, completion, info):
+    kind = hash_of(prompt + completion) % 4
+    if kind == 0:
+        raise ValueError("no")
+    if kind == 1:
+        return float("nan")
+    return float(kind) + 0.1 * len(completion)
+
+
+def hash_of(text):
+    return sum(ord(c) * (i + 1) for i, c in enumerate(text))
+
+
+def test_missing_rewards_are_counted_shown_and_left_out(tmp_path):
+    watcher = tiny.Recorder()
+    result = tiny.run(tiny.recipe(tmp_path), reward=sometimes, observers=[watcher])
+    table = read_trajectories(result.directory)
+    missing = sum(r is None for r in table["reward"].to_pylist())
+    assert 0 < missing < table.num_rows
+    assert result.summary["rewards_missing"] >= missing
+    assert 0.0 not in table["reward"].to_pylist()
+    assert all(r["reward/mean"] >= 2 for r in watcher.records if "reward/mean" in r)
+
+
+def test_all_rewards_missing_is_survived(tmp_path):
+    watcher = tiny.Recorder()
+    tiny.run(tiny.recipe(tmp_path), reward=lambda p, c, i: None, observers=[watcher])
+    assert all("reward/mean" not in r for r in watcher.records)
+    assert watcher.records[-1]["steps/skipped"] == 1.0
+
+
+def slow_for_some(prompt, completion, info):
+    if prompt.startswith("3+"):
+        time.sleep(30)
+    return 0.1 * len(completion)
+
+
+def test_a_reward_that_hangs_is_missing_and_journaled(tmp_path):
+    made = tiny.recipe(
+        tmp_path, reward={"timeout": 0.3}, warmup={"steps": 0}, algorithm={"steps": 1}, run={"eval_prompts": 2}
+    )
+    result = tiny.run(made, reward=slow_for_some)
+    table = read_trajectories(result.directory).to_pylist()
+    late = [r for r in table if r["prompt_text"].startswith("3+")]
+    assert all(r["reward"] is None for r in late)
+    assert all(r["reward"] is not None for r in table if r not in late)
+    if late:
+        assert result.summary["rewards_timed_out"] >= len(late)
+        assert (result.directory / "rewards.jsonl").read_text().count("timeout") >= len(late)
+
+
+# ---- what can be wrong is said before the first step ----
+
+
+@pytest.mark.parametrize(
+    "wrong, error, says",
+    [
+        ({"algorithm": {"advantage": "gae"}}, RecipeError, "values"),
+        ({"algorithm": {"advantage": "grpoo"}}, RecipeError, "grpo"),
+        ({"algorithm": {"loss": "ppo"}}, RecipeError, "ppo_clip"),
+        ({"algorithm": {"aggregation": "mean"}}, RecipeError, "token-mean"),
+        ({"flow": "sft", "warmup": {"steps": 0}}, RecipeError, "warmup.steps"),
+        ({"data": {"source": "nowhere.jsonl"}}, DataError, "nowhere.jsonl"),
+        ({"model": {"path": "nowhere"}}, Exception, "nowhere"),
+        ({"data": {"tokenizer": "nowhere"}}, DataError, "nowhere"),
+        ({"train": {"device": "cuda:7"}}, RecipeError, "cuda"),
+        ({"model": {"context": 6}}, Exception, "context"),
+    ],
+)
+def test_bad_recipes_are_refused_before_a_directory_is_made(tmp_path, wrong, error, says):
+    with pytest.raises(error, match=says):
+        tiny.run(tiny.recipe(tmp_path, **wrong))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_source_without_a_reward_needs_one(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "answer": "b"}\n')
+    with pytest.raises(RewardError, match="reward.function"):
+        tiny.run(tiny.recipe(tmp_path / "runs", data={"source": str(data)}), reward=None)
+
+
+def test_trajectories_are_typed():
+    t = Trajectory(0, 0, 0, np.arange(3), np.array([0, 1, 1], np.uint8), np.zeros(3, np.float32))
+    assert t.prompt_length == 1 and t.completion_length == 2

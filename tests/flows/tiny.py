@@ -1,0 +1,82 @@
+"""A run that takes a second: one-digit addition by a model of a few thousand parameters."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from tilth.api import run_recipe
+from tilth.config.load import from_dict
+from tilth.flows.readers import read_metrics
+
+TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu")
+
+
+def settings(folder: Path, **sections):
+    base = {
+        "seed": 3,
+        "model": {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32, "context": 16},
+        "data": {"source": "addition", "digits": 1, "holdout": 0.2},
+        "warmup": {"steps": 6, "batch": 16, "check_every": 3, "lr": 5e-3},
+        "rollout": {"prompts": 6, "group": 4, "max_tokens": 4, "max_rows": 16},
+        "algorithm": {"advantage": "grpo_no_std", "steps": 6},
+        "train": {"threads": 1},
+        "run": {"dir": str(folder), "eval_every": 3, "eval_prompts": 16, "save_every": 4},
+    }
+    for section, values in sections.items():
+        base[section] = {**base[section], **values} if isinstance(values, dict) and section in base else values
+    return base
+
+
+def recipe(folder: Path, **sections):
+    return from_dict(settings(folder, **sections))
+
+
+class Recorder:
+    """An observer that remembers, and may act on a step."""
+
+    def __init__(self, at_step=None):
+        self.records, self.messages, self.samples, self.ended = [], [], [], None
+        self.at_step = at_step
+
+    def on_step(self, record, sample):
+        self.records.append(record)
+        self.samples.append(sample)
+        if self.at_step is not None:
+            self.at_step(record)
+
+    def on_message(self, text):
+        self.messages.append(text)
+
+    def on_end(self, summary):
+        self.ended = summary
+
+
+def close_enough(prompt, completion, info):
+    """A reward with spread from the first step on: how many characters are right."""
+    return sum(a == b for a, b in zip(completion, info["answer"])) / len(info["answer"]) + 0.1 * len(completion)
+
+
+def run(made, *, reward=close_enough, observers=(), name="tiny", prompts=None):
+    return run_recipe(made, name=name, observers=list(observers), reward=reward, prompts=prompts)
+
+
+def weights(directory: Path) -> dict[str, bytes]:
+    """Data files of the newest checkpoint: weights and optimizer state, byte by byte."""
+    newest = max((directory / "checkpoints").glob("step-*"))
+    return {file.name: file.read_bytes() for file in sorted(newest.glob("*.safetensors"))}
+
+
+def numbers(directory: Path) -> list[dict]:
+    """Committed metrics without times."""
+    return [{k: v for k, v in r.items() if not k.startswith(TIMES)} for r in read_metrics(directory)]
+
+
+def same(a, b) -> bool:
+    """Equal JSON, NaN equal to itself."""
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
+
+
+def finite(values) -> bool:
+    return all(math.isfinite(v) for v in np.ravel(values))
