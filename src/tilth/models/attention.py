@@ -173,6 +173,8 @@ class PackedContext:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """See ``AttentionContext``."""
+        if not self._groups:
+            return q
         if self._source is not None:
             q, k, v = (pad_rows(x, self._source, self._slot) for x in (q, k, v))
         parts = []

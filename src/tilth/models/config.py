@@ -61,6 +61,8 @@ class DecoderConfig:
     """On both residual branches, while training."""
 
     def __post_init__(self) -> None:
+        if self.rope_scaling is not None:  # transformers writes into the dictionaries it is given
+            object.__setattr__(self, "rope_scaling", dict(self.rope_scaling))
         if not self.num_kv_heads:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         if not self.head_dim:
@@ -153,7 +155,7 @@ class DecoderConfig:
             "hidden_act": "silu",
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
-            "rope_scaling": self.rope_scaling,
+            "rope_scaling": None if self.rope_scaling is None else dict(self.rope_scaling),
             "tie_word_embeddings": self.tie_embeddings,
             "max_position_embeddings": self.max_positions,
             "attention_dropout": 0.0,

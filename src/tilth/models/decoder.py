@@ -94,25 +94,31 @@ class Attention(nn.Module):
         self.o_proj = Linear(width, config.hidden_size, config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.split = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
         self.joined: tuple[Tensor, Tensor | None] | None = None
 
     def forward(self, x: Tensor, tables: Tables, ctx: AttentionContext) -> Tensor:
         """x: [N, hidden] -> [N, hidden]."""
         q, k, v = self._project(x, tables)
-        return self.o_proj(ctx.attend(self.layer, q, k, v, self.window).reshape(x.shape[0], -1))
+        return self.o_proj(ctx.attend(self.layer, q, k, v, self.window).flatten(1))
 
     def _project(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys (normed and rotated) and values, [N, heads, head_dim] each."""
-        heads = (x.shape[0], -1, self.head_dim)
+        rows, hd = x.shape[0], self.head_dim
         if self.joined is not None and not torch.is_grad_enabled():
-            both, v = _joined_linear(x, self.joined).view(heads).split((sum(self.split[:2]), self.split[2]), 1)
+            both_heads = self.heads + self.kv_heads
+            both, v = (
+                _joined_linear(x, self.joined)
+                .view(rows, both_heads + self.kv_heads, hd)
+                .split((both_heads, self.kv_heads), 1)
+            )
             if self.q_norm is None:
-                q, k = rotate(both, *tables).split(self.split[:2], 1)
+                q, k = rotate(both, *tables).split((self.heads, self.kv_heads), 1)
                 return q, k, v
-            q, k = both.split(self.split[:2], 1)
+            q, k = both.split((self.heads, self.kv_heads), 1)
         else:
-            q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
+            q = self.q_proj(x).view(rows, self.heads, hd)
+            k, v = (project(x).view(rows, self.kv_heads, hd) for project in (self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, *tables), rotate(k, *tables), v

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 _CHUNK_ELEMENTS = 1 << 21
 _CHUNK_ROWS = (128, 1024)
-"""Default chunk: about 8 MiB of fp32 logits (they stay in the cache), 128 to 1024 rows (measured for V 32 to 50,000)."""
+"""Default chunk: about 8 MiB of fp32 logits (they stay in the cache), 128 to 1024 rows (measured, V 32 to 50,000)."""
 _ROW_MULTIPLE = 8
 
 

@@ -1,0 +1,54 @@
+"""A small cached context: one query per row and step over a bucketed cache. What the rollout engine does, by hand."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilth.models.attention import ROW_MULTIPLE, matmul_attention
+from tilth.models.config import DecoderConfig
+from tilth.models.decoder import Decoder
+
+
+class CachedContext:
+    """Row r of the batch holds a sequence of ``self.length[r]`` tokens; rows are padded to a multiple of 8."""
+
+    dropout = None
+
+    def __init__(self, config: DecoderConfig, rows: int, bucket: int, dtype: torch.dtype, query_rows: int = 4) -> None:
+        self.rows, self.bucket, self.query_rows = rows + -rows % ROW_MULTIPLE, bucket, query_rows
+        shape = (self.rows, config.num_kv_heads, bucket, config.head_dim)
+        self.k = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
+        self.v = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
+        self.positions = torch.zeros(self.rows, dtype=torch.int64)
+
+    def at(self, positions: Tensor) -> "CachedContext":
+        self.positions = F.pad(positions, (0, self.rows - len(positions)))
+        return self
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        row = torch.arange(self.rows)
+        self.k[layer][row, :, self.positions] = k
+        self.v[layer][row, :, self.positions] = v
+        b, heads, hd = q.shape
+        kv_heads = k.shape[1]
+        grouped = q.view(b, kv_heads, heads // kv_heads, 1, hd)
+        grouped = F.pad(grouped, (0, 0, 0, self.query_rows - 1))
+        place = torch.arange(self.bucket)
+        visible = place <= self.positions[:, None]
+        if window is not None:
+            visible &= place > self.positions[:, None] - window
+        mask = visible.view(b, 1, 1, 1, self.bucket).expand(-1, -1, -1, self.query_rows, -1)
+        out = matmul_attention(grouped, self.k[layer], self.v[layer], mask)
+        return out[..., 0, :].reshape(q.shape)
+
+
+@torch.no_grad()
+def decode_hidden(model: Decoder, sequences: list[Tensor], bucket: int, query_rows: int = 4) -> list[Tensor]:
+    """Teacher-forced, token by token, all sequences as one batch: hidden [T, width] of each."""
+    ctx = CachedContext(model.config, len(sequences), bucket, model.dtype, query_rows)
+    hidden = []
+    for t in range(max(len(s) for s in sequences)):
+        ids = torch.stack([s[min(t, len(s) - 1)] for s in sequences])
+        place = torch.tensor([min(t, len(s) - 1) for s in sequences])
+        hidden.append(model(ids, ctx.at(place)))
+    return [torch.stack([h[i] for h in hidden[: len(s)]]) for i, s in enumerate(sequences)]

@@ -1,0 +1,124 @@
+"""Parity mode: packed forward (with autograd) and token-by-token cached decoding agree bit for bit on a CPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.cached import decode_hidden
+from tests.models.tiny import FAMILIES, VOCAB, decoder, shape, tokens
+from tilth.models.attention import PackedContext
+from tilth.models.decoder import Decoder
+from tilth.models.logprobs import logits_logprobs, token_logprobs
+
+LENGTHS = [5, 33, 20, 49, 17, 32, 1, 40, 23]
+CONFIGS = {
+    **{name: FAMILIES[name] for name in ("llama-none", "llama-biases", "qwen2-window", "mistral", "llama-dynamic")},
+    "qwen3-wide": shape("qwen3", hidden_size=160, num_heads=6, num_kv_heads=2, head_dim=32, vocab_size=1000),
+    "one-kv-head": shape("llama", hidden_size=120, num_heads=3, num_kv_heads=1, head_dim=40),
+    "mha-small-heads": shape("llama", num_heads=8, num_kv_heads=8, head_dim=8),
+}
+
+
+def next_tokens(sequences: list[Tensor]) -> list[Tensor]:
+    return [s.roll(-1) for s in sequences]
+
+
+def packed_logprobs(model: Decoder, sequences: list[Tensor]) -> list[Tensor]:
+    """As the trainer computes them, autograd on."""
+    lengths = [len(s) for s in sequences]
+    hidden = model(torch.cat(sequences), PackedContext(lengths, parity=True))
+    logprobs, _ = token_logprobs(hidden, model.head_weight, torch.cat(next_tokens(sequences)), 0.8)
+    assert logprobs.requires_grad
+    return list(logprobs.detach().split(lengths))
+
+
+def cached_logprobs(model: Decoder, sequences: list[Tensor], bucket: int, query_rows: int = 4) -> list[Tensor]:
+    """As an engine computes them: a step for each token, all sequences in one batch, logits of the batch at once."""
+    hidden = decode_hidden(model, sequences, bucket, query_rows)
+    with torch.no_grad():
+        return [
+            torch.cat([logits_logprobs(model.logits(h[None]), t[None], 0.8) for h, t in zip(rows, targets)])
+            for rows, targets in zip(hidden, next_tokens(sequences))
+        ]
+
+
+def different(one: list[Tensor], two: list[Tensor]) -> int:
+    return sum(int((a != b).sum()) for a, b in zip(one, two, strict=True))
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_equals_cached_decoding(name: str, dtype: torch.dtype, threads: int) -> None:
+    model = decoder(CONFIGS[name], dtype)
+    sequences = list(tokens(LENGTHS).split(LENGTHS))
+    together = packed_logprobs(model, sequences)
+    if dtype == torch.bfloat16:  # the engine keeps its parameters in the compute dtype
+        model = model.to(dtype)
+    for rows, bucket in (([0, 1, 2, 3, 4, 5, 6, 7, 8], 64), ([3], 128), ([8, 2, 6], 32)):
+        some = [sequences[i] for i in rows]
+        assert different(cached_logprobs(model, some, bucket), [together[i] for i in rows]) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_does_not_depend_on_what_is_packed_beside(dtype: torch.dtype, threads: int) -> None:
+    model = decoder(CONFIGS["qwen3-wide"], dtype)
+    sequences = list(tokens(LENGTHS).split(LENGTHS))
+    together = packed_logprobs(model, sequences)
+    for rows in ([3], [6], [8, 1], [5, 4, 3, 2, 1, 0]):
+        assert different(packed_logprobs(model, [sequences[i] for i in rows]), [together[i] for i in rows]) == 0
+    many = packed_logprobs(model, sequences * 40)
+    assert different(many, together * 40) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_projections_keep_every_bit(dtype: torch.dtype, threads: int) -> None:
+    for name in ("llama-biases", "qwen2-window", "qwen3-wide", "one-kv-head"):
+        model = decoder(CONFIGS[name], dtype)
+        sequences = list(tokens([9, 12]).split([9, 12]))
+        plain = cached_logprobs(model, sequences, 32)
+        model.fuse()
+        assert different(cached_logprobs(model, sequences, 32), plain) == 0, name
+        assert different(packed_logprobs(model, sequences), plain) == 0, name
+
+
+def test_without_the_padding_bits_differ() -> None:
+    """The rows above can fail: one query row instead of four takes another kernel in fp32."""
+    model = decoder(CONFIGS["mha-small-heads"])
+    sequences = list(tokens(LENGTHS).split(LENGTHS))
+    found = cached_logprobs(model, sequences, 64, query_rows=1)
+    expected = packed_logprobs(model, sequences)
+    assert different(found, expected) > 0
+    assert max(float((a - b).abs().max()) for a, b in zip(found, expected)) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_full_speed_mode_is_near(dtype: torch.dtype) -> None:
+    model = decoder(FAMILIES["qwen3"], dtype)
+    ids = tokens(LENGTHS)
+    hidden = model(ids, PackedContext(LENGTHS))
+    found, _ = token_logprobs(hidden, model.head_weight, ids)
+    expected, _ = token_logprobs(model(ids, PackedContext(LENGTHS, parity=True)), model.head_weight, ids)
+    assert (found - expected).abs().max() < (1e-4 if dtype == torch.float32 else 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 8, 130, 700])
+def test_log_probs_of_the_engine_are_those_of_the_trainer(dtype: torch.dtype, rows: int, threads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(700, 64, generator=generator).to(dtype)
+    weight = torch.randn(VOCAB, 64, generator=generator)
+    targets = torch.randint(VOCAB, (700,), generator=generator)
+    model = Decoder(shape("llama", tie_embeddings=True), dtype)
+    model.model.embed_tokens.weight.data = weight
+    for temperature in (1.0, 0.7):
+        expected, _ = token_logprobs(hidden, weight, targets, temperature)
+        found = logits_logprobs(model.logits(hidden[:rows]), targets[:rows], temperature)
+        assert torch.equal(found, expected[:rows])

@@ -1,0 +1,158 @@
+"""config.json in and out: as transformers 4 and 5 write it, and what is refused."""
+
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.models.tiny import FAMILIES, ROPES, shape
+from tilth.core.errors import ModelError
+from tilth.models.config import DecoderConfig
+
+MINIMAL = {
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+}
+
+
+def test_a_config_does_not_change_with_the_dictionaries_it_was_made_of_or_gave_away() -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    config = shape("llama", rope_scaling=scaling)
+    scaling["factor"] = 3.0
+    config.to_hf()["rope_scaling"]["factor"] = 4.0
+    assert config.rope_scaling == {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_to_hf_and_back(name: str) -> None:
+    config = FAMILIES[name]
+    assert DecoderConfig.from_hf(config.to_hf()) == config
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_writes_what_we_read(name: str) -> None:
+    """Through transformers' own config class and its way of writing (rope_parameters, layer_types, dtype ...)."""
+    config = FAMILIES[name]
+    theirs = transformers.AutoConfig.for_model(**{k: v for k, v in config.to_hf().items() if k != "architectures"})
+    assert DecoderConfig.from_hf(theirs.to_dict()) == config
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    family=st.sampled_from(["llama", "qwen2", "qwen3", "mistral"]),
+    heads=st.sampled_from([(4, 1), (4, 4), (6, 3)]),
+    head_dim=st.sampled_from([8, 20]),
+    rope=st.sampled_from(sorted(ROPES)),
+    theta=st.sampled_from([1e4, 5e5, 1e6]),
+    tied=st.booleans(),
+    bias=st.booleans(),
+    layers=st.sets(st.integers(0, 3)),
+)
+def test_round_trip_of_any_config(
+    family: str,
+    heads: tuple[int, int],
+    head_dim: int,
+    rope: str,
+    theta: float,
+    tied: bool,
+    bias: bool,
+    layers: set[int],
+) -> None:
+    changes: dict[str, Any] = {"rope_scaling": ROPES[rope], "rope_theta": theta, "tie_embeddings": tied}
+    changes.update(
+        num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, num_layers=4, hidden_size=heads[0] * head_dim
+    )
+    if family in ("llama", "qwen3"):
+        changes.update(qkv_bias=bias, o_bias=bias)
+    if family in ("qwen2", "qwen3") and layers:
+        changes.update(sliding_window=7, window_layers=tuple(sorted(layers)))
+    if family == "mistral":
+        changes.update(window_layers=(0, 1, 2, 3))
+    config = shape(family, **changes)
+    assert DecoderConfig.from_hf(config.to_hf()) == config
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_keys_left_out_mean_what_transformers_means(family: str) -> None:
+    ours = DecoderConfig.from_hf({"model_type": family, **MINIMAL})
+    theirs = transformers.AutoConfig.for_model(family, **MINIMAL)
+    assert (ours.num_heads, ours.max_positions) == (8, theirs.max_position_embeddings)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
+    if family != "mistral":  # 8 key heads of 8 query heads either way
+        assert ours.num_kv_heads == theirs.num_key_value_heads or family.startswith("qwen")
+    assert ours.rms_norm_eps == theirs.rms_norm_eps and ours.tie_embeddings == theirs.tie_word_embeddings
+    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+
+
+def test_old_and_new_spelling_of_rope() -> None:
+    old = {"model_type": "llama", **MINIMAL, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    new = {
+        "model_type": "llama",
+        **MINIMAL,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+    }
+    assert DecoderConfig.from_hf(old) == DecoderConfig.from_hf(new)
+    assert DecoderConfig.from_hf(old).rope_scaling == {"rope_type": "linear", "factor": 2.0}
+    plain = {"model_type": "llama", **MINIMAL, "rope_parameters": {"rope_type": "default", "rope_theta": 7e3}}
+    assert DecoderConfig.from_hf(plain).rope_scaling is None and DecoderConfig.from_hf(plain).rope_theta == 7e3
+
+
+def test_old_qwen_windows_begin_at_max_window_layers() -> None:
+    hf = {"model_type": "qwen2", **MINIMAL, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}
+    config = DecoderConfig.from_hf(hf)
+    assert [config.window(i) for i in range(4)] == [None, None, None, 9]
+    assert DecoderConfig.from_hf({**hf, "use_sliding_window": False}).window_layers == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*LlamaForCausalLM.*Qwen3ForCausalLM"),
+        ({"model_type": "gpt2"}, "gpt2.*supported"),
+        ({"model_type": None}, "None.*supported"),
+        ({"hidden_size": None}, "hidden_size.*whole number"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers.*many"),
+        ({"num_hidden_layers": 0}, "num_layers is 0.*positive"),
+        ({"hidden_size": 65}, "hidden_size is 65.*multiple"),
+        ({"num_key_value_heads": 3}, "num_kv_heads is 3.*divisor"),
+        ({"head_dim": 7}, "head_dim is 7.*even"),
+        ({"hidden_act": "gelu"}, "hidden_act is gelu.*silu"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope.*supported.*yarn"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor.*number"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+    ],
+)
+def test_what_is_refused_in_one_line(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said) as caught:
+        DecoderConfig.from_hf({"model_type": "llama", **MINIMAL, **change})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("llama", {"qk_norm": True}, "qk_norm"),
+        ("llama", {"sliding_window": 5, "window_layers": (0,)}, "sliding_window"),
+        ("qwen2", {"qkv_bias": False}, "qkv_bias"),
+        ("qwen2", {"head_dim": 32}, "head_dim"),
+        ("qwen3", {"mlp_bias": True}, "mlp_bias"),
+        ("mistral", {"window_layers": (0, 2)}, "window_layers"),
+    ],
+)
+def test_a_shape_that_its_family_cannot_say_is_not_written(family: str, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=f"{said}.*family {family}"):
+        shape(family, **change).to_hf()
+
+
+@pytest.mark.parametrize(
+    "change", [{"dropout": 1.0}, {"sliding_window": 0}, {"window_layers": (0,)}, {"family": "gpt"}, {"vocab_size": 0}]
+)
+def test_impossible_shapes(change: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=next(iter(change))):
+        shape(**{"family": "llama", **change})

@@ -1,0 +1,251 @@
+"""Hugging Face directories: transformers loads what we write, we load what it writes, bad ones are named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.models.tiny import FAMILIES, decoder, reference, shape, tokens
+from tilth.core.errors import ModelError, StorageError
+from tilth.models.attention import PackedContext
+from tilth.models.decoder import Decoder
+from tilth.models.hf import load_pretrained, load_weights, parameter_shapes, read_config, save_pretrained
+
+
+def logits(model: Decoder, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model.logits(model(ids, PackedContext([len(ids)])))
+
+
+def loaded(directory: Path, **options: Any) -> Decoder:
+    config, tensors = load_pretrained(directory, **options)
+    model = Decoder(config)
+    load_weights(model, tensors)
+    return model
+
+
+def transformers_logits(directory: Path, ids: torch.Tensor) -> torch.Tensor:
+    other = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.no_grad():
+        return other(ids[None]).logits[0]
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    model = decoder(FAMILIES["qwen3"])
+    save_pretrained(tmp_path / "out", model.config, model.state_dict())
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 30_000])
+@pytest.mark.parametrize("name", ["llama-llama3", "llama-biases", "qwen2-window", "qwen3-window-yarn", "mistral"])
+def test_export_loads_in_transformers_and_here(name: str, shard_bytes: int, tmp_path: Path) -> None:
+    model, ids = decoder(FAMILIES[name]), tokens([40])
+    save_pretrained(tmp_path, model.config, model.state_dict(), shard_bytes=shard_bytes)
+    again = loaded(tmp_path)
+    assert again.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
+    assert (transformers_logits(tmp_path, ids) - logits(model, ids)).abs().max() <= 1e-5
+    shards = list(tmp_path.glob("model-*.safetensors"))
+    assert (len(shards) > 2) == (shard_bytes < 10**9)
+    assert all(len(load_file(f)) == 1 or f.stat().st_size < shard_bytes + 5000 for f in shards)
+
+
+@pytest.mark.parametrize(
+    ("name", "max_shard_size"), [*((name, "5GB") for name in FAMILIES), ("qwen3", "60KB"), ("llama-none", "60KB")]
+)
+def test_what_transformers_saves_loads_here_and_goes_back(name: str, max_shard_size: str, tmp_path: Path) -> None:
+    model, ids = decoder(FAMILIES[name]), tokens([40])
+    other = reference(model)
+    other.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_size)
+    config, tensors = load_pretrained(tmp_path / "theirs")
+    assert config == model.config
+    assert all(torch.equal(tensors[k], v) for k, v in model.state_dict().items())
+    save_pretrained(tmp_path / "ours", config, tensors, source=tmp_path / "theirs")
+    with torch.no_grad():
+        assert torch.equal(transformers_logits(tmp_path / "ours", ids), other(ids[None]).logits[0])
+
+
+def test_dtype_of_file_and_of_import(tmp_path: Path) -> None:
+    model = decoder(FAMILIES["qwen2"])
+    save_pretrained(tmp_path, model.config, model.state_dict(), dtype=torch.bfloat16)
+    _, tensors = load_pretrained(tmp_path)
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    name = "model.norm.weight"
+    assert torch.equal(tensors[name], model.get_parameter(name).bfloat16())
+    assert load_pretrained(tmp_path, torch.float32)[1][name].dtype == torch.float32
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+def test_fused_weights_are_exported_by_their_names(tmp_path: Path) -> None:
+    model = decoder(FAMILIES["llama-biases"])
+    model.fuse()
+    save_pretrained(tmp_path, model.config, model.state_dict())
+    assert load_file(tmp_path / "model.safetensors").keys() == parameter_shapes(model.config).keys()
+    assert torch.equal(logits(loaded(tmp_path), tokens([16])), logits(decoder(FAMILIES["llama-biases"]), tokens([16])))
+
+
+class FakeTokenizer:
+    def save(self, directory: Path) -> None:
+        (directory / "tokenizer.json").write_text("{}")
+
+
+def test_tokenizer_template_and_generation_config(tmp_path: Path) -> None:
+    model = decoder(FAMILIES["qwen3"])
+    first, second = tmp_path / "first", tmp_path / "second"
+    ids = {"eos_token_id": [3, 4], "pad_token_id": 0}
+    save_pretrained(
+        first,
+        model.config,
+        model.state_dict(),
+        tokenizer=FakeTokenizer(),
+        chat_template="{{ messages }}",
+        generation={"temperature": 0.6},
+        token_ids=ids,
+    )
+    (first / "merges.txt").write_text("a b")
+    save_pretrained(second, model.config, model.state_dict(), source=first, generation={"top_k": 5})
+    for folder in (first, second):
+        assert (folder / "tokenizer.json").read_text() == "{}"
+        assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
+        assert ids.items() <= read_config(folder).items()
+    assert (second / "merges.txt").read_text() == "a b"
+    generation = transformers.GenerationConfig.from_pretrained(second)
+    assert (generation.eos_token_id, generation.temperature, generation.top_k) == ([3, 4], 0.6, 5)
+
+
+def test_a_second_export_leaves_nothing_of_the_first(tmp_path: Path) -> None:
+    one, two = decoder(FAMILIES["qwen3"]), decoder(FAMILIES["llama-none"], seed=3)
+    save_pretrained(tmp_path, one.config, one.state_dict(), shard_bytes=30_000)
+    save_pretrained(tmp_path, two.config, two.state_dict())
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert torch.equal(logits(loaded(tmp_path), tokens([9])), logits(two, tokens([9])))
+
+
+def test_tied_head_may_be_in_the_file_if_it_is_equal(exported: Path) -> None:
+    file = exported / "model.safetensors"
+    state = load_file(file)
+    save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}, file)
+    assert "lm_head.weight" not in load_pretrained(exported)[1]
+    save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"] + 1}, file)
+    with pytest.raises(ModelError, match=r"ties lm_head\.weight"):
+        load_pretrained(exported)
+
+
+def test_rotary_constants_of_old_checkpoints_are_ignored(exported: Path) -> None:
+    file = exported / "model.safetensors"
+    save_file({**load_file(file), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file)
+    assert len(load_pretrained(exported)[1]) == len(parameter_shapes(FAMILIES["qwen3"]))
+
+
+def change_state(directory: Path, change: Any) -> None:
+    file = directory / "model.safetensors"
+    state = load_file(file)
+    change(state)
+    save_file(state, file)
+
+
+def drop(state: dict[str, torch.Tensor]) -> None:
+    del state["model.layers.1.mlp.up_proj.weight"]
+
+
+def add(state: dict[str, torch.Tensor]) -> None:
+    state["model.layers.9.extra"] = torch.ones(2)
+
+
+def reshape(state: dict[str, torch.Tensor]) -> None:
+    state["model.norm.weight"] = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (drop, r"missing: model\.layers\.1\.mlp\.up_proj\.weight$"),
+        (add, r"extra: model\.layers\.9\.extra$"),
+        (reshape, r"mis-shaped: model\.norm\.weight \[3\] instead of \[64\]$"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(change: Any, said: str, exported: Path) -> None:
+    change_state(exported, change)
+    with pytest.raises(ModelError, match=said) as caught:
+        load_pretrained(exported)
+    assert str(exported) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_many_missing_tensors_are_counted(exported: Path) -> None:
+    config = {**read_config(exported), "num_hidden_layers": 5}
+    (exported / "config.json").write_text(json.dumps({**config, "layer_types": None}))
+    with pytest.raises(ModelError, match=r"missing: model\.layers\.3.* and 18 more"):
+        load_pretrained(exported)
+
+
+def test_load_weights_checks_too() -> None:
+    model = decoder(FAMILIES["qwen3"])
+    state = dict(model.state_dict())
+    state["stray"] = state.pop("model.norm.weight")
+    with pytest.raises(ModelError, match=r"step 5: .*missing: model\.norm\.weight; extra: stray"):
+        load_weights(model, state, "step 5")
+
+
+def test_no_directory_no_config_no_weights(tmp_path: Path, exported: Path) -> None:
+    with pytest.raises(ModelError, match=r"no model directory .*absent"):
+        load_pretrained(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"empty.* no config\.json"):
+        load_pretrained(tmp_path / "empty")
+    (exported / "model.safetensors").rename(exported / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor"):
+        load_pretrained(exported)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "\xff"])
+def test_config_that_is_not_an_object(content: str, exported: Path) -> None:
+    (exported / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load_pretrained(exported)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, 20_000])
+def test_truncated_file_is_corrupt(keep: int, exported: Path) -> None:
+    file = exported / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ModelError, match=r"model\.safetensors is corrupt"):
+        load_pretrained(exported)
+
+
+def test_shards_that_are_missing_or_do_not_hold_what_the_index_says(tmp_path: Path) -> None:
+    model = decoder(FAMILIES["qwen3"])
+    save_pretrained(tmp_path, model.config, model.state_dict(), shard_bytes=60_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    first, last = sorted(set(index["weight_map"].values()))[:: len(set(index["weight_map"].values())) - 1]
+    index["weight_map"]["model.norm.weight"] = first
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=rf"model\.norm\.weight is in {first}, and it is not"):
+        load_pretrained(tmp_path)
+    (tmp_path / first).unlink()
+    with pytest.raises(ModelError, match=f"{first} is missing"):
+        load_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ModelError, match="no weight_map"):
+        load_pretrained(tmp_path)
+    assert last != first
+
+
+def test_state_that_does_not_fit_is_not_exported(tmp_path: Path) -> None:
+    model = decoder(FAMILIES["qwen3"])
+    with pytest.raises(ModelError, match=r"export: .*mis-shaped"):
+        save_pretrained(tmp_path, shape("qwen3", intermediate_size=32), model.state_dict())
+    assert not list(tmp_path.iterdir())
+
+
+def test_writing_that_fails_is_a_storage_error(tmp_path: Path) -> None:
+    model = decoder(FAMILIES["qwen3"])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"cannot write model to .*file"):
+        save_pretrained(tmp_path / "file" / "out", model.config, model.state_dict())
