@@ -260,6 +260,16 @@ def test_outcomes_are_replayed_by_the_next_attempt(tmp_path):
         assert run.journal(3) == want and run.journal(4) == {1: {"value": None}}
 
 
+def test_memory_of_the_journal_is_bounded_and_a_rewind_reads_it_again(tmp_path):
+    with RunDir.create(recipe(tmp_path), "demo") as run:
+        for step in range(1, 30):
+            run.log_outcomes(step - 1, {step: {"value": None}})
+            commit(run, step)
+        assert len(run._outcomes) <= 2
+        run.rewind(10)
+        assert run.journal(10) == {11: {"value": None}} and run.journal(20) == {21: {"value": None}}
+
+
 # ---- kills and full disks ----
 
 CHILD = """

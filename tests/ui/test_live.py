@@ -19,7 +19,8 @@ SAMPLE = {"prompt": "123+456=", "text": "0579", "answer": "0579", "reward": 1.0}
 def record(step, phase="grpo", **more):
     return {
         "step": step, "attempt": 1, "phase": phase, "seconds": step * 0.5,
-        "reward/mean": 0.5 + step / 1000, "loss": 0.01, "entropy": 0.4, "length/mean": 4.2, "length/cut": 0.02, "mismatch/max": 1.2e-6, "mismatch/mean": 1e-7,
+        "reward/mean": 0.5 + step / 1000, "loss": 0.01, "entropy": 0.4, "length/mean": 4.2, "length/cut": 0.02,
+        "mismatch/max": 1.2e-6, "mismatch/mean": 1e-7,
         "tokens_per_second/generate": 15234.0, "tokens_per_second/train": 20123.0, "memory/rss": 8e8,
         "time/generate": 0.25, "time/update": 0.15, "time/other": 0.1, "time/step": 0.5, **more,
     }  # fmt: skip

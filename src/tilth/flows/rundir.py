@@ -59,7 +59,7 @@ class RunDir:
         self._log = Lines(path / "log.txt")
         self._trajectories = TrajectoryFiles(path / "trajectories")
         self._state = self._begin(before)
-        self._outcomes = self._read_journal()
+        self._outcomes = self._read_journal(0)
         self._announce()
 
     @classmethod
@@ -94,6 +94,8 @@ class RunDir:
         written = keys | {k: v for k, v in record.items() if k not in keys}
         self._metrics.append(to_json(written))
         self._trajectories.commit()
+        for step in [s for s in self._outcomes if s < record["step"] - 1]:
+            del self._outcomes[step]  # on disk, and not asked for again before a rewind
         return written
 
     def add_trajectories(self, table: pa.Table) -> None:
@@ -108,6 +110,7 @@ class RunDir:
     def rewind(self, step: int) -> None:
         """Drop everything of steps after ``step``, the last one that the checkpoint holds (0: all)."""
         self._trajectories.rewind(step)
+        self._outcomes = self._read_journal(step)
         self._metrics.close()
         path = self.path / "metrics.jsonl"
         kept = [r for r in read_metrics(self.path) if r["step"] <= step]
@@ -140,9 +143,12 @@ class RunDir:
         """Outcomes of a step by trajectory id, as far as an earlier attempt got."""
         return dict(self._outcomes.get(step, {}))
 
-    def _read_journal(self) -> dict[int, dict[int, dict[str, Any]]]:
+    def _read_journal(self, step: int) -> dict[int, dict[int, dict[str, Any]]]:
+        """Outcomes of this step and later ones, by step and trajectory id."""
         found: dict[int, dict[int, dict[str, Any]]] = {}
         for entry in read_lines(self.path / "rewards.jsonl"):
+            if entry["step"] < step:
+                continue
             found.setdefault(entry["step"], {}).setdefault(entry["trajectory"], entry["outcome"])
         return found
 

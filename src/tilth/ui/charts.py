@@ -1,0 +1,272 @@
+"""Curves as inline SVG that stretches, with labels as text beside it, so that they stay sharp at any width.
+
+The numbers behind a curve go along as JSON; a few lines of script show them under the pointer, in all charts at once.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilth.ui import words
+from tilth.ui.html import Html, join, tag
+
+Record = Mapping[str, Any]
+Point = tuple[float, float]
+Phase = tuple[str, float, float]
+"""Name, first and last step."""
+POINTS = 320
+"""Most points of a curve; more are averaged."""
+WIDTH, HEIGHT = 1000.0, 400.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """One metric in a chart."""
+
+    metric: str
+    colour: str
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What a chart shows. ``phase``: of this phase only. ``note``: one sentence under the title."""
+
+    title: str
+    lines: tuple[Line, ...]
+    form: str = "number"
+    note: str = ""
+    log: bool = False
+    phase: str = ""
+    dots: bool = False
+    hero: bool = False
+
+
+CATALOGUE = (
+    Chart("Held-out accuracy", (Line("accuracy/heldout", "leaf"),), "share",
+          "Greedy answers to prompts that it never trains on.", dots=True, hero=True),
+    Chart("Reward", (Line("reward/mean", "sky"),), "number", "Mean over the samples of a step."),
+    Chart("Entropy", (Line("entropy", "plum"),), "number", "Nats a token: how undecided it is."),
+    Chart("Loss", (Line("loss", "clay"),), "number"),
+    Chart("Completion length", (Line("length/mean", "sun", "mean"), Line("length/max", "soil", "longest")), "count",
+          "Tokens that the policy chose."),
+    Chart("Log-prob mismatch", (Line("mismatch/max", "clay", "greatest"), Line("mismatch/mean", "teal", "mean")),
+          "number", "Trainer against rollout engine, nats.", log=True),
+    Chart("Tokens per second", (Line("tokens_per_second/generate", "leaf", "generated"),
+                                Line("tokens_per_second/train", "sky", "trained on")), "count"),
+    Chart("Gradient norm", (Line("grad_norm", "teal"),), "number", "Before clipping."),
+    Chart("Flat groups", (Line("groups/flat", "soil"),), "share", "Samples in groups of equal rewards."),
+    Chart("Clipped tokens", (Line("clip_low", "sky", "low"), Line("clip_high", "clay", "high")), "share",
+          "Held by the clip range of the ratio."),
+    Chart("KL towards the first policy", (Line("kl", "plum"),), "number", "Nats a token."),
+    Chart("Missing rewards", (Line("reward/missing", "clay"),), "count", "Left out of the loss, never counted as 0."),
+)  # fmt: skip
+MEMORY = Chart("Over the run", (Line("memory/rss", "soil"),), "size", "Resident memory of the process.")
+DULL_AT_ZERO = ("Missing rewards", "Clipped tokens", "KL towards the first policy", "Log-prob mismatch")
+
+
+@dataclass
+class Curve:
+    """A line with its points."""
+
+    line: Line
+    points: list[Point]
+    last: float = 0.0
+
+
+@dataclass
+class Frame:
+    """The ranges of a chart and how a value becomes a height: 0 at the top, 1 at the bottom."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    log: bool = False
+    ticks: list[float] = field(default_factory=list)
+
+    def across(self, x: float) -> float:
+        """0 at the left to 1 at the right."""
+        low, high = self.x
+        return (x - low) / (high - low) if high > low else 0.5
+
+    def down(self, y: float) -> float:
+        """0 at the top to 1 at the bottom, held inside."""
+        low, high = self.y
+        if self.log:
+            y, low, high = (math.log10(max(v, 1e-300)) for v in (y, low, high))
+        return min(max(1 - (y - low) / (high - low), 0.0), 1.0) if high > low else 0.5
+
+
+def charts(records: Sequence[Record]) -> list[tuple[Chart, list[Curve]]]:
+    """The charts that these records can fill; the loss of each phase apart: their scales have nothing in common."""
+    found = []
+    phases = [p for p in dict.fromkeys(r.get("phase", "") for r in records) if p]
+    for chart in CATALOGUE:
+        apart = chart.title == "Loss" and len(phases) > 1
+        for phase in phases if apart else [""]:
+            title = f"{chart.title}, {words.phase_name(phase)}" if phase else chart.title
+            shown = Chart(title, chart.lines, chart.form, chart.note, chart.log, phase, chart.dots, chart.hero)
+            curves = [c for line in chart.lines if (c := curve(shown, line, records)).points]
+            if curves and not (chart.title in DULL_AT_ZERO and all(y == 0 for c in curves for _, y in c.points)):
+                found.append((shown, curves))
+    return found
+
+
+def curve(chart: Chart, line: Line, records: Sequence[Record]) -> Curve:
+    mine = [r for r in records if not chart.phase or r.get("phase") == chart.phase]
+    points = [(float(r["step"]), float(r[line.metric])) for r in mine if r.get(line.metric) is not None]
+    points = [(x, y) for x, y in points if math.isfinite(y) and (y > 0 or not chart.log)]
+    return Curve(line, thin(points), points[-1][1] if points else 0.0)
+
+
+def thin(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
+    """At most ``limit`` points: each the mean of a stretch, the last one kept as it is."""
+    if len(points) <= limit:
+        return list(points)
+    bounds = [round(i * (len(points) - 1) / (limit - 1)) for i in range(limit)]
+    parts = [points[a:b] for a, b in itertools.pairwise(bounds)]
+    return [(p[len(p) // 2][0], sum(y for _, y in p) / len(p)) for p in parts] + [points[-1]]
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """A centred moving average over a twentieth of the curve; short curves as they are."""
+    reach = len(points) // 40
+    if reach == 0:
+        return list(points)
+    parts = [points[max(i - reach, 0) : i + reach + 1] for i in range(len(points))]
+    return [(points[i][0], sum(y for _, y in p) / len(p)) for i, p in enumerate(parts)]
+
+
+def nice(low: float, high: float, count: int = 4) -> list[float]:
+    """Round numbers that cover ``low`` to ``high``, about ``count`` steps apart."""
+    if not high > low:
+        low, high = low - (abs(low) or 1) * 0.5, high + (abs(high) or 1) * 0.5
+    raw = (high - low) / count
+    scale = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * scale for m in (1, 2, 2.5, 5, 10) if m * scale >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def decades(low: float, high: float) -> list[float]:
+    """Powers of ten around ``low`` to ``high``, at most five of them."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    last = max(last, first + 1)
+    every = -(-(last - first) // 4)
+    return [10.0**e for e in range(first, last + every, every)]
+
+
+def frame(chart: Chart, curves: Sequence[Curve], steps: tuple[float, float]) -> Frame:
+    """Ranges and ticks of a chart. ``steps``: first and last of the whole run."""
+    values = [y for c in curves for _, y in c.points]
+    xs = [x for c in curves for x, _ in c.points]
+    across = (min(xs), max(xs)) if chart.phase else steps
+    if chart.log:
+        ticks = decades(min(values), max(values))
+    elif chart.form == "share" and chart.hero and min(values) >= 0 and max(values) <= 1:
+        ticks = [0.0, 0.25, 0.5, 0.75, 1.0]
+    else:
+        floor = 0.0 if min(values) >= 0 and chart.form in ("count", "size") else min(values)
+        ticks = nice(floor, max(values))
+    return Frame(across, (ticks[0], ticks[-1]), chart.log, ticks)
+
+
+def draw(
+    chart: Chart, curves: Sequence[Curve], steps: tuple[float, float], phases: Sequence[Phase] = ()
+) -> tuple[Html, dict[str, Any]]:
+    """The figure, and its numbers for the script. The ground is darker behind all phases but the last."""
+    f = frame(chart, curves, steps)
+    form = FORMS[chart.form]
+    ground = join(_rect(f, a, b) for _, a, b in phases[:-1] if not chart.phase)
+    zones = [tag("span", name, class_="zone", style=f"left:{100 * f.across(a):.2f}%") for name, a, _ in phases]
+    grid = tag("path", d=" ".join(f"M0 {_y(f, t)}H{WIDTH:g}" for t in f.ticks), class_="grid")
+    svg = tag(
+        "svg", ground, grid, *[_paths(chart, c, f) for c in curves],
+        viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", preserveAspectRatio="none", aria_hidden="true",
+    )  # fmt: skip
+    labels = [tag("span", form(t), class_="y", style=f"top:{100 * f.down(t):.2f}%") for t in f.ticks]
+    ends = [tag("span", f"step {f.x[0]:,.0f}"), tag("span", f"{f.x[1]:,.0f}")]
+    figure = tag(
+        "figure",
+        _caption(chart, curves, form),
+        tag(
+            "div",
+            *labels,
+            svg,
+            *(zones if chart.hero and len(phases) > 1 else []),
+            tag("i", class_="cursor"),
+            class_="plot",
+        ),
+        tag("div", *ends, class_="x"),
+        class_="chart hero" if chart.hero else "chart",
+    )
+    return figure, {"x": f.x, "y": f.y, "log": int(f.log), "form": chart.form, "lines": [_numbers(c) for c in curves]}
+
+
+def _numbers(curve: Curve) -> dict[str, Any]:
+    xs, ys = [x for x, _ in curve.points], [float(f"{y:.5g}") for _, y in curve.points]
+    return {"x": [int(x) for x in xs], "y": ys, "last": float(f"{curve.last:.5g}"), "c": curve.line.colour}
+
+
+def _caption(chart: Chart, curves: Sequence[Curve], form: Callable[[float], str]) -> Html:
+    now = [
+        tag("span", tag("i", class_="key"), c.line.label or None, " " if c.line.label else None,
+            tag("b", form(c.last)), class_=f"now {c.line.colour}")
+        for c in curves
+    ]  # fmt: skip
+    note = tag("small", chart.note) if chart.note else None
+    return tag("figcaption", tag("div", tag("strong", chart.title), note), tag("div", *now, class_="legend"))
+
+
+def _paths(chart: Chart, curve: Curve, f: Frame) -> Html:
+    colour = curve.line.colour
+    parts = []
+    if chart.dots or len(curve.points) == 1:
+        if chart.hero and len(curve.points) > 1:
+            base = f"L{_x(f, curve.points[-1][0])} {HEIGHT:g}L{_x(f, curve.points[0][0])} {HEIGHT:g}Z"
+            parts.append(tag("path", d=_path(curve.points, f) + base, class_=f"area {colour}"))
+        dots = " ".join(f"M{_x(f, x)} {_y(f, y)}h0" for x, y in curve.points)
+        parts += [tag("path", d=_path(curve.points, f), class_=f"line {colour}")]
+        parts += [tag("path", d=dots, class_=f"dots {colour}")]
+    else:
+        softer = smooth(curve.points)
+        if softer != curve.points:
+            parts.append(tag("path", d=_path(curve.points, f), class_=f"raw {colour}"))
+        parts.append(tag("path", d=_path(softer, f), class_=f"line {colour}"))
+    return join(parts)
+
+
+def _path(points: Sequence[Point], f: Frame) -> str:
+    return "M" + "L".join(f"{_x(f, x)} {_y(f, y)}" for x, y in points)
+
+
+def _rect(f: Frame, low: float, high: float) -> Html:
+    left, right = f.across(low) * WIDTH, f.across(high) * WIDTH
+    return tag("rect", x=f"{left:.1f}", width=f"{right - left:.1f}", y=0, height=f"{HEIGHT:g}", class_="shade")
+
+
+def _x(f: Frame, x: float) -> str:
+    return f"{f.across(x) * WIDTH:.1f}"
+
+
+def _y(f: Frame, y: float) -> str:
+    return f"{f.down(y) * HEIGHT:.1f}"
+
+
+def _short(value: float) -> str:
+    """``15.2k`` for counts, three digits otherwise."""
+    for unit, scale in (("M", 1e6), ("k", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g}{unit}"
+    if abs(value) >= 1e-3:
+        return f"{value:.3g}"
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return "0" if abs(value) < 1e-12 else f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.3g} %"
+
+
+FORMS: dict[str, Callable[[float], str]] = {"share": _share, "number": _short, "count": _short, "size": words.size}

@@ -1,0 +1,333 @@
+"""``report.html``: one page that tells what a run learned, how, where the time went and what it said on the way.
+
+It is a single file that needs no network, made from what is on disk, so it can be written while the run goes on.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tilth.core.errors import DataError
+from tilth.flows.files import read_lines, replace
+from tilth.flows.readers import read_metrics, read_state, summarise
+from tilth.trace.read import breakdown, read_events
+from tilth.ui import words
+from tilth.ui.charts import MEMORY, Chart, Curve, Phase, charts, curve, draw
+from tilth.ui.html import Html, escape, join, tag
+from tilth.ui.page import MARK, page
+from tilth.ui.samples import samples
+
+COLOURS = ("leaf", "sky", "sun", "plum", "clay", "teal", "soil")
+OPERATIONS = 14
+"""Most operations in the table of times."""
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the report is made of."""
+
+    run: Path
+    state: Record
+    records: list[Record]
+    summary: Record
+
+    @property
+    def plan(self) -> Record:
+        """The plan, empty if there is none yet."""
+        return self.state.get("plan") or {}
+
+    @property
+    def steps(self) -> tuple[float, float]:
+        """First and last committed step."""
+        return (self.records[0]["step"], self.records[-1]["step"]) if self.records else (0, 0)
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Write ``report.html`` into the run's directory and return its path. DataError: not a run; StorageError."""
+    run = Path(run_dir)
+    seen = Seen(run, read_state(run), read_metrics(run), summarise(run))
+    target = run / "report.html"
+    replace(target, render(seen).encode())
+    return target
+
+
+def render(seen: Seen) -> str:
+    """The page as text."""
+    figures, data = _charts(seen)
+    details, more = _details(seen)
+    sections = [
+        _header(seen),
+        _tiles(seen),
+        _section("What it learned", figures),
+        _section("What it said", samples(seen.run)),
+        _section("Where the time went", _times(seen)),
+        _section("Missing rewards", _missing(seen)),
+        _section("How it ran", details),
+        tag("footer", "Written by Tilth from ", tag("code", seen.run.name), " at step ", f"{seen.summary['steps']:,}."),
+    ]
+    return page(f"{seen.run.name} · Tilth", join(sections), data + more)
+
+
+def headline(summary: Mapping[str, Any]) -> Html:
+    """What was learned, in one sentence."""
+    first, last = summary["accuracy_first"], summary["accuracy_last"]
+    spent = f"{summary['steps']:,} steps, {words.duration(summary['seconds'])} min"
+    if not summary["steps"]:
+        return join(["No step has been committed yet."])
+    if first is None or last is None:
+        return join([f"Trained for {spent}."])
+    verb, kind = ("rose", None) if last > first else ("fell", "bad") if last < first else ("stayed", None)
+    ends = [" from ", tag("b", words.share(first), class_="from"), " to "] if last != first else [" at "]
+    return join([f"Held-out accuracy {verb}", *ends, tag("b", words.share(last), class_=kind), f" in {spent}."])
+
+
+def _section(title: str, content: Html | None) -> Html | None:
+    return tag("section", tag("h2", title), content) if content else None
+
+
+def _header(seen: Seen) -> Html:
+    state, plan, env = seen.state, seen.plan, seen.state.get("environment") or {}
+    brand = tag(
+        "div", MARK, tag("b", "tilth"), tag("span", seen.run.name),
+        tag("span", state["state"], class_=f"state {state['state']}"), class_="brand",
+    )  # fmt: skip
+    facts = [
+        f"{_count(plan['parameters'])} parameters" if plan.get("parameters") else None,
+        _machine(env) or None,
+        _date(state.get("started")),
+    ]
+    lede = tag("p", " · ".join(f for f in facts if f), class_="lede")
+    error = tag("p", state["error"], class_="lede clay") if state.get("error") else None
+    return tag("header", brand, tag("h1", headline(seen.summary)), lede, error)
+
+
+def _machine(env: Mapping[str, Any]) -> str:
+    threads = f", {env['threads']} threads" if env.get("threads") else ""
+    return f"{env.get('accelerator') or env['cpu']}{threads}" if env.get("cpu") else ""
+
+
+def _date(text: str | None) -> str | None:
+    return f"{datetime.fromisoformat(text):%d %B %Y, %H:%M} UTC".lstrip("0") if text else None
+
+
+def _count(number: float) -> str:
+    return next((f"{number / s:.3g}{u}" for u, s in (("B", 1e9), ("M", 1e6), ("k", 1e3)) if number >= s), f"{number:g}")
+
+
+# ---- tiles ----
+
+
+def _tiles(seen: Seen) -> Html:
+    s = seen.summary
+    steps = seen.plan.get("steps", 0) + seen.plan.get("warmup_steps", 0)
+    rates = [
+        (name, f"{s[key]:,.0f}", "tokens/s")
+        for name, key in (("Generation", "tokens_per_second_generate"), ("Training", "tokens_per_second_train"))
+        if s[key]
+    ]
+    predicted = f"predicted {words.size(s['memory_predicted'])}" if s["memory_predicted"] else ""
+    tiles = [
+        ("Steps", f"{s['steps']:,}", f"of at most {steps:,}" if steps else ""),
+        ("Time", words.duration(s["seconds"]), f"attempt {s['attempts']}" if (s["attempts"] or 1) > 1 else "min"),
+        *rates,
+        ("Memory, peak", words.size(s["memory_peak"]), predicted) if s["memory_peak"] else None,
+        ("Log-prob mismatch", _mismatch(s["mismatch_max"]), "greatest, nats")
+        if s["mismatch_max"] is not None
+        else None,
+        ("Missing rewards", f"{s['rewards_missing']:,}", "left out, never 0"),
+    ]
+    shown = [
+        tag("div", tag("span", name), tag("b", value), tag("small", note), class_="tile warn" if warn else "tile")
+        for name, value, note in (t for t in tiles if t)
+        for warn in [name == "Missing rewards" and s["rewards_missing"] > 0]
+    ]
+    return tag("div", *shown, class_="tiles")
+
+
+def _mismatch(value: float) -> str:
+    return "exactly 0" if value == 0 else f"{value:.1e}"
+
+
+# ---- curves ----
+
+
+def _charts(seen: Seen) -> tuple[Html | None, list[Record]]:
+    """All figures, and the numbers behind each, in the order in which they stand on the page."""
+    found = [(figure, data) for chart, curves in charts(seen.records) for figure, data in [_drawn(seen, chart, curves)]]
+    if not found:
+        return None, []
+    return tag("div", *[figure for figure, _ in found], class_="charts"), [data for _, data in found]
+
+
+def _drawn(seen: Seen, chart: Chart, curves: Sequence[Curve]) -> tuple[Html, Record]:
+    return draw(chart, curves, seen.steps, _phases(seen))
+
+
+def _phases(seen: Seen) -> list[Phase]:
+    """Each phase with the steps it spans; the next one begins where it ends, so that no gap is drawn."""
+    names = dict.fromkeys(r.get("phase", "") for r in seen.records)
+    starts = [min(r["step"] for r in seen.records if r.get("phase", "") == name) for name in names]
+    ends = [*starts[1:], seen.steps[1]]
+    return [(words.phase_name(name), a, b) for name, a, b in zip(names, starts, ends)]
+
+
+# ---- time ----
+
+
+def _times(seen: Seen) -> Html | None:
+    spent: Counter[str] = Counter()
+    for record in seen.records:
+        spent.update({k[5:]: v for k, v in record.items() if k.startswith("time/") and k != "time/step" and v})
+    if not spent:
+        return None
+    parts = _bar([(name, seconds, words.duration(seconds)) for name, seconds in spent.most_common()])
+    return tag("div", parts, _operations(seen.run), class_="card")
+
+
+def _bar(items: Sequence[tuple[str, float, str]]) -> Html:
+    """One bar in parts, and its legend: name, size, how the size is written."""
+    whole = sum(value for _, value, _ in items) or 1.0
+    hues = [COLOURS[i] if i < len(COLOURS) else "grey" for i in range(len(items))]
+    bars = [tag("i", class_=h, style=f"flex:{v / whole:.5f}", title=n) for h, (n, v, _) in zip(hues, items)]
+    keys = [
+        tag(
+            "span",
+            tag("i", class_=f"key {h}"),
+            n,
+            " ",
+            tag("b", f"{v / whole:.0%}" if v / whole >= 0.005 else "< 1%"),
+            " ",
+            tag("span", t, class_="k"),
+        )
+        for h, (n, v, t) in zip(hues, items)
+    ]
+    return join([tag("div", *bars, class_="bar"), tag("div", *keys, class_="keys")])
+
+
+def _operations(run: Path) -> Html | None:
+    """The operations that took most time of their own, from the events of the trace."""
+    try:
+        rows = breakdown(read_events(run / "events")) if (run / "events").is_dir() else []
+    except DataError as error:
+        return tag("p", f"The trace cannot be read: {error}", class_="lead clay")
+    if not rows:
+        return None
+    longest = max(r.share for r in rows) or 1.0
+    body = [
+        tag(
+            "tr", tag("td", tag("code", r.op)),
+            tag("td", tag("span", class_="meter", style=f"width:{100 * r.share / longest:.1f}%"), class_="wide"),
+            *[tag("td", t) for t in (f"{r.share:.1%}", f"{r.self_seconds:,.2f} s", f"{r.count:,}",
+                                     f"{1e3 * r.seconds / r.count:,.2f} ms",
+                                     words.number(r.tokens / r.seconds) if r.tokens and r.seconds else "")],
+        )
+        for r in rows[:OPERATIONS]
+    ]  # fmt: skip
+    names = ("operation", "", "own share", "own time", "spans", "mean", "tokens/s")
+    table = tag("table", tag("tr", *[tag("th", n) for n in names]), *body)
+    return tag(
+        "details",
+        tag("summary", "By operation, without what ran inside it"),
+        tag("div", table, class_="scroll"),
+        open=True,
+    )
+
+
+# ---- missing rewards ----
+
+
+def _missing(seen: Seen) -> Html | None:
+    """Why rewards are missing, from the journal; nothing if none is."""
+    if not seen.summary["rewards_missing"]:
+        return None
+    why: Counter[tuple[str, str]] = Counter()
+    for entry in read_lines(seen.run / "rewards.jsonl"):
+        outcome = entry.get("outcome") or {}
+        why[(str(outcome.get("status", "")), str(outcome.get("reason", "")))] += 1
+    rows = [
+        tag("tr", tag("td", status), tag("td", f"{count:,}"), tag("td", reason[:200]))
+        for (status, reason), count in why.most_common(12)
+    ]
+    head = tag("tr", tag("th", "what"), tag("th", "times"), tag("th", "why"))
+    table = tag("div", tag("table", head, *rows), class_="scroll") if rows else None
+    said = f"{seen.summary['rewards_missing']:,} samples had no reward and were left out of the loss."
+    return tag("div", tag("p", said, class_="lead"), table, class_="card")
+
+
+# ---- plan, memory, environment ----
+
+
+def _details(seen: Seen) -> tuple[Html, list[Record]]:
+    """Plan, memory (with a chart of its own), environment and recipe."""
+    memory, data = _memory(seen)
+    cards = [_plan(seen), memory, _environment(seen)]
+    return join([tag("div", *[c for c in cards if c], class_="two"), _recipe(seen)]), data
+
+
+def _card(title: str, content: object) -> Html:
+    return tag("div", tag("h3", title), content, class_="card")
+
+
+def _pairs(pairs: Sequence[tuple[str, object]]) -> Html:
+    rows = [(tag("dt", name), tag("dd", value)) for name, value in pairs if value not in (None, "")]
+    return tag("dl", *[cell for row in rows for cell in row])
+
+
+def _plan(seen: Seen) -> Html | None:
+    if not seen.plan:
+        return None
+    shown = {k: v for k, v in seen.plan.items() if k not in ("memory", "memory_peak")}
+    return _card("Plan", _pairs([(k.replace("_", " "), _plain(v)) for k, v in shown.items()]))
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value if isinstance(value, str) else json.dumps(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+
+
+def _memory(seen: Seen) -> tuple[Html | None, list[Record]]:
+    predicted, peak = seen.summary["memory_predicted"], seen.summary["memory_peak"]
+    items = seen.plan.get("memory") or {}
+    if not (predicted or peak):
+        return None, []
+    parts = sorted(((k, float(v), words.size(v)) for k, v in items.items()), key=lambda item: -item[1])
+    text = _pairs([("predicted", words.size(predicted)), ("measured peak", words.size(peak))])
+    found = curve(MEMORY, MEMORY.lines[0], seen.records)
+    figure, data = _drawn(seen, MEMORY, [found]) if found.points else (None, None)
+    return _card("Memory", join([text, _bar(parts) if parts else None, figure])), [data] if data else []
+
+
+def _environment(seen: Seen) -> Html | None:
+    env = seen.state.get("environment")
+    if not env:
+        return None
+    packages = ", ".join(f"{name} {version}" for name, version in (env.get("packages") or {}).items())
+    cores = f"{env.get('cores')} cores, {env.get('threads') or '?'} threads"
+    pairs = [
+        ("machine", env.get("cpu")), ("cores", cores), ("memory", words.size(env.get("memory"))),
+        ("accelerator", env.get("accelerator")), ("system", env.get("platform")), ("Python", env.get("python")),
+        ("packages", packages), ("recipe digest", seen.state.get("digest")), ("attempts", _attempts(seen)),
+    ]  # fmt: skip
+    return _card("Environment", _pairs(pairs))
+
+
+def _attempts(seen: Seen) -> str:
+    attempts = seen.state.get("attempts") or []
+    words_ = [
+        f"{a['attempt']}: {a['state']}" + (f" from step {a['from_step']}" if a.get("from_step") else "")
+        for a in attempts
+    ]
+    return ", ".join(words_) if len(attempts) > 1 else ""
+
+
+def _recipe(seen: Seen) -> Html | None:
+    path = seen.run / "recipe.toml"
+    if not path.exists():
+        return None
+    return tag("details", tag("summary", "Recipe"), tag("pre", escape(path.read_text(encoding="utf-8"))), class_="card")

@@ -1,0 +1,152 @@
+"""Sampled answers at several moments of a run, each token coloured by how likely the policy thought it."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tilth.core.errors import DataError
+from tilth.flows.readers import read_trajectories, steps_of
+from tilth.ui import words
+from tilth.ui.html import Html, join, tag
+
+MOMENTS, GROUPS, SAMPLES, TOKENS = 5, 2, 4, 250
+"""Moments of the run, groups at each, samples of a group and tokens of a sample that are shown at most."""
+BOUNDS = (0.99, 0.9, 0.75, 0.5, 0.25, 0.1, 0.01)
+"""Probabilities that part the colours: class p0 is at least the first, p7 below the last."""
+Row = dict[str, Any]
+Pieces = Callable[[Sequence[int]], list[str]]
+
+
+def samples(run: Path) -> Html | None:
+    """The section, or None if no trajectory is on disk yet."""
+    moments = [(step, read_trajectories(run, step).to_pylist()) for step in moments_of(run)]
+    shown = [_moment(step, rows, pieces_of(run)) for step, rows in moments if rows]
+    if not shown:
+        return None
+    lead = tag(
+        "p", "Each token is coloured by the probability that the policy gave it when it was sampled; the numbers are "
+        "under the pointer. Samples of one prompt stand together: their rewards are compared with each other. Groups "
+        "that disagree are shown first.", class_="lead",
+    )  # fmt: skip
+    return join([lead, _legend(), *shown])
+
+
+def moments_of(run: Path) -> list[int]:
+    """At most MOMENTS steps with trajectories, evenly spread, the first and the last among them."""
+    ranges = steps_of(run)
+    if not ranges:
+        return []
+    first, last = ranges[0][0], max(b for _, b in ranges)
+    wanted = [first + (last - first) * i / (MOMENTS - 1) for i in range(MOMENTS)]
+    return sorted({_nearest(run, ranges, w) for w in wanted})
+
+
+def _nearest(run: Path, ranges: Sequence[tuple[int, int]], wanted: float) -> int:
+    """The step with trajectories that is nearest to the wanted one."""
+    low, high = min(ranges, key=lambda r: max(r[0] - wanted, wanted - r[1], 0))
+    if low == high:
+        return low
+    inside = np.unique(read_trajectories(run, round(min(max(wanted, low), high)), ["step"])["step"].to_numpy())
+    return int(inside[0]) if len(inside) else low
+
+
+def pieces_of(run: Path) -> Pieces:
+    """From token ids to the text of each, by the tokenizer that lies with the run; without one, the bare ids."""
+    from tilth.data.tokenizer import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.load(run / "model")
+    except DataError:
+        return lambda ids: [f"⟨{i}⟩" for i in ids]
+    known: dict[int, str] = {}
+
+    def pieces(ids: Sequence[int]) -> list[str]:
+        return [known.setdefault(i, tokenizer.decode([i], special=True)) for i in ids]
+
+    return pieces
+
+
+def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
+    """Samples by group, at most GROUPS of them: those with unlike rewards first, in each the best and the worst."""
+    by_group: dict[int, list[Row]] = {}
+    for row in rows:
+        by_group.setdefault(row["group"] if row["group"] is not None else row["id"], []).append(row)
+    ordered = sorted(by_group.values(), key=lambda g: len({r["reward"] for r in g}) == 1)
+    return [_varied(group) for group in ordered[:GROUPS]]
+
+
+def _varied(group: Sequence[Row]) -> list[Row]:
+    """At most SAMPLES: of unlike rewards in turn, so that one of each kind is there."""
+    kinds: dict[Any, list[Row]] = {}
+    for row in group:
+        kinds.setdefault(row["reward"], []).append(row)
+    chosen: list[Row] = []
+    while len(chosen) < min(SAMPLES, len(group)):
+        for rows in kinds.values():
+            if rows and len(chosen) < SAMPLES:
+                chosen.append(rows.pop(0))
+    return sorted(chosen, key=lambda r: math.inf if r["reward"] is None else -r["reward"])
+
+
+def _moment(step: int, rows: Sequence[Row], pieces: Pieces) -> Html:
+    rewards = [r["reward"] for r in rows if r["reward"] is not None]
+    mean = f", mean reward {words.number(sum(rewards) / len(rewards))}" if rewards else ""
+    title = tag("h3", f"Step {step:,}", tag("small", f" {len(rows):,} samples{mean}"))
+    groups = tag("div", *[_group(g, pieces) for g in groups_of(rows)], class_="groups")
+    return tag("div", title, groups, class_="moment")
+
+
+def _group(rows: Sequence[Row], pieces: Pieces) -> Html:
+    first = rows[0]
+    prompt = first["prompt_text"]
+    if prompt is None:
+        prompt = "".join(pieces((first["tokens"] or [])[: first["prompt_length"] or 0]))
+    right = tag("span", "answer ", tag("code", first["answer"]), class_="right") if first.get("answer") else None
+    head = tag("div", tag("code", _cut(prompt, 1500)), right, class_="prompt")
+    return tag("div", head, *[_sample(row, pieces) for row in rows], class_="group")
+
+
+def _sample(row: Row, pieces: Pieces) -> Html:
+    kind = words.verdict(row)
+    reward = "missing" if row["reward"] is None else words.number(row["reward"])
+    parts = "".join(f", {name} {words.number(value)}" for name, value in row.get("parts") or [])
+    cut = tag("span", "cut off", class_="cut") if row["finish"] == "length" else None
+    badge = tag("span", reward, class_=f"badge {kind}", title=f"reward {reward}{parts}")
+    return tag("div", badge, tag("div", _completion(row, pieces), cut, class_="text"), class_="sample")
+
+
+def _completion(row: Row, pieces: Pieces) -> Html:
+    start = row["prompt_length"] or 0
+    ids = (row["tokens"] or [])[start:]
+    if not ids or not row["logprobs"]:
+        return tag("span", _cut(row["text"] or "", 1500))
+    shown = ids[:TOKENS]
+    logprobs = row["logprobs"][start : start + len(shown)]
+    trainer = (row["trainer_logprobs"] or [])[start : start + len(shown)] or [None] * len(shown)
+    spans = [_token(*token) for token in zip(pieces(shown), shown, logprobs, trainer)]
+    more = tag("span", f" … {len(ids) - len(shown):,} more tokens", class_="more") if len(ids) > len(shown) else None
+    return join([*spans, more])
+
+
+def _token(text: str, token: int, logprob: float, trainer: float | None) -> Html:
+    kind = sum(math.exp(min(logprob, 0.0)) < bound for bound in BOUNDS)
+    special = text.startswith("<") and text.endswith(">") and len(text) > 2
+    return tag(
+        "span", text.replace("\n", "⏎\n") or "·",
+        class_=f"p{kind} special" if special else f"p{kind}",
+        data_l=f"{logprob:.4g}", data_i=token, data_d=None if trainer is None else f"{abs(trainer - logprob):.2g}",
+    )  # fmt: skip
+
+
+def _legend() -> Html:
+    names = ("≥ 99 %", "90", "75", "50", "25", "10", "1", "< 1 %")
+    return tag(
+        "p", "probability ", *[tag("span", name, class_=f"p{i}") for i, name in enumerate(names)], class_="scale"
+    )
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"

@@ -1,0 +1,231 @@
+"""The report: true to the run, safe whatever the run holds, one file, at every stage of a run."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from tests.ui.fake import PLAN, fake_run, recipe
+from tilth.core.errors import DataError, StorageError
+from tilth.flows.readers import read_metrics, summarise
+from tilth.flows.rundir import RunDir
+from tilth.ui.html import Html, embed, escape, join, tag
+from tilth.ui.page import SCRIPT
+from tilth.ui.report import headline, write_report
+from tilth.ui.samples import BOUNDS, TOKENS, groups_of, moments_of
+
+VOID = {"meta", "br", "link", "img"}
+ATTACK = '</code><script>alert(1)</script><img src=x onerror="alert(2)">'
+
+
+class Page(HTMLParser):
+    """Checks that elements close in order; collects text, elements and the embedded numbers."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.open, self.seen, self.text, self.scripts = [], [], [], []
+        self.feed(text)
+        assert self.open == [], self.open
+
+    def handle_starttag(self, name, attributes):
+        self.seen.append((name, dict(attributes)))
+        if name not in VOID:
+            self.open.append(name)
+
+    def handle_endtag(self, name):
+        assert self.open.pop() == name, (name, self.getpos())
+
+    def handle_data(self, data):
+        (self.scripts if self.open and self.open[-1] == "script" else self.text).append(data)
+
+    @property
+    def words(self):
+        return re.sub(r"\s+", " ", " ".join(self.text))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run = fake_run(tmp_path_factory.mktemp("report"), warmup=60, steps=100)
+    text = write_report(run).read_text()
+    return run, text, Page(text)
+
+
+def test_it_tells_what_the_summary_says(finished):
+    run, _, page = finished
+    s = summarise(run)
+    assert run / "report.html" == write_report(run)
+    for want in (
+        f"Held-out accuracy rose from {100 * s['accuracy_first']:.1f} %", f"to {100 * s['accuracy_last']:.1f} %",
+        "in 160 steps", f"{s['tokens_per_second_generate']:,.0f}", f"{s['tokens_per_second_train']:,.0f}", "742 MB",
+        "predicted 771 MB", f"{s['mismatch_max']:.1e}", "AMD EPYC 7B13", "806k parameters", "tokens per step 8,704",
+        "torch 2.13.0", "decode", "backward", "generate", "interpreter and libraries", "digits = 3",
+    ):  # fmt: skip
+        assert want in page.words, want
+
+
+def test_the_numbers_behind_the_curves_are_those_of_the_run(finished):
+    run, _, page = finished
+    figures = [a for n, a in page.seen if n == "figure"]
+    data = json.loads(page.scripts[0])
+    assert len(figures) == len(data) >= 10
+    accuracy = [(r["step"], r["accuracy/heldout"]) for r in read_metrics(run) if "accuracy/heldout" in r]
+    assert list(zip(data[0]["lines"][0]["x"], data[0]["lines"][0]["y"])) == [
+        (s, pytest.approx(a, rel=1e-4)) for s, a in accuracy
+    ]
+
+
+def test_one_file_without_outside_references(finished):
+    _, text, page = finished
+    assert len(text) < 600_000
+    assert not re.search(r"https?:|//cdn|@import|url\(", text)
+    assert not [a for n, a in page.seen if n in ("link", "img", "iframe") or "src" in a or "href" in a]
+
+
+def test_only_its_own_script_may_run(finished):
+    _, _, page = finished
+    policy = next(a["content"] for n, a in page.seen if a.get("http-equiv") == "Content-Security-Policy")
+    digest = base64.b64encode(hashlib.sha256(page.scripts[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy and "default-src 'none'" in policy
+    assert page.scripts[1] == SCRIPT and len(page.scripts) == 2
+
+
+def test_tokens_carry_their_numbers_and_colours(finished):
+    _, _, page = finished
+    tokens = [a for n, a in page.seen if n == "span" and "data-l" in a]
+    assert len(tokens) > 100
+    for token in tokens:
+        p = np.exp(float(token["data-l"]))
+        assert token["class"].split()[0] == f"p{sum(p < b for b in BOUNDS)}" and float(token["data-d"]) < 1e-5
+    assert "<eos>" in page.words and "answer" in page.words
+
+
+def test_what_a_policy_writes_is_text(tmp_path):
+    run = fake_run(tmp_path, warmup=5, steps=30, hostile=ATTACK)
+    (run / "model" / "tokenizer.json").unlink()
+    (run / "recipe.toml").write_text(ATTACK)
+    state = json.loads((run / "run.json").read_text())
+    for key in ("cpu", "platform"):
+        state["environment"][key] = ATTACK
+    state |= {"error": ATTACK, "plan": {"note": ATTACK, "memory": {ATTACK: 5}}}
+    (run / "run.json").write_text(json.dumps(state))
+    page = Page(write_report(run).read_text())
+    assert len(page.scripts) == 2 and not [n for n, _ in page.seen if n == "img"]
+    assert ATTACK in "".join(page.text)
+
+
+def test_missing_rewards_are_shown_with_their_reasons(tmp_path):
+    page = Page(write_report(fake_run(tmp_path, warmup=0, steps=10, missing=2)).read_text())
+    assert "20 samples had no reward and were left out of the loss." in page.words
+    assert "timeout 10 took longer than 10 s" in page.words
+    assert [a for n, a in page.seen if "missing" in a.get("class", "")] or "Missing rewards" in page.words
+
+
+@pytest.mark.parametrize("steps", [(0, 0), (1, 0), (0, 1), (30, 2)])
+def test_a_run_at_every_stage(tmp_path, steps):
+    page = Page(write_report(fake_run(tmp_path, warmup=steps[0], steps=steps[1], end=None)).read_text())
+    assert "interrupted" in page.words or "running" in page.words
+    assert ("No step has been committed yet" in page.words) == (sum(steps) == 0)
+
+
+def test_a_run_that_has_only_just_begun(tmp_path):
+    with RunDir.create(recipe(tmp_path), "demo") as run:
+        assert "No step has been committed yet" in Page(write_report(run.path).read_text()).words
+    with pytest.raises(DataError, match="not a run"):
+        write_report(tmp_path)
+
+
+def test_a_torn_trace_and_a_tokenizer_that_is_gone(tmp_path):
+    run = fake_run(tmp_path, warmup=3, steps=5)
+    part = next((run / "events").iterdir())
+    part.rename(part.with_name("attempt-1-rank-0-000002.parquet"))
+    part.write_bytes(b"torn")
+    (run / "model" / "tokenizer.json").unlink()
+    page = Page(write_report(run).read_text())
+    assert "The trace cannot be read" in page.words and "000001.parquet is truncated" in page.words
+    assert "⟨" in page.words
+
+
+def test_long_completions_are_cut(tmp_path):
+    with RunDir.create(recipe(tmp_path), "demo") as run:
+        n = 20_000
+        row = {"step": 1, "id": 0, "group": 0, "prompt_text": "x" * n, "text": "y" * n, "tokens": [1] * n,
+               "prompt_length": 10, "logprobs": [-0.1] * n, "finish": "length", "reward": 0.5}  # fmt: skip
+        run.add_trajectories(pa.Table.from_pylist([row | {"id": i, "group": i // 8} for i in range(64)]))
+        run.commit_step({"step": 1, "phase": "grpo", "reward/mean": 0.5})
+        run.flush()
+        text = write_report(run.path).read_text()
+    assert len(text) < 300_000
+    assert f"{n - 10 - TOKENS:,} more tokens" in text and "cut off" in text
+
+
+def test_a_disk_that_is_full_keeps_the_old_report(tmp_path, monkeypatch):
+    import os
+
+    run = fake_run(tmp_path, warmup=0, steps=2)
+    before = write_report(run).read_text()
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(StorageError, match=r"report\.html: No space left"):
+        write_report(run)
+    assert (run / "report.html").read_text() == before
+
+
+# ---- sentences ----
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "want"),
+    [(0.612, 0.971, "Held-out accuracy rose from 61.2 % to 97.1 % in 10 steps, 1:05 min."),
+     (0.9, 0.5, "Held-out accuracy fell from 90.0 % to 50.0 % in 10 steps, 1:05 min."),
+     (0.5, 0.5, "Held-out accuracy stayed at 50.0 % in 10 steps, 1:05 min."),
+     (None, None, "Trained for 10 steps, 1:05 min.")],
+)  # fmt: skip
+def test_headline(first, last, want):
+    found = headline({"accuracy_first": first, "accuracy_last": last, "steps": 10, "seconds": 65})
+    assert re.sub("<[^>]*>", "", found) == want
+
+
+# ---- samples ----
+
+
+def test_moments_are_spread_over_the_run(tmp_path):
+    run = fake_run(tmp_path, warmup=10, steps=100)
+    assert moments_of(run) == [11, 36, 60, 85, 110]
+    assert moments_of(tmp_path) == []
+
+
+def test_groups_that_disagree_come_first_and_show_each_kind():
+    def row(group, reward):
+        return {"id": 0, "group": group, "reward": reward}
+
+    rows = [row(1, 1.0)] * 8 + [row(2, 1.0)] * 7 + [row(2, 0.0)] + [row(3, None)] * 2 + [row(3, 0.0)] * 6
+    groups = groups_of(rows)
+    assert [g[0]["group"] for g in groups] == [2, 3]
+    assert [[r["reward"] for r in g] for g in groups] == [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, None, None]]
+
+
+def test_plan_is_complete():
+    assert set(PLAN["memory"]) and PLAN["memory_peak"] > sum(PLAN["memory"].values()) * 0.5
+
+
+# ---- markup ----
+
+
+def test_only_markup_is_not_escaped():
+    assert tag("b", "<i>", Html("<i>x</i>"), None, title='"<') == '<b title="&quot;&lt;">&lt;i&gt;<i>x</i></b>'
+    assert join(["<", None, tag("u", 5)]) == "&lt;<u>5</u>" and escape("&") == "&amp;"
+    assert tag("a", class_="x y", data_l=1, open=True, hidden=False, id=None) == '<a class="x y" data-l="1" open></a>'
+
+
+def test_embedded_numbers_cannot_end_the_script():
+    assert "<" not in embed(["</script>"]) and json.loads(embed(["</script>&"])) == ["</script>&"]
+    with pytest.raises(ValueError):
+        embed(float("nan"))
