@@ -15,7 +15,7 @@ from tilth.core.errors import TilthError
 from tilth.trace.spans import Total, recorder
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
-KEYS = ("step", "attempt", "phase", "seconds")
+KEYS = ("step", "attempt", "phase", "phase_step", "seconds")
 """Fields of a record that are not metrics."""
 OTHER = "other"
 
@@ -184,11 +184,15 @@ class Metrics:
             if declaration(name).reduction != "mean" or weight
         }
 
-    def close(self, *, step: int, phase: str) -> dict[str, Any]:
-        """The record of a step, with its times (from the spans since the last one) and memory; starts the next."""
+    def close(self, *, step: int, phase: str, phase_step: int | None = None) -> dict[str, Any]:
+        """The record of a step, with its times (from the spans since the last one) and memory; starts the next.
+
+        phase_step: which step of its phase it is, so that a view that begins in the middle knows how far it is.
+        """
         self.take_times(recorder.totals())
         self.take_memory()
-        record = {"step": step, "phase": phase, **self.values()}
+        where = {"step": step, "phase": phase} | ({} if phase_step is None else {"phase_step": phase_step})
+        record = {**where, **self.values()}
         self._sums = {}
         return record
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tilth.config.schema import Recipe
+from tilth.flows.metrics import KEYS
 from tilth.ui import words
 
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -98,7 +99,7 @@ class Progress:
         self.record = record
         self.missing += int(record.get("reward/missing") or 0)
         for name, value in record.items():
-            if isinstance(value, (int, float)) and name not in ("step", "attempt", "seconds", "phase_step"):
+            if isinstance(value, (int, float)) and name not in KEYS:
                 self.series.setdefault(name, Series()).add(value)
                 self.first.setdefault(name, value)
                 self.latest[name] = value
