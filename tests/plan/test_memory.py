@@ -1,5 +1,9 @@
 """Predicted memory: each item by hand, and how each key of the recipe moves it."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tilth.config.load import load_recipe
@@ -66,6 +70,7 @@ def test_what_moves_an_item(overrides, name, factor):
 def test_activations_follow_the_micro_batch():
     budgets = [item(predicted(f"train.micro_tokens={n}"), "activations") for n in (1024, 2048, 4096, 8192, 1 << 20)]
     assert budgets[1] == 2 * budgets[0] and budgets == sorted(budgets)
+    assert item(predicted(), "slack of the allocator") == budgets[4] // 4
     # a step has no more than 64 x 8 samples of 16 tokens, so a greater budget changes nothing
     assert budgets[3] == budgets[4]
 
@@ -150,3 +155,42 @@ def test_as_dict_is_json():
 )
 def test_size(nbytes, text):
     assert size(nbytes) == text
+
+
+# -- against what torch allocates ------------------------------------------------------------------------------------
+
+MEASURE = """
+import resource, sys, torch
+from tilth.models.attention import PackedContext
+from tilth.models.config import DecoderConfig
+from tilth.models.decoder import Decoder
+from tilth.models.logprobs import token_logprobs
+dtype, checkpointing = getattr(torch, sys.argv[1]), sys.argv[2] == "True"
+torch.set_num_threads(1)
+config = DecoderConfig(14, 128, 384, 4, 4, qk_norm=True, tie_embeddings=True, max_positions=64)
+model = Decoder(config, dtype)
+model.init_weights_(0)
+model.checkpointing = checkpointing
+def step(rows):
+    ids = torch.arange(rows * 64) % 14
+    logprobs, _ = token_logprobs(model(ids, PackedContext([64] * rows)), model.head_weight, ids)
+    logprobs.sum().backward()
+step(1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+step(256)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "fp32"), ("bfloat16", "bf16")])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_those_of_a_real_pass(dtype, precision, checkpointing):
+    """Large blocks go straight back to the system here, so that the allocator's slack does not blur the measure."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-c", MEASURE, dtype, str(checkpointing)]
+    measured = int(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+    asked = ["model.context=80", f"train.precision={precision}", f"train.checkpointing={checkpointing}"]
+    memory = predicted(*asked, "train.micro_tokens=16384", "rollout.prompts=256", longest=64)
+    training = sum(i.bytes for i in memory.training) - item(memory, "slack of the allocator")
+    assert measured == pytest.approx(training, rel=0.25)
