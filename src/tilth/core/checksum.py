@@ -1,8 +1,9 @@
 """A 64-bit checksum of the bits of a tensor: equal on every device, for weights that were published or stored.
 
-The bits are read as 64-bit words. A row of words w becomes ``sum_i k[i] * (w[i] ^ w[i] >> 32) mod 2**64`` with odd
-pseudo-random k (multilinear hashing): one changed word always changes it, and any other change, such as two words
-swapped, with a probability of about 1 - 2**-32 or better. All sums, dtype and shape are then hashed with BLAKE2b.
+The bits are read as 64-bit words. A row of words w becomes ``sum_i k[i] * fold(w[i] * _MIX) mod 2**64`` with odd
+pseudo-random k (multilinear hashing) and ``fold(x) = x ^ x >> 32``: one changed word always changes it, and any other
+change, such as two words swapped, with a probability of about 1 - 2**-32 or better. Without the mixing, top bits would
+not count: all signs flipped would go unseen. The sums of all rows, dtype and shape are then hashed with BLAKE2b.
 """
 
 import functools
@@ -18,6 +19,8 @@ _ROW = 1 << 14
 _ROWS_PER_PASS = {"cpu": 1, "cuda": 256}
 """On a CPU just so few that torch does not start threads for a millisecond of work."""
 _LOW = 0xFFFFFFFF
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+"""2**64 divided by the golden ratio, as a signed number."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -45,10 +48,9 @@ def checksum(tensor: Tensor) -> int:
 
 def _row_sums(data: Tensor) -> Tensor:
     """The sum of every row in these bytes, int64 [rows]: whole rows, or one that is shorter."""
-    words = _words(data)
-    mixed = words >> 32
-    mixed.bitwise_and_(_LOW).bitwise_xor_(words)
-    width = min(len(words), _ROW)
+    mixed = _words(data) * _MIX
+    mixed.bitwise_xor_((mixed >> 32).bitwise_and_(_LOW))
+    width = min(len(mixed), _ROW)
     return mixed.view(-1, width).mul_(_multipliers(data.device)[:width]).sum(1)
 
 

@@ -320,9 +320,11 @@ class Layout:
         ours = tuple(_from_dtensor(p, len(shape)) for p in placements)
         order: list[int] = []
         for i in reversed(range(len(ours))):
-            shards = [mesh.sizes[j] if ours[j] == ours[i] else 1 for j in order]
-            earlier = [1, *itertools.accumulate(shards, operator.mul)]
-            order.insert(earlier.index(getattr(placements[i], "split_factor", 1)), i)
+            parts = [mesh.sizes[j] if ours[j] == ours[i] else 1 for j in order]
+            earlier, factor = [1, *itertools.accumulate(parts, operator.mul)], getattr(placements[i], "split_factor", 1)
+            if factor not in earlier:
+                raise ValueError(f"{placements[i]}: split_factor={factor} is not a product of later splits of {mesh}")
+            order.insert(earlier.index(factor), i)
         return cls(mesh, ours, tuple(shape), tuple(order))
 
 

@@ -60,12 +60,17 @@ class _Ops(NamedTuple):
     float32: Any
 
 
+def _sqrt(x: Tensor, out: Tensor) -> Tensor:
+    """The square root rounded once: torch's own is 1 ulp off on some CPUs, in one of six values."""
+    return out.copy_(x.double().sqrt())
+
+
 _NUMPY = _Ops(
     Tensor.numpy, np.add, np.subtract, np.multiply, np.divide, np.sqrt, np.bitwise_xor, np.bitwise_and, np.left_shift,
     np.right_shift, np.greater_equal, np.int32, np.float32,
 )  # fmt: skip
 _TORCH = _Ops(
-    Tensor.detach, torch.add, torch.sub, torch.mul, torch.div, torch.sqrt, torch.bitwise_xor, torch.bitwise_and,
+    Tensor.detach, torch.add, torch.sub, torch.mul, torch.div, _sqrt, torch.bitwise_xor, torch.bitwise_and,
     torch.bitwise_left_shift, torch.bitwise_right_shift, torch.ge, torch.int32, torch.float32,
 )  # fmt: skip
 
@@ -369,7 +374,7 @@ def fill_normal_(
     ``tensor`` is the piece ``box`` of a global tensor of this ``shape`` (default: all of it) and gets the bits that the
     global tensor has there. A flat (ragged) interval of a tensor is a box of the flattened shape ``(numel,)``.
     """
-    return _fill(tensor, functools.partial(_normal, scale=std), stream, box, shape)
+    return _fill(tensor, functools.partial(_normal, scale=float(std)), stream, box, shape)
 
 
 def fill_uniform_(
@@ -381,7 +386,7 @@ def fill_uniform_(
     shape: Shape | None = None,
 ) -> Tensor:
     """Fill in place with values uniform in [low, high); otherwise as ``fill_normal_``."""
-    return _fill(tensor, functools.partial(_uniform, scale=high - low, shift=low), stream, box, shape)
+    return _fill(tensor, functools.partial(_uniform, scale=float(high - low), shift=float(low)), stream, box, shape)
 
 
 def _fill(tensor: Tensor, write: Write, stream: Stream, box: Box | None, shape: Shape | None) -> Tensor:
