@@ -70,4 +70,6 @@ def _task_reward(recipe: Recipe) -> str:
 
     if recipe.data.source in BUILTIN:
         return recipe.data.source
-    raise RewardError(f"data.source={recipe.data.source} has no reward of its own; set reward.function=FILE.py:function")
+    raise RewardError(
+        f"data.source={recipe.data.source} has no reward of its own; set reward.function=FILE.py:function"
+    )

@@ -66,9 +66,7 @@ def test_loss_gradient_norm_and_step_equal_a_plain_loop():
     assert found.grad_norm == pytest.approx(float(grads.norm()), rel=1e-5)
     matrices = [p for p in plain.parameters() if p.ndim > 1]
     vectors = [p for p in plain.parameters() if p.ndim == 1]
-    torch.optim.AdamW(
-        [{"params": matrices}, {"params": vectors}], lr=0.01, betas=(0.9, 0.95), weight_decay=0.0
-    ).step()
+    torch.optim.AdamW([{"params": matrices}, {"params": vectors}], lr=0.01, betas=(0.9, 0.95), weight_decay=0.0).step()
     expected = torch.cat([p.detach().flatten() for p in plain.parameters()])
     torch.testing.assert_close(weights(e), expected, rtol=1e-4, atol=2e-5)
 

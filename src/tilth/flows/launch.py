@@ -22,6 +22,7 @@ from tilth.flows.sft import sft
 from tilth.flows.signals import Interrupted, StopRequest
 from tilth.roles.reward_pool import RewardPool
 from tilth.trace.spans import recorder
+from tilth.training.peak import measured_flops
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,7 @@ def launch(recipe: Recipe, name: str, prompts: PromptSet, pool: RewardPool, obse
     parts = build(recipe, prompts, pool)
     with RunDir.create(recipe, name) as directory, recorder.to(directory.events, attempt=directory.attempt):
         with StopRequest() as stop:
-            run = Run(
-                recipe, parts.roles, parts.train, parts.heldout, parts.store, directory, observers, _saver(parts), stop
-            )
+            run = _run(recipe, parts, directory, observers, stop)
             _announce(run, parts)
             _restore(run, parts)
             try:
@@ -67,6 +66,22 @@ def launch(recipe: Recipe, name: str, prompts: PromptSet, pool: RewardPool, obse
     for observer in observers:
         observer.on_end(summary)
     return RunResult(directory.path, summary)
+
+
+def _run(recipe: Recipe, parts: Parts, directory: RunDir, observers: Sequence[Observer], stop: StopRequest) -> Run:
+    engine = parts.policy.engine
+    return Run(
+        recipe,
+        parts.roles,
+        parts.train,
+        parts.heldout,
+        parts.store,
+        directory,
+        observers,
+        save=_saver(parts),
+        stop=stop,
+        peak_flops=measured_flops(engine.device, engine.model.dtype),
+    )
 
 
 def _phases(run: Run) -> None:

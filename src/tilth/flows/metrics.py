@@ -124,7 +124,9 @@ def schema() -> dict[str, dict[str, str]]:
 class Metrics:
     """What one step measured, reduced as declared. A mean is kept as a sum and a count until the step is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, peak_flops: float = 0.0) -> None:
+        """peak_flops: of the device, in FLOP/s, for the utilisation; 0: not known."""
+        self.peak_flops = peak_flops
         self._sums: dict[str, tuple[float, float]] = {}
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
@@ -167,6 +169,9 @@ class Metrics:
             self.add(f"time/{op}", total.phase_seconds)
             if op in _RATES and total.phase_tokens:
                 self.add_sum(_RATES[op], total.phase_tokens, total.phase_seconds)
+        update = phases.get("update")
+        if update and update.flops and self.peak_flops:
+            self.add_sum("mfu", update.flops / self.peak_flops, update.phase_seconds)
         step = totals["step"].seconds if "step" in totals else inside
         self.add(f"time/{OTHER}", max(step - inside, 0.0))
         self.add("time/step", max(step, inside))

@@ -88,6 +88,7 @@ class Run:
         observers: Sequence[Observer],
         save: Callable[["Run"], None],
         stop: StopRequest,
+        peak_flops: float = 0.0,
     ) -> None:
         self.recipe = recipe
         self.roles = roles
@@ -104,7 +105,7 @@ class Run:
         self.observers = observers
         self.bounds = Bounds.of(recipe)
         self.at = Progress()
-        self.metrics = Metrics()
+        self.metrics = Metrics(peak_flops)
         self._save = save
         self._stop = stop
         self._sample: dict[str, Any] | None = None
@@ -148,7 +149,7 @@ class Run:
             with self._step() as step:
                 indices = self.train.draw(stream(self.recipe.seed, "prompts"), step, self.recipe.rollout.prompts)
                 first = step * len(indices) * group
-                batch = self.collect(ask(indices, group, first))
+                batch = self.collect(ask(indices.tolist(), group, first))
                 yield self._filter(batch, keep)
                 self._record(batch)
 
@@ -181,6 +182,7 @@ class Run:
         failures = self.reward.failures()
         self.directory.log_outcomes(self.at.step, failures)
         self.metrics.add("reward/missing", float(len(failures)))
+        self.metrics.add("reward/timeout", float(sum(o["status"] == "timeout" for o in failures.values())))
         return scored
 
     def _filter(self, batch: Batch, keep: Keep | None) -> Batch:
@@ -189,6 +191,7 @@ class Run:
         kept = keep(scored) if keep is not None else np.ones(len(scored), bool)
         if keep is not None and len(scored):
             self.metrics.add("groups/flat", float(1 - kept.mean()), len(scored))
+        self.metrics.add("samples/trained", float(kept.sum()))
         return scored.select(kept)
 
     def _measure(self, batch: Batch) -> None:
@@ -196,6 +199,12 @@ class Run:
         reward = batch["reward"][~np.isnan(batch["reward"])]
         if len(reward):
             self.metrics.add("reward/mean", float(reward.mean()), len(reward))
+            self.metrics.add("reward/std", float(reward.std()), len(reward))
+        self.metrics.add("samples", float(len(batch)))
+        for name in (n for n in batch.rows if n.startswith("part/")):
+            known = batch[name][~np.isnan(batch[name])]
+            if len(known):
+                self.metrics.add(f"reward/{name}", float(known.mean()), len(known))
         self.metrics.add("length/mean", float(batch["completion"].mean()), len(batch))
         self.metrics.add("length/max", float(batch["completion"].max()))
         self.metrics.add("length/cut", float((batch["finish"] == 1).mean()), len(batch))
@@ -220,7 +229,7 @@ class Run:
         with span("evaluate"), self.store.scope():
             count = min(self.recipe.run.eval_prompts, len(self.heldout))
             indices = self.heldout.draw(stream(self.recipe.seed, "heldout"), 0, count)
-            batch = self.collect(ask(indices, 1, EVALUATION_IDS), greedy=True)
+            batch = self.collect(ask(indices.tolist(), 1, EVALUATION_IDS), greedy=True)
             accuracy = float(np.nanmean(batch["reward"])) if not np.isnan(batch["reward"]).all() else 0.0
         self.metrics.add("accuracy/heldout", accuracy)
         return accuracy
@@ -258,7 +267,8 @@ class Run:
 
     def _commit(self) -> None:
         self.metrics.add("bytes/fetched", float(self.store.fetched_bytes))
-        record = self.directory.commit_step(self.metrics.close(step=self.at.step, phase=self.at.phase))
+        closed = self.metrics.close(step=self.at.step, phase=self.at.phase, phase_step=self.at.phase_step)
+        record = self.directory.commit_step(closed)
         for observer in self.observers:
             observer.on_step(record, self._sample)
         if self._stop.requested:

@@ -13,9 +13,10 @@ from tilth.cluster.protocol import transfer
 from tilth.config.schema import Algorithm
 from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.checksum import checksum
-from tilth.roles.experience import check_identity, put_like
 from tilth.models.decoder import Decoder
+from tilth.plan.flops import sequence_flops
 from tilth.rl.registry import Kind
+from tilth.roles.experience import check_identity, put_like
 from tilth.trace.spans import span
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
 from tilth.training.losses import negative_log_likelihood
@@ -75,7 +76,7 @@ class PolicyWorker:
     def update(self, batch: Batch, how: Algorithm) -> Metrics:
         """One optimizer step of the policy loss on the whole batch; sums for the metrics."""
         names = [c for c in batch.payload if c not in ("text", "tokens")]
-        with span("update", tokens=int(batch["length"].sum())):
+        with span("update", tokens=int(batch["length"].sum()), flops=self._flops(batch)):
             columns = batch.read(self.store, "tokens", *names)
             tokens = columns.pop("tokens")
             check_identity(batch, tokens)
@@ -88,12 +89,15 @@ class PolicyWorker:
     @transfer(split="rows", gather="merge")
     def imitate(self, batch: Batch) -> Metrics:
         """One optimizer step of supervised learning: mean negative log-likelihood of the tokens in the mask."""
-        with span("update", tokens=int(batch["length"].sum())):
+        with span("update", tokens=int(batch["length"].sum()), flops=self._flops(batch)):
             columns = batch.read(self.store, "tokens", "mask")
             mask = columns["mask"].values
             loss = negative_log_likelihood(float(mask.sum()))
             found = self.engine.update(columns["tokens"], mask, {}, loss, entropy=False)
         return self._account(found)
+
+    def _flops(self, batch: Batch) -> float:
+        return sequence_flops(self.engine.model.config, batch["length"]).both
 
     def _account(self, found: UpdateResult) -> Metrics:
         return found.metrics | {

@@ -51,9 +51,11 @@ class RecorderWorker:
                 "prompt": pa.array(batch["prompt"]),
                 "prompt_text": pa.array([p.text for p in asked]),
                 "text": pa.array(said),
+                "answer": pa.array([p.answer for p in asked], pa.string()),
                 "tokens": _lists(columns["tokens"], np.int32),
                 "prompt_length": pa.array(batch["length"] - batch["completion"]),
                 "reward": pa.array(rewards, pa.float32()),
+                "parts": pa.array(_parts(batch), pa.map_(pa.string(), pa.float32())),
                 "finish": pa.array([FINISHES[f] for f in batch["finish"]]),
                 "logprobs": _lists(columns["rollout_logprobs"], np.float32),
                 "version": pa.array(batch["version"]),
@@ -62,6 +64,12 @@ class RecorderWorker:
         first = asked[0]
         sample = {"prompt": first.text, "text": said[0], "answer": first.answer, "reward": rewards[0]}
         return table, sample
+
+
+def _parts(batch: Batch) -> list[list[tuple[str, float]]]:
+    """Named parts of each row's reward, those that it has."""
+    named = {name.removeprefix("part/"): batch[name] for name in batch.rows if name.startswith("part/")}
+    return [[(name, float(c[i])) for name, c in named.items() if not np.isnan(c[i])] for i in range(len(batch))]
 
 
 def _lists(column: Ragged, dtype: type) -> pa.ListArray:

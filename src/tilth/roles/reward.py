@@ -35,7 +35,15 @@ class RewardWorker:
             journaled = {i: Outcome(**o) for i, o in (known or {}).items()}
             self.outcomes = dict(zip(batch["id"].tolist(), self.pool.score(items, known=journaled)))
         values = [np.nan if o.value is None else o.value for o in self.outcomes.values()]
-        return batch.with_rows(reward=np.array(values, np.float32))
+        return batch.with_rows(reward=np.array(values, np.float32), **self._parts())
+
+    def _parts(self) -> dict[str, np.ndarray]:
+        """A row column ``part/<name>`` for each named part that any outcome has, NaN where it has not."""
+        names = sorted({name for o in self.outcomes.values() for name in o.parts})
+        return {
+            f"part/{name}": np.array([o.parts.get(name, np.nan) for o in self.outcomes.values()], np.float32)
+            for name in names
+        }
 
     @transfer(split="all", gather="merge")
     def failures(self) -> dict[int, dict[str, Any]]:

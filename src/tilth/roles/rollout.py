@@ -73,4 +73,3 @@ def ask(prompts: Sequence[int], group: int, first_id: int) -> Batch:
     ids = first_id + np.arange(n, dtype=np.int64)
     groups = first_id // group + np.repeat(np.arange(len(prompts), dtype=np.int64), group)
     return Batch({"id": ids, "group": groups, "prompt": np.repeat(np.asarray(prompts, np.int64), group)})
-

@@ -24,7 +24,6 @@ from tilth.training.optim import Optimizers
 from tilth.training.packed import Micro, micros, score
 from tilth.training.schedule import lr_factor
 
-
 Loss = Callable[[Micro], tuple[Tensor, dict[str, Metric]]]
 """From a micro-batch to its share of the loss and its metrics (merged over micro-batches)."""
 
@@ -94,9 +93,7 @@ class TrainEngine:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return self.peak_lr * lr_factor(
-            self.section.schedule, self.steps, self.total_steps, self.section.warmup_steps
-        )
+        return self.peak_lr * lr_factor(self.section.schedule, self.steps, self.total_steps, self.section.warmup_steps)
 
     def update(
         self,
@@ -127,7 +124,9 @@ class TrainEngine:
             metrics.append(parts)
         if (used != 1).any():
             wrong = int(np.flatnonzero(used != 1)[0])
-            raise TokenCountError(f"token {wrong} of {len(used)} of the batch was used {used[wrong]} times in one update")
+            raise TokenCountError(
+                f"token {wrong} of {len(used)} of the batch was used {used[wrong]} times in one update"
+            )
         return self._step(total, merge_metrics(metrics), len(mask), learn=bool(mask.any()))
 
     def _step(self, loss: float, metrics: dict[str, Metric], tokens: int, *, learn: bool) -> UpdateResult:

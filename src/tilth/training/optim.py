@@ -56,7 +56,7 @@ class Optimizers:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Live state as '<kind>.<parameter name>' -> tensor, for saving and for restoring in place."""
-        names = {p: n for n, p in self.parameters.items()}
+        names: dict[Tensor, str] = {p: n for n, p in self.parameters.items()}
         found: dict[str, Tensor] = {}
         for optimizer, _ in self._parts:
             for p, state in optimizer.state.items():

@@ -59,9 +59,7 @@ def score(
     """Fill in log-probs (and entropy) of the tokens in the mask; only their logits are ever computed."""
     hidden = forward(micro.ids, context)
     chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
-    found, entropies = token_logprobs(
-        hidden[chosen - 1], model.head_weight, micro.ids[chosen], temperature=temperature
-    )
+    found, entropies = token_logprobs(hidden[chosen - 1], model.head_weight, micro.ids[chosen], temperature=temperature)
     blank = torch.zeros(len(micro.ids), device=micro.ids.device)
     micro.logprobs = blank.index_copy(0, chosen, found)
     if entropy:
