@@ -18,7 +18,8 @@ ATTRIBUTE = "__tilth_transfer__"
 class Transfer:
     """split 'rows': a Batch argument is divided by rows over the data-parallel ranks; 'all': every rank gets all.
 
-    gather 'rows': answers are Batches, concatenated; 'first': all answers are equal, take one; 'merge': dictionaries, put together (metrics by their own reductions).
+    gather 'rows': answers are Batches, concatenated; 'first': all answers are equal, take one; 'merge': dictionaries,
+    put together (metrics by their own reductions).
     """
 
     split: Split

@@ -163,8 +163,6 @@ class Run:
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """The batch once for each epoch, in the recipe's number of parts, rows in a new order each time."""
         how = self.recipe.algorithm
-        if not len(batch):
-            return
         for epoch in range(how.epochs):
             if how.minibatches == 1:
                 yield batch

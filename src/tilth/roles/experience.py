@@ -13,8 +13,8 @@ FINISHES = ("stop", "length", "aborted", "error")
 
 
 def to_batch(trajectories: Sequence[Trajectory], store: Store) -> Batch:
-    """Rows (ids, lengths, reward, version, finish, checksum of the token ids) and payload (tokens, mask, logprobs, text)."""
-    rows = {
+    """Rows (ids, lengths, reward, version, finish, checksum of the ids) and payload (tokens, mask, logprobs, text)."""
+    rows: dict[str, np.ndarray] = {
         "id": np.array([t.id for t in trajectories], np.int64),
         "group": np.array([t.group for t in trajectories], np.int64),
         "prompt": np.array([t.prompt for t in trajectories], np.int64),

@@ -152,7 +152,7 @@ def policy_loss(how: Algorithm, mask: np.ndarray, tokens: Ragged) -> Loss:
     denominator = rl.denominator(how.aggregation, _tensor(mask), _tensor(tokens.lengths))
 
     def loss(micro: Micro) -> tuple[Tensor, Metrics]:
-        whole = {"mask": micro.mask, "lengths": micro.lengths, "denominator": denominator}
+        whole: dict[str, Any] = {"mask": micro.mask, "lengths": micro.lengths, "denominator": denominator}
         found = rl.policy_loss(
             how.loss,
             logprobs=micro.logprobs,

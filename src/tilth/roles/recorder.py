@@ -27,7 +27,7 @@ class RecorderWorker:
     def examples(self, indices: Sequence[int]) -> Batch:
         """Prompts with their answers as token payload; the mask is 1 on the answer and its end token."""
         found = supervised([self.prompts[int(i)] for i in indices], self.tokenizer, self.context)
-        rows = {
+        rows: dict[str, np.ndarray] = {
             "prompt": np.asarray(indices, np.int64),
             "length": np.array([len(e.tokens) for e in found], np.int32),
             "identity": np.array([identity(e.tokens) for e in found], np.uint32),

@@ -24,7 +24,7 @@ class RewardWorker:
 
     @transfer(split="rows", gather="rows")
     def score(self, batch: Batch, *, known: dict[int, dict[str, Any]] | None = None) -> Batch:
-        """Fill in the row column ``reward`` (NaN: missing). known: journaled outcomes by id, which are not tried again."""
+        """Fill in the row column ``reward`` (NaN: missing). known: journaled outcomes by id, not tried again."""
         completions = texts(batch.read(self.store, "text")["text"])
         asked = [self.prompts[int(p)] for p in batch["prompt"]]
         items = [

@@ -76,7 +76,7 @@ class Optimizers:
             p.grad = None
 
     def clip(self, max_norm: float) -> float:
-        """Scale all gradients so that their global L2 norm is at most ``max_norm`` (0: only measure); the norm before."""
+        """Scale gradients to a global L2 norm of at most ``max_norm`` (0: only measure); returns the norm before."""
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         value = float(norm)
