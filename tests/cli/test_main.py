@@ -99,7 +99,10 @@ def failure(*arguments):
         (["run", "addition-grpo", "rollout.grup=3"], "did you mean rollout.group?"),
         (["run", "addition-grpo", "rollout.group=0"], "rollout.group = 0 is not an integer above 0"),
         (["run", "addition-grpo", "rollout.group"], "not of the form key=value"),
-        (["run", "addition-grpo", "data.source=x.jsonl"], "neither a task nor a file"),
+        (
+            ["run", "addition-grpo", "data.source=x.jsonl", "reward.function=tilth.rl.rewards:addition"],
+            "neither a task nor a file",
+        ),
         (["run", "addition-grpo", "data.tokenizer=none"], "no tokenizer at 'none'"),
         (["run", "addition-grpo", "model.path=none"], "none"),
         (["run", "addition-grpo", "reward.function=none.py:f"], "none.py"),
