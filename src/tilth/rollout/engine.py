@@ -15,7 +15,7 @@ from tilth.models.decoder import Decoder
 from tilth.rollout.blocks import BlockManager
 from tilth.rollout.cache import PrefixStore, Slab
 from tilth.rollout.lanes import Lane, limit_for, round_up
-from tilth.rollout.prefill import Batch, Prompt
+from tilth.rollout.prefill import PARITY_WIDTH, WIDTH, Batch, Prompt
 from tilth.rollout.request import Answer, Request, SamplingParams
 from tilth.rollout.runner import Runner
 from tilth.rollout.sampling import Chosen, Rules, choose
@@ -66,6 +66,7 @@ class Engine:
         self.step_tokens, self._block_size = step_tokens, block_size
         self.version = 0
         self.model = Decoder(config, dtype).to(self.device, dtype).requires_grad_(False).eval()
+        self._parity = parity
         self._runner = Runner(self.model, parity)
         self._blocks = BlockManager(self.kv_tokens // block_size, block_size, self.kv_tokens // block_size // 4)
         self._scheduler = Scheduler(self._blocks, min(max_rows, step_tokens))
@@ -283,7 +284,7 @@ class Engine:
             prompts = scheduler.admit(budget, self.running, self.version)
             if not prompts:
                 return 0
-            scheduler.batch = Batch(prompts, self._staging)
+            scheduler.batch = Batch(prompts, self._staging, PARITY_WIDTH if self._parity else WIDTH)
             self._load_prefixes(prompts)
         return self._prefill_chunk(scheduler.batch, budget)
 

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from tilth.rollout.blocks import Table
 from tilth.rollout.cache import Slab
-from tilth.rollout.lanes import KEYS, ROWS, round_up
+from tilth.rollout.lanes import KEYS, round_up
 from tilth.rollout.request import Answer
 
 CHUNK = 512
 """Most tokens of one prompt in one forward pass; bounds the attention scores in memory."""
+WIDTH = 8
+"""Chunks are padded to a multiple of this."""
+PARITY_WIDTH = 16
+"""The same in parity mode: a matmul of under 4096 products would use another kernel."""
 _WASTE = 16
 """Prompts share a forward pass if the shortest is within a quarter, or this many tokens, of the longest."""
 
@@ -41,10 +45,10 @@ class Prompt:
 class Batch:
     """Prompts of similar length that are computed together, a row each. One too long for the budget is alone."""
 
-    def __init__(self, prompts: list[Prompt], slab: Slab) -> None:
-        self.prompts, self.slab = prompts, slab
+    def __init__(self, prompts: list[Prompt], slab: Slab, multiple: int = WIDTH) -> None:
+        self.prompts, self.slab, self._multiple = prompts, slab, multiple
         # A row is padded to the widest chunk, so it may reach beyond its own end.
-        reach = max(p.computed for p in prompts) + max(p.remaining for p in prompts) + ROWS
+        reach = max(p.computed for p in prompts) + max(p.remaining for p in prompts) + multiple
         slab.layout(len(prompts), round_up(reach, KEYS))
         for row, prompt in enumerate(prompts):
             prompt.row = row
@@ -62,7 +66,7 @@ class Batch:
 
     def inputs(self, chunk: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """(ids int64 [rows, width] padded with 0, start int64 [rows], slots to look at) of the forward pass."""
-        width = round_up(int(chunk.max()), ROWS)
+        width = round_up(int(chunk.max()), self._multiple)
         ids = np.zeros((len(self.prompts), width), np.int64)
         for row, (prompt, count) in enumerate(zip(self.prompts, chunk)):
             ids[row, :count] = prompt.tokens[prompt.computed : prompt.computed + count]
