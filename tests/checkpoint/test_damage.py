@@ -1,0 +1,218 @@
+"""Damage is named: every flipped bit, torn or missing file, foreign directory, and every tensor that does not fit."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoint.make import groups, same, save_step
+from tilth.checkpoint import latest, open_checkpoint, save
+from tilth.core.errors import CheckpointError, TilthError
+
+FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors"]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return save_step(tmp_path, 10)
+
+
+def read_everything(path):
+    checkpoint = open_checkpoint(path)
+    checkpoint.verify()
+    return checkpoint
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(FILES), st.data())
+def test_every_flipped_bit_is_seen(path, file, data):
+    raw = (path / file).read_bytes()
+    at, bit = data.draw(st.integers(0, len(raw) - 1)), data.draw(st.integers(0, 7))
+    changed = bytearray(raw)
+    changed[at] ^= 1 << bit
+    (path / file).write_bytes(changed)
+    try:
+        if file == "manifest.json" and _same_json(raw, changed):
+            return
+        with pytest.raises(CheckpointError, match=file.split(".")[0]):
+            read_everything(path)
+    finally:
+        (path / file).write_bytes(raw)
+
+
+def _same_json(a, b):
+    """A flip between two kinds of white space changes nothing."""
+    try:
+        return json.loads(a) == json.loads(b)
+    except ValueError:
+        return False
+
+
+def flip(path, name, group="model"):
+    piece = open_checkpoint(path).entry(group, name).boxes[0]
+    with open(path / piece.file, "r+b") as file:
+        file.seek(piece.byte0 + 1)
+        byte = file.read(1)[0]
+        file.seek(piece.byte0 + 1)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_a_corrupt_tensor_is_named_and_nothing_is_restored(path):
+    flip(path, "norm.weight")
+    checkpoint = open_checkpoint(path)
+    message = r"tensor model/norm\.weight is corrupt in file model\.safetensors"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.read("model", "norm.weight")
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.verify()
+    into = {name: torch.zeros_like(t) for name, t in groups()["model"].items()}
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.restore("model", into)
+    assert all(not t.any() for t in into.values())
+    assert same(checkpoint.read("model", "embed.weight"), groups("10")["model"]["embed.weight"])
+    checkpoint.restore("optimizer", {name: torch.zeros_like(t) for name, t in groups()["optimizer"].items()})
+
+
+def test_every_corrupt_tensor_is_named(path):
+    flip(path, "norm.weight")
+    flip(path, "m", "optimizer")
+    with pytest.raises(CheckpointError, match=r"model/norm\.weight is corrupt.*optimizer/m is corrupt"):
+        open_checkpoint(path).verify()
+
+
+def test_a_corrupt_header_is_named(path):
+    with open(path / "optimizer.safetensors", "r+b") as file:
+        file.seek(20)
+        file.write(b"?")
+    with pytest.raises(CheckpointError, match=r"file optimizer\.safetensors: the header is corrupt"):
+        open_checkpoint(path).verify()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_missing_file(path, file):
+    (path / file).unlink()
+    with pytest.raises(CheckpointError, match=file):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("length", [0, 1, 100])
+def test_a_truncated_file(path, file, length):
+    raw = (path / file).read_bytes()
+    (path / file).write_bytes(raw[:length])
+    with pytest.raises(CheckpointError, match=file):
+        open_checkpoint(path)
+    (path / file).write_bytes(raw + b"x")
+    with pytest.raises(CheckpointError, match=file):
+        open_checkpoint(path)
+
+
+def test_both_data_files_are_named(path):
+    (path / FILES[1]).unlink()
+    (path / FILES[2]).write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors is missing; file optimizer\.safetensors has 0 bytes"
+    ):
+        open_checkpoint(path)
+
+
+def test_a_file_that_goes_while_it_is_open(path):
+    checkpoint = open_checkpoint(path)
+    (path / FILES[1]).unlink()
+    with pytest.raises(CheckpointError, match=r"file model\.safetensors: No such file"):
+        checkpoint.read("model", "norm.weight")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "other"}', "\xff\x00", "null", "3"])
+def test_a_foreign_manifest(path, text):
+    (path / "manifest.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        open_checkpoint(path)
+
+
+def test_a_foreign_directory(tmp_path):
+    with pytest.raises(CheckpointError, match="no such directory"):
+        open_checkpoint(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"not a complete checkpoint: manifest\.json: no such file"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="no such directory"):
+        open_checkpoint(tmp_path / "file")
+
+
+def test_the_manifest_of_another_step(path):
+    moved = path.rename(path.with_name("step-000011"))
+    with pytest.raises(CheckpointError, match="holds the manifest of step 10, not of step 11"):
+        open_checkpoint(moved)
+    copied = shutil.copytree(moved, path.with_name("best"))
+    assert open_checkpoint(copied).step == 10
+
+
+def test_data_of_another_step(tmp_path, path):
+    other = save_step(tmp_path, 11)
+    shutil.copy(other / FILES[1], path / FILES[1])
+    with pytest.raises(CheckpointError, match=r"model/embed\.weight is corrupt.*model/norm\.weight is corrupt"):
+        open_checkpoint(path).verify()
+
+
+def test_another_version(path):
+    table = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**table, "version": 2}))
+    with pytest.raises(CheckpointError, match="format version 2; this Tilth reads version 1"):
+        open_checkpoint(path)
+
+
+def test_a_damaged_newest_checkpoint_is_not_passed_over(tmp_path, path):
+    newest = save_step(tmp_path, 11)
+    (newest / FILES[1]).unlink()
+    assert latest(tmp_path) == newest
+    with pytest.raises(CheckpointError, match="step-000011"):
+        open_checkpoint(newest)
+
+
+def targets(**changes):
+    into = {name: torch.zeros_like(t) for name, t in groups()["model"].items()}
+    into.update({k: v for k, v in changes.items() if v is not None})
+    return into
+
+
+@pytest.mark.parametrize(
+    ("into", "message"),
+    [
+        (targets(new=torch.zeros(1)), r"tensor model/new is missing"),
+        ({"embed.weight": torch.zeros(7, 4, dtype=torch.bfloat16)}, r"tensor model/norm\.weight is extra"),
+        (targets() | {"norm.weight": torch.zeros(6)}, r"model/norm\.weight has shape \(5,\), expected \(6,\)"),
+        (
+            targets() | {"norm.weight": torch.zeros(5, dtype=torch.float64)},
+            r"has dtype float32, expected torch\.float64",
+        ),
+        (
+            {"a": torch.zeros(1), "norm.weight": torch.zeros(1)},
+            r"model/a is missing; .*embed\.weight is extra: .*shape \(5,\)",
+        ),
+    ],
+)
+def test_restore_is_strict(path, into, message):
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(path).restore("model", into)
+    assert "\n" not in str(caught.value) and isinstance(caught.value, TilthError)
+    assert all(not t.any() for t in into.values())
+
+
+def test_many_problems_stay_one_readable_line(path):
+    into = {f"layer{i:03d}": torch.zeros(1) for i in range(100)}
+    with pytest.raises(CheckpointError, match=r"layer019 is missing; and 82 more$"):
+        open_checkpoint(path).restore("model", into)
+
+
+def test_unknown_names(path):
+    checkpoint = open_checkpoint(path)
+    with pytest.raises(CheckpointError, match="no group critic; it has model, optimizer"):
+        checkpoint.names("critic")
+    with pytest.raises(CheckpointError, match="no tensor x in group model"):
+        checkpoint.read("model", "x")
+    with pytest.raises(CheckpointError, match="no group x; it has none"):
+        open_checkpoint(save(path.parent, 99, {}, {})).restore("x", {})
