@@ -123,7 +123,7 @@ def test_a_failing_call_is_a_storage_error(tmp_path, monkeypatch, code):
         raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)), str(tmp_path / name))
 
     total = calls_of_a_save(monkeypatch, lambda: save_step(tmp_path / "count", 2))
-    for at in range(total):
+    for at in range(1, total):  # the first call makes the root, which is there already
         root = tmp_path / f"root{at}"
         before = save_step(root, 1)
         with monkeypatch.context() as patch:
