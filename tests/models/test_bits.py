@@ -78,6 +78,19 @@ def test_packed_does_not_depend_on_what_is_packed_beside(dtype: torch.dtype, thr
     assert different(many, together * 40) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3-wide", "mistral"])
+def test_long_sequences_agree_too(name: str, dtype: torch.dtype, threads: int) -> None:
+    """Where full speed would take SDPA; caches of three sizes."""
+    lengths = [900, 41, 517]
+    model = decoder(CONFIGS[name], dtype)
+    sequences = list(tokens(lengths).split(lengths))
+    together = packed_logprobs(model, sequences)
+    for rows, bucket in (([0, 1, 2], 1024), ([2, 1], 528)):
+        assert different(cached_logprobs(model, [sequences[i] for i in rows], bucket), [together[i] for i in rows]) == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_projections_keep_every_bit(dtype: torch.dtype, threads: int) -> None:
     for name in ("llama-biases", "qwen2-window", "qwen3-wide", "one-kv-head"):
