@@ -70,6 +70,9 @@ def _task_reward(recipe: Recipe) -> str:
 
     if recipe.data.source in BUILTIN:
         return recipe.data.source
+    from tilth.data.prompts import load_source
+
+    load_source(recipe.data)  # a mistyped source is the error to tell first
     raise RewardError(
         f"data.source={recipe.data.source} has no reward of its own; set reward.function=FILE.py:function"
     )

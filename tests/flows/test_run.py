@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.flows import tiny
+from tilth.cluster.protocol import transfer
 from tilth.core.errors import (
     DataError,
     LogprobMismatch,
@@ -169,6 +170,7 @@ def test_other_logprobs_than_the_trainer_s_stop_the_run(tmp_path, monkeypatch):
 def test_tokens_that_are_not_those_generated_stop_the_run(tmp_path, monkeypatch):
     whole = PolicyWorker.update
 
+    @transfer(split="rows", gather="merge")
     def retokenises(self, batch, how):
         for handle in batch.payload["tokens"].handles:
             self.store.get(handle).values[-2] += 1
@@ -180,6 +182,7 @@ def test_tokens_that_are_not_those_generated_stop_the_run(tmp_path, monkeypatch)
 
 
 def test_a_loss_that_is_not_finite_stops_and_what_was_saved_stays(tmp_path, monkeypatch):
+    @transfer(split="rows", gather="merge")
     def explodes(self, batch, how):
         self.engine.model.model.norm.weight.data.fill_(float("inf"))
         return whole(self, batch, how)

@@ -51,6 +51,7 @@ def launch(recipe: Recipe, name: str, prompts: PromptSet, pool: RewardPool, obse
     check_algorithm(recipe)
     set_machine(recipe)
     parts = build(recipe, prompts, pool)
+    pool.ready()
     with RunDir.create(recipe, name) as directory, recorder.to(directory.events, attempt=directory.attempt):
         with StopRequest() as stop:
             run = _run(recipe, parts, directory, observers, stop)

@@ -114,8 +114,10 @@ class Run:
 
     def enter(self, phase: str, steps: int, lr: float) -> "Run":
         """Make ``phase`` the current one, or continue inside it after a resume."""
-        self.phase_steps = steps
-        if self.at.phase == phase or phase in self.at.finished:
+        self.entered, self.phase_steps = phase, steps
+        if phase in self.at.finished:
+            return self
+        if self.at.phase == phase:
             self.publish(self.policy)
             return self
         self.at.phase, self.at.phase_step = phase, 0
@@ -236,7 +238,7 @@ class Run:
 
     def _goes_on(self) -> bool:
         at = self.at
-        if at.phase in at.finished:
+        if self.entered in at.finished:
             return False
         reached = at.phase == SUPERVISED and (at.accuracy_last or 0.0) >= self.recipe.warmup.until
         if at.phase_step >= self.phase_steps or reached:

@@ -137,12 +137,16 @@ class Lane:
         self.answers.extend([None] * (total - have))
 
     def fit(self, tokens: int) -> None:
-        """Give the slab a row for each of ours and slots for sequences of this many tokens, not many more."""
-        c, slab, rows = self.columns, self.slab, len(self.answers)
-        used = int(c.position.max(initial=0))
+        """Give the slab a row for each of ours and slots for sequences of this many tokens, not many more.
+
+        An empty lane gets the layout of a new one, so that what it computes does not depend on what it did before.
+        """
+        slab, rows = self.slab, len(self.answers)
+        used = int(self.columns.position.max(initial=0))
         want = self.limit if self._fixed else min(self.limit, slots_for(max(tokens, used + 1)))
-        if rows > slab.rows or want > slab.capacity or 3 * want <= 2 * slab.capacity:
-            keep = min(int(self.rows.max(initial=-1)) + 1, slab.rows)
+        keep = min(int(self.rows.max(initial=-1)) + 1, slab.rows)
+        narrow = want != slab.capacity if keep == 0 else 3 * want <= 2 * slab.capacity
+        if rows > slab.rows or want > slab.capacity or narrow:
             slab.layout(rows, want, keep, min(used, slab.capacity))
 
     def place(self, answers: Sequence[Answer], slab: Slab, rows: Sequence[int], draw: Draw) -> None:

@@ -1,0 +1,53 @@
+"""Runs the tiny recipe in a folder and dies by SIGKILL at a given call of a given function: ``FOLDER POINT CALL``."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import tilth.checkpoint.write as checkpoint_write
+from tests.flows import tiny
+from tilth.flows.rundir import RunDir
+from tilth.roles.policy import PolicyWorker
+from tilth.rollout.engine import Engine
+from tilth.training.optim import Optimizers
+
+POINTS = {
+    "generating": (Engine, "step"),
+    "training": (Optimizers, "step"),
+    "publishing": (Engine, "load_weights"),
+    "advantages": (PolicyWorker, "advantages"),
+    "committing": (RunDir, "commit_step"),
+    "flushing": (RunDir, "flush"),
+    "writing": (checkpoint_write, "_write_safetensors"),
+    "renaming": (checkpoint_write, "commit"),
+}
+
+
+def die_at(point: str, call: int) -> None:
+    """Replace the function by one whose ``call``-th call kills this process half way: before it returns."""
+    owner, name = POINTS[point]
+    whole, calls = getattr(owner, name), [0]
+
+    def dies(*args, **kwargs):
+        calls[0] += 1
+        result = whole(*args, **kwargs) if calls[0] % 2 else None  # before the work on even calls, after it on odd ones
+        if calls[0] == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result if calls[0] % 2 else whole(*args, **kwargs)
+
+    for attribute in ("__tilth_transfer__",):
+        if hasattr(whole, attribute):
+            setattr(dies, attribute, getattr(whole, attribute))
+    setattr(owner, name, dies)
+
+
+def main() -> None:
+    folder, point, call = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    if point != "none":
+        die_at(point, call)
+    tiny.run(tiny.recipe(Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

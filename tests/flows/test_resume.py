@@ -1,0 +1,122 @@
+"""SIGKILL at any moment, the same command again: the same run, bit for bit."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.flows import tiny
+from tests.flows.killed import POINTS
+from tilth.flows.readers import read_state, read_trajectories
+from tilth.flows.signals import Interrupted
+
+ROOT = Path(__file__).parents[2]
+QUICK = [("training", 9), ("writing", 3), ("generating", 20)]
+
+
+def child(folder, point="none", call=0):
+    command = [sys.executable, "-m", "tests.flows.killed", str(folder), point, str(call)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process):
+    _, said = process.communicate(timeout=120)
+    return process.returncode, said
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The uninterrupted run, in a process of its own like the others."""
+    folder = tmp_path_factory.mktemp("whole")
+    code, said = finish(child(folder))
+    assert code == 0, said
+    return folder / "tiny-001"
+
+
+def assert_same_run(folder, whole):
+    (directory,) = [p for p in folder.iterdir() if p.is_dir()]
+    assert read_state(directory)["state"] == "finished"
+    assert tiny.weights(directory) == tiny.weights(whole)
+    assert tiny.same(tiny.numbers(directory), tiny.numbers(whole))
+    ours, theirs = read_trajectories(directory), read_trajectories(whole)
+    assert ours.equals(theirs)
+    assert not list((directory / "checkpoints").glob("*.tmp*"))
+
+
+def kill_and_resume(folder, point, call):
+    code, said = finish(child(folder, point, call))
+    assert code == -signal.SIGKILL, f"{point} {call} was never reached: {said}"
+    code, said = finish(child(folder))
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("point, call", QUICK)
+def test_killed_at_a_point_and_resumed(tmp_path, whole, point, call):
+    kill_and_resume(tmp_path, point, call)
+    assert_same_run(tmp_path, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", sorted(POINTS))
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_killed_at_every_point_before_and_after_the_work(tmp_path, whole, point, call):
+    kill_and_resume(tmp_path, point, call)
+    assert_same_run(tmp_path, whole)
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_random_moments_one_after_another(tmp_path, whole):
+    """Each attempt lives a little and dies; the last one is let through."""
+    dice = random.Random(0)
+    for _ in range(20):
+        process = child(tmp_path)
+        time.sleep(2.0 + dice.random() * 3.0)
+        process.kill()
+        process.communicate()
+    code, said = finish(child(tmp_path))
+    if code == 0 and len(list(tmp_path.iterdir())) > 1:
+        pytest.skip("an attempt finished before its kill: the machine is too quick for these moments")
+    assert code == 0, said
+    assert_same_run(tmp_path, whole)
+
+
+def test_a_forgotten_optimizer_would_be_seen(tmp_path, whole, monkeypatch):
+    """The comparison above can fail: resume with fresh optimizer state and the weights differ."""
+    import tilth.flows.launch as launch
+
+    assert finish(child(tmp_path, "training", 9))[0] == -signal.SIGKILL
+    plain = launch._tensors
+    monkeypatch.setattr(launch, "_load", lambda c, parts: c.restore("model", plain(parts)["model"]))
+    result = tiny.run(tiny.recipe(tmp_path))
+    assert tiny.weights(result.directory) != tiny.weights(whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_says_how_to_go_on_and_the_run_continues(tmp_path, whole, number):
+    def interrupt(record):
+        if record["step"] == 5:
+            os.kill(os.getpid(), number)
+
+    watcher = tiny.Recorder(at_step=interrupt)
+    with pytest.raises(Interrupted, match="same command continues"):
+        tiny.run(tiny.recipe(tmp_path), observers=[watcher])
+    (directory,) = tmp_path.iterdir()
+    assert read_state(directory)["state"] == "interrupted"
+    stopped = watcher.records[-1]["step"]
+    assert stopped in (5, 6) and (directory / "checkpoints" / f"step-{stopped:06d}").is_dir()
+    again = tiny.Recorder()
+    tiny.run(tiny.recipe(tmp_path), observers=[again])
+    assert again.records[0]["step"] == stopped + 1
+    assert any("continu" in m for m in again.messages)
+    assert_same_run(tmp_path, whole)
+
+
+def test_signal_handlers_are_given_back(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    tiny.run(tiny.recipe(tmp_path, algorithm={"steps": 1}, warmup={"steps": 1}))
+    assert signal.getsignal(signal.SIGINT) is before
