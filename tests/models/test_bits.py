@@ -80,11 +80,10 @@ def test_packed_does_not_depend_on_what_is_packed_beside(dtype: torch.dtype, thr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["qwen3-wide", "mistral"])
-def test_long_sequences_agree_too(name: str, dtype: torch.dtype, threads: int) -> None:
+def test_long_sequences_agree_too(dtype: torch.dtype, threads: int) -> None:
     """Where full speed would take SDPA; caches of three sizes."""
     lengths = [900, 41, 517]
-    model = decoder(CONFIGS[name], dtype)
+    model = decoder(CONFIGS["qwen3-wide"], dtype)
     sequences = list(tokens(lengths).split(lengths))
     together = packed_logprobs(model, sequences)
     for rows, bucket in (([0, 1, 2], 1024), ([2, 1], 528)):

@@ -98,7 +98,7 @@ class FakeTokenizer:
 
 def test_tokenizer_template_and_generation_config(tmp_path: Path) -> None:
     model = decoder(FAMILIES["qwen3"])
-    first, second = tmp_path / "first", tmp_path / "second"
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     ids = {"eos_token_id": [3, 4], "pad_token_id": 0}
     save_pretrained(
         first,
@@ -111,13 +111,25 @@ def test_tokenizer_template_and_generation_config(tmp_path: Path) -> None:
     )
     (first / "merges.txt").write_text("a b")
     save_pretrained(second, model.config, model.state_dict(), source=first, generation={"top_k": 5})
-    for folder in (first, second):
+    save_pretrained(third, model.config, model.state_dict(), source=second, tokenizer=FakeTokenizer())
+    assert not (third / "merges.txt").exists()
+    for folder in (first, second, third):
         assert (folder / "tokenizer.json").read_text() == "{}"
         assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
         assert ids.items() <= read_config(folder).items()
     assert (second / "merges.txt").read_text() == "a b"
     generation = transformers.GenerationConfig.from_pretrained(second)
     assert (generation.eos_token_id, generation.temperature, generation.top_k) == ([3, 4], 0.6, 5)
+
+
+def test_generation_settings_of_the_tokenizer_are_kept(tmp_path: Path) -> None:
+    class WithSettings(FakeTokenizer):
+        def save(self, directory: Path) -> None:
+            (directory / "generation_config.json").write_text('{"temperature": 0.4, "pad_token_id": 9}')
+
+    model = decoder(FAMILIES["qwen3"])
+    save_pretrained(tmp_path, model.config, model.state_dict(), tokenizer=WithSettings(), token_ids={"pad_token_id": 1})
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"temperature": 0.4, "pad_token_id": 1}
 
 
 def test_a_second_export_leaves_nothing_of_the_first(tmp_path: Path) -> None:

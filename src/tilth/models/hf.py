@@ -18,6 +18,8 @@ from tilth.models.decoder import Decoder
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -26,7 +28,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
 )
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -178,7 +180,7 @@ def save_pretrained(
 def _clear(out: Path) -> None:
     """Make the folder and remove weights of an earlier export: a reader would prefer them to new shards."""
     out.mkdir(parents=True, exist_ok=True)
-    for old in [out / "config.json", out / INDEX, *out.glob("model*.safetensors")]:
+    for old in [out / "config.json", out / GENERATION, out / INDEX, *out.glob("model*.safetensors")]:
         old.unlink(missing_ok=True)
 
 
@@ -211,19 +213,21 @@ def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 def _write_tokenizer(
     out: Path, source: str | os.PathLike[str] | None, tokenizer: SavesTokenizer | None, chat_template: str | None
 ) -> None:
+    if source is not None:
+        _copy_files(Path(source), out, TOKENIZER_FILES if tokenizer is None else (CHAT_TEMPLATE,))
     if tokenizer is not None:
         tokenizer.save(out)
-    elif source is not None:
-        _copy_files(Path(source), out, TOKENIZER_FILES)
     if chat_template is not None:
-        (out / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+        (out / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
 
 
 def _write_generation(out: Path, source: str | os.PathLike[str] | None, own: Mapping[str, Any]) -> None:
-    file = None if source is None else Path(source) / "generation_config.json"
-    inherited = _read_json(file) if file is not None and file.is_file() else {}
+    """Settings of the source, or else those that the tokenizer brought, under our own."""
+    folders = [out] if source is None else [Path(source), out]
+    found = next((f / GENERATION for f in folders if (f / GENERATION).is_file()), None)
+    inherited = {} if found is None else _read_json(found)
     if inherited or own:
-        _write_json(out / "generation_config.json", {**inherited, **own})
+        _write_json(out / GENERATION, {**inherited, **own})
 
 
 def _copy_files(source: Path, out: Path, names: tuple[str, ...]) -> None:
