@@ -25,7 +25,7 @@ _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_LANES = {"cpu": 1 << 15, "cuda": 1 << 20}
+_LANES = {"cpu": 1 << 16, "cuda": 1 << 20}
 """Blocks of four words per pass: enough to pay for dispatch, few enough for the cache."""
 
 
@@ -267,7 +267,7 @@ class _Request:
         """Fill ``out`` [rows, count] of any dtype, tile by tile, on a CPU in as many threads as torch may use."""
         on_cpu = out.device.type == "cpu"
         tiles = list(self._tiles(len(out), out.shape[1], _LANES["cpu" if on_cpu else "cuda"]))
-        workers = min(torch.get_num_threads(), len(tiles) // 4) if on_cpu else 1
+        workers = min(torch.get_num_threads(), len(tiles) // 2) if on_cpu else 1
         if workers < 2:
             self._fill(out, tiles)
         else:
@@ -287,9 +287,13 @@ class _Request:
         step = of(torch.arange(max((tile.blocks for tile in tiles), default=0), device=out.device))
         for tile in tiles:
             lanes.run(ids[tile.rows], first[tile.rows] + tile.columns.start // 4, step[: tile.blocks])
-            made = values[: 4 * tile.lanes]
-            self.write(lanes, of(made))
-            out[tile.rows, tile.columns].copy_(self._cut(made.view(-1, 4 * tile.blocks), tile))
+            target = out[tile.rows, tile.columns]
+            if target.dtype == self.dtype and target.numel() == 4 * tile.lanes and target.is_contiguous():
+                self.write(lanes, of(target.view(-1)))
+            else:
+                made = values[: 4 * tile.lanes]
+                self.write(lanes, of(made))
+                target.copy_(self._cut(made.view(-1, 4 * tile.blocks), tile))
 
     def _cut(self, values: Tensor, tile: _Tile) -> Tensor:
         """The wanted columns of whole blocks."""
