@@ -4,6 +4,7 @@ import time
 import numpy as np
 import pytest
 
+import tilth.rl as rl
 from tests.flows import tiny
 from tilth.cluster.protocol import transfer
 from tilth.core.errors import (
@@ -12,6 +13,7 @@ from tilth.core.errors import (
     NonFiniteError,
     RecipeError,
     RewardError,
+    TokenCountError,
     TokenIdentityError,
     WeightMismatch,
 )
@@ -181,6 +183,21 @@ def test_tokens_that_are_not_those_generated_stop_the_run(tmp_path, monkeypatch)
         tiny.run(tiny.recipe(tmp_path))
 
 
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_a_part_of_the_loss_with_a_denominator_of_its_own_stops_the_run(tmp_path, monkeypatch, aggregation):
+    whole = rl.aggregate
+
+    def own_denominator(name, values, *, mask, lengths, denominator=None, **options):
+        return whole(name, values, mask=mask, lengths=lengths, denominator=None, **options)
+
+    made = tiny.recipe(
+        tmp_path, algorithm={"aggregation": aggregation, "drop_flat": False}, train={"threads": 1, "micro_tokens": 40}
+    )
+    monkeypatch.setattr(rl, "aggregate", own_denominator, raising=False)
+    with pytest.raises(TokenCountError, match="denominator"):
+        tiny.run(made)
+
+
 def test_a_loss_that_is_not_finite_stops_and_what_was_saved_stays(tmp_path, monkeypatch):
     @transfer(split="rows", gather="merge")
     def explodes(self, batch, how):
@@ -189,7 +206,7 @@ def test_a_loss_that_is_not_finite_stops_and_what_was_saved_stays(tmp_path, monk
 
     whole = PolicyWorker.update
     monkeypatch.setattr(PolicyWorker, "update", explodes)
-    with pytest.raises(NonFiniteError, match="optimizer.lr"):
+    with pytest.raises(NonFiniteError, match=r"optimizer\.lr"):
         tiny.run(tiny.recipe(tmp_path))
     (directory,) = tmp_path.iterdir()
     assert read_state(directory)["state"] == "failed"
@@ -277,7 +294,7 @@ def test_bad_recipes_are_refused_before_a_directory_is_made(tmp_path, wrong, err
 def test_a_source_without_a_reward_needs_one(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "a", "answer": "b"}\n')
-    with pytest.raises(RewardError, match="reward.function"):
+    with pytest.raises(RewardError, match=r"reward\.function"):
         tiny.run(tiny.recipe(tmp_path / "runs", data={"source": str(data)}), reward=None)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Ragged(NamedTuple):
-    """A ragged column: row i is ``values[offsets[i]:offsets[i + 1]]``. values: any dtype [total]; offsets int64 [n+1]."""
+    """A ragged column: row i is ``values[offsets[i]:offsets[i + 1]]``. values: [total]; offsets: int64 [n + 1]."""
 
     values: np.ndarray
     offsets: np.ndarray

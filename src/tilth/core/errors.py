@@ -1,6 +1,5 @@
 """Errors that users meet. Each message names the thing, its value and what would be right, in one line."""
 
-
 from tilth.config.errors import RecipeError, TilthError
 
 __all__ = [

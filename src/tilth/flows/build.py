@@ -98,7 +98,9 @@ def _policy(recipe: Recipe, config: DecoderConfig, loaded: LoadedModel | None, s
         nonfinite=recipe.train.nonfinite,
         seed=recipe.seed,
     )
-    return PolicyWorker(engine, store, temperature=recipe.rollout.temperature or 1.0)
+    return PolicyWorker(
+        engine, store, temperature=recipe.rollout.temperature or 1.0, norm_length=recipe.rollout.max_tokens
+    )
 
 
 def _engine(recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, device: torch.device) -> Engine:

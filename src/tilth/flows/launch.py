@@ -100,9 +100,7 @@ def _announce(run: Run, parts: Parts) -> None:
     directory.set_plan(parts.plan.as_dict())
     save_shape(directory.path / MODEL_FOLDER, parts.config, parts.tokenizer)
     for line in say:
-        directory.log(line)
-        for observer in run.observers:
-            observer.on_message(line)
+        run.say(line)
 
 
 def _saver(parts: Parts) -> Any:
@@ -135,8 +133,7 @@ def _restore(run: Run, parts: Parts) -> None:
         step = run.at.step
     run.directory.rewind(step)
     if run.directory.resumed:
-        for observer in run.observers:
-            observer.on_message(f"continuing after step {step}")
+        run.say(f"continuing after step {step}")
 
 
 def _load(checkpoint: Checkpoint, parts: Parts) -> None:

@@ -269,6 +269,8 @@ class Run:
         self.metrics.add("bytes/fetched", float(self.store.fetched_bytes))
         closed = self.metrics.close(step=self.at.step, phase=self.at.phase, phase_step=self.at.phase_step)
         record = self.directory.commit_step(closed)
+        if self.at.phase_step == 1:
+            self._tell_compile_time()
         for observer in self.observers:
             observer.on_step(record, self._sample)
         if self._stop.requested:
@@ -279,6 +281,18 @@ class Run:
             )
         if self.at.step % self.recipe.run.save_every == 0:
             self.save()
+
+    def _tell_compile_time(self) -> None:
+        for role, group in (("trainer", self.policy), ("rollout engine", self.rollout)):
+            seconds = group.compile_seconds()
+            if seconds:
+                self.say(f"{role}: compiling took {seconds:.1f} s")
+
+    def say(self, text: str) -> None:
+        """A line for the log and for whoever watches."""
+        self.directory.log(text)
+        for observer in self.observers:
+            observer.on_message(text)
 
     def save(self) -> None:
         """Make everything up to this step durable."""

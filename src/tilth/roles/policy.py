@@ -13,6 +13,7 @@ from tilth.cluster.protocol import transfer
 from tilth.config.schema import Algorithm
 from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.checksum import checksum
+from tilth.core.errors import TokenCountError
 from tilth.models.decoder import Decoder
 from tilth.plan.flops import sequence_flops
 from tilth.rl.registry import Kind
@@ -23,15 +24,20 @@ from tilth.training.losses import negative_log_likelihood
 from tilth.training.packed import Micro, packed_logprobs
 
 Metrics = dict[str, rl.Metric]
+WEIGHT = "weight"
+WEIGHT_TOLERANCE = 1e-5
+"""Relative; above the rounding of float32 sums (tokens that are lost one by one are counted by the engine)."""
 
 
 class PolicyWorker:
     """A train engine behind batches: reads its columns from the store, leaves new ones there."""
 
-    def __init__(self, engine: TrainEngine, store: Store, *, temperature: float = 1.0) -> None:
+    def __init__(self, engine: TrainEngine, store: Store, *, temperature: float = 1.0, norm_length: int = 1) -> None:
+        """temperature: of sampling, so of log-probs too; norm_length: fixed length of Dr.GRPO's aggregation."""
         self.engine = engine
         self.store = store
         self.temperature = temperature
+        self.norm_length = norm_length
 
     @transfer(split="all", gather="first")
     def begin(self, lr: float, total_steps: int) -> None:
@@ -82,8 +88,9 @@ class PolicyWorker:
             check_identity(batch, tokens)
             per_token = {name: column.values for name, column in columns.items()}
             mask = per_token.pop("mask")
-            loss = policy_loss(how, mask, tokens)
+            loss, weight = policy_loss(how, mask, tokens, self.norm_length)
             found = self.engine.update(tokens, mask, per_token, loss, temperature=self.temperature)
+            check_weight(found.metrics, weight)
         return self._account(found)
 
     @transfer(split="rows", gather="merge")
@@ -113,6 +120,11 @@ class PolicyWorker:
         """Names and live parameters."""
         for name, parameter in self.engine.model.named_parameters():
             yield name, parameter.detach()
+
+    @transfer(split="all", gather="first")
+    def compile_seconds(self) -> float:
+        """Time that torch.compile and the first pass took; 0 if nothing was compiled."""
+        return self.engine.compile_seconds
 
     @transfer(split="all", gather="first")
     def checksums(self, dtype: torch.dtype) -> dict[str, int]:
@@ -147,27 +159,47 @@ def options(kind: Kind, name: str, how: Algorithm) -> dict[str, Any]:
     return {key: getattr(how, key) for key in rl.options(kind, name) if key in Algorithm.model_fields}
 
 
-def policy_loss(how: Algorithm, mask: np.ndarray, tokens: Ragged) -> Loss:
-    """The recipe's loss with the denominator of this whole batch: policy term, KL penalty and entropy bonus."""
-    denominator = rl.denominator(how.aggregation, _tensor(mask), _tensor(tokens.lengths))
+def policy_loss(how: Algorithm, mask: np.ndarray, tokens: Ragged, norm_length: int) -> tuple[Loss, float]:
+    """The recipe's loss with the denominator of this whole batch, and the weight that all of its tokens have in it."""
+    fixed: dict[str, Any] = (
+        {"norm_length": norm_length} if "norm_length" in rl.options("aggregations", how.aggregation) else {}
+    )
+    batch = {"mask": _tensor(mask), "lengths": _tensor(tokens.lengths)}
+    denominator = rl.denominator(how.aggregation, **batch, **fixed)
+
+    def aggregate(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        return rl.aggregate(how.aggregation, values, mask=mask, lengths=lengths, denominator=denominator, **fixed)
 
     def loss(micro: Micro) -> tuple[Tensor, Metrics]:
-        whole: dict[str, Any] = {"mask": micro.mask, "lengths": micro.lengths, "denominator": denominator}
         found = rl.policy_loss(
             how.loss,
             logprobs=micro.logprobs,
             old_logprobs=micro.columns.get("old_logprobs", micro.logprobs.detach()),
             advantages=micro.columns["advantages"],
+            mask=micro.mask,
+            lengths=micro.lengths,
             ref_logprobs=micro.columns.get("ref_logprobs"),
             rollout_logprobs=micro.columns.get("rollout_logprobs"),
             aggregation=how.aggregation,
-            **whole,
+            denominator=denominator,
+            **fixed,
             **options("losses", how.loss, how),
         )
         total = found.loss
         if how.entropy_coef:
-            total = total - how.entropy_coef * rl.aggregate(how.aggregation, micro.entropy, **whole)
+            total = total - how.entropy_coef * aggregate(micro.entropy, micro.mask, micro.lengths)
         entropy = rl.Metric(float(micro.entropy.detach().sum()), float(micro.mask.sum()), "mean")
-        return total, found.metrics | {"entropy": entropy}
+        weight = aggregate(torch.ones_like(micro.logprobs), micro.mask, micro.lengths)
+        return total, found.metrics | {"entropy": entropy, WEIGHT: rl.Metric(float(weight), 1, "sum")}
 
-    return loss
+    return loss, float(aggregate(torch.ones(len(mask)), **batch)) if len(mask) else 0.0
+
+
+def check_weight(metrics: Metrics, expected: float) -> None:
+    """Raise TokenCountError unless the micro-batches' shares of the loss add up to the whole; takes the metric out."""
+    found = float(metrics.pop(WEIGHT).total) if WEIGHT in metrics else 0.0
+    if abs(found - expected) > WEIGHT_TOLERANCE * max(abs(expected), 1.0):
+        raise TokenCountError(
+            f"the micro-batches weigh {found:.6g} in the loss, their whole batch {expected:.6g}: "
+            "some tokens count twice or not at all, or a part was divided by its own denominator"
+        )

@@ -61,6 +61,11 @@ class RolloutWorker:
         )
 
     @transfer(split="all", gather="first")
+    def compile_seconds(self) -> float:
+        """Time that torch.compile took so far."""
+        return self.engine.stats().compile_seconds
+
+    @transfer(split="all", gather="first")
     def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, int]:
         """Copy weights into the live engine; the checksum of each tensor read back from the engine's live storage."""
         self.engine.load_weights(weights, version=version)

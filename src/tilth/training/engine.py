@@ -71,7 +71,8 @@ class TrainEngine:
         self.steps = 0
         self.updates = 0
         self.compile_seconds = 0.0
-        self._forward = torch.compile(model, dynamic=True) if compile else model
+        if compile:
+            model.compile()
         self._compiling = compile
         self.device = next(model.parameters()).device
 
@@ -114,11 +115,13 @@ class TrainEngine:
         total, metrics = 0.0, list[dict[str, Metric]]()
         used = np.zeros(len(mask), np.int8)
         for i, (index, micro) in enumerate(micros(tokens, mask, columns, self.micro_tokens, self.device)):
-            with span("forward", micro_batch=i, tokens=len(micro.ids)):
+            with span("forward", micro_batch=i, tokens=len(micro.ids)) as forward:
                 self._score(micro, index, temperature, entropy=entropy)
                 value, parts = loss(micro)
-            with span("backward", micro_batch=i, tokens=len(micro.ids)):
+            with span("backward", micro_batch=i, tokens=len(micro.ids)) as backward:
                 value.backward()
+            if self._compiling:
+                self.compile_seconds, self._compiling = forward.seconds + backward.seconds, False
             total += float(value.detach())
             used[index] += 1
             metrics.append(parts)
@@ -150,8 +153,5 @@ class TrainEngine:
         dropout = None
         if self.model.config.dropout:
             dropout = DropoutContext(self.seed, self.updates, torch.from_numpy(index).to(self.device))
-        with span("compile" if self._compiling else "model") as spent:
-            context = PackedContext(micro.lengths, self.device, parity=self.parity, dropout=dropout)
-            score(self._forward, self.model, micro, context, temperature=temperature, entropy=entropy)
-        if self._compiling:
-            self.compile_seconds, self._compiling = spent.seconds, False
+        context = PackedContext(micro.lengths, self.device, parity=self.parity, dropout=dropout)
+        score(self.model, micro, context, temperature=temperature, entropy=entropy)

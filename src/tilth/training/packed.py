@@ -1,6 +1,6 @@
 """Micro-batches of packed sequences, and the log-probs of a model on them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ from tilth.core.batch import Ragged
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.logprobs import token_logprobs
+from tilth.models.rows import take_rows
 from tilth.plan.packing import micro_batches
 
 
@@ -47,19 +48,13 @@ def micros(
         yield index, Micro(tensor(tokens.values[index]), lengths, tensor(mask[index]), cut)
 
 
-def score(
-    forward: Callable[[Tensor, PackedContext], Tensor],
-    model: Decoder,
-    micro: Micro,
-    context: PackedContext,
-    *,
-    temperature: float,
-    entropy: bool,
-) -> None:
+def score(model: Decoder, micro: Micro, context: PackedContext, *, temperature: float, entropy: bool) -> None:
     """Fill in log-probs (and entropy) of the tokens in the mask; only their logits are ever computed."""
-    hidden = forward(micro.ids, context)
+    hidden = model(micro.ids, context)
     chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
-    found, entropies = token_logprobs(hidden[chosen - 1], model.head_weight, micro.ids[chosen], temperature=temperature)
+    found, entropies = token_logprobs(
+        take_rows(hidden, chosen - 1), model.head_weight, micro.ids[chosen], temperature=temperature
+    )
     blank = torch.zeros(len(micro.ids), device=micro.ids.device)
     micro.logprobs = blank.index_copy(0, chosen, found)
     if entropy:
@@ -75,6 +70,6 @@ def packed_logprobs(
     with torch.no_grad():
         for index, micro in micros(tokens, mask, {}, max_tokens, device):
             context = PackedContext(micro.lengths, device, parity=parity)
-            score(model, model, micro, context, temperature=temperature, entropy=False)
+            score(model, micro, context, temperature=temperature, entropy=False)
             found[index] = micro.logprobs.cpu().numpy()
     return found
