@@ -53,7 +53,6 @@ class _Ops(NamedTuple):
     sqrt: Callable[..., Array]
     xor: Callable[..., Array]
     mask: Callable[..., Array]
-    left: Callable[..., Array]
     right: Callable[..., Array]
     at_least: Callable[..., Array]
     int32: Any
@@ -66,12 +65,12 @@ def _sqrt(x: Tensor, out: Tensor) -> Tensor:
 
 
 _NUMPY = _Ops(
-    Tensor.numpy, np.add, np.subtract, np.multiply, np.divide, np.sqrt, np.bitwise_xor, np.bitwise_and, np.left_shift,
+    Tensor.numpy, np.add, np.subtract, np.multiply, np.divide, np.sqrt, np.bitwise_xor, np.bitwise_and,
     np.right_shift, np.greater_equal, np.int32, np.float32,
 )  # fmt: skip
 _TORCH = _Ops(
     Tensor.detach, torch.add, torch.sub, torch.mul, torch.div, _sqrt, torch.bitwise_xor, torch.bitwise_and,
-    torch.bitwise_left_shift, torch.bitwise_right_shift, torch.ge, torch.int32, torch.float32,
+    torch.bitwise_right_shift, torch.ge, torch.int32, torch.float32,
 )  # fmt: skip
 
 
@@ -185,9 +184,9 @@ def _normal(lanes: _Lanes, out: Array, scale: float = 1.0) -> None:
     radius = _minus_two_log(ops, u, free)
     ops.mul(ops.sqrt(radius, out=radius), scale, out=radius)
     sine, cosine = _half_angle(ops, t, (u, *free[1:]))
-    ops.mul(ops.mul(cosine, sine, out=cosine), radius, out=cosine)
-    ops.mul(ops.mul(sine, sine, out=sine), radius, out=sine)
-    even, odd = ops.sub(radius, sine, out=sine), cosine
+    scaled = ops.mul(radius, sine, out=t)
+    odd = ops.mul(scaled, cosine, out=cosine)
+    even = ops.sub(radius, ops.mul(scaled, sine, out=sine), out=sine)
     for words, place in zip((even[0], odd[0], even[1], odd[1]), _places(out)):
         place[...] = words
 
@@ -196,6 +195,8 @@ def _normal(lanes: _Lanes, out: Array, scale: float = 1.0) -> None:
 # each in an operation of its own: so a normal value has the same bits in every slice and on every device. torch.log and
 # torch.cos do not promise that (the last entries of an array may take another path than the others).
 
+_SQRT_HALF = 0x3F3504F3
+"""The bits of the float32 1/sqrt 2."""
 _LOG = (-4.000000476837158, -1.333045244216919, -0.8259008526802063)
 _SINE = (4.442883014678955, -7.308245658874512, 3.606353998184204, -0.8461104035377502, 0.10982204228639603)
 _COSINE = (1.4142135381698608, -6.978850841522217, 5.73945951461792, -1.8835527896881104, 0.3106778562068939)
@@ -215,11 +216,11 @@ def _minus_two_log(ops: _Ops, u: Array, free: Sequence[Array]) -> Array:
     u = m * 2**e with m in [1/sqrt 2, sqrt 2], and -2 ln m = -4 atanh((m - 1) / (m + 1)).
     """
     m, s, square, exponent = *free[:3], free[3].view(ops.int32)
-    bits, shifted = u.view(ops.int32), square.view(ops.int32)
-    ops.right(ops.sub(bits, 0x3F3504F3, out=exponent), 23, out=exponent)
-    ops.sub(bits, ops.left(exponent, 23, out=shifted), out=m.view(ops.int32))
+    bits = u.view(ops.int32)
+    ops.mask(ops.sub(bits, _SQRT_HALF, out=exponent), -(1 << 23), out=exponent)  # e * 2**23: its place in a float32
+    ops.sub(bits, exponent, out=m.view(ops.int32))
     u[...] = exponent
-    ops.mul(u, -2 * math.log(2), out=u)
+    ops.mul(u, -2 * math.log(2) * 2.0**-23, out=u)
     ops.sub(m, 1.0, out=s)
     ops.div(s, ops.add(m, 1.0, out=m), out=s)
     _polynomial(ops, ops.mul(s, s, out=square), _LOG, out=m)
