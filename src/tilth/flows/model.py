@@ -12,6 +12,7 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, ModelError
 from tilth.data.prompts import PromptSet
 from tilth.data.tokenizer import Tokenizer
+from tilth.flows.files import writing
 from tilth.models.config import DecoderConfig
 from tilth.models.hf import load_pretrained, read_config
 from tilth.plan.shape import new_shape
@@ -87,6 +88,7 @@ def new_config(recipe: Recipe, vocab_size: int) -> DecoderConfig:
 
 def save_shape(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> None:
     """Write config.json and tokenizer files to a run's model folder."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=1))
-    tokenizer.save(folder)
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=1))
+        tokenizer.save(folder)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from tilth.plan.steps import size as plan_size
+
 PHASES = {"warmup": "warm-up", "grpo": "GRPO", "sft": "fine-tuning"}
 
 
@@ -28,12 +30,7 @@ def number(value: float | None) -> str:
 
 def size(nbytes: float | None) -> str:
     """``1.4 GB`` (10^9 bytes)."""
-    if nbytes is None:
-        return "–"
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} bytes"
+    return "–" if nbytes is None else plan_size(nbytes)
 
 
 def phase_name(phase: str) -> str:
