@@ -149,7 +149,7 @@ class PackedContext:
         place = np.arange(self.tokens + spare) - np.repeat(starts, self._lengths)
         self.positions = self._tensor(place)
         self.extents = self._tensor(np.repeat(self._lengths, self._lengths))
-        self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
+        self._masks: dict[tuple[_Group, int | None, torch.dtype], Tensor] = {}
         self._plan(starts, place)
 
     def _tensor(self, values: np.ndarray) -> Tensor:
@@ -190,24 +190,33 @@ class PackedContext:
         heads_first = q.view(b, t, kv_heads, -1, hd).permute(0, 2, 3, 1, 4)
         k, v = k.view(b, t, kv_heads, hd).transpose(1, 2), v.view(b, t, kv_heads, hd).transpose(1, 2)
         if self._by_matmul(t, q.dtype):
-            out = matmul_attention(heads_first, k, v, self._mask(t, window, q.dtype))
+            out = matmul_attention(heads_first, k, v, self._mask(group, window, q.dtype))
         else:
-            out = self._sdpa(heads_first, k, v, window)
+            mask = None if self._causal(window) else self._mask(group, window, q.dtype)
+            out = self._sdpa(heads_first, k, v, mask)
         return out.permute(0, 3, 1, 2, 4).reshape(q.shape)
 
     def _by_matmul(self, length: int, dtype: torch.dtype) -> bool:
         return self.device.type == "cpu" and (self.parity or length <= _SDPA_ABOVE.get(dtype, 0))
 
-    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def _causal(self, window: int | None) -> bool:
+        """Whether a token sees all before it in its sequence, so that kernels need no mask."""
+        return window is None
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         b, kv_heads, g, t, hd = q.shape
-        mask = None if window is None else self._mask(t, window, q.dtype)[0, 0]
+        mask = None if mask is None else mask[:, 0]
         k, v = (x[:, :, None].expand(b, kv_heads, g, t, hd).reshape(b, kv_heads * g, t, hd) for x in (k, v))
         q = q.reshape(b, kv_heads * g, t, hd)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return out.view(b, kv_heads, g, t, hd)
 
-    def _mask(self, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        key = (length, window, dtype)
+    def _mask(self, group: _Group, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive [1 or sequences of the group, 1, 1, length, length], made once for all layers."""
+        key = (group, window, dtype)
         if key not in self._masks:
-            self._masks[key] = causal_mask(length, window, dtype, self.device)
+            self._masks[key] = self._make_mask(group, window, dtype)
         return self._masks[key]
+
+    def _make_mask(self, group: _Group, window: int | None, dtype: torch.dtype) -> Tensor:
+        return causal_mask(group.length, window, dtype, self.device)

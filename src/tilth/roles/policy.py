@@ -82,7 +82,7 @@ class PolicyWorker:
     def update(self, batch: Batch, how: Algorithm) -> Metrics:
         """One optimizer step of the policy loss on the whole batch; sums for the metrics."""
         names = [c for c in batch.payload if c not in ("text", "tokens")]
-        with span("update", tokens=int(batch["length"].sum()), flops=self._flops(batch)):
+        with span("update", tokens=int(batch["length"].sum())) as spent:
             columns = batch.read(self.store, "tokens", *names)
             tokens = columns.pop("tokens")
             check_identity(batch, tokens)
@@ -90,21 +90,25 @@ class PolicyWorker:
             mask = per_token.pop("mask")
             loss, weight = policy_loss(how, mask, tokens, self.norm_length)
             found = self.engine.update(tokens, mask, per_token, loss, temperature=self.temperature)
+            spent.set(flops=self._flops(batch, found.computed))
             check_weight(found.metrics, weight)
         return self._account(found)
 
     @transfer(split="rows", gather="merge")
     def imitate(self, batch: Batch) -> Metrics:
         """One optimizer step of supervised learning: mean negative log-likelihood of the tokens in the mask."""
-        with span("update", tokens=int(batch["length"].sum()), flops=self._flops(batch)):
+        with span("update", tokens=int(batch["length"].sum())) as spent:
             columns = batch.read(self.store, "tokens", "mask")
             mask = columns["mask"].values
             loss = negative_log_likelihood(float(mask.sum()))
             found = self.engine.update(columns["tokens"], mask, {}, loss, entropy=False)
+            spent.set(flops=self._flops(batch, found.computed))
         return self._account(found)
 
-    def _flops(self, batch: Batch) -> float:
-        return sequence_flops(self.engine.model.config, batch["length"]).both
+    def _flops(self, batch: Batch, computed: int) -> float:
+        """Model FLOPs of the tokens that were computed, at the mean cost of the batch's tokens."""
+        tokens = int(batch["length"].sum())
+        return sequence_flops(self.engine.model.config, batch["length"]).both * computed / max(tokens, 1)
 
     def _account(self, found: UpdateResult) -> Metrics:
         return found.metrics | {

@@ -16,12 +16,12 @@ from torch import Tensor
 from tilth.config.schema import Optimizer as OptimizerSection
 from tilth.core.batch import Ragged
 from tilth.core.errors import NonFiniteError, TokenCountError
-from tilth.models.attention import DropoutContext, PackedContext
+from tilth.models.attention import DropoutContext
 from tilth.models.decoder import Decoder
 from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
 from tilth.training.optim import Optimizers
-from tilth.training.packed import Micro, micros, score
+from tilth.training.packed import Micro, micros, score, shares_prompts
 from tilth.training.schedule import lr_factor
 
 Loss = Callable[[Micro], tuple[Tensor, dict[str, Metric]]]
@@ -34,12 +34,16 @@ POSITION = ("steps", "updates", "peak_lr", "total_steps")
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one optimizer step did. ``metrics`` are the loss's own, of all micro-batches; tokens: prompts included."""
+    """What one optimizer step did. ``metrics`` are the loss's own, of all micro-batches.
+
+    tokens: of the batch, prompts included; computed: those that went through the model, a shared prompt once.
+    """
 
     loss: float
     grad_norm: float
     lr: float
     tokens: int
+    computed: int
     metrics: dict[str, Metric]
     skipped: bool
 
@@ -74,6 +78,7 @@ class TrainEngine:
         if compile:
             model.compile()
         self._compiling = compile
+        self._shares = shares_prompts(model.config, parity)
         self.device = next(model.parameters()).device
 
     def begin(self, peak_lr: float, total_steps: int) -> None:
@@ -112,27 +117,30 @@ class TrainEngine:
         Raises NonFiniteError under the policy "stop", TokenCountError if a token was used twice or not at all.
         """
         self.optimizers.zero_grad()
-        total, metrics = 0.0, list[dict[str, Metric]]()
+        total, computed, metrics = 0.0, 0, list[dict[str, Metric]]()
         used = np.zeros(len(mask), np.int8)
-        for i, (index, micro) in enumerate(micros(tokens, mask, columns, self.micro_tokens, self.device)):
-            with span("forward", micro_batch=i, tokens=len(micro.ids)) as forward:
+        for i, (index, micro) in enumerate(
+            micros(tokens, mask, columns, self.micro_tokens, self.device, share=self._shares)
+        ):
+            with span("forward", micro_batch=i, tokens=micro.computed) as forward:
                 self._score(micro, index, temperature, entropy=entropy)
                 value, parts = loss(micro)
-            with span("backward", micro_batch=i, tokens=len(micro.ids)) as backward:
+            with span("backward", micro_batch=i, tokens=micro.computed) as backward:
                 value.backward()
             if self._compiling:
                 self.compile_seconds, self._compiling = forward.seconds + backward.seconds, False
             total += float(value.detach())
             used[index] += 1
+            computed += micro.computed
             metrics.append(parts)
         if (used != 1).any():
             wrong = int(np.flatnonzero(used != 1)[0])
             raise TokenCountError(
                 f"token {wrong} of {len(used)} of the batch was used {used[wrong]} times in one update"
             )
-        return self._step(total, merge_metrics(metrics), len(mask), learn=bool(mask.any()))
+        return self._step(total, merge_metrics(metrics), (len(mask), computed), learn=bool(mask.any()))
 
-    def _step(self, loss: float, metrics: dict[str, Metric], tokens: int, *, learn: bool) -> UpdateResult:
+    def _step(self, loss: float, metrics: dict[str, Metric], tokens: tuple[int, int], *, learn: bool) -> UpdateResult:
         lr = self.lr
         with span("optimizer"):
             norm = self.optimizers.clip(self.section.clip_norm) if learn else 0.0
@@ -147,11 +155,10 @@ class TrainEngine:
             self.optimizers.zero_grad()
         self.steps += 1
         self.updates += 1
-        return UpdateResult(loss, norm, lr, tokens, metrics, skipped=not (finite and learn))
+        return UpdateResult(loss, norm, lr, *tokens, metrics, skipped=not (finite and learn))
 
     def _score(self, micro: Micro, index: np.ndarray, temperature: float, *, entropy: bool) -> None:
         dropout = None
         if self.model.config.dropout:
             dropout = DropoutContext(self.seed, self.updates, torch.from_numpy(index).to(self.device))
-        context = PackedContext(micro.lengths, self.device, parity=self.parity, dropout=dropout)
-        score(self.model, micro, context, temperature=temperature, entropy=entropy)
+        score(self.model, micro, temperature=temperature, entropy=entropy, parity=self.parity, dropout=dropout)

@@ -8,11 +8,25 @@ import torch
 from torch import Tensor
 
 from tilth.core.batch import Ragged
-from tilth.models.attention import PackedContext
+from tilth.models.attention import DropoutContext, PackedContext
+from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.logprobs import token_logprobs
 from tilth.models.rows import take_rows
+from tilth.models.tree import LONGEST, TreeContext, Trees, plant
 from tilth.plan.packing import micro_batches
+
+WORTH = 0.9
+"""Share of the tokens that sharing prompts must leave, at most, to be worth another kind of micro-batch."""
+
+
+def shares_prompts(config: DecoderConfig, parity: bool) -> bool:
+    """Whether samples of one prompt may be computed as one tree.
+
+    Not in parity mode (cached decoding has other shapes), with dropout (each sample has its own mask), or with dynamic
+    rope (the rotation of a prompt depends on the length of its sample).
+    """
+    return not parity and not config.dropout and config.rope_type != "dynamic"
 
 
 @dataclass
@@ -20,42 +34,120 @@ class Micro:
     """One micro-batch, packed: per-token tensors [N] over ``len(lengths)`` sequences.
 
     ``logprobs`` and ``entropy`` are of the current policy, zero where ``mask`` is; ``columns`` are what the caller
-    passed, cut to these sequences.
+    passed, cut to these sequences. ``trees``: how prompts that several sequences share are computed once.
     """
 
     ids: Tensor
     lengths: Tensor
     mask: Tensor
     columns: dict[str, Tensor]
+    trees: Trees | None = None
     logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
     entropy: Tensor = field(default_factory=lambda: torch.zeros(0))
 
+    @property
+    def computed(self) -> int:
+        """Tokens that go through the model."""
+        return len(self.ids) if self.trees is None else len(self.trees.source)
+
 
 def micros(
-    tokens: Ragged, mask: np.ndarray, columns: Mapping[str, np.ndarray], max_tokens: int, device: torch.device
+    tokens: Ragged,
+    mask: np.ndarray,
+    columns: Mapping[str, np.ndarray],
+    max_tokens: int,
+    device: torch.device,
+    *,
+    share: bool = False,
 ) -> Iterator[tuple[np.ndarray, Micro]]:
-    """Split into micro-batches of at most ``max_tokens``; yields (indices into the packed columns [N], micro-batch)."""
+    """Split into micro-batches of at most ``max_tokens``; yields (indices into the packed columns [N], micro-batch).
+
+    share: sequences that begin with the same prompt become trees, where that saves enough.
+    """
     every = Ragged(np.arange(len(mask)), tokens.offsets)
 
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
-    for rows in micro_batches(tokens.lengths, max_tokens):
-        part = every.take(np.asarray(rows))
+    for groups, shared in _plan(tokens, mask, max_tokens, share):
+        rows = np.concatenate(groups)
+        part = every.take(rows)
         index = part.values
+        trees = None
+        if shared:
+            prompts = prompt_lengths(Ragged(mask[index], part.offsets))
+            marks = np.split(np.arange(len(rows)), np.cumsum([len(g) for g in groups])[:-1])
+            trees = plant(Ragged(tokens.values[index], part.offsets), prompts, marks)
         cut = {name: tensor(values[index]) for name, values in columns.items()}
         lengths = torch.from_numpy(part.lengths)
-        yield index, Micro(tensor(tokens.values[index]), lengths, tensor(mask[index]), cut)
+        yield index, Micro(tensor(tokens.values[index]), lengths, tensor(mask[index]), cut, trees)
 
 
-def score(model: Decoder, micro: Micro, context: PackedContext, *, temperature: float, entropy: bool) -> None:
+def _plan(tokens: Ragged, mask: np.ndarray, most: int, share: bool) -> Iterator[tuple[list[np.ndarray], bool]]:
+    """Groups of rows of each micro-batch, and whether the rows of a group share their prompt."""
+    groups = prompt_groups(tokens, mask) if share else []
+    shared = [g for g in groups if len(g) > 1]
+    sizes = _tree_sizes(tokens, mask, shared)
+    in_trees = np.concatenate(shared) if shared else np.zeros(0, np.int64)
+    if shared and sizes.sum() > WORTH * tokens.lengths[in_trees].sum():
+        shared, sizes, in_trees = [], sizes[:0], in_trees[:0]
+    for units in micro_batches(sizes, most):
+        yield [shared[u] for u in units], True
+    alone = np.setdiff1d(np.arange(len(tokens.lengths)), in_trees)
+    for rows in micro_batches(tokens.lengths[alone], most):
+        yield [alone[rows]], False
+
+
+def prompt_lengths(mask: Ragged) -> np.ndarray:
+    """Tokens before the first one that the policy chose: int64 [n]; the whole length where it chose none."""
+    chosen = np.append(np.flatnonzero(mask.values), len(mask.values))
+    first = chosen[np.searchsorted(chosen, mask.offsets[:-1])]
+    return np.minimum(first, mask.offsets[1:]) - mask.offsets[:-1]
+
+
+def prompt_groups(tokens: Ragged, mask: np.ndarray) -> list[np.ndarray]:
+    """Rows that begin with the same prompt, as many together as make a tree of at most ``LONGEST`` tokens."""
+    prompts = prompt_lengths(Ragged(mask, tokens.offsets))
+    groups: list[list[int]] = []
+    newest: dict[bytes, tuple[int, int]] = {}  # prompt -> (its open group, tokens of that tree)
+    for row, (start, length, prompt) in enumerate(zip(tokens.offsets, tokens.lengths, prompts)):
+        key = tokens.values[start : start + prompt].tobytes()
+        group, size = newest.get(key, (-1, LONGEST))
+        if prompt == length or size + length - prompt > LONGEST:
+            groups.append([])
+            group, size = len(groups) - 1, int(prompt)
+        groups[group].append(row)
+        newest[key] = group, size + int(length - prompt)
+    return [np.array(g, np.int64) for g in groups]
+
+
+def _tree_sizes(tokens: Ragged, mask: np.ndarray, groups: list[np.ndarray]) -> np.ndarray:
+    prompts = prompt_lengths(Ragged(mask, tokens.offsets))
+    sizes = [int(tokens.lengths[g].sum() - (len(g) - 1) * prompts[g[0]]) for g in groups]
+    return np.array(sizes, np.int64)
+
+
+def score(
+    model: Decoder,
+    micro: Micro,
+    *,
+    temperature: float,
+    entropy: bool,
+    parity: bool = False,
+    dropout: DropoutContext | None = None,
+) -> None:
     """Fill in log-probs (and entropy) of the tokens in the mask; only their logits are ever computed."""
-    hidden = model(micro.ids, context)
+    device = micro.ids.device
     chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
-    found, entropies = token_logprobs(
-        take_rows(hidden, chosen - 1), model.head_weight, micro.ids[chosen], temperature=temperature
-    )
-    blank = torch.zeros(len(micro.ids), device=micro.ids.device)
+    if micro.trees is None:
+        hidden = model(micro.ids, PackedContext(micro.lengths, device, parity, dropout))
+        before = take_rows(hidden, chosen - 1)
+    else:
+        source, slot = (torch.from_numpy(x).to(device) for x in (micro.trees.source, micro.trees.slot))
+        hidden = model(micro.ids[source], TreeContext(micro.trees, device))
+        before = hidden.index_select(0, slot[chosen - 1])  # the end of a prompt comes before several tokens
+    found, entropies = token_logprobs(before, model.head_weight, micro.ids[chosen], temperature=temperature)
+    blank = torch.zeros(len(micro.ids), device=device)
     micro.logprobs = blank.index_copy(0, chosen, found)
     if entropy:
         micro.entropy = blank.index_copy(0, chosen, entropies)
@@ -68,8 +160,7 @@ def packed_logprobs(
     found = np.zeros(len(mask), np.float32)
     device = next(model.parameters()).device
     with torch.no_grad():
-        for index, micro in micros(tokens, mask, {}, max_tokens, device):
-            context = PackedContext(micro.lengths, device, parity=parity)
-            score(model, micro, context, temperature=temperature, entropy=False)
+        for index, micro in micros(tokens, mask, {}, max_tokens, device, share=shares_prompts(model.config, parity)):
+            score(model, micro, temperature=temperature, entropy=False, parity=parity)
             found[index] = micro.logprobs.cpu().numpy()
     return found

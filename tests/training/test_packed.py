@@ -1,0 +1,124 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilth.core.batch import Ragged
+from tilth.models.config import DecoderConfig
+from tilth.models.decoder import Decoder
+from tilth.models.tree import LONGEST
+from tilth.training.packed import micros, packed_logprobs, prompt_groups, prompt_lengths, score, shares_prompts
+
+CPU = torch.device("cpu")
+
+
+def group(prompt, completions):
+    return [(list(prompt), list(c)) for c in completions]
+
+
+def batch(samples):
+    rows = [np.array(p + c, np.int64) for p, c in samples]
+    mask = [np.array([0] * len(p) + [1] * len(c), np.uint8) for p, c in samples]
+    return Ragged.of(rows), np.concatenate(mask) if mask else np.zeros(0, np.uint8)
+
+
+SAMPLES = st.lists(
+    st.tuples(st.sampled_from([[1], [1, 2], [2, 1, 3]]), st.lists(st.integers(0, 9), max_size=4)), max_size=12
+)
+
+
+def model(seed=0):
+    made = Decoder(
+        DecoderConfig(vocab_size=10, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, qk_norm=True)
+    )
+    made.init_weights_(seed)
+    return made
+
+
+@given(SAMPLES)
+def test_prompt_lengths_equal_a_loop(samples):
+    tokens, mask = batch(samples)
+    found = prompt_lengths(Ragged(mask, tokens.offsets))
+    assert found.tolist() == [len(p) for p, _ in samples]
+
+
+@given(SAMPLES)
+def test_groups_are_a_partition_into_equal_prompts(samples):
+    tokens, mask = batch(samples)
+    groups = prompt_groups(tokens, mask)
+    assert sorted(int(r) for g in groups for r in g) == list(range(len(samples)))
+    for g in groups:
+        assert len({tuple(samples[r][0]) for r in g}) == 1
+
+
+def test_a_tree_has_a_greatest_size():
+    long = [0] * (LONGEST // 2)
+    tokens, mask = batch(group([1, 2], [long, long, long, long]) + group([3], [[0] * (2 * LONGEST)]))
+    groups = prompt_groups(tokens, mask)
+    sizes = [int(tokens.lengths[g].sum() - (len(g) - 1) * 2) for g in groups if len(g) > 1]
+    assert all(s <= LONGEST for s in sizes)
+    assert sum(len(g) for g in groups) == 5
+
+
+@given(SAMPLES, st.integers(1, 30), st.booleans())
+def test_micro_batches_use_every_token_once_and_keep_columns_aligned(samples, most, share):
+    tokens, mask = batch(samples)
+    used = np.zeros(len(mask), int)
+    for index, micro in micros(tokens, mask, {"copy": tokens.values}, most, CPU, share=share):
+        used[index] += 1
+        assert torch.equal(micro.columns["copy"], micro.ids)
+        assert micro.ids.tolist() == tokens.values[index].tolist()
+        assert int(micro.lengths.sum()) == len(micro.ids)
+        assert micro.computed <= most or len(micro.lengths) == 1 or micro.trees is not None
+    assert (used == 1).all()
+
+
+def test_sharing_computes_a_prompt_once():
+    tokens, mask = batch(group([1, 2, 3, 4, 5, 6], [[7], [8], [9], [7]]))
+    computed = {s: sum(m.computed for _, m in micros(tokens, mask, {}, 100, CPU, share=s)) for s in (False, True)}
+    assert computed == {False: 28, True: 10}
+
+
+def test_sharing_little_is_not_worth_it():
+    tokens, mask = batch(group([1], [[2] * 20, [3] * 20]))
+    assert all(m.trees is None for _, m in micros(tokens, mask, {}, 100, CPU, share=True))
+
+
+@pytest.mark.parametrize("most", [12, 1000])
+def test_logprobs_and_gradients_with_shared_prompts_are_those_without(most):
+    rng = np.random.default_rng(0)
+    samples = []
+    for _ in range(5):
+        prompt = rng.integers(0, 10, rng.integers(2, 7)).tolist()
+        samples += group(prompt, [rng.integers(0, 10, rng.integers(1, 6)).tolist() for _ in range(4)])
+    tokens, mask = batch(samples)
+    found = {}
+    for share in (False, True):
+        made, logprobs = model(), np.zeros(len(mask), np.float32)
+        for index, micro in micros(tokens, mask, {}, most, CPU, share=share):
+            score(made, micro, temperature=0.7, entropy=True)
+            logprobs[index] = micro.logprobs.detach().numpy()
+            (micro.logprobs.sum() + 0.3 * micro.entropy.sum()).backward()
+        found[share] = logprobs, torch.cat([p.grad.flatten() for p in made.parameters()])
+    np.testing.assert_allclose(found[True][0], found[False][0], atol=2e-6)
+    torch.testing.assert_close(found[True][1], found[False][1], rtol=1e-4, atol=1e-5)
+
+
+def test_parity_never_shares():
+    tokens, mask = batch(group([1, 2, 3, 4], [[5], [6], [7]]))
+    made = model()
+    exact = packed_logprobs(made, tokens, mask, max_tokens=100, parity=True)
+    one_by_one = [batch(group([1, 2, 3, 4], [[last]])) for last in (5, 6, 7)]
+    alone = [packed_logprobs(made, *one, max_tokens=100, parity=True) for one in one_by_one]
+    assert np.array_equal(exact, np.concatenate(alone))
+
+
+def test_what_cannot_share_does_not():
+    """Dropout differs between samples; dynamic rope depends on the length of each sample."""
+    plain = {"vocab_size": 10, "hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
+    dynamic = {"family": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    shape = {"dropout": {"dropout": 0.1}, "dynamic": dynamic, "plain": {}}
+    found = {name: shares_prompts(DecoderConfig(**plain, **extra), parity=False) for name, extra in shape.items()}
+    assert found == {"dropout": False, "dynamic": False, "plain": True}
+    assert not shares_prompts(DecoderConfig(**plain), parity=True)
