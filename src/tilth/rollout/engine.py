@@ -67,7 +67,7 @@ class Engine:
         self.version = 0
         self.model = Decoder(config, dtype).to(self.device, dtype).requires_grad_(False).eval()
         self._parity = parity
-        self._runner = Runner(self.model, parity)
+        self._runner = Runner(self.model, parity, compile and not parity, self.device)
         self._blocks = BlockManager(self.kv_tokens // block_size, block_size, self.kv_tokens // block_size // 4)
         self._scheduler = Scheduler(self._blocks, min(max_rows, step_tokens))
         self._lanes: dict[int, Lane] = {}
@@ -212,6 +212,7 @@ class Engine:
             raise EngineError("the KV cache is released; call regain_kv() before step()")
         done, self._done = self._done, []
         self._stats.steps += 1
+        self._warm_up()
         self._place(done)
         budget = self.step_tokens - self._decode(done)
         while budget > 0 and (computed := self._prefill(budget)):
@@ -219,6 +220,10 @@ class Engine:
             self._place(done)
         self._stats.finished += len(done)
         return done
+
+    def _warm_up(self) -> None:
+        self._runner.warm_up(self._staging)
+        self._stats.compile_seconds = self._runner.compile_seconds
 
     @property
     def running(self) -> int:
@@ -239,21 +244,16 @@ class Engine:
 
     def _decode_lane(self, lane: Lane, rows: int, done: list[Trajectory]) -> None:
         c, every = lane.columns, np.arange(rows)
-        at = c.position[:rows]
-        live = c.live[:rows].copy()
-        with span("decode", tokens=int(live.sum())) as spent:
-            ids, uniform = c.tokens[every, at], c.uniform[every, at + 1]
-            chosen = self._runner.decode(
-                lane.slab, self._tensor(ids), self._tensor(at), lane.slots, self._tensor(uniform),
-                lane.rules(rows, self.device),
-            )  # fmt: skip
-            tokens, logprobs, sampling = _to_host(chosen)
+        at, live = c.position[:rows], c.live[:rows].copy()
+        with span("decode", tokens=int(live.sum())) as decoding:
+            ids = self._tensor(c.tokens[every, at])
+            logits = self._runner.decode(lane.slab, ids, self._tensor(at), lane.slots)
+        with span("sample", tokens=decoding.tokens) as sampling:
+            uniform = self._tensor(c.uniform[every, at + 1])
+            tokens, logprobs, filtered = _to_host(choose(logits, uniform, lane.rules(rows, self.device)))
             self._check_finite(logprobs[live])
-            ended = lane.advance(tokens, logprobs, sampling)
-        s = self._stats
-        s.decode_seconds += spent.seconds
-        s.decode_passes, s.decode_rows = s.decode_passes + 1, s.decode_rows + rows
-        s.useful_rows, s.decoded_tokens = s.useful_rows + spent.tokens, s.decoded_tokens + spent.tokens
+            ended = lane.advance(tokens, logprobs, filtered)
+        self._stats.decoded(rows, decoding.tokens, decoding.seconds, sampling.seconds)
         self._end_rows(lane, ended.tolist(), tokens, done)
 
     def _end_rows(self, lane: Lane, ended: list[int], tokens: np.ndarray, done: list[Trajectory]) -> None:

@@ -271,6 +271,7 @@ class Lane:
         return Rules(
             temperature=tensor(c.temperature), greedy=tensor(c.greedy),
             top_k=tensor(c.top_k), top_p=tensor(c.top_p), min_p=tensor(c.min_p),
+            unit=bool((c.temperature == 1).all()),
             filtered=bool(c.filtered.any()), any_greedy=bool(greedy.any()),
             all_greedy=bool((greedy | ~c.live[:rows]).all()),
         )  # fmt: skip

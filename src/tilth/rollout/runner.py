@@ -1,31 +1,127 @@
-"""Forward passes over the cache. One path serves decode (one token a row) and prefill chunks."""
+"""Forward passes over the cache: one path for decode (one token a row) and prefill chunks; decode may be compiled."""
 
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from tilth.models.decoder import Decoder
-from tilth.rollout.cache import CachedContext, Slab
-from tilth.rollout.sampling import Chosen, Rules, choose
+from tilth.rollout.cache import CachedContext, Slab, SlabView
+
+Forward = Callable[[Tensor, Tensor, list[Tensor], list[Tensor]], Tensor]
 
 
 class Runner:
-    """The model and how its steps are run."""
+    """The model and how its steps are run. ``compile``: torch.compile of decode on a CPU, CUDA graphs on a GPU."""
 
-    def __init__(self, model: Decoder, parity: bool) -> None:
+    def __init__(self, model: Decoder, parity: bool, compile: bool, device: torch.device) -> None:
         self.model = model
-        self._parity = parity
+        self.compile_seconds = 0.0
+        """Spent in first calls of compiled code so far."""
+        self._parity, self._compiled, self._graphs = parity, None, None
+        if compile and device.type == "cuda":
+            self._graphs = Graphs(self)
+        elif compile:
+            self._compiled = CompiledDecode(model, device)
 
-    def forward_rows(self, slab: Slab, ids: Tensor, start: Tensor, length: int) -> Tensor:
+    def forward_rows(self, slab: Slab | SlabView, ids: Tensor, start: Tensor, length: int) -> Tensor:
         """New tokens ids int64 [B, C] of the first B rows from positions start [B]: hidden [B * C, hidden].
 
         length: slots of the slab to look at. A row with fewer than C tokens is padded at its end.
         """
-        context = CachedContext(slab, start, ids.shape[1], length, self._parity)
-        return self.model(ids.flatten(), context)
+        return self.model(ids.flatten(), CachedContext(slab, start, ids.shape[1], length, self._parity))
 
     def prefill(self, slab: Slab, ids: Tensor, start: Tensor, length: int, last: Tensor) -> Tensor:
         """Logits float32 [rows, V] after the tokens with these flat indices of [B * C] (perhaps none)."""
         return self.model.logits(self.forward_rows(slab, ids, start, length)[last])
 
-    def decode(self, slab: Slab, ids: Tensor, start: Tensor, length: int, uniform: Tensor, rules: Rules) -> Chosen:
-        """The next token of rows 0 .. B - 1, whose newest token ids [B] is at positions start [B]."""
-        return choose(self.model.logits(self.forward_rows(slab, ids[:, None], start, length)), uniform, rules)
+    def decode(self, slab: Slab, ids: Tensor, start: Tensor, length: int) -> Tensor:
+        """Logits float32 [B, V] of rows 0 .. B - 1, whose newest token ids [B] is at positions start [B]."""
+        if self._graphs is not None:
+            return self._graphs.decode(slab, ids, start, length)
+        if self._compiled is not None:
+            return self._compiled(slab, ids, start)
+        return self.model.logits(self.forward_rows(slab, ids[:, None], start, length))
+
+    def warm_up(self, slab: Slab) -> None:
+        """Compile what is to be compiled, with the help of an empty slab."""
+        if self._compiled is not None and not self.compile_seconds:
+            begin = time.perf_counter()
+            self._compiled.warm_up(slab)
+            self.compile_seconds = time.perf_counter() - begin
+
+
+class CompiledDecode:
+    """One graph for every number of rows and slots: the model from ids to logits, attention fused into two loops."""
+
+    def __init__(self, model: Decoder, device: torch.device) -> None:
+        self._device = device
+
+        def forward(ids: Tensor, start: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+            context = CachedContext(SlabView(keys, values), start, 1, keys[0].shape[2], fused=True)
+            return model.logits(model(ids, context))
+
+        options: dict[str, Any] = {"guard_filter_fn": _argument_guards, "cpp_wrapper": True}
+        self._forward: Forward = torch.compile(forward, dynamic=True, fullgraph=True, options=options)
+
+    def __call__(self, slab: Slab, ids: Tensor, start: Tensor) -> Tensor:
+        return self._forward(ids, start, slab.keys, slab.values)
+
+    def warm_up(self, slab: Slab) -> None:
+        """Compile for sizes that differ from one another, or equal ones would be taken for always equal."""
+        taken, size = set(slab.keys[0].shape), 24
+        sizes: list[int] = []
+        while len(sizes) < 3:
+            if size not in taken:
+                sizes.append(size)
+            size += 16
+        rows, allocated, slots = sizes
+        slab.layout(allocated, slots)
+        zeros = torch.zeros(rows, dtype=torch.int64, device=self._device)
+        self(slab, zeros, zeros.clone())
+        slab.layout(0, 0)
+
+
+def _argument_guards(guards: Sequence[Any]) -> list[bool]:
+    """Check arguments and global state before a call, not each of the model's parts: the engine never changes those."""
+    return [g.name.split("[")[0].split(".")[0] in ("", "ids", "start", "keys", "values") for g in guards]
+
+
+class Graphs:
+    """CUDA graphs of decode, by slab, slots and a bucket of rows; inputs and outputs are static buffers."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._graphs: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
+        self._pool: Any = None
+
+    def decode(self, slab: Slab, ids: Tensor, start: Tensor, length: int) -> Tensor:
+        """Replay the smallest graph that holds the rows; unused rows are holes of the slab, computed at position 0."""
+        rows = ids.shape[0]
+        bucket = min(slab.rows, next(b for b in (8, 16, 32, 64, 128, 256, slab.rows) if b >= rows))
+        key = (slab.keys[0].data_ptr(), bucket, length)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(slab, bucket, length)
+        graph, static_ids, static_start, logits = self._graphs[key]
+        for static, given in ((static_ids, ids), (static_start, start)):
+            static.zero_()
+            static[:rows].copy_(given)
+        graph.replay()
+        return logits[:rows].clone()
+
+    def _capture(self, slab: Slab, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]:
+        begin = time.perf_counter()
+        ids, start = (torch.zeros(rows, dtype=torch.int64, device=slab.keys[0].device) for _ in range(2))
+        logits = self._step(slab, ids, start, length)  # allocates work spaces outside the graph
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self._step(slab, ids, start, length)
+        self._pool = self._pool or graph.pool()
+        self._runner.compile_seconds += time.perf_counter() - begin
+        return graph, ids, start, logits
+
+    def _step(self, slab: Slab, ids: Tensor, start: Tensor, length: int) -> Tensor:
+        return self._runner.model.logits(self._runner.forward_rows(slab, ids[:, None], start, length))

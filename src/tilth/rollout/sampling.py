@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilth.models.logprobs import logits_logprobs
 from tilth.rollout.request import SamplingParams
 
 _GROUP = 64
@@ -24,8 +23,8 @@ _WIDTH = 256
 class Rules:
     """How each row is drawn. All tensors [B] on one device.
 
-    temperature float32, 1 where greedy; greedy bool; top_k int64, 0: off; top_p, min_p float32. ``filtered``: some row
-    has a filter; ``any_greedy``, ``all_greedy`` likewise, known to the host so that needless work is skipped.
+    temperature float32, 1 where greedy; greedy bool; top_k int64, 0: off; top_p, min_p float32. Known to the
+    host, so that needless work is skipped: ``unit``, every temperature is 1; ``filtered``, some row has a filter.
     """
 
     temperature: Tensor
@@ -33,6 +32,7 @@ class Rules:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    unit: bool
     filtered: bool
     any_greedy: bool
     all_greedy: bool
@@ -51,6 +51,7 @@ class Rules:
             top_k=column([p.top_k if p.filtered else 0 for p in params], torch.int64),
             top_p=column([p.top_p if p.filtered else 1.0 for p in params], torch.float32),
             min_p=column([p.min_p if p.filtered else 0.0 for p in params], torch.float32),
+            unit=all(p.temperature in (0.0, 1.0) for p in params),
             filtered=any(p.filtered for p in params), any_greedy=any(greedy), all_greedy=all(greedy),
         )  # fmt: skip
 
@@ -66,17 +67,22 @@ class Chosen:
 
 def choose(logits: Tensor, uniform: Tensor, rules: Rules) -> Chosen:
     """Draw one token per row. logits float32 [B, V]; uniform float32 [B] in [0, 1)."""
-    scaled = logits / rules.temperature[:, None]
-    kept = scaled
+    scaled = logits if rules.unit else logits / rules.temperature[:, None]
+    logp = torch.log_softmax(scaled, -1)  # as models.logprobs.logits_logprobs does
+    filtered = None
     if rules.filtered:
-        kept = scaled.masked_fill(scaled < thresholds(scaled, rules)[:, None], -torch.inf)
+        low = scaled < thresholds(scaled, rules)[:, None]
+        filtered = torch.log_softmax(scaled.masked_fill(low, -torch.inf), -1)
     tokens = scaled.argmax(-1) if rules.any_greedy else None
     if not rules.all_greedy:
-        drawn = inverse_cdf(torch.softmax(kept, -1), uniform)
+        drawn = inverse_cdf((logp if filtered is None else filtered).exp(), uniform)
         tokens = drawn if tokens is None else torch.where(rules.greedy, tokens, drawn)
     assert tokens is not None
-    sampling = logits_logprobs(kept, tokens) if rules.filtered else None
-    return Chosen(tokens, logits_logprobs(scaled, tokens), sampling)
+    return Chosen(tokens, _pick(logp, tokens), None if filtered is None else _pick(filtered, tokens))
+
+
+def _pick(logp: Tensor, tokens: Tensor) -> Tensor:
+    return logp.gather(1, tokens[:, None])[:, 0]
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:

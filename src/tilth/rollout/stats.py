@@ -27,11 +27,22 @@ class Stats:
     finished: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    """Model and sampling of decode passes."""
+    """The model in decode passes."""
+    sample_seconds: float = 0.0
+    """Choosing and writing down their tokens."""
     place_seconds: float = 0.0
     """First tokens and copies of prompts to their samples."""
     compile_seconds: float = 0.0
-    """First calls of compiled code; not part of decode_seconds."""
+    """Compiling, since the engine was made."""
+
+    def decoded(self, rows: int, tokens: int, decode_seconds: float, sample_seconds: float) -> None:
+        """Count a decode pass."""
+        self.decode_passes += 1
+        self.decode_rows += rows
+        self.useful_rows += tokens
+        self.decoded_tokens += tokens
+        self.decode_seconds += decode_seconds
+        self.sample_seconds += sample_seconds
 
     @property
     def occupancy(self) -> float:
