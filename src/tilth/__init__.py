@@ -14,6 +14,9 @@ __all__ = ["__version__", "rl", "train"]
 # Idle OpenMP threads spin and starve every other process of a small machine (10 to 30 times slower);
 # the runtime reads this once, when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# oneDNN (bf16, and fp32 at "medium") keeps compiled kernels for every shape it ever saw, 1,024 by default: with packed
+# batches that is a gigabyte and more.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
 
 def __getattr__(name: str) -> Any:
