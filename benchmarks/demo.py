@@ -1,4 +1,4 @@
-"""The demo (recipe addition-grpo) from start to end: what it learns, how long it takes, how far trainer and engine differ.
+"""The demo (recipe addition-grpo) from start to end: what it learns, how long it takes, how far both engines differ.
 
     python benchmarks/demo.py [--quick] [--json PATH] [--seeds 0,1,2]
 
@@ -16,7 +16,14 @@ from pathlib import Path
 
 TILTH = [sys.executable, "-c", "from tilth.cli.main import main; main()"]
 MODES = {"fp32": (), "bf16": ("train.precision=bf16",), "parity": ("train.parity=true",)}
-QUICK = ("warmup.steps=10", "algorithm.steps=5", "model.hidden=64", "model.layers=2", "rollout.prompts=16")
+QUICK = (
+    "warmup.steps=10",
+    "algorithm.steps=5",
+    "model.hidden=64",
+    "model.layers=2",
+    "rollout.prompts=16",
+    "algorithm.drop_flat=false",
+)
 COLUMNS = {
     "steps": "steps",
     "accuracy_first": "accuracy_first_share",
