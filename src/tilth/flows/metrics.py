@@ -98,7 +98,7 @@ _DECLARED = (
     Metric("memory/peak", "bytes", "max", "greatest resident memory so far"),
     Metric("memory/device", "bytes", "max", "greatest memory allocated on the accelerator"),
     Metric("bytes/fetched", "bytes", "sum", "payload that was brought to the controller"),
-    Metric("steps/skipped", "steps", "sum", "optimizer steps left out because loss or gradient were not finite"),
+    Metric("steps/skipped", "steps", "sum", "optimizer steps left out: not finite, or no token to learn from"),
     Metric("time/*", "s", "sum", "time of a phase of the step; phases do not overlap (other: what is in none)"),
 )
 METRICS = {m.name: m for m in _DECLARED}
