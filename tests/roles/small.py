@@ -1,0 +1,47 @@
+"""Roles of a few thousand parameters, built without a run."""
+
+import numpy as np
+import torch
+
+from tilth.cluster.inline import InlineStore
+from tilth.config.schema import Algorithm, Data, Optimizer, Rollout
+from tilth.core.batch import Batch
+from tilth.data.prompts import PromptSet, load_source
+from tilth.data.tokenizer import Tokenizer
+from tilth.models.config import DecoderConfig
+from tilth.models.decoder import Decoder
+from tilth.roles.policy import PolicyWorker
+from tilth.roles.rollout import RolloutWorker, ask
+from tilth.rollout.engine import Engine
+from tilth.training.engine import TrainEngine
+
+CONTEXT = 16
+PROMPTS = load_source(Data(digits=1))
+TOKENIZER = Tokenizer.characters(PROMPTS.alphabet())
+HOW = Algorithm(advantage="grpo_no_std")
+
+
+def config(**changes) -> DecoderConfig:
+    base = dict(hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, qk_norm=True, tie_embeddings=True)
+    return DecoderConfig(vocab_size=TOKENIZER.vocab_size, max_positions=CONTEXT, **{**base, **changes})
+
+
+def policy(store=None, *, seed=1, dtype=torch.float32, micro_tokens=4096, temperature=1.0, lr=1e-2, **section):
+    model = Decoder(config(), dtype=dtype)
+    model.init_weights_(seed)
+    engine = TrainEngine(model, Optimizer(lr=lr, **section), total_steps=10, micro_tokens=micro_tokens, seed=seed)
+    return PolicyWorker(engine, store or InlineStore(), temperature=temperature, norm_length=4)
+
+
+def rollout(store, *, prompts: PromptSet = PROMPTS, dtype=torch.float32, **section) -> RolloutWorker:
+    settings = {"max_tokens": 4, "max_rows": 8, **section}
+    engine = Engine(config(), tokenizer=TOKENIZER, dtype=dtype, seed=1, max_rows=8, max_length=CONTEXT)
+    return RolloutWorker(engine, TOKENIZER, prompts, Rollout(**settings), store)
+
+
+def experience(worker: PolicyWorker, prompts=(3, 8, 41), group=4, temperature=1.0) -> Batch:
+    """Samples of the policy's own weights, with rewards that differ inside each group."""
+    speaker = rollout(worker.store, temperature=temperature)
+    speaker.receive(worker.weights(), 0)
+    batch = speaker.generate(ask(prompts, group, 0))
+    return batch.with_rows(reward=(np.arange(len(batch)) % 3).astype(np.float32) - 0.5)

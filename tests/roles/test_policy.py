@@ -1,0 +1,243 @@
+"""The policy role, called directly: what it adds to a batch, what an update reports, what it refuses."""
+
+import numpy as np
+import pytest
+import torch
+
+import tilth.rl as rl
+from tests.roles import small
+from tilth.config.schema import Algorithm
+from tilth.core.batch import Ragged
+from tilth.core.errors import TokenCountError, TokenIdentityError
+from tilth.models.attention import PackedContext
+from tilth.rl.metrics import Metric
+from tilth.roles.policy import WEIGHT, ReferenceWorker, check_weight, options, policy_loss
+from tilth.roles.recorder import RecorderWorker
+
+
+@pytest.fixture
+def worker():
+    return small.policy()
+
+
+@pytest.fixture
+def batch(worker):
+    return small.experience(worker)
+
+
+def column(worker, batch, name):
+    return batch.read(worker.store, name)[name]
+
+
+def dense_logprobs(model, tokens: Ragged, temperature=1.0):
+    """The reference: one sequence at a time, whole logits, float64 softmax."""
+    found = np.zeros(len(tokens.values))
+    for i, start in enumerate(tokens.offsets[:-1]):
+        ids = torch.from_numpy(tokens.row(i))
+        with torch.no_grad():
+            logits = model.logits(model(ids, PackedContext([len(ids)]))).double() / temperature
+        logp = torch.log_softmax(logits, -1)[:-1].gather(1, ids[1:, None])[:, 0]
+        found[start + 1 : start + len(ids)] = logp.numpy()
+    return found
+
+
+# ---- advantages ----
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_no_std", "rloo"])
+def test_advantages_are_those_of_rl_estimate(worker, batch, name):
+    found = column(worker, worker.advantages(batch, Algorithm(advantage=name)), "advantages")
+    tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
+    expected = rl.estimate(
+        name,
+        rewards=torch.from_numpy(batch["reward"]),
+        lengths=torch.from_numpy(tokens.lengths),
+        mask=torch.from_numpy(mask),
+        groups=torch.from_numpy(batch["group"]),
+    )
+    assert np.array_equal(found.values, expected.advantages.numpy())
+    assert np.array_equal(found.offsets, tokens.offsets)
+    assert found.values.dtype == np.float32 and not found.values[mask == 0].any() and found.values.any()
+
+
+def test_advantages_of_centred_rewards_by_hand(worker, batch):
+    found = column(worker, worker.advantages(batch, small.HOW), "advantages")
+    for row in range(len(batch)):
+        mates = batch["reward"][batch["group"] == batch["group"][row]]
+        assert found.row(row)[-1] == pytest.approx(batch["reward"][row] - mates.mean(), abs=1e-6)
+
+
+def test_advantages_leave_the_batch_that_was_given_as_it_was(worker, batch):
+    before, rewards = set(batch.payload), batch["reward"].copy()
+    worker.advantages(batch, small.HOW)
+    assert set(batch.payload) == before and np.array_equal(batch["reward"], rewards)
+
+
+# ---- log-probs ----
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_one_sequence_at_a_time(temperature):
+    worker = small.policy(temperature=temperature, micro_tokens=24)
+    batch = small.experience(worker, temperature=temperature)
+    found = column(worker, worker.logprobs(batch), "old_logprobs").values
+    tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
+    expected = dense_logprobs(worker.engine.model, tokens, temperature) * mask
+    assert np.abs(found - expected).max() < 1e-5
+    assert np.abs(found - column(worker, batch, "rollout_logprobs").values).max() < 1e-5
+    assert not found[mask == 0].any() and (found[mask == 1] < 0).all()
+
+
+def test_logprobs_follow_a_selection_of_rows(worker, batch):
+    whole = column(worker, worker.logprobs(batch), "old_logprobs")
+    some = np.array([7, 2, 3])
+    part = column(worker, worker.logprobs(batch.select(some)), "old_logprobs")
+    assert np.allclose(part.values, whole.take(some).values, atol=1e-6)
+
+
+def test_a_batch_without_rows_has_no_logprobs(worker, batch):
+    empty = batch.select(np.zeros(len(batch), bool))
+    assert len(column(worker, worker.logprobs(empty), "old_logprobs").values) == 0
+
+
+# ---- update ----
+
+
+def test_an_update_moves_the_weights_and_reports_what_it_did(worker, batch):
+    before = {n: t.clone() for n, t in worker.weights()}
+    ready = worker.advantages(batch, small.HOW)
+    found = worker.update(ready, small.HOW)
+    tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
+    assert any(not torch.equal(t, before[n]) for n, t in worker.weights())
+    assert float(found["tokens/trained"]) == tokens.offsets[-1]
+    assert float(found["steps/skipped"]) == 0 and float(found["lr"]) == pytest.approx(1e-2)
+    assert float(found["grad_norm"]) > 0 and float(found["ratio"]) == pytest.approx(1.0, abs=1e-6)
+    assert float(found["mismatch/max"]) < 1e-5 and int(found["entropy"].count) == mask.sum()
+    assert 0 < float(found["entropy"]) < np.log(small.TOKENIZER.vocab_size)
+    # On-policy the loss is minus the mean advantage of the tokens, and the clip takes nothing.
+    advantages = column(worker, ready, "advantages").values
+    assert float(found["loss"]) == pytest.approx(-advantages.sum() / mask.sum(), abs=1e-6)
+    assert float(found["clip_low"]) == float(found["clip_high"]) == 0
+    assert WEIGHT not in found
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_the_split_into_micro_batches_does_not_change_an_update(aggregation):
+    how = small.HOW.model_copy(update={"aggregation": aggregation, "entropy_coef": 0.01})
+    found = []
+    for micro_tokens in (4096, 30):
+        worker = small.policy(micro_tokens=micro_tokens)
+        metrics = worker.update(worker.advantages(small.experience(worker), how), how)
+        found.append((metrics, dict(worker.weights())))
+    (whole, weights), (split, others) = found
+    for name in ("loss", "grad_norm", "entropy", "tokens/trained"):
+        assert float(split[name]) == pytest.approx(float(whole[name]), rel=1e-4, abs=1e-6)
+    assert all(torch.allclose(weights[n], others[n], atol=1e-4) for n in weights)
+
+
+def test_an_update_without_rows_is_a_skipped_step(worker, batch):
+    before = {n: t.clone() for n, t in worker.weights()}
+    ready = worker.advantages(batch, small.HOW).select(np.zeros(len(batch), bool))
+    found = worker.update(ready, small.HOW)
+    assert float(found["steps/skipped"]) == 1 and float(found["tokens/trained"]) == 0
+    assert all(torch.equal(t, before[n]) for n, t in worker.weights())
+
+
+def test_tokens_that_were_edited_in_the_store_are_refused(worker, batch):
+    ready = worker.advantages(batch, small.HOW)
+    for handle in ready.payload["tokens"].handles:
+        worker.store.get(handle).values[-1] ^= 1
+    with pytest.raises(TokenIdentityError, match=f"trajectory {batch['id'][-1]}:"):
+        worker.update(ready, small.HOW)
+
+
+# ---- one weight for the whole batch ----
+
+
+def test_the_weights_of_parts_must_add_up(worker, batch):
+    tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
+    _, whole = policy_loss(small.HOW, mask, tokens, 4)
+    assert whole == pytest.approx(1.0)  # token-mean: every token weighs 1 / tokens
+    check_weight({WEIGHT: Metric(whole, 1, "sum")}, whole)
+
+
+def test_a_dropped_token_is_told(worker, batch):
+    tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
+    _, whole = policy_loss(small.HOW, mask, tokens, 4)
+    with pytest.raises(TokenCountError, match="their whole batch 1: some tokens count twice or not at all"):
+        check_weight({WEIGHT: Metric(whole - 1 / mask.sum(), 1, "sum")}, whole)
+
+
+def test_a_loss_that_drops_a_token_stops_the_update(worker, batch, monkeypatch):
+    whole = rl.aggregate
+
+    def forgets_one(name, values, *, mask, lengths, **options):
+        mask = mask.clone()
+        mask[torch.nonzero(mask)[0]] = 0
+        return whole(name, values, mask=mask, lengths=lengths, **options)
+
+    ready, calls = worker.advantages(batch, small.HOW), []
+
+    def only_in_parts(name, values, **columns):
+        calls.append(name)  # the first call weighs the whole batch, the later ones its parts
+        return whole(name, values, **columns) if len(calls) == 1 else forgets_one(name, values, **columns)
+
+    monkeypatch.setattr(rl, "aggregate", only_in_parts, raising=False)
+    with pytest.raises(TokenCountError, match="weigh"):
+        worker.update(ready, small.HOW)
+
+
+def test_no_metric_of_weight_is_a_weight_of_zero():
+    check_weight({}, 0.0)
+    with pytest.raises(TokenCountError):
+        check_weight({}, 1.0)
+
+
+def test_options_are_the_recipe_s_keys_that_the_entry_has():
+    how = Algorithm(clip_low=0.1, gamma=0.9)
+    assert options("losses", "ppo_clip", how)["clip_low"] == 0.1 and "gamma" not in options("losses", "ppo_clip", how)
+    assert options("advantages", "gae", how) == {"gamma": 0.9, "lam": 1.0}
+
+
+# ---- the reference ----
+
+
+def test_a_reference_stays_where_it_was_until_it_follows(worker, batch):
+    reference = ReferenceWorker(worker)
+    first = column(worker, worker.logprobs(batch), "old_logprobs").values
+    worker.update(worker.advantages(batch, small.HOW), small.HOW)
+    moved = column(worker, worker.logprobs(batch), "old_logprobs").values
+    assert np.array_equal(column(worker, reference.logprobs(batch), "ref_logprobs").values, first)
+    assert not np.array_equal(moved, first)
+    reference.follow()
+    assert np.array_equal(column(worker, reference.logprobs(batch), "ref_logprobs").values, moved)
+    assert not any(p.requires_grad for p in reference.model.parameters())
+
+
+def test_what_the_reference_follows_is_a_copy(worker):
+    reference = ReferenceWorker(worker)
+    reference.follow()
+    mine = {p.data_ptr() for p in worker.engine.model.parameters()}
+    assert not mine & {p.data_ptr() for p in reference.model.parameters()}
+
+
+# ---- supervised ----
+
+
+def test_imitation_is_the_mean_negative_log_likelihood_of_the_answers(worker):
+    examples = RecorderWorker(small.PROMPTS, small.TOKENIZER, small.CONTEXT, worker.store).examples([3, 50, 99])
+    tokens, mask = column(worker, examples, "tokens"), column(worker, examples, "mask").values
+    expected = -(dense_logprobs(worker.engine.model, tokens) * mask).sum() / mask.sum()
+    first = worker.imitate(examples)
+    assert float(first["loss"]) == pytest.approx(expected, abs=1e-5)
+    assert float(first["tokens/trained"]) == tokens.offsets[-1] and "entropy" not in first
+    losses = [float(worker.imitate(examples)["loss"]) for _ in range(20)]
+    assert losses[-1] < 0.7 * expected
+
+
+def test_a_phase_starts_with_fresh_optimizer_state_and_its_own_rate(worker, batch):
+    worker.update(worker.advantages(batch, small.HOW), small.HOW)
+    worker.begin(5e-3, 7)
+    assert not any(t.any() for t in worker.engine.optimizers.state_tensors().values())
+    assert worker.engine.lr == 5e-3 and worker.engine.steps == 0
+    assert worker.compile_seconds() == 0
