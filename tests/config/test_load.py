@@ -212,7 +212,7 @@ def test_a_recipe_cannot_be_changed():
         (["train.parity=true", "rollout.compile=true"], "set rollout.compile = false"),
         (["train.parity=true", "train.device=cuda:1"], "train.device is 'cuda:1'"),
         (["algorithm.steps=0", "warmup.steps=0"], "nothing to train"),
-        (["data.holdout=0"], "warmup.until = 0.6 needs held-out prompts"),
+        (["data.holdout=0"], "warmup.until = 0.5 needs held-out prompts"),
         (["data.holdout=1"], "data.holdout = 1 leaves no prompt"),
         (["algorithm.dual_clip=0.5"], "algorithm.dual_clip = 0.5"),
         (["algorithm.clip_low=1.5"], "algorithm.clip_low = 1.5"),

@@ -111,11 +111,11 @@ def planned(*overrides):
 
 
 def test_plan_of_the_demo():
-    base = ["warmup.steps=250", "algorithm.steps=400", "rollout.prompts=64", "rollout.group=8"]
+    base = ["warmup.steps=250", "warmup.check_every=10", "algorithm.steps=400", "rollout.prompts=64", "rollout.group=8"]
     plan = planned(*base, "algorithm.epochs=2", "algorithm.minibatches=3", "run.eval_every=100")
     assert (plan.longest, plan.steps, plan.prompts, plan.samples) == (16, 400, 25_600, 204_800)
     assert plan.optimizer_steps == 250 + 400 * 6 and plan.tokens_per_step == 512 * 16
-    assert plan.evaluations == (1 + 25) + (1 + 4)
+    assert plan.evaluations == 25 + 4
     assert plan.warmup_examples == 250 * 256 and plan.parameters == COUNT
     tokens = (250 * 256 + 2 * 204_800) * 16
     assert plan.flops == pytest.approx(6 * tokens * matrices(SHAPE), rel=0.15)

@@ -79,15 +79,15 @@ def plan_run(
         samples=steps * rows,
         optimizer_steps=w.steps + steps * a.epochs * a.minibatches,
         tokens_per_step=rows * longest,
-        evaluations=_evaluations(w.steps, w.check_every) + _evaluations(steps, recipe.run.eval_every),
+        evaluations=_evaluations(w.steps, w.check_every) + _evaluations(steps, recipe.run.eval_every) + (w.steps == 0),
         flops=trained * longest * token_flops(shape, (longest + 1) / 2).both,
         memory=predict(recipe, shape, longest),
     )
 
 
 def _evaluations(steps: int, every: int) -> int:
-    """First, last, and each ``every`` steps between."""
-    return 0 if steps == 0 else 2 if every == 0 else 1 + -(-steps // every)
+    """Each ``every`` steps, and after the last one."""
+    return 0 if steps == 0 else 1 if every == 0 else -(-steps // every)
 
 
 def size(nbytes: float) -> str:
