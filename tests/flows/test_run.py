@@ -301,3 +301,10 @@ def test_a_source_without_a_reward_needs_one(tmp_path):
 def test_trajectories_are_typed():
     t = Trajectory(0, 0, 0, np.arange(3), np.array([0, 1, 1], np.uint8), np.zeros(3, np.float32))
     assert t.prompt_length == 1 and t.completion_length == 2
+
+
+def test_without_held_out_prompts_there_is_no_accuracy(tmp_path):
+    watcher = tiny.Recorder()
+    result = tiny.run(tiny.recipe(tmp_path, data={"holdout": 0.0}, warmup={"until": 1.0}), observers=[watcher])
+    assert result.accuracy is None
+    assert all("accuracy/heldout" not in r for r in watcher.records)

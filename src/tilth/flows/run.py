@@ -129,7 +129,8 @@ class Run:
             # The weights are those of the last evaluation, if there was one: the supervised phase ends with it.
             known = self.at.accuracy_last
             self.at.accuracy_last = self.at.accuracy_first = self.evaluate() if known is None else known
-            self.metrics.add("accuracy/heldout", self.at.accuracy_first)
+            if self.at.accuracy_first is not None:
+                self.metrics.add("accuracy/heldout", self.at.accuracy_first)
         return self
 
     def _leave(self) -> None:
@@ -224,13 +225,21 @@ class Run:
         with span("verify"):
             verify_weights(policy.checksums(self.bounds.dtype), received)
 
-    def evaluate(self) -> float:
-        """Mean reward of greedy answers to the fixed held-out prompts: the accuracy where rewards are 0 and 1."""
+    def evaluate(self) -> float | None:
+        """Mean reward of greedy answers to the fixed held-out prompts: the accuracy where rewards are 0 and 1.
+
+        None, and no metric, where nothing is held out or every reward is missing.
+        """
+        if not len(self.heldout):
+            return None
         with span("evaluate"), self.store.scope():
             count = min(self.recipe.run.eval_prompts, len(self.heldout))
             indices = self.heldout.draw(stream(self.recipe.seed, "heldout"), 0, count)
             batch = self.collect(ask(indices.tolist(), 1, EVALUATION_IDS), greedy=True)
-            accuracy = float(np.nanmean(batch["reward"])) if not np.isnan(batch["reward"]).all() else 0.0
+            known = batch["reward"][~np.isnan(batch["reward"])]
+            if not len(known):
+                return None
+            accuracy = float(known.mean(dtype=np.float64))
         self.metrics.add("accuracy/heldout", accuracy)
         return accuracy
 
