@@ -171,7 +171,7 @@ class Run:
                 yield batch
                 continue
             order = stream(self.recipe.seed, "minibatch", self.at.step, epoch).permutation(len(batch)).numpy()
-            for part in np.array_split(order, min(how.minibatches, len(batch))):
+            for part in np.array_split(order, max(1, min(how.minibatches, len(batch)))):
                 yield batch.select(np.sort(part))
 
     # ---- parts of a step ----

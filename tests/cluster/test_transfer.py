@@ -1,0 +1,122 @@
+"""What roles declare of their calls is true: a call on two halves, gathered as declared, is the call on the whole."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+from tests.roles import small
+from tilth.cluster.inline import InlineGroup, InlineStore
+from tilth.cluster.protocol import transfer_of
+from tilth.core.batch import concat
+from tilth.roles.policy import PolicyWorker, ReferenceWorker
+from tilth.roles.recorder import RecorderWorker
+from tilth.roles.reward import RewardWorker
+from tilth.roles.reward_pool import Outcome
+from tilth.roles.rollout import RolloutWorker, ask
+
+ROLES = (PolicyWorker, ReferenceWorker, RecorderWorker, RewardWorker, RolloutWorker)
+LOCAL = {"scored"}
+"""Methods that a role keeps to its own process."""
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_public_method_of_a_role_says_how_it_is_split_and_gathered(role):
+    public = {n: m for n, m in vars(role).items() if inspect.isfunction(m) and not n.startswith("_")}
+    assert {n for n, m in public.items() if transfer_of(m) is None} <= LOCAL
+    for method in (m for m in public.values() if transfer_of(m)):
+        found = transfer_of(method)
+        assert found.split in ("rows", "all") and found.gather in ("rows", "first", "merge")
+        if found.gather == "rows":
+            assert found.split == "rows" and inspect.signature(method).return_annotation.__name__ == "Batch"
+
+
+@pytest.fixture(scope="module")
+def worker():
+    return small.policy()
+
+
+@pytest.fixture(scope="module")
+def batch(worker):
+    return small.experience(worker)
+
+
+def in_halves(call, batch):
+    """As two ranks would: rows in two parts, at the border of a group; answers concatenated."""
+    cut = np.arange(len(batch)) < 4
+    return concat([call(batch.select(cut)), call(batch.select(~cut))])
+
+
+def same(store, a, b, *columns):
+    for left, right in zip(a.read(store, *columns).values(), b.read(store, *columns).values()):
+        assert np.array_equal(left.offsets, right.offsets)
+        assert np.allclose(left.values, right.values, atol=1e-6)
+
+
+def test_generating_in_halves_is_generating(worker):
+    speaker = small.rollout(worker.store)
+    speaker.receive(worker.weights(), 0)
+    asked = ask([3, 8, 41], 4, 0)
+    whole, halves = speaker.generate(asked), in_halves(speaker.generate, asked)
+    same(worker.store, whole, halves, "tokens", "mask", "rollout_logprobs", "text")
+    assert all(np.array_equal(whole[c], halves[c], equal_nan=c == "reward") for c in whole.rows)
+
+
+@pytest.mark.parametrize("method, column", [("logprobs", "old_logprobs"), ("advantages", "advantages")])
+def test_the_policy_s_columns_in_halves(worker, batch, method, column):
+    def call(part):
+        return getattr(worker, method)(part, *([small.HOW] if method == "advantages" else []))
+
+    same(worker.store, call(batch), in_halves(call, batch), column)
+
+
+def test_scoring_in_halves_is_scoring(worker, batch):
+    class Lengths:
+        def score(self, items, known=None):
+            return [Outcome(float(len(text)), {"id": i}) if i % 5 else Outcome(None) for i, _, text, _ in items]
+
+    role = RewardWorker(Lengths(), small.PROMPTS, worker.store)
+    whole, halves = role.score(batch), in_halves(role.score, batch)
+    for name in ("reward", "part/id"):
+        assert np.array_equal(whole[name], halves[name], equal_nan=True)
+
+
+def test_calls_that_every_rank_answers_alike_have_no_side_of_their_own(worker):
+    assert worker.checksums(torch.float32) == worker.checksums(torch.float32)
+    assert [n for n, _ in worker.weights()] == [n for n, _ in worker.engine.model.named_parameters()]
+
+
+def test_what_a_worker_raises_reaches_the_caller_as_it_is():
+    class Broken:
+        generate = RolloutWorker.generate
+
+    with pytest.raises(AttributeError, match="_params"):
+        InlineGroup("rollout", Broken()).generate(ask([1], 1, 0))
+
+
+def test_a_call_through_a_group_is_the_worker_s_own(worker):
+    group = InlineGroup("policy", worker)
+    assert group.world_size == 1
+    assert group.weights.__func__ is PolicyWorker.weights
+
+
+def test_payload_behind_a_batch_is_freed_with_the_scope_of_its_step():
+    store = InlineStore()
+    worker = small.policy(store)
+    before = store.nbytes
+    with store.scope():
+        batch = small.experience(worker)
+        ready = worker.advantages(batch, small.HOW)
+        assert store.nbytes > before
+    assert store.nbytes == before and store.fetched_bytes == 0
+    with pytest.raises(KeyError):
+        ready.read(store, "advantages")
+
+
+def test_what_the_controller_fetches_is_counted_once_a_handle(worker, batch):
+    handles = batch.payload["tokens"].handles
+    before = worker.store.fetched_bytes
+    found = batch.select(np.array([2, 0])).fetch(worker.store, "tokens")["tokens"]
+    assert worker.store.fetched_bytes - before == sum(h.nbytes for h in handles)
+    assert len(found.lengths) == 2

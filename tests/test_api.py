@@ -1,0 +1,136 @@
+"""``tilth.train``: what it takes, what it refuses before anything is made, what it gives back."""
+
+import subprocess
+import sys
+
+import pytest
+
+import tilth
+from tests.flows import tiny
+from tilth import api
+from tilth.core.errors import DataError, RecipeError, RewardError
+from tilth.flows.readers import read_trajectories
+
+SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
+
+
+def settings(folder, **sections):
+    made = tiny.settings(folder, warmup={"steps": 0}, algorithm={"steps": 1}, **sections)
+    return {name: value for name, value in made.items() if name != "data"}
+
+
+def caught(monkeypatch):
+    """What ``train`` hands on, with no run."""
+    seen = {}
+    monkeypatch.setattr(api, "run_recipe", lambda recipe, **rest: seen.update(rest, recipe=recipe))
+    return seen
+
+
+# ---- what is handed on ----
+
+
+def test_settings_are_the_sections_and_keys_of_a_recipe(monkeypatch):
+    seen = caught(monkeypatch)
+    tilth.train(SUMS, len, observers=[], seed=7, model={"hidden": 32}, rollout={"stop": ["\n"]})
+    recipe = seen["recipe"]
+    assert (recipe.seed, recipe.model.hidden, recipe.rollout.stop) == (7, 32, ("\n",))
+    assert recipe.algorithm.steps == 100  # whatever is not said has its default
+
+
+def test_data_may_be_dictionaries_or_texts_and_any_iterable(monkeypatch):
+    seen = caught(monkeypatch)
+    tilth.train(({"prompt": p, "hint": i} for i, p in enumerate("ab")), len, observers=[])
+    assert [(p.text, p.answer, p.info) for p in seen["prompts"]] == [("a", None, {"hint": 0}), ("b", None, {"hint": 1})]
+    tilth.train(["1+1=", "2+2="], len, observers=[])
+    assert [p.text for p in seen["prompts"]] == ["1+1=", "2+2="]
+
+
+def test_name_reward_and_observers_are_those_given(monkeypatch):
+    seen, watcher = caught(monkeypatch), tiny.Recorder()
+    tilth.train(SUMS, tiny.close_enough, name="mine", observers=(watcher,))
+    assert seen["name"] == "mine" and seen["reward"] is tiny.close_enough and list(seen["observers"]) == [watcher]
+
+
+def test_without_observers_the_terminal_watches(monkeypatch):
+    from tilth.ui.live import Live
+
+    seen = caught(monkeypatch)
+    tilth.train(SUMS, len)
+    assert seen["name"] == "train" and [type(o) for o in seen["observers"]] == [Live]
+    tilth.train(SUMS, len, observers=[])
+    assert seen["observers"] == []
+
+
+# ---- what is refused, before a directory is made ----
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ({"rollouts": {"group": 4}}, "did you mean rollout"),
+        ({"rollout": {"grup": 4}}, r"rollout\.grup"),
+        ({"rollout": {"group": 0}}, r"rollout\.group"),
+        ({"model": {"hidden": 30, "heads": 4}}, r"model\.heads"),
+        ({"seed": "one"}, "seed"),
+    ],
+)
+def test_a_wrong_setting_is_told_as_in_a_recipe(tmp_path, wrong, says):
+    with pytest.raises(RecipeError, match=says):
+        tilth.train(SUMS, len, observers=[], **{"run": {"dir": str(tmp_path / "runs")}, **wrong})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "data, says",
+    [
+        ([], "empty"),
+        ([{"question": "1+1="}], r"dataset\[0\]: no key 'prompt'"),
+        (["1+1=", 3], r"dataset\[1\]"),
+        ([{"prompt": "1", "answer": 2}], "answer is 2"),
+    ],
+)
+def test_wrong_data_are_told_with_their_place(tmp_path, data, says):
+    with pytest.raises(DataError, match=says):
+        tilth.train(data, tiny.close_enough, observers=[], **settings(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("reward, says", [(7, "neither a function"), (lambda prompt: 1.0, "prompt, completion, info")])
+def test_a_reward_that_cannot_be_called_is_refused(tmp_path, reward, says):
+    with pytest.raises(RewardError, match=says):
+        tilth.train(SUMS, reward, observers=[], **settings(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_warm_up_needs_answers(tmp_path):
+    how = settings(tmp_path) | {"warmup": {"steps": 1, "batch": 4}}
+    with pytest.raises(DataError, match=r"has no answer.*warmup\.steps = 0"):
+        tilth.train([s["prompt"] for s in SUMS], tiny.close_enough, observers=[], **how)
+
+
+# ---- what comes back ----
+
+
+def test_a_run_of_the_caller_s_data_and_a_lambda(tmp_path):
+    result = tilth.train(
+        SUMS, lambda prompt, completion, info: float(len(info["answer"])), observers=[], name="sums",
+        **settings(tmp_path),
+    )  # fmt: skip
+    assert result.directory == tmp_path / "sums-001" and result.summary["state"] == "finished"
+    assert result.accuracy == result.summary["accuracy_last"] and 1 <= result.accuracy <= 2
+    rows = read_trajectories(result.directory).to_pylist()
+    assert {r["prompt_text"] for r in rows} <= {s["prompt"] for s in SUMS}
+    assert all(r["reward"] == len(r["answer"]) for r in rows)
+
+
+def test_a_finished_run_is_not_continued(tmp_path):
+    def go():
+        return tilth.train(SUMS, tiny.close_enough, observers=[], name="sums", **settings(tmp_path)).directory.name
+
+    assert [go(), go()] == ["sums-001", "sums-002"]
+
+
+def test_the_first_import_loads_no_torch_and_unknown_names_are_told():
+    code = "import sys, tilth; tilth.train; assert 'torch' not in sys.modules; tilth.nothing"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "module 'tilth' has no attribute 'nothing'" in found.stderr
