@@ -109,6 +109,7 @@ class Run:
         self._save = save
         self._stop = stop
         self._sample: dict[str, Any] | None = None
+        self._fetched = 0
 
     # ---- phases ----
 
@@ -275,7 +276,8 @@ class Run:
         self.directory.add_trajectories(table)
 
     def _commit(self) -> None:
-        self.metrics.add("bytes/fetched", float(self.store.fetched_bytes))
+        self.metrics.add("bytes/fetched", float(self.store.fetched_bytes - self._fetched))
+        self._fetched = self.store.fetched_bytes
         closed = self.metrics.close(step=self.at.step, phase=self.at.phase, phase_step=self.at.phase_step)
         record = self.directory.commit_step(closed)
         if self.at.phase_step == 1:
