@@ -190,7 +190,7 @@ def test_freeing_twice_is_named():
     [
         (lambda b, t: t.blocks.pop(), "free blocks are not exactly"),
         (lambda b, t: t.blocks.append(t.blocks[0]), "counts 1 references, tables hold 2"),
-        (lambda b, t: b._blank.pop(), "free blocks are not exactly"),
+        (lambda b, t: b._blank.append(t.blocks[0]), "free blocks are not exactly"),
         (lambda b, t: b._registered.clear(), "table of hashes disagree"),
         (lambda b, t: setattr(b._blocks[t.blocks[1]], "slot", b._blocks[t.blocks[0]].slot), "share a store slot"),
     ],

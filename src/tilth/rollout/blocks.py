@@ -44,17 +44,18 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int = 16, max_cached: int | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._blocks = [_Block() for _ in range(num_blocks)]
-        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._blocks: list[_Block] = []  # those used so far
+        self._blank: list[int] = []
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._registered: dict[bytes, int] = {}
         self.max_cached = num_blocks if max_cached is None else max_cached
-        self._slots = list(range(self.max_cached))[::-1]
+        self._slots: list[int] = []
+        self._slots_used = 0
 
     @property
     def free(self) -> int:
         """Blocks that no table references, registered ones included."""
-        return len(self._blank) + len(self._idle)
+        return self.num_blocks - len(self._blocks) + len(self._blank) + len(self._idle)
 
     @property
     def used(self) -> int:
@@ -131,12 +132,20 @@ class BlockManager:
             block = self._blocks[table.blocks[i]]
             if digest in self._registered or block.digest is not None:
                 continue
-            if not self._slots and not self._forget_oldest():
+            slot = self._slot()
+            if slot is None:
                 break
-            block.digest, block.tokens, block.slot = digest, part, self._slots.pop()
+            block.digest, block.tokens, block.slot = digest, part, slot
             self._registered[digest] = table.blocks[i]
             new.append((i, block.slot))
         return new
+
+    def _slot(self) -> int | None:
+        """A free slot; None if every registered block is in use."""
+        if self._slots_used < self.max_cached and not self._slots:
+            self._slots_used += 1
+            return self._slots_used - 1
+        return self._slots.pop() if self._slots or self._forget_oldest() else None
 
     def slots(self, table: Table) -> list[int]:
         """Store slots of the blocks that came with their KV."""
@@ -167,7 +176,10 @@ class BlockManager:
         self._blocks[index].refs += 1
 
     def _fresh(self) -> int:
-        if not self._blank:
+        if not self._blank and len(self._blocks) < self.num_blocks:
+            self._blank.append(len(self._blocks))
+            self._blocks.append(_Block())
+        elif not self._blank:
             self._forget_oldest()
         index = self._blank.pop()
         self._blocks[index].refs = 1
@@ -191,13 +203,14 @@ class BlockManager:
 
     def check(self, tables: list[Table]) -> None:
         """Raise BlockError unless the accounting agrees with exactly these open tables. O(blocks), for tests."""
-        refs = [0] * self.num_blocks
+        refs = [0] * len(self._blocks)
         for table in tables:
             for index in table.blocks:
                 refs[index] += 1
-        free = sorted([*self._blank, *self._idle])
-        if free != [i for i, n in enumerate(refs) if n == 0]:
+        if sorted([*self._blank, *self._idle]) != [i for i, n in enumerate(refs) if n == 0]:
             raise BlockError("free blocks are not exactly those that no table holds")
+        if len(self._blocks) > self.num_blocks:
+            raise BlockError(f"there are {len(self._blocks)} blocks, more than {self.num_blocks}")
         for i, block in enumerate(self._blocks):
             if block.refs != refs[i]:
                 raise BlockError(f"block {i} counts {block.refs} references, tables hold {refs[i]}")

@@ -30,7 +30,7 @@ class Slab:
         self._inner, self._layers = (config.num_kv_heads, config.head_dim), config.num_layers
         self._dtype, self._device = dtype, device
         self._buffers = [self._zeros(0) for _ in range(2 * self._layers + 1)]
-        self.rows = self.capacity = 0
+        self.rows = self.capacity = self.layouts = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.layout(0, 0)
@@ -59,7 +59,7 @@ class Slab:
             spare, self._buffers[i] = self._buffers[i], buffer
         self._buffers[-1] = self._zeros(size) if larger else spare
         self.keys, self.values = found[: self._layers], found[self._layers :]
-        self.rows, self.capacity = rows, capacity
+        self.rows, self.capacity, self.layouts = rows, capacity, self.layouts + 1
 
     def copy(self, to: Sequence[int], source: "Slab", rows: Sequence[int], length: int) -> None:
         """Rows ``to`` get the first ``length`` tokens of ``rows`` of another slab (or of this one, if disjoint)."""

@@ -68,14 +68,20 @@ class Engine:
         self.model = Decoder(config, dtype).to(self.device, dtype).requires_grad_(False).eval()
         self._parity = parity
         self._runner = Runner(self.model, parity, compile and not parity, self.device)
-        self._blocks = BlockManager(self.kv_tokens // block_size, block_size, self.kv_tokens // block_size // 4)
-        self._scheduler = Scheduler(self._blocks, min(max_rows, step_tokens))
+        self._max_rows = min(max_rows, step_tokens)
+        self._forget_all()
+        self._released = False
+        self._stats = Stats()
+
+    def _forget_all(self) -> None:
+        """No requests, no KV: the state of a new engine."""
+        count = self.kv_tokens // self._block_size
+        self._blocks = BlockManager(count, self._block_size, count // 4)
+        self._scheduler = Scheduler(self._blocks, self._max_rows)
         self._lanes: dict[int, Lane] = {}
         self._store, self._staging = self._new_store(), self._new_slab()
         self._known: set[int] = set()
         self._done: list[Trajectory] = []
-        self._released = False
-        self._stats = Stats()
 
     # Weights
 
@@ -96,15 +102,16 @@ class Engine:
         given = dict(weights.items() if isinstance(weights, Mapping) else weights)
         mine = dict(self.model.named_parameters())
         self._check_weights(given, mine)
-        if not keep_kv:
-            self._interrupt()
+        self._interrupt(rows=not keep_kv)
         self._blocks.flush()
         for name, tensor in given.items():
             mine[name].copy_(tensor)
         self.version = version
         for lane in self._lanes.values():
             for row in lane.rows.tolist():
-                lane.settle(row).stamp(version)
+                answer = lane.settle(row)
+                answer.stamp(version)
+                answer.stale = True
 
     def _check_weights(self, given: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
         for what, names in (("missing", mine.keys() - given.keys()), ("not in the model", given.keys() - mine.keys())):
@@ -167,8 +174,8 @@ class Engine:
 
     @property
     def pending(self) -> int:
-        """Requests in flight."""
-        return len(self._known)
+        """Requests in flight, and trajectories that the next ``step`` hands over."""
+        return len(self._known) + len(self._done)
 
     def generate(self, requests: Iterable[Request]) -> list[Trajectory]:
         """All of these, in their order. Others in flight go on meanwhile; ``step`` returns them."""
@@ -182,14 +189,16 @@ class Engine:
         self.submit(requests)
         mine = {r.id for r in requests}
         others: list[Trajectory] = []
-        while mine:
-            for trajectory in self.step():
-                if trajectory.id in mine:
-                    mine.remove(trajectory.id)
-                    yield trajectory
-                else:
-                    others.append(trajectory)
-        self._done.extend(others)
+        try:
+            while mine:
+                for trajectory in self.step():
+                    if trajectory.id in mine:
+                        mine.remove(trajectory.id)
+                        yield trajectory
+                    else:
+                        others.append(trajectory)
+        finally:
+            self._done.extend(others)
 
     @torch.inference_mode()
     def abort(self, trajectory: int) -> Trajectory:
@@ -218,7 +227,6 @@ class Engine:
         while budget > 0 and (computed := self._prefill(budget)):
             budget -= computed
             self._place(done)
-        self._stats.finished += len(done)
         return done
 
     def _warm_up(self) -> None:
@@ -267,6 +275,7 @@ class Engine:
 
     def _finish(self, answer: Answer, reason: Finish) -> Trajectory:
         self._known.discard(answer.request.id)
+        self._stats.finished += 1
         if answer.stops is not None and answer.stops.found:
             return answer.finish(reason, answer.stops.text)
         return answer.finish(
@@ -346,6 +355,7 @@ class Engine:
         for i, answer in enumerate(answers):
             some = slice(i, i + 1)
             answer.stamp(self.version)
+            answer.stale = False
             answer.append(tokens[some], logprobs[some], None if sampling is None else sampling[some])
 
     def _ended(self, answer: Answer) -> Finish | None:
@@ -386,8 +396,9 @@ class Engine:
         """Take an unfinished row out; its full blocks stay in the prefix store as long as there is room."""
         computed = int(lane.columns.position[row])
         answer = lane.take(row)
-        new = self._blocks.register(answer.table, answer.tokens, computed, self.version)
-        self._store.save(new, lane.slab, row)
+        if not answer.stale:
+            new = self._blocks.register(answer.table, answer.tokens, computed, self.version)
+            self._store.save(new, lane.slab, row)
         self._blocks.close(answer.table)
         return answer
 
@@ -399,12 +410,12 @@ class Engine:
                 self._lane(limit_for(lane.limit, self.max_length)).adopt(lane, rows, self._draw)
                 self._stats.moved_rows += len(rows)
 
-    def _interrupt(self) -> None:
-        """Everything in flight goes back to the queue, to be computed anew."""
+    def _interrupt(self, rows: bool = True) -> None:
+        """Everything in flight (but the rows, if not ``rows``) goes back to the queue, to be computed anew."""
         while self._scheduler.yield_prompt():
             pass
         answers = []
-        for lane in self._lanes.values():
+        for lane in self._lanes.values() if rows else ():
             for row in lane.rows.tolist():
                 answers.append(lane.take(row))
                 self._blocks.close(answers[-1].table)
@@ -444,7 +455,7 @@ class Engine:
 
     def _lane(self, limit: int) -> Lane:
         if limit not in self._lanes:
-            self._lanes[limit] = Lane(limit, self._new_slab(), self._scheduler.max_rows, self.device.type == "cuda")
+            self._lanes[limit] = Lane(limit, self._new_slab(), self._max_rows, self.device.type == "cuda")
         return self._lanes[limit]
 
     def _new_slab(self) -> Slab:
@@ -462,8 +473,9 @@ class Engine:
 
     def _check_finite(self, logprobs: np.ndarray) -> None:
         if not np.isfinite(logprobs).all():
-            self._lanes.clear()
-            raise NonFiniteError(f"the engine's logits are not finite under weights of version {self.version}")
+            self._forget_all()
+            what = f"the engine's logits are not finite under weights of version {self.version}"
+            raise NonFiniteError(f"{what}; requests in flight are dropped")
 
 
 def _to_host(chosen: Chosen) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -88,6 +88,8 @@ class Answer:
     table: Table = field(default_factory=Table)
     order: int = -1
     """Rank of its admission; the highest is preempted first."""
+    stale: bool = False
+    """Whether its KV was made by other weights than those that generate now."""
 
     @classmethod
     def start(cls, request: Request) -> "Answer":

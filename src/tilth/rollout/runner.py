@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from tilth.models.decoder import Decoder
 from tilth.rollout.cache import CachedContext, Slab, SlabView
 
 Forward = Callable[[Tensor, Tensor, list[Tensor], list[Tensor]], Tensor]
+Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]
+"""A graph, its inputs (ids, start) and its logits."""
 
 
 class Runner:
@@ -90,28 +93,33 @@ def _argument_guards(guards: Sequence[Any]) -> list[bool]:
 
 
 class Graphs:
-    """CUDA graphs of decode, by slab, slots and a bucket of rows; inputs and outputs are static buffers."""
+    """CUDA graphs of decode, by slab, slots and a bucket of rows, until the slab's layout changes.
+
+    Inputs and outputs are static buffers.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._graphs: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
+        self._graphs: WeakKeyDictionary[Slab, dict[tuple[int, int, int], Captured]] = WeakKeyDictionary()
         self._pool: Any = None
 
     def decode(self, slab: Slab, ids: Tensor, start: Tensor, length: int) -> Tensor:
         """Replay the smallest graph that holds the rows; unused rows are holes of the slab, computed at position 0."""
         rows = ids.shape[0]
         bucket = min(slab.rows, next(b for b in (8, 16, 32, 64, 128, 256, slab.rows) if b >= rows))
-        key = (slab.keys[0].data_ptr(), bucket, length)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(slab, bucket, length)
-        graph, static_ids, static_start, logits = self._graphs[key]
+        key, known = (slab.layouts, bucket, length), self._graphs.setdefault(slab, {})
+        if key not in known:
+            for old in [k for k in known if k[0] != slab.layouts]:
+                del known[old]
+            known[key] = self._capture(slab, bucket, length)
+        graph, static_ids, static_start, logits = known[key]
         for static, given in ((static_ids, ids), (static_start, start)):
             static.zero_()
             static[:rows].copy_(given)
         graph.replay()
         return logits[:rows].clone()
 
-    def _capture(self, slab: Slab, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]:
+    def _capture(self, slab: Slab, rows: int, length: int) -> Captured:
         begin = time.perf_counter()
         ids, start = (torch.zeros(rows, dtype=torch.int64, device=slab.keys[0].device) for _ in range(2))
         logits = self._step(slab, ids, start, length)  # allocates work spaces outside the graph

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tilth.rollout.blocks import BlockManager
+from tilth.rollout.blocks import BlockManager, Table
 from tilth.rollout.prefill import Batch, Prompt, similar
 from tilth.rollout.request import Answer
 
@@ -69,19 +69,26 @@ class Scheduler:
         found: list[tuple[Prompt, Answer]] = []
         while self.ready and running + len(found) < self.max_rows:
             prompt = self.ready[0]
-            spare = self._watermark if running or found else 0
-            if len(prompt.answers) > 1:
-                table = self.blocks.fork(prompt.table, len(prompt.tokens)) if self.blocks.free > spare else None
-                if table is None:
-                    break
-            else:
+            alone = not running and not found
+            table = self._share(prompt, 0 if alone else self._watermark)
+            if table is None and not alone:
+                break
+            answer = prompt.answers.popleft()
+            if table is None:  # no room for two: this one takes all, the others wait
                 table = prompt.table
                 self.ready.popleft()
-            answer = prompt.answers.popleft()
+                self.requeue(prompt.answers)
             answer.table = table
             answer.order = next(self._order) if answer.order < 0 else answer.order
             found.append((prompt, answer))
         return found
+
+    def _share(self, prompt: Prompt, spare: int) -> Table | None:
+        """A table for the next answer of a prompt, the prompt's own for the last; None if blocks are short."""
+        if len(prompt.answers) == 1:
+            self.ready.popleft()
+            return prompt.table
+        return self.blocks.fork(prompt.table, len(prompt.tokens)) if self.blocks.free > spare else None
 
     def computed(self) -> None:
         """The batch is done: its prompts are ready (those whose answers were all aborted are dropped)."""

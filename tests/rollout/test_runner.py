@@ -1,0 +1,69 @@
+"""Compiled decode says the same, with one graph for all sizes; CUDA graphs likewise."""
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.rollout.reference import CONFIG, make_engine, make_model, make_requests, naive
+from tilth.models.config import DecoderConfig
+from tilth.rollout.request import Request, SamplingParams
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_once_for_all_sizes(dtype):
+    """One layer, to compile quickly; many numbers of rows and lengths."""
+    config = DecoderConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=4, num_kv_heads=2, qk_norm=True
+    )
+    model = make_model(config, dtype=dtype)
+    requests = make_requests(60, longest=100)
+    engine = make_engine(model, compile=True)
+    engine.generate(requests[:1])
+    assert engine.stats().compile_seconds > 0.5
+    graphs = counters["stats"]["unique_graphs"]
+    found, plain = engine.generate(requests[1:]), make_engine(model).generate(requests[1:])
+    assert counters["stats"]["unique_graphs"] == graphs
+    if dtype == torch.float32:
+        for request, t in zip(requests[1:], found):
+            tokens, raw, _ = naive(model, request)
+            assert t.tokens.tolist() == tokens
+            np.testing.assert_allclose(t.logprobs[len(request.prompt) :], raw, atol=5e-5)
+    else:
+        same = np.mean([a.tokens.tolist() == b.tokens.tolist() for a, b in zip(found, plain)])
+        assert same > 0.5  # rounding of intermediate values differs; log-probs of the first tokens do not
+        for a, b in zip(found, plain):
+            n = a.prompt_length
+            np.testing.assert_allclose(a.logprobs[: n + 1], b.logprobs[: n + 1], atol=0.1)
+    other = make_model(config, seed=5, dtype=dtype)
+    engine.load_weights(other.named_parameters(), version=2)
+    request = Request(0, [1, 2, 3], SamplingParams(max_tokens=20, temperature=0.0))
+    wanted = make_engine(other).generate([request])[0]
+    assert engine.generate([request])[0].tokens[:8].tolist() == wanted.tokens[:8].tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compile", [False, True])
+def test_cuda_says_what_the_cpu_says(compile):
+    model = make_model()
+    requests = make_requests(40, kinds=[SamplingParams(max_tokens=30, temperature=0.0)])
+    engine = make_engine(model, device="cuda", compile=compile)
+    same = [
+        a.tokens.tolist() == b.tokens.tolist()
+        for a, b in zip(engine.generate(requests), make_engine(model).generate(requests))
+    ]
+    assert np.mean(same) > 0.9
+    assert (engine.stats().compile_seconds > 0) == compile
+    before = torch.cuda.memory_allocated()
+    engine.release_kv()
+    assert torch.cuda.memory_allocated() < before
+    engine.regain_kv()
+    assert engine.generate(requests[:3])[2].completion_length == 30
+
+
+def test_parity_is_eager_whatever_is_asked():
+    engine = make_engine(make_model(CONFIG), compile=True, parity=True)
+    engine.generate(make_requests(3))
+    assert engine.stats().compile_seconds == 0
