@@ -15,6 +15,9 @@ from tilth.rollout.engine import Engine
 from tilth.rollout.request import Request, SamplingParams
 
 
+MAX_TOKENS = 64
+
+
 @dataclass(frozen=True)
 class Wish:
     """What is asked for, as on the command line."""
@@ -23,7 +26,8 @@ class Wish:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    max_tokens: int = 64
+    max_tokens: int | None = None
+    """None: 64, or what the context leaves."""
     stop: tuple[str, ...] = ()
     seed: int = 0
 
@@ -47,8 +51,10 @@ def complete(model: str, prompt: str, wish: Wish) -> tuple[list[Trajectory], Tok
     if tokenizer is None:
         raise DataError(f"model {model!r} has no tokenizer.json, so it cannot read a text")
     ids = tokenizer.encode(prompt)
+    room = loaded.config.max_positions - len(ids)
+    most = wish.max_tokens or max(min(MAX_TOKENS, room), 1)
     params = SamplingParams(
-        max_tokens=wish.max_tokens,
+        max_tokens=most,
         temperature=wish.temperature,
         top_k=wish.top_k,
         top_p=wish.top_p,
@@ -63,7 +69,7 @@ def complete(model: str, prompt: str, wish: Wish) -> tuple[list[Trajectory], Tok
         dtype=torch.bfloat16 if gpu else torch.float32,
         seed=wish.seed,
         max_rows=wish.n,
-        max_length=min(loaded.config.max_positions, len(ids) + wish.max_tokens),
+        max_length=min(loaded.config.max_positions, len(ids) + most),
     )
     engine.load_weights(loaded.tensors, version=0)
     return engine.generate([Request(id=i, prompt=ids, params=params) for i in range(wish.n)]), tokenizer

@@ -62,7 +62,9 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="softmax temperature; 0: greedy")] = 1.0,
     top_p: Annotated[float, typer.Option(help="keep the smallest set of tokens with this mass")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="keep the k likeliest tokens; 0: all")] = 0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="longest completion in tokens")] = 64,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="longest completion in tokens; default: 64, or what the context leaves")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="text that ends a completion; may be repeated")] = None,
     seed: Annotated[int, typer.Option(min=0, help="seed of sampling")] = 0,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="show each token with its log-prob")] = False,
