@@ -14,7 +14,6 @@ from tilth.flows.model import load_model
 from tilth.rollout.engine import Engine
 from tilth.rollout.request import Request, SamplingParams
 
-
 MAX_TOKENS = 64
 
 
