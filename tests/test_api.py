@@ -134,3 +134,12 @@ def test_the_first_import_loads_no_torch_and_unknown_names_are_told():
     code = "import sys, tilth; tilth.train; assert 'torch' not in sys.modules; tilth.nothing"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "module 'tilth' has no attribute 'nothing'" in found.stderr
+
+
+def test_keys_reach_the_sections_whose_names_are_taken(monkeypatch):
+    seen = {}
+    monkeypatch.setattr("tilth.api.run_recipe", lambda recipe, **rest: seen.update(recipe=recipe))
+    keys = {"data.holdout": 0.25, "reward.timeout": 2.5, "seed": 9}
+    tilth.train(SUMS, tiny.close_enough, observers=[], keys=keys, algorithm={"steps": 3})
+    made = seen["recipe"]
+    assert (made.data.holdout, made.reward.timeout, made.seed, made.algorithm.steps) == (0.25, 2.5, 9, 3)

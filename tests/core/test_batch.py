@@ -217,3 +217,16 @@ def test_an_empty_batch():
     batch = batch_of(store, [[1], [2]]).select(np.array([], np.int64))
     assert len(batch) == 0 and lists(batch.read(store, "tokens")["tokens"]) == []
     assert len(concat([batch, batch])) == 0
+
+
+def test_a_float_row_column_that_one_batch_lacks_is_nan_there():
+    a = Batch({"id": np.arange(2), "part/x": np.array([0.5, 1.0], np.float32)})
+    b = Batch({"id": np.arange(3)})
+    joined = concat([b, a])["part/x"]
+    assert joined.dtype == np.float32
+    assert np.isnan(joined[:3]).all() and joined[3:].tolist() == [0.5, 1.0]
+
+
+def test_a_missing_column_of_integers_is_an_error():
+    with pytest.raises(KeyError, match="group"):
+        concat([Batch({"id": np.arange(2), "group": np.arange(2)}), Batch({"id": np.arange(3)})])

@@ -1,4 +1,6 @@
 import math
+import os
+import signal
 import time
 
 import numpy as np
@@ -18,7 +20,9 @@ from tilth.core.errors import (
     WeightMismatch,
 )
 from tilth.core.trajectory import Trajectory
+from tilth.data.prompts import PromptSet
 from tilth.flows.readers import read_state, read_trajectories
+from tilth.flows.signals import Interrupted
 from tilth.roles.policy import PolicyWorker
 from tilth.rollout.engine import Engine
 
@@ -308,3 +312,34 @@ def test_without_held_out_prompts_there_is_no_accuracy(tmp_path):
     result = tiny.run(tiny.recipe(tmp_path, data={"holdout": 0.0}, warmup={"until": 1.0}), observers=[watcher])
     assert result.accuracy is None
     assert all("accuracy/heldout" not in r for r in watcher.records)
+
+
+def records(answers=True):
+    numbers = [(a, b) for a in range(10) for b in range(10)]
+    return [{"prompt": f"{a}+{b}=", **({"answer": str(a + b)} if answers else {})} for a, b in numbers]
+
+
+def test_prompts_without_answers_are_refused_before_a_warm_up(tmp_path):
+    data = PromptSet.of([*records()[:99], {"prompt": "9+9="}])
+    with pytest.raises(DataError, match=r"prompt 99 has no answer"):
+        tiny.run(tiny.recipe(tmp_path), prompts=data)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_run_goes_on_only_with_its_own_data_and_reward(tmp_path):
+    def interrupt(record):
+        if record["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    made = tiny.recipe(tmp_path)
+    with pytest.raises(Interrupted):
+        tiny.run(made, prompts=PromptSet.of(records()), observers=[tiny.Recorder(at_step=interrupt)])
+    others = [
+        {"prompts": PromptSet.of(records()[:-1])},
+        {"prompts": PromptSet.of(records()), "reward": lambda p, c, i: -1.0 * len(c)},
+    ]
+    names = {tiny.run(made, **other).directory.name for other in others}
+    assert names == {"tiny-002", "tiny-003"}
+    again = tiny.Recorder()
+    result = tiny.run(made, prompts=PromptSet.of(records()), observers=[again])
+    assert result.directory.name == "tiny-001" and again.records[0]["step"] == 3

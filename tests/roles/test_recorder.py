@@ -102,7 +102,7 @@ def test_the_table_is_what_the_run_directory_keeps(store):
     table, _ = recorder(store).table(scored(store), 1)
     kept = conform(table)
     assert kept.schema == COLUMNS
-    assert set(COLUMNS.names) - set(table.column_names) == {"trainer_logprobs"}
+    assert set(COLUMNS.names) == set(table.column_names)
     assert {c: kept[c].to_pylist() for c in table.column_names} == {c: table[c].to_pylist() for c in table.column_names}
 
 

@@ -140,7 +140,6 @@ def _rows(step, skill, tokenizer, rng, hostile, missing, prompts=4, group=8):
                     "prompt_text": f"{a:03d}+{b:03d}={hostile}", "text": said + hostile, "answer": f"{a + b:04d}",
                     "tokens": asked + ids, "prompt_length": len(asked), "finish": "stop", "version": step,
                     "reward": None if len(rows) < missing else float(right), "logprobs": logprobs.tolist(),
-                    "trainer_logprobs": (logprobs + 1e-7 * rng.normal(size=len(logprobs))).tolist(),
                 }
             )  # fmt: skip
     return pa.Table.from_pylist(rows)

@@ -155,10 +155,20 @@ class Batch:
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
-    """Batches under one another; row and payload columns must be the same."""
+    """Batches under one another. Payload columns must agree; a row column of floats that one lacks is NaN there."""
     first = batches[0]
-    rows = {k: np.concatenate([b.rows[k] for b in batches]) for k in first.rows}
+    names = dict.fromkeys(name for b in batches for name in b.rows)
+    rows = {name: np.concatenate([_row_column(b, name, batches) for b in batches]) for name in names}
     return Batch(rows, {c: _concat_columns([b.payload[c] for b in batches]) for c in first.payload})
+
+
+def _row_column(batch: Batch, name: str, batches: Sequence[Batch]) -> np.ndarray:
+    if name in batch.rows:
+        return batch.rows[name]
+    dtype = next(b.rows[name].dtype for b in batches if name in b.rows)
+    if dtype.kind != "f":
+        raise KeyError(f"row column {name!r} ({dtype}) is missing in one of the batches")
+    return np.full(len(batch), np.nan, dtype)
 
 
 def _concat_columns(columns: Sequence[Column]) -> Column:

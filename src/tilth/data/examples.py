@@ -37,8 +37,16 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, limit: int) 
 
 def check_prompts(prompts: PromptSet, tokenizer: Tokenizer, limit: int) -> int:
     """Tokens of the longest prompt, by tokenising the longest 20,000; raises as ``encode_prompts``."""
-    some = list(prompts) if len(prompts) <= _CHECKED else prompts.longest(_CHECKED)
-    return max(len(ids) for ids in encode_prompts(some, tokenizer, limit))
+    return max(len(ids) for ids in encode_prompts(_checked(prompts), tokenizer, limit))
+
+
+def check_examples(prompts: PromptSet, tokenizer: Tokenizer, context: int) -> None:
+    """Raise as ``supervised`` before a run starts, by the same prompts as ``check_prompts``."""
+    supervised(_checked(prompts), tokenizer, context)
+
+
+def _checked(prompts: PromptSet) -> list[Prompt]:
+    return list(prompts) if len(prompts) <= _CHECKED else prompts.longest(_CHECKED)
 
 
 def supervised(prompts: Sequence[Prompt], tokenizer: Tokenizer, context: int) -> list[Example]:

@@ -71,6 +71,10 @@ class PromptSet:
         parts = [self.rows[self._order(stream, int(e))[places[epochs == e]]] for e in np.unique(epochs)]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
+    def fingerprint(self) -> str:
+        """Tells this source from any other one: its prompts, answers and what else it says of them."""
+        return self.source.fingerprint()
+
     def alphabet(self) -> str:
         """All characters of the source's prompts and answers, sorted."""
         return self.source.alphabet()

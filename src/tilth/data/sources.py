@@ -1,5 +1,6 @@
 """Where prompts come from: built-in tasks, whose prompts are computed from an index, and JSONL files or lists."""
 
+import hashlib
 import json
 import math
 import zlib
@@ -46,6 +47,10 @@ class Source(Protocol):
 
     def alphabet(self) -> str:
         """All characters of prompts and answers, sorted."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Differs between sources that differ in anything."""
         ...
 
 
@@ -110,6 +115,10 @@ class Addition:
         """Ten digits and two signs."""
         return "+0123456789="
 
+    def fingerprint(self) -> str:
+        """The task and its size."""
+        return f"addition of {self.digits} digits"
+
 
 def _coprime_to_10(number: int) -> int:
     return next(n for n in range(number, number + 10) if math.gcd(n, 10) == 1)
@@ -140,6 +149,13 @@ class Records:
     def alphabet(self) -> str:
         """Of all prompts and answers."""
         return "".join(sorted(set().union(*(set(p.text + (p.answer or "")) for p in self._prompts))))
+
+    def fingerprint(self) -> str:
+        """Hash of everything that every prompt says."""
+        found = hashlib.blake2b(digest_size=8)
+        for p in self._prompts:
+            found.update(json.dumps([p.text, p.info], sort_keys=True, default=repr).encode())
+        return found.hexdigest()
 
 
 def read_jsonl(path: str | Path) -> Records:

@@ -7,7 +7,7 @@ import torch
 from tilth.cluster.inline import InlineGroup, InlineStore
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, RecipeError
-from tilth.data.examples import check_prompts
+from tilth.data.examples import check_examples, check_prompts
 from tilth.data.prompts import PromptSet
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, new_config
@@ -65,6 +65,8 @@ def build(recipe: Recipe, prompts: PromptSet, pool: RewardPool) -> Parts:
     if tokenizer.vocab_size > config.vocab_size:
         raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}")
     longest = check_prompts(prompts, tokenizer, recipe.model.context - recipe.rollout.max_tokens)
+    if recipe.warmup.steps:
+        check_examples(train, tokenizer, recipe.model.context)
     plan = plan_run(recipe, config, train_prompts=len(train), heldout_prompts=len(heldout), longest_prompt=longest)
     store = InlineStore()
     policy = _policy(recipe, config, loaded, store)

@@ -1,5 +1,6 @@
 """From a recipe to a run: set the machine up, build or restore, run the phases, end cleanly."""
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,13 +47,20 @@ def set_machine(recipe: Recipe) -> None:
     torch.set_float32_matmul_precision(recipe.train.matmul)
 
 
-def launch(recipe: Recipe, name: str, prompts: PromptSet, pool: RewardPool, observers: Sequence[Observer]) -> RunResult:
-    """Run a recipe to its end, in a new directory or continuing its newest unfinished one."""
+def launch(
+    recipe: Recipe, name: str, prompts: PromptSet, pool: RewardPool, observers: Sequence[Observer], reward: str = ""
+) -> RunResult:
+    """Run a recipe to its end, in a new directory or continuing its newest unfinished one.
+
+    reward: identity of a reward function that is not named in the recipe. A run goes on only with the same data and
+    reward.
+    """
     check_algorithm(recipe)
     set_machine(recipe)
     parts = build(recipe, prompts, pool)
     pool.ready()
-    with RunDir.create(recipe, name) as directory, recorder.to(directory.events, attempt=directory.attempt):
+    inputs = hashlib.blake2b(f"{prompts.fingerprint()} {reward}".encode(), digest_size=4).hexdigest()
+    with RunDir.create(recipe, name, inputs) as directory, recorder.to(directory.events, attempt=directory.attempt):
         with StopRequest() as stop:
             run = _run(recipe, parts, directory, observers, stop)
             _announce(run, parts)

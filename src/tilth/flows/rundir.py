@@ -40,10 +40,10 @@ FORMAT = 1
 class RunDir:
     """A run's directory while this process writes it. As a context manager it records how the run ended."""
 
-    def __init__(self, path: Path, recipe: Recipe, name: str, lock: Lock) -> None:
+    def __init__(self, path: Path, recipe: Recipe, name: str, digest: str, lock: Lock) -> None:
         """Use ``create``. ``lock`` is held until ``close``."""
         self.path, self.recipe, self.name, self._lock = path, recipe, name, lock
-        self.digest = digest(recipe)
+        self.digest = digest
         self.events, self.checkpoints = path / "events", path / "checkpoints"
         before = read_state(path) if (path / "run.json").exists() else {}
         self.resumed = bool(before)
@@ -63,8 +63,10 @@ class RunDir:
         self._announce()
 
     @classmethod
-    def create(cls, recipe: Recipe, name: str) -> "RunDir":
+    def create(cls, recipe: Recipe, name: str, inputs: str = "") -> "RunDir":
         """The newest unfinished run of exactly this recipe in ``run.dir``, to continue, or else a new numbered folder.
+
+        inputs: fingerprint of what the recipe does not hold (data, a reward by value); other inputs, other run.
 
         With ``run.name`` it is that folder, new or unfinished. A folder that another process is writing is passed over;
         named, it is a StorageError that says who writes it. RecipeError if the named run is finished or another's.
@@ -72,12 +74,13 @@ class RunDir:
         root = Path(recipe.run.dir)
         with writing(root):
             root.mkdir(parents=True, exist_ok=True)
+        mine = digest(recipe) + (f"-{inputs}" if inputs else "")
         if recipe.run.name:
-            path, lock = _named(root / recipe.run.name, recipe)
+            path, lock = _named(root / recipe.run.name, mine)
         else:
-            path, lock = _unfinished(root, name, recipe) or _numbered(root, name)
+            path, lock = _unfinished(root, name, mine) or _numbered(root, name)
         try:
-            return cls(path, recipe, name, lock)
+            return cls(path, recipe, name, mine, lock)
         except BaseException:
             lock.release()
             raise
@@ -239,25 +242,25 @@ class RunDir:
         self.log(f"attempt {self.attempt} {'continues' if self.resumed else 'starts'}, process {os.getpid()}")
 
 
-def _named(path: Path, recipe: Recipe) -> tuple[Path, Lock]:
+def _named(path: Path, mine: str) -> tuple[Path, Lock]:
     with writing(path):
         path.mkdir(exist_ok=True)
     lock = Lock(path / "run.lock")
     state = read_state(path) if (path / "run.json").exists() else None
-    if state and (state["digest"] != digest(recipe) or state["state"] == "finished"):
+    if state and (state["digest"] != mine or state["state"] == "finished"):
         lock.release()
-        why = "is finished" if state["digest"] == digest(recipe) else "is a run of another recipe"
-        raise RecipeError(f"run.name={recipe.run.name}: {path} {why}; choose another name")
+        why = "is finished" if state["digest"] == mine else "is a run of another recipe or other data"
+        raise RecipeError(f"run.name={path.name}: {path} {why}; choose another name")
     return path, lock
 
 
-def _unfinished(root: Path, name: str, recipe: Recipe) -> tuple[Path, Lock] | None:
+def _unfinished(root: Path, name: str, mine: str) -> tuple[Path, Lock] | None:
     for _, path in reversed(_runs(root, name)):
         try:
             state = read_state(path)
         except DataError:  # no run, or a broken one: nothing to continue
             continue
-        if state["digest"] != digest(recipe) or state["state"] == "finished":
+        if state["digest"] != mine or state["state"] == "finished":
             continue
         try:
             return path, Lock(path / "run.lock")

@@ -26,7 +26,6 @@ COLUMNS = pa.schema(
         ("parts", pa.map_(pa.string(), pa.float32())),  # named parts of the reward
         ("finish", pa.string()),
         ("logprobs", pa.list_(pa.float32())),  # of the rollout engine; 0 on the prompt
-        ("trainer_logprobs", pa.list_(pa.float32())),
         ("version", pa.int32()),
     ]
 )

@@ -7,8 +7,8 @@ from tilth.plan.shape import DecoderShape, kv_bytes, matrices, parameters
 
 BASE = 340 * 2**20
 """Interpreter, torch, pyarrow, the other libraries and a million prompts, before the first tensor (measured)."""
-LOGITS = 2**24
-"""Most logits alive at once in training (models.logprobs.CHUNK_ELEMENTS)."""
+LOGITS = 2**21
+"""Most logits alive at once in training (a chunk of models.logprobs)."""
 SLACK = 0.25
 """Of the activations: what the C library's allocator holds besides (measured 0 to 0.5; more with checkpointing)."""
 _FP32 = 4

@@ -62,11 +62,11 @@ class PolicyWorker:
     @transfer(split="rows", gather="rows")
     def logprobs(self, batch: Batch) -> Batch:
         """Add ``old_logprobs``: the policy before any update on this batch; needed when it is used more than once."""
-        return self.scored(batch, self.engine.model, "old_logprobs")
+        return self.scored(batch, self.engine.model, "old_logprobs", "logprobs")
 
-    def scored(self, batch: Batch, model: Decoder, column: str) -> Batch:
-        """Add the log-probs of the chosen tokens under ``model`` as a payload column."""
-        with span("logprobs", tokens=int(batch["length"].sum())):
+    def scored(self, batch: Batch, model: Decoder, column: str, op: str) -> Batch:
+        """Add the log-probs of the chosen tokens under ``model`` as a payload column; ``op`` names its time."""
+        with span(op, tokens=int(batch["length"].sum())):
             columns = batch.read(self.store, "tokens", "mask")
             values = packed_logprobs(
                 model,
@@ -151,7 +151,7 @@ class ReferenceWorker:
     @transfer(split="rows", gather="rows")
     def logprobs(self, batch: Batch) -> Batch:
         """Add ``ref_logprobs``."""
-        return self.policy.scored(batch, self.model, "ref_logprobs")
+        return self.policy.scored(batch, self.model, "ref_logprobs", "reference")
 
 
 def _tensor(values: np.ndarray) -> Tensor:

@@ -36,7 +36,7 @@ class RecorderWorker:
         put = {k: Column.whole(self.store.put(k, Ragged.of(v)), len(found)) for k, v in payload.items()}
         return Batch(rows, put)
 
-    @transfer(split="rows", gather="first")
+    @transfer(split="all", gather="first")
     def table(self, batch: Batch, step: int) -> tuple[pa.Table, dict[str, Any]]:
         """All trajectories of a step as a table, one row each, and one of them for the terminal."""
         columns = batch.read(self.store, "tokens", "mask", "rollout_logprobs", "text")

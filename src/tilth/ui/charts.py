@@ -60,7 +60,7 @@ CATALOGUE = (
     Chart("Flat groups", (Line("groups/flat", "soil"),), "share", "Samples in groups of equal rewards."),
     Chart("Clipped tokens", (Line("clip_low", "sky", "low"), Line("clip_high", "clay", "high")), "share",
           "Held by the clip range of the ratio."),
-    Chart("KL towards the first policy", (Line("kl", "plum"),), "number", "Nats a token."),
+    Chart("KL towards the first policy", (Line("kl_ref", "plum"),), "number", "Nats a token."),
     Chart("Missing rewards", (Line("reward/missing", "clay"),), "count", "Left out of the loss, never counted as 0."),
 )  # fmt: skip
 MEMORY = Chart("Over the run", (Line("memory/rss", "soil"),), "size", "Resident memory of the process.")

@@ -149,8 +149,7 @@ document.addEventListener('pointerover',e=>{
  const t=e.target.closest?e.target.closest('[data-l]'):null;
  if(!t)return hide();
  const l=+t.dataset.l,p=Math.exp(l);
- tip.textContent='p '+(p>.9995?'≈ 100':(100*p).toPrecision(3))+' %   log-prob '+l+'   token '+t.dataset.i+
-  (t.dataset.d?'   trainer differs by '+t.dataset.d:'');
+ tip.textContent='p '+(p>.9995?'≈ 100':(100*p).toPrecision(3))+' %   log-prob '+l+'   token '+t.dataset.i;
  const r=t.getBoundingClientRect();tip.style.opacity=1;
  tip.style.left=Math.max(6,Math.min(r.left,innerWidth-tip.offsetWidth-6))+'px';
  tip.style.top=(r.top>44?r.top-34:r.bottom+8)+'px'});

@@ -125,19 +125,18 @@ def _completion(row: Row, pieces: Pieces) -> Html:
         return tag("span", _cut(row["text"] or "", 1500))
     shown = ids[:TOKENS]
     logprobs = row["logprobs"][start : start + len(shown)]
-    trainer = (row["trainer_logprobs"] or [])[start : start + len(shown)] or [None] * len(shown)
-    spans = [_token(*token) for token in zip(pieces(shown), shown, logprobs, trainer)]
+    spans = [_token(*token) for token in zip(pieces(shown), shown, logprobs)]
     more = tag("span", f" … {len(ids) - len(shown):,} more tokens", class_="more") if len(ids) > len(shown) else None
     return join([*spans, more])
 
 
-def _token(text: str, token: int, logprob: float, trainer: float | None) -> Html:
+def _token(text: str, token: int, logprob: float) -> Html:
     kind = sum(math.exp(min(logprob, 0.0)) < bound for bound in BOUNDS)
     special = text.startswith("<") and text.endswith(">") and len(text) > 2
     return tag(
         "span", text.replace("\n", "⏎\n") or "·",
         class_=f"p{kind} special" if special else f"p{kind}",
-        data_l=f"{logprob:.4g}", data_i=token, data_d=None if trainer is None else f"{abs(trainer - logprob):.2g}",
+        data_l=f"{logprob:.4g}", data_i=token,
     )  # fmt: skip
 
 
