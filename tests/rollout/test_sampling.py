@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.rollout.reference import draw
 from tilth.core.errors import DataError
 from tilth.rollout.request import SamplingParams
-from tilth.rollout.sampling import Rules, choose, inverse_cdf, thresholds
+from tilth.rollout.sampling import Rules, argmax, choose, group_mass, inverse_cdf, thresholds
 
 
 def logits_of(seed, rows, vocab, spread=3.0):
@@ -68,7 +68,7 @@ def test_samples_follow_the_distribution(vocab):
     """Chi-square of 200,000 draws: under the 99.9th percentile (Wilson-Hilferty)."""
     p = torch.softmax(logits_of(3, 1, vocab, 1.0), -1)
     n = 200_000
-    counts = torch.bincount(inverse_cdf(p.expand(n, -1), uniform_of(4, n)), minlength=vocab).double()
+    counts = torch.bincount(inverse_cdf(p.log().expand(n, -1), None, uniform_of(4, n)), minlength=vocab).double()
     expected = p[0].double() * n
     chi = ((counts - expected) ** 2 / expected).sum().item()
     df = vocab - 1
@@ -95,7 +95,7 @@ def test_the_ends_of_the_interval_never_choose_an_impossible_token(u, hot):
     p[1, hot] = 0.3  # sums need not be 1
     p[2] = torch.softmax(torch.randn(131, generator=torch.Generator().manual_seed(hot)), -1)
     p[2, :5] = p[2, -5:] = 0.0
-    tokens = inverse_cdf(p, torch.full((3,), u))
+    tokens = inverse_cdf(p.log(), None, torch.full((3,), u))
     assert tokens[:2].tolist() == [hot, hot]
     assert tokens[2] == (5 if u == 0 else 125)
 
@@ -105,7 +105,7 @@ def test_the_ends_of_the_interval_never_choose_an_impossible_token(u, hot):
 def test_never_a_token_of_probability_zero(seed, u, vocab):
     p = torch.softmax(logits_of(seed, 1, vocab, 30.0), -1)
     p[p < p.median()] = 0
-    token = inverse_cdf(p, torch.tensor([u]))
+    token = inverse_cdf(p.log(), None, torch.tensor([u]))
     assert p[0, token] > 0
 
 
@@ -115,7 +115,7 @@ def test_top_p_sorts_the_vocabulary_only_if_it_must(monkeypatch):
     topk = torch.Tensor.topk
     monkeypatch.setattr(torch.Tensor, "topk", lambda self, k: widths.append(k) or topk(self, k))
     rules = Rules.of([SamplingParams(top_p=0.9)])
-    flat, steep = logits_of(0, 1, 1000, 0.1), logits_of(0, 1, 1000, 8.0)
+    flat, steep = (torch.log_softmax(logits_of(0, 1, 1000, spread), -1) for spread in (0.1, 8.0))
     assert (flat >= thresholds(flat, rules)[:, None]).sum() > 800
     assert widths == [256, 1000]
     assert (steep >= thresholds(steep, rules)[:, None]).sum() < 100
@@ -142,3 +142,15 @@ def test_scaling_by_a_row_of_temperatures_equals_scaling_by_a_number():
 def test_impossible_params_are_named(key, value):
     with pytest.raises(DataError, match=f"sampling {key} is "):
         SamplingParams(**{key: value})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([1, 5, 64, 100, 700]), st.integers(1, 5))
+def test_argmax_is_the_first_greatest(seed, vocab, rows):
+    values = logits_of(seed, rows, vocab, 1.0).round()  # many ties
+    assert argmax(values).tolist() == [int(np.argmax(row)) for row in values.numpy()]
+
+
+def test_mass_known_already_or_computed_in_pieces_is_the_same():
+    logp, u = torch.log_softmax(logits_of(0, 300, 1000), -1), uniform_of(1, 300)
+    assert torch.equal(inverse_cdf(logp, group_mass(logp), u), inverse_cdf(logp, None, u))

@@ -15,10 +15,10 @@ from tilth.models.decoder import Decoder
 from tilth.rollout.blocks import BlockManager
 from tilth.rollout.cache import PrefixStore, Slab
 from tilth.rollout.lanes import Lane, limit_for, round_up
-from tilth.rollout.prefill import PARITY_WIDTH, WIDTH, Batch, Prompt
+from tilth.rollout.prefill import PARITY_WIDTH, PASS, WIDTH, Batch, Prompt
 from tilth.rollout.request import Answer, Request, SamplingParams
 from tilth.rollout.runner import Runner
-from tilth.rollout.sampling import Chosen, Rules, choose
+from tilth.rollout.sampling import Chosen, Rules, choose, choose_from
 from tilth.rollout.scheduler import Scheduler
 from tilth.rollout.stats import Stats
 from tilth.rollout.stops import Decodes, StopStrings, completion_text
@@ -254,11 +254,12 @@ class Engine:
         c, every = lane.columns, np.arange(rows)
         at, live = c.position[:rows], c.live[:rows].copy()
         with span("decode", tokens=int(live.sum())) as decoding:
-            ids = self._tensor(c.tokens[every, at])
-            logits = self._runner.decode(lane.slab, ids, self._tensor(at), lane.slots)
+            rules, ids = lane.rules(rows, self.device), self._tensor(c.tokens[every, at])
+            inputs = (lane.slab, ids, self._tensor(at), lane.slots)
+            logp, mass = self._runner.decode(*inputs, rules.temperature, rules.unit)
         with span("sample", tokens=decoding.tokens) as sampling:
             uniform = self._tensor(c.uniform[every, at + 1])
-            tokens, logprobs, filtered = _to_host(choose(logits, uniform, lane.rules(rows, self.device)))
+            tokens, logprobs, filtered = _to_host(choose_from(logp, mass, uniform, rules))
             self._check_finite(logprobs[live])
             ended = lane.advance(tokens, logprobs, filtered)
         self._stats.decoded(rows, decoding.tokens, decoding.seconds, sampling.seconds)
@@ -290,7 +291,7 @@ class Engine:
         if scheduler.batch is None:
             if scheduler.ready or not scheduler.waiting:
                 return 0
-            prompts = scheduler.admit(budget, self.running, self.version)
+            prompts = scheduler.admit(min(budget, PASS), self.running, self.version)
             if not prompts:
                 return 0
             scheduler.batch = Batch(prompts, self._staging, PARITY_WIDTH if self._parity else WIDTH)

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from tilth.models.decoder import Decoder
 from tilth.rollout.cache import CachedContext, Slab, SlabView
+from tilth.rollout.sampling import group_mass, log_softmax
 
-Forward = Callable[[Tensor, Tensor, list[Tensor], list[Tensor]], Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
+_ARGUMENTS = ("", "ids", "start", "temperature", "keys", "values")
 Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]
 """A graph, its inputs (ids, start) and its logits."""
 
@@ -40,13 +42,21 @@ class Runner:
         """Logits float32 [rows, V] after the tokens with these flat indices of [B * C] (perhaps none)."""
         return self.model.logits(self.forward_rows(slab, ids, start, length)[last])
 
-    def decode(self, slab: Slab, ids: Tensor, start: Tensor, length: int) -> Tensor:
-        """Logits float32 [B, V] of rows 0 .. B - 1, whose newest token ids [B] is at positions start [B]."""
-        if self._graphs is not None:
-            return self._graphs.decode(slab, ids, start, length)
+    def decode(
+        self, slab: Slab, ids: Tensor, start: Tensor, length: int, temperature: Tensor, unit: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs float32 [B, V] of rows 0 .. B - 1, whose newest token ids [B] is at positions start [B].
+
+        temperature: float32 [B]; unit: all of them are 1. The second result is their ``group_mass``, if it was made in
+        passing.
+        """
         if self._compiled is not None:
-            return self._compiled(slab, ids, start)
-        return self.model.logits(self.forward_rows(slab, ids[:, None], start, length))
+            return self._compiled(slab, ids, start, temperature)
+        if self._graphs is not None:
+            logits = self._graphs.decode(slab, ids, start, length)
+        else:
+            logits = self.model.logits(self.forward_rows(slab, ids[:, None], start, length))
+        return log_softmax(logits, None if unit else temperature), None
 
     def warm_up(self, slab: Slab) -> None:
         """Compile what is to be compiled, with the help of an empty slab."""
@@ -62,15 +72,18 @@ class CompiledDecode:
     def __init__(self, model: Decoder, device: torch.device) -> None:
         self._device = device
 
-        def forward(ids: Tensor, start: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        def forward(
+            ids: Tensor, start: Tensor, temperature: Tensor, keys: list[Tensor], values: list[Tensor]
+        ) -> tuple[Tensor, Tensor]:
             context = CachedContext(SlabView(keys, values), start, 1, keys[0].shape[2], fused=True)
-            return model.logits(model(ids, context))
+            logp = log_softmax(model.logits(model(ids, context)), temperature)
+            return logp, group_mass(logp)
 
         options: dict[str, Any] = {"guard_filter_fn": _argument_guards, "cpp_wrapper": True}
         self._forward: Forward = torch.compile(forward, dynamic=True, fullgraph=True, options=options)
 
-    def __call__(self, slab: Slab, ids: Tensor, start: Tensor) -> Tensor:
-        return self._forward(ids, start, slab.keys, slab.values)
+    def __call__(self, slab: Slab, ids: Tensor, start: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        return self._forward(ids, start, temperature, slab.keys, slab.values)
 
     def warm_up(self, slab: Slab) -> None:
         """Compile for sizes that differ from one another, or equal ones would be taken for always equal."""
@@ -83,13 +96,13 @@ class CompiledDecode:
         rows, allocated, slots = sizes
         slab.layout(allocated, slots)
         zeros = torch.zeros(rows, dtype=torch.int64, device=self._device)
-        self(slab, zeros, zeros.clone())
+        self(slab, zeros, zeros.clone(), torch.ones(rows, device=self._device))
         slab.layout(0, 0)
 
 
 def _argument_guards(guards: Sequence[Any]) -> list[bool]:
     """Check arguments and global state before a call, not each of the model's parts: the engine never changes those."""
-    return [g.name.split("[")[0].split(".")[0] in ("", "ids", "start", "keys", "values") for g in guards]
+    return [g.name.split("[")[0].split(".")[0] in _ARGUMENTS for g in guards]
 
 
 class Graphs:

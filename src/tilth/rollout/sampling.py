@@ -1,7 +1,7 @@
 """Choosing tokens: one uniform number per (seed, trajectory, position), inverse CDF, filters as thresholds.
 
 Each row's choice depends on its own logits, number and rules only, never on the other rows of the batch: a filter is a
-threshold on the row's scaled logits, so that neither ties nor the widest ``top_k`` of the batch can change what is
+threshold on the row's log-probs, so that neither ties nor the widest ``top_k`` of the batch can change what is
 kept; the draw then goes through the vocabulary in its own order.
 """
 
@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tilth.rollout.request import SamplingParams
 
 _GROUP = 64
 """Tokens summed up at a time: two short cumulative sums replace one over the vocabulary (6 times faster)."""
+_ELEMENTS = 1 << 17
+"""Probabilities in flight at a time: they stay in the processor's cache."""
 _WIDTH = 256
 """Likeliest tokens looked at first for top-p; the whole vocabulary is sorted only if they do not hold its mass."""
 
@@ -67,15 +70,23 @@ class Chosen:
 
 def choose(logits: Tensor, uniform: Tensor, rules: Rules) -> Chosen:
     """Draw one token per row. logits float32 [B, V]; uniform float32 [B] in [0, 1)."""
-    scaled = logits if rules.unit else logits / rules.temperature[:, None]
-    logp = torch.log_softmax(scaled, -1)  # as models.logprobs.logits_logprobs does
+    return choose_from(log_softmax(logits, None if rules.unit else rules.temperature), None, uniform, rules)
+
+
+def log_softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Log-probs float32 [B, V] at temperature float32 [B], as ``models.logprobs.logits_logprobs`` computes them."""
+    return torch.log_softmax(logits if temperature is None else logits / temperature[:, None], -1)
+
+
+def choose_from(logp: Tensor, mass: Tensor | None, uniform: Tensor, rules: Rules) -> Chosen:
+    """The same from log-probs [B, V] and, where it is known already, their ``group_mass``."""
     filtered = None
     if rules.filtered:
-        low = scaled < thresholds(scaled, rules)[:, None]
-        filtered = torch.log_softmax(scaled.masked_fill(low, -torch.inf), -1)
-    tokens = scaled.argmax(-1) if rules.any_greedy else None
+        low = logp < thresholds(logp, rules)[:, None]
+        filtered, mass = torch.log_softmax(logp.masked_fill(low, -torch.inf), -1), None
+    tokens = argmax(logp) if rules.any_greedy else None
     if not rules.all_greedy:
-        drawn = inverse_cdf((logp if filtered is None else filtered).exp(), uniform)
+        drawn = inverse_cdf(logp if filtered is None else filtered, mass, uniform)
         tokens = drawn if tokens is None else torch.where(rules.greedy, tokens, drawn)
     assert tokens is not None
     return Chosen(tokens, _pick(logp, tokens), None if filtered is None else _pick(filtered, tokens))
@@ -85,43 +96,66 @@ def _pick(logp: Tensor, tokens: Tensor) -> Tensor:
     return logp.gather(1, tokens[:, None])[:, 0]
 
 
-def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
+def _groups(logp: Tensor) -> Tensor:
+    """[B, V] as [B, groups, 64], filled up with probability 0."""
+    short = -logp.shape[1] % _GROUP
+    return (F.pad(logp, (0, short), value=-torch.inf) if short else logp).unflatten(1, (-1, _GROUP))
+
+
+def _inside(groups: Tensor, group: Tensor) -> Tensor:
+    """The group of each row: [B, groups, 64], int64 [B, 1] -> [B, 64]."""
+    return groups.gather(1, group[:, :, None].expand(-1, 1, _GROUP))[:, 0]
+
+
+def argmax(logp: Tensor) -> Tensor:
+    """Index of the first greatest value of each row: int64 [B] (5 times faster than torch's on a CPU)."""
+    groups = _groups(logp)
+    group = groups.amax(-1).argmax(-1, keepdim=True)
+    return group[:, 0] * _GROUP + _inside(groups, group).argmax(-1)
+
+
+def group_mass(logp: Tensor) -> Tensor:
+    """Probability of each 64 neighbouring tokens: [B, V] -> [B, groups]."""
+    return _groups(logp).exp().sum(-1)
+
+
+def inverse_cdf(logp: Tensor, mass: Tensor | None, uniform: Tensor) -> Tensor:
     """Index of the token in whose slice of [0, total) the number falls; never one of probability 0.
 
-    probs float32 [B, V], sums about 1; uniform float32 [B] in [0, 1). Returns int64 [B].
+    logp float32 [B, V]; mass: its ``group_mass``, None: computed here; uniform float32 [B] in [0, 1). -> int64 [B].
     """
-    short = -probs.shape[1] % _GROUP
-    groups = (torch.nn.functional.pad(probs, (0, short)) if short else probs).unflatten(1, (-1, _GROUP))
-    mass = groups.sum(-1).cumsum(-1)
+    if mass is None:  # some rows at a time, so that no large temporary is made
+        mass = torch.cat([group_mass(rows) for rows in logp.split(max(1, _ELEMENTS // logp.shape[1]))])
+    mass = mass.cumsum(-1)
     target = uniform * mass[:, -1]
     group = (mass <= target[:, None]).sum(-1, keepdim=True)
     rest = target - torch.where(group > 0, mass.gather(1, (group - 1).clamp(min=0)), 0.0)[:, 0]
-    inside = groups.gather(1, group[:, :, None].expand(-1, 1, _GROUP))[:, 0].cumsum(-1)
+    inside = _inside(_groups(logp), group).exp().cumsum(-1)
     # The group's sum may exceed the last cumulative value by a rounding: stay strictly below it.
     rest = torch.minimum(rest, inside[:, -1] * (1 - 2.0**-24))
     return group[:, 0] * _GROUP + (inside <= rest[:, None]).sum(-1)
 
 
-def thresholds(scaled: Tensor, rules: Rules) -> Tensor:
-    """Smallest scaled logit that each row keeps: float32 [B], -inf where there is no filter. scaled: [B, V]."""
-    vocab = scaled.shape[1]
+def thresholds(logp: Tensor, rules: Rules) -> Tensor:
+    """Smallest log-prob that each row keeps: float32 [B], -inf where there is no filter. logp: [B, V]."""
+    vocab = logp.shape[1]
     widest = min(vocab, max(_WIDTH, -(-int(rules.top_k.max()) // _GROUP) * _GROUP))
-    cutoff, enough = _cutoff(scaled, rules, widest)
+    cutoff, enough = _cutoff(logp, rules, widest)
     if not enough:
-        cutoff, _ = _cutoff(scaled, rules, vocab)
-    return torch.maximum(cutoff, scaled.amax(-1) + rules.min_p.log())
+        cutoff, _ = _cutoff(logp, rules, vocab)
+    return torch.maximum(cutoff, logp.amax(-1) + rules.min_p.log())
 
 
-def _cutoff(scaled: Tensor, rules: Rules, width: int) -> tuple[Tensor, bool]:
+def _cutoff(logp: Tensor, rules: Rules, width: int) -> tuple[Tensor, bool]:
     """Threshold of top-k and top-p from the ``width`` likeliest tokens; False if some row's mass needs more of them."""
-    values = scaled.topk(width).values
+    values = logp.topk(width).values
     whole = rules.top_k == 0
     count = torch.where(whole, width, rules.top_k.clamp(max=width))
-    kept = values.masked_fill(torch.arange(width, device=scaled.device) >= count[:, None], -torch.inf)
-    total = torch.where(whole, scaled.logsumexp(-1), kept.logsumexp(-1))
+    kept = values.masked_fill(torch.arange(width, device=logp.device) >= count[:, None], -torch.inf)
+    total = kept.logsumexp(-1).masked_fill(whole, 0.0)
     mass = (kept - total[:, None]).exp().cumsum(-1)
-    before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
+    before = F.pad(mass[:, :-1], (1, 0))
     needed = torch.where(rules.top_p < 1, (before < rules.top_p[:, None]).sum(-1), width)
     cutoff = kept.gather(1, torch.minimum(needed, count)[:, None] - 1)[:, 0]
-    enough = width == scaled.shape[1] or not bool((whole & (rules.top_p < 1) & (mass[:, -1] < rules.top_p)).any())
+    enough = width == logp.shape[1] or not bool((whole & (rules.top_p < 1) & (mass[:, -1] < rules.top_p)).any())
     return cutoff.masked_fill(whole & (rules.top_p == 1), -torch.inf), enough
