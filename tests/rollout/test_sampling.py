@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from tests.rollout.reference import draw
 from tilth.core.errors import DataError
+from tilth.rollout import sampling
 from tilth.rollout.request import SamplingParams
-from tilth.rollout.sampling import Rules, argmax, choose, group_mass, inverse_cdf, thresholds
+from tilth.rollout.sampling import Rules, argmax, choose, group_mass, inverse_cdf, largest, thresholds
 
 
 def logits_of(seed, rows, vocab, spread=3.0):
@@ -112,8 +113,7 @@ def test_never_a_token_of_probability_zero(seed, u, vocab):
 def test_top_p_sorts_the_vocabulary_only_if_it_must(monkeypatch):
     """A flat distribution over 1,000 tokens needs more than the 256 likeliest; a steep one does not."""
     widths = []
-    topk = torch.Tensor.topk
-    monkeypatch.setattr(torch.Tensor, "topk", lambda self, k: widths.append(k) or topk(self, k))
+    monkeypatch.setattr(sampling, "largest", lambda values, k: widths.append(k) or largest(values, k))
     rules = Rules.of([SamplingParams(top_p=0.9)])
     flat, steep = (torch.log_softmax(logits_of(0, 1, 1000, spread), -1) for spread in (0.1, 8.0))
     assert (flat >= thresholds(flat, rules)[:, None]).sum() > 800
@@ -149,6 +149,13 @@ def test_impossible_params_are_named(key, value):
 def test_argmax_is_the_first_greatest(seed, vocab, rows):
     values = logits_of(seed, rows, vocab, 1.0).round()  # many ties
     assert argmax(values).tolist() == [int(np.argmax(row)) for row in values.numpy()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([64, 700, 4096]), st.sampled_from([1, 5, 60]))
+def test_largest_is_topk(seed, vocab, count):
+    values = logits_of(seed, 3, vocab, 2.0).round(decimals=1)
+    assert torch.equal(largest(values, count), values.topk(count).values)
 
 
 def test_mass_known_already_or_computed_in_pieces_is_the_same():
