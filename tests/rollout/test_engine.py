@@ -234,6 +234,25 @@ def test_weights_changed_behind_the_engines_back_would_be_seen():
     assert engine.generate([request])[0].tokens.tolist() == naive(other, request)[0]
 
 
+def test_long_prompts_go_in_chunks():
+    """A prompt of 1,300 tokens with a budget of 600 a step, beside short ones that keep decoding."""
+    config = DecoderConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, max_positions=2048
+    )
+    model, rng = make_model(config), np.random.default_rng(0)
+    prompts = [rng.integers(0, 100, n) for n in (9, 1300, 700, 11)]
+    requests = [Request(i, p, SamplingParams(max_tokens=8, temperature=0.0)) for i, p in enumerate(prompts)]
+    engine = make_engine(model, max_length=1500, step_tokens=600)
+    engine.submit(requests)
+    decoding = []
+    found = {}
+    while engine.pending:
+        found |= {t.id: t for t in engine.step()}
+        decoding.append(engine.running)
+    assert decoding[0] == 1 and len(decoding) < 16
+    check([found[i] for i in range(4)], requests, {r.id: naive(model, r) for r in requests})
+
+
 def test_going_on_with_old_keys_is_stamped_and_leaves_nothing_behind():
     other = make_model(seed=9)
     engine = make_engine(MODEL)
@@ -306,6 +325,21 @@ def test_kv_memory_is_released_and_regained():
     engine.regain_kv()
     found = finish(engine, done)
     check([found[r.id] for r in REQUESTS])
+
+
+def test_released_memory_goes_back_to_the_system():
+    psutil = pytest.importorskip("psutil")
+    config = DecoderConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_layers=6, num_heads=8, head_dim=32, max_positions=256
+    )
+    engine = make_engine(make_model(config))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 64, 100) for _ in range(64)]
+    engine.generate([Request(i, p, SamplingParams(max_tokens=8)) for i, p in enumerate(prompts)])
+    held, before = engine.kv_bytes, psutil.Process().memory_info().rss
+    assert held > 100e6
+    engine.release_kv()
+    assert before - psutil.Process().memory_info().rss > 0.9 * held
 
 
 def test_cache_grows_with_what_is_there_not_with_what_is_allowed():

@@ -128,7 +128,10 @@ class Engine:
     # Requests
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Queue requests. Raises DataError, and queues none of them, if one cannot be served."""
+        """Queue requests. Raises DataError, and queues none of them, if one cannot be served.
+
+        ``max_tokens`` is never cut: a prompt whose longest completion exceeds the context is refused.
+        """
         answers = [Answer.start(r) for r in requests]
         seen: set[int] = set()
         for answer in answers:

@@ -21,7 +21,7 @@ PARITY_WIDTH = 16
 PASS = 4096
 """Most tokens of a forward pass: what it makes stays in the cache of the processor (12,288 were 1.3 times slower)."""
 _WASTE = 16
-"""Prompts share a forward pass if the shortest is within a quarter, or this many tokens, of the longest."""
+"""Prompts share a forward pass if the shortest is within a quarter, or this many tokens, of the longest (a chunk)."""
 
 
 @dataclass(eq=False)
@@ -79,4 +79,4 @@ class Batch:
 def similar(prompts: Sequence[Prompt], other: Prompt) -> bool:
     """Whether another prompt may join these without much padding."""
     lengths = [p.remaining for p in prompts] + [other.remaining]
-    return max(lengths) - min(lengths) <= max(_WASTE, max(lengths) // 4)
+    return max(lengths) <= CHUNK and max(lengths) - min(lengths) <= max(_WASTE, max(lengths) // 4)
