@@ -1,7 +1,9 @@
 """``tilth.train``: what it takes, what it refuses before anything is made, what it gives back."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -143,3 +145,41 @@ def test_keys_reach_the_sections_whose_names_are_taken(monkeypatch):
     tilth.train(SUMS, tiny.close_enough, observers=[], keys=keys, algorithm={"steps": 3})
     made = seen["recipe"]
     assert (made.data.holdout, made.reward.timeout, made.seed, made.algorithm.steps) == (0.25, 2.5, 9, 3)
+
+
+def rewards_for_identity():
+    """Pairs of functions: (what, one, another)."""
+
+    def scaled(k):
+        return lambda prompt, completion, info: k * len(completion)
+
+    words = lambda p, c, i: float(c in {"aa", "bb", "cc", "dd"})  # noqa: E731
+    return {
+        "closure": (scaled(1.0), scaled(-1.0)),
+        "constant": (lambda p, c, i: 1.0, lambda p, c, i: 2.0),
+        "default": (lambda p, c, i, k=1: k, lambda p, c, i, k=2: k),
+        "nested": (lambda p, c, i: max(map(lambda x: 1, c)), lambda p, c, i: max(map(lambda x: 2, c))),
+        "set": (words, lambda p, c, i: float(c in {"aa", "bb", "cc", "xx"})),
+    }
+
+
+@pytest.mark.parametrize("what", ["closure", "constant", "default", "nested", "set"])
+def test_another_reward_has_another_identity_and_the_same_the_same(what):
+    one, another = rewards_for_identity()[what]
+    again, _ = rewards_for_identity()[what]
+    assert api._identity(one) == api._identity(again) != api._identity(another)
+
+
+def test_identity_does_not_depend_on_the_process():
+    code = (
+        "from tests.test_api import rewards_for_identity as r; from tilth.api import _identity; "
+        "print([_identity(one) for one, _ in r().values()])"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(said) == 1

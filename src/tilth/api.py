@@ -1,6 +1,9 @@
 """Tilth as a library: ``tilth.train`` and what the command line calls."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from tilth.config.load import from_dict
@@ -35,8 +38,15 @@ def run_recipe(
         from tilth.data.prompts import load_source
         from tilth.flows.launch import launch
 
-        identity = _identity(reward) if reward else ""
-        return launch(recipe, name, prompts or load_source(recipe.data), pool, observers, identity)
+        return launch(
+            recipe,
+            name,
+            prompts or load_source(recipe.data),
+            pool,
+            observers,
+            reward=_identity(reward) if reward else "",
+            reward_file=_file_hash(recipe.reward.function),
+        )
 
 
 def train(
@@ -79,13 +89,31 @@ def _with_keys(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str
     return found
 
 
-def _identity(reward: Reward) -> str:
-    """What tells a function given by value from another one: its code, as far as Python shows it."""
-    code = getattr(reward, "__code__", None)
-    if code is None:
-        return f"{type(reward).__module__}.{type(reward).__qualname__}"
-    constants = [c for c in code.co_consts if not hasattr(c, "co_code")]
-    return f"{code.co_name} {code.co_code.hex()} {constants} {code.co_names}"
+def _identity(value: Any) -> str:
+    """What tells a function given by value from another one, the same in every process.
+
+    Its code, constants, defaults and what it closes over; of any other object its plain value, or else its type.
+    """
+    if isinstance(value, CodeType):
+        return f"code({value.co_code.hex()} {_identity(value.co_consts)} {value.co_names})"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_identity, value)))}}}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_identity, value))})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_identity(k)}: {_identity(v)}' for k, v in value.items())}}}"
+    if isinstance(value, FunctionType):
+        closed = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        return f"def({_identity((value.__code__, value.__defaults__, value.__kwdefaults__, closed))})"
+    if value is None or isinstance(value, (int, float, complex, str, bytes, bool)):
+        return repr(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}({_identity(getattr(value, '__dict__', None))})"
+
+
+def _file_hash(spec: str) -> str:
+    """Hash of the file of ``FILE.py:function``; empty for anything else."""
+    path = Path(spec.rpartition(":")[0])
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest() if path.is_file() else ""
 
 
 def _task_reward(recipe: Recipe) -> str:

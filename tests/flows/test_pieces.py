@@ -19,6 +19,7 @@ from tilth.flows.run import EVALUATION_IDS, Progress, Run
 from tilth.flows.rundir import RunDir
 from tilth.flows.signals import Interrupted, StopRequest
 from tilth.roles.reward_pool import Outcome
+from tilth.roles.rollout import ask
 
 
 class Scores:
@@ -164,8 +165,9 @@ def test_missing_rewards_are_left_out_of_the_batch_and_counted(new_run):
     batch = next(stream)
     assert batch["id"].tolist() == [i for i in range(24) if i % 3]
     assert not np.isnan(batch["reward"]).any()
-    missing = run.metrics.values()["reward/missing"]
-    assert missing == 8 + sum(i % 3 == 0 for i in range(EVALUATION_IDS, EVALUATION_IDS + 16))
+    heldout = sum(i % 3 == 0 for i in range(EVALUATION_IDS, EVALUATION_IDS + 16))
+    assert run.metrics.values()["reward/missing"] == 8
+    assert run.metrics.values()["accuracy/missing"] == heldout
     assert run.metrics.values()["reward/mean"] == 1.0
 
 
@@ -225,10 +227,11 @@ def test_an_evaluation_is_of_prompts_that_are_never_trained_on(new_run):
 
 
 def test_an_evaluation_without_any_reward_is_no_accuracy_and_all_missing(new_run):
-    run = new_run(lambda id, text: None)
+    run = new_run(lambda id, text: None if id < 0 else 1.0)
+    run.collect(ask([0, 1], 2, 0))  # the reward has worked before, so this is no broken function
     run.enter("grpo", 1, 1e-3)
     assert run.at.accuracy_first is None and "accuracy/heldout" not in run.metrics.values()
-    assert run.metrics.values()["reward/missing"] == 16
+    assert run.metrics.values()["accuracy/missing"] == 16
 
 
 # ---- progress and phases ----

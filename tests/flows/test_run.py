@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import os
 import signal
@@ -24,6 +25,7 @@ from tilth.data.prompts import PromptSet
 from tilth.flows.readers import read_state, read_trajectories
 from tilth.flows.signals import Interrupted
 from tilth.roles.policy import PolicyWorker
+from tilth.roles.reward_pool import RewardPool
 from tilth.rollout.engine import Engine
 
 
@@ -239,16 +241,44 @@ def test_missing_rewards_are_counted_shown_and_left_out(tmp_path):
     table = read_trajectories(result.directory)
     missing = sum(r is None for r in table["reward"].to_pylist())
     assert 0 < missing < table.num_rows
-    assert result.summary["rewards_missing"] >= missing
+    assert result.summary["rewards_missing"] == missing
     assert 0.0 not in table["reward"].to_pylist()
     assert all(r["reward/mean"] >= 2 for r in watcher.records if "reward/mean" in r)
 
 
-def test_all_rewards_missing_is_survived(tmp_path):
+def test_a_reward_that_never_works_ends_the_run_with_its_reason(tmp_path):
+    def broken(prompt, completion, info):
+        raise ValueError("the verifier is down")
+
+    with pytest.raises(RewardError, match=r"none of the first 16 rewards .* the verifier is down"):
+        tiny.run(tiny.recipe(tmp_path), reward=broken)
+
+
+def test_a_step_without_any_reward_is_told_and_survived(tmp_path, monkeypatch):
+    def breaks_later(self, items, known=None):
+        found = whole(self, items, known=known)
+        steps[0] += 1
+        return (
+            [dataclasses.replace(o, value=None, reason="down", status="error") for o in found]
+            if steps[0] > 4
+            else found
+        )
+
+    whole, steps = RewardPool.score, [0]
+    monkeypatch.setattr(RewardPool, "score", breaks_later)
     watcher = tiny.Recorder()
-    tiny.run(tiny.recipe(tmp_path), reward=lambda p, c, i: None, observers=[watcher])
-    assert all("reward/mean" not in r for r in watcher.records)
-    assert watcher.records[-1]["steps/skipped"] == 1.0
+    result = tiny.run(tiny.recipe(tmp_path), observers=[watcher])
+    assert result.summary["state"] == "finished"
+    assert watcher.records[-1]["steps/skipped"] == 1.0 and watcher.records[-1]["reward/missing"] == 24
+    assert [m for m in watcher.messages if "missing" in m] == [
+        "24 of 24 rewards are missing and left out; the first reason: down"
+    ]
+
+
+def test_an_error_is_not_journaled_so_that_a_mended_reward_is_asked_again(tmp_path):
+    result = tiny.run(tiny.recipe(tmp_path), reward=sometimes)
+    assert result.summary["rewards_missing"] > 0
+    assert (result.directory / "rewards.jsonl").read_text() == ""
 
 
 def slow_for_some(prompt, completion, info):

@@ -194,9 +194,10 @@ def test_no_metric_of_weight_is_a_weight_of_zero():
 
 
 def test_options_are_the_recipe_s_keys_that_the_entry_has():
-    how = Algorithm(clip_low=0.1, gamma=0.9)
-    assert options("losses", "ppo_clip", how)["clip_low"] == 0.1 and "gamma" not in options("losses", "ppo_clip", how)
-    assert options("advantages", "gae", how) == {"gamma": 0.9, "lam": 1.0}
+    how = Algorithm(clip_low=0.1, kl_coef=0.5)
+    found = options("losses", "ppo_clip", how)
+    assert found["clip_low"] == 0.1 and found["kl_coef"] == 0.5 and "steps" not in found
+    assert options("advantages", "grpo_no_std", how) == {}
 
 
 # ---- the reference ----

@@ -11,6 +11,9 @@ from typer.core import TyperGroup
 
 from tilth.config.errors import TilthError
 
+USAGE: Any = typer.BadParameter.__mro__[1]
+"""click's UsageError, wherever this version of typer has it from."""
+
 
 class Commands(TyperGroup):
     """Turns errors into a line and an exit code."""
@@ -21,6 +24,9 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except TilthError as error:
             typer.echo("error: " + " ".join(str(error).split()), err=True)
+            raise typer.Exit(2) from None
+        except USAGE as error:
+            typer.echo(f"error: {' '.join(error.format_message().split())} (tilth --help)", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             typer.echo("interrupted; what was saved is intact, and the same command goes on from there", err=True)

@@ -62,7 +62,8 @@ def _learned(s: Mapping[str, Any]) -> str:
     start = s.get("accuracy_start")
     way = [start, first] if start is not None and start != first else [first]
     before = " over ".join(map(words.share, way))
-    return f"In {spent}, accuracy on problems it never trained on went from {before} to {words.share(last)}."
+    what = "accuracy" if all(0 <= v <= 1 for v in (*way, last)) else "the mean reward"
+    return f"In {spent}, {what} on problems it never trained on went from {before} to {words.share(last)}."
 
 
 def _took(s: Mapping[str, Any]) -> str:

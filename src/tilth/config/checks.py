@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from tilth.config.errors import RecipeError
 from tilth.config.schema import Recipe
 
+KV_BLOCK = 16
+"""Tokens of a block of the rollout engine's cache."""
+
 
 def check(recipe: Recipe) -> None:
     """Raise ``RecipeError`` for the first two keys that contradict each other."""
@@ -31,8 +34,12 @@ def _lengths(recipe: Recipe) -> Iterator[str]:
     context, r = recipe.model.context, recipe.rollout
     if r.max_tokens >= context:
         yield f"rollout.max_tokens = {r.max_tokens} leaves no room for a prompt in model.context = {context}"
-    if r.kv_tokens and r.kv_tokens < context:
-        yield f"rollout.kv_tokens = {r.kv_tokens} does not hold one sequence of model.context = {context}; 0: automatic"
+    least = -(-context // KV_BLOCK) * KV_BLOCK
+    if r.kv_tokens and r.kv_tokens < least:
+        yield (
+            f"rollout.kv_tokens = {r.kv_tokens} does not hold one sequence of model.context = {context}; "
+            f"at least {least}, or 0: automatic"
+        )
 
 
 def _parity(recipe: Recipe) -> Iterator[str]:

@@ -54,7 +54,7 @@ class Warmup(Section):
     """A short supervised phase before reinforcement learning, on prompts with their answers."""
 
     steps: Count = Field(0, description="most supervised steps; 0: no warm-up")
-    until: Share = Field(1.0, description="stop early at this greedy held-out accuracy")
+    until: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="stop early at this greedy held-out accuracy")
     check_every: Positive = Field(10, description="steps between two looks at the accuracy")
     batch: Positive = Field(256, description="examples a step")
     lr: Rate = Field(2e-3, description="learning rate of the warm-up")
@@ -99,8 +99,6 @@ class Algorithm(Section):
     kl: Literal["k1", "k2", "k3"] = Field("k3", description="form of the KL penalty towards the first policy")
     kl_coef: Rate = Field(0.0, description="its weight in the loss; 0: no reference model is kept")
     entropy_coef: float = Field(0.0, description="weight of an entropy bonus")
-    gamma: Share = Field(1.0, description="discount")
-    lam: Share = Field(1.0, description="lambda of GAE")
     steps: Count = Field(100, description="training steps, each on one batch of experience")
     minibatches: Positive = Field(1, description="optimizer steps made of one batch")
     epochs: Positive = Field(1, description="passes over one batch")
@@ -111,7 +109,7 @@ class Optimizer(Section):
     """How parameters move."""
 
     name: Literal["adamw", "muon"] = Field("adamw", description="muon: block matrices by Muon, the rest by AdamW")
-    lr: Rate = Field(1e-3, description="peak learning rate")
+    lr: Rate = Field(1e-4, description="peak learning rate")
     muon_lr_ratio: Rate = Field(10.0, description="learning rate of the block matrices under Muon, over lr")
     beta1: Share = Field(0.9, description="AdamW's decay of the first moment")
     beta2: Share = Field(0.95, description="AdamW's decay of the second moment")
@@ -160,7 +158,7 @@ class Run(Section):
 class Recipe(Section):
     """A whole run. Nine sections and two keys of its own."""
 
-    flow: Literal["grpo", "sft"] = Field("grpo", description="the algorithm's page in tilth.flows")
+    flow: Literal["grpo", "sft"] = Field("grpo", description="grpo; or sft: the supervised steps of [warmup] alone")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of every random number of the run")
     model: Model = Model()
     data: Data = Data()

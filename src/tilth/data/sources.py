@@ -161,7 +161,7 @@ class Records:
 def read_jsonl(path: str | Path) -> Records:
     """One JSON object a line; blank lines are skipped. Raises ``DataError`` with file and line."""
     try:
-        lines = Path(path).read_text("utf-8").split("\n")
+        lines = Path(path).read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read dataset {str(path)!r}: {error}") from None
     prompts: list[Prompt] = []
@@ -191,6 +191,14 @@ def _object(line: str, where: str) -> Any:
         raise DataError(f"{where}: not JSON: {error}") from None
 
 
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _record(record: Any, index: int, where: str) -> Prompt:
     if not isinstance(record, Mapping):
         raise DataError(f"{where}: a {type(record).__name__}, not an object with a prompt")
@@ -201,4 +209,7 @@ def _record(record: Any, index: int, where: str) -> Prompt:
         raise DataError(f"{where}: prompt is {text!r}, not a text of at least one character")
     if answer is not None and not isinstance(answer, str):
         raise DataError(f"{where}: answer is {answer!r}, not a text")
+    for key, value in (("prompt", text), ("answer", answer or "")):
+        if not _encodes(value):
+            raise DataError(f"{where}: {key} is no valid Unicode text (a lone surrogate)")
     return Prompt(index, text, answer, {k: v for k, v in record.items() if k != "prompt"})

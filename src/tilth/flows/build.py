@@ -1,6 +1,6 @@
 """The roles of a one-process run, built from its recipe."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,7 +61,7 @@ def build(recipe: Recipe, prompts: PromptSet, pool: RewardPool) -> Parts:
         raise DataError(f"data.holdout={recipe.data.holdout} of {len(prompts)} prompts leaves none to evaluate on")
     loaded = load_model(recipe.model.path) if recipe.model.path else None
     tokenizer = choose_tokenizer(recipe, prompts, loaded)
-    config = loaded.config if loaded else new_config(recipe, tokenizer.vocab_size)
+    config = _config(recipe, loaded, tokenizer)
     if tokenizer.vocab_size > config.vocab_size:
         raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}")
     longest = check_prompts(prompts, tokenizer, recipe.model.context - recipe.rollout.max_tokens)
@@ -80,6 +80,18 @@ def build(recipe: Recipe, prompts: PromptSet, pool: RewardPool) -> Parts:
         recorder=InlineGroup("recorder", RecorderWorker(prompts, tokenizer, recipe.model.context, store)),
     )
     return Parts(config, tokenizer, train, heldout, plan, store, policy, reference, roles)
+
+
+def _config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenizer) -> DecoderConfig:
+    """A loaded model keeps its own shape; the recipe's context must fit it, and its dropout holds."""
+    if loaded is None:
+        return new_config(recipe, tokenizer.vocab_size)
+    if recipe.model.context > loaded.config.max_positions:
+        raise RecipeError(
+            f"model.context = {recipe.model.context} is more than the {loaded.config.max_positions} positions "
+            f"of model.path = {recipe.model.path}"
+        )
+    return replace(loaded.config, dropout=recipe.model.dropout)
 
 
 def _policy(recipe: Recipe, config: DecoderConfig, loaded: LoadedModel | None, store: InlineStore) -> PolicyWorker:

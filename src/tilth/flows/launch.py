@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 
 from tilth.checkpoint import Checkpoint, latest, open_checkpoint, prune, save
 from tilth.config.schema import Recipe
+from tilth.core.errors import CheckpointError
 from tilth.data.prompts import PromptSet
 from tilth.flows.build import Parts, build
 from tilth.flows.checks import check_algorithm
 from tilth.flows.grpo import grpo
 from tilth.flows.model import MODEL_FOLDER, save_shape
 from tilth.flows.run import SUPERVISED, Observer, Progress, Run
-from tilth.flows.rundir import RunDir, summarise
+from tilth.flows.rundir import RunDir, read_state, summarise
 from tilth.flows.sft import sft
 from tilth.flows.signals import Interrupted, StopRequest
 from tilth.roles.reward_pool import RewardPool
@@ -40,38 +42,52 @@ class RunResult:
         return found
 
 
-def set_machine(recipe: Recipe) -> None:
-    """Threads and matmul precision of this process."""
+@contextmanager
+def machine(recipe: Recipe) -> Iterator[None]:
+    """Threads and matmul precision of this process for the time of a run."""
+    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
     threads = recipe.train.threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1
     torch.set_num_threads(min(threads, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else threads)
     torch.set_float32_matmul_precision(recipe.train.matmul)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.set_float32_matmul_precision(before[1])
 
 
 def launch(
-    recipe: Recipe, name: str, prompts: PromptSet, pool: RewardPool, observers: Sequence[Observer], reward: str = ""
+    recipe: Recipe,
+    name: str,
+    prompts: PromptSet,
+    pool: RewardPool,
+    observers: Sequence[Observer],
+    *,
+    reward: str = "",
+    reward_file: str = "",
 ) -> RunResult:
     """Run a recipe to its end, in a new directory or continuing its newest unfinished one.
 
-    reward: identity of a reward function that is not named in the recipe. A run goes on only with the same data and
-    reward.
+    reward: identity of a reward function that the recipe does not name; a run goes on only with the same one and with
+    the same data. reward_file: hash of the file of one that it names; that it changed is told.
     """
     check_algorithm(recipe)
-    set_machine(recipe)
-    parts = build(recipe, prompts, pool)
-    pool.ready()
     inputs = hashlib.blake2b(f"{prompts.fingerprint()} {reward}".encode(), digest_size=4).hexdigest()
-    with RunDir.create(recipe, name, inputs) as directory, recorder.to(directory.events, attempt=directory.attempt):
-        with StopRequest() as stop:
-            run = _run(recipe, parts, directory, observers, stop)
-            _announce(run, parts)
-            _restore(run, parts)
-            try:
-                _phases(run)
-            except Interrupted:
-                directory.end("interrupted")
-                raise
-        directory.end("finished")
-        summary = summarise(directory.path)
+    with machine(recipe):
+        parts = build(recipe, prompts, pool)
+        pool.ready()
+        with RunDir.create(recipe, name, inputs) as directory, recorder.to(directory.events, attempt=directory.attempt):
+            with StopRequest() as stop:
+                run = _run(recipe, parts, directory, observers, stop)
+                _announce(run, parts, reward_file)
+                _restore(run, parts)
+                try:
+                    _phases(run)
+                except Interrupted:
+                    directory.end("interrupted")
+                    raise
+            directory.end("finished")
+            summary = summarise(directory.path)
     for observer in observers:
         observer.on_end(summary)
     return RunResult(directory.path, summary)
@@ -102,11 +118,15 @@ def _phases(run: Run) -> None:
         grpo(run.enter("grpo", recipe.algorithm.steps, recipe.optimizer.lr))
 
 
-def _announce(run: Run, parts: Parts) -> None:
+def _announce(run: Run, parts: Parts, reward_file: str) -> None:
     directory = run.directory
+    before = read_state(directory.path).get("reward_file", reward_file)
+    directory.update(reward_file=reward_file)
     say = [f"{'continuing' if directory.resumed else 'new run'} in {directory.path}", *parts.plan.lines()]
     directory.set_plan(parts.plan.as_dict())
     save_shape(directory.path / MODEL_FOLDER, parts.config, parts.tokenizer)
+    if before != reward_file:
+        say.append("the reward's file has changed since this run began; it goes on with the new one")
     for line in say:
         run.say(line)
 
@@ -135,13 +155,23 @@ def _restore(run: Run, parts: Parts) -> None:
     newest = latest(run.directory.checkpoints)
     step = 0
     if newest is not None:
-        checkpoint = open_checkpoint(newest)
-        _load(checkpoint, parts)
+        checkpoint = _open(newest, parts)
         run.at = Progress(**checkpoint.objects["progress"])
         step = run.at.step
     run.directory.rewind(step)
     if run.directory.resumed:
         run.say(f"continuing after step {step}")
+
+
+def _open(newest: Path, parts: Parts) -> Checkpoint:
+    try:
+        checkpoint = open_checkpoint(newest)
+        _load(checkpoint, parts)
+    except CheckpointError as error:
+        older = [p for p in sorted(newest.parent.glob("step-*")) if p < newest and p.name.count(".") == 0]
+        hint = f"continue from {older[-1].name}" if older else "start again from the beginning"
+        raise CheckpointError(f"{error}; to {hint}, remove {newest}") from error
+    return checkpoint
 
 
 def _load(checkpoint: Checkpoint, parts: Parts) -> None:

@@ -55,6 +55,7 @@ _DECLARED = (
     Metric(
         "reward/missing", "samples", "sum", "rewards that raised, timed out or were not finite; left out of the loss"
     ),
+    Metric("accuracy/missing", "samples", "sum", "answers of an evaluation whose reward is missing; not in the mean"),
     Metric("reward/timeout", "samples", "sum", "those of the missing rewards that ran out of time"),
     Metric("reward/part/*", "reward", "mean", "a named part of the reward, where the function returns a dict"),
     Metric("accuracy/heldout", "share", "last", "mean reward of greedy answers to the held-out prompts"),
@@ -102,7 +103,7 @@ _RATES = {"generate": "tokens_per_second/generate", "update": "tokens_per_second
 
 def declaration(name: str) -> Metric:
     """The declaration of a metric or of its family; MetricError with the nearest name if there is none."""
-    found = METRICS.get(name) or METRICS.get(f"{name.rpartition('/')[0]}/*")
+    found = METRICS.get(name) or next((m for f, m in METRICS.items() if f[-1] == "*" and name.startswith(f[:-1])), None)
     if found is None:
         near = difflib.get_close_matches(name, METRICS, 1)
         raise MetricError(

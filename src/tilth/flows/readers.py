@@ -92,6 +92,7 @@ def summarise(run: str | Path) -> Record:
         "mismatch_max": max((v for _, v in curve(records, "mismatch/max")), default=None),
         "mismatch_mean": max((v for _, v in curve(records, "mismatch/mean")), default=None),
         "rewards_missing": int(sum(v for _, v in curve(records, "reward/missing"))),
+        "rewards_missing_heldout": int(sum(v for _, v in curve(records, "accuracy/missing"))),
         "rewards_timed_out": int(sum(v for _, v in curve(records, "reward/timeout"))),
         "tokens_generated": int(sum(v for _, v in curve(records, "tokens/generated"))),
         "tokens_trained": int(sum(v for _, v in curve(records, "tokens/trained"))),

@@ -15,7 +15,7 @@ import numpy as np
 from tilth.cluster.inline import InlineGroup
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch, Store
-from tilth.core.errors import RecipeError
+from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import stream
 from tilth.data.prompts import PromptSet
 from tilth.flows.metrics import Metrics
@@ -23,6 +23,7 @@ from tilth.flows.publish import Bounds, check_mismatch, verify_weights
 from tilth.flows.rundir import RunDir
 from tilth.flows.signals import Interrupted, StopRequest
 from tilth.rl.metrics import Metric
+from tilth.roles.reward_pool import Outcome
 from tilth.roles.rollout import ask
 from tilth.trace.spans import span
 
@@ -110,6 +111,8 @@ class Run:
         self._stop = stop
         self._sample: dict[str, Any] | None = None
         self._fetched = 0
+        self._rewarded = False
+        self._reasons: set[str] = set()
 
     # ---- phases ----
 
@@ -178,14 +181,28 @@ class Run:
     # ---- parts of a step ----
 
     def collect(self, asked: Batch, *, greedy: bool = False) -> Batch:
-        """Generate and score; outcomes that timed out are written to the journal, or taken from it when replayed."""
+        """Generate and score; what failed by chance is written to the journal, or taken from it when replayed."""
         batch = self.rollout.generate(asked, greedy=greedy)
         scored = self.reward.score(batch, known=self.directory.journal(self.at.step))
         failures = self.reward.failures()
-        self.directory.log_outcomes(self.at.step, failures)
-        self.metrics.add("reward/missing", float(len(failures)))
+        self.directory.log_outcomes(self.at.step, {i: o for i, o in failures.items() if Outcome(**o).by_chance})
+        self.metrics.add("accuracy/missing" if greedy else "reward/missing", float(len(failures)))
         self.metrics.add("reward/timeout", float(sum(o["status"] == "timeout" for o in failures.values())))
+        self._tell_failures(failures, len(scored))
         return scored
+
+    def _tell_failures(self, failures: dict[int, dict[str, Any]], asked: int) -> None:
+        """The first reason is said aloud; a reward that has never worked ends the run."""
+        if not failures:
+            self._rewarded |= asked > 0
+            return
+        reason = next(iter(failures.values()))["reason"]
+        if len(failures) == asked and not self._rewarded:
+            raise RewardError(f"none of the first {asked} rewards could be had; the first reason: {reason}")
+        self._rewarded |= len(failures) < asked
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            self.say(f"{len(failures)} of {asked} rewards are missing and left out; the first reason: {reason}")
 
     def _filter(self, batch: Batch, keep: Keep | None) -> Batch:
         self._measure(batch)
@@ -250,7 +267,8 @@ class Run:
         at = self.at
         if self.entered in at.finished:
             return False
-        reached = at.phase == SUPERVISED and (at.accuracy_last or 0.0) >= self.recipe.warmup.until
+        # A mean reward above 1 is no share of right answers, so it reaches no target.
+        reached = at.phase == SUPERVISED and self.recipe.warmup.until <= (at.accuracy_last or 0.0) <= 1
         if at.phase_step >= self.phase_steps or reached:
             self._leave()
             return False

@@ -1,6 +1,8 @@
 """Ctrl-C and SIGTERM end a run at its next step boundary, with everything saved."""
 
+import os
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 
@@ -25,6 +27,8 @@ class StopRequest:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        # Written at once, without any lock: the handler may run in the middle of anything.
+        os.write(sys.stderr.fileno(), b"\nstopping after this step, then everything is saved; once more: stop now\n")
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():

@@ -15,8 +15,10 @@ def duration(seconds: float) -> str:
 
 
 def share(value: float | None) -> str:
-    """``94.1 %``; a dash for what is not known."""
-    return "–" if value is None else f"{100 * value:.1f} %"
+    """``94.1 %``; a dash for what is not known; a mean reward that is no share as a number."""
+    if value is None:
+        return "–"
+    return f"{100 * value:.1f} %" if 0 <= value <= 1 else number(value)
 
 
 def number(value: float | None) -> str:
