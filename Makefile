@@ -44,10 +44,10 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
 
 test-all: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

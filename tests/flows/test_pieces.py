@@ -228,6 +228,7 @@ def test_an_evaluation_is_of_prompts_that_are_never_trained_on(new_run):
 
 def test_an_evaluation_without_any_reward_is_no_accuracy_and_all_missing(new_run):
     run = new_run(lambda id, text: None if id < 0 else 1.0)
+    run.publish(run.policy)
     run.collect(ask([0, 1], 2, 0))  # the reward has worked before, so this is no broken function
     run.enter("grpo", 1, 1e-3)
     assert run.at.accuracy_first is None and "accuracy/heldout" not in run.metrics.values()
