@@ -43,6 +43,22 @@ def test_compiled_once_for_all_sizes(dtype):
     assert engine.generate([request])[0].tokens[:8].tolist() == wanted.tokens[:8].tolist()
 
 
+@pytest.mark.slow
+def test_compiled_engines_keep_to_their_own_model():
+    """Compiled code is cached by function and its guards on the model are off: no engine may find another's.
+
+    Two differ in weights, the third in a number that no tensor's shape shows.
+    """
+    shape = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 4}
+    requests = make_requests(10, kinds=[SamplingParams(max_tokens=10, temperature=0.0)])
+    for seed, eps in ((0, 1e-6), (1, 1e-6), (1, 10.0)):
+        model = make_model(DecoderConfig(**shape, rms_norm_eps=eps), seed=seed)
+        engine = make_engine(model, compile=True)
+        found = engine.generate(requests)
+        assert engine.stats().compile_seconds > 0.5
+        assert [t.tokens.tolist() for t in found] == [naive(model, r)[0] for r in requests]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compile", [False, True])

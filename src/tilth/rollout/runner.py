@@ -1,5 +1,6 @@
 """Forward passes over the cache: one path for decode (one token a row) and prefill chunks; decode may be compiled."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from tilth.rollout.cache import CachedContext, Slab, SlabView
 from tilth.rollout.sampling import group_mass, log_softmax
 
 Forward = Callable[[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
+_numbers = itertools.count()
 _ARGUMENTS = ("", "ids", "start", "temperature", "keys", "values")
 Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]
 """A graph, its inputs (ids, start) and its logits."""
@@ -79,6 +81,8 @@ class CompiledDecode:
             logp = log_softmax(model.logits(model(ids, context)), temperature)
             return logp, group_mass(logp)
 
+        # Compiled code is found by code object; with the guards on the model off, each engine needs one of its own.
+        forward.__code__ = forward.__code__.replace(co_name=f"decode_{next(_numbers)}")
         options: dict[str, Any] = {"guard_filter_fn": _argument_guards, "cpp_wrapper": True}
         self._forward: Forward = torch.compile(forward, dynamic=True, fullgraph=True, options=options)
 
