@@ -66,6 +66,8 @@ class Engine:
         self.step_tokens, self._block_size = step_tokens, block_size
         self.version = 0
         self.model = Decoder(config, dtype).to(self.device, dtype).requires_grad_(False).eval()
+        if not parity:  # the last elements of a row are rounded otherwise if the inner width is no multiple of 32
+            self.model.fuse()
         self._parity = parity
         self._runner = Runner(self.model, parity, compile and not parity, self.device)
         self._max_rows = min(max_rows, step_tokens)
