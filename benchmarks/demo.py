@@ -17,7 +17,7 @@ from pathlib import Path
 TILTH = [sys.executable, "-c", "from tilth.cli.main import main; main()"]
 MODES = {"fp32": (), "bf16": ("train.precision=bf16",), "parity": ("train.parity=true",)}
 QUICK = (
-    "warmup.steps=10",
+    "supervised.steps=10",
     "algorithm.steps=5",
     "model.hidden=64",
     "model.layers=2",

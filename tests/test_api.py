@@ -17,7 +17,7 @@ SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in
 
 
 def settings(folder, **sections):
-    made = tiny.settings(folder, warmup={"steps": 0}, algorithm={"steps": 1}, **sections)
+    made = tiny.settings(folder, supervised={"steps": 0}, algorithm={"steps": 1}, **sections)
     return {name: value for name, value in made.items() if name != "data"}
 
 
@@ -105,8 +105,8 @@ def test_a_reward_that_cannot_be_called_is_refused(tmp_path, reward, says):
 
 
 def test_a_warm_up_needs_answers(tmp_path):
-    how = settings(tmp_path) | {"warmup": {"steps": 1, "batch": 4}}
-    with pytest.raises(DataError, match=r"has no answer.*warmup\.steps = 0"):
+    how = settings(tmp_path) | {"supervised": {"steps": 1, "batch": 4}}
+    with pytest.raises(DataError, match=r"has no answer.*supervised\.steps = 0"):
         tilth.train([s["prompt"] for s in SUMS], tiny.close_enough, observers=[], **how)
 
 

@@ -69,7 +69,7 @@ def test_closing_without_measurements():
 def test_data_without_a_held_out_prompt_that_fits(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text('{"prompt": "two\\nlines"}\n' * 3)
-    text = said([f"data.source={path}", "data.holdout=0.0", "warmup.until=1.0"])
+    text = said([f"data.source={path}", "data.holdout=0.0", "supervised.until=1.0"])
     assert "tilth generate" not in text and "digits" not in text
 
 

@@ -17,7 +17,7 @@ def test_resident_memory_is_flat_over_two_thousand_steps(tmp_path):
     resident = []
     made = tiny.recipe(
         tmp_path,
-        warmup={"steps": 0},
+        supervised={"steps": 0},
         algorithm={"steps": STEPS, "drop_flat": False, "kl_coef": 0.01},
         optimizer={"lr": 1e-4},
         run={"eval_every": 100, "save_every": 50},

@@ -22,7 +22,9 @@ from tilth.plan.shape import parameters
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    return tiny.run(tiny.recipe(folder, warmup={"steps": 1}, algorithm={"steps": 1}, run={"eval_prompts": 2})).directory
+    return tiny.run(
+        tiny.recipe(folder, supervised={"steps": 1}, algorithm={"steps": 1}, run={"eval_prompts": 2})
+    ).directory
 
 
 @pytest.fixture(scope="module")

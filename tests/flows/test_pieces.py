@@ -120,7 +120,10 @@ def test_a_batch_without_rows_is_one_part_without_rows(minibatches):
 def test_a_run_whose_groups_are_all_flat_goes_on_with_several_minibatches(tmp_path):
     watcher = tiny.Recorder()
     made = tiny.recipe(
-        tmp_path, warmup={"steps": 0}, algorithm={"steps": 2, "minibatches": 2, "kl_coef": 0.1}, run={"eval_prompts": 2}
+        tmp_path,
+        supervised={"steps": 0},
+        algorithm={"steps": 2, "minibatches": 2, "kl_coef": 0.1},
+        run={"eval_prompts": 2},
     )
     result = tiny.run(made, reward=lambda p, c, i: 1.0, observers=[watcher])
     assert result.summary["state"] == "finished"

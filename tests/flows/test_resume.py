@@ -118,5 +118,5 @@ def test_a_signal_saves_says_how_to_go_on_and_the_run_continues(tmp_path, whole,
 
 def test_signal_handlers_are_given_back(tmp_path):
     before = signal.getsignal(signal.SIGINT)
-    tiny.run(tiny.recipe(tmp_path, algorithm={"steps": 1}, warmup={"steps": 1}))
+    tiny.run(tiny.recipe(tmp_path, algorithm={"steps": 1}, supervised={"steps": 1}))
     assert signal.getsignal(signal.SIGINT) is before

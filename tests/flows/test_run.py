@@ -289,7 +289,7 @@ def slow_for_some(prompt, completion, info):
 
 def test_a_reward_that_hangs_is_missing_and_journaled(tmp_path):
     made = tiny.recipe(
-        tmp_path, reward={"timeout": 0.3}, warmup={"steps": 0}, algorithm={"steps": 1}, run={"eval_prompts": 2}
+        tmp_path, reward={"timeout": 0.3}, supervised={"steps": 0}, algorithm={"steps": 1}, run={"eval_prompts": 2}
     )
     result = tiny.run(made, reward=slow_for_some)
     table = read_trajectories(result.directory).to_pylist()
@@ -311,7 +311,7 @@ def test_a_reward_that_hangs_is_missing_and_journaled(tmp_path):
         ({"algorithm": {"advantage": "grpoo"}}, RecipeError, "grpo"),
         ({"algorithm": {"loss": "ppo"}}, RecipeError, "ppo_clip"),
         ({"algorithm": {"aggregation": "mean"}}, RecipeError, "token-mean"),
-        ({"flow": "sft", "warmup": {"steps": 0}}, RecipeError, "warmup.steps"),
+        ({"flow": "sft", "supervised": {"steps": 0}}, RecipeError, "supervised.steps"),
         ({"data": {"source": "nowhere.jsonl"}}, DataError, "nowhere.jsonl"),
         ({"model": {"path": "nowhere"}}, Exception, "nowhere"),
         ({"data": {"tokenizer": "nowhere"}}, DataError, "nowhere"),
@@ -339,7 +339,7 @@ def test_trajectories_are_typed():
 
 def test_without_held_out_prompts_there_is_no_accuracy(tmp_path):
     watcher = tiny.Recorder()
-    result = tiny.run(tiny.recipe(tmp_path, data={"holdout": 0.0}, warmup={"until": 1.0}), observers=[watcher])
+    result = tiny.run(tiny.recipe(tmp_path, data={"holdout": 0.0}, supervised={"until": 1.0}), observers=[watcher])
     assert result.accuracy is None
     assert all("accuracy/heldout" not in r for r in watcher.records)
 

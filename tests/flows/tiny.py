@@ -18,7 +18,7 @@ def settings(folder: Path, **sections):
         "seed": 3,
         "model": {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32, "context": 16},
         "data": {"source": "addition", "digits": 1, "holdout": 0.2},
-        "warmup": {"steps": 6, "batch": 16, "check_every": 3, "lr": 5e-3},
+        "supervised": {"steps": 6, "batch": 16, "check_every": 3, "lr": 5e-3},
         "rollout": {"prompts": 6, "group": 4, "max_tokens": 4, "max_rows": 16},
         "algorithm": {"advantage": "grpo_no_std", "steps": 6},
         "train": {"threads": 1},

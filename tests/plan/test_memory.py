@@ -111,12 +111,18 @@ def planned(*overrides):
 
 
 def test_plan_of_the_demo():
-    base = ["warmup.steps=250", "warmup.check_every=10", "algorithm.steps=400", "rollout.prompts=64", "rollout.group=8"]
+    base = [
+        "supervised.steps=250",
+        "supervised.check_every=10",
+        "algorithm.steps=400",
+        "rollout.prompts=64",
+        "rollout.group=8",
+    ]
     plan = planned(*base, "algorithm.epochs=2", "algorithm.minibatches=3", "run.eval_every=100")
     assert (plan.longest, plan.steps, plan.prompts, plan.samples) == (16, 400, 25_600, 204_800)
     assert plan.optimizer_steps == 250 + 400 * 6 and plan.tokens_per_step == 512 * 16
     assert plan.evaluations == 25 + 4
-    assert plan.warmup_examples == 250 * 256 and plan.parameters == COUNT
+    assert plan.supervised_examples == 250 * 256 and plan.parameters == COUNT
     tokens = (250 * 256 + 2 * 204_800) * 16
     assert plan.flops == pytest.approx(6 * tokens * matrices(SHAPE), rel=0.15)
 
@@ -132,12 +138,12 @@ def test_supervised_flow_has_no_samples():
 
 @pytest.mark.parametrize(("every", "steps", "count"), [(0, 10, 2), (3, 10, 5), (5, 10, 3), (20, 10, 2)])
 def test_evaluations(every, steps, count):
-    plan = planned("warmup.steps=0", f"algorithm.steps={steps}", f"run.eval_every={every}")
+    plan = planned("supervised.steps=0", f"algorithm.steps={steps}", f"run.eval_every={every}")
     assert plan.evaluations == count
 
 
 def test_lines_state_what_matters():
-    text = "\n".join(planned("algorithm.steps=400", "warmup.steps=0").lines())
+    text = "\n".join(planned("algorithm.steps=400", "supervised.steps=0").lines())
     for part in ("900,000 prompts", "100,000 held out", "400 steps", "25,600 prompts", "204,800 samples", "predicted"):
         assert part in text
     assert "supervised" not in text

@@ -16,7 +16,7 @@ ENVIRONMENT = {
     "cpu": "AMD EPYC 7B13", "cores": 2, "logical_cores": 2, "threads": 2, "memory": 8_200_000_000, "accelerator": None,
 }  # fmt: skip
 PLAN = {
-    "parameters": 806_000, "train_prompts": 900_000, "heldout_prompts": 100_000, "warmup_steps": 250, "steps": 400,
+    "parameters": 806_000, "train_prompts": 900_000, "heldout_prompts": 100_000, "supervised_steps": 250, "steps": 400,
     "prompts": 25_600, "samples": 204_800, "optimizer_steps": 650, "tokens_per_step": 8704, "memory_peak": 771_000_000,
     "memory": {"interpreter and libraries": 450_887_680, "parameters": 3_224_000, "gradients": 3_224_000,
                "optimizer state": 6_448_000, "KV cache": 67_108_864, "activations": 190_000_000},
@@ -27,7 +27,7 @@ def recipe(root: Path):
     return from_dict(
         {
             "run": {"dir": str(root)},
-            "warmup": {"steps": 250, "until": 0.6},
+            "supervised": {"steps": 250, "until": 0.6},
             "algorithm": {"steps": 400},
             "data": {"source": "addition"},
         }

@@ -12,7 +12,7 @@ from tilth.config.load import from_dict
 from tilth.ui import live as live_module
 from tilth.ui.live import LEVELS, Live, Progress, Series, line, picture, sparkline
 
-RECIPE = from_dict({"warmup": {"steps": 20}, "algorithm": {"steps": 100}})
+RECIPE = from_dict({"supervised": {"steps": 20}, "algorithm": {"steps": 100}})
 SAMPLE = {"prompt": "123+456=", "text": "0579", "answer": "0579", "reward": 1.0}
 
 

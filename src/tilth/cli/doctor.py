@@ -129,7 +129,13 @@ def try_run() -> tuple[float | None, str | None]:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         small = ["model.hidden=32", "model.layers=1", "data.digits=1", "rollout.prompts=8", "run.eval_prompts=8"]
-        short = ["warmup.steps=2", "warmup.batch=8", "warmup.check_every=2", "algorithm.steps=1", f'run.dir="{folder}"']
+        short = [
+            "supervised.steps=2",
+            "supervised.batch=8",
+            "supervised.check_every=2",
+            "algorithm.steps=1",
+            f'run.dir="{folder}"',
+        ]
         try:
             run_recipe(load_recipe("addition-grpo", [*small, *short]), name="doctor", observers=[])
         except TilthError as error:

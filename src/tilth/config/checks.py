@@ -56,18 +56,21 @@ def _parity(recipe: Recipe) -> Iterator[str]:
 
 
 def _learning(recipe: Recipe) -> Iterator[str]:
-    a, r, w = recipe.algorithm, recipe.rollout, recipe.warmup
-    if not a.steps and not w.steps:
-        yield "nothing to train: algorithm.steps and warmup.steps are both 0"
-    if w.steps and w.until < 1 and recipe.data.holdout == 0:
-        yield f"warmup.until = {w.until} needs held-out prompts; data.holdout is 0"
+    a, r, w = recipe.algorithm, recipe.rollout, recipe.supervised
+    supervised = bool(w.steps or w.epochs)
+    if recipe.flow in ("sft", "pretrain") and not supervised:
+        yield f"nothing to train: flow = {recipe.flow}, and supervised.steps and supervised.epochs are both 0"
+    if not a.steps and not supervised:
+        yield "nothing to train: algorithm.steps and supervised.steps are both 0"
+    if supervised and w.until < 1 and recipe.data.holdout == 0:
+        yield f"supervised.until = {w.until} needs held-out prompts; data.holdout is 0"
     if recipe.data.holdout == 1:
         yield "data.holdout = 1 leaves no prompt to train on"
     if a.dual_clip and a.dual_clip < 1:
         yield f"algorithm.dual_clip = {a.dual_clip} is neither 0 (none) nor at least 1"
     if a.clip_low > 1:
         yield f"algorithm.clip_low = {a.clip_low} is above 1: a ratio cannot fall below 0"
-    if recipe.flow == "grpo" and a.steps:
+    if recipe.flow in ("grpo", "ppo") and a.steps:
         yield from _experience(recipe)
     if a.minibatches > r.prompts * r.group:
         yield f"algorithm.minibatches = {a.minibatches} is more than rollout.prompts x group = {r.prompts * r.group}"
@@ -75,8 +78,8 @@ def _learning(recipe: Recipe) -> Iterator[str]:
 
 def _experience(recipe: Recipe) -> Iterator[str]:
     if recipe.rollout.temperature == 0:
-        yield "rollout.temperature = 0 samples the same completion each time; flow grpo needs it above 0"
-    if recipe.rollout.group == 1 and recipe.algorithm.drop_flat:
+        yield f"rollout.temperature = 0 samples the same completion each time; flow {recipe.flow} needs it above 0"
+    if recipe.flow == "grpo" and recipe.rollout.group == 1 and recipe.algorithm.drop_flat:
         yield "rollout.group = 1 with algorithm.drop_flat = true drops every group; use a group of 2 or more"
 
 

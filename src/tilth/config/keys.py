@@ -1,7 +1,8 @@
 """The keys of a recipe as a table, read from the schema: for error messages, overrides and documentation."""
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
@@ -51,7 +52,19 @@ def _values(field: FieldInfo) -> str:
         return "text"
     if annotation in (int, float):
         return ("an integer" if annotation is int else "a number") + _range(field.metadata)
-    return "a list of texts"
+    return _shape(annotation)
+
+
+def _shape(annotation: Any) -> str:
+    """Of a list, a table or a choice between kinds."""
+    if get_origin(annotation) is dict:
+        return "a table"
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join("text" if a is str else _shape(a) for a in get_args(annotation))
+    items = [a for a in get_args(annotation) if a is not Ellipsis]
+    if get_origin(items[0]) is Literal:
+        return "a list of " + ", ".join(map(str, get_args(items[0])))
+    return "a list of texts" if items[0] is str else f"a list of {len(items)} numbers"
 
 
 def _range(metadata: list[Any]) -> str:

@@ -96,9 +96,9 @@ def dump_toml(recipe: Recipe) -> str:
 
 
 def digest(recipe: Recipe) -> str:
-    """16 hex digits that differ where two recipes ask for different work; where the run is kept does not count."""
+    """16 hex digits that differ where two recipes ask for different work; where it is kept does not count."""
     data = recipe.dump()
-    for name in ("dir", "name"):
+    for name in ("dir", "name", "track"):
         del data["run"][name]
     return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -112,6 +112,7 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _frozen(value: Any) -> Any:
+    """Lists as tuples, since values of a recipe are immutable."""
     if isinstance(value, Mapping):
         return {name: _frozen(v) for name, v in value.items()}
     return tuple(value) if isinstance(value, list) else value
@@ -142,6 +143,9 @@ def dump_value(value: Any) -> str:
         return _ESCAPED.sub(lambda m: f"\\u{ord(m[0]):04x}", json.dumps(value, ensure_ascii=False))
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(dump_value, value)) + "]"
+    if isinstance(value, Mapping):
+        pairs = (f"{dump_value(str(k))} = {dump_value(v)}" for k, v in value.items())
+        return "{" + ", ".join(pairs) + "}"
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 

@@ -41,23 +41,37 @@ class Data(Section):
     """What it learns from."""
 
     source: str = Field(
-        "addition", description="a task (addition) or a JSONL file: an object a line with prompt and, if known, answer"
+        "addition",
+        description="a task (addition, countdown), or files: JSONL, JSON, Parquet, Arrow, text, compressed or not, "
+        "a dataset directory, a folder or a pattern of such files",
     )
-    digits: int = Field(3, ge=1, le=9, description="digits of each number of the addition task")
+    columns: dict[Literal["prompt", "answer", "messages", "text"], str] = Field(
+        {}, description='which column is which, as in {prompt = "question"}; a column of that very name needs no word'
+    )
+    digits: int = Field(3, ge=1, le=9, description="digits of the numbers of a task (countdown: at most this many)")
+    heldout: str = Field("", description="a source of its own to evaluate on; empty: a share of data.source")
     holdout: Share = Field(0.1, description="share of prompts held out for evaluation, chosen by hash of the prompt")
     tokenizer: str = Field(
-        "", description="tokenizer.json or its directory; empty: the model's own, or one per character"
+        "",
+        description="tokenizer.json or its directory, characters, or bpe:SIZE to train one on the data; "
+        "empty: the model's own, or characters",
+    )
+    template: str = Field(
+        "",
+        description="how a prompt and its answer become text: model (its chat template), chatml, or a Jinja file; "
+        "empty: one after the other as they stand",
     )
 
 
-class Warmup(Section):
-    """A short supervised phase before reinforcement learning, on prompts with their answers."""
+class Supervised(Section):
+    """Learning from given text: the whole of flows pretrain and sft, a warm-up before reinforcement learning."""
 
-    steps: Count = Field(0, description="most supervised steps; 0: no warm-up")
+    steps: Count = Field(0, description="most supervised steps; 0: by epochs, or none")
+    epochs: Rate = Field(0.0, description="passes over the data, where steps is 0")
     until: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="stop early at this greedy held-out accuracy")
-    check_every: Positive = Field(10, description="steps between two looks at the accuracy")
-    batch: Positive = Field(256, description="examples a step")
-    lr: Rate = Field(2e-3, description="learning rate of the warm-up")
+    check_every: Positive = Field(10, description="steps between two evaluations on what is held out")
+    batch: Positive = Field(256, description="examples (pretrain: pieces of documents) a step")
+    lr: Rate = Field(2e-3, description="peak learning rate of this phase")
 
 
 class Rollout(Section):
@@ -82,7 +96,11 @@ class Rollout(Section):
 class Reward(Section):
     """What is good."""
 
-    function: str = Field("", description="FILE.py:function or module:function; empty: the task's own")
+    function: str | dict[str, float] = Field(
+        "",
+        description="FILE.py:function, module:function, a verifier (addition, countdown, gsm8k, exact, regex:PATTERN), "
+        'or several with their weights, as in {gsm8k = 1.0, "regex:####" = 0.1}; empty: the task\'s own',
+    )
     timeout: float = Field(10.0, gt=0, description="seconds one call may take before its reward is missing")
     workers: Positive = Field(1, description="processes that score")
 
@@ -102,7 +120,17 @@ class Algorithm(Section):
     steps: Count = Field(100, description="training steps, each on one batch of experience")
     minibatches: Positive = Field(1, description="optimizer steps made of one batch")
     epochs: Positive = Field(1, description="passes over one batch")
+    gamma: Share = Field(1.0, description="discount of gae")
+    lam: Share = Field(1.0, description="lambda of gae: 1 is reward-to-go minus value, 0 is one-step")
     drop_flat: bool = Field(True, description="leave out groups in which all rewards are equal (they have no gradient)")
+
+
+class Critic(Section):
+    """The value model of flow ppo: a decoder like the policy, begun as its copy, with a value at each token."""
+
+    lr: Rate = Field(1e-3, description="peak learning rate of the critic")
+    steps: Count = Field(0, description="steps that train the critic alone before the policy moves")
+    clip: Rate = Field(0.2, description="most that a value may move in an update before its loss is flat; 0: no clip")
 
 
 class Optimizer(Section):
@@ -111,8 +139,7 @@ class Optimizer(Section):
     name: Literal["adamw", "muon"] = Field("adamw", description="muon: block matrices by Muon, the rest by AdamW")
     lr: Rate = Field(1e-4, description="peak learning rate")
     muon_lr_ratio: Rate = Field(10.0, description="learning rate of the block matrices under Muon, over lr")
-    beta1: Share = Field(0.9, description="AdamW's decay of the first moment")
-    beta2: Share = Field(0.95, description="AdamW's decay of the second moment")
+    betas: tuple[Share, Share] = Field((0.9, 0.95), description="AdamW's decay of both moments")
     weight_decay: Rate = Field(0.0, description="decoupled weight decay of matrices")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "constant", description="learning rate over steps (wsd decays in the last fifth)"
@@ -137,6 +164,10 @@ class Train(Section):
     nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="on a loss or gradient that is not finite: stop, or skip and count"
     )
+    ema: Share = Field(0.0, description="decay of an exponential moving average of the weights, RUN@ema; 0: none")
+    watch: tuple[Literal["noise_scale", "layer_norms"], ...] = Field(
+        (), description="further metrics: gradient noise scale; norms of each layer's weights and gradients"
+    )
     mismatch: Rate = Field(
         0.0, description="largest log-prob difference of trainer and engine; 0: 1e-3 in fp32, 0.5 in bf16"
     )
@@ -152,20 +183,26 @@ class Run(Section):
     )
     eval_prompts: Positive = Field(512, description="held-out prompts in an evaluation")
     save_every: Positive = Field(25, description="steps between two checkpoints")
-    keep: Positive = Field(2, description="checkpoints kept")
+    keep: Positive = Field(2, description="newest checkpoints kept; the best one by evaluation stays too, RUN@best")
+    track: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        (), description="trackers that get every metric too (wandb: offline unless WANDB_MODE says otherwise)"
+    )
 
 
 class Recipe(Section):
-    """A whole run. Nine sections and two keys of its own."""
+    """A whole run. Ten sections and two keys of its own."""
 
-    flow: Literal["grpo", "sft"] = Field("grpo", description="grpo; or sft: the supervised steps of [warmup] alone")
+    flow: Literal["grpo", "ppo", "sft", "pretrain"] = Field(
+        "grpo", description="grpo, ppo; or [supervised] alone: sft on answers, pretrain on whole texts"
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="seed of every random number of the run")
     model: Model = Model()
     data: Data = Data()
-    warmup: Warmup = Warmup()
+    supervised: Supervised = Supervised()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()
+    critic: Critic = Critic()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
     run: Run = Run()

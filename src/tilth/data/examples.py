@@ -57,7 +57,7 @@ def supervised(prompts: Sequence[Prompt], tokenizer: Tokenizer, context: int) ->
     for prompt in prompts:
         if prompt.answer is None:
             raise DataError(
-                f"prompt {prompt.index} has no answer, which supervised steps need; or set warmup.steps = 0"
+                f"prompt {prompt.index} has no answer, which supervised steps need; or set supervised.steps = 0"
             )
     heads = tokenizer.encode_all([p.text for p in prompts])
     wholes = tokenizer.encode_all([p.text + (p.answer or "") for p in prompts])

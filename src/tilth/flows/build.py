@@ -65,7 +65,7 @@ def build(recipe: Recipe, prompts: PromptSet, pool: RewardPool) -> Parts:
     if tokenizer.vocab_size > config.vocab_size:
         raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}")
     longest = check_prompts(prompts, tokenizer, recipe.model.context - recipe.rollout.max_tokens)
-    if recipe.warmup.steps:
+    if recipe.supervised.steps:
         check_examples(train, tokenizer, recipe.model.context)
     plan = plan_run(recipe, config, train_prompts=len(train), heldout_prompts=len(heldout), longest_prompt=longest)
     store = InlineStore()

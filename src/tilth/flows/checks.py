@@ -12,8 +12,8 @@ COLUMNS = {"rewards", "groups", "mask", "lengths", "logprobs", "old_logprobs", "
 def check_algorithm(recipe: Recipe) -> None:
     """Raise RecipeError for an unknown estimator, loss or aggregation, or one that needs what no role makes."""
     if recipe.flow != "grpo":
-        if not recipe.warmup.steps:
-            raise RecipeError(f"flow={recipe.flow} with warmup.steps=0 does nothing; set warmup.steps")
+        if not recipe.supervised.steps:
+            raise RecipeError(f"flow={recipe.flow} with supervised.steps=0 does nothing; set supervised.steps")
         return
     how = recipe.algorithm
     columns = COLUMNS | ({"ref_logprobs"} if how.kl_coef else set())

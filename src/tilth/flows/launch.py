@@ -112,8 +112,8 @@ def _run(recipe: Recipe, parts: Parts, directory: RunDir, observers: Sequence[Ob
 def _phases(run: Run) -> None:
     """The supervised phase, if any, then the recipe's flow."""
     recipe = run.recipe
-    if recipe.warmup.steps:
-        sft(run.enter(SUPERVISED, recipe.warmup.steps, recipe.warmup.lr))
+    if recipe.supervised.steps:
+        sft(run.enter(SUPERVISED, recipe.supervised.steps, recipe.supervised.lr))
     if recipe.flow == "grpo":
         grpo(run.enter("grpo", recipe.algorithm.steps, recipe.optimizer.lr))
 

@@ -268,7 +268,7 @@ class Run:
         if self.entered in at.finished:
             return False
         # A mean reward above 1 is no share of right answers, so it reaches no target.
-        reached = at.phase == SUPERVISED and self.recipe.warmup.until <= (at.accuracy_last or 0.0) <= 1
+        reached = at.phase == SUPERVISED and self.recipe.supervised.until <= (at.accuracy_last or 0.0) <= 1
         if at.phase_step >= self.phase_steps or reached:
             self._leave()
             return False
@@ -285,7 +285,7 @@ class Run:
         self._commit()
 
     def _due(self) -> bool:
-        every = self.recipe.warmup.check_every if self.at.phase == SUPERVISED else self.recipe.run.eval_every
+        every = self.recipe.supervised.check_every if self.at.phase == SUPERVISED else self.recipe.run.eval_every
         return self.at.phase_step >= self.phase_steps or bool(every and self.at.phase_step % every == 0)
 
     def _record(self, batch: Batch) -> None:

@@ -73,7 +73,7 @@ def kv_tokens(recipe: Recipe) -> int:
 def micro_tokens(recipe: Recipe, longest: int) -> int:
     """Most tokens of one micro-batch: what the budget allows, and what a step can have."""
     rows = recipe.rollout.prompts * recipe.rollout.group if recipe.algorithm.steps else 0
-    rows = max(rows, recipe.warmup.batch if recipe.warmup.steps else 0)
+    rows = max(rows, recipe.supervised.batch if recipe.supervised.steps else 0)
     return max(longest, min(recipe.train.micro_tokens, rows * longest))
 
 

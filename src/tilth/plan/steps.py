@@ -18,8 +18,8 @@ class RunPlan:
     heldout_prompts: int
     longest: int
     """Tokens of the longest possible sequence: longest prompt and longest completion."""
-    warmup_steps: int
-    warmup_examples: int
+    supervised_steps: int
+    supervised_examples: int
     steps: int
     prompts: int
     samples: int
@@ -42,8 +42,8 @@ class RunPlan:
             f"model: {_count(self.parameters)} parameters; {self.train_prompts:,} prompts to train on, "
             f"{self.heldout_prompts:,} held out"
         ]
-        if self.warmup_steps:
-            lines.append(f"supervised: at most {self.warmup_steps:,} steps, {self.warmup_examples:,} examples")
+        if self.supervised_steps:
+            lines.append(f"supervised: at most {self.supervised_steps:,} steps, {self.supervised_examples:,} examples")
         if self.steps:
             lines.append(
                 f"reinforcement learning: {self.steps:,} steps, {self.prompts:,} prompts, {self.samples:,} samples, "
@@ -62,7 +62,7 @@ def plan_run(
     recipe: Recipe, shape: DecoderShape, *, train_prompts: int, heldout_prompts: int, longest_prompt: int
 ) -> RunPlan:
     """From the recipe, the model's shape, the sizes of the data and the longest prompt in tokens."""
-    a, r, w = recipe.algorithm, recipe.rollout, recipe.warmup
+    a, r, w = recipe.algorithm, recipe.rollout, recipe.supervised
     steps = a.steps if recipe.flow == "grpo" else 0
     longest = min(recipe.model.context, longest_prompt + r.max_tokens)
     rows = r.prompts * r.group
@@ -72,8 +72,8 @@ def plan_run(
         train_prompts=train_prompts,
         heldout_prompts=heldout_prompts,
         longest=longest,
-        warmup_steps=w.steps,
-        warmup_examples=w.steps * w.batch,
+        supervised_steps=w.steps,
+        supervised_examples=w.steps * w.batch,
         steps=steps,
         prompts=steps * r.prompts,
         samples=steps * rows,

@@ -38,8 +38,9 @@ class Optimizers:
             {"params": decayed, "weight_decay": self.section.weight_decay},
             {"params": plain, "weight_decay": 0.0},
         ]
-        betas = (self.section.beta1, self.section.beta2)
-        return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.section.lr, betas=betas, fused=True)
+        return torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=self.section.lr, betas=self.section.betas, fused=True
+        )
 
     def _muon(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         lr = self.section.lr * self.section.muon_lr_ratio

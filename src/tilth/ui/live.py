@@ -73,10 +73,10 @@ class Progress:
     """Where the run is, from its records: phase, steps in it, time, and what each metric has been."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.planned = {"warmup": recipe.warmup.steps}
+        self.planned = {"warmup": recipe.supervised.steps}
         if recipe.flow != "sft":
             self.planned[recipe.flow] = recipe.algorithm.steps
-        self.until = recipe.warmup.until
+        self.until = recipe.supervised.until
         self.phase = ""
         self.done = 0
         self.seconds = 0.0

@@ -124,7 +124,7 @@ def _count(number: float) -> str:
 
 def _tiles(seen: Seen) -> Html:
     s = seen.summary
-    steps = seen.plan.get("steps", 0) + seen.plan.get("warmup_steps", 0)
+    steps = seen.plan.get("steps", 0) + seen.plan.get("supervised_steps", 0)
     rates = [
         (name, f"{s[key]:,.0f}", "tokens/s")
         for name, key in (("Generation", "tokens_per_second_generate"), ("Training", "tokens_per_second_train"))
