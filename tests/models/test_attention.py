@@ -161,6 +161,30 @@ def test_positions_and_extents() -> None:
     assert PackedContext([2, 3], parity=True).positions.tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
 
 
+@pytest.mark.parametrize("window", [None, 1, 7, 50, 400])
+def test_flash_attention_is_asked_for_the_same_thing(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel by its documentation, in plain Python: is what we hand it what the other kernels compute?"""
+
+    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size):
+        assert cu_q.dtype == cu_k.dtype == torch.int32 and q.shape == k.shape == v.shape
+        assert max_q == max_k == int(cu_q.diff().max()) and window_size[1] == 0
+        left = window_size[0] if window_size[0] >= 0 else max_q
+        parts = []
+        for a, b in zip(cu_q[:-1].tolist(), cu_q[1:].tolist()):
+            i = torch.arange(b - a)
+            seen = (i[None, :] <= i[:, None]) & (i[None, :] >= i[:, None] - left)
+            scores = torch.einsum("qhd,khd->hqk", q[a:b], k[a:b]) / q.shape[2] ** 0.5
+            parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v[a:b]))
+        return torch.cat(parts)
+
+    lengths = [300, 0, 5, 64, 290, 33]
+    q, k, v = random_qkv(sum(lengths), hd=32)
+    expected = PackedContext(lengths).attend(0, q, k, v, window)
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(PackedContext, "_varlen", lambda self, q: True)
+    torch.testing.assert_close(PackedContext(lengths).attend(0, q, k, v, window), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])

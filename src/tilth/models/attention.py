@@ -8,12 +8,14 @@ multiples of 4 per thread, query rows in multiples of 4, key lengths in multiple
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from tilth.core.random import dropout_mask, stream
 from tilth.models.rows import pad_rows, take_rows
@@ -175,6 +177,8 @@ class PackedContext:
         """See ``AttentionContext``."""
         if not self._groups:
             return q
+        if self._varlen(q):
+            return self._flash(q, k, v, window)
         if self._source is not None:
             q, k, v = (pad_rows(x, self._source, self._slot) for x in (q, k, v))
         parts = []
@@ -183,6 +187,21 @@ class PackedContext:
             parts.append(self._attend_group(group, q[some], k[some], v[some], window))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out if self._source is None else take_rows(out, self._slot)
+
+    def _varlen(self, q: Tensor) -> bool:
+        """Whether flash attention takes the packed tokens as they are: no padding, no groups, one kernel a layer."""
+        return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and self._causal(None) and not self.parity
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        """int32 [n + 1]: where each sequence begins, and where the last one ends."""
+        return torch.from_numpy(np.append(0, np.cumsum(self._lengths))).to(self.device, torch.int32)
+
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        ends, longest, repeats = self._ends, int(self._lengths.max()), q.shape[1] // k.shape[1]
+        k, v = (x if repeats == 1 else x.repeat_interleave(repeats, 1) for x in (k, v))
+        left = -1 if window is None else window - 1
+        return varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(left, 0))
 
     def _attend_group(self, group: _Group, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         b, t, kv_heads, hd = group.count, group.length, k.shape[1], k.shape[2]
