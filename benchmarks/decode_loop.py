@@ -28,6 +28,8 @@ class DecodeLoop:
         self._frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
         self._step: Callable[..., tuple[Tensor, Tensor]] = self.step
         if compile:
+            # each model, batch and phase is another program of the same function; past the limit it would run eagerly
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
             self._step = torch.compile(self.step, dynamic=False)
 
     def _fuse(self, w: dict[str, Tensor], at: str) -> dict[str, Tensor]:
