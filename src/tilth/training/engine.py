@@ -21,7 +21,7 @@ from tilth.models.decoder import Decoder
 from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
 from tilth.training.optim import Optimizers
-from tilth.training.packed import Micro, micros, score, shares_prompts
+from tilth.training.packed import Micro, Scorer, micros, score, shares_prompts
 from tilth.training.schedule import lr_factor
 
 Loss = Callable[[Micro], tuple[Tensor, dict[str, Metric]]]
@@ -62,8 +62,11 @@ class TrainEngine:
         compile: bool = False,
         nonfinite: Literal["stop", "skip"] = "stop",
         seed: int = 0,
+        scorer: Scorer = score,
     ) -> None:
+        """scorer: fills in what the loss needs of a micro-batch; ``training.packed.appraise`` for a value model."""
         self.model = model
+        self.scorer = scorer
         self.section = optimizer
         self.optimizers = Optimizers(dict(model.named_parameters()), optimizer)
         self.peak_lr = optimizer.lr
@@ -161,4 +164,4 @@ class TrainEngine:
         dropout = None
         if self.model.config.dropout:
             dropout = DropoutContext(self.seed, self.updates, torch.from_numpy(index).to(self.device))
-        score(self.model, micro, temperature=temperature, entropy=entropy, parity=self.parity, dropout=dropout)
+        self.scorer(self.model, micro, temperature=temperature, entropy=entropy, parity=self.parity, dropout=dropout)

@@ -1,7 +1,8 @@
-"""Micro-batches of packed sequences, and the log-probs of a model on them."""
+"""Micro-batches of packed sequences, and the log-probs or values of a model on them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from tilth.models.decoder import Decoder
 from tilth.models.logprobs import token_logprobs
 from tilth.models.rows import take_rows
 from tilth.models.tree import LONGEST, TreeContext, Trees, plant
+from tilth.models.value import ValueModel
 from tilth.plan.packing import micro_batches
 
 WORTH = 0.9
@@ -33,8 +35,9 @@ def shares_prompts(config: DecoderConfig, parity: bool) -> bool:
 class Micro:
     """One micro-batch, packed: per-token tensors [N] over ``len(lengths)`` sequences.
 
-    ``logprobs`` and ``entropy`` are of the current policy, zero where ``mask`` is; ``columns`` are what the caller
-    passed, cut to these sequences. ``trees``: how prompts that several sequences share are computed once.
+    ``logprobs`` and ``entropy`` are of the current policy, ``values`` of the current critic, zero where ``mask`` is;
+    ``columns`` are what the caller passed, cut to these sequences. ``trees``: how prompts that several sequences share
+    are computed once.
     """
 
     ids: Tensor
@@ -44,6 +47,7 @@ class Micro:
     trees: Trees | None = None
     logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
     entropy: Tensor = field(default_factory=lambda: torch.zeros(0))
+    values: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @property
     def computed(self) -> int:
@@ -127,6 +131,21 @@ def _tree_sizes(tokens: Ragged, mask: np.ndarray, groups: list[np.ndarray]) -> n
     return np.array(sizes, np.int64)
 
 
+class Scorer(Protocol):
+    """Runs a model on a micro-batch and fills in what a loss needs of it: ``score`` or ``appraise``."""
+
+    def __call__(
+        self,
+        model: Any,
+        micro: Micro,
+        *,
+        temperature: float,
+        entropy: bool,
+        parity: bool = False,
+        dropout: DropoutContext | None = None,
+    ) -> None: ...
+
+
 def score(
     model: Decoder,
     micro: Micro,
@@ -137,30 +156,73 @@ def score(
     dropout: DropoutContext | None = None,
 ) -> None:
     """Fill in log-probs (and entropy) of the tokens in the mask; only their logits are ever computed."""
-    device = micro.ids.device
     chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
-    if micro.trees is None:
-        hidden = model(micro.ids, PackedContext(micro.lengths, device, parity, dropout))
-        before = take_rows(hidden, chosen - 1)
-    else:
-        source, slot = (torch.from_numpy(x).to(device) for x in (micro.trees.source, micro.trees.slot))
-        hidden = model(micro.ids[source], TreeContext(micro.trees, device))
-        before = hidden.index_select(0, slot[chosen - 1])  # the end of a prompt comes before several tokens
+    before = _states(model, micro, chosen, parity, dropout)
     found, entropies = token_logprobs(before, model.head_weight, micro.ids[chosen], temperature=temperature)
-    blank = torch.zeros(len(micro.ids), device=device)
+    blank = torch.zeros(len(micro.ids), device=micro.ids.device)
     micro.logprobs = blank.index_copy(0, chosen, found)
     if entropy:
         micro.entropy = blank.index_copy(0, chosen, entropies)
+
+
+def appraise(
+    model: ValueModel,
+    micro: Micro,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    parity: bool = False,
+    dropout: DropoutContext | None = None,
+) -> None:
+    """Fill in the values of the states in which the tokens in the mask were chosen: the scorer of a value model.
+
+    A value depends neither on ``temperature`` nor on whether an ``entropy`` is wanted.
+    """
+    chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
+    before = _states(model, micro, chosen, parity, dropout)
+    micro.values = torch.zeros(len(micro.ids), device=micro.ids.device).index_copy(0, chosen, model.score(before))
+
+
+def _states(model: Decoder, micro: Micro, chosen: Tensor, parity: bool, dropout: DropoutContext | None) -> Tensor:
+    """Hidden states [chosen, hidden] of the tokens that come just before the chosen ones (int64 packed indices)."""
+    device = micro.ids.device
+    if micro.trees is None:
+        hidden = model(micro.ids, PackedContext(micro.lengths, device, parity, dropout))
+        return take_rows(hidden, chosen - 1)
+    source, slot = (torch.from_numpy(x).to(device) for x in (micro.trees.source, micro.trees.slot))
+    hidden = model(micro.ids[source], TreeContext(micro.trees, device))
+    return hidden.index_select(0, slot[chosen - 1])  # the end of a prompt comes before several tokens
 
 
 def packed_logprobs(
     model: Decoder, tokens: Ragged, mask: np.ndarray, *, max_tokens: int, temperature: float = 1.0, parity: bool = False
 ) -> np.ndarray:
     """Log-prob of each masked-in token under ``model``, float32 [N]; 0 elsewhere. No gradient."""
+    return _without_gradient(score, "logprobs", model, tokens, mask, max_tokens, temperature, parity)
+
+
+def packed_values(
+    model: ValueModel, tokens: Ragged, mask: np.ndarray, *, max_tokens: int, parity: bool = False
+) -> np.ndarray:
+    """Value of the state before each masked-in token, float32 [N]; 0 elsewhere. No gradient."""
+    return _without_gradient(appraise, "values", model, tokens, mask, max_tokens, 1.0, parity)
+
+
+@torch.no_grad()
+def _without_gradient(
+    scorer: Scorer,
+    what: str,
+    model: Decoder,
+    tokens: Ragged,
+    mask: np.ndarray,
+    max_tokens: int,
+    temperature: float,
+    parity: bool,
+) -> np.ndarray:
+    """What the scorer fills in, over the micro-batches that an update on the same batch would have: float32 [N]."""
     found = np.zeros(len(mask), np.float32)
     device = next(model.parameters()).device
-    with torch.no_grad():
-        for index, micro in micros(tokens, mask, {}, max_tokens, device, share=shares_prompts(model.config, parity)):
-            score(model, micro, temperature=temperature, entropy=False, parity=parity)
-            found[index] = micro.logprobs.cpu().numpy()
+    for index, micro in micros(tokens, mask, {}, max_tokens, device, share=shares_prompts(model.config, parity)):
+        scorer(model, micro, temperature=temperature, entropy=False, parity=parity)
+        found[index] = getattr(micro, what).cpu().numpy()
     return found

@@ -1,0 +1,64 @@
+"""The value model: a decoder's body with one number at each position instead of logits.
+
+Names are those of transformers' ``...ForTokenClassification`` with one label (``model.*``, ``score.*``), so that a
+critic's checkpoint is as plain as a policy's.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilth.core.errors import ModelError
+from tilth.models.decoder import Decoder
+
+HEAD = "score."
+"""Prefix of the value head's parameters; all others are those of the decoder's body."""
+OUTPUT = "lm_head."
+
+
+class Score(nn.Module):
+    """hidden -> one value, computed in fp32 whatever the residual stream is. Begins at 0 everywhere."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [N, width] -> float32 [N]."""
+        return F.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(-1)
+
+
+class ValueModel(Decoder):
+    """V(state) at each token. ``forward`` gives hidden states as in ``Decoder``; ``score`` makes values of them.
+
+    The hidden state of token t - 1 is the state before token t is chosen, as it is for log-probs.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        """A copy of ``decoder``'s body, its compute dtype and device; the head is zero, so every value is."""
+        super().__init__(replace(decoder.config, tie_embeddings=True), decoder.dtype)  # tied: no output head of its own
+        self.score = Score(decoder.config.hidden_size)
+        self.to(next(decoder.parameters()).device)
+        self.checkpointing = decoder.checkpointing
+        self.follow(decoder.named_parameters())
+
+    @torch.no_grad()
+    def follow(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Begin again as a copy of these weights of a decoder, head at zero. ModelError names what does not fit."""
+        own = {name: p for name, p in self.named_parameters() if not name.startswith(HEAD)}
+        for name, tensor in weights:
+            if name.startswith(OUTPUT):
+                continue
+            if name not in own or own[name].shape != tensor.shape:
+                raise ModelError(
+                    f"{name} {list(tensor.shape)} has no place in the value model: another shape of decoder"
+                )
+            own.pop(name).copy_(tensor)
+        if own:
+            raise ModelError(f"{next(iter(own))} is missing in the weights that the value model should begin with")
+        for parameter in self.score.parameters():
+            parameter.zero_()
