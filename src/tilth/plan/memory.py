@@ -48,21 +48,35 @@ def _total(items: tuple[Item, ...]) -> int:
     return sum(item.bytes for item in items)
 
 
-def predict(recipe: Recipe, shape: DecoderShape, longest: int, base: int = BASE) -> Memory:
-    """Of a run in which a sequence has at most ``longest`` tokens, prompt and completion together."""
+def predict(recipe: Recipe, shape: DecoderShape, longest: int, base: int = BASE, *, generates: bool = True) -> Memory:
+    """Of a run in which a sequence has at most ``longest`` tokens, prompt and completion together.
+
+    generates: whether the run has a rollout engine.
+    """
     element = 2 if recipe.train.precision == "bf16" else _FP32
-    count = parameters(shape)
+    count, critic = parameters(shape), value_parameters(shape) if recipe.flow == "ppo" else 0
     held = [
         Item("interpreter and libraries", base),
         Item("parameters", count * _FP32),
-        Item("gradients", count * _FP32),
-        Item("optimizer state", _optimizer(recipe, shape)),
-        Item("engine's copy of the weights", count * element),
-        Item("KV cache", kv_tokens(recipe) * kv_bytes(shape, element)),
+        Item("gradients", max(count, critic) * _FP32),  # policy and critic take turns, and forget theirs after a step
+        Item("optimizer state", _optimizer(recipe, shape, count)),
     ]
-    if recipe.algorithm.kl_coef and recipe.flow == "grpo":
+    if critic:
+        held.append(Item("critic's parameters", critic * _FP32))
+        held.append(Item("critic's optimizer state", _optimizer(recipe, shape, critic)))
+    if generates:
+        held.append(Item("engine's copy of the weights", count * element))
+        held.append(Item("KV cache", kv_tokens(recipe) * kv_bytes(shape, element)))
+    if recipe.algorithm.kl_coef and recipe.flow in ("grpo", "ppo"):
         held.append(Item("reference model", count * _FP32))
-    return Memory(tuple(held), _training(recipe, shape, longest, element), _generation(recipe, shape, element))
+    generation = _generation(recipe, shape, element) if generates else ()
+    return Memory(tuple(held), _training(recipe, shape, longest, element), generation)
+
+
+def value_parameters(shape: DecoderShape) -> int:
+    """Parameters of a value model on this shape: the decoder without an output head, a row and a bias for the value."""
+    head = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size
+    return parameters(shape) - head + shape.hidden_size + 1
 
 
 def kv_tokens(recipe: Recipe) -> int:
@@ -72,15 +86,16 @@ def kv_tokens(recipe: Recipe) -> int:
 
 def micro_tokens(recipe: Recipe, longest: int) -> int:
     """Most tokens of one micro-batch: what the budget allows, and what a step can have."""
-    rows = recipe.rollout.prompts * recipe.rollout.group if recipe.algorithm.steps else 0
-    rows = max(rows, recipe.supervised.batch if recipe.supervised.steps else 0)
+    w, samples = recipe.supervised, recipe.flow in ("grpo", "ppo") and recipe.algorithm.steps > 0
+    rows = recipe.rollout.prompts * recipe.rollout.group if samples else 0
+    rows = max(rows, w.batch if w.steps or w.epochs else 0)
     return max(longest, min(recipe.train.micro_tokens, rows * longest))
 
 
-def _optimizer(recipe: Recipe, shape: DecoderShape) -> int:
-    """AdamW keeps two moments of each parameter; Muon one, of the matrices of the blocks."""
+def _optimizer(recipe: Recipe, shape: DecoderShape, count: int) -> int:
+    """AdamW keeps two moments of each of ``count`` parameters; Muon one, of the matrices of the blocks."""
     blocks = matrices(shape) if recipe.optimizer.name == "muon" else 0
-    return _FP32 * (2 * parameters(shape) - blocks)
+    return _FP32 * (2 * count - blocks)
 
 
 def _training(recipe: Recipe, shape: DecoderShape, longest: int, element: int) -> tuple[Item, ...]:

@@ -1,11 +1,12 @@
 """The plan of a run, known before its first step."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tilth.config.schema import Recipe
+from tilth.config.schema import Recipe, Supervised
 from tilth.plan.flops import token_flops
-from tilth.plan.memory import Memory, predict
+from tilth.plan.memory import Memory, predict, value_parameters
 from tilth.plan.shape import DecoderShape, parameters
 
 
@@ -14,22 +15,32 @@ class RunPlan:
     """What a run will do at most; a warm-up may end earlier, and groups without spread are left out of updates."""
 
     parameters: int
+    critic_parameters: int
+    """0: no critic."""
     train_prompts: int
+    """Flow pretrain: pieces of documents."""
     heldout_prompts: int
     longest: int
     """Tokens of the longest possible sequence: longest prompt and longest completion."""
     supervised_steps: int
     supervised_examples: int
+    value_steps: int
+    """Steps that train the critic alone."""
     steps: int
     prompts: int
     samples: int
+    """Prompts and samples of steps and value steps."""
     optimizer_steps: int
+    """Of the policy."""
+    critic_optimizer_steps: int
     tokens_per_step: int
     """Most tokens of one step's batch, prompts included."""
     evaluations: int
     flops: float
     """Model FLOPs of all training passes, every sequence as long as it can be."""
     memory: Memory
+    pieces: bool = False
+    """What is trained on are pieces of documents, not prompts."""
 
     def as_dict(self) -> dict[str, Any]:
         """For run.json: plain numbers, memory as {item: bytes} and its peak."""
@@ -38,12 +49,16 @@ class RunPlan:
 
     def lines(self) -> list[str]:
         """For people."""
+        what = "pieces of documents" if self.pieces else "prompts"
+        critic = f" and a critic of {_count(self.critic_parameters)}" if self.critic_parameters else ""
         lines = [
-            f"model: {_count(self.parameters)} parameters; {self.train_prompts:,} prompts to train on, "
+            f"model: {_count(self.parameters)} parameters{critic}; {self.train_prompts:,} {what} to train on, "
             f"{self.heldout_prompts:,} held out"
         ]
         if self.supervised_steps:
             lines.append(f"supervised: at most {self.supervised_steps:,} steps, {self.supervised_examples:,} examples")
+        if self.value_steps:
+            lines.append(f"value pre-training: {self.value_steps:,} steps of the critic alone")
         if self.steps:
             lines.append(
                 f"reinforcement learning: {self.steps:,} steps, {self.prompts:,} prompts, {self.samples:,} samples, "
@@ -58,30 +73,54 @@ class RunPlan:
         return ", ".join(f"{item.name} {size(item.bytes)}" for item in greatest)
 
 
+def supervised_steps(supervised: Supervised, examples: int) -> int:
+    """Steps of the supervised phase over so many prompts or pieces: as stated, or what ``epochs`` passes take."""
+    return supervised.steps or math.ceil(round(supervised.epochs * examples / supervised.batch, 9))
+
+
 def plan_run(
-    recipe: Recipe, shape: DecoderShape, *, train_prompts: int, heldout_prompts: int, longest_prompt: int
+    recipe: Recipe,
+    shape: DecoderShape,
+    *,
+    train_prompts: int,
+    heldout_prompts: int,
+    longest_prompt: int,
+    generates: bool = True,
 ) -> RunPlan:
-    """From the recipe, the model's shape, the sizes of the data and the longest prompt in tokens."""
+    """From the recipe, the model's shape, the sizes of the data and the longest prompt in tokens.
+
+    Flow pretrain: train_prompts and heldout_prompts are pieces of at most the context. generates: whether the run has a
+    rollout engine.
+    """
     a, r, w = recipe.algorithm, recipe.rollout, recipe.supervised
-    steps = a.steps if recipe.flow == "grpo" else 0
-    longest = min(recipe.model.context, longest_prompt + r.max_tokens)
-    rows = r.prompts * r.group
-    trained = w.steps * w.batch + steps * rows * a.epochs
+    ppo, pretrain = recipe.flow == "ppo", recipe.flow == "pretrain"
+    steps = a.steps if recipe.flow in ("grpo", "ppo") else 0
+    values = recipe.critic.steps if ppo else 0
+    warm = supervised_steps(w, train_prompts)
+    longest = recipe.model.context if pretrain else min(recipe.model.context, longest_prompt + r.max_tokens)
+    rows, updates = r.prompts * r.group, a.epochs * a.minibatches
+    policy_rows, critic_rows = warm * w.batch + steps * rows * a.epochs, ppo * (steps + values) * rows * a.epochs
+    seen = (longest + 1) / 2
+    flops = policy_rows * token_flops(shape, seen).both + critic_rows * token_flops(shape, seen, head=False).both
     return RunPlan(
         parameters=parameters(shape),
+        critic_parameters=value_parameters(shape) if ppo else 0,
         train_prompts=train_prompts,
         heldout_prompts=heldout_prompts,
         longest=longest,
-        supervised_steps=w.steps,
-        supervised_examples=w.steps * w.batch,
+        supervised_steps=warm,
+        supervised_examples=warm * w.batch,
+        value_steps=values,
         steps=steps,
-        prompts=steps * r.prompts,
-        samples=steps * rows,
-        optimizer_steps=w.steps + steps * a.epochs * a.minibatches,
-        tokens_per_step=rows * longest,
-        evaluations=_evaluations(w.steps, w.check_every) + _evaluations(steps, recipe.run.eval_every) + (w.steps == 0),
-        flops=trained * longest * token_flops(shape, (longest + 1) / 2).both,
-        memory=predict(recipe, shape, longest),
+        prompts=(steps + values) * r.prompts,
+        samples=(steps + values) * rows,
+        optimizer_steps=warm + steps * updates,
+        critic_optimizer_steps=ppo * (steps + values) * updates,
+        tokens_per_step=(rows if steps else w.batch) * longest,
+        evaluations=_evaluations(warm, w.check_every) + _evaluations(steps, recipe.run.eval_every) + (warm == 0),
+        flops=longest * flops,
+        memory=predict(recipe, shape, longest, generates=generates),
+        pieces=pretrain,
     )
 
 
