@@ -1,8 +1,6 @@
 """Tilth as a library: ``tilth.train`` and what the command line calls."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +22,13 @@ def run_recipe(
     name: str,
     observers: Sequence["Observer"] = (),
     prompts: "PromptSet | None" = None,
-    reward: Reward | None = None,
+    reward: Reward | str | Mapping[str, float] | None = None,
 ) -> "RunResult":
     """Run a recipe to its end, or continue its newest unfinished run.
 
     prompts and reward replace the recipe's own. Raises TilthError (bad input, a broken invariant) and Interrupted.
     """
+    from tilth.rl.rewards import files_hash
     from tilth.roles.reward_pool import RewardPool
 
     function = reward or recipe.reward.function or _task_reward(recipe)
@@ -45,13 +44,13 @@ def run_recipe(
             pool,
             observers,
             reward=_identity(reward) if reward else "",
-            reward_file=_file_hash(recipe.reward.function),
+            reward_file=files_hash(function),
         )
 
 
 def train(
     data: Iterable[Mapping[str, Any] | str],
-    reward: Reward,
+    reward: Reward | str | Mapping[str, float],
     *,
     name: str = "train",
     observers: Sequence["Observer"] | None = None,
@@ -62,6 +61,7 @@ def train(
 
     data: dictionaries with ``prompt`` and, for a warm-up or the reward's use, ``answer`` and whatever else; or texts.
     reward: (prompt, completion, info) -> number, or a dict with "reward"; a lambda or a function of the script works.
+        Or what ``reward.function`` of a recipe may be: ``"gsm8k"``, ``{"exact": 1.0, "style.py:brevity": 0.1}``.
     settings: sections of a recipe, e.g. ``model={"path": "..."}``, ``algorithm={"steps": 50}``, ``seed=1``.
     keys: any key by its full name, e.g. ``{"data.holdout": 0.2, "reward.timeout": 5.0}``.
     observers: who watches; default: the terminal.
@@ -110,20 +110,15 @@ def _identity(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}({_identity(getattr(value, '__dict__', None))})"
 
 
-def _file_hash(spec: str) -> str:
-    """Hash of the file of ``FILE.py:function``; empty for anything else."""
-    path = Path(spec.rpartition(":")[0])
-    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest() if path.is_file() else ""
-
-
 def _task_reward(recipe: Recipe) -> str:
-    from tilth.rl.rewards import BUILTIN
+    from tilth.rl.verifiers import SPECS, TASKS
 
-    if recipe.data.source in BUILTIN:
+    if recipe.data.source in TASKS:
         return recipe.data.source
     from tilth.data.prompts import load_source
 
     load_source(recipe.data)  # a mistyped source is the error to tell first
     raise RewardError(
-        f"data.source={recipe.data.source} has no reward of its own; set reward.function=FILE.py:function"
+        f"data.source={recipe.data.source} has no reward of its own; set reward.function to FILE.py:function "
+        f"or one of {', '.join(SPECS)}"
     )

@@ -12,14 +12,18 @@ import importlib.util
 import inspect
 import math
 import numbers
-import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from tilth.core.errors import RewardError
+from tilth.core.errors import DataError, RewardError
+from tilth.rl.verifiers import BUILTIN, SPECS, addition, builtin
+
+__all__ = ["BUILTIN", "Reward", "Score", "Weighted", "addition", "check_answers", "describe", "files_hash"]
+__all__ += ["load_reward", "normalise"]
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
 """(prompt, completion, info) -> float or dict; ``info`` is what the data says of the prompt, ``answer`` among it."""
@@ -33,40 +37,99 @@ class Score(NamedTuple):
     reason: str
 
 
-def addition(prompt: str, completion: str, info: Mapping[str, Any]) -> float:
-    """1.0 if the completion is the integer ``info["answer"]``, else 0.0.
+class Task(Protocol):
+    """What is asked of a prompt here: its place in the data, its text, and what else the data says of it."""
 
-    Exact equality of integers: white space around the number and leading zeros do not matter (the task itself pads its
-    answers), anything else does: a word, a space inside, a plus sign, a decimal point, an empty completion.
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def info(self) -> dict[str, Any]: ...
+
+
+class Weighted:
+    """The weighted sum of several rewards, each kept as a part by its name; missing if any of them is.
+
+    A member's own parts keep their names where nothing else has them, and are ``name/part`` otherwise: so ``correct``
+    of the only member that says it stays ``correct``. A member that is right or wrong by nature (``addition``,
+    ``exact``) says it by its value.
     """
-    given = _integer(completion)
-    return float(given is not None and given == _integer(str(info["answer"])))
+
+    def __init__(self, spec: Mapping[str, float]) -> None:
+        if not spec:
+            raise RewardError("the table of rewards is empty; give at least one with its weight, as in {gsm8k = 1.0}")
+        for name, weight in spec.items():
+            if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not math.isfinite(weight):
+                raise RewardError(f"the weight of reward {name!r} is {weight!r}, not a finite number")
+        names = short_names(list(spec))
+        self.members = [(name, load_reward(s), float(w)) for name, (s, w) in zip(names, spec.items())]
+
+    def __call__(self, prompt: str, completion: str, info: dict[str, Any]) -> Score:
+        scores: dict[str, Score] = {}
+        for name, function, _ in self.members:
+            score = self._score(name, function, prompt, completion, info)
+            if score.value is None:
+                return Score(None, {}, f"{name}: {score.reason}")
+            scores[name] = score
+        total = sum(weight * (scores[name].value or 0.0) for name, _, weight in self.members)
+        return Score(total, _join(scores), "")
+
+    @staticmethod
+    def _score(name: str, function: Reward, prompt: str, completion: str, info: dict[str, Any]) -> Score:
+        try:
+            result = function(prompt, completion, info)
+        except BaseException as error:
+            error.add_note(f"in reward {name}")  # which ``describe`` says
+            raise
+        score = normalise(result)
+        decides = getattr(function, "decides", False) and score.value is not None and not score.parts
+        return score._replace(parts={"correct": score.value}) if decides and score.value is not None else score
+
+    def check(self, info: Mapping[str, Any]) -> str:
+        """The first member's complaint about the given answer (see ``verifiers``)."""
+        for name, function, _ in self.members:
+            check = getattr(function, "check", None)
+            if check is not None and (wrong := check(info)):
+                return f"{name}: {wrong}"
+        return ""
 
 
-def _integer(text: str) -> str | None:
-    """Canonical digits of a decimal integer of any size; None for any other text."""
-    found = re.fullmatch(r"\s*(-?)0*([0-9]+)\s*", text)
-    return None if found is None else (found[1] + found[2] if found[2] != "0" else "0")
+def short_names(specs: Sequence[str]) -> list[str]:
+    """Names of parts: a built-in's or a function's own, the whole specification where two would be the same."""
+    short = [spec.partition(":")[0] if builtin(spec) else spec.rpartition(":")[2] for spec in specs]
+    return [spec if short.count(name) > 1 else name for spec, name in zip(specs, short)]
 
 
-BUILTIN: dict[str, Reward] = {"addition": addition}
+def _join(scores: Mapping[str, Score]) -> dict[str, float]:
+    """Values of the members and their own parts, each under a name that nothing else has."""
+    said = Counter([*scores, *(part for score in scores.values() for part in score.parts)])
+    joined = {name: score.value for name, score in scores.items() if score.value is not None}
+    for name, score in scores.items():
+        joined |= {part if said[part] == 1 else f"{name}/{part}": value for part, value in score.parts.items()}
+    return joined
 
 
-def load_reward(spec: str | Reward) -> Reward:
+def load_reward(spec: str | Mapping[str, float] | Reward) -> Reward:
     """The function that a recipe or a user names.
 
-    spec: a callable; the name of a built-in verifier (``addition``); ``module:function``; ``path/to/file.py:function``.
+    spec: a callable; a built-in verifier (``addition``, ``gsm8k``, ``regex:PATTERN``, see ``verifiers.SPECS``);
+    ``module:function``; ``path/to/file.py:function``; or several of these names with their weights.
     Raises RewardError in one line: no such file, module or function (with what there is, or the nearest), a file that
     fails when imported, something that cannot be called with (prompt, completion, info).
     """
+    if isinstance(spec, Mapping):
+        return Weighted(spec)
     if callable(spec):
         return _checked(spec, getattr(spec, "__name__", type(spec).__name__))
-    if spec in BUILTIN:
-        return BUILTIN[spec]
+    verifier = builtin(spec)
+    if verifier is not None:
+        return verifier
     where, _, name = spec.rpartition(":")
-    if not where or not name:
-        hint = _nearest(spec, BUILTIN)
-        raise RewardError(f"reward {spec!r}: give FILE.py:function or module:function, or a task's own{hint}")
+    if not where or not name or where in BUILTIN:
+        raise RewardError(f"reward {spec!r}: {_what_there_is(spec)}")
     module = _load_file(Path(where), spec) if where.endswith(".py") else _load_module(where, spec)
     found: Any = module
     for attribute in name.split("."):
@@ -76,11 +139,51 @@ def load_reward(spec: str | Reward) -> Reward:
     return _checked(found, spec)
 
 
+def _what_there_is(spec: str) -> str:
+    return f"give FILE.py:function or module:function, or one of {', '.join(SPECS)}{_meant(spec)}"
+
+
+def _meant(spec: str) -> str:
+    close = difflib.get_close_matches(spec.partition(":")[0], [*BUILTIN, "regex"], 1, 0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_answers(spec: str | Mapping[str, float] | Reward, prompts: Iterable[Task]) -> None:
+    """Refuse data whose given answers cannot be verified, before a run is spent on them.
+
+    Asks ``check(info)`` of built-in verifiers and of functions given by value; files of functions are not imported
+    here, only in the processes that score. info: what the data says, and the key ``prompt``.
+    Raises DataError with the record, what is wrong and the first 60 characters of its answer.
+    """
+    checks = [check for one in _parts_of(spec) if (check := getattr(one, "check", None)) is not None]
+    for prompt in prompts if checks else ():
+        info = {"prompt": prompt.text, **prompt.info}
+        for wrong in filter(None, (check(info) for check in checks)):
+            answer = info.get("answer")
+            shown = "" if answer is None else f"; its answer begins {str(answer)[:60]!r}"
+            raise DataError(f"record {prompt.index + 1} of the data (prompt {prompt.text[:60]!r}): {wrong}{shown}")
+
+
+def _parts_of(spec: str | Mapping[str, float] | Reward) -> list[Any]:
+    if isinstance(spec, Mapping):
+        return [builtin(name) for name in spec]
+    return [builtin(spec) if isinstance(spec, str) else spec]
+
+
+def files_hash(spec: str | Mapping[str, float] | Reward) -> str:
+    """Hash of the files of ``FILE.py:function``, so that a run goes on with the same code only; empty without any."""
+    names = [spec] if isinstance(spec, str) else list(spec) if isinstance(spec, Mapping) else []
+    paths = [path for name in names if (path := Path(name.rpartition(":")[0])).is_file()]
+    return "+".join(hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest() for path in paths)
+
+
 def normalise(result: Any) -> Score:
     """A reward function's result as a score: numbers, booleans, one-element tensors, or a dict with ``reward``.
 
     Parts of a dict that are no numbers are kept as NaN. A dict whose reward is missing has no parts.
     """
+    if isinstance(result, Score):
+        return result
     if isinstance(result, Mapping):
         if "reward" not in result:
             return Score(None, {}, f"returned a dict without 'reward' (keys: {', '.join(map(str, result)) or 'none'})")
@@ -115,7 +218,7 @@ def _load_module(name: str, spec: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
-            raise RewardError(f"reward {spec!r}: no module {error.name!r} on the import path") from None
+            raise RewardError(f"reward {spec!r}: no module {error.name!r} on the import path{_meant(spec)}") from None
         raise RewardError(f"reward {spec!r}: importing {name} failed: {describe(error)}") from error
     except Exception as error:
         raise RewardError(f"reward {spec!r}: importing {name} failed: {describe(error)}") from error
@@ -176,4 +279,5 @@ def describe(error: BaseException) -> str:
     while trace is not None:
         place = f" at {Path(trace.tb_frame.f_code.co_filename).name[-60:]}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return f"{type(error).__name__}{': ' + message if message else ''}{place}"
+    notes = "".join(f" ({note[:100]})" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}{': ' + message if message else ''}{place}{notes}"

@@ -76,8 +76,9 @@ class RewardPool:
     """Processes that score, each one call at a time.
 
     Args:
-        function: ``FILE.py:function``, ``module:function``, a built-in verifier, or any callable
-            ``(prompt, completion, info) -> float | dict``, lambdas and functions of the script itself among them.
+        function: ``FILE.py:function``, ``module:function``, a built-in verifier, several of these with their weights,
+            or any callable ``(prompt, completion, info) -> float | dict``, lambdas and functions of the script itself
+            among them.
         workers: processes. timeout: seconds one call may take.
         log: file to which they append what the function prints; None: standard error.
         wait: return only when every process is ready; otherwise ``ready`` or the first ``score`` waits.
@@ -90,7 +91,7 @@ class RewardPool:
 
     def __init__(
         self,
-        function: str | Reward,
+        function: str | Mapping[str, float] | Reward,
         *,
         workers: int = 1,
         timeout: float = 10.0,
@@ -449,10 +450,12 @@ def _shut_down(children: list[Child], starter: ThreadPoolExecutor, owner: int) -
     starter.shutdown()
 
 
-def _travelling(function: str | Reward) -> tuple[str, Any]:
-    """("spec", text) for a specification, ("value", pickle) for a callable. RewardError if it cannot travel."""
+def _travelling(function: str | Mapping[str, float] | Reward) -> tuple[str, Any]:
+    """("spec", names) for a specification, ("value", pickle) for a callable. RewardError if it cannot travel."""
     if isinstance(function, str):
         return "spec", function
+    if isinstance(function, Mapping):
+        return "spec", dict(function)
     if not callable(function):
         raise RewardError(f"the reward is a {type(function).__name__}, neither a function nor the name of one")
     load_reward(function)
