@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from tilth.rl.metrics import Metric, merge_metrics
     from tilth.rl.packing import keep_rows, token_counts
     from tilth.rl.registry import register
+    from tilth.rl.values import Explained, explained_variance, value_loss
 
 _HOME = {
     "Estimate": "advantages",
+    "Explained": "values",
     "LossResult": "losses",
     "Metric": "metrics",
     "aggregate": "aggregation",
@@ -25,6 +27,7 @@ _HOME = {
     "denominator": "aggregation",
     "estimate": "advantages",
     "estimate_rows": "advantages",
+    "explained_variance": "values",
     "flat_rows": "advantages",
     "keep_rows": "packing",
     "kl_penalty": "kl",
@@ -36,10 +39,12 @@ _HOME = {
     "row_denominator": "aggregation",
     "token_counts": "packing",
     "valid_rows": "advantages",
+    "value_loss": "values",
 }
 
 __all__ = [
     "Estimate",
+    "Explained",
     "LossResult",
     "Metric",
     "aggregate",
@@ -47,6 +52,7 @@ __all__ = [
     "denominator",
     "estimate",
     "estimate_rows",
+    "explained_variance",
     "flat_rows",
     "keep_rows",
     "kl_penalty",
@@ -58,6 +64,7 @@ __all__ = [
     "row_denominator",
     "token_counts",
     "valid_rows",
+    "value_loss",
 ]
 
 
