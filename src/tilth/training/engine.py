@@ -5,7 +5,8 @@ changes nothing but the order of additions.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,9 @@ from tilth.models.attention import DropoutContext
 from tilth.models.decoder import Decoder
 from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
+from tilth.training.ema import Average
+from tilth.training.noise import WEIGHT, NoiseScale
+from tilth.training.norms import LayerNorms
 from tilth.training.optim import Optimizers
 from tilth.training.packed import Micro, Scorer, micros, score, shares_prompts
 from tilth.training.schedule import lr_factor
@@ -63,12 +67,20 @@ class TrainEngine:
         nonfinite: Literal["stop", "skip"] = "stop",
         seed: int = 0,
         scorer: Scorer = score,
+        ema: float = 0.0,
+        watch: Collection[str] = (),
     ) -> None:
-        """scorer: fills in what the loss needs of a micro-batch; ``training.packed.appraise`` for a value model."""
+        """scorer: fills in what the loss needs of a micro-batch; ``training.packed.appraise`` for a value model.
+
+        ema: decay of an average of the weights; 0: none. watch: further metrics, as in the recipe's train.watch.
+        """
         self.model = model
         self.scorer = scorer
         self.section = optimizer
         self.optimizers = Optimizers(dict(model.named_parameters()), optimizer)
+        self.ema = Average(self.optimizers.parameters, ema)
+        self.noise = NoiseScale() if "noise_scale" in watch else None
+        self.norms = LayerNorms(list(self.optimizers.parameters)) if "layer_norms" in watch else None
         self.peak_lr = optimizer.lr
         self.total_steps = total_steps
         self.micro_tokens = micro_tokens
@@ -85,19 +97,24 @@ class TrainEngine:
         self.device = next(model.parameters()).device
 
     def begin(self, peak_lr: float, total_steps: int) -> None:
-        """Start a new phase: optimizer state of zeros, step 0 of a schedule of this length and peak."""
+        """Start a new phase: optimizer state of zeros, averages anew, step 0 of a schedule of this length and peak."""
         for tensor in self.optimizers.state_tensors().values():
             tensor.zero_()
+        self.ema.begin()
+        if self.noise is not None:
+            self.noise.begin()
         self.peak_lr, self.total_steps, self.steps = peak_lr, total_steps, 0
 
     def position(self) -> dict[str, float]:
         """Everything but tensors that a resume must restore."""
-        return {name: getattr(self, name) for name in POSITION}
+        return {name: getattr(self, name) for name in POSITION} | (self.noise.position() if self.noise else {})
 
     def restore(self, position: Mapping[str, float]) -> None:
         """Inverse of ``position``."""
         for name in POSITION:
             setattr(self, name, position[name])
+        if self.noise is not None:
+            self.noise.restore(position)
 
     @property
     def lr(self) -> float:
@@ -119,16 +136,24 @@ class TrainEngine:
         tokens: n sequences, N tokens in all; mask: [N], 1 on tokens to learn from; columns: per token [N].
         Raises NonFiniteError under the policy "stop", TokenCountError if a token was used twice or not at all.
         """
-        self.optimizers.zero_grad()
+        self._forget()
         total, computed, metrics = 0.0, 0, list[dict[str, Metric]]()
         used = np.zeros(len(mask), np.int8)
         for i, (index, micro) in enumerate(
-            micros(tokens, mask, columns, self.micro_tokens, self.device, share=self._shares)
+            micros(
+                tokens,
+                mask,
+                columns,
+                self.micro_tokens,
+                self.device,
+                share=self._shares,
+                several=self.noise is not None,
+            )
         ):
             with span("forward", micro_batch=i, tokens=micro.computed) as forward:
                 self._score(micro, index, temperature, entropy=entropy)
                 value, parts = loss(micro)
-            with span("backward", micro_batch=i, tokens=micro.computed) as backward:
+            with span("backward", micro_batch=i, tokens=micro.computed) as backward, self._apart(micro, parts):
                 value.backward()
             if self._compiling:
                 self.compile_seconds, self._compiling = forward.seconds + backward.seconds, False
@@ -141,11 +166,17 @@ class TrainEngine:
             raise TokenCountError(
                 f"token {wrong} of {len(used)} of the batch was used {used[wrong]} times in one update"
             )
-        return self._step(total, merge_metrics(metrics), (len(mask), computed), learn=bool(mask.any()))
+        learn = bool(mask.any())
+        result = self._step(total, merge_metrics(metrics), (len(mask), computed), len(tokens.lengths), learn=learn)
+        self._forget()
+        return result
 
-    def _step(self, loss: float, metrics: dict[str, Metric], tokens: tuple[int, int], *, learn: bool) -> UpdateResult:
+    def _step(
+        self, loss: float, metrics: dict[str, Metric], tokens: tuple[int, int], sequences: int, *, learn: bool
+    ) -> UpdateResult:
         lr = self.lr
         with span("optimizer"):
+            watched = self._layer_norms()
             norm = self.optimizers.clip(self.section.clip_norm) if learn else 0.0
             finite = math.isfinite(loss) and math.isfinite(norm)
             if not finite and self.nonfinite == "stop":
@@ -155,10 +186,41 @@ class TrainEngine:
                 )
             if finite and learn:
                 self.optimizers.step(lr)
-            self.optimizers.zero_grad()
+                self.ema.follow()
+                watched |= self._noise_scale(norm, sequences)
+                metrics |= {name: Metric(value, 1, "mean") for name, value in watched.items()}
         self.steps += 1
         self.updates += 1
         return UpdateResult(loss, norm, lr, *tokens, metrics, skipped=not (finite and learn))
+
+    def _forget(self) -> None:
+        self.optimizers.zero_grad()
+        if self.noise is not None:
+            self.noise.forget()
+
+    def _apart(self, micro: Micro, parts: Mapping[str, Metric]) -> AbstractContextManager[None]:
+        """Around a backward pass: measures this micro-batch's own gradient, where the noise scale is watched."""
+        if self.noise is None:
+            return nullcontext()
+        weight = float(parts[WEIGHT].total if WEIGHT in parts else micro.mask.sum())
+        return self.noise.part(list(self.optimizers.parameters.values()), weight)
+
+    def _noise_scale(self, norm: float, sequences: int) -> dict[str, float]:
+        """The averages after this step; no ratio where the noise hides the gradient altogether."""
+        found = self.noise.take(norm, sequences) if self.noise is not None else None
+        if found is None:
+            return {}
+        ratio = {"noise_scale": found.trace / found.signal} if found.signal > 0 else {}
+        return ratio | {"noise/trace": found.trace, "noise/signal": found.signal}
+
+    def _layer_norms(self) -> dict[str, float]:
+        """Of the weights that the gradient was taken at, and of the gradient before clipping."""
+        if self.norms is None:
+            return {}
+        weights = {name: p.detach() for name, p in self.optimizers.parameters.items()}
+        grads = {name: p.grad for name, p in self.optimizers.parameters.items() if p.grad is not None}
+        measured = {"weight": self.norms.measure(weights), "grad": self.norms.measure(grads)}
+        return {f"norm/{kind}/{layer}": norm for kind, found in measured.items() for layer, norm in found.items()}
 
     def _score(self, micro: Micro, index: np.ndarray, temperature: float, *, entropy: bool) -> None:
         dropout = None

@@ -63,17 +63,19 @@ def micros(
     device: torch.device,
     *,
     share: bool = False,
+    several: bool = False,
 ) -> Iterator[tuple[np.ndarray, Micro]]:
     """Split into micro-batches of at most ``max_tokens``; yields (indices into the packed columns [N], micro-batch).
 
-    share: sequences that begin with the same prompt become trees, where that saves enough.
+    share: sequences that begin with the same prompt become trees, where that saves enough. several: what would be one
+    micro-batch is split into at least two, unless it is one sequence or one tree.
     """
     every = Ragged(np.arange(len(mask)), tokens.offsets)
 
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
-    for groups, shared in _plan(tokens, mask, max_tokens, share):
+    for groups, shared in _plan(tokens, mask, max_tokens, share, several):
         rows = np.concatenate(groups)
         part = every.take(rows)
         index = part.values
@@ -87,7 +89,9 @@ def micros(
         yield index, Micro(tensor(tokens.values[index]), lengths, tensor(mask[index]), cut, trees)
 
 
-def _plan(tokens: Ragged, mask: np.ndarray, most: int, share: bool) -> Iterator[tuple[list[np.ndarray], bool]]:
+def _plan(
+    tokens: Ragged, mask: np.ndarray, most: int, share: bool, several: bool
+) -> list[tuple[list[np.ndarray], bool]]:
     """Groups of rows of each micro-batch, and whether the rows of a group share their prompt."""
     groups = prompt_groups(tokens, mask) if share else []
     shared = [g for g in groups if len(g) > 1]
@@ -95,11 +99,15 @@ def _plan(tokens: Ragged, mask: np.ndarray, most: int, share: bool) -> Iterator[
     in_trees = np.concatenate(shared) if shared else np.zeros(0, np.int64)
     if shared and sizes.sum() > WORTH * tokens.lengths[in_trees].sum():
         shared, sizes, in_trees = [], sizes[:0], in_trees[:0]
-    for units in micro_batches(sizes, most):
-        yield [shared[u] for u in units], True
     alone = np.setdiff1d(np.arange(len(tokens.lengths)), in_trees)
-    for rows in micro_batches(tokens.lengths[alone], most):
-        yield [alone[rows]], False
+    lengths = tokens.lengths[alone]
+
+    def split(most: int) -> list[tuple[list[np.ndarray], bool]]:
+        trees = [([shared[u] for u in units], True) for units in micro_batches(sizes, most)]
+        return trees + [([alone[rows]], False) for rows in micro_batches(lengths, most)]
+
+    plan = split(most)
+    return split(-(-int(sizes.sum() + lengths.sum()) // 2)) if several and len(plan) == 1 else plan
 
 
 def prompt_lengths(mask: Ragged) -> np.ndarray:

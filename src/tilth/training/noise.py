@@ -1,0 +1,106 @@
+"""The gradient noise scale: the batch size, in sequences, at which a gradient is half noise.
+
+McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1: from the norms of gradients of a small and of a large batch.
+Here the small ones are a step's micro-batches, which are there anyway, and they need not be of equal size.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WEIGHT = "weight"
+"""Metric by which a loss tells the share of a micro-batch in it, in any unit; without it, its tokens in the mask."""
+DECAY = 0.98
+"""Of the averages over steps: one step's estimate is far too noisy to divide by."""
+
+
+class Estimate(NamedTuple):
+    """Of one step or averaged over steps. Both are unbiased, so ``signal`` may come out negative by chance."""
+
+    trace: float
+    """Trace of the covariance of one sequence's gradient."""
+    signal: float
+    """Squared norm of the true gradient."""
+
+
+def estimate(squares: Sequence[float], weights: Sequence[float], whole: float, sequences: int) -> Estimate | None:
+    """From squared norms of the gradients of a batch's parts, and of the ``whole`` batch's, which is their sum.
+
+    weights: each part's share of the loss, in any unit. A batch of B sequences is the mean of B draws G + noise, so a
+    part with share p is p (G + noise of covariance Sigma / (p B)), and
+
+        sum over k parts of |g|^2 / p  -  |whole|^2   has the mean   (k - 1) tr(Sigma) / B
+
+    (a sum of squares between parts, so never negative); |whole|^2 itself has the mean |G|^2 + tr(Sigma) / B. For equal
+    parts these are the paper's estimates. None if fewer than two parts weigh anything.
+    """
+    parts = [(s, w) for s, w in zip(squares, weights) if w > 0]
+    if len(parts) < 2:
+        return None
+    total = sum(w for _, w in parts)
+    between = sum(s * total / w for s, w in parts) - whole
+    trace = sequences * between / (len(parts) - 1)
+    return Estimate(trace, whole - trace / sequences)
+
+
+class NoiseScale:
+    """Gathers one step's parts, and averages trace and signal apart over steps: their ratio is the noise scale."""
+
+    def __init__(self, decay: float = DECAY) -> None:
+        self.decay = decay
+        self._squares: list[Tensor] = []
+        self._weights: list[float] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all steps: a new phase."""
+        self._seen = self._trace = self._signal = 0.0
+        self.forget()
+
+    def position(self) -> dict[str, float]:
+        """The averages, for a checkpoint."""
+        return {"noise_seen": self._seen, "noise_trace": self._trace, "noise_signal": self._signal}
+
+    def restore(self, position: Mapping[str, float]) -> None:
+        """Inverse of ``position``."""
+        self._seen, self._trace, self._signal = (position[name] for name in self.position())
+
+    @contextmanager
+    def part(self, parameters: Sequence[Tensor], weight: float) -> Iterator[None]:
+        """Around one backward pass: its own gradient is measured, then added to those before it.
+
+        Autograd would have made the very same addition, so not a bit of the whole gradient changes. Needs memory for
+        the gradients a second time.
+        """
+        before = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        yield
+        fresh = [p.grad for p in parameters if p.grad is not None]
+        if fresh:
+            self._squares.append(torch.stack(torch._foreach_norm(fresh)).double().square().sum())
+            self._weights.append(weight)
+        both = [(old, p.grad) for old, p in zip(before, parameters) if old is not None and p.grad is not None]
+        if both:
+            torch._foreach_add_([old for old, _ in both], [new for _, new in both])
+        for old, p in zip(before, parameters):
+            p.grad = p.grad if old is None else old
+
+    def take(self, norm: float, sequences: int) -> Estimate | None:
+        """The step's parts have become a gradient of this norm: average them in. None before the first estimate."""
+        squares = torch.stack(self._squares).tolist() if self._squares else []
+        found = estimate(squares, self._weights, norm * norm, sequences)
+        self.forget()
+        if found is not None and all(map(math.isfinite, found)):
+            self._seen = self.decay * self._seen + 1 - self.decay
+            self._trace = self.decay * self._trace + (1 - self.decay) * found.trace
+            self._signal = self.decay * self._signal + (1 - self.decay) * found.signal
+        return Estimate(self._trace / self._seen, self._signal / self._seen) if self._seen else None
+
+    def forget(self) -> None:
+        """Drop the parts of the step under way."""
+        self._squares, self._weights = [], []
