@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Average:
-    """fp32 copies of parameters (of whatever dtype) that follow them: after each step, ``decay`` of the average and the rest of the new.
+    """fp32 copies of parameters that follow them: after each step, ``decay`` of the average and the rest of the new.
 
     It begins as a copy of the weights, not as zeros, so there is no bias to correct. decay: 0 is no average at all, and
     holds no memory; 1 stays at the beginning.
