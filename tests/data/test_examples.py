@@ -8,6 +8,7 @@ from tokenizers import models, pre_tokenizers, processors
 from tilth.core.errors import DataError
 from tilth.data.examples import check_prompts, encode_prompts, supervised
 from tilth.data.prompts import PromptSet
+from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 
 RECORDS = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "10+20=", "answer": "30"}]
@@ -24,26 +25,29 @@ def tokenizer(prompts):
 
 
 def test_encode_prompts(prompts, tokenizer):
-    rows = encode_prompts(list(prompts), tokenizer, 6)
+    rows = encode_prompts(list(prompts), make_template("", tokenizer), 6)
     assert [tokenizer.decode(r) for r in rows] == ["1+2=", "10+20="] and all(r.dtype == np.int64 for r in rows)
 
 
 def test_too_long_a_prompt_is_named_with_its_length(prompts, tokenizer):
-    for check in (lambda: encode_prompts(list(prompts), tokenizer, 5), lambda: check_prompts(prompts, tokenizer, 5)):
+    for check in (
+        lambda: encode_prompts(list(prompts), make_template("", tokenizer), 5),
+        lambda: check_prompts(prompts, tokenizer, 5),
+    ):
         with pytest.raises(DataError, match=r"prompt 1 has 6 tokens, but .* leaves room for 5"):
             check()
 
 
 def test_check_prompts_tells_the_longest(prompts, tokenizer):
-    assert check_prompts(prompts, tokenizer, 6) == 6
+    assert check_prompts(prompts, make_template("", tokenizer), 6) == 6
 
 
 def test_check_of_a_large_set_looks_at_the_longest(monkeypatch, tokenizer):
     monkeypatch.setattr("tilth.data.examples._CHECKED", 2)
     some = PromptSet.of(["1", "2", "1+2=1+2=", "3", "0"])
-    assert check_prompts(some, tokenizer, 8) == 8
+    assert check_prompts(some, make_template("", tokenizer), 8) == 8
     with pytest.raises(DataError, match="prompt 2 has 8 tokens"):
-        check_prompts(some, tokenizer, 7)
+        check_prompts(some, make_template("", tokenizer), 7)
 
 
 def test_a_prompt_without_tokens(tmp_path):
@@ -55,7 +59,7 @@ def test_a_prompt_without_tokens(tmp_path):
 
 
 def test_supervised_takes_the_loss_on_answer_and_end(prompts, tokenizer):
-    first, second = supervised(list(prompts), tokenizer, 16)
+    first, second = supervised(list(prompts), make_template("", tokenizer), 16)
     assert tokenizer.decode(second.tokens, special=True) == "10+20=30<eos>"
     assert second.mask.tolist() == [0] * 6 + [1] * 3 and second.mask.dtype == np.uint8
     assert first.tokens.tolist() == [*tokenizer.encode("1+2=3"), tokenizer.eos_id]
@@ -63,13 +67,13 @@ def test_supervised_takes_the_loss_on_answer_and_end(prompts, tokenizer):
 
 def test_supervised_without_an_answer(tokenizer):
     with pytest.raises(DataError, match="prompt 1 has no answer"):
-        supervised(list(PromptSet.of([*RECORDS[:1], "1+1="])), tokenizer, 16)
+        supervised(list(PromptSet.of([*RECORDS[:1], "1+1="])), make_template("", tokenizer), 16)
 
 
 def test_supervised_too_long(prompts, tokenizer):
-    assert len(supervised(list(prompts), tokenizer, 9)) == 2
+    assert len(supervised(list(prompts), make_template("", tokenizer), 9)) == 2
     with pytest.raises(DataError, match=r"prompt 1 with its answer has 9 tokens; model.context is 8"):
-        supervised(list(prompts), tokenizer, 8)
+        supervised(list(prompts), make_template("", tokenizer), 8)
 
 
 def pair_tokenizer(folder, template="<s> $A"):
@@ -94,7 +98,7 @@ def pair_tokenizer(folder, template="<s> $A"):
 )
 def test_the_prompts_own_tokens_stand(tmp_path, answer, template, tokens):
     tokenizer = pair_tokenizer(tmp_path, template)
-    (example,) = supervised(list(PromptSet.of([{"prompt": "1=", "answer": answer}])), tokenizer, 9)
+    (example,) = supervised(list(PromptSet.of([{"prompt": "1=", "answer": answer}])), make_template("", tokenizer), 9)
     asked = tokenizer.encode("1=")
     assert example.tokens.tolist() == tokens and example.tokens[: len(asked)].tolist() == asked
     assert example.mask.sum() == len(tokens) - len(asked)

@@ -7,6 +7,7 @@ from tilth.cluster.inline import InlineStore
 from tilth.config.schema import Algorithm, Data, Optimizer, Rollout
 from tilth.core.batch import Batch
 from tilth.data.prompts import PromptSet, load_source
+from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
@@ -18,6 +19,7 @@ from tilth.training.engine import TrainEngine
 CONTEXT = 16
 PROMPTS = load_source(Data(digits=1))
 TOKENIZER = Tokenizer.characters(PROMPTS.alphabet())
+TEMPLATE = make_template("", TOKENIZER)
 HOW = Algorithm(advantage="grpo_no_std")
 
 
@@ -36,7 +38,7 @@ def policy(store=None, *, seed=1, dtype=torch.float32, micro_tokens=4096, temper
 def rollout(store, *, prompts: PromptSet = PROMPTS, dtype=torch.float32, **section) -> RolloutWorker:
     settings = {"max_tokens": 4, "max_rows": 8, **section}
     engine = Engine(config(), tokenizer=TOKENIZER, dtype=dtype, seed=1, max_rows=8, max_length=CONTEXT)
-    return RolloutWorker(engine, TOKENIZER, prompts, Rollout(**settings), store)
+    return RolloutWorker(engine, TEMPLATE, prompts, Rollout(**settings), store)
 
 
 def experience(worker: PolicyWorker, prompts=(3, 8, 41), group=4, temperature=1.0) -> Batch:

@@ -226,7 +226,7 @@ def test_what_the_reference_follows_is_a_copy(worker):
 
 
 def test_imitation_is_the_mean_negative_log_likelihood_of_the_answers(worker):
-    examples = RecorderWorker(small.PROMPTS, small.TOKENIZER, small.CONTEXT, worker.store).examples([3, 50, 99])
+    examples = RecorderWorker(small.PROMPTS, small.TEMPLATE, small.CONTEXT, worker.store).examples([3, 50, 99])
     tokens, mask = column(worker, examples, "tokens"), column(worker, examples, "mask").values
     expected = -(dense_logprobs(worker.engine.model, tokens) * mask).sum() / mask.sum()
     first = worker.imitate(examples)

@@ -20,7 +20,7 @@ def store():
 
 
 def recorder(store, prompts=small.PROMPTS, context=small.CONTEXT):
-    return RecorderWorker(prompts, small.TOKENIZER, context, store)
+    return RecorderWorker(prompts, small.TEMPLATE, context, store)
 
 
 # ---- examples ----

@@ -1,25 +1,27 @@
 """Text to token ids and back, by the ``tokenizers`` library; directories are those of Hugging Face."""
 
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tilth.core.errors import DataError
 
-PAD, EOS = "<pad>", "<eos>"
+PAD, EOS, TURN, TURN_END = "<pad>", "<eos>", "<|im_start|>", "<|im_end|>"
 
-_BESIDE = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "config.json",
-    "chat_template.jinja",
+_BYTES = pre_tokenizers.ByteLevel.alphabet()
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_KEPT = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+"""Qwen2's division of a text into words, between which nothing merges: each digit is one."""
+
+CHAT_TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
+_KEPT = ("tokenizer_config.json", "special_tokens_map.json", GENERATION, CHAT_TEMPLATE)
+_BESIDE = (*_KEPT, "config.json")
 _USUAL_ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>", "</s>", EOS)
 
 
@@ -27,11 +29,13 @@ class Tokenizer:
     """A tokenizer with its end and padding tokens.
 
     ``stop_ids`` are all tokens that end a completion (instruction-tuned models have several), ``eos_id`` first.
+    ``special_tokens``: texts by their names in chat templates, such as bos_token.
     """
 
     def __init__(self, core: tokenizers.Tokenizer, eos: str, pad: str, files: dict[str, str] | None = None) -> None:
         self._core = core
         self._files = files if files is not None else _config_files(eos, pad)
+        self.special_tokens = {**_named(self._files), "eos_token": eos, "pad_token": pad}
         self.eos_id = self._id(eos)
         self.pad_id = self._id(pad)
         self.stop_ids: tuple[int, ...] = (self.eos_id,)
@@ -45,6 +49,33 @@ class Tokenizer:
         core.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
         core.decoder = decoders.Fuse()
         core.add_special_tokens([PAD, EOS])
+        return cls(core, EOS, PAD)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], size: int) -> "Tokenizer":
+        """Byte-level BPE of at most ``size`` tokens (Sennrich et al. 2016; bytes as in GPT-2), a function of its input.
+
+        Any text can be encoded and is decoded to itself. Token 0 is padding, 1 the end, 2 and 3 begin and end a turn.
+        A merge was seen at least twice, so that a small corpus gives fewer tokens. Raises ``DataError``.
+        """
+        special = [PAD, EOS, TURN, TURN_END]
+        least = len(_BYTES) + len(special)
+        if size < least:
+            raise DataError(f"a tokenizer of {size} tokens is too small: 256 bytes and {len(special)} take {least}")
+        core = tokenizers.Tokenizer(models.BPE())
+        words = pre_tokenizers.Split(tokenizers.Regex(_WORDS), "isolated")
+        core.pre_tokenizer = pre_tokenizers.Sequence(
+            [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+        core.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=size,
+            min_frequency=2,
+            special_tokens=special,
+            initial_alphabet=sorted(_BYTES),
+            show_progress=False,
+        )
+        core.train_from_iterator(_not_empty(texts), trainer)
         return cls(core, EOS, PAD)
 
     @classmethod
@@ -66,7 +97,43 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """One more than the greatest token id; a model's embedding may be larger, never smaller."""
-        return max(self._core.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.vocabulary().values()) + 1
+
+    @property
+    def chat_template(self) -> str:
+        """Jinja source of the template that came with the tokenizer, or that it was given; "" if there is none."""
+        if CHAT_TEMPLATE in self._files:
+            return self._files[CHAT_TEMPLATE]
+        found = json.loads(self._files.get("tokenizer_config.json", "{}")).get("chat_template") or ""
+        if isinstance(found, list):  # several by name, as in [{"name": "default", "template": ...}]
+            found = {t["name"]: t["template"] for t in found}.get("default", "")
+        return str(found)
+
+    def converse(self, template: str, ends: Sequence[int]) -> None:
+        """Carry this chat template, and these further tokens as ends of a completion, also in what ``save`` writes."""
+        if template != self.chat_template:
+            self._files[CHAT_TEMPLATE] = template
+        self.stop_ids = tuple(dict.fromkeys([*self.stop_ids, *ends]))
+        if len(self.stop_ids) > 1:
+            before = json.loads(self._files.get(GENERATION, "{}"))
+            self._files[GENERATION] = json.dumps({**before, "eos_token_id": list(self.stop_ids)}, indent=2) + "\n"
+
+    def vocabulary(self) -> dict[str, int]:
+        """Ids of all tokens by their text."""
+        return dict(self._core.get_vocab(with_added_tokens=True))
+
+    def special(self) -> dict[str, int]:
+        """Ids of the special tokens by their text, which a text is searched for before anything else."""
+        return {token.content: i for i, token in self._core.get_added_tokens_decoder().items() if token.special}
+
+    def token(self, id: int) -> str:
+        """The token as the vocabulary writes it; "" if there is none of this id."""
+        return self._core.id_to_token(id) or ""
+
+    def fingerprint(self) -> str:
+        """Tells this tokenizer from any that gives other ids or ends."""
+        said = f"{self._core.to_str()} {self.stop_ids}"
+        return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids. ``special``: with the tokens that the tokenizer puts around a text, such as a begin token."""
@@ -98,12 +165,29 @@ class Tokenizer:
         return int(found)
 
     def _unknown(self, texts: Sequence[str], error: Exception) -> DataError:
-        vocabulary = self._core.get_vocab(with_added_tokens=True)
+        vocabulary = self.vocabulary()
         for text in texts:
             missing = sorted(set(text) - vocabulary.keys())
             if missing:
                 return DataError(f"the tokenizer has no token for {missing[0]!r} in {text[:60]!r}")
         return DataError(f"the tokenizer failed: {error}")
+
+
+def _not_empty(texts: Iterable[str]) -> Iterator[str]:
+    """The texts as they come; ``DataError`` at the end if there was nothing in them."""
+    found = False
+    for text in texts:
+        found = found or bool(text.strip())
+        yield text
+    if not found:
+        raise DataError("there is no text to train a tokenizer on")
+
+
+def _named(files: dict[str, str]) -> dict[str, str]:
+    """Special tokens that the files of a tokenizer name, by key."""
+    config = {name: json.loads(files.get(name, "{}")) for name in ("tokenizer_config.json", "special_tokens_map.json")}
+    keys = sorted({k for found in config.values() for k in found if k.endswith("_token")})
+    return {key: token for key in keys if (token := _special(config, key))}
 
 
 def _parse(file: Path) -> tokenizers.Tokenizer:
@@ -127,7 +211,7 @@ def _special(config: dict[str, dict[str, Any]], name: str) -> str:
     """The text of a special token, which is a string or an object with ``content``; empty if there is none."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         token = config.get(file, {}).get(name)
-        if token:
+        if isinstance(token, (str, dict)) and token:
             return str(token["content"] if isinstance(token, dict) else token)
     return ""
 

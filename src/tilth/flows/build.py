@@ -9,6 +9,7 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, RecipeError
 from tilth.data.examples import check_examples, check_prompts
 from tilth.data.prompts import PromptSet
+from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, new_config
 from tilth.flows.publish import DTYPES
@@ -64,9 +65,10 @@ def build(recipe: Recipe, prompts: PromptSet, pool: RewardPool) -> Parts:
     config = _config(recipe, loaded, tokenizer)
     if tokenizer.vocab_size > config.vocab_size:
         raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}")
-    longest = check_prompts(prompts, tokenizer, recipe.model.context - recipe.rollout.max_tokens)
+    template = make_template(recipe.data.template, tokenizer)
+    longest = check_prompts(prompts, template, recipe.model.context - recipe.rollout.max_tokens)
     if recipe.supervised.steps:
-        check_examples(train, tokenizer, recipe.model.context)
+        check_examples(train, template, recipe.model.context)
     plan = plan_run(recipe, config, train_prompts=len(train), heldout_prompts=len(heldout), longest_prompt=longest)
     store = InlineStore()
     policy = _policy(recipe, config, loaded, store)
@@ -74,10 +76,10 @@ def build(recipe: Recipe, prompts: PromptSet, pool: RewardPool) -> Parts:
     engine = _engine(recipe, config, tokenizer, policy.engine.device)
     roles = Roles(
         policy=InlineGroup("policy", policy),
-        rollout=InlineGroup("rollout", RolloutWorker(engine, tokenizer, prompts, recipe.rollout, store)),
+        rollout=InlineGroup("rollout", RolloutWorker(engine, template, prompts, recipe.rollout, store)),
         reward=InlineGroup("reward", RewardWorker(pool, prompts, store)),
         reference=InlineGroup("reference", reference) if reference else None,
-        recorder=InlineGroup("recorder", RecorderWorker(prompts, tokenizer, recipe.model.context, store)),
+        recorder=InlineGroup("recorder", RecorderWorker(prompts, template, recipe.model.context, store)),
     )
     return Parts(config, tokenizer, train, heldout, plan, store, policy, reference, roles)
 
@@ -111,6 +113,8 @@ def _policy(recipe: Recipe, config: DecoderConfig, loaded: LoadedModel | None, s
         compile=recipe.train.compile,
         nonfinite=recipe.train.nonfinite,
         seed=recipe.seed,
+        ema=recipe.train.ema,
+        watch=recipe.train.watch,
     )
     return PolicyWorker(
         engine, store, temperature=recipe.rollout.temperature or 1.0, norm_length=recipe.rollout.max_tokens

@@ -10,23 +10,23 @@ from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Column, Ragged, Store
 from tilth.data.examples import supervised
 from tilth.data.prompts import PromptSet
-from tilth.data.tokenizer import Tokenizer
+from tilth.data.template import Template
 from tilth.roles.experience import FINISHES, identity, texts
 
 
 class RecorderWorker:
-    """Sits next to the store and knows the tokenizer and the data."""
+    """Sits next to the store and knows the template and the data."""
 
-    def __init__(self, prompts: PromptSet, tokenizer: Tokenizer, context: int, store: Store) -> None:
+    def __init__(self, prompts: PromptSet, template: Template, context: int, store: Store) -> None:
         self.prompts = prompts
-        self.tokenizer = tokenizer
+        self.template = template
         self.context = context
         self.store = store
 
     @transfer(split="all", gather="first")
     def examples(self, indices: Sequence[int]) -> Batch:
-        """Prompts with their answers as token payload; the mask is 1 on the answer and its end token."""
-        found = supervised([self.prompts[int(i)] for i in indices], self.tokenizer, self.context)
+        """Prompts with their answers as token payload; the mask is 1 on what the policy would write."""
+        found = supervised([self.prompts[int(i)] for i in indices], self.template, self.context)
         rows: dict[str, np.ndarray] = {
             "prompt": np.asarray(indices, np.int64),
             "length": np.array([len(e.tokens) for e in found], np.int32),

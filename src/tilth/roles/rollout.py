@@ -10,7 +10,7 @@ from tilth.config.schema import Rollout as RolloutSection
 from tilth.core.batch import Batch, Store
 from tilth.core.checksum import checksum
 from tilth.data.prompts import PromptSet
-from tilth.data.tokenizer import Tokenizer
+from tilth.data.template import Template
 from tilth.roles.experience import to_batch
 from tilth.rollout.engine import Engine
 from tilth.rollout.request import Request, SamplingParams
@@ -21,10 +21,10 @@ class RolloutWorker:
     """One engine, the prompts it is asked about by index, and the store that its answers go to."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, prompts: PromptSet, section: RolloutSection, store: Store
+        self, engine: Engine, template: Template, prompts: PromptSet, section: RolloutSection, store: Store
     ) -> None:
         self.engine = engine
-        self.tokenizer = tokenizer
+        self.template = template
         self.prompts = prompts
         self.section = section
         self.store = store
@@ -34,7 +34,8 @@ class RolloutWorker:
         """One sample for each row of ``asked`` (columns id, group, prompt); same order."""
         params = self._params(greedy)
         ids, groups, indices = (asked[c].tolist() for c in ("id", "group", "prompt"))
-        encoded = {i: self.tokenizer.encode(self.prompts[i].text) for i in dict.fromkeys(indices)}
+        distinct = list(dict.fromkeys(indices))
+        encoded = dict(zip(distinct, self.template.prompts([self.prompts[i] for i in distinct])))
         requests = [
             Request(id=i, prompt=encoded[p], params=params, group=g, prompt_index=p)
             for i, g, p in zip(ids, groups, indices)
@@ -47,7 +48,7 @@ class RolloutWorker:
 
     def _params(self, greedy: bool) -> SamplingParams:
         s = self.section
-        stops = tuple(self.tokenizer.stop_ids)
+        stops = self.template.stops
         if greedy:
             return SamplingParams(max_tokens=s.max_tokens, temperature=0.0, stop=s.stop, stop_tokens=stops)
         return SamplingParams(

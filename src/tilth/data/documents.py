@@ -1,0 +1,180 @@
+"""Whole texts as pieces of tokens, kept in a memory-mapped Arrow file: what flow ``pretrain`` learns from."""
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tilth.core.batch import Ragged
+from tilth.core.errors import DataError, StorageError
+from tilth.data.tokenizer import Tokenizer
+
+_SCHEMA = pa.schema([("tokens", pa.list_(pa.int32()))])
+_FORMAT = "tilth pieces 1"
+_CHARACTERS = 1 << 22
+"""Text tokenised at once, by all threads of ``tokenizers``: what bounds the memory of building, but for one text."""
+_DOCUMENTS = 4096
+_READ = 1 << 24
+
+
+class Corpus:
+    """Pieces of documents by index.
+
+    A document is its token ids and the end token, cut into pieces of at most ``context`` tokens, in order; nothing is
+    left out or twice. ``lengths``: int32 [n]; ``bytes``: of all documents as UTF-8; ``note``: how it came to be, in a
+    line for people.
+    """
+
+    def __init__(self, file: Path, bytes: int = 0, note: str = "") -> None:
+        self.bytes = bytes
+        self.note = note
+        reader = pa.ipc.open_file(pa.memory_map(str(file)))
+        lists = [reader.get_batch(i).column(0) for i in range(reader.num_record_batches)]
+        self._offsets = [part.offsets.to_numpy() for part in lists]
+        self._values = [part.values.to_numpy() for part in lists]
+        self._first = np.cumsum([0, *(len(part) for part in lists)])
+        self.lengths = np.concatenate([np.zeros(0, np.int32), *map(np.diff, self._offsets)]).astype(np.int32)
+
+    @classmethod
+    def build(cls, texts: Sequence[str], tokenizer: Tokenizer, context: int, folder: Path) -> "Corpus":
+        """Tokenise, or take what is in the cache ``folder`` of the same texts, tokenizer and context.
+
+        A cache that was damaged is told in ``note`` and built anew. Empty texts are left out. Raises ``DataError`` if
+        there is no text, ``StorageError`` if the folder cannot be written.
+        """
+        if context < 2:
+            raise DataError(f"pieces of {context} tokens have nothing to predict; context must be at least 2")
+        if not any(texts):
+            raise DataError("there is no text in the documents")
+        place = folder / f"pieces-{_key(texts, tokenizer, context)}"
+        wrong = _damage(place)
+        if wrong == "":
+            return cls(place / "pieces.arrow", _about(place)["bytes"], f"tokens from {place}")
+        _write(place, texts, tokenizer, context)
+        built = cls(place / "pieces.arrow", _about(place)["bytes"])
+        told = f"; what was in {place} is damaged ({wrong}) and was built anew" if wrong else ""
+        built.note = f"tokenised {built.tokens_in_all:,} tokens of {built.bytes:,} bytes{told}"
+        return built
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens_in_all(self) -> int:
+        """Tokens of all pieces."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    def tokens(self, indices: Iterable[int] | np.ndarray) -> Ragged:
+        """Token ids int64 of the pieces at these indices, one row each."""
+        return Ragged.of([self._piece(int(i)) for i in indices])
+
+    def _piece(self, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"piece {index} of {len(self)}")
+        part = int(np.searchsorted(self._first, index, side="right")) - 1
+        at = index - self._first[part]
+        start, stop = self._offsets[part][at : at + 2]
+        piece: np.ndarray = self._values[part][start:stop].astype(np.int64)
+        return piece
+
+
+def _key(texts: Iterable[str], tokenizer: Tokenizer, context: int) -> str:
+    found = hashlib.blake2b(f"{_FORMAT} {tokenizer.fingerprint()} {context}".encode(), digest_size=10)
+    for text in texts:
+        data = text.encode()
+        found.update(len(data).to_bytes(8, "little"))
+        found.update(data)
+    return found.hexdigest()
+
+
+def _damage(place: Path) -> str | None:
+    """What is wrong with a cache: "" if nothing is, None if there is none."""
+    if not place.exists():
+        return None
+    try:
+        about = _about(place)
+        if _checksum(place / "pieces.arrow") != about["checksum"]:
+            return "its checksum differs"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _about(place: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((place / "about.json").read_text())
+    return found
+
+
+def _checksum(file: Path) -> int:
+    """CRC-32 of a file: about a second per gigabyte, of a file that is about to be read anyway."""
+    found = 0
+    with open(file, "rb") as opened:
+        while block := opened.read(_READ):
+            found = zlib.crc32(block, found)
+    return found
+
+
+def _write(place: Path, texts: Sequence[str], tokenizer: Tokenizer, context: int) -> None:
+    """Both files as a whole, last the one that vouches for the other: a killed build leaves nothing to be believed."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        file = place / f".pieces.{os.getpid()}"
+        try:
+            with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
+                for ids in _documents(texts, tokenizer):
+                    writer.write_batch(_pieces(ids, context))
+            about = {"checksum": _checksum(file), "bytes": sum(len(text.encode()) for text in texts)}
+            _commit(file, place / "pieces.arrow")
+        finally:
+            file.unlink(missing_ok=True)
+        said = place / f".about.{os.getpid()}"
+        said.write_text(json.dumps(about))
+        _commit(said, place / "about.json")
+    except OSError as error:
+        raise StorageError(f"cannot write the tokens of the documents to {place}: {error.strerror or error}") from error
+
+
+def _commit(file: Path, to: Path) -> None:
+    with open(file, "rb") as written:
+        os.fsync(written.fileno())
+    os.replace(file, to)
+
+
+def _documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
+    """Ids of each document with its end token, some documents at a time."""
+    for some in _batches(text for text in texts if text):
+        yield [[*ids, tokenizer.eos_id] for ids in tokenizer.encode_all(some)]
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    some: list[str] = []
+    size = 0
+    for text in texts:
+        if some and (size + len(text) > _CHARACTERS or len(some) == _DOCUMENTS):
+            yield some
+            some, size = [], 0
+        some.append(text)
+        size += len(text)
+    if some:
+        yield some
+
+
+def _pieces(documents: Sequence[Sequence[int]], context: int) -> pa.RecordBatch:
+    lengths = [length for ids in documents for length in _lengths(len(ids), context)]
+    values = np.concatenate([np.asarray(ids, np.int32) for ids in documents])
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.record_batch([pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))], schema=_SCHEMA)
+
+
+def _lengths(tokens: int, context: int) -> list[int]:
+    """Of the pieces of a document. One token alone would have nothing to predict: it takes one from its neighbour."""
+    full, rest = divmod(tokens, context)
+    if rest == 1 and full and context > 2:
+        return [*[context] * (full - 1), context - 1, 2]
+    return [*[context] * full, *[rest] * bool(rest)]
