@@ -203,6 +203,13 @@ class Lane:
         answer.append(c.tokens[row, some], c.logprobs[row, some], c.sampling[row, some] if c.filtered[row] else None)
         return answer
 
+    def peek(self, row: int) -> np.ndarray:
+        """The tokens that a live row has chosen so far, those of earlier lanes among them."""
+        c, answer = self.columns, self.answers[row]
+        assert answer is not None
+        newest = c.tokens[row, len(answer.tokens) : int(c.position[row]) + 1]
+        return np.concatenate([answer.completion, newest])
+
     def order(self, row: int) -> int:
         """Rank of a live row's admission."""
         answer = self.answers[row]

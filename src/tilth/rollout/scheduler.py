@@ -5,7 +5,7 @@ Pure bookkeeping; takes no clock and no random number, so a run replays.
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -119,6 +119,10 @@ class Scheduler:
     def requeue(self, answers: Iterable[Answer]) -> None:
         """Put answers in front of the queue, in this order."""
         self.waiting.extendleft(reversed(list(answers)))
+
+    def answers(self) -> Iterator[Answer]:
+        """Those that have no row yet."""
+        return itertools.chain(self.waiting, *(p.answers for p in self._prompts()))
 
     def remove(self, trajectory: int) -> Answer | None:
         """Take out an answer that has no row yet; None if there is none of this id."""
