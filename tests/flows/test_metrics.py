@@ -1,6 +1,8 @@
 """Metrics: declared once, reduced as declared, whatever the split; and the times of a step."""
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -168,3 +170,10 @@ def test_close_gives_the_record_with_times_and_memory_and_starts_anew():
     assert metrics.values() == {}
     after = metrics.close(step=8, phase="grpo", phase_step=2)
     assert "reward/mean" not in after and after["phase_step"] == 2 and "phase_step" not in record
+
+
+def test_the_peak_is_of_this_process_not_of_the_one_that_started_it():
+    code = "from tilth.flows.metrics import resident; print(resident()[1])"
+    ballast = np.ones(120_000_000)  # about 1 GB here: a child that took our peak over would report it
+    peak = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    assert resident()[1] > ballast.nbytes > peak > 10_000_000

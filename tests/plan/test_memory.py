@@ -166,7 +166,8 @@ def test_size(nbytes, text):
 # -- against what torch allocates ------------------------------------------------------------------------------------
 
 MEASURE = """
-import resource, sys, torch
+import sys, torch
+from tilth.flows.metrics import resident
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
@@ -182,9 +183,9 @@ def step(rows):
     logprobs, _ = token_logprobs(model(ids, PackedContext([64] * rows)), model.head_weight, ids)
     logprobs.sum().backward()
 step(1)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = resident()[1]
 step(256)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+print(resident()[1] - before)
 """
 
 

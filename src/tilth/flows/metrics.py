@@ -15,7 +15,7 @@ from tilth.core.errors import TilthError
 from tilth.trace.spans import Total, recorder
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
-KEYS = ("step", "attempt", "phase", "phase_step", "seconds")
+KEYS = ("step", "attempt", "phase", "phase_step", "phase_steps", "seconds")
 """Fields of a record that are not metrics."""
 OTHER = "other"
 
@@ -58,7 +58,15 @@ _DECLARED = (
     Metric("accuracy/missing", "samples", "sum", "answers of an evaluation whose reward is missing; not in the mean"),
     Metric("reward/timeout", "samples", "sum", "those of the missing rewards that ran out of time"),
     Metric("reward/part/*", "reward", "mean", "a named part of the reward, where the function returns a dict"),
-    Metric("accuracy/heldout", "share", "last", "mean reward of greedy answers to the held-out prompts"),
+    Metric(
+        "accuracy/heldout",
+        "share",
+        "last",
+        "mean reward, or mean of its part correct where it has one, of greedy answers to the held-out prompts",
+    ),
+    Metric("accuracy/part/*", "reward", "last", "a named part of the reward of greedy answers to the held-out prompts"),
+    Metric("loss/heldout", "nats/token", "last", "negative log-likelihood of held-out answers or documents"),
+    Metric("bits_per_byte/heldout", "bits/byte", "last", "the same of documents, in bits over bytes of their text"),
     Metric("length/mean", "tokens", "mean", "length of a completion"),
     Metric("length/max", "tokens", "max", "longest completion"),
     Metric("length/cut", "share", "mean", "completions that hit rollout.max_tokens before their end"),
@@ -68,6 +76,12 @@ _DECLARED = (
         "mean",
         "samples in groups whose rewards are all equal: no gradient under a group baseline",
     ),
+    Metric(
+        "groups/gradient",
+        "share",
+        "mean",
+        "groups whose rewards are not all equal: those that a group baseline learns from",
+    ),
     Metric("samples", "samples", "sum", "completions generated for training"),
     Metric("samples/trained", "samples", "sum", "completions that the update saw"),
     Metric(
@@ -75,6 +89,16 @@ _DECLARED = (
     ),
     Metric("entropy", "nats", "mean", "entropy of the policy at a token"),
     Metric("grad_norm", "1", "mean", "global gradient norm before clipping"),
+    Metric("norm/grad/*", "1", "mean", "gradient norm of a layer (embedding, 0 ..., norm, head) before clipping"),
+    Metric("norm/weight/*", "1", "mean", "norm of a layer's weights, as they were before the step"),
+    Metric(
+        "noise_scale",
+        "sequences",
+        "mean",
+        "batch size at which a gradient is half noise: noise/trace over noise/signal",
+    ),
+    Metric("noise/trace", "1", "mean", "trace of the covariance of one sequence's gradient, averaged over steps"),
+    Metric("noise/signal", "1", "mean", "squared norm of the true gradient, averaged over steps; unbiased, so noisy"),
     Metric("lr", "1", "mean", "learning rate"),
     Metric("ratio", "1", "mean", "probability of a token now over that when it was sampled"),
     Metric("clip_low", "share", "mean", "tokens whose ratio was held at the lower clip"),
@@ -185,14 +209,18 @@ class Metrics:
             if declaration(name).reduction != "mean" or weight
         }
 
-    def close(self, *, step: int, phase: str, phase_step: int | None = None) -> dict[str, Any]:
+    def close(
+        self, *, step: int, phase: str, phase_step: int | None = None, phase_steps: int | None = None
+    ) -> dict[str, Any]:
         """The record of a step, with its times (from the spans since the last one) and memory; starts the next.
 
-        phase_step: which step of its phase it is, so that a view that begins in the middle knows how far it is.
+        phase_step: which step of its phase it is, so that a view that begins in the middle knows how far it is;
+        phase_steps: the most that the phase may have.
         """
         self.take_times(recorder.totals())
         self.take_memory()
-        where = {"step": step, "phase": phase} | ({} if phase_step is None else {"phase_step": phase_step})
+        known = {"phase_step": phase_step, "phase_steps": phase_steps}
+        where = {"step": step, "phase": phase, **{k: v for k, v in known.items() if v is not None}}
         record = {**where, **self.values()}
         self._sums = {}
         return record
@@ -211,9 +239,16 @@ def resident() -> tuple[int, int]:
 
 
 def _peak() -> int:
+    """Linux hands ``ru_maxrss`` on from the process that started this one; its VmHWM is our own."""
     import resource
     import sys
+    from pathlib import Path
 
+    status = Path("/proc/self/status")
+    if status.is_file():
+        high = next((line for line in status.read_text().splitlines() if line.startswith("VmHWM:")), "")
+        if high:
+            return int(high.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
