@@ -11,8 +11,9 @@ from tilth.core.batch import Ragged
 from tilth.core.errors import TokenCountError, TokenIdentityError
 from tilth.models.attention import PackedContext
 from tilth.rl.metrics import Metric
-from tilth.roles.policy import WEIGHT, ReferenceWorker, check_weight, options, policy_loss
+from tilth.roles.policy import ReferenceWorker, check_weight, options, policy_loss
 from tilth.roles.recorder import RecorderWorker
+from tilth.roles.shares import WEIGHT
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilth.core.errors import ModelError
@@ -29,7 +28,8 @@ class Score(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [N, width] -> float32 [N]."""
-        return F.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(-1)
+        # Not F.linear: a product with one column sums in an order that depends on the number of rows.
+        return (hidden.float() * self.weight.float()).sum(-1) + self.bias.float()
 
 
 class ValueModel(Decoder):

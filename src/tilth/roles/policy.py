@@ -13,20 +13,17 @@ from tilth.cluster.protocol import transfer
 from tilth.config.schema import Algorithm
 from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.checksum import checksum
-from tilth.core.errors import TokenCountError
 from tilth.models.decoder import Decoder
 from tilth.plan.flops import sequence_flops
 from tilth.rl.registry import Kind
 from tilth.roles.experience import check_identity, put_like
+from tilth.roles.shares import Shares, check_weight
 from tilth.trace.spans import span
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
 from tilth.training.losses import negative_log_likelihood
 from tilth.training.packed import Micro, packed_logprobs
 
 Metrics = dict[str, rl.Metric]
-WEIGHT = "weight"
-WEIGHT_TOLERANCE = 1e-5
-"""Relative; above the rounding of float32 sums (tokens that are lost one by one are counted by the engine)."""
 
 
 class PolicyWorker:
@@ -46,17 +43,23 @@ class PolicyWorker:
 
     @transfer(split="rows", gather="rows")
     def advantages(self, batch: Batch, how: Algorithm) -> Batch:
-        """Add the payload column ``advantages`` from the row columns reward and group."""
+        """Add the payload column ``advantages`` from the row columns reward and group, and ``values`` where they are.
+
+        An estimator that makes targets for a critic adds ``returns`` too.
+        """
         with span("advantages"):
-            columns = batch.read(self.store, "tokens", "mask")
+            columns = batch.read(self.store, *(c for c in ("tokens", "mask", "values") if c in batch.payload))
             found = rl.estimate(
                 how.advantage,
                 rewards=torch.from_numpy(batch["reward"].copy()),
                 lengths=torch.from_numpy(columns["tokens"].lengths),
                 mask=_tensor(columns["mask"].values),
                 groups=torch.from_numpy(batch["group"].copy()),
+                values=_tensor(columns["values"].values) if "values" in columns else None,
                 **options("advantages", how.advantage, how),
             )
+            if found.returns is not None:
+                batch = put_like(batch, self.store, "returns", found.returns.numpy(), columns["tokens"])
             return put_like(batch, self.store, "advantages", found.advantages.numpy(), columns["tokens"])
 
     @transfer(split="rows", gather="rows")
@@ -81,7 +84,7 @@ class PolicyWorker:
     @transfer(split="rows", gather="merge")
     def update(self, batch: Batch, how: Algorithm) -> Metrics:
         """One optimizer step of the policy loss on the whole batch; sums for the metrics."""
-        names = [c for c in batch.payload if c not in ("text", "tokens")]
+        names = [c for c in batch.payload if c not in ("text", "tokens", "values", "returns")]
         with span("update", tokens=int(batch["length"].sum())) as spent:
             columns = batch.read(self.store, "tokens", *names)
             tokens = columns.pop("tokens")
@@ -104,6 +107,16 @@ class PolicyWorker:
             found = self.engine.update(columns["tokens"], mask, {}, loss, entropy=False)
             spent.set(flops=self._flops(batch, found.computed))
         return self._account(found)
+
+    @transfer(split="rows", gather="merge")
+    def likelihood(self, batch: Batch) -> Metrics:
+        """Negative log-likelihood (nats) of the tokens in the mask, as ``loss``: sum and count; no gradient."""
+        columns = batch.read(self.store, "tokens", "mask")
+        mask = columns["mask"].values
+        found = packed_logprobs(
+            self.engine.model, columns["tokens"], mask, max_tokens=self.engine.micro_tokens, parity=self.engine.parity
+        )
+        return {"loss": rl.Metric(-float(found.sum(dtype=np.float64)), float(mask.sum(dtype=np.int64)), "mean")}
 
     def _flops(self, batch: Batch, computed: int) -> float:
         """Model FLOPs of the tokens that were computed, at the mean cost of the batch's tokens."""
@@ -165,14 +178,7 @@ def options(kind: Kind, name: str, how: Algorithm) -> dict[str, Any]:
 
 def policy_loss(how: Algorithm, mask: np.ndarray, tokens: Ragged, norm_length: int) -> tuple[Loss, float]:
     """The recipe's loss with the denominator of this whole batch, and the weight that all of its tokens have in it."""
-    fixed: dict[str, Any] = (
-        {"norm_length": norm_length} if "norm_length" in rl.options("aggregations", how.aggregation) else {}
-    )
-    batch = {"mask": _tensor(mask), "lengths": _tensor(tokens.lengths)}
-    denominator = rl.denominator(how.aggregation, **batch, **fixed)
-
-    def aggregate(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-        return rl.aggregate(how.aggregation, values, mask=mask, lengths=lengths, denominator=denominator, **fixed)
+    shares = Shares.of(how.aggregation, mask, tokens, norm_length)
 
     def loss(micro: Micro) -> tuple[Tensor, Metrics]:
         found = rl.policy_loss(
@@ -185,25 +191,14 @@ def policy_loss(how: Algorithm, mask: np.ndarray, tokens: Ragged, norm_length: i
             ref_logprobs=micro.columns.get("ref_logprobs"),
             rollout_logprobs=micro.columns.get("rollout_logprobs"),
             aggregation=how.aggregation,
-            denominator=denominator,
-            **fixed,
+            denominator=shares.denominator,
+            **shares.options,
             **options("losses", how.loss, how),
         )
         total = found.loss
         if how.entropy_coef:
-            total = total - how.entropy_coef * aggregate(micro.entropy, micro.mask, micro.lengths)
+            total = total - how.entropy_coef * shares.add_up(micro.entropy, micro)
         entropy = rl.Metric(float(micro.entropy.detach().sum()), float(micro.mask.sum()), "mean")
-        weight = aggregate(torch.ones_like(micro.logprobs), micro.mask, micro.lengths)
-        return total, found.metrics | {"entropy": entropy, WEIGHT: rl.Metric(float(weight), 1, "sum")}
+        return total, found.metrics | {"entropy": entropy} | shares.weight(micro)
 
-    return loss, float(aggregate(torch.ones(len(mask)), **batch)) if len(mask) else 0.0
-
-
-def check_weight(metrics: Metrics, expected: float) -> None:
-    """Raise TokenCountError unless the micro-batches' shares of the loss add up to the whole; takes the metric out."""
-    found = float(metrics.pop(WEIGHT).total) if WEIGHT in metrics else 0.0
-    if abs(found - expected) > WEIGHT_TOLERANCE * max(abs(expected), 1.0):
-        raise TokenCountError(
-            f"the micro-batches weigh {found:.6g} in the loss, their whole batch {expected:.6g}: "
-            "some tokens count twice or not at all, or a part was divided by its own denominator"
-        )
+    return loss, shares.whole

@@ -1,0 +1,109 @@
+"""The critic role: the value model that says how good a state is, its gradients and its position."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+import tilth.rl as rl
+from tilth.cluster.protocol import transfer
+from tilth.config.schema import Algorithm
+from tilth.core.batch import Batch, Ragged, Store
+from tilth.models.value import ValueModel
+from tilth.roles.experience import check_identity, put_like
+from tilth.roles.shares import Shares, check_weight
+from tilth.trace.spans import span
+from tilth.training.engine import Loss, TrainEngine, UpdateResult
+from tilth.training.packed import Micro, appraise, packed_values
+
+Metrics = dict[str, rl.Metric]
+
+
+class CriticWorker:
+    """A train engine of a value model behind batches."""
+
+    def __init__(
+        self, model: ValueModel, store: Store, *, clip: float = 0.0, norm_length: int = 1, **engine: Any
+    ) -> None:
+        """clip: most that a value may move in an update, 0: no clip; norm_length: as of the policy.
+
+        engine: arguments of ``TrainEngine``; of its optimizer section, ``lr`` is the critic's own.
+        """
+        self.model = model
+        self.engine = TrainEngine(model, scorer=appraise, **engine)
+        self.store = store
+        self.clip = clip
+        self.norm_length = norm_length
+
+    @transfer(split="all", gather="first")
+    def follow(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Begin as a copy of the policy with these weights, every value 0."""
+        self.model.follow(weights)
+
+    @transfer(split="all", gather="first")
+    def begin(self, lr: float, total_steps: int) -> None:
+        """Start a phase: fresh optimizer state, its own peak learning rate, length of schedule in optimizer steps."""
+        self.engine.begin(lr, total_steps)
+
+    @transfer(split="rows", gather="rows")
+    def values(self, batch: Batch) -> Batch:
+        """Add ``values``: of the state in which each token of the mask was chosen, before any update on this batch."""
+        with span("values", tokens=int(batch["length"].sum())):
+            columns = batch.read(self.store, "tokens", "mask")
+            found = packed_values(
+                self.model,
+                columns["tokens"],
+                columns["mask"].values,
+                max_tokens=self.engine.micro_tokens,
+                parity=self.engine.parity,
+            )
+            return put_like(batch, self.store, "values", found, columns["tokens"])
+
+    @transfer(split="rows", gather="merge")
+    def update(self, batch: Batch, how: Algorithm) -> Metrics:
+        """One optimizer step of the value loss towards ``returns``, aggregated as the recipe's policy loss is."""
+        with span("critic", tokens=int(batch["length"].sum())):
+            columns = batch.read(self.store, "tokens", "mask", "values", "returns")
+            tokens = columns.pop("tokens")
+            check_identity(batch, tokens)
+            per_token = {name: column.values for name, column in columns.items()}
+            mask = per_token.pop("mask")
+            loss, whole = value_loss(how.aggregation, mask, tokens, self.clip, self.norm_length)
+            found = self.engine.update(tokens, mask, per_token, loss, entropy=False)
+            check_weight(found.metrics, whole)
+        return _account(found)
+
+    @transfer(split="all", gather="first")
+    def compile_seconds(self) -> float:
+        """Time that torch.compile and the first pass took; 0 if nothing was compiled."""
+        return self.engine.compile_seconds
+
+
+def value_loss(aggregation: str, mask: np.ndarray, tokens: Ragged, clip: float, norm_length: int) -> tuple[Loss, float]:
+    """The value loss with the denominator of this whole batch, and the weight that all of its tokens have in it."""
+    shares = Shares.of(aggregation, mask, tokens, norm_length)
+
+    def loss(micro: Micro) -> tuple[Tensor, Metrics]:
+        found = rl.value_loss(
+            micro.values,
+            micro.columns["values"],
+            micro.columns["returns"],
+            micro.mask,
+            micro.lengths,
+            clip=clip,
+            aggregation=aggregation,
+            denominator=shares.denominator,
+            **shares.options,
+        )
+        return found.loss, found.metrics | shares.weight(micro)
+
+    return loss, shares.whole
+
+
+def _account(found: UpdateResult) -> Metrics:
+    return found.metrics | {
+        "value/grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
+        "value/lr": rl.Metric(found.lr, 1, "mean"),
+        "value/skipped": rl.Metric(float(found.skipped), 1, "sum"),
+    }
