@@ -43,6 +43,12 @@ app = typer.Typer(
 )
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="directory of a run")]
+MODELS = "RUN, RUN@best, RUN@STEP, RUN@ema, a checkpoint's directory or one of Hugging Face"
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODELS)]
+TEMPLATE: Any = typer.Option(
+    help="how a text becomes a prompt: model (its chat template), chatml, a Jinja file, or '' (as it stands); "
+    "default: as the run did"
+)
 
 
 @app.command()
@@ -62,7 +68,7 @@ def run(
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="directory of a run or of a Hugging Face model")],
+    model: ModelArgument,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="text to continue")],
     n: Annotated[int, typer.Option("--n", min=1, help="number of completions")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="softmax temperature; 0: greedy")] = 1.0,
@@ -71,7 +77,10 @@ def generate(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="longest completion in tokens; default: 64, or what the context leaves")
     ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="text that ends a completion; may be repeated")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="text that ends a completion; may be repeated; default: the run's")
+    ] = None,
+    template: Annotated[str | None, TEMPLATE] = None,
     seed: Annotated[int, typer.Option(min=0, help="seed of sampling")] = 0,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="show each token with its log-prob")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a completion")] = False,
@@ -79,16 +88,83 @@ def generate(
     """Continue a text by a trained model."""
     from tilth.cli.generate import Wish, speak
 
-    wish = Wish(n, temperature, top_p, top_k, max_tokens, tuple(stop or ()), seed)
+    wish = Wish(n, temperature, top_p, top_k, max_tokens, tuple(stop or ()), seed, template)
     speak(model, prompt, wish, logprobs=logprobs, as_json=as_json)
 
 
 @app.command()
-def export(run: RunArgument, out: Annotated[Path, typer.Argument(metavar="OUT", help="a new directory")]) -> None:
-    """Write a run's model for transformers and vLLM."""
+def chat(
+    model: ModelArgument,
+    system: Annotated[str, typer.Option(help="what the model is told before the first turn")] = "",
+    temperature: Annotated[float, typer.Option(min=0.0, help="softmax temperature; 0: greedy")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="keep the smallest set of tokens with this mass")] = 1.0,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="longest answer in tokens, if the context leaves as many")
+    ] = 512,
+    template: Annotated[str | None, TEMPLATE] = None,
+    seed: Annotated[int, typer.Option(min=0, help="seed of sampling")] = 0,
+) -> None:
+    """Talk with a model.
+
+    Each line is a turn. /reset begins anew, /quit or Ctrl-D ends, Ctrl-C ends the current answer only. Lines may also
+    come from a pipe.
+    """
+    from tilth.cli.chat import Wish, talk
+
+    talk(Wish(model, system, temperature, top_p, max_tokens, template, seed))
+
+
+@app.command("eval")
+def evaluate(
+    model: ModelArgument,
+    data: Annotated[
+        str, typer.Argument(metavar="DATA", help="a task or files, as data.source; default: what the run held out")
+    ] = "",
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="FILE.py:function or a verifier; may be repeated for their sum; default: the run's or the task's"
+        ),
+    ] = None,
+    k: Annotated[str, typer.Option("--k", help="pass@k and avg@k for these, as in 1,8")] = "1",
+    n: Annotated[int, typer.Option("--n", min=0, help="samples of each prompt; 0: the greatest k")] = 0,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="softmax temperature; default: 0 (greedy) for one sample, else 1")
+    ] = None,
+    top_p: Annotated[float, typer.Option(help="keep the smallest set of tokens with this mass")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="keep the k likeliest tokens; 0: all")] = 0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="longest completion in tokens; default: the run's, or 512")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="text that ends a completion; default: the run's")] = None,
+    template: Annotated[str | None, TEMPLATE] = None,
+    columns: Annotated[list[str] | None, typer.Option(help="which column is which, as in prompt=question")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="that many of the prompts, always the same; 0: all")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of sampling and of the intervals")] = 0,
+    max_rows: Annotated[int, typer.Option(min=1, help="most sequences decoded at once")] = 256,
+    workers: Annotated[int, typer.Option(min=1, help="processes that score")] = 1,
+    timeout: Annotated[
+        float | None, typer.Option(help="seconds one reward may take; default: the run's, or 10")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="keep every completion: FILE.jsonl or FILE.parquet")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="all numbers as one JSON object")] = False,
+) -> None:
+    """Say how good a model is at a dataset: pass@k, avg@k, how sure that is."""
+    from tilth.cli.eval import Wish, judge
+
+    wish = Wish(
+        model, data, tuple(reward or ()), k, n, temperature, top_p, top_k, max_tokens, tuple(stop or ()), template,
+        tuple(columns or ()), limit, seed, max_rows, workers, timeout, out, as_json,
+    )  # fmt: skip
+    judge(wish)
+
+
+@app.command()
+def export(model: ModelArgument, out: Annotated[Path, typer.Argument(metavar="OUT", help="a new directory")]) -> None:
+    """Write a model for transformers and vLLM."""
     from tilth.cli.export import write_model
 
-    write_model(run, out)
+    write_model(model, out)
 
 
 @app.command()
@@ -107,6 +183,41 @@ def show(
     from tilth.cli.show import show_run
 
     show_run(run, as_json=as_json)
+
+
+reward = typer.Typer(help="Look at reward functions.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(reward, name="reward")
+
+
+@reward.command(name="try")
+def reward_try(
+    function: Annotated[
+        str,
+        typer.Argument(
+            metavar="REWARD",
+            help="FILE.py:function, module:function, a verifier (addition, countdown, gsm8k, exact, regex:PATTERN), "
+            "or several with weights, as in '{gsm8k = 1.0, \"regex:####\" = 0.1}'",
+        ),
+    ],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="files as for data.source, or a task")],
+    columns: Annotated[
+        list[str] | None, typer.Option(metavar="ROLE=NAME", help="which column is which: prompt=question; repeatable")
+    ] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="number of records, spread evenly")] = 20,
+    completion: Annotated[str | None, typer.Option(help="a completion of your own to score for each record")] = None,
+    digits: Annotated[int, typer.Option(min=1, max=9, help="digits of the numbers of a task")] = 3,
+    timeout: Annotated[float, typer.Option(min=0.001, help="seconds one call may take")] = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help="all findings as one JSON object")] = False,
+) -> None:
+    """Score right, wrong and empty answers of some records, before a run is spent on a reward that cannot tell them.
+
+    The answer of each record, another record's, and an empty one are scored in a process with a time limit, as in a
+    run. Says what they earn, what fails and why, and how long it takes.
+    """
+    from tilth.cli.reward import Wish, columns_of, try_reward
+
+    wish = Wish(columns_of(columns or []), n, completion, timeout, digits)
+    try_reward(function, data, wish, as_json=as_json)
 
 
 @app.command()
