@@ -18,8 +18,8 @@ from tilth.core.errors import RewardError
 Info = Mapping[str, Any]
 """What the data says of a prompt: every column but the prompt."""
 
-MOST_CHARACTERS = 256
-"""A longer expression is not read: it bounds the depth of parentheses."""
+MOST_CHARACTERS, MOST_PARENTHESES = 256, 32
+"""A longer or deeper expression is not read, so that neither time nor the stack gets out of hand."""
 MOST_DIGITS = 64
 """A longer number is not one: it bounds the cost of exact arithmetic."""
 
@@ -181,7 +181,6 @@ def _rational(found: re.Match[str] | None) -> Fraction | None:
 # ---- Countdown ----
 
 _TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])\s*")
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S)
 _TASK = re.compile(r"\s*([0-9]+(?:\s*,\s*[0-9]+)*)\s*=\s*([0-9]+)\s*:\s*", re.ASCII)
 
 
@@ -236,7 +235,7 @@ class Expression(NamedTuple):
 def parse(text: str) -> Expression:
     """Read a sum of products of numbers and parenthesised sums; there is no sign in front of a number.
 
-    At most ``MOST_CHARACTERS``, so that neither depth nor size gets out of hand. Raises NoExpression.
+    Raises NoExpression.
     """
     tokens = _tokens(text)
     numbers = tuple(int(token) for token in tokens if token.isdigit())
@@ -248,8 +247,9 @@ def parse(text: str) -> Expression:
 
 
 def _tokens(text: str) -> list[str]:
-    if len(text) > MOST_CHARACTERS:
-        raise NoExpression(f"longer than {MOST_CHARACTERS} characters")
+    text = text.strip()
+    if len(text) > MOST_CHARACTERS or text.count("(") > MOST_PARENTHESES:
+        raise NoExpression(f"longer than {MOST_CHARACTERS} characters, or of more than {MOST_PARENTHESES} parentheses")
     found, place = [], 0
     while place < len(text):
         token = _TOKEN.match(text, place)
@@ -294,8 +294,9 @@ def _apply(sign: str, left: Fraction | None, right: Fraction | None) -> Fraction
 
 
 def _expression(completion: str) -> str:
-    tagged = _ANSWER.findall(completion)
-    return tagged[-1] if tagged else completion
+    end = completion.rfind("</answer>")
+    start = completion.rfind("<answer>", 0, max(end, 0))
+    return completion[start + len("<answer>") : end] if start >= 0 else completion
 
 
 def _task(prompt: str, info: Info) -> tuple[tuple[int, ...], int]:
