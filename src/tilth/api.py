@@ -1,8 +1,9 @@
 """Tilth as a library: ``tilth.train`` and what the command line calls."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tilth.config.load import from_dict
 from tilth.config.schema import Recipe
@@ -10,10 +11,14 @@ from tilth.core.errors import RewardError
 
 if TYPE_CHECKING:
     from tilth.data.prompts import PromptSet
+    from tilth.flows.build import Material
     from tilth.flows.launch import RunResult
     from tilth.flows.run import Observer
+    from tilth.roles.reward_pool import RewardPool
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
+Spec = Reward | str | Mapping[str, float]
+"""A reward by value, by name, or several names with their weights."""
 
 
 def run_recipe(
@@ -22,39 +27,67 @@ def run_recipe(
     name: str,
     observers: Sequence["Observer"] = (),
     prompts: "PromptSet | None" = None,
-    reward: Reward | str | Mapping[str, float] | None = None,
+    reward: Spec | None = None,
 ) -> "RunResult":
     """Run a recipe to its end, or continue its newest unfinished run.
 
-    prompts and reward replace the recipe's own. Raises TilthError (bad input, a broken invariant) and Interrupted.
-    """
-    from tilth.rl.rewards import check_answers, files_hash
-    from tilth.rl.verifiers import TASKS
-    from tilth.roles.reward_pool import RewardPool
+    prompts and reward replace the recipe's own; the trackers of run.track watch too.
 
-    function = reward or recipe.reward.function or _task_reward(recipe)
-    with RewardPool(function, workers=recipe.reward.workers, timeout=recipe.reward.timeout, wait=False) as pool:
+    Raises TilthError (bad input, a broken invariant) and Interrupted.
+    """
+    from tilth.rl.rewards import files_hash
+    from tilth.ui.track import tracking
+
+    function = _reward(recipe, prompts, reward)
+    with tracking(recipe) as trackers, _pool(recipe, function) as pool:
         # The pool's processes start while torch is being imported here.
-        from tilth.data.prompts import load_source
         from tilth.flows.launch import launch
 
-        asked = prompts or load_source(recipe.data)
-        if prompts or recipe.data.source not in TASKS:  # a task's answers are right, and a million are slow to check
-            check_answers(function, asked)
         return launch(
             recipe,
             name,
-            asked,
+            _material(recipe, prompts, function),
             pool,
-            observers,
+            [*observers, *trackers],
             reward=_identity(reward) if reward else "",
-            reward_file=files_hash(function),
+            reward_file=files_hash(function) if function else "",
         )
+
+
+def _reward(recipe: Recipe, prompts: "PromptSet | None", given: Spec | None) -> Spec | None:
+    """What scores; None where nothing is generated: pre-training, and fine-tuning without a reward."""
+    if recipe.flow == "pretrain":
+        return None
+    task = "" if prompts is not None else _task(recipe)
+    function = given or recipe.reward.function or task
+    return function or (None if recipe.flow == "sft" else _no_reward(recipe, prompts))
+
+
+def _pool(recipe: Recipe, function: Spec | None) -> "AbstractContextManager[RewardPool | None]":
+    from tilth.roles.reward_pool import RewardPool
+
+    if function is None:
+        return nullcontext()
+    return RewardPool(function, workers=recipe.reward.workers, timeout=recipe.reward.timeout, wait=False)
+
+
+def _material(recipe: Recipe, prompts: "PromptSet | None", function: Spec | None) -> "Material":
+    """What is learned from; of prompts with answers that the reward can verify. Raises DataError."""
+    from tilth.data.prompts import load_source, load_texts
+    from tilth.flows.build import Texts
+    from tilth.rl.rewards import check_answers
+
+    if recipe.flow == "pretrain":
+        return Texts(*load_texts(recipe.data)) if prompts is None else Texts.of(prompts, recipe.data.holdout)
+    asked = prompts or load_source(recipe.data)
+    if function and not (prompts is None and _task(recipe)):  # a task's are right, and a million are slow to check
+        check_answers(function, asked)
+    return asked
 
 
 def train(
     data: Iterable[Mapping[str, Any] | str],
-    reward: Reward | str | Mapping[str, float],
+    reward: Spec | None = None,
     *,
     name: str = "train",
     observers: Sequence["Observer"] | None = None,
@@ -65,7 +98,8 @@ def train(
 
     data: dictionaries with ``prompt`` and, for a warm-up or the reward's use, ``answer`` and whatever else; or texts.
     reward: (prompt, completion, info) -> number, or a dict with "reward"; a lambda or a function of the script works.
-        Or what ``reward.function`` of a recipe may be: ``"gsm8k"``, ``{"exact": 1.0, "style.py:brevity": 0.1}``.
+        Or what ``reward.function`` of a recipe may be: ``"gsm8k"``, ``{"exact": 1.0, "style.py:brevity": 0.1}``; or
+        nothing where ``flow`` is "sft" or "pretrain".
     settings: sections of a recipe, e.g. ``model={"path": "..."}``, ``algorithm={"steps": 50}``, ``seed=1``.
     keys: any key by its full name, e.g. ``{"data.holdout": 0.2, "reward.timeout": 5.0}``.
     observers: who watches; default: the terminal.
@@ -114,15 +148,20 @@ def _identity(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}({_identity(getattr(value, '__dict__', None))})"
 
 
-def _task_reward(recipe: Recipe) -> str:
-    from tilth.rl.verifiers import SPECS, TASKS
+def _task(recipe: Recipe) -> str:
+    """The verifier of a task that is trained on, which has its name; empty for other data."""
+    from tilth.rl.verifiers import TASKS
 
-    if recipe.data.source in TASKS:
-        return recipe.data.source
+    return recipe.data.source if recipe.data.source in TASKS else ""
+
+
+def _no_reward(recipe: Recipe, prompts: "PromptSet | None") -> NoReturn:
     from tilth.data.prompts import load_source
+    from tilth.rl.verifiers import SPECS
 
-    load_source(recipe.data)  # a mistyped source is the error to tell first
+    if prompts is None:
+        load_source(recipe.data)  # a mistyped source is the error to tell first
+    what = "the data" if prompts is not None else f"data.source={recipe.data.source}"
     raise RewardError(
-        f"data.source={recipe.data.source} has no reward of its own; set reward.function to FILE.py:function "
-        f"or one of {', '.join(SPECS)}"
+        f"{what} has no reward of its own; set reward.function to FILE.py:function or one of {', '.join(SPECS)}"
     )

@@ -4,13 +4,19 @@ A checkpoint is made as ``step-000100.tmp-<pid>`` and becomes ``step-000100`` by
 already, the old one is ``step-000100.replaced`` between two renames, and counts until the new one is in place.
 """
 
+import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tilth.checkpoint.manifest import NAME
-from tilth.core.errors import StorageError
+from tilth.core.errors import CheckpointError, StorageError
+
+BEST = "best.json"
+"""Beside the checkpoints: which one did best by evaluation ({"step", "metric", "value"})."""
 
 _PATTERN = re.compile(r"step-(\d{6,})(\.replaced)?")
 _LEFTOVER = re.compile(r"step-\d{6,}\.(tmp-.*|replaced)")
@@ -46,12 +52,45 @@ def latest(root: str | Path) -> Path | None:
     return found[-1] if found else None
 
 
-def prune(root: str | Path, keep: int) -> list[Path]:
-    """Remove all but the ``keep`` newest complete checkpoints (at least one stays); returns the removed paths.
+def mark_best(root: str | Path, best: Mapping[str, Any] | None) -> None:
+    """Write down which checkpoint did best, {"step", "metric", "value"}, as a whole and durably; None: none did."""
+    file = Path(root) / BEST
+    temporary = file.with_name(f"{BEST}.tmp")
+    try:
+        if best is None:
+            file.unlink(missing_ok=True)
+            return
+        with open(temporary, "w", encoding="utf-8") as stream:
+            stream.write(json.dumps(dict(best)) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.rename(file)
+        sync_directory(file.parent)
+    except OSError as error:
+        raise StorageError(f"{file} cannot be written: {error.strerror}") from error
 
-    StorageError if one cannot be removed.
+
+def read_best(root: str | Path) -> dict[str, Any] | None:
+    """What ``mark_best`` wrote; None if nothing was marked. CheckpointError for a file that says something else."""
+    file = Path(root) / BEST
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+        raise CheckpointError(f"{file} does not name the step of a checkpoint")
+    return found
+
+
+def prune(root: str | Path, keep: int) -> list[Path]:
+    """Remove all but the ``keep`` newest complete checkpoints and the best one; returns the removed paths.
+
+    At least one stays. StorageError if one cannot be removed.
     """
-    old = complete(Path(root))[: -max(1, keep)]
+    best = read_best(root)
+    old = [p for p in complete(Path(root))[: -max(1, keep)] if best is None or step_of(p) != best["step"]]
     for path in old:
         doomed = path.with_name(f"{path.name}.tmp-{os.getpid()}")
         try:

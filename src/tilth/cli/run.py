@@ -44,7 +44,8 @@ def _watched(recipe: Recipe, name: str) -> "RunResult":
 
 def closing(recipe: Recipe, summary: Mapping[str, Any], directory: Path, report: Path) -> list[str]:
     """What was learned, what it took, where to look, what to try."""
-    lines = [_learned(summary), _took(summary), f"report: {report}", "", "next:"]
+    learned = [line for line in (_learned(summary), words.best(summary.get("best"))) if line]
+    lines = [*learned, _took(summary), f"report: {report}", "", "next:"]
     question = _question(recipe)
     if question:
         lines.append(f"  tilth generate {directory} {shlex.quote(question)} --temperature 0")
@@ -58,12 +59,21 @@ def _learned(s: Mapping[str, Any]) -> str:
     first, last = s.get("accuracy_first"), s.get("accuracy_last")
     spent = f"{s['steps']:,} steps and {words.duration(s['seconds'])} min"
     if first is None or last is None:
-        return f"Done in {spent}."
+        return _learned_text(s, spent)
     start = s.get("accuracy_start")
     way = [start, first] if start is not None and start != first else [first]
     before = " over ".join(map(words.share, way))
     what = "accuracy" if all(0 <= v <= 1 for v in (*way, last)) else "the mean reward"
     return f"In {spent}, {what} on problems it never trained on went from {before} to {words.share(last)}."
+
+
+def _learned_text(s: Mapping[str, Any], spent: str) -> str:
+    """Of a run without accuracy: what it came to on text that it never trained on."""
+    first, last, bits = s.get("loss_heldout_first"), s.get("loss_heldout_last"), s.get("bits_per_byte")
+    if first is None or last is None:
+        return f"Done in {spent}."
+    also = f" ({bits:.3f} bits per byte)" if bits else ""
+    return f"In {spent}, held-out loss went from {first:.3f} to {last:.3f} nats per token{also}."
 
 
 def _took(s: Mapping[str, Any]) -> str:

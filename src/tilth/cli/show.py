@@ -44,6 +44,9 @@ def table(summary: Mapping[str, Any]) -> Lines:
         ("state", str(s["state"]) + (f": {s['error']}" if s.get("error") else "")),
         ("steps", f"{s['steps']} in {words.duration(s['seconds'])}"),
         ("held-out accuracy", _accuracy(s)),
+        ("reward's parts", _parts(s)),
+        ("held-out loss", _loss(s)),
+        ("best", words.best(s.get("best")).removeprefix("best ")),
         ("generation", _rate(s["tokens_per_second_generate"], s.get("tokens_generated"))),
         ("training", _rate(s["tokens_per_second_train"], s.get("tokens_trained"))),
         ("log-prob mismatch", _number(s["mismatch_max"], "greatest {:.2g}")),
@@ -65,6 +68,17 @@ def _number(value: float | None, form: str) -> str:
 def _accuracy(s: Mapping[str, Any]) -> str:
     first, last = s["accuracy_first"], s["accuracy_last"]
     return "" if first is None or last is None else f"{words.share(first)} -> {words.share(last)}"
+
+
+def _parts(s: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {words.share(value)}" for name, value in (s.get("parts_heldout") or {}).items())
+
+
+def _loss(s: Mapping[str, Any]) -> str:
+    first, last, bits = s.get("loss_heldout_first"), s.get("loss_heldout_last"), s.get("bits_per_byte")
+    if first is None or last is None:
+        return ""
+    return f"{first:.4f} -> {last:.4f} nats per token" + (f", {bits:.3f} bits per byte" if bits else "")
 
 
 def _rate(rate: float | None, tokens: int | None) -> str:

@@ -1,23 +1,31 @@
 """The roles of a one-process run, built from its recipe."""
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from tilth.cluster.inline import InlineGroup, InlineStore
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, RecipeError
+from tilth.data.documents import Corpus
 from tilth.data.examples import check_examples, check_prompts
+from tilth.data.order import Order
 from tilth.data.prompts import PromptSet
-from tilth.data.template import make_template
+from tilth.data.template import Template, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, new_config
 from tilth.flows.publish import DTYPES
-from tilth.flows.run import Roles
+from tilth.flows.run import Roles, Split
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.hf import load_weights
-from tilth.plan.steps import RunPlan, plan_run
+from tilth.plan.steps import RunPlan, plan_run, supervised_steps
+from tilth.roles.documents import DocumentWorker
 from tilth.roles.policy import PolicyWorker, ReferenceWorker
 from tilth.roles.recorder import RecorderWorker
 from tilth.roles.reward import RewardWorker
@@ -26,20 +34,59 @@ from tilth.roles.rollout import RolloutWorker
 from tilth.rollout.engine import Engine
 from tilth.training.engine import TrainEngine
 
+CACHE = ".cache"
+"""Folder in run.dir of what can be made again: tokenised documents."""
+
+
+class Texts(NamedTuple):
+    """Documents of flow pretrain."""
+
+    train: Sequence[str]
+    heldout: Sequence[str]
+
+    @classmethod
+    def of(cls, prompts: PromptSet, holdout: float) -> "Texts":
+        """Prompts, each with its answer as it stands, as documents."""
+        return cls(*([p.text + (p.answer or "") for p in side] for side in prompts.split(holdout)))
+
+    def fingerprint(self) -> str:
+        """Tells these documents from any others."""
+        found = hashlib.blake2b(digest_size=8)
+        for text in (*self.train, "\0heldout\0", *self.heldout):
+            found.update(hashlib.blake2b(text.encode(), digest_size=8).digest())
+        return found.hexdigest()
+
+
+Material = PromptSet | Texts
+"""What a run learns from: prompts, or whole documents for flow pretrain."""
+
 
 @dataclass
 class Parts:
     """What a run is made of, before it has a directory."""
 
+    recipe: Recipe
+    """With supervised.steps instead of epochs."""
     config: DecoderConfig
     tokenizer: Tokenizer
-    train: PromptSet
-    heldout: PromptSet
+    train: Split
+    heldout: Split
     plan: RunPlan
     store: InlineStore
     policy: PolicyWorker
     reference: ReferenceWorker | None
     roles: Roles
+
+
+@dataclass
+class Lesson:
+    """What is learned, tokenised and checked. longest: tokens of the longest prompt, or such that the plan is right."""
+
+    train: Split
+    heldout: Split
+    longest: int
+    recorder: RecorderWorker | DocumentWorker
+    template: Template | None = None
 
 
 def pick_device(name: str) -> torch.device:
@@ -55,33 +102,80 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def build(recipe: Recipe, prompts: PromptSet, pool: RewardPool) -> Parts:
-    """Model, engines and roles. Everything that can be wrong with data, tokenizer or shape is found here."""
-    train, heldout = prompts.split(recipe.data.holdout)
-    if recipe.data.holdout and not len(heldout):
-        raise DataError(f"data.holdout={recipe.data.holdout} of {len(prompts)} prompts leaves none to evaluate on")
+def build(recipe: Recipe, material: Material, pool: RewardPool | None, earlier: Path | None = None) -> Parts:
+    """Model, engines and roles. Everything that can be wrong with data, tokenizer or shape is found here.
+
+    pool: None where nothing is generated. earlier: model folder of the run that is to go on, with its tokenizer.
+    """
     loaded = load_model(recipe.model.path) if recipe.model.path else None
-    tokenizer = choose_tokenizer(recipe, prompts, loaded)
+    tokenizer = _tokenizer(recipe, material, loaded, earlier)
     config = _config(recipe, loaded, tokenizer)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}")
-    template = make_template(recipe.data.template, tokenizer)
-    longest = check_prompts(prompts, template, recipe.model.context - recipe.rollout.max_tokens)
-    if recipe.supervised.steps:
-        check_examples(train, template, recipe.model.context)
-    plan = plan_run(recipe, config, train_prompts=len(train), heldout_prompts=len(heldout), longest_prompt=longest)
     store = InlineStore()
+    if isinstance(material, Texts):
+        lesson = _documents(recipe, material, tokenizer, store)
+    else:
+        lesson = _prompts(recipe, material, tokenizer, store, generates=pool is not None)
+    train, heldout = lesson.train, lesson.heldout
+    plan = plan_run(
+        recipe,
+        config,
+        train_prompts=len(train),
+        heldout_prompts=len(heldout),
+        longest_prompt=lesson.longest,
+        generates=pool is not None,
+    )
     policy = _policy(recipe, config, loaded, store)
-    reference = ReferenceWorker(policy) if recipe.algorithm.kl_coef else None
-    engine = _engine(recipe, config, tokenizer, policy.engine.device)
+    reference = ReferenceWorker(policy) if recipe.algorithm.kl_coef and recipe.flow == "grpo" else None
     roles = Roles(
         policy=InlineGroup("policy", policy),
-        rollout=InlineGroup("rollout", RolloutWorker(engine, template, prompts, recipe.rollout, store)),
-        reward=InlineGroup("reward", RewardWorker(pool, prompts, store)),
+        rollout=None,
+        reward=None,
         reference=InlineGroup("reference", reference) if reference else None,
-        recorder=InlineGroup("recorder", RecorderWorker(prompts, template, recipe.model.context, store)),
+        recorder=InlineGroup("recorder", lesson.recorder),
     )
-    return Parts(config, tokenizer, train, heldout, plan, store, policy, reference, roles)
+    if pool is not None and lesson.template is not None and isinstance(material, PromptSet):
+        engine = _engine(recipe, config, tokenizer, policy.engine.device)
+        roles.rollout = InlineGroup("rollout", RolloutWorker(engine, lesson.template, material, recipe.rollout, store))
+        roles.reward = InlineGroup("reward", RewardWorker(pool, material, store))
+    return Parts(_counted(recipe, len(train)), config, tokenizer, train, heldout, plan, store, policy, reference, roles)
+
+
+def _counted(recipe: Recipe, examples: int) -> Recipe:
+    """The recipe with as many supervised steps as its epochs take."""
+    steps = supervised_steps(recipe.supervised, examples)
+    return recipe.model_copy(update={"supervised": recipe.supervised.model_copy(update={"steps": steps})})
+
+
+def _tokenizer(recipe: Recipe, material: Material, loaded: LoadedModel | None, earlier: Path | None) -> Tokenizer:
+    if earlier is not None and loaded is None and recipe.data.tokenizer.startswith("bpe:"):
+        return Tokenizer.load(earlier)  # trained once, when the run began
+    if isinstance(material, Texts):
+        return choose_tokenizer(recipe, None, loaded, material.train)
+    return choose_tokenizer(recipe, material, loaded)
+
+
+def _documents(recipe: Recipe, texts: Texts, tokenizer: Tokenizer, store: InlineStore) -> Lesson:
+    context, folder = recipe.model.context, Path(recipe.run.dir) / CACHE
+    train = Corpus.build(texts.train, tokenizer, context, folder)
+    heldout = Corpus.build(texts.heldout, tokenizer, context, folder) if texts.heldout else None
+    mine, theirs = (Order(np.arange(0 if corpus is None else len(corpus))) for corpus in (train, heldout))
+    return Lesson(mine, theirs, context, DocumentWorker(train, heldout, tokenizer, store))
+
+
+def _prompts(
+    recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, store: InlineStore, *, generates: bool
+) -> Lesson:
+    train, heldout = prompts.split(recipe.data.holdout)
+    if (recipe.data.holdout or recipe.data.heldout) and not len(heldout):
+        raise DataError(f"data.holdout={recipe.data.holdout} of {len(prompts)} prompts leaves none to evaluate on")
+    template = make_template(recipe.data.template, tokenizer)
+    context, room = recipe.model.context, recipe.rollout.max_tokens
+    longest = check_prompts(prompts, template, context - room) if generates else 0
+    if recipe.flow == "sft":  # what is held out is read too
+        longest = max(longest, check_examples(prompts, template, context) - room)
+    elif recipe.supervised.steps or recipe.supervised.epochs:
+        check_examples(train, template, context)
+    return Lesson(train, heldout, longest, RecorderWorker(prompts, template, context, store), template)
 
 
 def _config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenizer) -> DecoderConfig:

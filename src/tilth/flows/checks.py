@@ -2,7 +2,6 @@
 
 import tilth.rl as rl
 from tilth.config.schema import Recipe
-from tilth.core.errors import RecipeError
 from tilth.roles.policy import options
 
 COLUMNS = {"rewards", "groups", "mask", "lengths", "logprobs", "old_logprobs", "advantages", "rollout_logprobs"}
@@ -11,9 +10,7 @@ COLUMNS = {"rewards", "groups", "mask", "lengths", "logprobs", "old_logprobs", "
 
 def check_algorithm(recipe: Recipe) -> None:
     """Raise RecipeError for an unknown estimator, loss or aggregation, or one that needs what no role makes."""
-    if recipe.flow != "grpo":
-        if not recipe.supervised.steps:
-            raise RecipeError(f"flow={recipe.flow} with supervised.steps=0 does nothing; set supervised.steps")
+    if recipe.flow in ("sft", "pretrain"):
         return
     how = recipe.algorithm
     columns = COLUMNS | ({"ref_logprobs"} if how.kl_coef else set())

@@ -11,16 +11,16 @@ from typing import Any
 import psutil
 import torch
 
-from tilth.checkpoint import Checkpoint, latest, open_checkpoint, prune, save
+from tilth.checkpoint import Checkpoint, latest, mark_best, open_checkpoint, prune, save
 from tilth.config.schema import Recipe
 from tilth.core.errors import CheckpointError
-from tilth.data.prompts import PromptSet
-from tilth.flows.build import Parts, build
+from tilth.flows.build import Material, Parts, build
 from tilth.flows.checks import check_algorithm
 from tilth.flows.grpo import grpo
 from tilth.flows.model import MODEL_FOLDER, save_shape
-from tilth.flows.run import SUPERVISED, Observer, Progress, Run
-from tilth.flows.rundir import RunDir, read_state, summarise
+from tilth.flows.pretrain import pretrain
+from tilth.flows.run import WARMUP, Beginner, Observer, Progress, Run
+from tilth.flows.rundir import RunDir, find, read_state, summarise
 from tilth.flows.sft import sft
 from tilth.flows.signals import Interrupted, StopRequest
 from tilth.roles.reward_pool import RewardPool
@@ -59,8 +59,8 @@ def machine(recipe: Recipe) -> Iterator[None]:
 def launch(
     recipe: Recipe,
     name: str,
-    prompts: PromptSet,
-    pool: RewardPool,
+    material: Material,
+    pool: RewardPool | None,
     observers: Sequence[Observer],
     *,
     reward: str = "",
@@ -68,19 +68,24 @@ def launch(
 ) -> RunResult:
     """Run a recipe to its end, in a new directory or continuing its newest unfinished one.
 
-    reward: identity of a reward function that the recipe does not name; a run goes on only with the same one and with
-    the same data. reward_file: hash of the file of one that it names; that it changed is told.
+    pool: None where nothing is to be generated. reward: identity of a reward function that the recipe does not name; a
+    run goes on only with the same one, the same data and the same template. reward_file: hash of the file of one that
+    it names; that it changed is told.
     """
     check_algorithm(recipe)
-    inputs = hashlib.blake2b(f"{prompts.fingerprint()} {reward}".encode(), digest_size=4).hexdigest()
+    inputs = _inputs(recipe, material, reward)
     with machine(recipe):
-        parts = build(recipe, prompts, pool)
-        pool.ready()
+        parts = build(recipe, material, pool, _earlier(recipe, name, inputs))
+        if pool is not None:
+            pool.ready()
         with RunDir.create(recipe, name, inputs) as directory, recorder.to(directory.events, attempt=directory.attempt):
             with StopRequest() as stop:
-                run = _run(recipe, parts, directory, observers, stop)
+                run = _run(parts, directory, observers, stop)
                 _announce(run, parts, reward_file)
                 _restore(run, parts)
+                for observer in observers:
+                    if isinstance(observer, Beginner):
+                        observer.on_begin(directory.path, run.at.step, run.say)
                 try:
                     _phases(run)
                 except Interrupted:
@@ -93,10 +98,25 @@ def launch(
     return RunResult(directory.path, summary)
 
 
-def _run(recipe: Recipe, parts: Parts, directory: RunDir, observers: Sequence[Observer], stop: StopRequest) -> Run:
+def _inputs(recipe: Recipe, material: Material, reward: str) -> str:
+    """Fingerprint of what decides the run beside its recipe: the data, a reward by value, a template's file."""
+    said = f"{material.fingerprint()} {reward}"
+    template = Path(recipe.data.template)
+    if recipe.data.template and template.is_file():
+        said += f" {hashlib.blake2b(template.read_bytes(), digest_size=8).hexdigest()}"
+    return hashlib.blake2b(said.encode(), digest_size=4).hexdigest()
+
+
+def _earlier(recipe: Recipe, name: str, inputs: str) -> Path | None:
+    """Model folder of the run that will go on, where it has come to a checkpoint: before that it is not complete."""
+    folder = find(recipe, name, inputs)
+    return folder / MODEL_FOLDER if folder and latest(folder / "checkpoints") else None
+
+
+def _run(parts: Parts, directory: RunDir, observers: Sequence[Observer], stop: StopRequest) -> Run:
     engine = parts.policy.engine
     return Run(
-        recipe,
+        parts.recipe,
         parts.roles,
         parts.train,
         parts.heldout,
@@ -110,10 +130,14 @@ def _run(recipe: Recipe, parts: Parts, directory: RunDir, observers: Sequence[Ob
 
 
 def _phases(run: Run) -> None:
-    """The supervised phase, if any, then the recipe's flow."""
-    recipe = run.recipe
-    if recipe.supervised.steps:
-        sft(run.enter(SUPERVISED, recipe.supervised.steps, recipe.supervised.lr))
+    """The recipe's flow, after a supervised warm-up where it learns from experience and has one."""
+    recipe, given = run.recipe, run.recipe.supervised
+    if recipe.flow == "pretrain":
+        pretrain(run.enter("pretrain", given.steps, given.lr))
+    elif recipe.flow == "sft":
+        sft(run.enter("sft", given.steps, given.lr))
+    elif given.steps:
+        sft(run.enter(WARMUP, given.steps, given.lr))
     if recipe.flow == "grpo":
         grpo(run.enter("grpo", recipe.algorithm.steps, recipe.optimizer.lr))
 
@@ -135,9 +159,15 @@ def _saver(parts: Parts) -> Any:
     def write(run: Run) -> None:
         state = {"progress": run.state(), "engine": parts.policy.engine.position(), "digest": run.directory.digest}
         save(run.directory.checkpoints, run.at.step, _tensors(parts), state)
+        _mark_best(run)
         prune(run.directory.checkpoints, run.recipe.run.keep)
 
     return write
+
+
+def _mark_best(run: Run) -> None:
+    mark_best(run.directory.checkpoints, run.at.best)
+    run.directory.update(best=run.at.best)
 
 
 def _tensors(parts: Parts) -> dict[str, dict[str, torch.Tensor]]:
@@ -145,6 +175,8 @@ def _tensors(parts: Parts) -> dict[str, dict[str, torch.Tensor]]:
         "model": {n: p.detach() for n, p in parts.policy.engine.model.named_parameters()},
         "optimizer": parts.policy.engine.optimizers.state_tensors(),
     }
+    if parts.policy.engine.ema.tensors:
+        groups["ema"] = parts.policy.engine.ema.tensors
     if parts.reference is not None:
         groups["reference"] = {n: p.detach() for n, p in parts.reference.model.named_parameters()}
     return groups
@@ -158,6 +190,7 @@ def _restore(run: Run, parts: Parts) -> None:
         checkpoint = _open(newest, parts)
         run.at = Progress(**checkpoint.objects["progress"])
         step = run.at.step
+    _mark_best(run)  # a kill may have come between a checkpoint and this
     run.directory.rewind(step)
     if run.directory.resumed:
         run.say(f"continuing after step {step}")

@@ -66,7 +66,7 @@ def summarise(run: str | Path) -> Record:
     """What a run came to, as flat JSON. What was never measured is None.
 
     accuracy_first is the held-out accuracy where the main phase began (after a warm-up); accuracy_start the very first.
-    Tokens/s are tokens over time, all steps together.
+    Tokens/s are tokens over time, all steps together. best: step, metric and value of the best evaluation.
     """
     state, records = read_state(run), read_metrics(run)
     accuracy = [(r.get("phase", ""), r["accuracy/heldout"]) for r in records if r.get("accuracy/heldout") is not None]
@@ -86,6 +86,11 @@ def summarise(run: str | Path) -> Record:
         "accuracy_first": before[-1] if before and len(before) < len(values) else _first(values),
         "accuracy_last": values[-1] if values else None,
         "accuracy_best": max(values, default=None),
+        "loss_heldout_first": _first([v for _, v in curve(records, "loss/heldout")]),
+        "loss_heldout_last": _first([v for _, v in curve(records[::-1], "loss/heldout")]),
+        "bits_per_byte": _first([v for _, v in curve(records[::-1], "bits_per_byte/heldout")]),
+        "parts_heldout": _parts(records),
+        "best": state.get("best"),
         "reward_last": next((r["reward/mean"] for r in reversed(records) if r.get("reward/mean") is not None), None),
         "tokens_per_second_generate": _rate(records, "tokens_per_second/generate", "time/generate"),
         "tokens_per_second_train": _rate(records, "tokens_per_second/train", "time/update"),
@@ -100,6 +105,13 @@ def summarise(run: str | Path) -> Record:
         "memory_predicted": (state.get("memory") or {}).get("predicted"),
         "memory_peak": (state.get("memory") or {}).get("peak") or last.get("memory/peak"),
     }
+
+
+def _parts(records: Sequence[Record]) -> dict[str, float]:
+    """Named parts of the reward at the last evaluation that had each."""
+    family = "accuracy/part/"
+    names = dict.fromkeys(n for r in records for n in r if n.startswith(family) and r[n] is not None)
+    return {n.removeprefix(family): curve(records, n)[-1][1] for n in names}
 
 
 def _first(values: Sequence[float]) -> float | None:

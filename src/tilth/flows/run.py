@@ -5,10 +5,12 @@ and trajectories are kept, the held-out accuracy is measured and a checkpoint is
 is not committed is dropped on resume, and the step runs again from its start with the same random numbers.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,8 +18,8 @@ from tilth.cluster.inline import InlineGroup
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch, Store
 from tilth.core.errors import RecipeError, RewardError
-from tilth.core.random import stream
-from tilth.data.prompts import PromptSet
+from tilth.core.random import Stream, stream
+from tilth.flows.keep import has_spread
 from tilth.flows.metrics import Metrics
 from tilth.flows.publish import Bounds, check_mismatch, verify_weights
 from tilth.flows.rundir import RunDir
@@ -28,10 +30,24 @@ from tilth.roles.rollout import ask
 from tilth.trace.spans import span
 
 Keep = Callable[[Batch], np.ndarray]
-SUPERVISED = "warmup"
-"""The phase of supervised learning: a flow of its own, or the warm-up of another."""
+WARMUP = "warmup"
+SUPERVISED = frozenset({WARMUP, "sft", "pretrain"})
+"""Phases of supervised learning: flows of their own, or the warm-up of another. The others learn from experience."""
+ACCURACY, LOSS = "accuracy/heldout", "loss/heldout"
+CORRECT = "part/correct"
+"""Where a reward returns a part of this name, accuracy is its mean; otherwise that of the reward itself."""
 EVALUATION_IDS = -(2**40)
 """Trajectory ids of evaluations lie below those of training."""
+
+
+class Split(Protocol):
+    """One side of the data, prompts or pieces of documents, drawn from by number of step."""
+
+    def __len__(self) -> int: ...
+
+    def draw(self, stream: Stream, step: int, count: int) -> np.ndarray:
+        """Indices int64 [count] of a step, a pure function of the arguments."""
+        ...
 
 
 class Observer(Protocol):
@@ -50,6 +66,15 @@ class Observer(Protocol):
         ...
 
 
+@runtime_checkable
+class Beginner(Protocol):
+    """An observer that wants to know, before the first step, where the run is kept and whether it goes on."""
+
+    def on_begin(self, directory: Path, step: int, say: Callable[[str], None]) -> None:
+        """step: the last one that is kept, a later one of an earlier attempt is void; say: a line for the run's log."""
+        ...
+
+
 @dataclass
 class Progress:
     """The controller's whole state between two steps: all that a checkpoint must hold besides tensors."""
@@ -62,15 +87,17 @@ class Progress:
     version: int = 0
     accuracy_first: float | None = None
     accuracy_last: float | None = None
+    best: dict[str, Any] | None = None
+    """The best evaluation so far: step, metric, value."""
 
 
 @dataclass
 class Roles:
-    """The worker groups of a run."""
+    """The worker groups of a run. rollout, reward: None where nothing is generated."""
 
     policy: InlineGroup
-    rollout: InlineGroup
-    reward: InlineGroup
+    rollout: InlineGroup | None
+    reward: InlineGroup | None
     reference: InlineGroup | None
     recorder: InlineGroup
 
@@ -82,8 +109,8 @@ class Run:
         self,
         recipe: Recipe,
         roles: Roles,
-        train: PromptSet,
-        heldout: PromptSet,
+        train: Split,
+        heldout: Split,
         store: Store,
         directory: RunDir,
         observers: Sequence[Observer],
@@ -113,6 +140,8 @@ class Run:
         self._fetched = 0
         self._rewarded = False
         self._reasons: set[str] = set()
+        self._engine_version: int | None = None
+        self._improved = False
 
     # ---- phases ----
 
@@ -122,20 +151,31 @@ class Run:
         if phase in self.at.finished:
             return self
         if self.at.phase == phase:
-            self.publish(self.policy)
+            self._publish_for(phase)
             return self
         self.at.phase, self.at.phase_step = phase, 0
         self.policy.begin(lr, steps)
         if self.reference is not None:
             self.reference.follow()
-        self.publish(self.policy)
-        if phase != SUPERVISED:
-            # The weights are those of the last evaluation, if there was one: the supervised phase ends with it.
-            known = self.at.accuracy_last
-            self.at.accuracy_last = self.at.accuracy_first = self.evaluate() if known is None else known
-            if self.at.accuracy_first is not None:
-                self.metrics.add("accuracy/heldout", self.at.accuracy_first)
+        self._publish_for(phase)
+        if phase != WARMUP:
+            self._assess_first(phase)
         return self
+
+    def _publish_for(self, phase: str) -> None:
+        """Experience comes from the engine; supervised phases need it for their evaluations only."""
+        if phase not in SUPERVISED:
+            self.publish(self.policy)
+
+    def _assess_first(self, phase: str) -> None:
+        """Where the phase begins. The weights are those of the last evaluation, if there was one."""
+        if phase in SUPERVISED:
+            self.assess()
+        elif self.at.accuracy_last is None:
+            self.at.accuracy_last = self.evaluate()
+        else:
+            self.metrics.add(ACCURACY, self.at.accuracy_last)
+        self.at.accuracy_first = self.at.accuracy_last
 
     def _leave(self) -> None:
         """End the phase: the next one starts from a checkpoint of its own."""
@@ -167,6 +207,13 @@ class Run:
                 indices = self.train.draw(stream(self.recipe.seed, "examples"), step, count)
                 yield self.roles.recorder.examples(indices)
 
+    def documents(self, count: int) -> Iterator[Batch]:
+        """Batches of ``count`` pieces of documents, one batch a step, the loss on every token but each first one."""
+        while self._goes_on():
+            with self._step() as step:
+                indices = self.train.draw(stream(self.recipe.seed, "documents"), step, count)
+                yield self.roles.recorder.documents(indices)
+
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """The batch once for each epoch, in the recipe's number of parts, rows in a new order each time."""
         how = self.recipe.algorithm
@@ -182,6 +229,8 @@ class Run:
 
     def collect(self, asked: Batch, *, greedy: bool = False) -> Batch:
         """Generate and score; what failed by chance is written to the journal, or taken from it when replayed."""
+        if self.rollout is None or self.reward is None:
+            raise RecipeError(f"flow={self.recipe.flow} without a reward generates nothing; set reward.function")
         batch = self.rollout.generate(asked, greedy=greedy)
         scored = self.reward.score(batch, known=self.directory.journal(self.at.step))
         failures = self.reward.failures()
@@ -210,6 +259,10 @@ class Run:
         kept = keep(scored) if keep is not None else np.ones(len(scored), bool)
         if keep is not None and len(scored):
             self.metrics.add("groups/flat", float(1 - kept.mean()), len(scored))
+        if len(scored):
+            groups = len(np.unique(scored["group"]))
+            spread = len(np.unique(scored["group"][has_spread(scored)]))
+            self.metrics.add("groups/gradient", spread / groups, groups)
         self.metrics.add("samples/trained", float(kept.sum()))
         return scored.select(kept)
 
@@ -220,14 +273,17 @@ class Run:
             self.metrics.add("reward/mean", float(reward.mean()), len(reward))
             self.metrics.add("reward/std", float(reward.std()), len(reward))
         self.metrics.add("samples", float(len(batch)))
-        for name in (n for n in batch.rows if n.startswith("part/")):
-            known = batch[name][~np.isnan(batch[name])]
-            if len(known):
-                self.metrics.add(f"reward/{name}", float(known.mean()), len(known))
+        self._measure_parts(batch, "reward")
         self.metrics.add("length/mean", float(batch["completion"].mean()), len(batch))
         self.metrics.add("length/max", float(batch["completion"].max()))
         self.metrics.add("length/cut", float((batch["finish"] == 1).mean()), len(batch))
         self.metrics.add("tokens/generated", float(batch["completion"].sum()))
+
+    def _measure_parts(self, batch: Batch, prefix: str) -> None:
+        for name in (n for n in batch.rows if n.startswith("part/")):
+            known = batch[name][~np.isnan(batch[name])]
+            if len(known):
+                self.metrics.add(f"{prefix}/{name}", float(known.mean(dtype=np.float64)), len(known))
 
     def learned(self, metrics: dict[str, Metric]) -> None:
         """Take the metrics of one optimizer step; check trainer against rollout engine."""
@@ -238,41 +294,91 @@ class Run:
 
     def publish(self, policy: InlineGroup) -> None:
         """Copy the policy's weights into the rollout engine and check what arrived against what was meant."""
+        if self.rollout is None:
+            return
         with span("publish"):
             received = self.rollout.receive(policy.weights(), self.at.version)
         with span("verify"):
             verify_weights(policy.checksums(self.bounds.dtype), received)
+        self._engine_version = self.at.version
+
+    # ---- what is held out ----
+
+    def assess(self) -> None:
+        """Measure what is held out as this phase can: accuracy where there is a reward, loss where text is given.
+
+        The best evaluation is remembered, on ties the earlier one; the commit of its step keeps its checkpoint.
+        """
+        self.at.accuracy_last = accuracy = self.evaluate()
+        loss = self.heldout_loss() if self.at.phase in SUPERVISED - {WARMUP} else None
+        metric, value = (LOSS, loss) if self.rollout is None else (ACCURACY, accuracy)
+        if value is None or not self.at.step:
+            return  # what nothing was learned for is no choice
+        best, sign = self.at.best, 1 if metric == ACCURACY else -1
+        if best is None or sign * value > sign * best["value"]:
+            self.at.best, self._improved = {"step": self.at.step, "metric": metric, "value": value}, True
 
     def evaluate(self) -> float | None:
-        """Mean reward of greedy answers to the fixed held-out prompts: the accuracy where rewards are 0 and 1.
+        """Accuracy of greedy answers to the fixed held-out prompts: mean of the reward, or of its part "correct".
 
-        None, and no metric, where nothing is held out or every reward is missing.
+        Publishes first if the engine holds older weights. None, and no metric, where nothing can be generated, nothing
+        is held out or every reward is missing.
+        """
+        if self.rollout is None or not len(self.heldout):
+            return None
+        if self._engine_version != self.at.version:
+            self.publish(self.policy)
+        with span("evaluate"), self.store.scope():
+            batch = self.collect(ask(self._chosen().tolist(), 1, EVALUATION_IDS), greedy=True)
+            known = batch.select(~np.isnan(batch["reward"]))
+            self._measure_parts(known, "accuracy")
+            right = known[CORRECT] if CORRECT in known.rows else known["reward"]
+            right = right[~np.isnan(right)]
+            if not len(right):
+                return None
+            accuracy = float(right.mean(dtype=np.float64))
+        self.metrics.add(ACCURACY, accuracy)
+        return accuracy
+
+    def heldout_loss(self) -> float | None:
+        """Mean negative log-likelihood of what is held out, in nats per token; None where nothing is.
+
+        Of documents also in bits per byte: the same sum over the bytes of the text that those tokens stand for.
         """
         if not len(self.heldout):
             return None
+        pretrain = self.at.phase == "pretrain"
         with span("evaluate"), self.store.scope():
-            count = min(self.recipe.run.eval_prompts, len(self.heldout))
-            indices = self.heldout.draw(stream(self.recipe.seed, "heldout"), 0, count)
-            batch = self.collect(ask(indices.tolist(), 1, EVALUATION_IDS), greedy=True)
-            known = batch["reward"][~np.isnan(batch["reward"])]
-            if not len(known):
-                return None
-            accuracy = float(known.mean(dtype=np.float64))
-        self.metrics.add("accuracy/heldout", accuracy)
-        return accuracy
+            recorder = self.roles.recorder
+            batch = recorder.documents(self._chosen(), heldout=True) if pretrain else recorder.examples(self._chosen())
+            found = self.policy.likelihood(batch)["loss"]
+        loss = float(found)
+        self.metrics.add(LOSS, loss)
+        if pretrain and (size := int(batch["bytes"].sum())):
+            self.metrics.add("bits_per_byte/heldout", float(found.total) / math.log(2) / size)
+        return loss
+
+    def _chosen(self) -> np.ndarray:
+        """The held-out prompts or pieces that every evaluation is about."""
+        count = min(self.recipe.run.eval_prompts, len(self.heldout))
+        return self.heldout.draw(stream(self.recipe.seed, "heldout"), 0, count)
 
     # ---- the transaction ----
 
     def _goes_on(self) -> bool:
-        at = self.at
-        if self.entered in at.finished:
+        if self.entered in self.at.finished:
             return False
-        # A mean reward above 1 is no share of right answers, so it reaches no target.
-        reached = at.phase == SUPERVISED and self.recipe.supervised.until <= (at.accuracy_last or 0.0) <= 1
-        if at.phase_step >= self.phase_steps or reached:
+        if self._over():
             self._leave()
             return False
         return True
+
+    def _over(self) -> bool:
+        """Whether the phase has come to its end."""
+        at = self.at
+        # A mean reward above 1 is no share of right answers, so it reaches no target.
+        reached = at.phase in SUPERVISED and self.recipe.supervised.until <= (at.accuracy_last or 0.0) <= 1
+        return at.phase_step >= self.phase_steps or reached
 
     @contextmanager
     def _step(self) -> Iterator[int]:
@@ -281,11 +387,11 @@ class Run:
             self.at.step += 1
             self.at.phase_step += 1
             if self._due():
-                self.at.accuracy_last = self.evaluate()
+                self.assess()
         self._commit()
 
     def _due(self) -> bool:
-        every = self.recipe.supervised.check_every if self.at.phase == SUPERVISED else self.recipe.run.eval_every
+        every = self.recipe.supervised.check_every if self.at.phase in SUPERVISED else self.recipe.run.eval_every
         return self.at.phase_step >= self.phase_steps or bool(every and self.at.phase_step % every == 0)
 
     def _record(self, batch: Batch) -> None:
@@ -296,7 +402,10 @@ class Run:
     def _commit(self) -> None:
         self.metrics.add("bytes/fetched", float(self.store.fetched_bytes - self._fetched))
         self._fetched = self.store.fetched_bytes
-        closed = self.metrics.close(step=self.at.step, phase=self.at.phase, phase_step=self.at.phase_step)
+        at = self.at
+        closed = self.metrics.close(
+            step=at.step, phase=at.phase, phase_step=at.phase_step, phase_steps=self.phase_steps
+        )
         record = self.directory.commit_step(closed)
         if self.at.phase_step == 1:
             self._tell_compile_time()
@@ -308,12 +417,12 @@ class Run:
                 f"stopped after step {self.at.step}, everything is saved; the same command continues in "
                 f"{self.directory.path}"
             )
-        if self.at.step % self.recipe.run.save_every == 0:
-            self.save()
+        if (self._improved or self.at.step % self.recipe.run.save_every == 0) and not self._over():
+            self.save()  # at its end the phase saves anyway
 
     def _tell_compile_time(self) -> None:
         for role, group in (("trainer", self.policy), ("rollout engine", self.rollout)):
-            seconds = group.compile_seconds()
+            seconds = group.compile_seconds() if group is not None else 0.0
             if seconds:
                 self.say(f"{role}: compiling took {seconds:.1f} s")
 
@@ -328,6 +437,7 @@ class Run:
         with span("save"):
             self.directory.flush()
             self._save(self)
+        self._improved = False
 
     def state(self) -> dict[str, Any]:
         """Progress as JSON."""

@@ -74,7 +74,7 @@ class RunDir:
         root = Path(recipe.run.dir)
         with writing(root):
             root.mkdir(parents=True, exist_ok=True)
-        mine = digest(recipe) + (f"-{inputs}" if inputs else "")
+        mine = _digest(recipe, inputs)
         if recipe.run.name:
             path, lock = _named(root / recipe.run.name, mine)
         else:
@@ -240,6 +240,24 @@ class RunDir:
         replace(self.path / "metrics_schema.json", (to_json(schema()) + "\n").encode())
         self.update()
         self.log(f"attempt {self.attempt} {'continues' if self.resumed else 'starts'}, process {os.getpid()}")
+
+
+def find(recipe: Recipe, name: str, inputs: str = "") -> Path | None:
+    """The folder that ``RunDir.create`` would go on in, as things stand; None if it would make a new one."""
+    root, mine = Path(recipe.run.dir), _digest(recipe, inputs)
+    if recipe.run.name:
+        path = root / recipe.run.name
+        state = read_state(path) if (path / "run.json").exists() else None
+        return path if state and state["digest"] == mine else None
+    found = _unfinished(root, name, mine) if root.is_dir() else None
+    if found is None:
+        return None
+    found[1].release()
+    return found[0]
+
+
+def _digest(recipe: Recipe, inputs: str) -> str:
+    return digest(recipe) + (f"-{inputs}" if inputs else "")
 
 
 def _named(path: Path, mine: str) -> tuple[Path, Lock]:

@@ -7,4 +7,3 @@ def sft(run: Run) -> None:
     """Learn from prompts with their answers, until the last step or the accuracy that the recipe asks for."""
     for batch in run.examples(run.recipe.supervised.batch):
         run.learned(run.policy.imitate(batch))
-        run.publish(run.policy)

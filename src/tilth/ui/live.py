@@ -23,6 +23,7 @@ from tilth.ui import words
 LEVELS = "▁▂▃▄▅▆▇█"
 CURVES = (
     ("accuracy/heldout", "held-out accuracy", "bold green"),
+    ("loss/heldout", "held-out loss", "bold green"),
     ("reward/mean", "reward", "cyan"),
     ("loss", "loss", "blue"),
     ("entropy", "entropy", "magenta"),
@@ -73,9 +74,9 @@ class Progress:
     """Where the run is, from its records: phase, steps in it, time, and what each metric has been."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.planned = {"warmup": recipe.supervised.steps}
-        if recipe.flow != "sft":
-            self.planned[recipe.flow] = recipe.algorithm.steps
+        self.planned: dict[str, int] = {recipe.flow: recipe.supervised.steps}
+        if recipe.flow not in ("sft", "pretrain"):
+            self.planned = {"warmup": recipe.supervised.steps, recipe.flow: recipe.algorithm.steps}
         self.until = recipe.supervised.until
         self.phase = ""
         self.done = 0
@@ -94,6 +95,7 @@ class Progress:
             self.phase, self.done, self._pace, self.first = phase, 0, None, {}
             self.series = {}
         self.done = record.get("phase_step") or self.done + 1
+        self.planned[phase] = record.get("phase_steps") or self.planned.get(phase, 0)
         self.seconds = record.get("seconds") or self.seconds + took
         self._pace = took if self._pace is None else 0.9 * self._pace + 0.1 * took
         self.record = record
@@ -182,6 +184,8 @@ def line(p: Progress) -> str:
     shown = (("reward/mean", "reward"), ("loss", "loss"), ("entropy", "entropy"), ("length/mean", "length"))
     if "accuracy/heldout" in p.latest:
         parts.append(f"accuracy {words.share(p.latest['accuracy/heldout'])}")
+    if "loss/heldout" in p.latest:
+        parts.append(f"held-out loss {words.number(p.latest['loss/heldout'])}")
     parts += [f"{label} {words.number(p.record[name])}" for name, label in shown if p.record.get(name) is not None]
     parts += [f"{label} {p.record[n]:,.0f} tokens/s" for n, label in RATES if p.record.get(n)]
     if p.record.get("mismatch/max") is not None:

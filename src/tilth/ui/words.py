@@ -4,7 +4,14 @@ from typing import Any
 
 from tilth.plan.steps import size as plan_size
 
-PHASES = {"warmup": "warm-up", "grpo": "GRPO", "sft": "fine-tuning"}
+PHASES = {
+    "warmup": "warm-up",
+    "grpo": "GRPO",
+    "ppo": "PPO",
+    "values": "critic",
+    "sft": "fine-tuning",
+    "pretrain": "pre-training",
+}
 
 
 def duration(seconds: float) -> str:
@@ -33,6 +40,15 @@ def number(value: float | None) -> str:
 def size(nbytes: float | None) -> str:
     """``1.4 GB`` (10^9 bytes)."""
     return "–" if nbytes is None else plan_size(nbytes)
+
+
+def best(found: dict[str, Any] | None) -> str:
+    """``best at step 300: held-out accuracy 81.2 %``; empty if no evaluation chose one."""
+    if found is None:
+        return ""
+    if found.get("metric") == "loss/heldout":
+        return f"best at step {found['step']:,}: held-out loss {found['value']:.4f} nats per token"
+    return f"best at step {found['step']:,}: held-out accuracy {share(found['value'])}"
 
 
 def phase_name(phase: str) -> str:

@@ -1,0 +1,36 @@
+"""The order in which things are drawn: endless, and a pure function of seed and position, so that nothing is saved."""
+
+import numpy as np
+
+from tilth.core.random import Stream, stream
+
+
+class Order:
+    """Some indices, and the endless sequence of them: one permutation of all after another, an epoch each.
+
+    ``rows``: int64 [n], the indices, ascending.
+    """
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.rows = rows
+        self._orders: dict[tuple[Stream, int], np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def draw(self, stream: Stream, step: int, count: int) -> np.ndarray:
+        """Indices int64 [count] of a step (from 0): see ``take``."""
+        return self.take(stream, step * count, count)
+
+    def take(self, stream: Stream, start: int, count: int) -> np.ndarray:
+        """Indices ``start`` to ``start + count`` of the sequence, a pure function of rows, stream and numbers."""
+        epochs, places = np.divmod(np.arange(start, start + count), len(self))
+        parts = [self.rows[self._order(stream, int(e))[places[epochs == e]]] for e in np.unique(epochs)]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
+
+    def _order(self, base: Stream, epoch: int) -> np.ndarray:
+        if (base, epoch) not in self._orders:
+            self._orders = dict(list(self._orders.items())[-3:])  # few are in use at a time; any can be made again
+            permutation = stream(base.seed, base.id, "epoch", epoch).permutation(len(self))
+            self._orders[base, epoch] = np.asarray(permutation, dtype=np.int64)
+        return self._orders[base, epoch]
