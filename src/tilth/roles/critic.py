@@ -1,7 +1,6 @@
 """The critic role: the value model that says how good a state is, its gradients and its position."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +14,7 @@ from tilth.roles.experience import check_identity, put_like
 from tilth.roles.shares import Shares, check_weight
 from tilth.trace.spans import span
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
-from tilth.training.packed import Micro, appraise, packed_values
+from tilth.training.packed import Micro, packed_values
 
 Metrics = dict[str, rl.Metric]
 
@@ -23,15 +22,13 @@ Metrics = dict[str, rl.Metric]
 class CriticWorker:
     """A train engine of a value model behind batches."""
 
-    def __init__(
-        self, model: ValueModel, store: Store, *, clip: float = 0.0, norm_length: int = 1, **engine: Any
-    ) -> None:
-        """clip: most that a value may move in an update, 0: no clip; norm_length: as of the policy.
-
-        engine: arguments of ``TrainEngine``; of its optimizer section, ``lr`` is the critic's own.
-        """
-        self.model = model
-        self.engine = TrainEngine(model, scorer=appraise, **engine)
+    def __init__(self, engine: TrainEngine, store: Store, *, clip: float = 0.0, norm_length: int = 1) -> None:
+        """engine: of a value model, with the scorer ``appraise``; clip: most that a value may move in an update, 0: no
+        clip; norm_length: fixed length of Dr.GRPO's aggregation."""
+        if not isinstance(engine.model, ValueModel):
+            raise TypeError(f"a critic's engine trains a ValueModel, not a {type(engine.model).__name__}")
+        self.model: ValueModel = engine.model
+        self.engine = engine
         self.store = store
         self.clip = clip
         self.norm_length = norm_length
