@@ -6,7 +6,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 from tilth.core.errors import DataError
-from tilth.data.examples import check_prompts, encode_prompts, supervised
+from tilth.data.examples import check_examples, check_prompts, encode_prompts, supervised
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
@@ -24,30 +24,35 @@ def tokenizer(prompts):
     return Tokenizer.characters(prompts.alphabet())
 
 
-def test_encode_prompts(prompts, tokenizer):
-    rows = encode_prompts(list(prompts), make_template("", tokenizer), 6)
+@pytest.fixture
+def template(tokenizer):
+    return make_template("", tokenizer)
+
+
+def test_encode_prompts(prompts, tokenizer, template):
+    rows = encode_prompts(list(prompts), template, 6)
     assert [tokenizer.decode(r) for r in rows] == ["1+2=", "10+20="] and all(r.dtype == np.int64 for r in rows)
 
 
-def test_too_long_a_prompt_is_named_with_its_length(prompts, tokenizer):
+def test_too_long_a_prompt_is_named_with_its_length(prompts, template):
     for check in (
-        lambda: encode_prompts(list(prompts), make_template("", tokenizer), 5),
-        lambda: check_prompts(prompts, tokenizer, 5),
+        lambda: encode_prompts(list(prompts), template, 5),
+        lambda: check_prompts(prompts, template, 5),
     ):
         with pytest.raises(DataError, match=r"prompt 1 has 6 tokens, but .* leaves room for 5"):
             check()
 
 
-def test_check_prompts_tells_the_longest(prompts, tokenizer):
-    assert check_prompts(prompts, make_template("", tokenizer), 6) == 6
+def test_check_prompts_tells_the_longest(prompts, template):
+    assert check_prompts(prompts, template, 6) == 6
 
 
-def test_check_of_a_large_set_looks_at_the_longest(monkeypatch, tokenizer):
+def test_check_of_a_large_set_looks_at_the_longest(monkeypatch, template):
     monkeypatch.setattr("tilth.data.examples._CHECKED", 2)
     some = PromptSet.of(["1", "2", "1+2=1+2=", "3", "0"])
-    assert check_prompts(some, make_template("", tokenizer), 8) == 8
+    assert check_prompts(some, template, 8) == 8
     with pytest.raises(DataError, match="prompt 2 has 8 tokens"):
-        check_prompts(some, make_template("", tokenizer), 7)
+        check_prompts(some, template, 7)
 
 
 def test_a_prompt_without_tokens(tmp_path):
@@ -55,25 +60,25 @@ def test_a_prompt_without_tokens(tmp_path):
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match="prompt 0 has no tokens"):
-        encode_prompts(list(PromptSet.of([" "])), Tokenizer.load(tmp_path), 5)
+        encode_prompts(list(PromptSet.of([" "])), make_template("", Tokenizer.load(tmp_path)), 5)
 
 
-def test_supervised_takes_the_loss_on_answer_and_end(prompts, tokenizer):
-    first, second = supervised(list(prompts), make_template("", tokenizer), 16)
+def test_supervised_takes_the_loss_on_answer_and_end(prompts, tokenizer, template):
+    first, second = supervised(list(prompts), template, 16)
     assert tokenizer.decode(second.tokens, special=True) == "10+20=30<eos>"
     assert second.mask.tolist() == [0] * 6 + [1] * 3 and second.mask.dtype == np.uint8
     assert first.tokens.tolist() == [*tokenizer.encode("1+2=3"), tokenizer.eos_id]
 
 
-def test_supervised_without_an_answer(tokenizer):
+def test_supervised_without_an_answer(template):
     with pytest.raises(DataError, match="prompt 1 has no answer"):
-        supervised(list(PromptSet.of([*RECORDS[:1], "1+1="])), make_template("", tokenizer), 16)
+        supervised(list(PromptSet.of([*RECORDS[:1], "1+1="])), template, 16)
 
 
-def test_supervised_too_long(prompts, tokenizer):
-    assert len(supervised(list(prompts), make_template("", tokenizer), 9)) == 2
+def test_supervised_too_long(prompts, template):
+    assert len(supervised(list(prompts), template, 9)) == 2
     with pytest.raises(DataError, match=r"prompt 1 with its answer has 9 tokens; model.context is 8"):
-        supervised(list(prompts), make_template("", tokenizer), 8)
+        supervised(list(prompts), template, 8)
 
 
 def pair_tokenizer(folder, template="<s> $A"):
@@ -102,3 +107,44 @@ def test_the_prompts_own_tokens_stand(tmp_path, answer, template, tokens):
     asked = tokenizer.encode("1=")
     assert example.tokens.tolist() == tokens and example.tokens[: len(asked)].tolist() == asked
     assert example.mask.sum() == len(tokens) - len(asked)
+
+
+# ---- conversations ----
+
+TALK = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "three"},
+    {"role": "assistant", "content": "four"},
+]
+
+
+@pytest.fixture
+def chat():
+    return make_template("chatml", Tokenizer.train(["one two three four user assistant"], 300))
+
+
+def test_every_turn_of_the_assistant_is_learnt_from(chat):
+    (example,) = supervised(list(PromptSet.of([{"messages": TALK}])), chat, 100)
+    said = chat.tokenizer.decode(example.tokens[example.mask == 1], special=True)
+    assert said == "two<|im_end|>four<|im_end|>" and not example.mask[0] and example.mask[-1]
+
+
+def test_the_longest_of_examples_and_prompts_of_conversations(chat):
+    some = PromptSet.of([{"messages": TALK}, {"messages": TALK[:2]}, {"prompt": "one", "answer": "two"}])
+    example = supervised([some[0]], chat, 100)[0]
+    n = len(example.tokens)
+    assert check_examples(some, chat, n) == n
+    last = int(np.flatnonzero(np.diff(example.mask))[-1]) + 1
+    assert check_prompts(some, chat, last) == last < n
+    with pytest.raises(DataError, match=rf"prompt 0 with its answer has {n} tokens; model.context is {n - 1}"):
+        check_examples(some, chat, n - 1)
+    with pytest.raises(DataError, match=rf"prompt 0 has {last} tokens, but .* leaves room for {last - 1}"):
+        check_prompts(some, chat, last - 1)
+
+
+def test_a_conversation_that_ends_with_the_user_has_no_answer(chat):
+    some = PromptSet.of([{"messages": TALK}, {"messages": TALK[:3]}])
+    with pytest.raises(DataError, match="prompt 1 has no answer"):
+        check_examples(some, chat, 100)
+    assert check_prompts(some, chat, 100)

@@ -1,6 +1,10 @@
 """The tokenizer agrees with transformers on what it saves and loads, and says what is wrong with what it cannot."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -9,8 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, processors
 
 from tilth.core.errors import DataError
-from tilth.data.tokenizer import Tokenizer
+from tilth.data.tokenizer import Tokenizer, check_vocabulary
 
+TEXT = Path(__file__).read_text() + "Größe, déjà vu, 中文, 𝄞 and 12345 + 67 = 12412 <|im_start|> \t\n"
 SUMS = "0123456789+="
 
 
@@ -147,6 +152,137 @@ def test_vocab_size_covers_the_greatest_id(tmp_path):
     assert Tokenizer.load(tmp_path).vocab_size == 8
 
 
+# -- trained on a text -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return Tokenizer.train([TEXT, "", TEXT[:500]], 500)
+
+
+def test_a_trained_tokenizer_has_the_size_that_was_asked_for(trained):
+    assert trained.vocab_size == 500 == len(trained.vocabulary())
+    assert [trained.token(i) for i in range(4)] == ["<pad>", "<eos>", "<|im_start|>", "<|im_end|>"]
+    assert (trained.pad_id, trained.eos_id, trained.stop_ids, trained.chat_template) == (0, 1, (1,), "")
+    assert len(trained.encode(TEXT)) < 0.7 * len(TEXT.encode())
+    assert Tokenizer.train(["ab" * 9], 500).vocab_size < 300  # nothing more to merge
+
+
+@given(st.text(max_size=40))
+def test_any_text_comes_back(trained, text):
+    ids = trained.encode(text)
+    assert trained.decode(ids, special=True) == text and max(ids, default=0) < trained.vocab_size
+    assert ids == trained.encode(text, special=False)  # nothing is put around a text
+
+
+def test_each_digit_is_a_token_and_special_tokens_are_one(trained):
+    assert [trained.decode([i]) for i in trained.encode("12345")] == list("12345")
+    assert trained.encode("<|im_start|>user<|im_end|>")[0] == 2 and trained.encode("<|im_end|>") == [3]
+
+
+def test_training_is_a_function_of_the_texts(trained):
+    assert Tokenizer.train(iter([TEXT, "", TEXT[:500]]), 500).fingerprint() == trained.fingerprint()
+    assert Tokenizer.train([TEXT + " other other"], 500).fingerprint() != trained.fingerprint()
+    script = (
+        "from tests.data.test_tokenizer import TEXT\n"
+        "from tilth.data.tokenizer import Tokenizer\n"
+        "print(Tokenizer.train([TEXT, '', TEXT[:500]], 500).fingerprint())"
+    )
+    root = str(Path(__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": f"{root}/src:{root}", "TOKENIZERS_PARALLELISM": "false"}
+    said = subprocess.run([sys.executable, "-c", script], env=env, cwd=root, capture_output=True, text=True, timeout=60)
+    assert said.stdout.strip() == trained.fingerprint(), said.stderr
+
+
+@pytest.mark.parametrize("model_type", ["", "qwen2", "qwen3", "llama"])
+def test_a_trained_tokenizer_loads_in_transformers_with_equal_ids(tmp_path, trained, model_type):
+    transformers = pytest.importorskip("transformers")
+    trained.save(tmp_path)
+    if model_type:  # a model of this kind lies beside it; its own way of reading text must not take over
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    texts = ["one two  three\n\n\tfour", " 123+456=579 ", "Ｇ é 𝄞", "<|im_start|>user\nhi<|im_end|>\n", TEXT]
+    if model_type != "qwen2":  # which transformers reads by a class of its own that composes accents first
+        texts.append("e\u0301")
+    for text in texts:
+        assert theirs(text)["input_ids"] == trained.encode(text)
+        assert theirs.decode(trained.encode(text)) == text
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (1, 0)
+
+
+def test_a_trained_tokenizer_loads_again(tmp_path, trained):
+    trained.save(tmp_path)
+    assert Tokenizer.load(tmp_path).fingerprint() == trained.fingerprint()
+
+
+def test_fingerprints_tell_ends_apart(trained):
+    other = Tokenizer.train([TEXT, "", TEXT[:500]], 500)
+    other.converse("{{ messages }}", [3])
+    assert other.stop_ids == (1, 3) and other.fingerprint() != trained.fingerprint()
+
+
+# -- chat templates --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inside", "beside", "found"),
+    [
+        (None, None, ""),
+        ("inside", None, "inside"),
+        (None, "beside", "beside"),
+        ("inside", "beside", "beside"),
+        ([{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}], None, "yes"),
+        ([{"name": "tool_use", "template": "no"}], None, ""),
+    ],
+)
+def test_where_the_chat_template_comes_from(tmp_path, inside, beside, found):
+    config = {"eos_token": "</s>"} | ({"chat_template": inside} if inside else {})
+    folder = write_model_tokenizer(tmp_path / "a", tokenizer_config=config)
+    if beside:
+        (folder / "chat_template.jinja").write_text(beside)
+    first = Tokenizer.load(folder)
+    first.save(tmp_path / "b")
+    assert first.chat_template == Tokenizer.load(tmp_path / "b").chat_template == found
+
+
+def test_names_of_special_tokens(tmp_path):
+    config = {"eos_token": {"content": "</s>"}, "bos_token": "<s>", "unk_token": None, "add_bos_token": True}
+    tokenizer = Tokenizer.load(write_model_tokenizer(tmp_path, tokenizer_config=config))
+    assert tokenizer.special_tokens == {"eos_token": "</s>", "bos_token": "<s>", "pad_token": "</s>"}
+
+
+def test_a_template_that_was_given_takes_the_place_of_the_models(tmp_path):
+    config = {"eos_token": "</s>", "chat_template": "old"}
+    folder = write_model_tokenizer(tmp_path / "a", tokenizer_config=config, generation_config={"temperature": 0.5})
+    tokenizer = Tokenizer.load(folder)
+    tokenizer.converse("new", [2])
+    tokenizer.save(tmp_path / "b")
+    again = Tokenizer.load(tmp_path / "b")
+    assert (again.chat_template, again.stop_ids) == ("new", (1, 2))
+    settings = json.loads((tmp_path / "b" / "generation_config.json").read_text())
+    assert settings == {"temperature": 0.5, "eos_token_id": [1, 2]}
+
+
+# -- a tokenizer and a model -----------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model(trained):
+    check_vocabulary(trained, 500, trained)
+    with pytest.raises(DataError, match="the tokenizer has 500 tokens, the model only 499; take"):
+        check_vocabulary(trained, 499)
+
+
+def test_a_tokenizer_whose_ids_are_not_the_models_own():
+    own = Tokenizer.characters("abc")
+    check_vocabulary(Tokenizer.characters("abc"), 5, own)
+    check_vocabulary(Tokenizer.characters("abcd"), 6, own)  # one more behind the others
+    check_vocabulary(Tokenizer.characters("ab"), 5, own)
+    with pytest.raises(DataError, match=r"differ: token 3 is 'x' in the one and 'b' in the other; leave"):
+        check_vocabulary(Tokenizer.characters("axy"), 5, own)
+    with pytest.raises(DataError, match=r"token 3 is 'c' in the one and 'b' in the other"):
+        check_vocabulary(Tokenizer.characters("ac"), 5, own)
+
+
 # -- what can be wrong -----------------------------------------------------------------------------------------------
 
 
@@ -179,3 +315,23 @@ def test_broken_configuration(tmp_path):
 def test_no_end_token(tmp_path):
     tokenizers.Tokenizer(models.WordLevel({"a": 0})).save(str(tmp_path / "tokenizer.json"))
     assert "does not say which token ends a text" in failure(tmp_path)
+
+
+@pytest.mark.parametrize("texts", [[], [""], iter(["", " \n"])])
+def test_no_text_to_train_on(texts):
+    with pytest.raises(DataError, match="no text to train a tokenizer on"):
+        Tokenizer.train(texts, 500)
+
+
+def test_too_small_a_vocabulary():
+    assert Tokenizer.train(["abc"], 260).vocab_size == 260
+    with pytest.raises(
+        DataError, match="a tokenizer of 259 tokens is too small: 256 bytes and 4 special tokens take 260"
+    ):
+        Tokenizer.train(["abc"], 259)
+
+
+def test_a_chat_template_that_is_none(tmp_path):
+    folder = write_model_tokenizer(tmp_path, tokenizer_config={"eos_token": "</s>", "chat_template": [{"name": "x"}]})
+    with pytest.raises(DataError, match="chat_template"):
+        _ = Tokenizer.load(folder).chat_template

@@ -20,7 +20,7 @@ _FORMAT = "tilth pieces 1"
 _CHARACTERS = 1 << 22
 """Text tokenised at once, by all threads of ``tokenizers``: what bounds the memory of building, but for one text."""
 _DOCUMENTS = 4096
-_READ = 1 << 24
+_READ = 1 << 18
 
 
 class Corpus:

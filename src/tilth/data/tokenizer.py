@@ -61,7 +61,9 @@ class Tokenizer:
         special = [PAD, EOS, TURN, TURN_END]
         least = len(_BYTES) + len(special)
         if size < least:
-            raise DataError(f"a tokenizer of {size} tokens is too small: 256 bytes and {len(special)} take {least}")
+            raise DataError(
+                f"a tokenizer of {size} tokens is too small: 256 bytes and {len(special)} special tokens take {least}"
+            )
         core = tokenizers.Tokenizer(models.BPE())
         words = pre_tokenizers.Split(tokenizers.Regex(_WORDS), "isolated")
         core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -106,7 +108,12 @@ class Tokenizer:
             return self._files[CHAT_TEMPLATE]
         found = json.loads(self._files.get("tokenizer_config.json", "{}")).get("chat_template") or ""
         if isinstance(found, list):  # several by name, as in [{"name": "default", "template": ...}]
-            found = {t["name"]: t["template"] for t in found}.get("default", "")
+            try:
+                found = {t["name"]: t["template"] for t in found}.get("default", "")
+            except (TypeError, KeyError):
+                raise DataError(
+                    "chat_template of tokenizer_config.json is a list, but not of names and templates"
+                ) from None
         return str(found)
 
     def converse(self, template: str, ends: Sequence[int]) -> None:
@@ -171,6 +178,28 @@ class Tokenizer:
             if missing:
                 return DataError(f"the tokenizer has no token for {missing[0]!r} in {text[:60]!r}")
         return DataError(f"the tokenizer failed: {error}")
+
+
+def check_vocabulary(tokenizer: Tokenizer, size: int, own: Tokenizer | None = None) -> None:
+    """Raise ``DataError`` unless a model with ``size`` rows in its embedding can learn from what a tokenizer says.
+
+    own: the tokenizer that the model has learnt with; a token in both must have one id. Further tokens do no harm.
+    """
+    if tokenizer.vocab_size > size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {size}; take the model's own tokenizer"
+        )
+    if own is None:
+        return
+    theirs = own.vocabulary()
+    mine = tokenizer.vocabulary()
+    names = {i: token for token, i in theirs.items()}
+    for token, id in sorted(mine.items(), key=lambda item: item[1]):
+        if theirs.get(token, id) != id or names.get(id, token) != token:
+            raise DataError(
+                f"data.tokenizer and the model's own tokenizer differ: token {id} is {token!r} in the one and "
+                f"{names.get(id, 'none')!r} in the other; leave data.tokenizer empty to take the model's own"
+            )
 
 
 def _not_empty(texts: Iterable[str]) -> Iterator[str]:

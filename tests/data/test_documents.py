@@ -1,0 +1,217 @@
+"""Every token of every document is in a piece, once and in order; a damaged cache is never believed."""
+
+import json
+import os
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.data.test_examples import pair_tokenizer
+from tilth.core.errors import DataError, StorageError
+from tilth.data import documents
+from tilth.data.documents import Corpus
+from tilth.data.tokenizer import Tokenizer
+
+LETTERS = Tokenizer.characters("abc \n")
+TEXTS = ["abc", "a" * 10, "", "cab cab", "b"]
+
+
+def whole(corpus):
+    """All pieces after one another."""
+    return corpus.tokens(range(len(corpus))).values.tolist()
+
+
+def expected(texts, tokenizer):
+    return [i for text in texts if text for i in [*tokenizer.encode(text), tokenizer.eos_id]]
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(st.text("abc \n", max_size=40), max_size=12).filter(any), context=st.integers(2, 20))
+def test_nothing_is_lost_cropped_or_twice(tmp_path, texts, context):
+    corpus = Corpus.build(texts, LETTERS, context, tmp_path)
+    assert whole(corpus) == expected(texts, LETTERS)
+    lengths = corpus.lengths
+    assert lengths.dtype == np.int32 and len(lengths) == len(corpus) and 0 < lengths.min() and lengths.max() <= context
+    sizes = [len(t) + 1 for t in texts if t]
+    assert len(corpus) == sum(-(-size // context) for size in sizes)  # as few pieces as can be
+    assert corpus.tokens_in_all == sum(sizes) and corpus.bytes == sum(len(t.encode()) for t in texts)
+    assert context == 2 or lengths.min() > 1  # a token alone has nothing to predict
+
+
+def test_a_piece_belongs_to_one_document(tmp_path):
+    corpus = Corpus.build(TEXTS, LETTERS, 6, tmp_path)
+    pieces = [LETTERS.decode(corpus.tokens([i]).values, special=True) for i in range(len(corpus))]
+    assert pieces == ["abc<eos>", "aaaaaa", "aaaa<eos>", "cab ca", "b<eos>", "b<eos>"]
+    assert corpus.lengths.tolist() == [4, 6, 5, 6, 2, 2]
+
+
+def test_the_last_token_is_never_alone(tmp_path):
+    corpus = Corpus.build(["abcabcabc", "abcabc"], LETTERS, 3, tmp_path)
+    assert corpus.lengths.tolist() == [3, 3, 2, 2, 3, 2, 2]
+    assert Corpus.build(["abcab"], LETTERS, 2, tmp_path).lengths.tolist() == [2, 2, 2]
+    assert Corpus.build(["abca"], LETTERS, 2, tmp_path).lengths.tolist() == [2, 2, 1]
+
+
+def test_pieces_by_index_in_any_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_DOCUMENTS", 2)  # several record batches
+    texts = ["abc" * n for n in range(1, 9)]
+    corpus = Corpus.build(texts, LETTERS, 7, tmp_path)
+    every = corpus.tokens(np.arange(len(corpus)))
+    assert every.values.dtype == np.int64 and every.lengths.tolist() == corpus.lengths.tolist()
+    asked = np.array([5, 0, len(corpus) - 1, 5])
+    found = corpus.tokens(asked)
+    assert [found.row(i).tolist() for i in range(4)] == [every.row(int(i)).tolist() for i in asked]
+    assert len(corpus.tokens([]).offsets) == 1
+    for wrong in (len(corpus), -1):
+        with pytest.raises(IndexError, match=f"piece {wrong} of {len(corpus)}"):
+            corpus.tokens([wrong])
+
+
+def test_batches_do_not_change_what_is_written(tmp_path, monkeypatch):
+    texts = ["abc" * n for n in range(9)]
+    first = Corpus.build(texts, LETTERS, 5, tmp_path / "a")
+    monkeypatch.setattr(documents, "_CHARACTERS", 7)
+    second = Corpus.build(texts, LETTERS, 5, tmp_path / "b")
+    assert whole(first) == whole(second) and first.lengths.tolist() == second.lengths.tolist()
+
+
+def test_begin_tokens_are_those_of_the_tokenizer(tmp_path):
+    tokenizer = pair_tokenizer(tmp_path)
+    assert whole(Corpus.build(["1=3", "4"], tokenizer, 9, tmp_path)) == [0, 2, 5, 1, 0, 6, 1]
+
+
+# ---- the cache ----
+
+
+def build(folder, texts=TEXTS, tokenizer=LETTERS, context=6):
+    return Corpus.build(texts, tokenizer, context, folder)
+
+
+def test_a_second_build_reads_what_the_first_wrote(tmp_path, monkeypatch):
+    first = build(tmp_path)
+    assert first.note == "tokenised 25 tokens of 21 bytes"
+    monkeypatch.setattr(Tokenizer, "encode_all", None)  # would fail if it were called
+    second = build(tmp_path)
+    assert second.note.startswith("tokens from ") and whole(second) == whole(first)
+    assert (second.bytes, second.tokens_in_all) == (first.bytes, first.tokens_in_all)
+    assert not [p for p in tmp_path.rglob(".*")]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"texts": [*TEXTS, "c"]},
+        {"texts": TEXTS[::-1]},
+        {"texts": ["abca" + "a" * 9, *TEXTS[2:]]},  # the same characters, divided otherwise
+        {"tokenizer": Tokenizer.characters("abcd \n")},
+        {"context": 7},
+    ],
+)
+def test_other_texts_tokenizer_or_context_are_another_cache(tmp_path, other):
+    build(tmp_path)
+    assert build(tmp_path, **other).note.startswith("tokenised")
+    assert build(tmp_path).note.startswith("tokens from") and len(list(tmp_path.iterdir())) == 2
+
+
+def truncate(place):
+    file = place / "pieces.arrow"
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+def flip(place):
+    file = place / "pieces.arrow"
+    data = bytearray(file.read_bytes())
+    at = bytes(data).index(np.array([4, 5, 6, 1], np.int32).tobytes())  # "abc<eos>"
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (truncate, "its checksum differs"),
+        (flip, "its checksum differs"),
+        (lambda p: (p / "pieces.arrow").unlink(), "No such file"),
+        (lambda p: (p / "about.json").unlink(), "No such file"),
+        (lambda p: (p / "about.json").write_text('{"bytes": 1'), "delimiter"),
+        (lambda p: (p / "about.json").write_text("[]"), "list indices"),
+        (lambda p: (p / "about.json").write_text("{}"), "checksum"),
+    ],
+)
+def test_a_damaged_cache_is_told_and_built_anew(tmp_path, damage, said):
+    good = whole(build(tmp_path))
+    (place,) = tmp_path.iterdir()
+    damage(place)
+    corpus = build(tmp_path)
+    assert whole(corpus) == good and "is damaged" in corpus.note and said in corpus.note and "\n" not in corpus.note
+    assert build(tmp_path).note.startswith("tokens from")
+
+
+def test_a_killed_build_leaves_nothing_that_is_believed(tmp_path, monkeypatch):
+    def killed(file: Path, to: Path) -> None:
+        if to.name == "about.json":
+            raise KeyboardInterrupt
+        os.replace(file, to)
+
+    monkeypatch.setattr(documents, "_commit", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path)
+    monkeypatch.undo()
+    assert build(tmp_path).note.startswith("tokenised") and build(tmp_path).note.startswith("tokens from")
+
+
+def test_the_file_is_plain_arrow(tmp_path):
+    corpus = build(tmp_path)
+    (file,) = tmp_path.glob("*/pieces.arrow")
+    table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+    assert table.schema == pa.schema([("tokens", pa.list_(pa.int32()))])
+    assert [len(row) for row in table["tokens"].to_pylist()] == corpus.lengths.tolist()
+    about = json.loads((file.parent / "about.json").read_text())
+    assert about["bytes"] == corpus.bytes
+
+
+# ---- memory ----
+
+
+def test_memory_while_building_is_that_of_a_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_CHARACTERS", 1 << 12)
+    texts = ["abc " * 256] * 400  # 400 thousand tokens, of which 1024 are in hand at a time
+    tracemalloc.start()
+    try:
+        corpus = Corpus.build(texts, LETTERS, 64, tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert corpus.tokens_in_all == 400 * 1025 and peak < 1 << 20
+
+
+# ---- what can be wrong ----
+
+
+@pytest.mark.parametrize("texts", [[], ["", ""]])
+def test_no_text(tmp_path, texts):
+    with pytest.raises(DataError, match="there is no text in the documents"):
+        build(tmp_path, texts=texts)
+
+
+def test_no_room_to_predict(tmp_path):
+    with pytest.raises(DataError, match="pieces of 1 tokens have nothing to predict"):
+        build(tmp_path, context=1)
+
+
+def test_a_character_without_a_token_leaves_no_cache(tmp_path):
+    with pytest.raises(DataError, match="no token for 'x'"):
+        build(tmp_path, texts=["abc", "axb"])
+    with pytest.raises(DataError, match="no token for 'x'"):
+        build(tmp_path, texts=["abc", "axb"])
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"cannot write the tokens of the documents to .*file"):
+        build(tmp_path / "file")

@@ -1,0 +1,398 @@
+"""Conversations become the ids that transformers makes of them, masked as it masks them, or a named error."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models, normalizers, pre_tokenizers
+
+from tilth.core.errors import DataError
+from tilth.data.prompts import Prompt, PromptSet
+from tilth.data.template import CHATML, TemplateError, make_template
+from tilth.data.tokenizer import Tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+QWEN25 = """\
+{%- if messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- else %}
+    {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}
+        {{- '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+LLAMA3 = """\
+{{- bos_token }}
+{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: ' + date_string + '<|eot_id|>' }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endgeneration %}
+    {%- else %}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+LLAMA2 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}{{- '[INST] ' + message['content'] | trim + ' [/INST]' }}
+    {%- elif message['role'] == 'assistant' %}
+        {%- generation %}{{- ' ' + message['content'] | trim + eos_token }}{%- endgeneration %}
+    {%- else %}{{- raise_exception('only user and assistant') }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+PHI3 = """\
+{%- for message in messages %}
+    {{- '<|' + message['role'] + '|>\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{- message['content'] + '<|end|>' }}{%- endgeneration %}
+    {%- else %}{{- message['content'] + '<|end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}
+"""
+
+QWEN3 = """\
+{%- set ns = namespace(last=0) %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' and '</think>' in message.content and loop.index0 < ns.last %}
+        {{- message.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' }}
+    {%- else %}
+        {{- message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+IM = ("<|im_start|>", "<|im_end|>")
+CHATS = {
+    "chatml": (CHATML, "<|im_end|>", IM),
+    "qwen2.5": (QWEN25, "<|im_end|>", IM),
+    "llama3": (
+        LLAMA3,
+        "<|end_of_text|>",
+        ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+    "llama2": (LLAMA2, "</s>", ("<s>", "</s>")),
+    "phi3": (PHI3, "<|end|>", ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")),
+}
+TEXTS = [
+    "What is 12 + 34? It is 46, and that is right.\n\nThe user said so; the assistant did, too.",
+    "[INST] system You are a helpful assistant. Today Date: 26 Jul 2024",
+    "one two three four\nfive six seven eight  nine\n",
+    "one\n\ntwo\n\nthree",
+] * 3
+BEGIN = {"llama3": "<|begin_of_text|>", "llama2": "<s>"}
+
+
+def turns(*contents, system=None):
+    roles = ["user", "assistant"] * len(contents)
+    said = [{"role": r, "content": c} for r, c in zip(roles, contents)]
+    return [{"role": "system", "content": system}, *said] if system else said
+
+
+TALKS = [
+    turns("What is 12 + 34?", "46"),
+    turns("one", "two", "three", "four five six", "seven\n", "eight"),
+    turns("  spaces  ", "one\ntwo\n\nthree ", "", "four"),
+]
+
+
+def asked(*talks):
+    return [Prompt(i, "", talk[-1]["content"], {}, tuple(talk)) for i, talk in enumerate(talks)]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """name -> (our tokenizer, that of transformers): of one directory, with a template in it."""
+    return {name: chat(tmp_path_factory.mktemp("chat"), name, *CHATS[name]) for name in CHATS}
+
+
+def chat(folder, name, source, eos, special):
+    core = tokenizers.Tokenizer.from_str(Tokenizer.train(TEXTS, 400)._core.to_str())
+    core.add_special_tokens([tokenizers.AddedToken(t, rstrip=name == "phi3", normalized=False) for t in special])
+    if name == "llama2":  # a space is put before every text, as in SentencePiece
+        core.normalizer = normalizers.Prepend(" ")
+    core.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "chat_template": source}
+    if name in BEGIN:
+        config["bos_token"] = BEGIN[name]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def theirs(other, talk, **how):
+    found = other.apply_chat_template(talk, return_dict=True, date_string="26 Jul 2024", **how)
+    return found["input_ids"], found.get("assistant_masks")
+
+
+# ---- ids and masks are those of transformers ----
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("talk", TALKS)
+def test_ids_and_mask_equal_those_of_transformers(chats, name, talk):
+    ours, other = chats[name]
+    template = make_template("model", ours)
+    (example,) = template.examples(asked(talk))
+    ids, mask = theirs(other, talk, return_assistant_tokens_mask=True)
+    n = len(example.tokens)
+    assert example.tokens.tolist() == ids[:n] and example.tokens.dtype == np.int64
+    assert example.mask.tolist() == mask[:n] and example.mask.dtype == np.uint8
+    assert other.decode(ids[n:]).strip() == "" and example.tokens[-1] in template.stops and example.mask[-1] == 1
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_prompt_is_the_conversation_up_to_where_the_assistant_speaks(chats, name):
+    ours, other = chats[name]
+    for talk in TALKS:
+        (ids,) = make_template("model", ours).prompts(asked(talk))
+        assert ids == theirs(other, talk[:-1], add_generation_prompt=True)[0]
+
+
+def test_a_system_message_takes_the_place_of_the_default_one(chats):
+    ours, other = chats["qwen2.5"]
+    template = make_template("model", ours)
+    for talk, count in ((turns("one", "two"), 1), (turns("one", "two", system="three"), 0)):
+        (example,) = template.examples(asked(talk))
+        assert example.tokens.tolist() == theirs(other, talk)[0][: len(example.tokens)]
+        assert ours.decode(example.tokens).count("You are a helpful assistant.") == count
+
+
+def test_what_follows_the_end_token_is_not_the_policys(chats):
+    ours, _ = chats["chatml"]
+    template = make_template("chatml", ours)
+    (example,) = template.examples(asked(turns("a", "b", "c", "d")))
+    said = [ours.decode(example.tokens[example.mask == v], special=True) for v in (0, 1)]
+    assert said[1] == "b<|im_end|>d<|im_end|>"
+    assert said[0] == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_record_without_messages_is_a_question_and_its_answer(chats, name):
+    template = make_template("model", chats[name][0])
+    plain = list(PromptSet.of([{"prompt": "one", "answer": "two"}]))
+    spoken = asked(turns("one", "two"))
+    assert template.prompts(plain) == template.prompts(spoken)
+    for a, b in zip(template.examples(plain)[0], template.examples(spoken)[0]):
+        assert a.tolist() == b.tolist()
+
+
+def test_templates_are_told_a_fixed_day(chats):
+    ours, _ = chats["llama3"]
+    (ids,) = make_template("model", ours).prompts(asked(turns("one", "two")))
+    assert "Today Date: 26 Jul 2024" in ours.decode(ids)
+
+
+# ---- what is trained is what is generated ----
+
+CONTENT = st.text("ab 1\n\t=é", max_size=12)
+
+
+@pytest.mark.parametrize("name", CHATS)
+@settings(max_examples=40, deadline=None)
+@given(contents=st.lists(CONTENT, min_size=2, max_size=6).filter(lambda c: len(c) % 2 == 0))
+def test_ids_of_a_conversation_so_far_begin_the_longer_one(chats, name, contents):
+    template = make_template("model", chats[name][0])
+    talks = [turns(*contents[:n]) for n in range(2, len(contents) + 1, 2)]
+    examples = template.examples(asked(*talks))
+    for prompt, example in zip(template.prompts(asked(*talks)), examples):
+        assert example.tokens[: len(prompt)].tolist() == prompt
+        assert example.mask[len(prompt) :].all() and len(example.tokens) > len(prompt)
+        assert example.mask.sum() >= (np.isin(example.tokens, template.stops) & (example.mask == 1)).sum() >= 1
+    for shorter, longer in pairwise(examples):
+        n = len(shorter.tokens)
+        assert longer.tokens[:n].tolist() == shorter.tokens.tolist()
+        assert longer.mask[:n].tolist() == shorter.mask.tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(contents=st.lists(st.text("ab 1\n\t=é<|>", max_size=12), min_size=4, max_size=4))
+def test_the_loss_is_on_what_the_assistant_says_and_on_nothing_else(chats, contents):
+    ours, _ = chats["chatml"]
+    (example,) = make_template("chatml", ours).examples(asked(turns(*contents)))
+    edges = np.flatnonzero(np.diff(example.mask, prepend=0, append=0))
+    said = [ours.decode(example.tokens[a:b], special=True) for a, b in zip(edges[::2], edges[1::2])]
+    assert said == [c + "<|im_end|>" for c in contents[1::2]]
+    whole = "".join(
+        f"<|im_start|>{r}\n{c}<|im_end|>\n" for r, c in zip(["user", "assistant"] * 2, contents)
+    ).removesuffix("\n")
+    assert ours.decode(example.tokens, special=True) == whole
+
+
+def test_an_answer_that_would_merge_into_the_prompt_is_tokenised_alone(chats):
+    ours, other = chats["chatml"]
+    assert ours.encode("\n\n") != ours.encode("\n") * 2  # the generation prompt ends in a line break
+    template = make_template("chatml", ours)
+    talk = turns("one", "\ntwo")
+    (example,), (prompt,) = template.examples(asked(talk)), template.prompts(asked(talk))
+    assert example.tokens[: len(prompt)].tolist() == prompt
+    assert example.tokens.tolist() != theirs(other, talk)[0][: len(example.tokens)]
+    assert ours.decode(example.tokens, special=True) == other.decode(theirs(other, talk)[0]).removesuffix("\n")
+
+
+# ---- the template stays with the tokenizer ----
+
+
+def test_a_saved_tokenizer_brings_template_and_ends(tmp_path):
+    tokenizer = Tokenizer.train(TEXTS, 300)
+    template = make_template("chatml", tokenizer)
+    assert 3 in tokenizer.stop_ids and tokenizer.eos_id == 1 and template.stops[0] == 3
+    tokenizer.save(tmp_path)
+    again = Tokenizer.load(tmp_path)
+    assert again.chat_template == CHATML and again.stop_ids == tokenizer.stop_ids
+    assert make_template("model", again).prompts(asked(TALKS[0])) == template.prompts(asked(TALKS[0]))
+    other = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert other.chat_template == CHATML
+    (example,) = template.examples(asked(TALKS[1]))
+    assert theirs(other, TALKS[1])[0][:-1] == example.tokens.tolist()
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [1, 3]
+
+
+def test_a_file_is_a_template(tmp_path, chats):
+    ours, _ = chats["qwen2.5"]
+    (tmp_path / "mine.jinja").write_text(QWEN25)
+    mine, models = make_template(str(tmp_path / "mine.jinja"), ours), make_template("model", ours)
+    assert mine.prompts(asked(*TALKS)) == models.prompts(asked(*TALKS)) and mine.name.endswith("mine.jinja")
+
+
+def test_the_end_of_a_turn_comes_before_the_tokenizers_own_end(chats):
+    ours, _ = chats["llama3"]
+    stops = make_template("model", ours).stops
+    assert [ours.token(i) for i in stops] == ["<|eot_id|>", "<|end_of_text|>"]
+
+
+# ---- what can be wrong ----
+
+
+def failure(kind, do):
+    with pytest.raises(kind) as caught:
+        do()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def written(folder, source):
+    (folder / "t.jinja").write_text(source)
+    return str(folder / "t.jinja")
+
+
+THOUGHT = turns("one", "<think>\nhm\n</think>\n\ntwo", "three", "<think>\nso\n</think>\n\nfour")
+
+
+def test_a_template_that_drops_earlier_thinking_is_not_prefix_stable(tmp_path, chats):
+    ours, _ = chats["chatml"]
+    template = make_template(written(tmp_path, QWEN3), ours)
+    template.examples(asked(THOUGHT[:2]))
+    said = failure(TemplateError, lambda: template.examples(asked(TALKS[0], THOUGHT)))
+    assert said.startswith(
+        f"template {tmp_path}/t.jinja is not prefix-stable: after turn 1 of the assistant, prompt 1 has"
+    )
+    shown = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    assert repr("<think>\nhm\n</think>\n\ntwo") in said and f"at character {len(shown)}" in said
+    assert repr("two<|im_end|>\n<|im_start") in said
+
+
+def test_history_that_is_rewritten_is_no_harm_in_a_prompt(tmp_path, chats):
+    ours, other = chats["chatml"]
+    (ids,) = make_template(written(tmp_path, QWEN3), ours).prompts(asked(THOUGHT))
+    expected = theirs(other, THOUGHT[:-1], add_generation_prompt=True, chat_template=QWEN3)[0]
+    assert ids == expected and "hm" not in ours.decode(ids)
+
+
+def test_a_generation_prompt_that_the_answer_does_not_begin_with(tmp_path, chats):
+    source = CHATML.replace("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}")
+    assert source != CHATML
+    template = make_template(written(tmp_path, source), chats["chatml"][0])
+    assert "has '<think>\\n' at character" in failure(TemplateError, lambda: template.examples(asked(TALKS[0])))
+
+
+def test_an_end_token_in_an_answer(chats):
+    template = make_template("chatml", chats["chatml"][0])
+    said = failure(DataError, lambda: template.examples(asked(TALKS[0], turns("one", "two<|im_end|>three"))))
+    assert said == "prompt 1: an answer has the end token <|im_end|> in its text"
+    template.prompts(asked(turns("say <|im_end|>", "no")))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for", "is not Jinja"),
+        ("{{ messages[0].content }}", "leaves out what the assistant says"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "has no special token"),
+        ("{{ raise_exception('never') }}", "cannot render a conversation of roles user, assistant: never"),
+        ("{{ messages[0].content + none }}", "cannot render"),
+        ("{{ messages.__class__.__mro__ }}", "cannot render"),
+        ("{{ messages.append(1) }}", "cannot render"),
+    ],
+)
+def test_a_template_that_cannot_be_used(tmp_path, chats, source, message):
+    path = written(tmp_path, source)
+    assert message in failure(TemplateError, lambda: make_template(path, chats["chatml"][0]))
+
+
+def test_a_template_that_fails_on_some_conversation(chats):
+    template = make_template("model", chats["llama2"][0])
+    said = failure(TemplateError, lambda: template.prompts(asked(turns("one", "two", system="three"))))
+    assert said == "template model cannot render a conversation of roles system, user: only user and assistant"
+
+
+def test_a_turn_without_an_end_token(tmp_path, chats):
+    source = "{% for m in messages %}{{ m.content }}{% if 'x' not in m.content %}<|im_end|>{% endif %}\n{% endfor %}"
+    template = make_template(written(tmp_path, source), chats["chatml"][0])
+    said = failure(TemplateError, lambda: template.examples(asked(turns("one", "x"))))
+    assert "ends a turn by" in said and "without any of ['<|im_end|>'" in said
+
+
+def test_an_end_token_that_texts_do_not_hold(tmp_path):
+    """</s> is in the vocabulary, but no text is searched for it: a turn would never be seen to end."""
+    source = "{% for m in messages %}{{ m.content + eos_token }}<|im_end|>{% endfor %}"
+    vocabulary = {"one": 0, "two": 1, "</s>": 2, "<|im_end|>": 3}
+    core = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="one"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.add_special_tokens(["<|im_end|>"])
+    core.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": source}))
+    template = make_template("model", Tokenizer.load(tmp_path))
+    said = failure(TemplateError, lambda: template.examples(asked(turns("one", "two"))))
+    assert "prompt 0 has a turn that ends by token 0, not by one that ends a completion (3, 2)" in said
+
+
+def test_names_that_mean_nothing(tmp_path):
+    characters = Tokenizer.characters("abc")
+    assert "the tokenizer brings no chat template" in failure(TemplateError, lambda: make_template("model", characters))
+    assert "has no special token" in failure(TemplateError, lambda: make_template("chatml", characters))
+    assert "neither model, chatml nor a readable file" in failure(
+        TemplateError, lambda: make_template("chatlm", characters)
+    )
+    (tmp_path / "b.jinja").write_bytes(b"\xff\xfe")
+    assert "readable" in failure(TemplateError, lambda: make_template(str(tmp_path / "b.jinja"), characters))
