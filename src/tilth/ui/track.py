@@ -1,0 +1,263 @@
+"""Trackers: a run's metrics in TensorBoard and in Weights & Biases too, as ``run.track`` asks.
+
+Each writes in a thread of its own, so that a slow disk or network never holds up a step; whatever its library raises is
+told once, and the run goes on without it. Steps that a resume runs again appear once.
+"""
+
+import html
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tilth.config.load import dump_toml
+from tilth.config.schema import Recipe
+from tilth.core.errors import RecipeError
+from tilth.flows.metrics import KEYS, declaration, schema
+
+SAMPLE_EVERY = 25
+"""Steps between two sampled answers that are kept as text."""
+PATIENCE = 60.0
+"""Seconds at the end of a run for what has not been written or uploaded yet."""
+
+
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a record of ``metrics.jsonl``: finite numbers, without the fields that say which step it is."""
+    return {
+        name: float(value)
+        for name, value in record.items()
+        if name not in KEYS and isinstance(value, (int, float)) and math.isfinite(value)
+    }
+
+
+def sample_text(sample: Mapping[str, Any]) -> str:
+    """A sampled answer as plain text: reward, right answer, prompt and what the model went on with."""
+    reward = "missing" if sample.get("reward") is None else f"{sample['reward']:g}"
+    right = f", right: {sample['answer']}" if sample.get("answer") else ""
+    return f"reward {reward}{right}\n\n{sample.get('prompt') or ''}{sample.get('text') or ''}"
+
+
+class Tracker:
+    """An observer that hands everything to its thread. Subclasses write, one call after another, in that thread."""
+
+    package: ClassVar[str]
+
+    def __init__(self, recipe: Recipe) -> None:
+        """RecipeError if the library is not installed."""
+        if importlib.util.find_spec(self.package) is None:
+            raise RecipeError(
+                f"run.track asks for {self.package}, which is not installed: pip install tilth[{self.package}]"
+            )
+        self.recipe = recipe
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.package)
+        self._pending: set[Future[None]] = set()
+        self._next_sample = 0
+        self._lost = False
+        self._say: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
+
+    # ---- what is observed ----
+
+    def on_begin(self, directory: Path, step: int, say: Callable[[str], None]) -> None:
+        """The run is kept in ``directory``, and goes on after ``step``."""
+        self._say = say
+        self._do(self.open, directory, step)
+
+    def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
+        """A step was committed."""
+        if sample is None or record["step"] < self._next_sample:
+            sample = None
+        else:
+            self._next_sample = record["step"] + SAMPLE_EVERY
+        self._do(self.write, record["step"], numbers(record), sample_text(sample) if sample else "")
+        self._look()
+
+    def on_message(self, text: str) -> None:
+        """Messages stay in the run's log."""
+
+    def on_end(self, summary: dict[str, Any]) -> None:
+        """The run came to its end."""
+        self._do(self.conclude, summary)
+
+    def close(self, failed: bool) -> None:
+        """Wait, not for ever, until everything is written. ``failed``: an error ended the run."""
+        self._say = lambda text: print(text, file=sys.stderr)  # the run's own log is closed
+        self._do(self.finish, failed)
+        _, late = wait(self._pending, PATIENCE, FIRST_EXCEPTION)
+        self._look()
+        if late and not self._lost:
+            self._say(f"{self.package}: not done after {PATIENCE:.0f} s; what is missing there is in metrics.jsonl")
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _do(self, job: Callable[..., None], *arguments: Any) -> None:
+        if not self._lost:
+            self._pending.add(self._thread.submit(job, *arguments))
+
+    def _look(self) -> None:
+        """Tell of the first job that failed, and do no more."""
+        done = {future for future in self._pending if future.done()}
+        self._pending -= done
+        errors = [error for future in done if not future.cancelled() and (error := future.exception()) is not None]
+        if errors and not self._lost:
+            self._lost = True
+            reason = " ".join(str(errors[0]).split())[:200]
+            self._say(f"{self.package}: {type(errors[0]).__name__}: {reason}; the run goes on without it")
+
+    # ---- what a subclass does, in its thread ----
+
+    def open(self, directory: Path, step: int) -> None:
+        """Begin, or go on after ``step``."""
+        raise NotImplementedError
+
+    def write(self, step: int, values: Mapping[str, float], text: str) -> None:
+        """The metrics of a step, and a sampled answer if it is not empty."""
+        raise NotImplementedError
+
+    def conclude(self, summary: Mapping[str, Any]) -> None:
+        """What is known at the end, as ``tilth show RUN --json`` has it."""
+
+    def finish(self, failed: bool) -> None:
+        """Nothing follows."""
+        raise NotImplementedError
+
+
+class TensorBoard(Tracker):
+    """Event files in RUN/tensorboard. A resume makes a new file that declares later steps of older files void."""
+
+    package = "tensorboard"
+
+    def open(self, directory: Path, step: int) -> None:
+        """A new event file."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder = directory / "tensorboard"
+        fresh = not folder.exists()
+        self._writer = EventFileWriter(str(folder))
+        self._described: set[str] = set()
+        self._add(step + 1, session_log=SessionLog(status=SessionLog.START))
+        if fresh:
+            self._add(0, summary=_summary([_text_value("recipe", dump_toml(self.recipe))]))
+        self._writer.flush()
+
+    def write(self, step: int, values: Mapping[str, float], text: str) -> None:
+        """One event for all metrics of the step; the first of each tells what it is."""
+        found = [self._scalar(name, value) for name, value in values.items()]
+        if text:
+            found.append(_text_value("sample", text))
+        self._add(step, summary=_summary(found))
+        self._writer.flush()  # a kill loses nothing of a step that a checkpoint may hold
+
+    def finish(self, failed: bool) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _add(self, step: int, **what: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writer.add_event(Event(wall_time=time.time(), step=step, **what))
+
+    def _scalar(self, name: str, value: float) -> Any:
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+
+        if name in self._described:
+            return Summary.Value(tag=name, simple_value=value)
+        self._described.add(name)
+        declared = declaration(name)
+        about = SummaryMetadata(summary_description=f"{declared.description} (unit: {declared.unit})")
+        return Summary.Value(tag=name, simple_value=value, metadata=about)
+
+
+def _summary(values: list[Any]) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    return Summary(value=values)
+
+
+def _text_value(tag: str, text: str) -> Any:
+    """For the text page, which reads Markdown: as a block of code, so that nothing in it is markup."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.types_pb2 import DT_STRING
+    from tensorboard.plugins.text.metadata import create_summary_metadata
+
+    block = "\n".join("    " + line for line in text.splitlines())
+    tensor = TensorProto(dtype=DT_STRING, string_val=[block.encode()])
+    return Summary.Value(tag=tag, metadata=create_summary_metadata("", ""), tensor=tensor)
+
+
+class WeightsAndBiases(Tracker):
+    """A run in RUN/wandb, offline unless WANDB_MODE says otherwise, under one id that RUN/wandb.json keeps.
+
+    Weights & Biases cannot take a step back, so a step that a resume runs again is not sent again: it is the same.
+    """
+
+    package = "wandb"
+
+    def open(self, directory: Path, step: int) -> None:
+        """Begin under a new id, or go on under the one that the directory knows."""
+        import wandb
+
+        self._path = directory / "wandb.json"
+        fresh = {"id": uuid.uuid4().hex[:8], "step": 0}
+        known: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else fresh
+        self._id, self._sent = known["id"], known["step"]
+        self._remember(self._sent)
+        units = {name: about["unit"] for name, about in schema().items()}
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "tilth"),
+            name=directory.name,
+            id=self._id,
+            resume="allow",
+            dir=str(directory),
+            mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]
+            config={**self.recipe.dump(), "metrics": units},
+            settings=wandb.Settings(console="off", silent=True, init_timeout=PATIENCE / 2, finish_timeout=PATIENCE),
+        )
+
+    def write(self, step: int, values: Mapping[str, float], text: str) -> None:
+        """One row of the history, unless an earlier attempt sent that step."""
+        if step <= self._sent:
+            return
+        self._remember(step)  # before it is sent: a kill between the two leaves a step out, it never doubles one
+        import wandb
+
+        shown = {"sample": wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)} if text else {}
+        self._run.log({**values, **shown}, step=step, commit=True)
+
+    def conclude(self, summary: Mapping[str, Any]) -> None:
+        """The run's summary beside the last values."""
+        self._run.summary.update({f"summary/{name}": value for name, value in summary.items() if value is not None})
+
+    def finish(self, failed: bool) -> None:
+        """Wait for the upload, if there is one."""
+        self._run.finish(exit_code=int(failed))
+
+    def _remember(self, step: int) -> None:
+        self._sent = step
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"id": self._id, "step": step}))
+        temporary.replace(self._path)
+
+
+TRACKERS: dict[str, type[Tracker]] = {t.package: t for t in (TensorBoard, WeightsAndBiases)}
+
+
+@contextmanager
+def tracking(recipe: Recipe) -> Iterator[list[Tracker]]:
+    """The trackers that ``run.track`` names, closed at the end. RecipeError if a library is missing."""
+    trackers = [TRACKERS[name](recipe) for name in dict.fromkeys(recipe.run.track)]
+    failed = True
+    try:
+        yield trackers
+        failed = False
+    finally:
+        for tracker in trackers:
+            tracker.close(failed)

@@ -1,0 +1,308 @@
+"""Trackers: what they leave is read back with the reader of the library itself, or record by record."""
+
+import importlib.util
+import json
+import struct
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tilth.config.load import from_dict
+from tilth.core.errors import RecipeError
+from tilth.ui import track
+from tilth.ui.track import TRACKERS, TensorBoard, Tracker, WeightsAndBiases, numbers, sample_text, tracking
+
+RECIPE = from_dict({"run": {"track": ["tensorboard"]}, "algorithm": {"steps": 7}})
+SAMPLE = {"prompt": "1+1=", "text": "2 <b>*x*", "answer": "2", "reward": 1.0}
+has = {name: importlib.util.find_spec(name) is not None for name in TRACKERS}
+needs_tensorboard = pytest.mark.skipif(not has["tensorboard"], reason="tensorboard is not installed")
+needs_wandb = pytest.mark.skipif(not has["wandb"], reason="wandb is not installed")
+
+
+def record(step, attempt=1, **more):
+    return {
+        "step": step, "attempt": attempt, "phase": "grpo", "phase_step": step, "seconds": 1.5 * step,
+        "loss": step + attempt / 8, "length/mean": 4.0, **more,
+    }  # fmt: skip
+
+
+def watched(kind, directory, steps, begin=0, attempt=1, recipe=RECIPE, failed=False):
+    """One attempt; returns what was said."""
+    said = []
+    tracker = kind(recipe)
+    tracker.on_begin(directory, begin, said.append)
+    for step in steps:
+        tracker.on_step(record(step, attempt), SAMPLE)
+    tracker.on_end({"steps": 7, "accuracy_last": None})
+    tracker.close(failed)
+    return said
+
+
+# ---- what is shown ----
+
+
+def test_numbers_are_the_finite_metrics():
+    found = numbers(record(3, **{"lr": None, "entropy": float("nan"), "ratio": 1, "time/step": float("inf")}))
+    assert found == {"loss": 3.125, "length/mean": 4.0, "ratio": 1.0}
+
+
+@pytest.mark.parametrize(("reward", "want"), [(None, "reward missing, right: 2"), (0.5, "reward 0.5, right: 2")])
+def test_a_sample_says_what_it_earned(reward, want):
+    assert sample_text(SAMPLE | {"reward": reward}) == f"{want}\n\n1+1=2 <b>*x*"
+    assert sample_text({"prompt": "a", "text": "b", "answer": None, "reward": 0}) == "reward 0\n\nab"
+
+
+# ---- the thread ----
+
+
+class Broken(Tracker):
+    """Fails in one of its calls."""
+
+    package = "json"  # is always there
+
+    def __init__(self, recipe=RECIPE, at="open"):
+        super().__init__(recipe)
+        self.at, self.calls, self.threads = at, [], set()
+
+    def _act(self, name):
+        self.calls.append(name)
+        self.threads.add(threading.get_ident())
+        if name == self.at:
+            raise ConnectionError("no route to host\nsecond line")
+
+    def open(self, directory, step):
+        self._act("open")
+
+    def write(self, step, values, text):
+        self._act("write")
+
+    def conclude(self, summary):
+        self._act("conclude")
+
+    def finish(self, failed):
+        self._act("failed" if failed else "finish")
+
+
+def observe(tracker, steps=5):
+    said = []
+    tracker.on_begin(Path("nowhere"), 0, said.append)
+    for step in range(1, steps + 1):
+        tracker.on_step(record(step), None)
+        time.sleep(0.02)
+    return said
+
+
+@pytest.mark.parametrize("at", ["open", "write"])
+def test_a_failure_is_told_once_and_never_raised(at, capsys):
+    tracker = Broken(at=at)
+    said = observe(tracker)
+    tracker.on_end({})
+    tracker.close(False)
+    assert said == ["json: ConnectionError: no route to host second line; the run goes on without it"]
+    assert len(tracker.calls) < 5 and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("at", ["conclude", "finish"])
+def test_a_failure_after_the_run_goes_to_stderr(at, capsys):
+    tracker = Broken(at=at)
+    assert observe(tracker) == []
+    tracker.on_end({})
+    tracker.close(False)
+    assert capsys.readouterr().err.count("no route to host") == 1
+
+
+def test_everything_happens_in_one_other_thread_in_order():
+    tracker = Broken(at="")
+    observe(tracker)
+    tracker.on_end({})
+    tracker.close(True)
+    assert tracker.calls == ["open", *["write"] * 5, "conclude", "failed"]
+    assert len(tracker.threads) == 1 and threading.get_ident() not in tracker.threads
+
+
+def test_a_slow_tracker_delays_no_step_and_the_end_not_for_ever(monkeypatch, capsys):
+    monkeypatch.setattr(track, "PATIENCE", 0.05)
+    gate = threading.Event()
+    tracker = Broken(at="")
+    monkeypatch.setattr(tracker, "write", lambda *_: gate.wait(20))
+    began = time.perf_counter()
+    tracker.on_begin(Path("nowhere"), 0, print)
+    for step in range(1, 101):
+        tracker.on_step(record(step), None)
+    tracker.close(False)
+    took = time.perf_counter() - began
+    gate.set()
+    assert took < 2 and "not done after" in capsys.readouterr().err
+
+
+def test_samples_come_now_and_then(monkeypatch):
+    texts = {}
+    tracker = Broken(at="")
+    monkeypatch.setattr(tracker, "write", lambda step, _, text: texts.update({step: text}))
+    tracker.on_begin(Path("nowhere"), 0, print)
+    for step in range(1, 61):
+        tracker.on_step(record(step), SAMPLE if step > 3 else None)
+    tracker.close(False)
+    assert [step for step, text in texts.items() if text] == [4, 29, 54]
+
+
+@pytest.mark.parametrize("name", sorted(TRACKERS))
+def test_a_missing_library_is_told_before_the_run(monkeypatch, name):
+    monkeypatch.setattr(track.importlib.util, "find_spec", lambda _: None)
+    recipe = from_dict({"run": {"track": [name]}})
+    with pytest.raises(RecipeError, match=rf"^run.track asks for {name}.*pip install tilth\[{name}\]$"):
+        with tracking(recipe):
+            pass
+
+
+def test_no_tracker_unless_asked_for():
+    with tracking(from_dict({})) as none:
+        assert none == []
+
+
+def test_an_error_closes_the_trackers_too(monkeypatch):
+    monkeypatch.setitem(TRACKERS, "tensorboard", Broken)
+    with pytest.raises(ValueError, match="of the run"):
+        with tracking(RECIPE) as (tracker,):
+            raise ValueError("of the run")
+    assert tracker.calls == ["failed"]
+
+
+# ---- TensorBoard ----
+
+
+def read_events(directory):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(directory / "tensorboard"))
+    found.Reload()
+    return found
+
+
+@needs_tensorboard
+def test_tensorboard_reads_every_step_back(tmp_path):
+    assert watched(TensorBoard, tmp_path, range(1, 6)) == []
+    found = read_events(tmp_path)
+    assert found.Tags()["tensors"] or found.Tags()["scalars"]
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == [(s, s + 0.125) for s in range(1, 6)]
+    assert set(found.Tags()["scalars"]) == {"loss", "length/mean"}
+    about = found.SummaryMetadata("length/mean")
+    assert about.summary_description == "length of a completion (unit: tokens)"
+
+
+@needs_tensorboard
+def test_texts_are_blocks_of_code(tmp_path):
+    watched(TensorBoard, tmp_path, range(1, 4))
+    found = read_events(tmp_path)
+    (sample,) = found.Tensors("sample")
+    (recipe,) = found.Tensors("recipe")
+    assert sample.step == 1 and recipe.step == 0
+    text = sample.tensor_proto.string_val[0].decode()
+    assert text.endswith("    1+1=2 <b>*x*") and all(line.startswith("    ") for line in text.splitlines())
+    assert "    steps = 7" in recipe.tensor_proto.string_val[0].decode()
+    assert found.SummaryMetadata("sample").plugin_data.plugin_name == "text"
+
+
+@needs_tensorboard
+@pytest.mark.parametrize("kept", [0, 4])
+def test_steps_that_run_again_appear_once(tmp_path, kept):
+    watched(TensorBoard, tmp_path, range(1, 7))
+    time.sleep(1.1)  # the reader sorts files by the second they were made in
+    watched(TensorBoard, tmp_path, range(kept + 1, 9), begin=kept, attempt=2)
+    found = read_events(tmp_path)
+    expected = [(s, s + (0.125 if s <= kept else 0.25)) for s in range(1, 9)]
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == expected
+    assert len(found.Tensors("recipe")) == 1
+
+
+@needs_tensorboard
+def test_a_file_is_complete_while_the_run_goes_on(tmp_path):
+    """What a kill finds: nothing of a committed step waits in memory for long."""
+    tracker = TensorBoard(RECIPE)
+    tracker.on_begin(tmp_path, 0, print)
+    for step in range(1, 4):
+        tracker.on_step(record(step), None)
+    deadline = time.monotonic() + 10
+    while tracker._pending and time.monotonic() < deadline:
+        tracker._look()
+        time.sleep(0.01)
+    assert [e.step for e in read_events(tmp_path).Scalars("loss")] == [1, 2, 3]
+    tracker.close(False)
+
+
+# ---- Weights & Biases ----
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    for name in ("WANDB_MODE", "WANDB_PROJECT", "WANDB_RUN_ID", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "elsewhere"))
+    return tmp_path
+
+
+def wandb_records(file):
+    """The records of an offline run: a LevelDB log (blocks of 32 KiB, parts of records with a header of 7 bytes)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def wandb_history(directory):
+    """(run id, step, loss) of every row of every offline run of the directory."""
+    rows = []
+    for file in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
+        found = list(wandb_records(file))
+        (run,) = [r.run for r in found if r.WhichOneof("record_type") == "run"]
+        for r in found:
+            if r.WhichOneof("record_type") == "history":
+                row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in r.history.item}
+                rows.append((run.run_id, row["_step"], row["loss"]))
+    return rows
+
+
+@needs_wandb
+def test_wandb_goes_on_under_the_same_id_and_sends_no_step_twice(offline):
+    run = offline / "demo-001"
+    run.mkdir()
+    assert watched(WeightsAndBiases, run, range(1, 7)) == []
+    name = json.loads((run / "wandb.json").read_text())["id"]
+    time.sleep(1.1)  # folders are named by the second
+    assert watched(WeightsAndBiases, run, range(5, 9), begin=4, attempt=2) == []
+    expected = [(name, s, s + (0.125 if s <= 6 else 0.25)) for s in range(1, 9)]
+    assert wandb_history(run) == expected
+    assert json.loads((run / "wandb.json").read_text()) == {"id": name, "step": 8}
+    assert len(list(run.glob("wandb/offline-run-*"))) == 2
+
+
+@needs_wandb
+def test_wandb_knows_recipe_units_and_a_sample(offline):
+    watched(WeightsAndBiases, offline, range(1, 3))
+    (file,) = offline.glob("wandb/offline-run-*/*.wandb")
+    runs = [r.run for r in wandb_records(file) if r.WhichOneof("record_type") == "run"]
+    config = {u.key: json.loads(u.value_json) for u in runs[0].config.update}
+    assert config["algorithm"]["steps"] == 7 and config["metrics"]["length/mean"] == "tokens"
+    assert (runs[0].project, runs[0].display_name) == ("tilth", offline.name)
+    (sample,) = offline.glob("wandb/offline-run-*/files/media/html/*.html")
+    assert "2 &lt;b&gt;*x*" in sample.read_text()
+
+
+@needs_wandb
+def test_wandb_that_cannot_begin_is_told_once(offline, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "sideways")
+    said = watched(WeightsAndBiases, offline, range(1, 4))
+    lines = said + [line for line in capsys.readouterr().err.splitlines() if "goes on without" in line]
+    assert len(lines) == 1 and lines[0].startswith("wandb: ") and "sideways" in lines[0]
