@@ -77,3 +77,19 @@ def test_where_nothing_can_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     result = call("run", tmp_path / "file" / "out")
     assert result.exit_code == 2 and "cannot write model" in result.stderr
+
+
+def test_a_chat_template_goes_along(model, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    _, tokenizer = model
+    tokenizer.converse("{% for m in messages %}{{ m['content'] + '=' }}{% endfor %}", ())
+    assert call("run", tmp_path / "out").exit_code == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    messages = [{"role": "user", "content": "1+2"}]
+    assert theirs.apply_chat_template(messages, tokenize=False) == "1+2="
+    assert load_model(tmp_path / "out").tokenizer.chat_template == tokenizer.chat_template
+
+
+def test_a_checkpoint_of_a_run_is_named(tmp_path):
+    result = call(f"{tmp_path}/runs/x@best", tmp_path / "out")
+    assert result.exit_code == 2 and "x" in result.stderr and not (tmp_path / "out").exists()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.cli import speaking
 from tilth.cli import generate
 from tilth.cli.main import app
 from tilth.data.tokenizer import Tokenizer
@@ -109,3 +110,38 @@ def test_a_model_without_tokenizer(model, monkeypatch):
     monkeypatch.setattr(generate, "load_model", lambda path: loaded._replace(tokenizer=None))
     result = CliRunner().invoke(app, ["generate", "model", "1"])
     assert result.exit_code == 2 and "has no tokenizer.json" in result.stderr
+
+
+# ---- templates and models by name ----
+
+
+def test_a_run_s_prompts_are_made_as_it_made_them(model, monkeypatch):
+    """With its stop strings; --template '' and --stop say otherwise."""
+    decoder, tokenizer = model
+    tokenizer.converse("{% for m in messages %}{{ '=' + m['content'] + '<eos>' }}{% endfor %}", ())
+    loaded = generate.load_model("")
+    first = json.loads(say("--temperature", "0", "--max-tokens", "8", "--json"))
+    settings = {"data": {"template": "some.jinja"}, "rollout": {"stop": [first["text"][1]]}}
+    monkeypatch.setattr(generate, "load_model", lambda path: loaded._replace(settings=settings))
+    ids = [*tokenizer.encode("=12+34="), tokenizer.eos_id]
+    expected = speaking.greedy(decoder, ids, 8, (tokenizer.eos_id,))
+    said = json.loads(say("--temperature", "0", "--max-tokens", "8", "--json", "--stop", "@"))
+    assert said["tokens"] == expected != first["tokens"]
+    plain = json.loads(say("--temperature", "0", "--max-tokens", "8", "--json", "--template", ""))
+    assert plain["finish"] == "stop" and plain["text"] == first["text"][:1]
+
+
+def test_a_directory_with_a_chat_template(tmp_path):
+    decoder, tokenizer = speaking.directory(tmp_path / "m", template="chatml")
+    arguments = ["generate", str(tmp_path / "m"), "12+34=", "--temperature", "0", "--max-tokens", "9", "--json"]
+    said = json.loads(CliRunner().invoke(app, [*arguments, "--template", "model"]).stdout)
+    ids = tokenizer.encode("<|im_start|>user\n12+34=<|im_end|>\n<|im_start|>assistant\n")
+    assert said["tokens"] == speaking.greedy(decoder, ids, 9, tokenizer.stop_ids)
+    plain = json.loads(CliRunner().invoke(app, arguments).stdout)
+    assert plain["tokens"] == speaking.greedy(decoder, tokenizer.encode("12+34="), 9, tokenizer.stop_ids)
+
+
+def test_the_model_s_name_is_read_as_everywhere(tmp_path):
+    speaking.directory(tmp_path / "m")
+    result = CliRunner().invoke(app, ["generate", f"{tmp_path / 'm'}@best", "1"])
+    assert result.exit_code == 2 and "is no run, so it has no @best" in result.stderr

@@ -1,6 +1,7 @@
 """Models by path, tokenizers by precedence, and what does not fit."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from tests.flows import tiny
 from tests.roles import small
+from tilth.checkpoint import mark_best, save
 from tilth.core.errors import DataError, ModelError
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.tokenizer import Tokenizer
@@ -77,6 +79,117 @@ def test_a_model_without_a_tokenizer_has_none(exported, tmp_path):
     assert load_model(tmp_path).tokenizer is None
 
 
+# ---- which of a run's ----
+
+
+CONFIG = small.config()
+SHAPES = parameter_shapes(CONFIG)
+
+
+def weights(value):
+    return {name: torch.full(shape, float(value)) for name, shape in SHAPES.items()}
+
+
+def add(run, step, *, ema=None):
+    groups = {"model": weights(step)} | ({} if ema is None else {"ema": weights(ema)})
+    save(run / "checkpoints", step, groups, {})
+
+
+@pytest.fixture
+def several(tmp_path):
+    """A run whose weights say which checkpoint they are of."""
+    run = tmp_path / "run@home"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"state": "finished"}))
+    (run / "recipe.toml").write_text('[data]\ntemplate = "chatml"\n[rollout]\nstop = ["END"]\n[warmup]\nsteps = 3\n')
+    save_shape(run / MODEL_FOLDER, CONFIG, small.TOKENIZER)
+    for step in (2, 5, 9):
+        add(run, step)
+    return run
+
+
+def value(spec):
+    found = {float(t.unique().item()) for t in load_model(spec).tensors.values()}
+    return found.pop() if len(found) == 1 else found
+
+
+def test_a_checkpoint_is_named_by_step_or_by_its_directory(several):
+    assert (value(several), value(f"{several}@5"), value(f"{several}@2")) == (9, 5, 2)
+    assert value(f"{several}@000005") == 5
+    assert value(several / "checkpoints" / "step-000002") == 2
+    assert load_model(f"{several}@5").step == 5 and load_model(several).run == several
+
+
+def test_a_checkpoint_is_found_from_inside_too(several, monkeypatch):
+    monkeypatch.chdir(several / "checkpoints" / "step-000002")
+    assert value(".") == 2 and load_model(".").tokenizer.vocab_size == small.TOKENIZER.vocab_size
+    monkeypatch.chdir(several)
+    assert value("checkpoints/step-000005") == 5 and value(".@9") == 9
+
+
+def test_the_best_is_the_marked_one(several):
+    mark_best(several / "checkpoints", {"step": 5, "metric": "accuracy/heldout", "value": 0.7})
+    assert value(f"{several}@best") == 5
+    mark_best(several / "checkpoints", {"step": 7, "metric": "accuracy/heldout", "value": 0.8})
+    with pytest.raises(ModelError, match=r"step 7, is gone; it has steps 2, 5, 9"):
+        load_model(f"{several}@best")
+
+
+def test_the_average_is_that_of_the_newest(several):
+    add(several, 12, ema=3.5)
+    assert (value(f"{several}@ema"), value(several)) == (3.5, 12)
+    add(several, 13)
+    with pytest.raises(ModelError, match=r"step-000013 has no moving average .* train\.ema"):
+        load_model(f"{several}@ema")
+
+
+def test_a_run_says_how_it_made_prompts(several):
+    found = load_model(several)
+    assert (found.template, found.stop) == ("model", ("END",))
+    (several / "recipe.toml").write_text("")
+    assert (load_model(several).template, load_model(several).stop) == ("", ())
+    (several / "recipe.toml").write_text("[data")
+    with pytest.raises(ModelError, match=r"recipe\.toml cannot be read"):
+        load_model(several)
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("@4", r"keeps no checkpoint of step 4; it has steps 2, 5, 9 \(run\.keep\)"),
+        ("@last", r"after the @ comes best, ema or a step \(steps 2, 5, 9\)"),
+        ("@-2", "after the @ comes"),
+        ("@", "ends in @"),
+        ("@best", r"no best checkpoint: none was evaluated yet \(run\.eval_every\)"),
+        ("@ema", "no moving average"),
+    ],
+)
+def test_what_a_run_does_not_have_is_named(several, which, message):
+    with pytest.raises(ModelError, match=message):
+        load_model(f"{several}{which}")
+
+
+def test_only_a_run_has_several(exported):
+    out, _ = exported
+    with pytest.raises(ModelError, match="is no run, so it has no @best"):
+        load_model(f"{out}@best")
+    with pytest.raises(ModelError, match="no model directory"):
+        load_model("nowhere/really")
+
+
+def test_a_checkpoint_without_its_run_is_told(several, tmp_path):
+    alone = tmp_path / "elsewhere" / "step-000005"
+    shutil.copytree(several / "checkpoints" / "step-000005", alone)
+    with pytest.raises(ModelError, match=r"is a checkpoint, but .*config\.json, which says its shape"):
+        load_model(alone)
+
+
+def test_a_checkpoint_of_another_shape_is_told(several):
+    save_shape(several / MODEL_FOLDER, small.config(num_layers=3), small.TOKENIZER)
+    with pytest.raises(ModelError, match=r"group model of .*step-000009: tensors do not match .*missing"):
+        load_model(several)
+
+
 # ---- the tokenizer ----
 
 
@@ -87,11 +200,70 @@ def loaded(tokenizer):
     return LoadedModel(small.config(), {}, tokenizer, Path("somewhere"))
 
 
+def wanting(tokenizer, **data):
+    return tiny.recipe("runs", data={"tokenizer": tokenizer, **data})
+
+
 def test_the_recipe_s_tokenizer_comes_first(tmp_path):
     OWN.save(tmp_path)
-    recipe = tiny.recipe("runs", data={"tokenizer": str(tmp_path)})
-    found = choose_tokenizer(recipe, small.PROMPTS, loaded(small.TOKENIZER))
-    assert found.vocab_size == OWN.vocab_size != small.TOKENIZER.vocab_size
+    for model in (None, loaded(None)):
+        assert choose_tokenizer(wanting(str(tmp_path)), small.PROMPTS, model).vocab_size == OWN.vocab_size
+
+
+def test_characters_may_be_asked_for_of_prompts_or_of_documents():
+    found = choose_tokenizer(wanting("characters"), PromptSet.of([{"prompt": "xy", "answer": "z"}]), None)
+    assert found.vocabulary().keys() == {"<pad>", "<eos>", "x", "y", "z"}
+    of_texts = choose_tokenizer(wanting("characters"), None, None, ["ab", "bc"])
+    assert of_texts.vocabulary().keys() == {"<pad>", "<eos>", "a", "b", "c"}
+
+
+def test_a_trained_tokenizer_has_seen_nothing_held_out():
+    """Its merges are those of the training side alone, whatever the other side says."""
+    words = ["".join(chr(97 + (i * 7 + j * j) % 26) for j in range(5)) for i in range(60)]
+    prompts = PromptSet.of([{"prompt": f"{word} " * 5, "answer": word} for word in words])
+    train, held = prompts.split(0.5)
+    found = choose_tokenizer(wanting("bpe:400", holdout=0.5), prompts, None)
+    alone = Tokenizer.train([p.text + p.answer for p in train], 400)
+    assert found.vocabulary() == alone.vocabulary() and 260 < found.vocab_size <= 400
+    assert found.vocabulary() != Tokenizer.train([p.text + p.answer for p in held], 400).vocabulary()
+    assert found.decode(found.encode("größer 🙂")) == "größer 🙂"
+
+
+def test_documents_train_a_tokenizer_of_their_own():
+    texts = ["the cat sat on the mat"] * 3
+    assert (
+        choose_tokenizer(wanting("bpe:300"), None, None, texts).fingerprint()
+        == Tokenizer.train(texts, 300).fingerprint()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bpe:", "bpe:4096"),
+        ("bpe:many", "bpe:4096"),
+        ("bpe:0", "bpe:4096"),
+        ("bpe:10", "too small"),
+        ("none", "'none'"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_made_is_told(name, message):
+    with pytest.raises(DataError, match=message):
+        choose_tokenizer(wanting(name), small.PROMPTS, None)
+
+
+def test_a_tokenizer_that_means_other_texts_than_the_model_learned_is_refused(tmp_path):
+    OWN.save(tmp_path)
+    with pytest.raises(DataError, match=r"has 'a' as token 2, but the model in somewhere learned it as '\+'"):
+        choose_tokenizer(wanting(str(tmp_path)), small.PROMPTS, loaded(small.TOKENIZER))
+
+
+def test_the_model_s_own_tokenizer_may_be_named_and_a_smaller_one_that_agrees(tmp_path):
+    small.TOKENIZER.save(tmp_path / "same")
+    Tokenizer.characters("+012345678").save(tmp_path / "less")
+    for folder in ("same", "less"):
+        found = choose_tokenizer(wanting(str(tmp_path / folder)), small.PROMPTS, loaded(small.TOKENIZER))
+        assert found.encode("1+2") == small.TOKENIZER.encode("1+2")
 
 
 def test_then_the_model_s_own():

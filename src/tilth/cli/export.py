@@ -1,4 +1,4 @@
-"""A run's model as a Hugging Face directory."""
+"""A model as a Hugging Face directory."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from tilth.flows.model import load_model
 from tilth.models.hf import save_pretrained
 
 
-def write_model(run: Path, out: Path) -> None:
-    """Write the weights of the newest checkpoint, the tokenizer and the configuration into a new directory."""
+def write_model(spec: str, out: Path) -> None:
+    """Write weights, tokenizer with its chat template, and configuration into a new directory."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise StorageError(f"{str(out)!r} is there already; name a new or empty directory")
-    model = load_model(run)
+    model = load_model(spec)
     tokenizer = model.tokenizer
     ids: dict[str, int | list[int]] = {}
     if tokenizer is not None:

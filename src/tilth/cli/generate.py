@@ -4,14 +4,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import typer
 
-from tilth.core.errors import DataError
 from tilth.core.trajectory import Trajectory
+from tilth.data.sources import Prompt
+from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.model import load_model
-from tilth.rollout.engine import Engine
+from tilth.flows.model import load_model, make_engine, wants_tokenizer
 from tilth.rollout.request import Request, SamplingParams
 
 MAX_TOKENS = 64
@@ -29,6 +28,8 @@ class Wish:
     """None: 64, or what the context leaves."""
     stop: tuple[str, ...] = ()
     seed: int = 0
+    template: str | None = None
+    """None: as the run made prompts of texts; "": the text as it stands."""
 
 
 def speak(model: str, prompt: str, wish: Wish, *, logprobs: bool, as_json: bool) -> None:
@@ -44,12 +45,11 @@ def speak(model: str, prompt: str, wish: Wish, *, logprobs: bool, as_json: bool)
 
 
 def complete(model: str, prompt: str, wish: Wish) -> tuple[list[Trajectory], Tokenizer]:
-    """``wish.n`` completions of a prompt by the model of a run or a Hugging Face directory."""
+    """``wish.n`` completions of a prompt by the model that ``load_model`` finds."""
     loaded = load_model(model)
-    tokenizer = loaded.tokenizer
-    if tokenizer is None:
-        raise DataError(f"model {model!r} has no tokenizer.json, so it cannot read a text")
-    ids = tokenizer.encode(prompt)
+    tokenizer = wants_tokenizer(loaded)
+    template = make_template(loaded.template if wish.template is None else wish.template, tokenizer)
+    ids = template.prompts([Prompt(0, prompt)])[0]
     room = loaded.config.max_positions - len(ids)
     most = wish.max_tokens or max(min(MAX_TOKENS, room), 1)
     params = SamplingParams(
@@ -57,20 +57,11 @@ def complete(model: str, prompt: str, wish: Wish) -> tuple[list[Trajectory], Tok
         temperature=wish.temperature,
         top_k=wish.top_k,
         top_p=wish.top_p,
-        stop=wish.stop,
-        stop_tokens=tokenizer.stop_ids,
+        stop=wish.stop or loaded.stop,
+        stop_tokens=template.stops,
     )
-    gpu = torch.cuda.is_available()
-    engine = Engine(
-        loaded.config,
-        tokenizer=tokenizer,
-        device="cuda" if gpu else "cpu",
-        dtype=torch.bfloat16 if gpu else torch.float32,
-        seed=wish.seed,
-        max_rows=wish.n,
-        max_length=min(loaded.config.max_positions, len(ids) + most),
-    )
-    engine.load_weights(loaded.tensors, version=0)
+    longest = min(loaded.config.max_positions, len(ids) + most)
+    engine = make_engine(loaded, seed=wish.seed, max_rows=wish.n, max_length=longest)
     return engine.generate([Request(id=i, prompt=ids, params=params) for i in range(wish.n)]), tokenizer
 
 

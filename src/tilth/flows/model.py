@@ -1,24 +1,32 @@
-"""Models by path: a run's newest checkpoint or a Hugging Face directory, and new ones from a recipe's shape."""
+"""Models by path: a run, one of its checkpoints or a Hugging Face directory; and new ones from a recipe's shape."""
 
 import json
-from collections.abc import Mapping
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from tilth.checkpoint import latest, open_checkpoint
+from tilth.checkpoint import Checkpoint, open_checkpoint, read_best
+from tilth.checkpoint.directory import complete, step_of
+from tilth.checkpoint.manifest import NAME as MANIFEST
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, ModelError
 from tilth.data.prompts import PromptSet
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.files import writing
 from tilth.models.config import DecoderConfig
-from tilth.models.hf import load_pretrained, read_config
+from tilth.models.hf import check_tensors, load_pretrained, parameter_shapes, read_config
 from tilth.plan.shape import new_shape
+from tilth.rollout.engine import Engine
 
 MODEL_FOLDER = "model"
 """Folder of a run with its config.json and tokenizer: the weights are in the checkpoints."""
+EMA = "ema"
 
 
 class LoadedModel(NamedTuple):
@@ -29,40 +37,210 @@ class LoadedModel(NamedTuple):
     tokenizer: Tokenizer | None
     source: Path
     """Directory that tokenizer and config come from."""
+    run: Path | None = None
+    """Directory of the run that made it."""
+    settings: Mapping[str, Any] = MappingProxyType({})
+    """That run's recipe as it stands in its file."""
+    step: int | None = None
+    """Of the checkpoint."""
+
+    @property
+    def template(self) -> str:
+        """What makes a prompt of a text as the run did, for ``make_template``: "model" or, as it stands, "".
+
+        Whatever ``data.template`` named, the tokenizer of the run's model folder carries it.
+        """
+        return "model" if self.settings.get("data", {}).get("template") else ""
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that ended the run's completions: ``rollout.stop``."""
+        return tuple(self.settings.get("rollout", {}).get("stop", ()))
 
 
-def load_model(path: str | Path) -> LoadedModel:
-    """The model of a run (its newest checkpoint) or of a Hugging Face directory. ModelError if it is neither."""
-    folder = Path(path)
+# ---- by path ----
+
+
+def load_model(spec: str | Path) -> LoadedModel:
+    """The model that a text names.
+
+    ``RUN``: its newest checkpoint; ``RUN@best``: the best by evaluation; ``RUN@STEP``: the one of a step; ``RUN@ema``:
+    the moving average of the weights, from the newest; a checkpoint's own directory; a Hugging Face directory.
+    ModelError in one line if there is no such thing, with what there is; CheckpointError for a damaged one.
+    """
+    folder, which = _split(str(spec))
     if (folder / "run.json").is_file():
-        return _from_run(folder)
+        return _from_checkpoint(*_chosen(folder, which))
+    if which:
+        raise ModelError(f"{str(folder)!r} is no run, so it has no @{which}")
+    if (folder / MANIFEST).is_file():
+        return _from_checkpoint(folder, "model")
     config, tensors = load_pretrained(folder)
     return LoadedModel(config, tensors, _tokenizer(folder), folder)
 
 
-def _from_run(folder: Path) -> LoadedModel:
-    newest = latest(folder / "checkpoints")
-    if newest is None:
-        raise ModelError(f"run {folder} has no checkpoint yet; let it reach its first save (run.save_every)")
-    checkpoint = open_checkpoint(newest)
-    tensors = {name: checkpoint.read("model", name) for name in checkpoint.names("model")}
-    source = folder / MODEL_FOLDER
-    return LoadedModel(DecoderConfig.from_hf(read_config(source)), tensors, _tokenizer(source), source)
+def _split(spec: str) -> tuple[Path, str]:
+    """Folder and what follows its last ``@``; a folder that has one in its name is that folder."""
+    before, at, which = spec.rpartition("@")
+    if not at or "/" in which or Path(spec).exists():
+        return Path(spec), ""
+    if not which:
+        raise ModelError(f"model {spec!r} ends in @; after it comes best, ema or a step, as in {before}@best")
+    return Path(before), which
+
+
+def _chosen(run: Path, which: str) -> tuple[Path, str]:
+    """The checkpoint of a run that is meant, and the group of tensors in it."""
+    kept = {step_of(path): path for path in complete(run / "checkpoints")}
+    if not kept:
+        raise ModelError(f"run {run} has no checkpoint yet; let it reach its first save (run.save_every)")
+    newest = list(kept.values())[-1]
+    if which in ("", EMA):
+        return newest, which or "model"
+    if which == "best":
+        return kept[_best_step(run, kept)], "model"
+    if not which.isdecimal():
+        raise ModelError(f"{run}@{which}: after the @ comes best, ema or a step ({_steps(kept)})")
+    if int(which) not in kept:
+        raise ModelError(f"run {run} keeps no checkpoint of step {int(which)}; it has {_steps(kept)} (run.keep)")
+    return kept[int(which)], "model"
+
+
+def _best_step(run: Path, kept: Mapping[int | None, Path]) -> int:
+    best = read_best(run / "checkpoints")
+    if best is None:
+        raise ModelError(f"run {run} has no best checkpoint: none was evaluated yet (run.eval_every); say {run}")
+    step = int(best["step"])
+    if step not in kept:
+        raise ModelError(f"the best checkpoint of run {run}, step {step}, is gone; it has {_steps(kept)}")
+    return step
+
+
+def _steps(kept: Iterable[int | None]) -> str:
+    return "steps " + ", ".join(map(str, kept))
+
+
+def _from_checkpoint(path: Path, group: str) -> LoadedModel:
+    run = Path(os.path.normpath(path / ".." / ".."))
+    source = run / MODEL_FOLDER
+    if not (source / "config.json").is_file():
+        raise ModelError(f"{path} is a checkpoint, but {source / 'config.json'}, which says its shape, is not there")
+    config = DecoderConfig.from_hf(read_config(source))
+    checkpoint = open_checkpoint(path)
+    tensors = _tensors(checkpoint, group)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    check_tensors(f"group {group} of {path}", parameter_shapes(config), found)
+    return LoadedModel(config, tensors, _tokenizer(source), source, run, _settings(run), checkpoint.step)
+
+
+def _tensors(checkpoint: Checkpoint, group: str) -> dict[str, Tensor]:
+    if group == EMA and EMA not in checkpoint.groups:
+        raise ModelError(f"{checkpoint.path} has no moving average of the weights; train.ema = 0.999 would keep one")
+    return {name: checkpoint.read(group, name) for name in checkpoint.names(group)}
+
+
+def _settings(run: Path) -> dict[str, Any]:
+    """The run's recipe as it stands, also one whose other keys have changed their names since."""
+    file = run / "recipe.toml"
+    try:
+        return tomllib.loads(file.read_text("utf-8")) if file.is_file() else {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from None
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
     return Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
 
 
-def choose_tokenizer(recipe: Recipe, prompts: PromptSet, loaded: LoadedModel | None) -> Tokenizer:
-    """The recipe's own, else the model's, else one token per character of the data."""
-    if recipe.data.tokenizer:
-        return Tokenizer.load(recipe.data.tokenizer)
-    if loaded is not None:
+def wants_tokenizer(loaded: LoadedModel) -> Tokenizer:
+    """The model's tokenizer; DataError if it has none, so that it cannot read a text."""
+    if loaded.tokenizer is None:
+        raise DataError(f"model {str(loaded.source)!r} has no tokenizer.json, so it cannot read a text")
+    return loaded.tokenizer
+
+
+def make_engine(loaded: LoadedModel, *, seed: int, max_rows: int, max_length: int) -> Engine:
+    """An engine that speaks with these weights, on the GPU in bf16 where there is one, else in fp32."""
+    gpu = torch.cuda.is_available()
+    engine = Engine(
+        loaded.config,
+        tokenizer=loaded.tokenizer,
+        device="cuda" if gpu else "cpu",
+        dtype=torch.bfloat16 if gpu else torch.float32,
+        seed=seed,
+        max_rows=max_rows,
+        max_length=max_length,
+    )
+    engine.load_weights(loaded.tensors, version=0)
+    return engine
+
+
+# ---- the tokenizer ----
+
+
+def choose_tokenizer(
+    recipe: Recipe, prompts: PromptSet | None, loaded: LoadedModel | None, texts: Iterable[str] | None = None
+) -> Tokenizer:
+    """The recipe's own (``data.tokenizer``), else the model's, else one token per character of the data.
+
+    texts: documents to learn from, of flow pretrain; otherwise those are the prompts with their answers. A new
+    tokenizer (``characters``, ``bpe:SIZE``) is made of them. DataError where it does not fit the model.
+    """
+    name = recipe.data.tokenizer
+    if not name and loaded is not None:
         if loaded.tokenizer is None:
             raise DataError(f"{loaded.source} has no tokenizer.json; name one with data.tokenizer")
-        return loaded.tokenizer
-    return Tokenizer.characters(prompts.alphabet())
+        found = loaded.tokenizer
+    elif name in ("", "characters"):
+        found = Tokenizer.characters(_alphabet(prompts, texts))
+    elif name.startswith("bpe:"):
+        found = Tokenizer.train(_texts(recipe, prompts, texts), _bpe_size(name))
+    else:
+        found = Tokenizer.load(name)
+    if loaded is not None:
+        check_vocabulary(found, loaded, name or "the model's own")
+    return found
+
+
+def _bpe_size(name: str) -> int:
+    size = name.removeprefix("bpe:")
+    if not size.isdecimal() or not int(size):
+        raise DataError(f"data.tokenizer = {name!r} names no number of tokens; write as in bpe:4096")
+    return int(size)
+
+
+def _alphabet(prompts: PromptSet | None, texts: Iterable[str] | None) -> str:
+    if texts is None:
+        return prompts.alphabet() if prompts is not None else ""
+    return "".join(sorted(set().union(*map(set, texts))))
+
+
+def _texts(recipe: Recipe, prompts: PromptSet | None, texts: Iterable[str] | None) -> Iterable[str]:
+    """What a new tokenizer learns its merges from: never from what is held out."""
+    if texts is not None or prompts is None:
+        return texts or ()
+    train, _ = prompts.split(recipe.data.holdout)
+    return (f"{p.text}{p.answer or ''}" for p in train)
+
+
+def check_vocabulary(tokenizer: Tokenizer, loaded: LoadedModel, name: str) -> None:
+    """Raise DataError if a token has no row in the model's embedding, or means another text than it was trained for."""
+    size, rows = tokenizer.vocab_size, loaded.config.vocab_size
+    if size > rows:
+        raise DataError(f"the tokenizer has {size} tokens, the model only {rows} (data.tokenizer: {name})")
+    own = loaded.tokenizer
+    if own is None or own is tokenizer:
+        return
+    for token in range(min(size, own.vocab_size)):
+        new, old = tokenizer.token(token), own.token(token)
+        if new != old:
+            raise DataError(
+                f"data.tokenizer = {name!r} has {new!r} as token {token}, but the model in {loaded.source} learned it "
+                f"as {old!r}; leave data.tokenizer empty to use the model's own"
+            )
+
+
+# ---- new models ----
 
 
 def new_config(recipe: Recipe, vocab_size: int) -> DecoderConfig:
@@ -87,7 +265,7 @@ def new_config(recipe: Recipe, vocab_size: int) -> DecoderConfig:
 
 
 def save_shape(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> None:
-    """Write config.json and tokenizer files to a run's model folder."""
+    """Write config.json and tokenizer files, chat template included, to a run's model folder."""
     with writing(folder):
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=1))

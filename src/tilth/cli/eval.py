@@ -1,0 +1,236 @@
+"""How good a model is at a dataset: asked for on the command line, answered as a table or as JSON."""
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from tilth.config.load import from_dict, load_recipe
+from tilth.config.schema import Data
+from tilth.core.errors import DataError, RewardError
+from tilth.data.prompts import PromptSet, load_source
+from tilth.flows.evaluate import Evaluation, How, Sample, check_out, evaluate, write_completions
+from tilth.flows.files import to_json
+from tilth.flows.model import LoadedModel, load_model
+from tilth.rl.passk import Interval
+from tilth.rl.rewards import check_answers
+from tilth.rl.verifiers import SPECS, TASKS
+from tilth.roles.reward_pool import RewardPool
+from tilth.rollout.request import SamplingParams
+from tilth.ui import words
+
+MAX_TOKENS = 512
+SHOWN = 2
+"""Right and wrong samples that are printed, of each."""
+_WIDTH = 300
+"""Characters of a text that are printed."""
+_EVERY = 0.5
+"""Seconds between two updates of the line that says how far it is."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for, as on the command line; None and empty: as the run did, or the default."""
+
+    model: str
+    data: str = ""
+    reward: tuple[str, ...] = ()
+    k: str = "1"
+    n: int = 0
+    temperature: float | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    template: str | None = None
+    columns: tuple[str, ...] = ()
+    limit: int = 0
+    seed: int = 0
+    max_rows: int = 256
+    workers: int = 1
+    timeout: float | None = None
+    out: Path | None = None
+    as_json: bool = False
+
+
+def judge(wish: Wish) -> None:
+    """Evaluate and print the numbers."""
+    if wish.out is not None:
+        check_out(wish.out)
+    loaded = load_model(wish.model)
+    how = plan(wish, loaded)
+    spec = reward_of(wish, loaded)
+    timeout = wish.timeout or loaded.settings.get("reward", {}).get("timeout", 10.0)
+    with RewardPool(spec, workers=wish.workers, timeout=timeout, wait=False) as pool:
+        prompts = prompts_of(wish, loaded)
+        if wish.data not in TASKS:
+            check_answers(spec, prompts)
+        found = evaluate(loaded, prompts, pool, how, _progress())
+    if wish.out is not None:
+        write_completions(wish.out, found)
+    head = {
+        "model": wish.model,
+        "step": loaded.step,
+        "data": wish.data or "held-out prompts of the run",
+        "reward": spec,
+    }
+    summary = {**head, **found.summary()}
+    typer.echo(to_json(summary) if wish.as_json else "\n".join([*table(summary), *examples(found)]))
+
+
+def plan(wish: Wish, loaded: LoadedModel) -> How:
+    """Numbers and sampling. Without a word on them: greedy for one sample, temperature 1 for several."""
+    k = _whole_numbers(wish.k)
+    rollout = loaded.settings.get("rollout", {})
+    several = max(wish.n, *k) > 1
+    sampling = SamplingParams(
+        max_tokens=wish.max_tokens or rollout.get("max_tokens", MAX_TOKENS),
+        temperature=float(several) if wish.temperature is None else wish.temperature,
+        top_k=wish.top_k,
+        top_p=wish.top_p,
+        stop=wish.stop or loaded.stop,
+    )
+    template = loaded.template if wish.template is None else wish.template
+    return How(k, wish.n, sampling, template, wish.seed, wish.max_rows)
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise DataError(f"--k {text}: it must be whole numbers of at least 1, as in 1,8")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def reward_of(wish: Wish, loaded: LoadedModel) -> str | dict[str, float]:
+    """What judges: as asked, else the task's own, else the run's."""
+    if wish.reward:
+        return wish.reward[0] if len(wish.reward) == 1 else dict.fromkeys(wish.reward, 1.0)
+    if wish.data in TASKS:
+        return wish.data
+    settings = loaded.settings
+    source = settings.get("data", {}).get("source", "")
+    found: str | dict[str, float] = settings.get("reward", {}).get("function") or (source if source in TASKS else "")
+    if not found:
+        raise RewardError(f"what is right? name it with --reward: FILE.py:function, or {', '.join(SPECS)}")
+    return found
+
+
+def prompts_of(wish: Wish, loaded: LoadedModel) -> PromptSet:
+    """The prompts of the data, or those that the run held out; ``limit`` of them, those of least hash."""
+    if wish.data:
+        prompts = load_source(_data(wish, loaded.settings.get("data", {})))
+    elif loaded.run is not None:
+        data = load_recipe(str(loaded.run / "recipe.toml")).data
+        _, prompts = load_source(data).split(data.holdout)
+    else:
+        raise DataError(
+            f"{wish.model} is no run with held-out prompts of its own; name the data: tilth eval MODEL DATA"
+        )
+    return prompts.subset(wish.limit) if wish.limit else prompts
+
+
+def _data(wish: Wish, settings: Mapping[str, Any]) -> Data:
+    """DATA as a recipe would have it; its columns and digits are the run's unless named."""
+    columns = dict(settings.get("columns", {}))
+    for pair in wish.columns:
+        column, equals, name = pair.partition("=")
+        if not equals:
+            raise DataError(f"--columns {pair}: write which is which, as in prompt=question")
+        columns[column] = name
+    return from_dict({"data": {"source": wish.data, "columns": columns, "digits": settings.get("digits", 3)}}).data
+
+
+def _progress() -> Any:
+    """A line on the terminal that says how far it is; nothing where nobody watches."""
+    if not sys.stderr.isatty():
+        return None
+    last = [0.0]
+
+    def show(done: int, of: int) -> None:
+        now = time.monotonic()
+        if now - last[0] > _EVERY or done == of:
+            last[0] = now
+            sys.stderr.write(f"\r{done:,} of {of:,} completions" + ("\n" if done == of else ""))
+            sys.stderr.flush()
+
+    return show
+
+
+# ---- in words ----
+
+
+def table(s: Mapping[str, Any]) -> list[str]:
+    """The numbers as people read them."""
+    several, sampling = s["samples"] > 1, s["sampling"]
+    how = f"temperature {sampling['temperature']:g}" if sampling["temperature"] else "greedy"
+    each = f"{s['samples']} samples of each" if several else "one sample of each"
+    step = f" (step {s['step']:,})" if s["step"] is not None else ""
+    lines = [
+        f"{s['model']}{step} on {s['data']}: {s['prompts']:,} prompts, {each}, {how}, seed {s['seed']}",
+        "",
+        f"{'':<12}{'pass@k':<28}{'avg@k':<28}",
+    ]
+    for k in s["pass"]:
+        lines.append(f"{'k = ' + k:<12}{_ranged(s['pass'][k]):<28}{_ranged(s['avg'][k]):<28}".rstrip())
+    lines += ["", *(f"{name:<12}{_ranged(found)}" for name, found in s["parts"].items())]
+    return [*lines, *_costs(s), "", "In brackets: 95 % intervals over prompts. " + _note(s), *_missing(s)]
+
+
+def _costs(s: Mapping[str, Any]) -> list[str]:
+    length, seconds = s["length"], s["seconds"]
+    cut = f"{words.share(length['cut'])} cut at {s['sampling']['max_tokens']}"
+    return [
+        f"{'length':<12}mean {length['mean']:.1f}, longest {length['max']} tokens; {cut}",
+        f"{'speed':<12}{s['tokens_per_second']:,.0f} tokens/s: {s['tokens']:,} tokens in {seconds['generate']:.1f} s, "
+        f"scored in {seconds['score']:.1f} s",
+    ]
+
+
+def _note(s: Mapping[str, Any]) -> str:
+    if "correct" in s["parts"]:
+        return "pass@k and avg@k are of the part correct."
+    return "Right is a reward of at least 1."
+
+
+def _missing(s: Mapping[str, Any]) -> list[str]:
+    if not s["missing"]:
+        return []
+    total = s["prompts"] * s["samples"]
+    few = [
+        f"pass@{k} is over {found['prompts']:,}" for k, found in s["pass"].items() if found["prompts"] < s["prompts"]
+    ]
+    said = f"{s['missing']:,} of {total:,} rewards are missing ({s['timed_out']} timed out) and count nowhere"
+    prompts = f"; of {s['prompts']:,} prompts {', '.join(few)}" if few else ""
+    return [f"{said}{prompts}. The first reason: {s['missing_reason']}"]
+
+
+def _ranged(found: Mapping[str, Any]) -> str:
+    value, low, high = (found[name] for name in Interval._fields)
+    if math.isnan(value):
+        return "–"
+    return words.share(value) + ("" if math.isnan(low) else f"  [{words.share(low)}, {words.share(high)}]")
+
+
+def examples(found: Evaluation) -> list[str]:
+    """A few answers that are right and a few that are not, of different prompts."""
+    lines = []
+    for right, title in ((True, "right"), (False, "wrong")):
+        for sample in _first([s for s in found.samples if s.right is right]):
+            gold = "" if sample.prompt.answer is None else f"   (answer: {_short(sample.prompt.answer)})"
+            lines += ["", f"{title}{gold}", f"  {_short(sample.prompt.text)}", f"  → {_short(sample.said.text)}"]
+    return lines
+
+
+def _first(samples: list[Sample]) -> list[Sample]:
+    return list({s.prompt.index: s for s in reversed(samples)}.values())[::-1][:SHOWN]
+
+
+def _short(text: str) -> str:
+    """One printable line: what a model says must not steer the terminal."""
+    plain = "".join(c if c.isprintable() else "�" for c in text.replace("\n", "⏎"))
+    return plain if len(plain) <= _WIDTH else f"{plain[: _WIDTH // 2]} … {plain[-_WIDTH // 2 :]}"
