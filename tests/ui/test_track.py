@@ -261,11 +261,22 @@ def wandb_records(file):
             parts = b""
 
 
+def whole(file):
+    """The records of a finished run: its service writes the last ones a moment after ``finish`` has returned."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        found = list(wandb_records(file))
+        if found and found[-1].WhichOneof("record_type") == "exit":
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{file} has no end")
+
+
 def wandb_history(directory):
     """(run id, step, loss) of every row of every offline run of the directory."""
     rows = []
     for file in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
-        found = list(wandb_records(file))
+        found = whole(file)
         (run,) = [r.run for r in found if r.WhichOneof("record_type") == "run"]
         for r in found:
             if r.WhichOneof("record_type") == "history":
@@ -292,7 +303,7 @@ def test_wandb_goes_on_under_the_same_id_and_sends_no_step_twice(offline):
 def test_wandb_knows_recipe_units_and_a_sample(offline):
     watched(WeightsAndBiases, offline, range(1, 3))
     (file,) = offline.glob("wandb/offline-run-*/*.wandb")
-    runs = [r.run for r in wandb_records(file) if r.WhichOneof("record_type") == "run"]
+    runs = [r.run for r in whole(file) if r.WhichOneof("record_type") == "run"]
     config = {u.key: json.loads(u.value_json) for u in runs[0].config.update}
     assert config["algorithm"]["steps"] == 7 and config["metrics"]["length/mean"] == "tokens"
     assert (runs[0].project, runs[0].display_name) == ("tilth", offline.name)

@@ -219,7 +219,7 @@ class WeightsAndBiases(Tracker):
             dir=str(directory),
             mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]
             config={**self.recipe.dump(), "metrics": units},
-            settings=wandb.Settings(console="off", silent=True, init_timeout=PATIENCE / 2, finish_timeout=PATIENCE),
+            settings=wandb.Settings(console="off", silent=True, init_timeout=PATIENCE / 2),
         )
 
     def write(self, step: int, values: Mapping[str, float], text: str) -> None:
