@@ -254,7 +254,7 @@ def test_a_tokenizer_that_cannot_be_made_is_told(name, message):
 
 def test_a_tokenizer_that_means_other_texts_than_the_model_learned_is_refused(tmp_path):
     OWN.save(tmp_path)
-    with pytest.raises(DataError, match=r"has 'a' as token 2, but the model in somewhere learned it as '\+'"):
+    with pytest.raises(DataError, match=r"token 2 is 'a' in the one and '\+' in the other"):
         choose_tokenizer(wanting(str(tmp_path)), small.PROMPTS, loaded(small.TOKENIZER))
 
 

@@ -17,7 +17,7 @@ from tilth.checkpoint.manifest import NAME as MANIFEST
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, ModelError
 from tilth.data.prompts import PromptSet
-from tilth.data.tokenizer import Tokenizer
+from tilth.data.tokenizer import Tokenizer, check_vocabulary
 from tilth.flows.files import writing
 from tilth.models.config import DecoderConfig
 from tilth.models.hf import check_tensors, load_pretrained, parameter_shapes, read_config
@@ -198,7 +198,7 @@ def choose_tokenizer(
     else:
         found = Tokenizer.load(name)
     if loaded is not None:
-        check_vocabulary(found, loaded, name or "the model's own")
+        check_vocabulary(found, loaded.config.vocab_size, loaded.tokenizer)
     return found
 
 
@@ -221,23 +221,6 @@ def _texts(recipe: Recipe, prompts: PromptSet | None, texts: Iterable[str] | Non
         return texts or ()
     train, _ = prompts.split(recipe.data.holdout)
     return (f"{p.text}{p.answer or ''}" for p in train)
-
-
-def check_vocabulary(tokenizer: Tokenizer, loaded: LoadedModel, name: str) -> None:
-    """Raise DataError if a token has no row in the model's embedding, or means another text than it was trained for."""
-    size, rows = tokenizer.vocab_size, loaded.config.vocab_size
-    if size > rows:
-        raise DataError(f"the tokenizer has {size} tokens, the model only {rows} (data.tokenizer: {name})")
-    own = loaded.tokenizer
-    if own is None or own is tokenizer:
-        return
-    for token in range(min(size, own.vocab_size)):
-        new, old = tokenizer.token(token), own.token(token)
-        if new != old:
-            raise DataError(
-                f"data.tokenizer = {name!r} has {new!r} as token {token}, but the model in {loaded.source} learned it "
-                f"as {old!r}; leave data.tokenizer empty to use the model's own"
-            )
 
 
 # ---- new models ----
