@@ -4,13 +4,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tilth.cluster.inline import InlineGroup, InlineStore
-from tilth.config.schema import Recipe
+from tilth.config.schema import Optimizer, Recipe
 from tilth.core.errors import DataError, RecipeError
 from tilth.data.documents import Corpus
 from tilth.data.examples import check_examples, check_prompts
@@ -24,7 +24,9 @@ from tilth.flows.run import Roles, Split
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.hf import load_weights
+from tilth.models.value import ValueModel
 from tilth.plan.steps import RunPlan, plan_run, supervised_steps
+from tilth.roles.critic import CriticWorker
 from tilth.roles.documents import DocumentWorker
 from tilth.roles.policy import PolicyWorker, ReferenceWorker
 from tilth.roles.recorder import RecorderWorker
@@ -33,6 +35,7 @@ from tilth.roles.reward_pool import RewardPool
 from tilth.roles.rollout import RolloutWorker
 from tilth.rollout.engine import Engine
 from tilth.training.engine import TrainEngine
+from tilth.training.packed import appraise
 
 CACHE = ".cache"
 """Folder in run.dir of what can be made again: tokenised documents."""
@@ -75,6 +78,7 @@ class Parts:
     store: InlineStore
     policy: PolicyWorker
     reference: ReferenceWorker | None
+    critic: CriticWorker | None
     roles: Roles
 
 
@@ -125,19 +129,22 @@ def build(recipe: Recipe, material: Material, pool: RewardPool | None, earlier: 
         generates=pool is not None,
     )
     policy = _policy(recipe, config, loaded, store)
-    reference = ReferenceWorker(policy) if recipe.algorithm.kl_coef and recipe.flow == "grpo" else None
+    reference = ReferenceWorker(policy) if recipe.algorithm.kl_coef and recipe.flow in ("grpo", "ppo") else None
+    critic = _critic(recipe, policy.engine.model, store) if recipe.flow == "ppo" else None
     roles = Roles(
         policy=InlineGroup("policy", policy),
         rollout=None,
         reward=None,
         reference=InlineGroup("reference", reference) if reference else None,
         recorder=InlineGroup("recorder", lesson.recorder),
+        critic=InlineGroup("critic", critic) if critic else None,
     )
     if pool is not None and lesson.template is not None and isinstance(material, PromptSet):
         engine = _engine(recipe, config, tokenizer, policy.engine.device)
         roles.rollout = InlineGroup("rollout", RolloutWorker(engine, lesson.template, material, recipe.rollout, store))
         roles.reward = InlineGroup("reward", RewardWorker(pool, material, store))
-    return Parts(_counted(recipe, len(train)), config, tokenizer, train, heldout, plan, store, policy, reference, roles)
+    counted = _counted(recipe, len(train))
+    return Parts(counted, config, tokenizer, train, heldout, plan, store, policy, reference, critic, roles)
 
 
 def _counted(recipe: Recipe, examples: int) -> Recipe:
@@ -198,20 +205,30 @@ def _policy(recipe: Recipe, config: DecoderConfig, loaded: LoadedModel | None, s
         load_weights(model, loaded.tensors, str(loaded.source))
     else:
         model.init_weights_(recipe.seed)
-    engine = TrainEngine(
-        model.to(device),
-        recipe.optimizer,
+    engine = _trainer(recipe, model.to(device), recipe.optimizer, ema=recipe.train.ema, watch=recipe.train.watch)
+    return PolicyWorker(
+        engine, store, temperature=recipe.rollout.temperature or 1.0, norm_length=recipe.rollout.max_tokens
+    )
+
+
+def _critic(recipe: Recipe, policy: Decoder, store: InlineStore) -> CriticWorker:
+    """It gets its weights, those of the policy, again where its first phase begins."""
+    section = recipe.optimizer.model_copy(update={"lr": recipe.critic.lr})
+    engine = _trainer(recipe, ValueModel(policy), section, scorer=appraise)
+    return CriticWorker(engine, store, clip=recipe.critic.clip, norm_length=recipe.rollout.max_tokens)
+
+
+def _trainer(recipe: Recipe, model: Decoder, section: Optimizer, **more: Any) -> TrainEngine:
+    return TrainEngine(
+        model,
+        section,
         total_steps=recipe.algorithm.steps,
         micro_tokens=recipe.train.micro_tokens,
         parity=recipe.train.parity,
         compile=recipe.train.compile,
         nonfinite=recipe.train.nonfinite,
         seed=recipe.seed,
-        ema=recipe.train.ema,
-        watch=recipe.train.watch,
-    )
-    return PolicyWorker(
-        engine, store, temperature=recipe.rollout.temperature or 1.0, norm_length=recipe.rollout.max_tokens
+        **more,
     )
 
 

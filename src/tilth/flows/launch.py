@@ -18,8 +18,9 @@ from tilth.flows.build import Material, Parts, build
 from tilth.flows.checks import check_algorithm
 from tilth.flows.grpo import grpo
 from tilth.flows.model import MODEL_FOLDER, save_shape
+from tilth.flows.ppo import ppo, values
 from tilth.flows.pretrain import pretrain
-from tilth.flows.run import WARMUP, Beginner, Observer, Progress, Run
+from tilth.flows.run import PPO, VALUES, WARMUP, Beginner, Observer, Progress, Run
 from tilth.flows.rundir import RunDir, find, read_state, summarise
 from tilth.flows.sft import sft
 from tilth.flows.signals import Interrupted, StopRequest
@@ -140,6 +141,10 @@ def _phases(run: Run) -> None:
         sft(run.enter(WARMUP, given.steps, given.lr))
     if recipe.flow == "grpo":
         grpo(run.enter("grpo", recipe.algorithm.steps, recipe.optimizer.lr))
+    if recipe.flow == "ppo":
+        if recipe.critic.steps:
+            values(run.enter(VALUES, recipe.critic.steps, recipe.optimizer.lr))
+        ppo(run.enter(PPO, recipe.algorithm.steps, recipe.optimizer.lr))
 
 
 def _announce(run: Run, parts: Parts, reward_file: str) -> None:
@@ -158,6 +163,8 @@ def _announce(run: Run, parts: Parts, reward_file: str) -> None:
 def _saver(parts: Parts) -> Any:
     def write(run: Run) -> None:
         state = {"progress": run.state(), "engine": parts.policy.engine.position(), "digest": run.directory.digest}
+        if parts.critic is not None:
+            state["critic_engine"] = parts.critic.engine.position()
         save(run.directory.checkpoints, run.at.step, _tensors(parts), state)
         _mark_best(run)
         prune(run.directory.checkpoints, run.recipe.run.keep)
@@ -177,6 +184,9 @@ def _tensors(parts: Parts) -> dict[str, dict[str, torch.Tensor]]:
     }
     if parts.policy.engine.ema.tensors:
         groups["ema"] = parts.policy.engine.ema.tensors
+    if parts.critic is not None:
+        groups["critic"] = {n: p.detach() for n, p in parts.critic.engine.model.named_parameters()}
+        groups["critic_optimizer"] = parts.critic.engine.optimizers.state_tensors()
     if parts.reference is not None:
         groups["reference"] = {n: p.detach() for n, p in parts.reference.model.named_parameters()}
     return groups
@@ -211,3 +221,5 @@ def _load(checkpoint: Checkpoint, parts: Parts) -> None:
     for group, tensors in _tensors(parts).items():
         checkpoint.restore(group, tensors)
     parts.policy.engine.restore(checkpoint.objects["engine"])
+    if parts.critic is not None:
+        parts.critic.engine.restore(checkpoint.objects["critic_engine"])

@@ -33,6 +33,8 @@ Keep = Callable[[Batch], np.ndarray]
 WARMUP = "warmup"
 SUPERVISED = frozenset({WARMUP, "sft", "pretrain"})
 """Phases of supervised learning: flows of their own, or the warm-up of another. The others learn from experience."""
+VALUES, PPO = "values", "ppo"
+"""Phases with a critic: it alone learns in the first."""
 ACCURACY, LOSS = "accuracy/heldout", "loss/heldout"
 CORRECT = "part/correct"
 """Where a reward returns a part of this name, accuracy is its mean; otherwise that of the reward itself."""
@@ -100,6 +102,7 @@ class Roles:
     reward: InlineGroup | None
     reference: InlineGroup | None
     recorder: InlineGroup
+    critic: InlineGroup | None = None
 
 
 class Run:
@@ -154,13 +157,23 @@ class Run:
             self._publish_for(phase)
             return self
         self.at.phase, self.at.phase_step = phase, 0
-        self.policy.begin(lr, steps)
-        if self.reference is not None:
-            self.reference.follow()
+        self._begin(phase, lr, steps)
         self._publish_for(phase)
         if phase != WARMUP:
             self._assess_first(phase)
         return self
+
+    def _begin(self, phase: str, lr: float, steps: int) -> None:
+        """Optimizers anew, with schedules as long as the phase; copies of the policy as it is now where one begins."""
+        how = self.recipe.algorithm
+        updates = steps if phase in SUPERVISED else steps * how.epochs * how.minibatches
+        self.policy.begin(lr, updates)
+        if self.reference is not None:
+            self.reference.follow()
+        if phase in (VALUES, PPO):
+            if VALUES not in self.at.finished:
+                self.critic.follow(self.policy.weights())
+            self.critic.begin(self.recipe.critic.lr, updates)
 
     def _publish_for(self, phase: str) -> None:
         """Experience comes from the engine; supervised phases need it for their evaluations only."""
@@ -181,6 +194,13 @@ class Run:
         """End the phase: the next one starts from a checkpoint of its own."""
         self.at.finished.append(self.at.phase)
         self.save()
+
+    @property
+    def critic(self) -> InlineGroup:
+        """The critic; RecipeError in a flow that has none."""
+        if self.roles.critic is None:
+            raise RecipeError(f"flow={self.recipe.flow} has no critic; set flow=ppo")
+        return self.roles.critic
 
     # ---- the streams ----
 
@@ -292,6 +312,10 @@ class Run:
         check_mismatch(metrics, self.bounds, self.at.step)
         self.metrics.take(metrics)
 
+    def valued(self, metrics: dict[str, Metric]) -> None:
+        """Take the metrics of one optimizer step of the critic; the policy stays as it is."""
+        self.metrics.take(metrics)
+
     def publish(self, policy: InlineGroup) -> None:
         """Copy the policy's weights into the rollout engine and check what arrived against what was meant."""
         if self.rollout is None:
@@ -391,6 +415,8 @@ class Run:
         self._commit()
 
     def _due(self) -> bool:
+        if self.at.phase == VALUES:
+            return False  # the policy is as it was
         every = self.recipe.supervised.check_every if self.at.phase in SUPERVISED else self.recipe.run.eval_every
         return self.at.phase_step >= self.phase_steps or bool(every and self.at.phase_step % every == 0)
 
@@ -421,7 +447,7 @@ class Run:
             self.save()  # at its end the phase saves anyway
 
     def _tell_compile_time(self) -> None:
-        for role, group in (("trainer", self.policy), ("rollout engine", self.rollout)):
+        for role, group in (("trainer", self.policy), ("critic", self.roles.critic), ("rollout engine", self.rollout)):
             seconds = group.compile_seconds() if group is not None else 0.0
             if seconds:
                 self.say(f"{role}: compiling took {seconds:.1f} s")

@@ -31,9 +31,10 @@ R = TypeVar("R")
 
 CAPACITY = 200_000
 """Most events that wait in memory (about 50 MB); beyond it events are dropped and counted, totals stay exact."""
-PHASES = frozenset(
-    ("generate", "score", "reference", "logprobs", "advantages", "update", "publish", "verify", "evaluate", "save")
-)  # fmt: skip
+PHASES = frozenset((
+    "generate", "score", "values", "reference", "logprobs", "advantages", "critic", "update", "publish", "verify",
+    "evaluate", "save",
+))  # fmt: skip
 """Operations that a step consists of. Time inside several of them (generating within ``evaluate``) belongs to the
 outermost, so that the phases of a step never overlap."""
 WAKE = 20_000

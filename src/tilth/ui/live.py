@@ -76,7 +76,10 @@ class Progress:
     def __init__(self, recipe: Recipe) -> None:
         self.planned: dict[str, int] = {recipe.flow: recipe.supervised.steps}
         if recipe.flow not in ("sft", "pretrain"):
-            self.planned = {"warmup": recipe.supervised.steps, recipe.flow: recipe.algorithm.steps}
+            self.planned = {"warmup": recipe.supervised.steps}
+            if recipe.flow == "ppo":
+                self.planned["values"] = recipe.critic.steps
+            self.planned[recipe.flow] = recipe.algorithm.steps
         self.until = recipe.supervised.until
         self.phase = ""
         self.done = 0
