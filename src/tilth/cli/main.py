@@ -220,6 +220,23 @@ def reward_try(
     try_reward(function, data, wish, as_json=as_json)
 
 
+data = typer.Typer(help="Look at data.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(data, name="data")
+
+
+@data.command(name="show")
+def data_show(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="name of a shipped recipe, or path of a TOML file")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys to change")] = None,
+    n: Annotated[int, typer.Option("--n", min=0, help="number of examples, spread evenly")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="all findings and examples as one JSON object")] = False,
+) -> None:
+    """Show what a recipe's model will see: tokens, the loss mask, template, lengths, and what would stop the run."""
+    from tilth.cli.data import show
+
+    show(recipe, overrides or [], n, as_json=as_json)
+
+
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="all findings as one JSON object")] = False,

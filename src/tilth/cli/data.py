@@ -1,0 +1,349 @@
+"""What a model will see of a recipe's data: tokens with the loss mask, template, lengths, what would stop the run."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tilth.config.load import load_recipe
+from tilth.config.schema import Recipe
+from tilth.core.errors import DataError
+from tilth.core.random import stream
+from tilth.data.documents import Corpus
+from tilth.data.prompts import TASKS, Prompt, PromptSet, load_source, load_texts
+from tilth.data.template import Example, Template, make_template
+from tilth.data.tokenizer import Tokenizer
+from tilth.flows.build import CACHE
+from tilth.flows.model import choose_tokenizer, load_model
+from tilth.plan.packing import micro_batches
+
+MOST = 20_000
+"""Records that are tokenised; of a larger source, so many spread evenly."""
+CHUNK = 256
+SHOWN = 600
+"""Tokens of an example in the terminal."""
+STEPS = 20
+"""Steps that packing is tried on."""
+
+
+class Lengths(NamedTuple):
+    """How numbers of tokens are spread."""
+
+    rows: int
+    least: int
+    median: float
+    p95: float
+    most: int
+
+    @classmethod
+    def of(cls, lengths: np.ndarray) -> "Lengths":
+        """lengths: integers [n], at least one."""
+        median, p95 = np.percentile(lengths, [50, 95]).tolist()
+        return cls(len(lengths), int(lengths.min()), median, p95, int(lengths.max()))
+
+
+class Packing(NamedTuple):
+    """What becomes of the batches of some steps. fill: tokens over room; padding: its share if rows were padded."""
+
+    rows: int
+    micro_batches: float
+    room: int
+    fill: float
+    padding: float
+
+
+@dataclass
+class Shown:
+    """One example. texts: of each token; mask: 1 where the loss is taken; of a prompt without an answer all 0."""
+
+    index: int
+    tokens: list[int]
+    texts: list[str]
+    mask: list[int]
+
+
+@dataclass
+class View:
+    """All that is found."""
+
+    flow: str
+    source: str
+    train: int
+    heldout: int
+    tokenizer: str
+    vocabulary: int
+    template: str
+    stops: list[str]
+    context: int
+    seen: int
+    """Records (pretrain: pieces) that the figures are of."""
+    lengths: dict[str, Lengths] = field(default_factory=dict)
+    longer: dict[str, int] = field(default_factory=dict)
+    """How many of each kind are longer than there is room for."""
+    loss_share: float | None = None
+    stable: str = ""
+    """Verdict on the template."""
+    packing: Packing | None = None
+    problems: list[str] = field(default_factory=list)
+    """What would stop the run."""
+    notes: list[str] = field(default_factory=list)
+    examples: list[Shown] = field(default_factory=list)
+
+
+def show(name: str, overrides: Sequence[str], n: int, *, as_json: bool) -> None:
+    """Print what a recipe's model will see; ``n`` examples of it."""
+    view = look(load_recipe(name, list(overrides)), n)
+    if as_json:
+        typer.echo(json.dumps(as_object(view), ensure_ascii=False))
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    console.print("\n".join(lines(view)), markup=False)
+    for example in view.examples:
+        console.print(coloured(example) if console.is_terminal else "\n".join(plain(example)), markup=False)
+
+
+def look(recipe: Recipe, n: int) -> View:
+    """Read, tokenise and count by the functions of a run. Raises TilthError for what cannot be read at all."""
+    return _documents(recipe, n) if recipe.flow == "pretrain" else _prompts(recipe, n)
+
+
+# ---- prompts and conversations ----
+
+
+def _prompts(recipe: Recipe, n: int) -> View:
+    prompts = load_source(recipe.data)
+    train, heldout = prompts.split(recipe.data.holdout)
+    tokenizer = choose_tokenizer(recipe, prompts, load_model(recipe.model.path) if recipe.model.path else None)
+    template = make_template(recipe.data.template, tokenizer)
+    some = list(_spread(train, MOST))
+    view = _view(recipe, tokenizer, len(train), len(heldout), len(some))
+    view.template = template.name
+    view.stops = [tokenizer.token(i) for i in template.stops]
+    asked = np.array([len(ids) for chunk in _chunks(some) for ids in template.prompts(chunk)])
+    room = recipe.model.context - recipe.rollout.max_tokens * _generates(recipe)
+    view.lengths["prompt"] = Lengths.of(asked)
+    view.longer["prompt"] = int((asked > room).sum())
+    if view.longer["prompt"] and _generates(recipe):
+        view.problems.append(
+            f"{view.longer['prompt']:,} prompts are longer than the {room} tokens that model.context leaves them"
+        )
+    _learnt(recipe, view, template, some)
+    view.examples = [_shown(p, template, tokenizer) for p in _spread(train, n)]
+    return view
+
+
+def _learnt(recipe: Recipe, view: View, template: Template, prompts: Sequence[Prompt]) -> None:
+    """What supervised steps see of prompts with answers."""
+    answered = [p for p in prompts if p.answer is not None]
+    supervised = recipe.flow == "sft" or bool(recipe.supervised.steps or recipe.supervised.epochs)
+    if supervised and len(answered) < len(prompts):
+        view.problems.append(f"{len(prompts) - len(answered):,} prompts have no answer, which supervised steps need")
+    examples, failed = _examples(template, answered)
+    if failed and supervised:
+        view.problems.append(f"{len(failed):,} examples cannot be made")
+    view.stable = failed[0] if failed else f"prefix-stable on {len(examples):,} examples" if examples else "not tried"
+    if not examples:
+        return
+    whole, said = (np.array([f(e) for e in examples]) for f in (lambda e: len(e.tokens), lambda e: int(e.mask.sum())))
+    view.lengths |= {"loss": Lengths.of(said), "example": Lengths.of(whole)}
+    view.longer["example"] = int((whole > recipe.model.context).sum())
+    if view.longer["example"] and supervised:
+        view.problems.append(
+            f"{view.longer['example']:,} examples are longer than the context of {recipe.model.context} tokens"
+        )
+    view.loss_share = float(said.sum() / whole.sum())
+    view.packing = _packed(recipe, whole) if supervised else None
+
+
+def _examples(template: Template, prompts: Sequence[Prompt]) -> tuple[list[Example], list[str]]:
+    """Examples, and what is wrong with those that cannot be made."""
+    found: list[Example] = []
+    failed: list[str] = []
+    for chunk in _chunks(prompts):
+        try:
+            found += template.examples(chunk)
+        except DataError:
+            for prompt in chunk:
+                try:
+                    found += template.examples([prompt])
+                except DataError as error:
+                    failed.append(str(error))
+    return found, failed
+
+
+def _shown(prompt: Prompt, template: Template, tokenizer: Tokenizer) -> Shown:
+    made = _examples(template, [prompt])[0] if prompt.answer is not None else []
+    ids = made[0].tokens.tolist() if made else template.prompts([prompt])[0]
+    return _spelled(prompt.index, ids, made[0].mask.tolist() if made else [0] * len(ids), tokenizer)
+
+
+def _generates(recipe: Recipe) -> bool:
+    return recipe.flow in ("grpo", "ppo") or bool(recipe.reward.function) or recipe.data.source in TASKS
+
+
+# ---- documents ----
+
+
+def _documents(recipe: Recipe, n: int) -> View:
+    train, heldout = load_texts(recipe.data)
+    loaded = load_model(recipe.model.path) if recipe.model.path else None
+    tokenizer = choose_tokenizer(recipe, None, loaded, train)
+    corpus = Corpus.build(train, tokenizer, recipe.model.context, Path(recipe.run.dir) / CACHE)
+    view = _view(recipe, tokenizer, len(train), len(heldout), len(corpus))
+    view.stops = [tokenizer.token(tokenizer.eos_id)]
+    view.lengths["piece"] = Lengths.of(corpus.lengths)
+    view.loss_share = 1 - len(corpus) / corpus.tokens_in_all
+    view.packing = _packed(recipe, corpus.lengths)
+    full = float((corpus.lengths == recipe.model.context).mean())
+    view.notes += [
+        f"{len(corpus):,} pieces, {full:.0%} of them as long as the context",
+        f"{corpus.bytes / corpus.tokens_in_all:.2f} bytes a token",
+        corpus.note,
+    ]
+    chosen = np.linspace(0, len(corpus) - 1, min(n, len(corpus))).astype(int)
+    pieces = corpus.tokens(chosen)
+    for i, index in enumerate(chosen.tolist()):
+        ids = pieces.row(i).tolist()
+        view.examples.append(_spelled(index, ids, [0, *[1] * (len(ids) - 1)], tokenizer))
+    return view
+
+
+# ---- both ----
+
+
+def _view(recipe: Recipe, tokenizer: Tokenizer, train: int, heldout: int, seen: int) -> View:
+    named = recipe.data.tokenizer or (f"that of {recipe.model.path}" if recipe.model.path else "characters")
+    return View(
+        flow=recipe.flow,
+        source=recipe.data.source,
+        train=train,
+        heldout=heldout,
+        tokenizer=named,
+        vocabulary=tokenizer.vocab_size,
+        template="none",
+        stops=[],
+        context=recipe.model.context,
+        seen=seen,
+    )
+
+
+def _spread(prompts: PromptSet, count: int) -> Iterator[Prompt]:
+    chosen = np.linspace(0, len(prompts) - 1, min(count, len(prompts))).astype(int)
+    return (prompts[i] for i in prompts.rows[chosen])
+
+
+def _chunks(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
+    return (prompts[at : at + CHUNK] for at in range(0, len(prompts), CHUNK))
+
+
+def _packed(recipe: Recipe, lengths: np.ndarray) -> Packing:
+    """Batches of some steps in an order by chance, packed as the trainer does."""
+    batch, room = min(recipe.supervised.batch, len(lengths)), recipe.train.micro_tokens
+    order = np.asarray(stream(recipe.seed, "data show").permutation(len(lengths)))[: batch * STEPS]
+    steps = [lengths[order[at : at + batch]] for at in range(0, len(order) - batch + 1, batch)]
+    made = sum(len(micro_batches(step, room)) for step in steps)
+    tokens = sum(int(step.sum()) for step in steps)
+    padded = sum(len(step) * int(step.max()) for step in steps)
+    return Packing(batch, made / len(steps), room, tokens / (made * room), 1 - tokens / padded)
+
+
+def _spelled(index: int, ids: list[int], mask: list[int], tokenizer: Tokenizer) -> Shown:
+    texts = [tokenizer.decode([i], special=True) for i in ids]
+    whole = [text if "\ufffd" not in text else tokenizer.token(i) for text, i in zip(texts, ids)]  # part of a character
+    return Shown(index, ids, whole, mask)
+
+
+# ---- for people ----
+
+
+def as_object(view: View) -> dict[str, object]:
+    """The view as plain data."""
+    found = asdict(view)
+    found["lengths"] = {name: lengths._asdict() for name, lengths in view.lengths.items()}
+    found["packing"] = view.packing and view.packing._asdict()
+    return found
+
+
+def lines(view: View) -> list[str]:
+    """All but the examples."""
+    ends = " ".join(view.stops)
+    what = "documents" if view.flow == "pretrain" else "prompts"
+    of = f"{view.seen:,} of {view.train:,}" if what == "prompts" and view.seen < view.train else "all"
+    rows = [
+        ("data", f"{view.source}: {view.train:,} {what} to train on, {view.heldout:,} held out; figures are of {of}"),
+        ("tokenizer", f"{view.tokenizer}, {view.vocabulary:,} tokens"),
+        ("template", f"{view.template}; what is written ends by {ends}" + (view.stable and f"; {view.stable}")),
+        ("context", f"{view.context} tokens"),
+        *((f"{name} length", _lengths(view, name)) for name in view.lengths),
+    ]
+    if view.loss_share is not None:
+        rows.append(("loss", f"on {view.loss_share:.1%} of all tokens"))
+    if view.packing:
+        rows.append(("packing", _packing(view.packing)))
+    rows += [("", note) for note in view.notes]
+    rows += [("would stop", problem) for problem in view.problems]
+    return [f"{name:<15}{text}" for name, text in rows]
+
+
+def _lengths(view: View, name: str) -> str:
+    found = view.lengths[name]
+    longer = view.longer.get(name, 0)
+    text = f"least {found.least:,}, median {found.median:,.0f}, p95 {found.p95:,.0f}, most {found.most:,} tokens"
+    return text + (f"; {longer:,} too long" if longer else "")
+
+
+def _packing(packing: Packing) -> str:
+    return (
+        f"{packing.rows:,} a step in {packing.micro_batches:.1f} micro-batches of {packing.room:,} tokens, "
+        f"{packing.fill:.0%} full; padded rows would be {packing.padding:.0%} padding"
+    )
+
+
+def runs(example: Shown, most: int = SHOWN) -> Iterator[tuple[int, list[str]]]:
+    """Neighbouring tokens with the same mask: (mask, their texts)."""
+    at = 0
+    for i in range(1, min(len(example.tokens), most) + 1):
+        if i == min(len(example.tokens), most) or example.mask[i] != example.mask[at]:
+            yield example.mask[at], example.texts[at:i]
+            at = i
+
+
+def plain(example: Shown) -> list[str]:
+    """Tokens divided by a dot; ``+`` before those with loss."""
+    text = [_title(example)]
+    text += [f"{'+' if mask else ' '} {_visible('·'.join(texts))}" for mask, texts in runs(example)]
+    return [*text, *_rest(example)]
+
+
+def coloured(example: Shown) -> Text:
+    """Tokens with loss in green, the others in grey; every other token underlined."""
+    text = Text(f"{_title(example)}\n", style="bold")
+    count = 0
+    for mask, texts in runs(example):
+        for token in texts:
+            style = "not bold green" if mask else "not bold bright_black"
+            text.append(_visible(token, "\n"), style=f"{style} underline" if count % 2 else style)
+            count += 1
+    text.append("".join(f"\n{line}" for line in _rest(example)), style="not bold")
+    return text
+
+
+def _title(example: Shown) -> str:
+    return f"\n[{example.index}] {len(example.tokens):,} tokens, {sum(example.mask):,} with loss"
+
+
+def _rest(example: Shown) -> list[str]:
+    left = len(example.tokens) - SHOWN
+    return [f"  and {left:,} tokens more"] if left > 0 else []
+
+
+def _visible(text: str, after: str = "") -> str:
+    """Line breaks and what would move the cursor as signs."""
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return shown.replace("\n", f"⏎{after}")

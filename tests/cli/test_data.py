@@ -1,0 +1,202 @@
+"""``tilth data show``: the tokens, masks and counts are those of the run, and what would stop it is said."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tilth.cli.data import Lengths, Shown, coloured, look, plain, runs
+from tilth.cli.main import app
+from tilth.config.load import from_dict
+from tilth.data.documents import Corpus
+from tilth.data.examples import supervised
+from tilth.data.prompts import load_source
+from tilth.data.template import make_template
+from tilth.data.tokenizer import Tokenizer
+
+TALKS = [
+    {
+        "messages": [
+            {"role": "user", "content": "What is 2+2?"},
+            {"role": "assistant", "content": "It is 4."},
+            {"role": "user", "content": "And 3+3?"},
+            {"role": "assistant", "content": "6 — naturally."},
+        ]
+    },
+    {"prompt": "Say ho", "answer": "ho"},
+    {"prompt": "Say hi", "answer": "hi"},
+]
+
+
+@pytest.fixture
+def talks(tmp_path):
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps(t) + "\n" for t in TALKS))
+    return path
+
+
+def sft(source, **sections):
+    data = {"source": str(source), "tokenizer": "bpe:300", "template": "chatml", "holdout": 0.0}
+    sections["data"] = {**data, **sections.get("data", {})}
+    return from_dict({"flow": "sft", "supervised": {"steps": 4}, **sections})
+
+
+def toml(folder, text):
+    (folder / "r.toml").write_text(text)
+    return str(folder / "r.toml")
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+# ---- prompts ----
+
+
+def test_examples_are_those_of_the_run(talks):
+    recipe = sft(talks)
+    view = look(recipe, 3)
+    prompts = load_source(recipe.data)
+    tokenizer = Tokenizer.train([p.text + (p.answer or "") for p in prompts], 300)
+    examples = supervised(list(prompts), make_template("chatml", tokenizer), 256)
+    assert [s.index for s in view.examples] == [0, 1, 2]
+    for shown, example in zip(view.examples, examples):
+        assert shown.tokens == example.tokens.tolist() and shown.mask == example.mask.tolist()
+    whole = [len(e.tokens) for e in examples]
+    assert view.lengths["example"] == Lengths.of(np.array(whole)) and view.lengths["example"].most == max(whole)
+    assert view.lengths["loss"].rows == 3 and view.lengths["loss"].least == 2
+    assert view.loss_share == pytest.approx(sum(e.mask.sum() for e in examples) / sum(whole))
+    assert (view.vocabulary, view.template) == (tokenizer.vocab_size, "chatml")
+    assert view.stops == ["<|im_end|>", "<eos>"] and view.stable == "prefix-stable on 3 examples"
+    assert (view.train, view.heldout, view.seen, view.problems) == (3, 0, 3, [])
+
+
+def test_lengths_are_the_percentiles():
+    found = Lengths.of(np.arange(101))
+    assert found == (101, 0, 50.0, 95.0, 100)
+
+
+def test_packing_is_that_of_the_trainer(talks):
+    found = look(sft(talks, supervised={"steps": 1, "batch": 3}, train={"micro_tokens": 90}), 0)
+    whole = found.lengths["example"]
+    total = round(found.packing.fill * found.packing.micro_batches * 90)
+    assert found.packing.rows == 3 and found.packing.micro_batches == (2 if total > 90 else 1)
+    assert found.packing.padding == pytest.approx(1 - total / (3 * whole.most))
+
+
+def test_a_part_of_a_large_source_is_told(talks, monkeypatch):
+    monkeypatch.setattr("tilth.cli.data.MOST", 2)
+    view = look(sft(talks), 1)
+    assert (view.seen, view.train) == (2, 3)
+
+
+def test_a_task_needs_no_file():
+    result = call("data", "show", "addition-grpo", "data.digits=1", "--n", "1")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert any(line.startswith("template") and "plain" in line and "<eos>" in line for line in lines)
+    assert lines[-2] == "  0·+·0·=" and lines[-1] == "+ 0·0·<eos>"
+
+
+# ---- what would stop the run ----
+
+
+def test_too_long_examples_and_prompts(talks):
+    view = look(sft(talks, model={"context": 30}, rollout={"max_tokens": 1}), 0)
+    assert view.longer == {"prompt": 1, "example": 1}
+    assert view.problems == ["1 examples are longer than the context of 30 tokens"]
+    data = {"source": str(talks), "tokenizer": "bpe:300", "template": "chatml", "holdout": 0.0}
+    view = look(from_dict({"data": data, "model": {"context": 64}, "rollout": {"max_tokens": 40}}), 0)
+    assert view.problems == ["1 prompts are longer than the 24 tokens that model.context leaves them"]
+    assert view.packing is None  # nothing supervised
+
+
+def test_answers_that_are_missing(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two", "answer": "2"}\n')
+    view = look(sft(tmp_path / "d.jsonl"), 2)
+    assert view.problems == ["1 prompts have no answer, which supervised steps need"]
+    assert sum(view.examples[0].mask) == 0 < sum(view.examples[1].mask)
+
+
+def test_a_template_that_is_not_prefix_stable(talks, tmp_path):
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}:"
+        "{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    view = look(sft(talks, data={"template": str(template)}), 3)
+    assert "is not prefix-stable: after turn 1 of the assistant, prompt 0" in view.stable
+    assert view.problems == ["1 examples cannot be made"] and view.lengths["example"].rows == 2
+    assert [sum(s.mask) > 0 for s in view.examples] == [False, True, True]
+
+
+def test_errors_are_one_line():
+    result = call("data", "show", "none.toml")
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+# ---- documents ----
+
+
+def test_pieces_of_documents(tmp_path):
+    texts = ["one two three " * 20, "four", "five six " * 9]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    recipe = from_dict(
+        {
+            "flow": "pretrain",
+            "model": {"context": 64},
+            "data": {"source": str(tmp_path / "d.jsonl"), "holdout": 0.0},
+            "rollout": {"max_tokens": 1},
+            "supervised": {"steps": 2, "batch": 2},
+            "run": {"dir": str(tmp_path)},
+        }
+    )
+    view = look(recipe, 99)
+    corpus = Corpus.build(texts, Tokenizer.characters("".join(texts)), 64, tmp_path / ".cache")
+    assert corpus.note.startswith("tokens from")  # what the run will read is what was shown
+    assert [s.tokens for s in view.examples] == [corpus.tokens([i]).values.tolist() for i in range(len(corpus))]
+    assert all(s.mask == [0, *[1] * (len(s.tokens) - 1)] for s in view.examples)
+    assert view.lengths["piece"] == Lengths.of(corpus.lengths) and view.train == 3
+    assert view.loss_share == pytest.approx(1 - len(corpus) / sum(len(t) + 1 for t in texts))
+    assert 0 < view.packing.fill <= 1 and view.packing.rows == 2
+
+
+# ---- how it is printed ----
+
+
+def test_json_has_everything(talks, tmp_path):
+    recipe = toml(tmp_path, f'flow = "sft"\n[data]\nsource = "{talks}"\nholdout = 0.0\n[supervised]\nsteps = 1\n')
+    result = call("data", "show", recipe, "data.tokenizer=bpe:300", "data.template=chatml", "--n", "2", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["lengths"]["example"]["rows"] == 3 and found["packing"]["rows"] == 3
+    assert [len(e["tokens"]) == len(e["mask"]) == len(e["texts"]) for e in found["examples"]] == [True, True]
+    assert "—" not in found["examples"][0]["texts"] and any("Ģ" in t for t in found["examples"][0]["texts"])
+
+
+def test_the_mask_is_seen_with_and_without_colour():
+    example = Shown(7, [1, 2, 3, 4], ["a", "\n", "b\x1b[2J", "<eos>"], [0, 0, 1, 1])
+    assert plain(example) == ["\n[7] 4 tokens, 2 with loss", "  a·⏎", "+ b\\x1b[2J·<eos>"]
+    text = coloured(example)
+    assert text.plain == "\n[7] 4 tokens, 2 with loss\na⏎\nb\\x1b[2J<eos>"
+    green = [text.plain[s.start : s.end] for s in text.spans if "green" in str(s.style)]
+    assert green == ["b\\x1b[2J", "<eos>"]
+
+
+def test_a_long_example_is_cut_and_says_so():
+    example = Shown(0, list(range(700)), ["x"] * 700, [0] * 650 + [1] * 50)
+    assert sum(len(texts) for _, texts in runs(example)) == 600
+    assert plain(example)[-1] == "  and 100 tokens more" and len(plain(example)) == 3
+    assert coloured(example).plain.endswith("\n  and 100 tokens more")
+
+
+@pytest.mark.parametrize("mask", [[], [0], [1], [0, 1, 1, 0, 1], [1, 0, 0]])
+def test_runs_are_the_mask(mask):
+    example = Shown(0, mask, [str(i) for i in range(len(mask))], mask)
+    found = list(runs(example))
+    assert [m for m, texts in found for _ in texts] == mask
+    assert [t for _, texts in found for t in texts] == example.texts
+    assert all(a[0] != b[0] for a, b in pairwise(found))
