@@ -317,3 +317,36 @@ def test_wandb_that_cannot_begin_is_told_once(offline, monkeypatch, capsys):
     said = watched(WeightsAndBiases, offline, range(1, 4))
     lines = said + [line for line in capsys.readouterr().err.splitlines() if "goes on without" in line]
     assert len(lines) == 1 and lines[0].startswith("wandb: ") and "sideways" in lines[0]
+
+
+# ---- a whole run ----
+
+
+@needs_tensorboard
+def test_a_killed_run_goes_on_with_average_noise_and_tracker_as_if_never_killed(tmp_path):
+    """The average of the weights bit for bit, every metric equal, every step once in TensorBoard."""
+    from tests.flows.tiny import Recorder, recipe, run, weights
+    from tests.flows.tiny import numbers as committed
+    from tilth.checkpoint import latest, open_checkpoint
+
+    def fall(record):
+        if record["step"] == 10:  # two steps after a checkpoint
+            raise MemoryError("of the test")
+
+    def made(folder, tracked):
+        extras = {"ema": 0.9, "watch": ("noise_scale", "layer_norms"), "micro_tokens": 64}
+        return recipe(tmp_path / folder, train=extras, run={"track": tracked})
+
+    whole = run(made("whole", ())).directory
+    with pytest.raises(MemoryError):
+        run(made("torn", ("tensorboard",)), observers=[Recorder(fall)])
+    time.sleep(1.1)
+    torn = run(made("torn", ("tensorboard",))).directory
+    assert weights(whole) == weights(torn)
+    assert committed(whole) == committed(torn)
+    checkpoint = open_checkpoint(latest(torn / "checkpoints"))
+    assert checkpoint.names("ema") == checkpoint.names("model")
+    assert "noise_trace" in checkpoint.objects["engine"]
+    events = read_events(torn)
+    assert [e.step for e in events.Scalars("loss")] == list(range(1, 13))
+    assert {"noise/trace", "norm/grad/1", "norm/weight/embedding"} <= set(events.Tags()["scalars"])
