@@ -55,6 +55,14 @@ def test_check_of_a_large_set_looks_at_the_longest(monkeypatch, template):
         check_prompts(some, template, 7)
 
 
+def test_check_of_a_large_set_of_examples_looks_at_the_longest_with_their_answers(monkeypatch, template):
+    monkeypatch.setattr("tilth.data.examples._CHECKED", 1)
+    some = PromptSet.of([{"prompt": "1+2+3=", "answer": "0"}, {"prompt": "1=", "answer": "1023" * 2}, *RECORDS])
+    assert check_examples(some, template, 11) == 11 == len("1=10231023") + 1
+    with pytest.raises(DataError, match=r"prompt 1 with its answer has 11 tokens; model.context is 10"):
+        check_examples(some, template, 10)
+
+
 def test_a_prompt_without_tokens(tmp_path):
     core = tokenizers.Tokenizer(models.WordLevel({"</s>": 0, "a": 1}))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
