@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from tilth.core.errors import RewardError
+from tilth.core.errors import DataError, RewardError
 from tilth.rl import rewards
-from tilth.rl.rewards import load_reward, normalise
+from tilth.rl.rewards import Score, Weighted, check_answers, files_hash, load_reward, normalise
+from tilth.rl.verifiers import SPECS
 
 
 def graded(prompt, completion, info):
@@ -159,6 +160,13 @@ def test_load_a_module_of_the_working_folder(folder, monkeypatch):
     "spec, message",
     [
         ("additon", "did you mean 'addition'"),
+        ("additon", "or one of addition, countdown, exact, gsm8k, countdown:CREDIT, gsm8k:CREDIT, regex:PATTERN;"),
+        ("gsm9k", "; did you mean 'gsm8k'"),
+        ("regx:a+", "no module 'regx' on the import path; did you mean 'regex'"),
+        ("countdwn:0.1", "did you mean 'countdown'"),
+        ("exact:1", "give FILE.py:function"),
+        ("regex:(a", "missing ., unterminated subpattern at character 1"),
+        ("gsm8k:2", "after the colon comes the reward of a well-formed wrong answer"),
         ("", "give FILE.py:function or module:function"),
         ("my_rewards.py", "give FILE.py:function"),
         ("my_reward.py:brevity", "no file .*my_reward.py; did you mean 'my_rewards.py'"),
@@ -194,3 +202,173 @@ def test_describe_is_one_short_line():
         text = rewards.describe(error)
     assert "\n" not in text and len(text) < 320 and "test_rewards.py:" in text
     assert rewards.describe(KeyError()) == "KeyError"
+
+
+def test_describe_says_what_was_noted():
+    error = ValueError("too much")
+    error.add_note("in reward style")
+    assert rewards.describe(error) == "ValueError: too much (in reward style)"
+
+
+# ---- several rewards ----
+
+
+def style(prompt, completion, info):
+    return {"reward": len(completion) / 10, "words": len(completion.split()), "format": 0.5}
+
+
+def judged(prompt, completion, info):
+    return {"reward": 0.5, "correct": 0.25}
+
+
+def gone(prompt, completion, info):
+    return None
+
+
+def failing(prompt, completion, info):
+    raise ValueError("no licence")
+
+
+HERE = __name__
+
+
+def score(spec, completion, **info):
+    return normalise(load_reward(spec)("prompt", completion, info))
+
+
+def test_a_weighted_sum_keeps_each_by_name():
+    spec = {"gsm8k": 1.0, "regex:####": 0.1, f"{HERE}:graded": -0.01}
+    found = score(spec, "#### 5", answer="#### 5")
+    assert found == Score(
+        pytest.approx(1 + 0.1 - 0.06), {"gsm8k": 1, "regex": 1, "graded": 6, "correct": 1, "format": 1}, ""
+    )
+    wrong = score(spec, "#### 6", answer="#### 5")
+    assert wrong.value == pytest.approx(0.1 - 0.06) and wrong.parts["correct"] == 0 and wrong.parts["format"] == 1
+
+
+def test_parts_are_named_apart_only_where_they_would_be_the_same():
+    found = score({"gsm8k": 1, f"{HERE}:style": 1.0, f"{HERE}:judged": 2}, "#### 5", answer="#### 5")
+    assert found.value == 1 + 0.6 + 1
+    assert found.parts == {
+        **{"gsm8k": 1, "style": 0.6, "judged": 0.5, "words": 2},
+        **{"gsm8k/correct": 1, "judged/correct": 0.25, "gsm8k/format": 1, "style/format": 0.5},
+    }
+    alone = score({"gsm8k:0.5": 3}, "#### 6", answer="#### 5")
+    assert alone == Score(1.5, {"gsm8k": 0.5, "correct": 0, "format": 1}, "")
+
+
+def test_a_part_that_is_called_as_a_member_is():
+    def exact(prompt, completion, info):
+        return {"reward": 1.0, "regex": 0.5}
+
+    one = Weighted({"regex:a": 1.0})
+    one.members.append(("mine", exact, 1.0))
+    assert one("", "a", {}).parts == {"regex": 1.0, "mine": 1.0, "mine/regex": 0.5}
+
+
+@pytest.mark.parametrize("spec, completion", [("exact", "yes"), ("addition", "7")])
+def test_what_is_right_or_wrong_by_nature_is_the_accuracy(spec, completion):
+    for given, right in ((completion, 1), ("no", 0)):
+        found = score({spec: 2.0, "regex:^.": 0.5}, given, answer=completion)
+        assert found == Score(2 * right + 0.5, {spec: right, "regex": 1, "correct": right}, "")
+
+
+def test_two_of_a_name_go_by_their_whole_names():
+    found = score({"regex:a": 1, "regex:b": 10}, "b")
+    assert found == Score(10, {"regex:a": 0, "regex:b": 1}, "")
+
+
+def test_missing_if_any_is_missing_and_it_is_named():
+    assert score({"regex:a": 1, f"{HERE}:gone": 1}, "a") == Score(None, {}, "gone: returned None")
+    with pytest.raises(ValueError, match="no licence") as error:
+        score({"regex:a": 1, f"{HERE}:failing": 1}, "a")
+    assert rewards.describe(error.value).endswith("(in reward failing)")
+
+
+def test_a_nan_part_stays_nan():
+    found = score({f"{HERE}:nan_part": 1}, "a")
+    assert found.value == 1 and math.isnan(found.parts["doubt"])
+
+
+def nan_part(prompt, completion, info):
+    return {"reward": 1, "doubt": None}
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ({}, "table of rewards is empty"),
+        ({"gsm8k": math.inf}, "weight of reward 'gsm8k' is inf, not a finite number"),
+        ({"gsm8k": "1"}, "weight of reward 'gsm8k' is '1'"),
+        ({"gsm8k": True}, "weight of reward 'gsm8k' is True"),
+        ({"gsm8k": 1, "gsm9k": 1}, "'gsm9k': .* did you mean 'gsm8k'"),
+    ],
+)
+def test_a_table_that_is_none(spec, message):
+    with pytest.raises(RewardError, match=message):
+        load_reward(spec)
+
+
+# ---- given answers ----
+
+
+class Record:
+    def __init__(self, index, text, **info):
+        self.index, self.text, self.info = index, text, info
+
+
+def records(*answers):
+    return [Record(i, f"question {i}?", answer=a) for i, a in enumerate(answers)]
+
+
+def test_answers_that_can_be_judged_pass():
+    check_answers("gsm8k", records("#### 1", "so\n#### 2", "3"))
+    check_answers({"gsm8k": 1.0, "regex:x": 0.1, "nowhere.py:f": 1.0}, records("#### 1"))
+    check_answers("nowhere.py:f", records(None))  # only its own process imports a file
+    check_answers(graded, records(None))
+    check_answers("countdown", [Record(0, "1,2=3:")])
+
+
+@pytest.mark.parametrize(
+    "spec", ["gsm8k", "gsm8k:0.1", {"regex:x": 0.1, "gsm8k": 1.0}, load_reward("gsm8k"), load_reward({"gsm8k": 1.0})]
+)
+def test_the_record_with_a_bad_answer_is_named(spec):
+    with pytest.raises(DataError) as error:
+        check_answers(spec, records("#### 1", "I do not know " * 9, "#### 2"))
+    said = str(error.value)
+    assert said.startswith("record 2 of the data (prompt 'question 1?'): ") and "the answer has no number" in said
+    assert said.endswith("its answer begins " + repr(("I do not know " * 9)[:60])) and "\n" not in said
+
+
+def test_a_record_without_answer_or_with_another_mistake():
+    with pytest.raises(DataError, match=r"record 1 of the data .prompt 'q'.: there is no answer$"):
+        check_answers("exact", [Record(0, "q")])
+    with pytest.raises(DataError, match="needs columns numbers"):
+        check_answers("countdown", [Record(0, "make 5 of 2 and 3")])
+    with pytest.raises(DataError, match=r"does not make 5 of 2, 3; its answer begins '2.3'"):
+        check_answers("countdown", [Record(0, "2,3=5:", answer="2*3")])
+
+
+def test_a_function_of_ones_own_may_check_too():
+    class Mine:
+        def __call__(self, prompt, completion, info):
+            return 1.0
+
+        def check(self, info):
+            return "" if info["prompt"].endswith("?") else "that is no question"
+
+    check_answers(Mine(), [Record(0, "why?")])
+    with pytest.raises(DataError, match=r"record 1 .*that is no question"):
+        check_answers(Mine(), [Record(0, "because")])
+
+
+def test_another_file_is_another_reward(folder):
+    before = files_hash("my_rewards.py:brevity")
+    assert len(before) == 16 and files_hash({"my_rewards.py:brevity": 1.0, "gsm8k": 2.0}) == before
+    assert files_hash("gsm8k") == files_hash("math:hypot") == files_hash(len) == files_hash("regex:a/b") == ""
+    (folder / "my_rewards.py").write_text("def brevity(p, c, i): return 0\n")
+    assert files_hash("my_rewards.py:brevity") != before
+
+
+def test_all_names_are_in_the_list():
+    assert {s.partition(":")[0] for s in SPECS} == {"addition", "countdown", "exact", "gsm8k", "regex"}
