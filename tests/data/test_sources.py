@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilth.core.errors import DataError
-from tilth.data.sources import Addition, Prompt, from_records, read_jsonl, text_hashes
+from tilth.data.sources import Addition, Prompt, from_records, read_source, text_hashes
 
 
 def test_addition_of_three_digits():
@@ -69,7 +69,7 @@ def test_alphabet_of_addition_covers_it():
 
 def write(path, *lines):
     path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
-    return path
+    return str(path)
 
 
 def test_jsonl(tmp_path):
@@ -80,7 +80,7 @@ def test_jsonl(tmp_path):
         {"prompt": "wer\u2028da?", "x": [1]},
         "",
     )
-    source = read_jsonl(path)
+    source = read_source(path)
     assert [source.prompt(i) for i in range(len(source))] == [
         Prompt(0, "2+2=", "4", {"answer": "4", "level": 1}),
         Prompt(1, "wer\u2028da?", None, {"x": [1]}),
@@ -94,9 +94,12 @@ def test_jsonl(tmp_path):
     ("line", "message"),
     [
         ("{", "d.jsonl:2: not JSON"),
-        ("[1]", "d.jsonl:2: a list, not an object with a prompt"),
-        ('{"question": "q", "answer": "a"}', "d.jsonl:2: no key 'prompt'; there is 'question', 'answer'"),
-        ("{}", "d.jsonl:2: no key 'prompt'; there is none"),
+        ("[1]", "d.jsonl:2: a list, not an object of columns"),
+        (
+            '{"question": "q", "answer": "a"}',
+            "d.jsonl:2: no column 'prompt'; there is 'question', 'answer'; try data.columns.prompt=question",
+        ),
+        ("{}", "d.jsonl:2: no column 'prompt'; there is none"),
         ('{"prompt": 3}', "d.jsonl:2: prompt is 3, not a text"),
         ('{"prompt": ""}', "d.jsonl:2: prompt is '', not a text of at least one character"),
         ('{"prompt": "q", "answer": 7}', "d.jsonl:2: answer is 7, not a text"),
@@ -104,7 +107,7 @@ def test_jsonl(tmp_path):
 )
 def test_mistakes_name_file_and_line(tmp_path, line, message):
     with pytest.raises(DataError) as caught:
-        read_jsonl(write(tmp_path / "d.jsonl", {"prompt": "fine"}, line))
+        read_source(write(tmp_path / "d.jsonl", {"prompt": "fine"}, line))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -112,15 +115,15 @@ def test_mistakes_name_file_and_line(tmp_path, line, message):
 def test_empty_file(tmp_path, content):
     (tmp_path / "d.jsonl").write_text(content)
     with pytest.raises(DataError, match="is empty"):
-        read_jsonl(tmp_path / "d.jsonl")
+        read_source(str(tmp_path / "d.jsonl"))
 
 
 def test_unreadable_file(tmp_path):
-    with pytest.raises(DataError, match="cannot read dataset"):
-        read_jsonl(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match=r"there is no .*none.jsonl"):
+        read_source(str(tmp_path / "none.jsonl"))
     (tmp_path / "d.jsonl").write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match="cannot read dataset"):
-        read_jsonl(tmp_path / "d.jsonl")
+    with pytest.raises(DataError, match=r"d.jsonl:1: not UTF-8"):
+        read_source(str(tmp_path / "d.jsonl"))
 
 
 # -- lists -----------------------------------------------------------------------------------------------------------
@@ -128,7 +131,7 @@ def test_unreadable_file(tmp_path):
 
 def test_records_are_as_jsonl(tmp_path):
     records = [{"prompt": "a", "answer": "b", "n": 1}, {"prompt": "c"}]
-    file = read_jsonl(write(tmp_path / "d.jsonl", *records))
+    file = read_source(write(tmp_path / "d.jsonl", *records))
     memory = from_records(records)
     assert [memory.prompt(i) for i in range(2)] == [file.prompt(i) for i in range(2)]
 
@@ -141,7 +144,7 @@ def test_bare_texts():
     ("records", "message"),
     [
         ([], "the dataset is empty"),
-        ([{"prompt": "a"}, {"text": "b"}], r"dataset\[1\]: no key 'prompt'"),
+        ([{"prompt": "a"}, {"text": "b"}], r"dataset\[1\]: no column 'prompt'"),
         ([3], "a int"),
     ],
 )

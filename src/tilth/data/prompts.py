@@ -1,40 +1,41 @@
 """A set of prompts: split by hash of the text, and drawn from in an order that is a pure function of (seed, step)."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from tilth.config.schema import Data
 from tilth.core.errors import DataError
-from tilth.core.random import Stream, stream
-from tilth.data.sources import Addition, Prompt, Source, from_records, read_jsonl
+from tilth.data.columns import Prompt, to_text
+from tilth.data.countdown import Countdown
+from tilth.data.formats import is_source, missing, read_records
+from tilth.data.order import Order
+from tilth.data.sources import Addition, Joined, Source, from_records, read_source, text_hashes
 
-__all__ = ["Prompt", "PromptSet", "load_source"]
+__all__ = ["Prompt", "PromptSet", "load_source", "load_texts"]
 
-TASKS = {"addition": lambda data: Addition(data.digits)}
+TASKS: dict[str, Callable[[Data], Source]] = {
+    "addition": lambda data: Addition(data.digits),
+    "countdown": lambda data: Countdown(data.digits),
+}
 
 
-class PromptSet:
+class PromptSet(Order):
     """Some of the prompts of a source, named by their index there, so that an index means the same in every split.
 
     ``rows``: int64 [n], the indices, ascending.
     """
 
     def __init__(self, source: Source, rows: np.ndarray | None = None) -> None:
+        super().__init__(np.arange(len(source), dtype=np.int64) if rows is None else rows)
         self.source = source
-        self.rows = np.arange(len(source), dtype=np.int64) if rows is None else rows
-        self._orders: dict[tuple[Stream, int], np.ndarray] = {}
 
     @classmethod
     def of(cls, records: Iterable[Mapping[str, Any] | str]) -> "PromptSet":
         """From dictionaries with prompt, answer and whatever else, or from bare texts."""
         return cls(from_records(records))
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, index: int | np.integer) -> Prompt:
         """The prompt with this index in the source, whether or not it belongs to this split."""
@@ -47,29 +48,32 @@ class PromptSet:
         """(training, held out): a prompt is held out if the hash of its text falls into this share of all hashes.
 
         Equal texts fall on one side, and neither order nor size of the dataset moves a text to the other.
+
+        Of two joined sources the second is what is held out, whatever ``holdout`` says, and prompts of the first that
+        are in the second too, word for word, are on neither side: see ``copies``.
         """
-        held = self.source.hashes[self.rows] < np.uint64(round(holdout * 2**32))
-        if held.all():
-            raise DataError(f"data.holdout = {holdout} leaves none of {len(self)} prompts to train on")
-        return PromptSet(self.source, self.rows[~held]), PromptSet(self.source, self.rows[held])
+        if isinstance(self.source, Joined):
+            held = self.rows >= len(self.source.first)
+            train = ~held
+            train[train] = ~self.source.copies[self.rows[train]]
+            blame = "every prompt of data.source is in data.heldout too, which"
+        else:
+            held = self.source.hashes[self.rows] < np.uint64(round(holdout * 2**32))
+            train = ~held
+            blame = f"data.holdout = {holdout}"
+        if not train.any():
+            raise DataError(f"{blame} leaves none of {len(self)} prompts to train on")
+        return PromptSet(self.source, self.rows[train]), PromptSet(self.source, self.rows[held])
+
+    @property
+    def copies(self) -> int:
+        """Prompts of the training source that are left out since ``data.heldout`` has them too."""
+        return int(self.source.copies.sum()) if isinstance(self.source, Joined) else 0
 
     def subset(self, count: int) -> "PromptSet":
         """The ``count`` prompts of least hash, in source order: a fixed sample, such as for evaluation."""
         order = np.argsort(self.source.hashes[self.rows], kind="stable")
         return PromptSet(self.source, np.sort(self.rows[order[:count]]))
-
-    def draw(self, stream: Stream, step: int, count: int) -> np.ndarray:
-        """Indices int64 [count] of the prompts of a step (from 0): see ``take``."""
-        return self.take(stream, step * count, count)
-
-    def take(self, stream: Stream, start: int, count: int) -> np.ndarray:
-        """Indices ``start`` to ``start + count`` of an endless sequence: one permutation of the set after another.
-
-        A pure function of the set, the stream and the numbers: nothing has to be remembered for a resume.
-        """
-        epochs, places = np.divmod(np.arange(start, start + count), len(self))
-        parts = [self.rows[self._order(stream, int(e))[places[epochs == e]]] for e in np.unique(epochs)]
-        return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def fingerprint(self) -> str:
         """Tells this source from any other one: its prompts, answers and what else it says of them."""
@@ -84,20 +88,56 @@ class PromptSet:
         order = np.argsort(-self.source.sizes()[self.rows], kind="stable")
         return [self[i] for i in self.rows[order[:count]]]
 
-    def _order(self, base: Stream, epoch: int) -> np.ndarray:
-        if (base, epoch) not in self._orders:
-            self._orders = dict(list(self._orders.items())[-3:])  # few are in use at a time; any can be made again
-            permutation = stream(base.seed, base.id, "epoch", epoch).permutation(len(self))
-            self._orders[base, epoch] = np.asarray(permutation, dtype=np.int64)
-        return self._orders[base, epoch]
-
 
 def load_source(data: Data) -> PromptSet:
-    """The prompts of a recipe's ``[data]``: a task by name, or a JSONL file. Raises ``DataError``."""
-    if data.source in TASKS:
-        return PromptSet(TASKS[data.source](data))
-    if not Path(data.source).is_file():
-        near = difflib.get_close_matches(data.source, TASKS, 1)
-        hint = f"did you mean the task {near[0]}?" if near else f"tasks are {', '.join(TASKS)}"
-        raise DataError(f"data.source = {data.source!r} is neither a task nor a file; {hint}")
-    return PromptSet(read_jsonl(data.source))
+    """The prompts of a recipe's ``[data]``, with those of ``data.heldout`` after them. Raises ``DataError``."""
+    source = _source("source", data.source, data)
+    return PromptSet(Joined(source, _source("heldout", data.heldout, data)) if data.heldout else source)
+
+
+def load_texts(data: Data) -> tuple[list[str], list[str]]:
+    """(training, held out) documents for pre-training: the column text, or prompt and answer as they stand.
+
+    Held out is ``data.heldout``, less nothing, and then training has none of its documents; or else the share
+    ``data.holdout`` of all hashes, as in ``PromptSet.split``. Empty documents are skipped. Raises ``DataError``.
+    """
+    texts = _texts("source", data.source, data)
+    if data.heldout:
+        held = _texts("heldout", data.heldout, data)
+        unseen = set(held)
+        train = [text for text in texts if text not in unseen]
+        blame = "data.heldout holds all of data.source too and"
+    else:
+        sides = text_hashes(text.encode() for text in texts) < np.uint64(round(data.holdout * 2**32))
+        train, held = ([text for text, side in zip(texts, sides) if side == want] for want in (False, True))
+        blame = f"data.holdout = {data.holdout}"
+    if not train:
+        raise DataError(f"{blame} leaves none of {len(texts)} documents to train on")
+    return train, held
+
+
+def _source(key: str, name: str, data: Data) -> Source:
+    if name in TASKS:
+        return TASKS[name](data)
+    _check_source(key, name)
+    return read_source(name, data.columns)
+
+
+def _texts(key: str, name: str, data: Data) -> list[str]:
+    if name in TASKS:
+        task = TASKS[name](data)
+        prompts = (task.prompt(i) for i in range(len(task)))
+        return [prompt.text + (prompt.answer or "") for prompt in prompts]
+    _check_source(key, name)
+    texts = [text for where, record in read_records(name) if (text := to_text(record, where, data.columns))]
+    if not texts:
+        raise DataError(f"data.{key} = {name!r} has no documents")
+    return texts
+
+
+def _check_source(key: str, name: str) -> None:
+    if is_source(name):
+        return
+    near = difflib.get_close_matches(name, TASKS, 1)
+    hint = f"; did you mean the task {near[0]}?" if near else missing(name) or f"; tasks are {', '.join(TASKS)}"
+    raise DataError(f"data.{key} = {name!r} is neither a task nor a file{hint}")

@@ -1,30 +1,19 @@
-"""Where prompts come from: built-in tasks, whose prompts are computed from an index, and JSONL files or lists."""
+"""Where prompts come from: built-in tasks, whose prompts are computed from an index, and files or lists of records."""
 
 import hashlib
 import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from tilth.core.errors import DataError
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One task: the text shown to the policy, the right answer if it is known, and what else the source says."""
-
-    index: int
-    """Place in its source, the same in every split."""
-    text: str
-    answer: str | None = None
-    info: dict[str, Any] = field(default_factory=dict)
-    """What a reward function is given: every key of the source but the prompt, the answer among them."""
+from tilth.data.columns import Columns, Prompt, plain, to_prompt
+from tilth.data.formats import read_records
 
 
 class Source(Protocol):
@@ -154,29 +143,25 @@ class Records:
         """Hash of everything that every prompt says."""
         found = hashlib.blake2b(digest_size=8)
         for p in self._prompts:
-            found.update(json.dumps([p.text, p.info], sort_keys=True, default=repr).encode())
+            said = [p.text, p.info, *([p.answer, p.messages] if p.messages else [])]
+            found.update(json.dumps(said, sort_keys=True, default=repr).encode())
         return found.hexdigest()
 
 
-def read_jsonl(path: str | Path) -> Records:
-    """One JSON object a line; blank lines are skipped. Raises ``DataError`` with file and line."""
-    try:
-        lines = Path(path).read_text("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read dataset {str(path)!r}: {error}") from None
+def read_source(source: str, columns: Columns | None = None) -> Records:
+    """The prompts of files, see ``formats.read_records`` and ``columns.to_prompt``. Raises ``DataError``."""
     prompts: list[Prompt] = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            prompts.append(_record(_object(line, f"{path}:{number}"), len(prompts), f"{path}:{number}"))
+    for where, record in read_records(source):
+        prompts.append(to_prompt(plain(record), len(prompts), where, columns or {}))
     if not prompts:
-        raise DataError(f"dataset {str(path)!r} is empty")
+        raise DataError(f"dataset {source!r} is empty")
     return Records(prompts)
 
 
 def from_records(records: Iterable[Mapping[str, Any] | str]) -> Records:
     """From dictionaries as in a JSONL file, or bare prompt texts. Raises ``DataError`` with the place in the list."""
     prompts = [
-        Prompt(i, record) if isinstance(record, str) else _record(record, i, f"dataset[{i}]")
+        Prompt(i, record) if isinstance(record, str) else to_prompt(record, i, f"dataset[{i}]", {})
         for i, record in enumerate(records)
     ]
     if not prompts:
@@ -184,32 +169,44 @@ def from_records(records: Iterable[Mapping[str, Any] | str]) -> Records:
     return Records(prompts)
 
 
-def _object(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error}") from None
+class Joined:
+    """Two sources as one: the indices of the second come after those of the first."""
 
+    def __init__(self, first: Source, second: Source) -> None:
+        self.first = first
+        self.second = second
 
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
 
+    def prompt(self, index: int) -> Prompt:
+        """The prompt at an index, which it names itself by, too."""
+        border = len(self.first)
+        return self.first.prompt(index) if index < border else replace(self.second.prompt(index - border), index=index)
 
-def _record(record: Any, index: int, where: str) -> Prompt:
-    if not isinstance(record, Mapping):
-        raise DataError(f"{where}: a {type(record).__name__}, not an object with a prompt")
-    if "prompt" not in record:
-        raise DataError(f"{where}: no key 'prompt'; there is {', '.join(map(repr, record)) or 'none'}")
-    text, answer = record["prompt"], record.get("answer")
-    if not isinstance(text, str) or not text:
-        raise DataError(f"{where}: prompt is {text!r}, not a text of at least one character")
-    if answer is not None and not isinstance(answer, str):
-        raise DataError(f"{where}: answer is {answer!r}, not a text")
-    for key, value in (("prompt", text), ("answer", answer or "")):
-        if not _encodes(value):
-            raise DataError(f"{where}: {key} is no valid Unicode text (a lone surrogate)")
-    return Prompt(index, text, answer, {k: v for k, v in record.items() if k != "prompt"})
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        """Of both."""
+        return np.concatenate([self.first.hashes, self.second.hashes])
+
+    def sizes(self) -> np.ndarray:
+        """Of both."""
+        return np.concatenate([self.first.sizes(), self.second.sizes()])
+
+    def alphabet(self) -> str:
+        """Of both."""
+        return "".join(sorted({*self.first.alphabet(), *self.second.alphabet()}))
+
+    def fingerprint(self) -> str:
+        """Of both, in this order."""
+        return f"{self.first.fingerprint()}, held out: {self.second.fingerprint()}"
+
+    @cached_property
+    def copies(self) -> np.ndarray:
+        """bool [len(first)]: whether a prompt of the first has the very text of a prompt of the second."""
+        common = np.isin(self.first.hashes, self.second.hashes)
+        rare = np.flatnonzero(np.isin(self.second.hashes, self.first.hashes[common]))
+        texts = {self.second.prompt(int(i)).text for i in rare}
+        for i in np.flatnonzero(common):  # of equal hash, few of which have unequal texts
+            common[i] = self.first.prompt(int(i)).text in texts
+        return common

@@ -1,0 +1,208 @@
+"""Records of any source as prompts and documents: which column is which."""
+
+import base64
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tilth.core.errors import DataError
+
+Columns = Mapping[Literal["prompt", "answer", "messages", "text"], str]
+"""Which column of a source is which."""
+
+_NEAR = {
+    "prompt": ("question", "problem", "instruction", "input", "query"),
+    "answer": ("solution", "response", "completion", "output", "target"),
+    "messages": ("conversations", "conversation", "chat", "prompt"),
+    "text": ("content", "document", "body"),
+}
+"""What other datasets call these columns, for hints."""
+
+_ROLES = ("system", "user", "assistant", "tool")
+_PATTERN = re.compile(r"\{([^{}]+)\}")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One task: the text shown to the policy, the right answer if it is known, and what else the source says."""
+
+    index: int
+    """Place in its source, the same in every split."""
+    text: str
+    answer: str | None = None
+    """What a supervised example teaches to say."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """What a reward function is given: every column of the source but the prompt's own, the answer among them."""
+    messages: tuple[Mapping[str, str], ...] = ()
+    """role and content of each turn, if the source has turns; the last one, if it is the assistant's, is the answer."""
+
+
+def to_prompt(record: Any, index: int, where: str, columns: Columns) -> Prompt:
+    """The prompt that a record holds.
+
+    columns: prompt, answer, messages, text -> the name of a column; a path into an object, as in
+    ``reward_model.ground_truth``; or a pattern with columns in braces, as in ``"{question}\\n"``.
+
+    Raises ``DataError`` with the place and what would be right.
+    """
+    if not isinstance(record, Mapping):
+        raise DataError(f"{where}: a {type(record).__name__}, not an object with a prompt")
+    name = columns.get("prompt", "prompt")
+    turns = "prompt" not in columns and ("messages" in columns or (name not in record and "messages" in record))
+    if turns:
+        name = columns.get("messages", "messages")
+    value = _value(record, "messages" if turns else "prompt", name, where)
+    info = {k: v for k, v in record.items() if k != name}
+    if turns or isinstance(value, (list, dict)):
+        return _conversation(value, record, index, where, name, columns, info)
+    text = _text(value, where, name)
+    if not text:
+        raise DataError(f"{where}: {name} is '', not a text of at least one character")
+    answer = _answer(record, where, columns)
+    if answer is not None:
+        info["answer"] = answer
+    return Prompt(index, text, answer, info)
+
+
+def to_text(record: Any, where: str, columns: Columns) -> str:
+    """The document that a record holds: its text, or else prompt and answer one after the other as they stand."""
+    name = columns.get("text", "text")
+    if not isinstance(record, Mapping):
+        raise DataError(f"{where}: a {type(record).__name__}, not an object with a text")
+    silent = "text" not in columns and name not in record
+    if silent and any(column in columns or column in record for column in ("prompt", "messages")):
+        prompt = to_prompt(record, 0, where, columns)
+        return prompt.text + (prompt.answer or "")
+    return _text(_value(record, "text", name, where), where, name)
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: other sequences are lists, bytes are base64, and what else there is, is its text."""
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def _value(record: Mapping[str, Any], role: str, name: str, where: str) -> Any:
+    """What a column, a path or a pattern is in a record."""
+    if name in record:
+        return record[name]
+    if _PATTERN.search(name):
+        return _PATTERN.sub(lambda match: _spelled(_value(record, role, match[1], where), where, match[1]), name)
+    head, _, rest = name.partition(".")
+    inner = record.get(head)
+    if rest and isinstance(inner, Mapping):
+        return _value(inner, role, rest, f"{where} in {head}")
+    raise DataError(f"{where}: no column {name!r}; {_columns(record, role, name)}")
+
+
+def _columns(record: Mapping[str, Any], role: str, name: str) -> str:
+    """Which columns there are, and the one that was probably meant."""
+    names = [str(column) for column in record]
+    near = next((n for n in _NEAR[role] if n in names), None) or next(
+        iter(difflib.get_close_matches(name, names, 1)), "NAME"
+    )
+    listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
+    if not names:
+        return "there is none"
+    key = "messages" if near in _NEAR["messages"][:3] and role == "prompt" else role
+    return f"there is {listed}; try data.columns.{key}={near}"
+
+
+def _spelled(value: Any, where: str, name: str) -> str:
+    """A value inside a pattern."""
+    if value is None:
+        raise DataError(f"{where}: {name} is null, but a pattern needs it")
+    if isinstance(value, (str, bytes)):
+        return _text(value, where, name)
+    return json.dumps(plain(value), ensure_ascii=False)
+
+
+def _text(value: Any, where: str, name: str) -> str:
+    try:
+        text = value.decode() if isinstance(value, bytes) else value
+        if not isinstance(text, str):
+            hint = f'; "{{{name}}}" makes it one' if isinstance(value, (int, float)) else ""
+            raise DataError(f"{where}: {name} is {_short(value)}, not a text{hint}")
+        text.encode()
+    except UnicodeDecodeError:
+        raise DataError(f"{where}: {name} is bytes that are not UTF-8") from None
+    except UnicodeEncodeError:
+        raise DataError(f"{where}: {name} is no valid Unicode text (a lone surrogate)") from None
+    return text
+
+
+def _short(value: Any) -> str:
+    said = repr(value)
+    return said if len(said) <= 80 else said[:77] + "..."
+
+
+def _answer(record: Mapping[str, Any], where: str, columns: Columns) -> str | None:
+    """The answer's column; one that the recipe does not name may be missing."""
+    name = columns.get("answer", "answer")
+    if "answer" not in columns and name not in record:
+        return None
+    value = _value(record, "answer", name, where)
+    return None if value is None else _text(value, where, name)
+
+
+# -- conversations -----------------------------------------------------------------------------------------------------
+
+
+def _conversation(
+    value: Any,
+    record: Mapping[str, Any],
+    index: int,
+    where: str,
+    name: str,
+    columns: Columns,
+    info: dict[str, Any],
+) -> Prompt:
+    turns = messages(value, where, name)
+    answer = _answer(record, where, columns)
+    said = turns[-1]["content"] if turns[-1]["role"] == "assistant" else None
+    asked = turns if said is None else turns[:-1]
+    text = "\n\n".join(turn["content"] for turn in asked)
+    if not text:
+        raise DataError(f"{where}: {name} has no text before the assistant's turn")
+    gold = said if answer is None else answer
+    if gold is not None:
+        info["answer"] = gold
+    return Prompt(index, text, answer if said is None else said, info, turns)
+
+
+def messages(value: Any, where: str, name: str = "messages") -> tuple[dict[str, str], ...]:
+    """The turns of a conversation, checked: role and content of each, from system or user to user or assistant."""
+    if isinstance(value, Mapping) and all(isinstance(column, list) for column in value.values()):
+        value = [dict(zip(value, turn)) for turn in zip(*value.values())]  # a table of turns, as datasets saves them
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
+        raise DataError(f"{where}: {name} is {_short(value)}, not a list of {{role, content}}")
+    turns = tuple(_turn(turn, f"{where}: {name}[{i}]") for i, turn in enumerate(value))
+    roles = [turn["role"] for turn in turns]
+    if roles[0] not in ("system", "user"):
+        raise DataError(f"{where}: {name} begins with the {roles[0]}'s turn, not with system or user")
+    if "user" not in roles:
+        raise DataError(f"{where}: {name} has no turn of the user")
+    if roles[-1] == "system":
+        raise DataError(f"{where}: {name} ends with the system's turn, not with user, tool or assistant")
+    return turns
+
+
+def _turn(turn: Any, where: str) -> dict[str, str]:
+    if not isinstance(turn, Mapping) or not {"role", "content"} <= turn.keys():
+        raise DataError(f"{where} is {_short(turn)}, not an object with role and content")
+    if turn["role"] not in _ROLES:
+        raise DataError(f"{where}: role is {_short(turn['role'])}, not one of {', '.join(_ROLES)}")
+    if turn.get("tool_calls"):
+        raise DataError(f"{where} has tool_calls, which are not supported; write the call into content")
+    return {"role": turn["role"], "content": _text(turn["content"], where, "content")}

@@ -1,0 +1,204 @@
+"""The task countdown: reach a number from a few given ones with the four operations (the task of TinyZero)."""
+
+import itertools
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from tilth.core.random import stream
+from tilth.data.columns import Prompt
+from tilth.data.sources import text_hashes
+
+_OPERATORS = "+-*/"
+_PIECE = 1 << 17
+"""Drawn at once: few enough for the cache, and what ends the search where a task is small."""
+
+
+class Puzzles(NamedTuple):
+    """numbers: int64 [n, 3 or 4]; target: int64 [n]; form: int64 [n], the expression that makes it, see ``_steps``."""
+
+    numbers: np.ndarray
+    target: np.ndarray
+    form: np.ndarray
+
+    def take(self, rows: np.ndarray) -> "Puzzles":
+        """Some of them."""
+        return Puzzles(self.numbers[rows], self.target[rows], self.form[rows])
+
+
+class Countdown:
+    """``3,25,7=46:`` -> ``25+7*3``: three or four numbers, and an expression that is worth the target.
+
+    Numbers and target have at most ``digits`` digits. The target is the value of a random expression of all the
+    numbers, in which every step is a whole positive number, so each prompt can be solved; it is none of the numbers.
+    No two prompts have the same target and the same numbers, in whatever order, so nothing held out is trained on.
+
+    A million prompts, half of them with three numbers, each a pure function of its index; for one digit all there are.
+    """
+
+    MOST = 10**6
+
+    def __init__(self, digits: int) -> None:
+        self.digits = digits
+
+    @cached_property
+    def _parts(self) -> tuple[Puzzles, Puzzles]:
+        return _puzzles(self.digits, 3, self.MOST // 2), _puzzles(self.digits, 4, self.MOST // 2)
+
+    def __len__(self) -> int:
+        return sum(len(part.target) for part in self._parts)
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt at an index."""
+        three, four = self._parts
+        part, row = (three, index) if index < len(three.target) else (four, index - len(three.target))
+        numbers, target = part.numbers[row].tolist(), int(part.target[row])
+        answer = _expression(numbers, int(part.form[row]))
+        info = {"numbers": numbers, "target": target, "answer": answer}
+        return Prompt(index, f"{','.join(map(str, numbers))}={target}:", answer, info)
+
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        """Of all texts."""
+        three, four = (zip(*part.numbers.T.tolist(), part.target.tolist()) for part in self._parts)
+        texts = itertools.chain(map("%d,%d,%d=%d:".__mod__, three), map("%d,%d,%d,%d=%d:".__mod__, four))
+        return text_hashes(map(str.encode, texts))
+
+    def sizes(self) -> np.ndarray:
+        """A digit is a byte, and each number has a sign after it."""
+        return np.concatenate([(_digits(p.numbers) + 1).sum(1) + _digits(p.target) + 1 for p in self._parts])
+
+    def alphabet(self) -> str:
+        """Digits, operators, brackets and what stands between the parts."""
+        return "()*+,-/0123456789:="
+
+    def fingerprint(self) -> str:
+        """The task and its size."""
+        return f"countdown of {self.digits} digits"
+
+
+def _digits(numbers: np.ndarray) -> np.ndarray:
+    """How many digits each positive number has, of at most ten."""
+    return 1 + (numbers[..., None] >= 10 ** np.arange(1, 10)).sum(-1)
+
+
+# -- drawing -----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4)
+def _puzzles(digits: int, width: int, most: int) -> Puzzles:
+    """The first ``most`` distinct ones of an endless random sequence of numbers and expressions.
+
+    The search ends early when three times as many as were drawn before add less than a hundredth: then there are few
+    more, as for one digit.
+    """
+    found, pieces = _draw(digits, width, 0), 1
+    while (before := len(found.target)) < most:
+        more = min(1 + pieces * (most - before) // before, 3 * pieces)
+        drawn = [found, *(_draw(digits, width, pieces + i) for i in range(more))]
+        found, pieces = _distinct(Puzzles(*map(np.concatenate, zip(*drawn)))), pieces + more
+        if more == 3 * (pieces - more) and len(found.target) < 1.01 * before:
+            break
+    return found.take(np.arange(min(most, len(found.target))))
+
+
+def _draw(digits: int, width: int, piece: int) -> Puzzles:
+    """The distinct valid ones of a piece."""
+    drawn = stream(0, "countdown", digits, width).bits(piece * _PIECE * (width + 1), _PIECE * (width + 1))
+    words = drawn.numpy().reshape(_PIECE, width + 1)
+    numbers = 1 + (words[:, :width] * (10**digits - 1) >> 32)
+    form = words[:, width] * _forms(width) >> 32
+    target = _evaluate(numbers, form, 10 ** (digits + 1))
+    good = (target > 0) & (target < 10**digits) & (numbers != target[:, None]).all(1)
+    return _distinct(Puzzles(numbers, target, form).take(np.flatnonzero(good)))
+
+
+def _distinct(puzzles: Puzzles) -> Puzzles:
+    """The first of those with the same numbers in any order and the same target, in their order.
+
+    Told apart by a hash of 64 bits: should two of them share it, the second is left out, which does no harm.
+    """
+    key = puzzles.target.astype(np.uint64)
+    for column in np.sort(puzzles.numbers, 1).T:
+        key = (key ^ (key >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15) + column.astype(np.uint64)
+    return puzzles.take(np.sort(np.unique(key, return_index=True)[1]))
+
+
+# -- expressions -------------------------------------------------------------------------------------------------------
+
+
+def _forms(width: int) -> int:
+    """How many forms there are: orders of the numbers, an operator between each two and, of four, two shapes."""
+    return len(_orders(width)) * 4 ** (width - 1) * (width - 2)
+
+
+@lru_cache(maxsize=2)
+def _orders(width: int) -> np.ndarray:
+    return np.array(list(itertools.permutations(range(width))))
+
+
+def _steps(form: np.ndarray, width: int) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
+    """(order int64 [n, width], operators int64 [n] each, whether the last two of four numbers meet first bool [n])."""
+    form, pairs = np.divmod(form, width - 2)
+    operators = []
+    for _ in range(width - 1):
+        form, operator = np.divmod(form, 4)
+        operators.append(operator)
+    return _orders(width)[form], operators, pairs.astype(bool)
+
+
+def _evaluate(numbers: np.ndarray, form: np.ndarray, cap: int) -> np.ndarray:
+    """int64 [n]: values of expressions, 0 where a step is no whole number in [1, cap]. As ``_expression``.
+
+    In float64, which divides eight times faster, and is exact for all that is kept: cap is at most 10^10.
+    """
+    order, operators, pairs = _steps(form, numbers.shape[1])
+    x = np.take_along_axis(numbers, order, 1).T.astype(np.float64)
+    value = _apply(operators[0], x[0], x[1], cap)
+    if len(x) == 3:
+        return _apply(operators[1], value, x[2], cap).astype(np.int64)
+    second = _apply(operators[1], np.where(pairs, x[2], value), np.where(pairs, x[3], x[2]), cap)
+    value = _apply(operators[2], np.where(pairs, value, second), np.where(pairs, second, x[3]), cap)
+    return value.astype(np.int64)
+
+
+def _apply(operator: np.ndarray, a: np.ndarray, b: np.ndarray, cap: int) -> np.ndarray:
+    """The larger number, the operator, the smaller; 0 if that is no whole number in [1, cap], or a number is 0."""
+    high, low = np.maximum(a, b), np.minimum(a, b)
+    quotient = high / np.maximum(low, 1)
+    value = np.choose(operator, [high + low, high - low, high * low, quotient])
+    return np.where((low > 0) & (value <= cap) & (np.floor(value) == value), value, 0)
+
+
+class _Term(NamedTuple):
+    value: int
+    text: str
+    operator: str = ""
+
+    def bracketed(self, operators: str) -> str:
+        return f"({self.text})" if self.operator and self.operator in operators else self.text
+
+
+def _expression(numbers: list[int], form: int) -> str:
+    """As people write it: the larger operand first, brackets only where they are needed."""
+    order, operators, pairs = _steps(np.array([form]), len(numbers))
+    x = [_Term(numbers[i], str(numbers[i])) for i in order[0]]
+    signs = [_OPERATORS[int(operator[0])] for operator in operators]
+    first = _join(signs[0], x[0], x[1])
+    if len(x) == 3:
+        return _join(signs[1], first, x[2]).text
+    if pairs[0]:
+        return _join(signs[2], first, _join(signs[1], x[2], x[3])).text
+    return _join(signs[2], _join(signs[1], first, x[2]), x[3]).text
+
+
+def _join(sign: str, a: _Term, b: _Term) -> _Term:
+    high, low = (a, b) if a.value >= b.value else (b, a)
+    if sign == "+":
+        return _Term(high.value + low.value, f"{high.text}+{low.text}", sign)
+    if sign == "-":
+        return _Term(high.value - low.value, f"{high.text}-{low.bracketed('+-')}", sign)
+    if sign == "*":
+        return _Term(high.value * low.value, f"{high.bracketed('+-')}*{low.bracketed('+-')}", sign)
+    return _Term(high.value // low.value, f"{high.bracketed('+-')}/{low.bracketed(_OPERATORS)}", sign)

@@ -1,0 +1,324 @@
+"""Records of files: JSON lines, JSON, Parquet, Arrow, dataset directories of Hugging Face, and text.
+
+Each comes with its place, such as ``train.jsonl:12`` (a line) or ``train.parquet row 3`` (from 1), for error messages.
+Files are read as a stream, but for a JSON list and a single document. Nothing is unpickled.
+"""
+
+import bz2
+import difflib
+import glob
+import gzip
+import io
+import itertools
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tilth.core.errors import DataError
+
+Record = dict[str, Any]
+Placed = tuple[str, Record]
+
+END_OF_TEXT = "<|endoftext|>"
+"""A line of a text file that holds this and nothing else stands between two documents."""
+
+_ROWS = 1024
+"""Rows of a table that are Python objects at once."""
+
+
+def read_records(source: str) -> Iterator[Placed]:
+    """(place, record) of every record of a source, in its order.
+
+    A source is a file (``FORMATS``; JSON and text also as .gz, .bz2, .xz and .zst), a folder or a pattern of such files
+    (sorted by name), or a directory of Hugging Face's ``save_to_disk``, of which ``DIRECTORY:SPLIT`` is one split and
+    the bare name the split train. A record of a text file is ``{"text": document}``.
+
+    Raises ``DataError`` (one line: place, what is wrong, what would be right) for whatever cannot be read.
+    """
+    folder, split = _dataset(source)
+    if folder is not None:
+        yield from _saved(folder, split)
+        return
+    for path in find_files(source):
+        yield from _read(path)
+
+
+def is_source(source: str) -> bool:
+    """Whether there is such a file, directory, split of a directory or pattern."""
+    return Path(source).exists() or _dataset(source)[0] is not None or bool(glob.glob(source, recursive=True))
+
+
+def find_files(source: str) -> list[Path]:
+    """The files of a source, sorted. Raises ``DataError`` if there are none, or several formats in a folder."""
+    path = Path(source)
+    if path.is_dir():
+        return _folder(path)
+    if path.exists():
+        return [path]
+    found = sorted(p for p in map(Path, glob.glob(source, recursive=True)) if p.is_file())
+    if not found:
+        raise DataError(f"there is no {source!r}{missing(source)}")
+    return found
+
+
+def _read(path: Path) -> Iterator[Placed]:
+    """Every record of one file; what the libraries raise is told as a ``DataError`` of this file."""
+    try:
+        yield from _reader(path)(path)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
+        raise DataError(f"cannot read {str(path)!r}: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# -- which files -------------------------------------------------------------------------------------------------------
+
+
+def _reader(path: Path) -> Callable[[Path], Iterator[Placed]]:
+    name = _format(path)
+    if name is None:
+        raise DataError(f"{str(path)!r} is of no known format; known are {', '.join(FORMATS)} and {_SQUEEZED}")
+    return FORMATS[name]
+
+
+def _format(path: Path) -> str | None:
+    """The suffix that says what a file holds; a name without any is text."""
+    suffixes = [s.lower() for s in path.suffixes[-2:]]
+    squeezed = bool(suffixes) and suffixes[-1] in _OPEN
+    last = suffixes[-2:-1] if squeezed else suffixes[-1:]
+    name = last[0] if last else ".txt"
+    known = FORMATS.keys() - _BINARY if squeezed else FORMATS.keys()
+    return name if name in known else None
+
+
+def _folder(path: Path) -> list[Path]:
+    """The files of a folder that are of one format; text beside data (README.md) is left out."""
+    files = sorted(p for p in path.iterdir() if p.suffix and not p.name.startswith((".", "_")) and p.is_file())
+    kinds: dict[str, list[Path]] = {}
+    for file in files:
+        if (name := _format(file)) is not None:
+            kinds.setdefault(_GROUPS.get(name, name), []).append(file)
+    data = [kind for kind in kinds if kind != ".txt"] or list(kinds)
+    if len(data) > 1:
+        raise DataError(
+            f"{str(path)!r} holds files of several formats ({', '.join(sorted(data))}); "
+            f"name one of them by a pattern, such as {str(path / f'*{data[0]}')!r}"
+        )
+    if not data:
+        deeper = next((p for p in path.rglob("*") if p.is_file() and p.suffix and _format(p)), None)
+        hint = f"; there are some deeper: {str(path / '**' / f'*{deeper.suffix}')!r}" if deeper else ""
+        raise DataError(f"{str(path)!r} holds no file of a known format ({', '.join(FORMATS)}){hint}")
+    return kinds[data[0]]
+
+
+def missing(source: str) -> str:
+    """The existing name that is nearest to one that is not there, as a hint; "" if there is none like it."""
+    path = Path(source)
+    while not path.parent.is_dir():
+        path = path.parent
+    near = difflib.get_close_matches(path.name, sorted(p.name for p in path.parent.iterdir()), 1)
+    return f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
+
+
+# -- lines and text ----------------------------------------------------------------------------------------------------
+
+
+def _zstd(path: Path, mode: str) -> BinaryIO:
+    return cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression="zstd")))
+
+
+_OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
+_SQUEEZED = "JSON or text with " + ", ".join(_OPEN)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Number (from 1) and text of each line with its end, which is a newline: JSON has other ends inside texts."""
+    with _OPEN.get(path.suffix.lower(), open)(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _json_lines(path: Path) -> Iterator[Placed]:
+    """One object a line; blank lines are skipped."""
+    yield from _objects(path, _lines(path))
+
+
+def _objects(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Placed]:
+    for number, line in lines:
+        if line.strip():
+            where = f"{path}:{number}"
+            yield where, _record(_parse(line, where), where)
+
+
+def _json(path: Path) -> Iterator[Placed]:
+    """A list of objects, or one object a line, which many files of this name hold."""
+    lines = _lines(path)
+    head = list(itertools.islice(lines, 1))
+    while head and not head[-1][1].strip():
+        head = list(itertools.islice(lines, 1))
+    if not head or head[0][1].lstrip().startswith("{"):
+        yield from _objects(path, itertools.chain(head, lines))
+        return
+    whole = _parse("".join(line for _, line in itertools.chain(head, lines)), str(path))
+    if not isinstance(whole, list):
+        raise DataError(f"{path}: {_kind(whole)}, not a list of objects")
+    for number, value in enumerate(whole, 1):
+        where = f"{path} item {number}"
+        yield where, _record(value, where)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno} column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise DataError(f"{where}: not JSON: {error.msg} at {place}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+        raise DataError(f"{where}: not JSON that can be read: {_first_line(error)}") from None
+
+
+def _record(value: Any, where: str) -> Record:
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: {_kind(value)}, not an object of columns")
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _text(path: Path) -> Iterator[Placed]:
+    """Documents between lines of ``END_OF_TEXT``, with the newline before such a line; empty ones are skipped."""
+    start, parts = 1, list[str]()
+    for number, line in _lines(path):
+        if line.rstrip("\r\n") == END_OF_TEXT:
+            yield from _document(path, start, "".join(parts).removesuffix("\n").removesuffix("\r"))
+            start, parts = number + 1, []
+        else:
+            parts.append(line)
+    yield from _document(path, start, "".join(parts))
+
+
+def _document(path: Path, start: int, text: str) -> Iterator[Placed]:
+    if text.strip():
+        yield f"{path}:{start}", {"text": text}
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def _parquet(path: Path) -> Iterator[Placed]:
+    with pq.ParquetFile(path) as file:
+        yield from _rows(path, file.iter_batches(_ROWS))
+
+
+def _arrow(path: Path) -> Iterator[Placed]:
+    """The IPC file format (Feather too), which begins with a magic word, or the stream format."""
+    with pa.memory_map(str(path)) as mapped:
+        magic = mapped.read(6)
+        mapped.seek(0)
+        if magic[:4] == b"FEA1":
+            raise DataError(f"{str(path)!r} is Feather of version 1, which is no Arrow file; write it as version 2")
+        if magic == b"ARROW1":
+            file = pa.ipc.open_file(mapped)
+            yield from _rows(path, (file.get_batch(i) for i in range(file.num_record_batches)))
+        else:
+            yield from _rows(path, pa.ipc.open_stream(mapped))
+
+
+def _rows(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Placed]:
+    number = 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, _ROWS):
+            for row in _as_text(batch.slice(start, _ROWS)).to_pylist():
+                number += 1
+                yield f"{path} row {number}", row
+
+
+def _as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Dates and times as texts, since those of nanoseconds have no Python type."""
+    for i, field in enumerate(batch.schema):
+        if pa.types.is_timestamp(field.type) or pa.types.is_date(field.type) or pa.types.is_time(field.type):
+            batch = batch.set_column(i, field.name, batch.column(i).cast(pa.string()))
+    return batch
+
+
+FORMATS: dict[str, Callable[[Path], Iterator[Placed]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+    ".feather": _arrow,
+    ".txt": _text,
+    ".text": _text,
+    ".md": _text,
+}
+"""Suffix -> reader."""
+
+_BINARY = {".parquet", ".arrow", ".feather"}
+_GROUPS = {".ndjson": ".jsonl", ".feather": ".arrow", ".text": ".txt", ".md": ".txt"}
+"""Suffixes that mean the same."""
+
+
+# -- directories of Hugging Face ---------------------------------------------------------------------------------------
+
+
+def _dataset(source: str) -> tuple[Path | None, str]:
+    """(directory, split) if a source is what ``save_to_disk`` writes: of a ``Dataset`` or of a ``DatasetDict``."""
+    path = Path(source)
+    if (path / "state.json").is_file():
+        return path, ""
+    if (path / "dataset_dict.json").is_file():
+        return path, "train"
+    head, _, split = source.rpartition(":")
+    if head and split and not path.exists() and (Path(head) / "dataset_dict.json").is_file():
+        return Path(head), split
+    return None, ""
+
+
+def _saved(path: Path, split: str) -> Iterator[Placed]:
+    if split:
+        splits = _key(path / "dataset_dict.json", "splits")
+        if split not in splits:
+            raise DataError(f"{str(path)!r} has no split {split!r}; there are {', '.join(map(repr, splits)) or 'none'}")
+        path = path / split
+    state = path / "state.json"
+    if not state.is_file():
+        raise DataError(f"{str(path)!r} has no state.json, so it is no dataset that was saved to its end")
+    if _key(state, "_indices_data_files", []):
+        raise DataError(f"{str(path)!r} has a table of indices, as old versions of datasets wrote; save it again")
+    for file in _key(state, "_data_files"):
+        name = file.get("filename") if isinstance(file, dict) else None
+        if not isinstance(name, str):
+            raise DataError(f"{state}: _data_files holds {file!r}, not an object with a filename")
+        if not (path / name).is_file():
+            raise DataError(f"{str(path / name)!r} is missing, which {state} names")
+        yield from _read(path / name)
+
+
+def _key(path: Path, key: str, default: list[Any] | None = None) -> list[Any]:
+    try:
+        found = _parse(path.read_text("utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {str(path)!r}: {_first_line(error)}") from None
+    value = found.get(key, default) if isinstance(found, dict) else None
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, list):
+        raise DataError(f"{path}: {key!r} is {value!r}, not a list")
+    return value
