@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import typer
 
 from tilth.config.load import from_dict, load_recipe
@@ -70,15 +71,12 @@ def judge(wish: Wish) -> None:
         prompts = prompts_of(wish, loaded)
         if wish.data not in TASKS:
             check_answers(spec, prompts)
+        seen = trained_on(wish, loaded, prompts)
         found = evaluate(loaded, prompts, pool, how, _progress())
     if wish.out is not None:
         write_completions(wish.out, found)
-    head = {
-        "model": wish.model,
-        "step": loaded.step,
-        "data": wish.data or "held-out prompts of the run",
-        "reward": spec,
-    }
+    data = wish.data or "what the run held out"
+    head = {"model": wish.model, "step": loaded.step, "data": data, "reward": spec, "trained_on": seen}
     summary = {**head, **found.summary()}
     typer.echo(to_json(summary) if wish.as_json else "\n".join([*table(summary), *examples(found)]))
 
@@ -134,6 +132,15 @@ def prompts_of(wish: Wish, loaded: LoadedModel) -> PromptSet:
     return prompts.subset(wish.limit) if wish.limit else prompts
 
 
+def trained_on(wish: Wish, loaded: LoadedModel, prompts: PromptSet) -> int:
+    """How many of these prompts the run trained on, as far as the same source tells."""
+    if loaded.run is None or wish.data != loaded.settings.get("data", {}).get("source"):
+        return 0
+    data = load_recipe(str(loaded.run / "recipe.toml")).data
+    train, _ = load_source(data).split(data.holdout)
+    return int(np.isin(prompts.rows, train.rows).sum())
+
+
 def _data(wish: Wish, settings: Mapping[str, Any]) -> Data:
     """DATA as a recipe would have it; its columns and digits are the run's unless named."""
     columns = dict(settings.get("columns", {}))
@@ -173,12 +180,12 @@ def table(s: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{s['model']}{step} on {s['data']}: {s['prompts']:,} prompts, {each}, {how}, seed {s['seed']}",
         "",
-        f"{'':<12}{'pass@k':<28}{'avg@k':<28}",
+        f"{'':<12}{'pass@k':<28}avg@k",
     ]
     for k in s["pass"]:
         lines.append(f"{'k = ' + k:<12}{_ranged(s['pass'][k]):<28}{_ranged(s['avg'][k]):<28}".rstrip())
     lines += ["", *(f"{name:<12}{_ranged(found)}" for name, found in s["parts"].items())]
-    return [*lines, *_costs(s), "", "In brackets: 95 % intervals over prompts. " + _note(s), *_missing(s)]
+    return [*lines, *_costs(s), "", "In brackets: 95 % intervals over prompts. " + _note(s), *_seen(s), *_missing(s)]
 
 
 def _costs(s: Mapping[str, Any]) -> list[str]:
@@ -195,6 +202,15 @@ def _note(s: Mapping[str, Any]) -> str:
     if "correct" in s["parts"]:
         return "pass@k and avg@k are of the part correct."
     return "Right is a reward of at least 1."
+
+
+def _seen(s: Mapping[str, Any]) -> list[str]:
+    if not s["trained_on"]:
+        return []
+    return [
+        f"{s['trained_on']:,} of these prompts are among those that the run trained on; without DATA it is asked only "
+        "what it held out"
+    ]
 
 
 def _missing(s: Mapping[str, Any]) -> list[str]:

@@ -145,7 +145,7 @@ class Evaluation:
             "missing_reason": self.missing[0].outcome.reason if self.missing else "",
             "length": {"mean": sum(lengths) / len(lengths), "max": max(lengths), "cut": cut / len(lengths)},
             "tokens": self.tokens,
-            "sampling": asdict(how.sampling),
+            "sampling": {name: value for name, value in asdict(how.sampling).items() if name != "stop_tokens"},
             "template": how.template,
             "seed": how.seed,
             "seconds": dict(self.seconds),
@@ -195,19 +195,22 @@ def evaluate(
     if not len(prompts):
         raise DataError("there are no prompts to evaluate on")
     asked = list(prompts)
+    pool.ready()
+    said, generating = _generate(model, asked, how, progress)
     begin = time.perf_counter()
-    said = _generate(model, asked, how, progress)
-    generated = time.perf_counter()
     items = [(t.id, asked[i // how.samples].text, t.text, asked[i // how.samples].info) for i, t in enumerate(said)]
     outcomes = pool.score(items)
+    scoring = time.perf_counter() - begin
     if all(o.value is None for o in outcomes):
         raise RewardError(f"none of {len(outcomes)} rewards could be had; the first reason: {outcomes[0].reason}")
     samples = [Sample(asked[i // how.samples], i % how.samples, t, o) for i, (t, o) in enumerate(zip(said, outcomes))]
-    return Evaluation(how, samples, {"generate": generated - begin, "score": time.perf_counter() - generated})
+    return Evaluation(how, samples, {"generate": generating, "score": scoring})
 
 
-def _generate(model: LoadedModel, asked: list[Prompt], how: How, progress: Progress | None) -> list[Trajectory]:
-    """Completions, those of one prompt side by side: they share the work on it."""
+def _generate(
+    model: LoadedModel, asked: list[Prompt], how: How, progress: Progress | None
+) -> tuple[list[Trajectory], float]:
+    """Completions, those of one prompt side by side (they share the work on it), and the seconds they took."""
     template = make_template(how.template, wants_tokenizer(model))
     ids = template.prompts(asked)
     longest = max(map(len, ids)) + how.sampling.max_tokens
@@ -220,7 +223,9 @@ def _generate(model: LoadedModel, asked: list[Prompt], how: How, progress: Progr
         for i, (prompt, tokens) in enumerate(zip(asked, ids))
         for number in range(how.samples)
     ]
-    return _run(engine, requests, progress)
+    begin = time.perf_counter()
+    found = _run(engine, requests, progress)
+    return found, time.perf_counter() - begin
 
 
 def _check_lengths(asked: list[Prompt], ids: list[list[int]], how: How, context: int) -> None:

@@ -1,0 +1,202 @@
+"""``tilth eval``: what is asked reaches the engine, what comes out is told in full, mistakes are one line."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.cli import speaking
+from tests.flows import tiny
+from tilth.cli import eval as command
+from tilth.cli.eval import Wish, plan, table
+from tilth.cli.main import app
+from tilth.data.prompts import PromptSet, load_source
+from tilth.data.tokenizer import Tokenizer
+from tilth.flows.evaluate import How, evaluate
+from tilth.flows.model import load_model
+from tilth.roles.reward_pool import RewardPool
+from tilth.rollout.request import SamplingParams
+
+REWARD = """
+def score(prompt, completion, info):
+    if info["answer"] == "6":
+        raise ValueError("six")
+    return {"reward": len(completion), "correct": len(completion) > 4, "format": completion[:1] == "1"}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A model, data with a column of another name, and a reward."""
+    folder = tmp_path_factory.mktemp("eval")
+    speaking.directory(folder / "m", tokenizer=Tokenizer.characters("0123456789+="), context=48)
+    records = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10)]
+    (folder / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "r.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    made = tiny.recipe(
+        folder, supervised={"steps": 1}, algorithm={"steps": 2}, run={"eval_prompts": 2, "save_every": 1}
+    )
+    return tiny.run(made).directory
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, ["eval", *map(str, arguments)])
+
+
+def ask(place, *options):
+    arguments = [place / "m", place / "d.jsonl", "--reward", f"{place}/r.py:score", "--columns", "prompt=question"]
+    result = call(*arguments, "--max-tokens", 6, *options)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_the_numbers_are_those_of_the_flow(place):
+    found = json.loads(ask(place, "--k", "1,3", "--n", "4", "--seed", "5", "--json").stdout)
+    prompts = PromptSet.of([{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10)])
+    how = How((1, 3), 4, SamplingParams(max_tokens=6), seed=5)
+    with RewardPool(f"{place}/r.py:score") as pool:
+        expected = evaluate(load_model(place / "m"), prompts, pool, how).summary()
+    for name in expected.keys() - {"seconds", "tokens_per_second"}:
+        assert found[name] == json.loads(json.dumps(expected[name])), name
+    assert found["missing"] == 4 and found["pass"]["1"]["prompts"] == 9
+
+
+def test_all_is_told_in_words(place):
+    said = ask(place, "--k", "1,3").stdout
+    assert "10 prompts, 3 samples of each, temperature 1, seed 0" in said
+    for line in ("k = 1 ", "k = 3 ", "reward ", "correct ", "format ", "length ", "speed "):
+        assert f"\n{line}" in said
+    assert "3 of 30 rewards are missing (0 timed out) and count nowhere; of 10 prompts pass@1 is over 9" in said
+    assert "ValueError: six" in said and "pass@k and avg@k are of the part correct" in said
+    assert "cut at 6" in said and "95 % intervals over prompts" in said
+    assert "\nright   (answer: " in said and "\n  → " in said
+
+
+def test_greedy_is_said_and_one_sample_is_the_default(place):
+    said = ask(place).stdout
+    assert "one sample of each, greedy" in said
+    assert ask(place).stdout.split("speed")[0] == said.split("speed")[0]
+
+
+def test_completions_are_kept(place, tmp_path):
+    ask(place, "--n", "2", "--limit", "4", "--out", tmp_path / "all.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert len(lines) == 8 and len({line["prompt"] for line in lines}) == 4
+    assert {line["sample"] for line in lines} == {0, 1}
+
+
+def test_several_rewards_are_added_and_told_apart(place):
+    reward = ["--reward", "regex:1", "--reward", "exact"]
+    result = call(place / "m", place / "d.jsonl", *reward, "--columns", "prompt=question", "--max-tokens", 4, "--json")
+    found = json.loads(result.stdout)
+    assert {"reward", "regex", "exact"} <= found["parts"].keys()
+    total = found["parts"]["regex"]["value"] + found["parts"]["exact"]["value"]
+    assert found["parts"]["reward"]["value"] == pytest.approx(total)
+
+
+# ---- runs ----
+
+
+def test_a_run_is_asked_what_it_held_out_by_its_own_reward(run):
+    found = json.loads(call(run, "--json", "--k", "2").stdout)
+    data = tiny.recipe("x").data
+    _, held = load_source(data).split(data.holdout)
+    assert (found["prompts"], found["step"], found["trained_on"]) == (len(held), 3, 0)
+    assert (found["reward"], found["sampling"]["max_tokens"]) == ("addition", 4)
+    assert json.loads(call(f"{run}@2", "--json", "--limit", "2").stdout)["step"] == 2
+
+
+def test_prompts_that_the_run_trained_on_are_counted(run):
+    data = tiny.recipe("x").data
+    train, held = load_source(data).split(data.holdout)
+    result = call(run, "addition", "--json")
+    found = json.loads(result.stdout)
+    assert (found["prompts"], found["trained_on"]) == (len(train) + len(held), len(train))
+    said = call(run, "addition", "--limit", "30").stdout
+    assert "of these prompts are among those that the run trained on" in said
+
+
+def test_what_the_run_says_holds_unless_the_command_says_otherwise(place):
+    model = load_model(place / "m")
+    settings = {
+        "rollout": {"max_tokens": 7, "stop": ["+"]},
+        "data": {"template": "chatml"},
+        "reward": {"function": "exact"},
+    }
+    made = model._replace(settings=settings, run=place)
+    how = plan(Wish("m"), made)
+    assert (how.sampling.max_tokens, how.sampling.stop, how.template) == (7, ("+",), "model")
+    assert how.sampling.temperature == 0 and plan(Wish("m", n=2), made).sampling.temperature == 1
+    how = plan(Wish("m", max_tokens=3, stop=("=",), template="", temperature=0.5), made)
+    assert (how.sampling.max_tokens, how.sampling.stop, how.template, how.sampling.temperature) == (3, ("=",), "", 0.5)
+    assert command.reward_of(Wish("m", "d.jsonl"), made) == "exact"
+    assert command.reward_of(Wish("m", "countdown"), made) == "countdown"
+    assert command.reward_of(Wish("m", reward=("a", "b")), made) == {"a": 1.0, "b": 1.0}
+
+
+# ---- mistakes ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none", "d.jsonl"], "none"),
+        (["m", "none.jsonl", "--reward", "exact"], "'none.jsonl'"),
+        (["m", "d.jsonl"], "what is right? name it with --reward"),
+        (["m", "--reward", "exact"], "no run with held-out prompts of its own; name the data"),
+        (["m", "addition", "--limit", "2", "--reward", "exakt"], "exact"),
+        (["m", "addition", "--limit", "2", "--reward", "r.py:nothing"], "has no 'nothing'"),
+        (["m", "d.jsonl", "--reward", "exact"], "no column 'prompt'; there is 'question'"),
+        (["m", "d.jsonl", "--reward", "exact", "--columns", "question"], "write which is which, as in prompt=question"),
+        (["m", "d.jsonl", "--reward", "exact", "--columns", "promt=question"], "promt"),
+        (["m", "d.jsonl", "--reward", "exact", "--k", "1,x"], "--k 1,x: it must be whole numbers"),
+        (["m", "d.jsonl", "--reward", "exact", "--k", "4", "--n", "2"], "needs at least 4 samples"),
+        (["m", "d.jsonl", "--reward", "exact", "--k", "4", "--temperature", "0"], "temperature 0 says the same"),
+        (["m", "d.jsonl", "--reward", "exact", "--out", "x.csv"], "must end in .jsonl or .parquet"),
+        (["m@best", "d.jsonl", "--reward", "exact"], "is no run, so it has no @best"),
+        (["m", "addition", "--limit", "4", "--template", "model"], "no chat template"),
+    ],
+)
+def test_mistakes(place, monkeypatch, arguments, message):
+    monkeypatch.chdir(place)
+    result = call(*arguments)
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+def test_answers_that_no_verifier_can_read_are_told_before(place, tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1+1=", "answer": "two"}\n')
+    result = call(place / "m", tmp_path / "d.jsonl", "--reward", "addition")
+    assert result.exit_code == 2 and "record 1 of the data" in result.stderr and "'two'" in result.stderr
+
+
+def test_what_a_model_says_does_not_steer_the_terminal():
+    assert command._short("a\x1b[2Jb\nc") == "a�[2Jb⏎c"
+    assert len(command._short("x" * 1000)) < 310
+
+
+def test_unknown_intervals_are_left_out():
+    found = {"value": 0.5, "low": float("nan"), "high": float("nan"), "prompts": 1}
+    assert command._ranged(found) == "50.0 %"
+    assert command._ranged({**found, "value": float("nan")}) == "–"
+
+
+def test_the_table_is_aligned():
+    one = {"value": 0.5, "low": 0.4, "high": 0.6, "prompts": 9}
+    length = {"mean": 2.0, "max": 3, "cut": 0.0}
+    summary = {
+        "model": "m", "step": None, "data": "d", "prompts": 9, "samples": 1, "seed": 0,
+        "pass": {"1": one}, "avg": {"1": one}, "parts": {"reward": one}, "missing": 0, "trained_on": 0,
+        "length": length, "tokens": 18, "tokens_per_second": 9.0,
+        "seconds": {"generate": 2.0, "score": 0.0}, "sampling": {"temperature": 0.0, "max_tokens": 4},
+    }  # fmt: skip
+    lines = table(summary)
+    head, row = (next(line for line in lines if line.startswith(name)) for name in (" " * 12, "k = 1"))
+    assert head.index("avg@k") == row.rindex("50.0 %")
+    assert all(line == line.rstrip() for line in lines)
