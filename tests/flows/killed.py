@@ -1,4 +1,4 @@
-"""Runs the tiny recipe in a folder and dies by SIGKILL at a given call of a given function: ``FOLDER POINT CALL``."""
+"""Runs the tiny recipe in a folder and dies by SIGKILL at a call of a function: ``FOLDER POINT CALL [FLOW]``."""
 
 import os
 import signal
@@ -8,15 +8,23 @@ from pathlib import Path
 import tilth.checkpoint.write as checkpoint_write
 from tests.flows import tiny
 from tilth.flows.rundir import RunDir
+from tilth.roles.critic import CriticWorker
 from tilth.roles.policy import PolicyWorker
 from tilth.rollout.engine import Engine
 from tilth.training.optim import Optimizers
 
+PPO = {
+    "flow": "ppo",
+    "algorithm": {"advantage": "gae", "steps": 4, "minibatches": 2, "epochs": 2, "lam": 0.9},
+    "critic": {"steps": 3, "lr": 5e-3},
+}
+FLOWS = {"grpo": {}, "ppo": PPO}
 POINTS = {
     "generating": (Engine, "step"),
     "training": (Optimizers, "step"),
     "publishing": (Engine, "load_weights"),
     "advantages": (PolicyWorker, "advantages"),
+    "critic": (CriticWorker, "update"),
     "committing": (RunDir, "commit_step"),
     "flushing": (RunDir, "flush"),
     "writing": (checkpoint_write, "_write_safetensors"),
@@ -46,7 +54,11 @@ def main() -> None:
     folder, point, call = sys.argv[1], sys.argv[2], int(sys.argv[3])
     if point != "none":
         die_at(point, call)
-    tiny.run(tiny.recipe(Path(folder)))
+    flow = sys.argv[4] if len(sys.argv) > 4 else "grpo"
+    if flow in tiny.SUPERVISED:
+        tiny.SUPERVISED[flow](Path(folder))
+    else:
+        tiny.run(tiny.recipe(Path(folder), **FLOWS[flow]))
 
 
 if __name__ == "__main__":
