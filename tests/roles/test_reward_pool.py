@@ -221,6 +221,44 @@ def test_functions_by_name(tmp_path, monkeypatch):
         assert pool.score([(0, "1+2=", "3", {"answer": "3"}), (1, "1+2=", "4", {"answer": "3"})])[1].value == 0
 
 
+def test_several_rewards_with_their_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import os, time\n"
+        "def style(prompt, completion, info):\n"
+        "    if 'hang' in completion:\n        time.sleep(60)\n"
+        "    if 'exit' in completion:\n        os._exit(3)\n"
+        "    if 'fail' in completion:\n        raise ValueError('no licence')\n"
+        "    return None if 'none' in completion else {'reward': 0.5, 'torch': 'torch' in __import__('sys').modules}\n"
+    )
+    spec = {"gsm8k": 1.0, "regex:^so": 0.25, "mine.py:style": 0.1}
+    said = ["so #### 5", "none #### 5", "fail #### 5", "hang", "exit", "#### 6"]
+    with RewardPool(spec, workers=2, timeout=LIMIT) as pool:
+        found = pool.score([(i, "q", text, {"answer": "#### 5"}) for i, text in enumerate(said)])
+    assert [o.value for o in found] == [pytest.approx(1.3), None, None, None, None, pytest.approx(0.05)]
+    assert found[0].parts == {"gsm8k": 1, "regex": 1, "style": 0.5, "correct": 1, "format": 1, "torch": 0}
+    assert found[1].reason == "style: returned None" and found[1].status == "invalid"
+    assert found[2].reason == "ValueError: no licence at mine.py:8 (in reward style)" and found[2].status == "error"
+    assert [o.status for o in found[3:5]] == ["timeout", "died"]
+    assert [found[0].value, found[-1].parts["correct"], found[-1].parts["format"]] == [pytest.approx(1.3), 0, 1]
+
+
+@pytest.mark.parametrize("spec", ["countdown:0.1", {"countdown:0.1": 1.0}])
+def test_a_verifier_by_name_and_by_value_give_the_same(spec):
+    from tilth.rl.rewards import load_reward
+
+    asked = [(i, "3,25,7=54:", text, {}) for i, text in enumerate(["(25-7)*3", "25-7*3", "25", ""])]
+    with RewardPool(spec) as by_name, RewardPool(load_reward(spec)) as by_value:
+        found = [[(o.value, o.parts) for o in pool.score(asked)] for pool in (by_name, by_value)]
+    assert found[0] == found[1] and [value for value, _ in found[0]] == [1, 0.1, 0, 0]
+
+
+def test_a_pattern_that_backtracks_without_end_meets_the_time_limit():
+    with RewardPool("regex:(a+)+$", timeout=LIMIT) as pool:
+        hung, fine = pool.score([(0, "", "a" * 60 + "b", {}), (1, "", "a", {})])
+    assert hung.status == "timeout" and fine.value == 1
+
+
 def test_a_function_of_a_module_that_only_this_process_has(tmp_path):
     from tilth.rl.rewards import load_reward
 
@@ -332,6 +370,10 @@ def test_closing(pool):
     [
         ("nowhere.py:f", "no file .*nowhere.py"),
         ("additon", "did you mean 'addition'"),
+        ("regex:(a", "unterminated subpattern at character 1 of the pattern, before"),
+        ({"gsm8k": 1.0, "gsm9k": 0.5}, "reward 'gsm9k': .*did you mean 'gsm8k'"),
+        ({"gsm8k": "much"}, "weight of reward 'gsm8k' is 'much'"),
+        ({}, "the table of rewards is empty"),
         ("math:pi", "is a float, not a function"),
         (3, "is a int, neither a function nor the name of one"),
         (lambda prompt, completion: 0.0, "must take .prompt, completion, info."),
