@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from tilth.core.batch import Ragged
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.models.tree import LONGEST
-from tilth.training.packed import micros, packed_logprobs, prompt_groups, prompt_lengths, score, shares_prompts
+from tilth.training.packed import COPIES, micros, packed_logprobs, prompt_groups, prompt_lengths, score, shares_prompts
 
 CPU = torch.device("cpu")
 
@@ -43,22 +42,31 @@ def test_prompt_lengths_equal_a_loop(samples):
     assert found.tolist() == [len(p) for p, _ in samples]
 
 
-@given(SAMPLES)
-def test_groups_are_a_partition_into_equal_prompts(samples):
+@given(SAMPLES, st.integers(1, 40))
+def test_groups_are_a_partition_into_equal_prompts(samples, most):
     tokens, mask = batch(samples)
-    groups = prompt_groups(tokens, mask)
+    groups = prompt_groups(tokens, mask, most)
     assert sorted(int(r) for g in groups for r in g) == list(range(len(samples)))
     for g in groups:
         assert len({tuple(samples[r][0]) for r in g}) == 1
 
 
 def test_a_tree_has_a_greatest_size():
-    long = [0] * (LONGEST // 2)
-    tokens, mask = batch(group([1, 2], [long, long, long, long]) + group([3], [[0] * (2 * LONGEST)]))
-    groups = prompt_groups(tokens, mask)
+    long = [0] * 128
+    tokens, mask = batch(group([1, 2], [long, long, long, long]) + group([3], [[0] * 512]))
+    groups = prompt_groups(tokens, mask, 260)
     sizes = [int(tokens.lengths[g].sum() - (len(g) - 1) * 2) for g in groups if len(g) > 1]
-    assert all(s <= LONGEST for s in sizes)
+    assert sizes == [258, 258]
     assert sum(len(g) for g in groups) == 5
+
+
+def test_the_copies_of_a_long_prompt_take_room_in_a_micro_batch():
+    """100 samples of one token after a prompt of 400: 500 tokens are computed, 40,100 keys and values are copied."""
+    prompt = list(range(400))
+    tokens, mask = batch(group(prompt, [[1]] * 100) + group(prompt[::-1], [[1]] * 100))
+    found = [micro for _, micro in micros(tokens, mask, {}, 16_384, CPU, share=True)]
+    assert [m.computed for m in found] == [500, 500]
+    assert all(len(m.ids) // COPIES <= 16_384 for m in found)
 
 
 @given(SAMPLES, st.integers(1, 30), st.booleans())

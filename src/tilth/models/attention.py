@@ -84,9 +84,24 @@ def matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
         scores = torch.baddbmm(base, rows, keys, alpha=hd**-0.5)
     else:
         scores = torch.baddbmm(q.new_empty(1, 1, 1), rows, keys, beta=0, alpha=hd**-0.5)
-        if mask is not None:
-            scores.view(b, kv_heads, g, tq, tk).add_(mask)
+        if mask is not None:  # out of place: autograd answers an addition into a view with copies of the gradient
+            scores = (scores.view(b, kv_heads, g, tq, tk) + mask).view(b * kv_heads, g * tq, tk)
     return torch.bmm(torch.softmax(scores, -1), v.reshape(b * kv_heads, tk, hd)).view(b, kv_heads, g, tq, hd)
+
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """As ``matmul_attention``, by torch's fused kernels. No mask: causal."""
+    b, kv_heads, g, tq, hd = q.shape
+    mask = None if mask is None else mask[:, 0]
+    k, v = (x[:, :, None].expand(b, kv_heads, g, -1, hd).reshape(b, kv_heads * g, -1, hd) for x in (k, v))
+    q = q.reshape(b, kv_heads * g, tq, hd)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    return out.view(b, kv_heads, g, tq, hd)
+
+
+def matmul_pays(length: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether plain matmuls win over SDPA for keys of this length."""
+    return device.type == "cpu" and length <= _SDPA_ABOVE.get(dtype, 0)
 
 
 def causal_mask(length: int, window: int | None, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -201,7 +216,8 @@ class PackedContext:
         ends, longest, repeats = self._ends, int(self._lengths.max()), q.shape[1] // k.shape[1]
         k, v = (x if repeats == 1 else x.repeat_interleave(repeats, 1) for x in (k, v))
         left = -1 if window is None else window - 1
-        return varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(left, 0))
+        found = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(left, 0))
+        return found if isinstance(found, Tensor) else found[0]
 
     def _attend_group(self, group: _Group, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         b, t, kv_heads, hd = group.count, group.length, k.shape[1], k.shape[2]
@@ -212,23 +228,15 @@ class PackedContext:
             out = matmul_attention(heads_first, k, v, self._mask(group, window, q.dtype))
         else:
             mask = None if self._causal(window) else self._mask(group, window, q.dtype)
-            out = self._sdpa(heads_first, k, v, mask)
+            out = sdpa_attention(heads_first, k, v, mask)
         return out.permute(0, 3, 1, 2, 4).reshape(q.shape)
 
     def _by_matmul(self, length: int, dtype: torch.dtype) -> bool:
-        return self.device.type == "cpu" and (self.parity or length <= _SDPA_ABOVE.get(dtype, 0))
+        return (self.parity and self.device.type == "cpu") or matmul_pays(length, dtype, self.device)
 
     def _causal(self, window: int | None) -> bool:
         """Whether a token sees all before it in its sequence, so that kernels need no mask."""
         return window is None
-
-    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        b, kv_heads, g, t, hd = q.shape
-        mask = None if mask is None else mask[:, 0]
-        k, v = (x[:, :, None].expand(b, kv_heads, g, t, hd).reshape(b, kv_heads * g, t, hd) for x in (k, v))
-        q = q.reshape(b, kv_heads * g, t, hd)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return out.view(b, kv_heads, g, t, hd)
 
     def _mask(self, group: _Group, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive [1 or sequences of the group, 1, 1, length, length], made once for all layers."""

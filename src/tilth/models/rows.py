@@ -1,8 +1,9 @@
-"""Moving rows between layouts when every row has at most one image: the gradient is a gather, never a sum."""
+"""Moving rows between layouts. Where every row has at most one image the gradient is a gather, else a sum of few."""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -37,6 +38,22 @@ class _Take(torch.autograd.Function):
         return out.index_copy_(0, ctx.saved_tensors[0], grad.contiguous()), None
 
 
+class _Spread(torch.autograd.Function):
+    """``x[index]`` with images of a row in several slots, whose gradients add up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, images: Tensor, first: Tensor) -> Tensor:
+        ctx.save_for_backward(images, first)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        images, first = ctx.saved_tensors
+        summed = F.embedding_bag(images, grad.flatten(1), first, mode="sum")
+        return summed.view(-1, *grad.shape[1:]), None, None, None
+
+
 def pad_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """Rows ``x[index]`` [P, ...] of x [N, ...], where slot ``inverse[i]`` holds row i and every other slot is a filler.
 
@@ -48,3 +65,12 @@ def pad_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """Rows ``x[index]`` of x [N, ...] for distinct int64 indices [M]; its backward pass writes instead of adding up."""
     return _Take.apply(x, index)
+
+
+def spread_rows(x: Tensor, index: Tensor, images: Tensor, first: Tensor) -> Tensor:
+    """Rows ``x[index]`` [P, ...] of x [N, ...], a row in as many slots as it is wanted.
+
+    images: int64, the slots of row 0, then those of row 1 and so on; first: int64 [N], where each row's slots begin.
+    Slots in no list are fillers: their gradient is dropped.
+    """
+    return _Spread.apply(x, index, images, first)

@@ -5,7 +5,8 @@ prompt and its own branch; positions go on after the prompt in every branch. The
 with another order of additions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,10 +14,8 @@ import torch
 from torch import Tensor
 
 from tilth.core.batch import Ragged
-from tilth.models.attention import PackedContext, _Group
-
-LONGEST = 256
-"""Longest tree: its attention is quadratic in all of its branches together."""
+from tilth.models.attention import DropoutContext, bucket_lengths, matmul_attention, matmul_pays, sdpa_attention
+from tilth.models.rows import pad_rows, spread_rows, take_rows
 
 
 class Trees(NamedTuple):
@@ -63,32 +62,132 @@ def plant(tokens: Ragged, prompts: np.ndarray, groups: Sequence[np.ndarray]) -> 
     return Trees(join(sources), slot, np.array(lengths), join(branches), join(positions))
 
 
-class TreeContext(PackedContext):
-    """The attention context of trees. See ``PackedContext``; without parity, whose shapes it cannot have."""
+class _Segments(NamedTuple):
+    """The stretches of trees that are queried together: every prompt, and every branch after its prompt. All [n]."""
+
+    start: np.ndarray
+    """First token in the trees."""
+    own: np.ndarray
+    """Tokens of the stretch itself."""
+    trunk: np.ndarray
+    """First token of the prompt before it."""
+    before: np.ndarray
+    """Tokens of that prompt; 0 for a prompt itself."""
+
+
+def _segments(trees: Trees) -> _Segments:
+    tree = np.repeat(np.arange(len(trees.lengths)), trees.lengths)
+    start = np.flatnonzero(np.diff(tree, prepend=-1) | np.diff(trees.branch, prepend=-1))
+    own = np.diff(np.append(start, len(tree)))
+    root = np.cumsum(trees.lengths) - trees.lengths
+    prompt = np.bincount(tree[trees.branch == 0], minlength=len(trees.lengths))
+    return _Segments(start, own, root[tree[start]], np.where(trees.branch[start] == 0, 0, prompt[tree[start]]))
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Segments padded alike: ``count`` times ``queries`` slots from ``query_start`` on, and keys likewise."""
+
+    query_start: int
+    key_start: int
+    count: int
+    queries: int
+    keys: int
+    before: np.ndarray
+    own: np.ndarray
+
+
+class TreeContext:
+    """The attention context of trees: a branch asks with its own tokens, of its prompt and of itself.
+
+    So prompts are copied as keys and values only; they are projected, normed and queried once. Without parity, whose
+    shapes it cannot have, and without dropout.
+    """
+
+    dropout: DropoutContext | None = None
 
     def __init__(self, trees: Trees, device: torch.device | str = "cpu") -> None:
-        super().__init__(trees.lengths, device)
+        self.device = torch.device(device)
         self.positions = self._tensor(trees.position)
-        self.branch = self._tensor(trees.branch)
-        self._starts = self._tensor(np.cumsum(trees.lengths) - trees.lengths)
         ends = np.zeros(len(trees.lengths), np.int64)
         np.maximum.at(ends, np.repeat(np.arange(len(ends)), trees.lengths), trees.position + 1)
         self.extents = self._tensor(np.repeat(ends, trees.lengths))
+        self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
+        self._plan(_segments(trees), len(trees.source))
 
-    def _causal(self, window: int | None) -> bool:
-        return False
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self.device)
 
-    def _make_mask(self, group: _Group, window: int | None, dtype: torch.dtype) -> Tensor:
-        slots = torch.arange(group.start, group.start + group.count * group.length, device=self.device)
-        tokens = slots if self._source is None else self._source[slots]
-        position = self.positions[tokens].view(group.count, group.length)
-        branch = self.branch[tokens].view(group.count, group.length)
-        token = tokens.view(group.count, group.length)
-        real = torch.ones_like(token, dtype=torch.bool)
-        real[:, 1:] = token[:, 1:] != token[:, :-1]  # fillers repeat the last token
-        q, k = position[:, :, None], position[:, None, :]
-        visible = (k <= q) & real[:, None, :] & ((branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None]))
-        if window is not None:
-            visible &= q - k < window
-        mask = torch.zeros(visible.shape, dtype=dtype, device=self.device).masked_fill_(~visible, -torch.inf)
-        return mask[:, None, None]
+    def _plan(self, s: _Segments, tokens: int) -> None:
+        """Groups, where each slot of the padded queries and keys comes from, and where each token's images are."""
+        self._groups: list[_Group] = []
+        asked, seen, real = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, bool)]
+        slot, queries, keys = np.zeros(tokens, np.int64), 0, 0
+        for members, q, k in _buckets(s.own, s.before + s.own):
+            start, own, trunk, before = (x[members, None] for x in s)
+            places, j = np.arange(q), np.arange(k)
+            asked.append((start + np.minimum(places, own - 1)).ravel())
+            inside = np.minimum(j, before + own - 1)
+            seen.append(np.where(inside < before, trunk + inside, start + inside - before).ravel())
+            real.append((j < before + own).ravel())
+            mine = queries + np.arange(len(members))[:, None] * q + places
+            slot[(start + places)[places < own]] = mine[places < own]
+            self._groups.append(_Group(queries, keys, len(members), q, k, before[:, 0], own[:, 0]))
+            queries, keys = queries + len(members) * q, keys + len(members) * k
+        self._asked, self._slot, self._seen = (
+            self._tensor(x) for x in (np.concatenate(asked), slot, np.concatenate(seen))
+        )
+        images = np.flatnonzero(np.concatenate(real))
+        owner = np.concatenate(seen)[images]
+        counts = np.bincount(owner, minlength=tokens)
+        self._images = self._tensor(images[np.argsort(owner, kind="stable")])
+        self._first = self._tensor(np.cumsum(counts) - counts)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """See ``AttentionContext``."""
+        if not self._groups:
+            return q
+        q = pad_rows(q, self._asked, self._slot)
+        k, v = (spread_rows(x, self._seen, self._images, self._first) for x in (k, v))
+        parts = [self._attend_group(i, q, k, v, window) for i in range(len(self._groups))]
+        return take_rows(parts[0] if len(parts) == 1 else torch.cat(parts), self._slot)
+
+    def _attend_group(self, number: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        g = self._groups[number]
+        kv_heads, hd = k.shape[1:]
+        q = q[g.query_start : g.query_start + g.count * g.queries]
+        heads_first = q.view(g.count, g.queries, kv_heads, -1, hd).permute(0, 2, 3, 1, 4)
+        some = slice(g.key_start, g.key_start + g.count * g.keys)
+        k, v = (x[some].view(g.count, g.keys, kv_heads, hd).transpose(1, 2) for x in (k, v))
+        attention = matmul_attention if matmul_pays(g.keys, q.dtype, self.device) else sdpa_attention
+        return attention(heads_first, k, v, self._mask(number, window, q.dtype)).permute(0, 3, 1, 2, 4).reshape(q.shape)
+
+    def _mask(self, number: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive [1 or segments of the group, 1, 1, queries, keys], made once for all layers."""
+        key = number, window, dtype
+        if key not in self._masks:
+            visible = self._tensor(_visible(self._groups[number], window)).bool()
+            mask = torch.zeros(visible.shape, dtype=dtype, device=self.device).masked_fill_(~visible, -torch.inf)
+            self._masks[key] = mask[:, None, None]
+        return self._masks[key]
+
+
+def _buckets(own: np.ndarray, total: np.ndarray) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Segments that are padded to the same numbers of queries and of keys: (their indices, queries, keys)."""
+    queries = bucket_lengths(own)
+    for q in np.unique(queries):
+        members = np.flatnonzero(queries == q)
+        keys = bucket_lengths(total[members])
+        for k in np.unique(keys):
+            yield members[keys == k], int(q), int(k)
+
+
+def _visible(g: _Group, window: int | None) -> np.ndarray:
+    """bool [1 or segments, queries, keys]. Fillers see what the last real token sees, so that none sees nothing."""
+    alike = bool((g.before == g.before[0]).all())
+    before = g.before[:1] if alike else g.before
+    last = np.full(1, g.keys - 1 - before[0]) if alike else g.own - 1
+    at = (before[:, None] + np.minimum(np.arange(g.queries), last[:, None]))[:, :, None]
+    keys = np.arange(g.keys)
+    seen = keys <= at
+    return seen if window is None else seen & (at - keys < window)

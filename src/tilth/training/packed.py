@@ -14,12 +14,14 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.logprobs import token_logprobs
 from tilth.models.rows import take_rows
-from tilth.models.tree import LONGEST, TreeContext, Trees, plant
+from tilth.models.tree import TreeContext, Trees, plant
 from tilth.models.value import ValueModel
 from tilth.plan.packing import micro_batches
 
 WORTH = 0.9
 """Share of the tokens that sharing prompts must leave, at most, to be worth another kind of micro-batch."""
+COPIES = 4
+"""Keys and values of a prompt are copied to each of its samples: so many of them take the room of one token."""
 
 
 def shares_prompts(config: DecoderConfig, parity: bool) -> bool:
@@ -68,7 +70,7 @@ def micros(
     """Split into micro-batches of at most ``max_tokens``; yields (indices into the packed columns [N], micro-batch).
 
     share: sequences that begin with the same prompt become trees, where that saves enough. several: what would be one
-    micro-batch is split into at least two, unless it is one sequence or one tree.
+    micro-batch is split into at least two, unless it is one sequence.
     """
     every = Ragged(np.arange(len(mask)), tokens.offsets)
 
@@ -89,25 +91,29 @@ def micros(
         yield index, Micro(tensor(tokens.values[index]), lengths, tensor(mask[index]), cut, trees)
 
 
-def _plan(
-    tokens: Ragged, mask: np.ndarray, most: int, share: bool, several: bool
-) -> list[tuple[list[np.ndarray], bool]]:
-    """Groups of rows of each micro-batch, and whether the rows of a group share their prompt."""
-    groups = prompt_groups(tokens, mask) if share else []
+Parts = list[tuple[list[np.ndarray], bool]]
+"""Groups of rows of each micro-batch, and whether the rows of a group share their prompt."""
+
+
+def _plan(tokens: Ragged, mask: np.ndarray, most: int, share: bool, several: bool) -> Parts:
+    plan = _split(tokens, mask, most, share)
+    while several and len(plan) == 1 and len(tokens.lengths) > 1 and most > 1:
+        most = min(most, len(mask)) // 2
+        plan = _split(tokens, mask, most, share)
+    return plan
+
+
+def _split(tokens: Ragged, mask: np.ndarray, most: int, share: bool) -> Parts:
+    groups = prompt_groups(tokens, mask, most) if share else []
     shared = [g for g in groups if len(g) > 1]
     sizes = _tree_sizes(tokens, mask, shared)
     in_trees = np.concatenate(shared) if shared else np.zeros(0, np.int64)
     if shared and sizes.sum() > WORTH * tokens.lengths[in_trees].sum():
         shared, sizes, in_trees = [], sizes[:0], in_trees[:0]
     alone = np.setdiff1d(np.arange(len(tokens.lengths)), in_trees)
-    lengths = tokens.lengths[alone]
-
-    def split(most: int) -> list[tuple[list[np.ndarray], bool]]:
-        trees = [([shared[u] for u in units], True) for units in micro_batches(sizes, most)]
-        return trees + [([alone[rows]], False) for rows in micro_batches(lengths, most)]
-
-    plan = split(most)
-    return split(-(-int(sizes.sum() + lengths.sum()) // 2)) if several and len(plan) == 1 else plan
+    sizes = np.maximum(sizes, np.array([tokens.lengths[g].sum() // COPIES for g in shared], np.int64))
+    trees = [([shared[u] for u in units], True) for units in micro_batches(sizes, most)]
+    return trees + [([alone[rows]], False) for rows in micro_batches(tokens.lengths[alone], most)]
 
 
 def prompt_lengths(mask: Ragged) -> np.ndarray:
@@ -117,15 +123,15 @@ def prompt_lengths(mask: Ragged) -> np.ndarray:
     return np.minimum(first, mask.offsets[1:]) - mask.offsets[:-1]
 
 
-def prompt_groups(tokens: Ragged, mask: np.ndarray) -> list[np.ndarray]:
-    """Rows that begin with the same prompt, as many together as make a tree of at most ``LONGEST`` tokens."""
+def prompt_groups(tokens: Ragged, mask: np.ndarray, most: int) -> list[np.ndarray]:
+    """Rows that begin with the same prompt, as many together as make a tree of at most ``most`` tokens."""
     prompts = prompt_lengths(Ragged(mask, tokens.offsets))
     groups: list[list[int]] = []
     newest: dict[bytes, tuple[int, int]] = {}  # prompt -> (its open group, tokens of that tree)
     for row, (start, length, prompt) in enumerate(zip(tokens.offsets, tokens.lengths, prompts)):
         key = tokens.values[start : start + prompt].tobytes()
-        group, size = newest.get(key, (-1, LONGEST))
-        if prompt == length or size + length - prompt > LONGEST:
+        group, size = newest.get(key, (-1, most))
+        if prompt == length or size + length - prompt > most:
             groups.append([])
             group, size = len(groups) - 1, int(prompt)
         groups[group].append(row)
