@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from tilth.config.load import load_recipe
-from tilth.plan.memory import BASE, Memory, kv_tokens, micro_tokens, predict
+from tilth.config.schema import Supervised
+from tilth.plan.memory import BASE, Memory, kv_tokens, micro_tokens, predict, value_parameters
 from tilth.plan.shape import matrices, new_shape, parameters
-from tilth.plan.steps import plan_run, size
+from tilth.plan.steps import plan_run, size, supervised_steps
 
 
 def predicted(*overrides, longest=16, vocab=14):
@@ -50,6 +51,35 @@ def test_bf16_halves_the_copy_and_the_cache_and_keeps_the_masters():
 def test_a_penalty_needs_a_reference_model():
     assert item(predicted("algorithm.kl_coef=0.1"), "reference model") == 4 * COUNT
     assert item(predicted("algorithm.kl_coef=0.1", "flow=sft"), "reference model") == 0
+    assert item(predicted("algorithm.kl_coef=0.1", "flow=ppo"), "reference model") == 4 * COUNT
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_a_value_model_has_a_row_and_a_bias_instead_of_an_output_head(tied):
+    recipe = load_recipe("addition-grpo", [f"model.tied={tied}"])
+    shape = new_shape(recipe.model, 14)
+    body = parameters(shape) - (14 * 128 if tied == "false" else 0)
+    assert value_parameters(shape) == body + 128 + 1
+
+
+def test_a_critic_is_a_second_model_whose_gradients_take_turns():
+    memory, without = predicted("flow=ppo", "optimizer.name=adamw"), predicted("optimizer.name=adamw")
+    critic = COUNT + 129
+    assert item(memory, "critic's parameters") == 4 * critic
+    assert item(memory, "critic's optimizer state") == 8 * critic
+    assert item(memory, "gradients") == 4 * critic
+    assert memory.peak - without.peak == 4 * (3 * critic + 129)
+    assert item(without, "critic's parameters") == item(predicted("flow=sft"), "critic's parameters") == 0
+    blocks = matrices(SHAPE)
+    assert item(predicted("flow=ppo"), "critic's optimizer state") == 4 * blocks + 8 * (critic - blocks)
+
+
+def test_what_generates_nothing_has_no_engine():
+    recipe = load_recipe("addition-grpo", ["flow=pretrain"])
+    memory = predict(recipe, SHAPE, 32, generates=False)
+    for name in ("engine's copy of the weights", "KV cache", "activations of generation", "logits of generation"):
+        assert item(memory, name) == 0 < item(predicted(), name)
+    assert memory.peak == sum(i.bytes for i in (*memory.held, *memory.training))
 
 
 @pytest.mark.parametrize(
@@ -98,16 +128,18 @@ def test_micro_tokens_and_kv_tokens():
     assert micro_tokens(load_recipe("addition-grpo"), 16) == 64 * 8 * 16
     assert micro_tokens(load_recipe("addition-grpo", ["algorithm.steps=0"]), 16) == 256 * 16
     assert micro_tokens(load_recipe("addition-grpo", ["train.micro_tokens=8"]), 16) == 16
+    by_epochs = ["supervised.steps=0", "supervised.epochs=1.0", "supervised.batch=32"]
+    assert micro_tokens(load_recipe("addition-grpo", ["flow=sft", *by_epochs]), 16) == 32 * 16
     assert kv_tokens(load_recipe("addition-grpo", ["rollout.kv_tokens=64"])) == 64
 
 
 # -- the plan of a run -----------------------------------------------------------------------------------------------
 
 
-def planned(*overrides):
+def planned(*overrides, train=900_000, **more):
     recipe = load_recipe("addition-grpo", overrides)
     shape = new_shape(recipe.model, 14)
-    return plan_run(recipe, shape, train_prompts=900_000, heldout_prompts=100_000, longest_prompt=8)
+    return plan_run(recipe, shape, train_prompts=train, heldout_prompts=100_000, longest_prompt=8, **more)
 
 
 def test_plan_of_the_demo():
@@ -134,6 +166,59 @@ def test_longest_is_bounded_by_the_context():
 def test_supervised_flow_has_no_samples():
     plan = planned("flow=sft")
     assert plan.steps == plan.samples == 0 and "reinforcement" not in "\n".join(plan.lines())
+
+
+def test_plan_of_ppo():
+    """Two steps of the critic alone and three of both, each on 512 samples, two epochs of three minibatches."""
+    base = ["flow=ppo", "critic.steps=2", "algorithm.steps=3", "algorithm.epochs=2", "algorithm.minibatches=3"]
+    plan = planned(*base, "supervised.steps=0")
+    assert (plan.value_steps, plan.steps, plan.prompts, plan.samples) == (2, 3, 5 * 64, 5 * 512)
+    assert (plan.optimizer_steps, plan.critic_optimizer_steps) == (3 * 6, 5 * 6)
+    assert plan.critic_parameters == COUNT + 129
+    assert plan.flops == pytest.approx(6 * (3 + 5) * 2 * 512 * 16 * matrices(SHAPE), rel=0.15)
+    text = "\n".join(plan.lines())
+    assert "and a critic of" in text and "value pre-training: 2 steps" in text and "3 steps, 320 prompts" in text
+    without = planned(*base[2:], "supervised.steps=0")
+    assert without.value_steps == without.critic_optimizer_steps == without.critic_parameters == 0
+    assert "critic" not in "\n".join(without.lines()) and without.flops < 0.5 * plan.flops
+
+
+def test_value_pre_training_is_not_evaluated():
+    ppo = ["flow=ppo", "supervised.steps=0", "algorithm.steps=10", "run.eval_every=5"]
+    assert planned(*ppo, "critic.steps=0").evaluations == planned(*ppo, "critic.steps=50").evaluations == 3
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "examples", "count"),
+    [
+        (7, 2.0, 1000, 7),  # steps go before epochs
+        (0, 0.0, 1000, 0),
+        (0, 1.0, 1000, 4),  # 250 + 250 + 250 + 250
+        (0, 1.0, 1001, 5),  # one more example, one more step
+        (0, 2.5, 1000, 10),
+        (0, 0.1, 30_000, 12),  # 0.1 * 30,000 / 250 is a little more than 12 in floating point
+        (0, 1.0, 3, 1),
+        (0, 1.0, 0, 0),
+    ],
+)
+def test_steps_of_epochs(steps, epochs, examples, count):
+    asked = Supervised(steps=steps, epochs=epochs, batch=250)
+    assert supervised_steps(asked, examples) == count
+
+
+def test_plan_of_epochs():
+    plan = planned("flow=sft", "supervised.steps=0", "supervised.epochs=2.0", "supervised.batch=300", train=1000)
+    assert plan.supervised_steps == plan.optimizer_steps == 7 and plan.supervised_examples == 2100
+    assert plan.tokens_per_step == 300 * 16 and plan.evaluations == 3  # before, at step 5, at the end
+    assert "7 steps, 2,100 examples" in "\n".join(plan.lines())
+
+
+def test_plan_of_pre_training_speaks_of_pieces_as_long_as_the_context():
+    plan = planned("flow=pretrain", "supervised.steps=0", "supervised.epochs=1.0", train=2560, generates=False)
+    assert plan.longest == 32 and plan.supervised_steps == 10 and plan.tokens_per_step == 256 * 32
+    assert "2,560 pieces of documents to train on" in plan.lines()[0]
+    assert "KV cache" not in dict(plan.memory.items)
+    assert plan.flops == pytest.approx(6 * 2560 * 32 * matrices(SHAPE), rel=0.15)
 
 
 @pytest.mark.parametrize(("every", "steps", "count"), [(0, 10, 2), (3, 10, 5), (5, 10, 3), (20, 10, 2)])

@@ -101,6 +101,7 @@ def plan_run(
     rows, updates = r.prompts * r.group, a.epochs * a.minibatches
     policy_rows, critic_rows = warm * w.batch + steps * rows * a.epochs, ppo * (steps + values) * rows * a.epochs
     seen = (longest + 1) / 2
+    at_first = warm == 0 or recipe.flow in ("sft", "pretrain")  # the end of a warm-up is the beginning of what follows
     flops = policy_rows * token_flops(shape, seen).both + critic_rows * token_flops(shape, seen, head=False).both
     return RunPlan(
         parameters=parameters(shape),
@@ -117,7 +118,7 @@ def plan_run(
         optimizer_steps=warm + steps * updates,
         critic_optimizer_steps=ppo * (steps + values) * updates,
         tokens_per_step=(rows if steps else w.batch) * longest,
-        evaluations=_evaluations(warm, w.check_every) + _evaluations(steps, recipe.run.eval_every) + (warm == 0),
+        evaluations=_evaluations(warm, w.check_every) + _evaluations(steps, recipe.run.eval_every) + at_first,
         flops=longest * flops,
         memory=predict(recipe, shape, longest, generates=generates),
         pieces=pretrain,
