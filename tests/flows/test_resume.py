@@ -12,6 +12,8 @@ import pytest
 
 from tests.flows import tiny
 from tests.flows.killed import POINTS
+from tilth.checkpoint import read_best
+from tilth.flows.build import CACHE
 from tilth.flows.readers import read_state, read_trajectories
 from tilth.flows.signals import Interrupted
 
@@ -19,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 QUICK = [("training", 9), ("writing", 3), ("generating", 20)]
 
 
-def child(folder, point="none", call=0):
-    command = [sys.executable, "-m", "tests.flows.killed", str(folder), point, str(call)]
+def child(folder, point="none", call=0, flow="grpo"):
+    command = [sys.executable, "-m", "tests.flows.killed", str(folder), point, str(call), flow]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
@@ -39,19 +41,21 @@ def whole(tmp_path_factory):
 
 
 def assert_same_run(folder, whole):
-    (directory,) = [p for p in folder.iterdir() if p.is_dir()]
+    (directory,) = [p for p in folder.iterdir() if p.is_dir() and p.name != CACHE]
     assert read_state(directory)["state"] == "finished"
     assert tiny.weights(directory) == tiny.weights(whole)
     assert tiny.same(tiny.numbers(directory), tiny.numbers(whole))
     ours, theirs = read_trajectories(directory), read_trajectories(whole)
     assert ours.equals(theirs)
     assert not list((directory / "checkpoints").glob("*.tmp*"))
+    assert read_best(directory / "checkpoints") == read_best(whole / "checkpoints")
+    assert (directory / "model/tokenizer.json").read_bytes() == (whole / "model/tokenizer.json").read_bytes()
 
 
-def kill_and_resume(folder, point, call):
-    code, said = finish(child(folder, point, call))
+def kill_and_resume(folder, point, call, flow="grpo"):
+    code, said = finish(child(folder, point, call, flow))
     assert code == -signal.SIGKILL, f"{point} {call} was never reached: {said}"
-    code, said = finish(child(folder))
+    code, said = finish(child(folder, flow=flow))
     assert code == 0, said
 
 
@@ -83,6 +87,26 @@ def test_killed_at_twenty_random_moments_one_after_another(tmp_path, whole):
         pytest.skip("an attempt finished before its kill: the machine is too quick for these moments")
     assert code == 0, said
     assert_same_run(tmp_path, whole)
+
+
+@pytest.mark.parametrize("flow", ["sft", "pretrain"])
+def test_a_supervised_flow_that_was_killed_goes_on_bit_for_bit(tmp_path, flow):
+    code, said = finish(child(tmp_path / "whole", flow=flow))
+    assert code == 0, said
+    kill_and_resume(tmp_path / "killed", "training", 6, flow)
+    assert_same_run(tmp_path / "killed", tmp_path / "whole" / f"{flow}-001")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flow", ["sft", "scored", "pretrain"])
+@pytest.mark.parametrize("point", ["training", "writing", "renaming", "flushing", "committing"])
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_supervised_flow_killed_at_every_point(tmp_path, flow, point, call):
+    code, said = finish(child(tmp_path / "whole", flow=flow))
+    assert code == 0, said
+    kill_and_resume(tmp_path / "killed", point, call, flow)
+    (whole,) = (tmp_path / "whole").glob("*-001")
+    assert_same_run(tmp_path / "killed", whole)
 
 
 def test_a_forgotten_optimizer_would_be_seen(tmp_path, whole, monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 
 from tilth.api import run_recipe
 from tilth.config.load import from_dict
+from tilth.data.prompts import PromptSet
 from tilth.flows.readers import read_metrics
 
 TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu")
@@ -60,6 +61,29 @@ def close_enough(prompt, completion, info):
 
 def run(made, *, reward=close_enough, observers=(), name="tiny", prompts=None):
     return run_recipe(made, name=name, observers=list(observers), reward=reward, prompts=prompts)
+
+
+TEXTS = [f"{a} and {b} are {a + b}, and {b} and {a} are too" for a in range(12) for b in range(12)]
+SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+
+
+def learn(folder: Path, flow: str, *, prompts=None, reward=None, observers=(), **sections):
+    """A supervised flow on its own: one-digit addition with answers, or documents of some words."""
+    sections = {"flow": flow, "supervised": {}, "model": {}, "data": {}, **sections}
+    sections["supervised"] = {"steps": 8, "check_every": 3, **sections["supervised"]}
+    sections["model"] = {"context": 12 if flow == "pretrain" else 24, **sections["model"]}
+    if flow == "pretrain":
+        sections["data"] = {"tokenizer": "bpe:300", **sections["data"]}
+    prompts = PromptSet.of(TEXTS if flow == "pretrain" else SUMS) if prompts is None else prompts
+    return run(recipe(folder, **sections), reward=reward, observers=observers, name=flow, prompts=prompts)
+
+
+SUPERVISED = {
+    "sft": lambda folder: learn(folder, "sft"),
+    "scored": lambda folder: learn(folder, "sft", reward=close_enough),
+    "pretrain": lambda folder: learn(folder, "pretrain"),
+}
+"""A run of each kind in a folder."""
 
 
 def weights(directory: Path) -> dict[str, bytes]:
