@@ -10,10 +10,9 @@ from torch import Tensor
 import tilth.rl as rl
 from tilth.core.batch import Ragged
 from tilth.core.errors import TokenCountError
+from tilth.training.noise import WEIGHT
 from tilth.training.packed import Micro
 
-WEIGHT = "weight"
-"""The metric in which a loss says what its micro-batch weighs."""
 WEIGHT_TOLERANCE = 1e-5
 """Relative; above the rounding of float32 sums (tokens that are lost one by one are counted by the engine)."""
 
