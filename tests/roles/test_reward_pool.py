@@ -240,6 +240,8 @@ def test_several_rewards_with_their_weights(tmp_path, monkeypatch):
     assert found[1].reason == "style: returned None" and found[1].status == "invalid"
     assert found[2].reason == "ValueError: no licence at mine.py:8 (in reward style)" and found[2].status == "error"
     assert [o.status for o in found[3:5]] == ["timeout", "died"]
+    assert found[3].reason == "style: took longer than 0.5 s"
+    assert found[4].reason == "style: its process died with exit code 3"
     assert [found[0].value, found[-1].parts["correct"], found[-1].parts["format"]] == [pytest.approx(1.3), 0, 1]
 
 
@@ -256,7 +258,15 @@ def test_a_verifier_by_name_and_by_value_give_the_same(spec):
 def test_a_pattern_that_backtracks_without_end_meets_the_time_limit():
     with RewardPool("regex:(a+)+$", timeout=LIMIT) as pool:
         hung, fine = pool.score([(0, "", "a" * 60 + "b", {}), (1, "", "a", {})])
-    assert hung.status == "timeout" and fine.value == 1
+    assert hung.status == "timeout" and fine.value == 1 and hung.reason == "took longer than 0.5 s"
+
+
+def test_of_several_by_value_the_one_that_hangs_is_named():
+    from tilth.rl.rewards import load_reward
+
+    with RewardPool(load_reward({"regex:b": 1.0, "regex:(a+)+$": 1.0}), timeout=LIMIT) as pool:
+        hung, fine = pool.score([(0, "", "a" * 60 + "c", {}), (1, "", "ab", {})])
+    assert hung.reason == "regex:(a+)+$: took longer than 0.5 s" and fine.value == 1
 
 
 def test_a_function_of_a_module_that_only_this_process_has(tmp_path):

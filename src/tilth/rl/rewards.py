@@ -23,7 +23,7 @@ from tilth.core.errors import DataError, RewardError
 from tilth.rl.verifiers import BUILTIN, SPECS, addition, builtin
 
 __all__ = ["BUILTIN", "Reward", "Score", "Weighted", "addition", "check_answers", "describe", "files_hash"]
-__all__ += ["load_reward", "normalise"]
+__all__ += ["load_reward", "member_names", "normalise"]
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
 """(prompt, completion, info) -> float or dict; ``info`` is what the data says of the prompt, ``answer`` among it."""
@@ -58,18 +58,21 @@ class Weighted:
     ``exact``) says it by its value.
     """
 
+    entered: Callable[[int], object] = staticmethod(lambda place: None)
+    """Called with the place of a member before it is, so that the pool knows which one hangs."""
+
     def __init__(self, spec: Mapping[str, float]) -> None:
         if not spec:
             raise RewardError("the table of rewards is empty; give at least one with its weight, as in {gsm8k = 1.0}")
         for name, weight in spec.items():
             if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not math.isfinite(weight):
                 raise RewardError(f"the weight of reward {name!r} is {weight!r}, not a finite number")
-        names = short_names(list(spec))
-        self.members = [(name, load_reward(s), float(w)) for name, (s, w) in zip(names, spec.items())]
+        self.members = [(name, load_reward(s), float(w)) for name, (s, w) in zip(member_names(spec), spec.items())]
 
     def __call__(self, prompt: str, completion: str, info: dict[str, Any]) -> Score:
         scores: dict[str, Score] = {}
-        for name, function, _ in self.members:
+        for place, (name, function, _) in enumerate(self.members):
+            self.entered(place)
             score = self._score(name, function, prompt, completion, info)
             if score.value is None:
                 return Score(None, {}, f"{name}: {score.reason}")
@@ -101,6 +104,13 @@ def short_names(specs: Sequence[str]) -> list[str]:
     """Names of parts: a built-in's or a function's own, the whole specification where two would be the same."""
     short = [spec.partition(":")[0] if builtin(spec) else spec.rpartition(":")[2] for spec in specs]
     return [spec if short.count(name) > 1 else name for spec, name in zip(specs, short)]
+
+
+def member_names(spec: str | Mapping[str, float] | Reward) -> list[str]:
+    """What the members of several rewards are called; none for a single one."""
+    if isinstance(spec, Weighted):
+        return [name for name, _, _ in spec.members]
+    return short_names(list(spec)) if isinstance(spec, Mapping) else []
 
 
 def _join(scores: Mapping[str, Score]) -> dict[str, float]:

@@ -13,14 +13,17 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from mmap import mmap
 from typing import Any, BinaryIO
 
 from tilth.core.errors import RewardError
-from tilth.rl.rewards import Reward, describe, load_reward, normalise
+from tilth.rl.rewards import Reward, Weighted, describe, load_reward, normalise
 
 PROGRESS = struct.Struct("<dq")
 """Shared with the parent: when (time.monotonic) the item at work was begun, and its place in the chunk (-1: none)."""
+MEMBER = struct.Struct("<q")
+"""Behind it: which of several rewards is at work on that item, by its place among them."""
 FLUSH_SECONDS = 0.005
 """Results wait at most this long for company: a hang loses no more finished work than that."""
 PR_SET_PDEATHSIG = 1
@@ -34,12 +37,14 @@ def main(progress_fd: int, parent: int) -> None:
     """Serve until the pipe from the parent is closed."""
     die_with(parent)
     requests, replies = take_pipes()
-    with mmap(progress_fd, PROGRESS.size) as progress:
+    with mmap(progress_fd, PROGRESS.size + MEMBER.size) as progress:
         try:
             function = receive_function(requests)
         except RewardError as error:
             send(replies, ("failed", str(error)))
             return
+        if isinstance(function, Weighted):
+            function.entered = partial(MEMBER.pack_into, progress, PROGRESS.size)
         send(replies, ("ready",))
         serve(function, requests, replies, progress)
 

@@ -33,8 +33,8 @@ from typing import Any, Literal, Self
 import cloudpickle
 
 from tilth.core.errors import RewardError
-from tilth.rl.rewards import Reward, describe, load_reward
-from tilth.roles.reward_child import PROGRESS
+from tilth.rl.rewards import Reward, describe, load_reward, member_names
+from tilth.roles.reward_child import MEMBER, PROGRESS
 
 Status = Literal["ok", "error", "invalid", "timeout", "died"]
 Item = tuple[Hashable, str, str, dict[str, Any]]
@@ -104,6 +104,7 @@ class RewardPool:
             raise RewardError(f"a reward pool needs workers >= 1 and timeout > 0, got {workers} and {timeout}")
         self.timeout = timeout
         self._greeting = _message(_travelling(function))
+        self._members = member_names(function)
         self._workers, self._log = workers, log
         self._lock = threading.Lock()
         # The kernel kills a child when the *thread* that started it ends, so one thread that lives as long starts all.
@@ -194,6 +195,7 @@ class RewardPool:
     def _lose(self, child: "Child", job: "Job", status: Status, work: tuple[float, int]) -> None:
         """End a child that hangs or died, blame the item at work, queue the rest of its chunk again, start another."""
         begun, place = work
+        who = f"{self._members[child.member()]}: " if self._members and place >= 0 else ""
         starting, code = child.state == "starting", child.kill()
         for message in child.messages():  # finished while it was being killed
             child.take_in(message, job)
@@ -204,7 +206,7 @@ class RewardPool:
             return
         seconds = time.monotonic() - begun
         reason = f"took longer than {self.timeout:g} s" if status == "timeout" else f"its process {_death(code)}"
-        job.lost(child.chunk, child.finished, place, Outcome(None, {}, reason, seconds, status))
+        job.lost(child.chunk, child.finished, place, Outcome(None, {}, who + reason, seconds, status))
         self._fill()
 
 
@@ -277,8 +279,8 @@ class Child:
         self.finished = 0
         self._inbox, self._outbox = bytearray(), memoryview(greeting)
         with tempfile.TemporaryFile() as shared:
-            shared.truncate(PROGRESS.size)
-            self._progress = mmap(shared.fileno(), PROGRESS.size)
+            shared.truncate(PROGRESS.size + MEMBER.size)
+            self._progress = mmap(shared.fileno(), PROGRESS.size + MEMBER.size)
             self._process = _start(shared.fileno(), log)
         assert self._process.stdin is not None and self._process.stdout is not None
         self.requests, self.replies = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -292,6 +294,11 @@ class Child:
     def at_work(self) -> tuple[float, int]:
         """When (time.monotonic) the item at work was begun, and its place in the chunk; place -1: none is."""
         return PROGRESS.unpack_from(self._progress)
+
+    def member(self) -> int:
+        """Which of several rewards is at work on that item."""
+        found: int = MEMBER.unpack_from(self._progress, PROGRESS.size)[0]
+        return found
 
     def deadline(self, timeout: float) -> float:
         """When (time.monotonic) this process will have taken too long over what it does now."""
