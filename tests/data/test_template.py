@@ -291,6 +291,31 @@ def test_the_end_of_a_turn_comes_before_the_tokenizers_own_end(chats):
     assert [ours.token(i) for i in stops] == ["<|eot_id|>", "<|end_of_text|>"]
 
 
+@pytest.mark.parametrize(
+    ("tail", "eos", "end"),
+    [
+        ("<|im_end|>\\n", "<eos>", "<|im_end|>"),
+        ("<|im_end|><eos>", "<eos>", "<eos>"),  # both are the policy's, and the text ends with the second
+        ("<|im_end|><eos>", "<pad>", "<|im_end|>"),
+        ("<|im_end|>\\n<eos>", "<eos>", "<|im_end|>"),  # what stands between them is not the policy's
+        (" .<|im_start|>\\n", "<eos>", "<|im_start|>"),
+    ],
+)
+def test_the_token_that_ends_a_turn(tmp_path, tail, eos, end):
+    source = "{% for m in messages %}{{ m.role + ':' + m.content + '" + tail + "' }}{% endfor %}"
+    tokenizer = Tokenizer.train(TEXTS, 300)
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": eos, "chat_template": source + "{% if add_generation_prompt %}assistant:{% endif %}"})
+    )
+    template = make_template("model", Tokenizer.load(tmp_path))
+    assert tokenizer.token(template.stops[0]) == end
+    (example,) = template.examples(asked(TALKS[1]))
+    said = tokenizer.decode(example.tokens[example.mask == 1], special=True)
+    upto = tail.replace("\\n", "\n").partition(end)[0] + end
+    assert said == "".join(turn["content"] + upto for turn in TALKS[1][1::2])
+
+
 # ---- what can be wrong ----
 
 
@@ -333,7 +358,8 @@ def test_a_generation_prompt_that_the_answer_does_not_begin_with(tmp_path, chats
     source = CHATML.replace("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}")
     assert source != CHATML
     template = make_template(written(tmp_path, source), chats["chatml"][0])
-    assert "has '<think>\\n' at character" in failure(TemplateError, lambda: template.examples(asked(TALKS[0])))
+    said = failure(TemplateError, lambda: template.examples(asked(TALKS[0])))
+    assert "before turn 1 of the assistant, prompt 0 has '<think>\\n' at character" in said
 
 
 def test_an_end_token_in_an_answer(chats):

@@ -160,7 +160,7 @@ class ChatTemplate:
         chain = self._chain(messages)
         for number, (shorter, longer) in enumerate(pairwise(chain)):
             if not longer.startswith(shorter):
-                raise self._unstable(prompt, number // 2 + 1, shorter, longer)
+                raise self._unstable(prompt, number, shorter, longer)
         return _cut(chain)
 
     def _chain(self, messages: Messages) -> list[str]:
@@ -181,18 +181,23 @@ class ChatTemplate:
         return text[: at - length]
 
     def _turn_end(self) -> int:
-        """The special token that follows what the assistant says, found by trying."""
+        """The special token that follows what the assistant says, found by trying.
+
+        Of several without anything between them, it is the one that ends a text of the tokenizer, if one does.
+        """
         answer = "tilth"
         text = self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}], False)
         if answer not in text:
             raise TemplateError(f"template {self.name} leaves out what the assistant says: {text[:60]!r}")
         tail = text[text.rfind(answer) + len(answer) :]
-        ends = [(at, -len(token), i) for token, i in self.tokenizer.special().items() if (at := tail.find(token)) >= 0]
-        if not ends:
+        special = self.tokenizer.special()
+        start = min((at for token in special if (at := tail.find(token)) >= 0), default=-1)
+        if start < 0:
             raise TemplateError(
                 f"template {self.name} ends a turn by {tail[:20]!r}, in which the tokenizer has no special token"
             )
-        return min(ends)[2]
+        ends = [special[token] for token in _leading(tail[start:], sorted(special, key=len, reverse=True))]
+        return next((i for i in ends if i in self.tokenizer.stop_ids), ends[0])
 
     def _check_ends(self, row: "Row", prompt: Prompt) -> None:
         for ids, said in row:
@@ -202,10 +207,11 @@ class ChatTemplate:
                     f"not by one that ends a completion {self.stops}"
                 )
 
-    def _unstable(self, prompt: Prompt, turn: int, shorter: str, longer: str) -> TemplateError:
+    def _unstable(self, prompt: Prompt, number: int, shorter: str, longer: str) -> TemplateError:
+        turn = f"{'after' if number % 2 else 'before'} turn {number // 2 + 1}"
         at = next((i for i, (a, b) in enumerate(zip(shorter, longer)) if a != b), min(len(shorter), len(longer)))
         return TemplateError(
-            f"template {self.name} is not prefix-stable: after turn {turn} of the assistant, prompt {prompt.index} "
+            f"template {self.name} is not prefix-stable: {turn} of the assistant, prompt {prompt.index} "
             f"has {shorter[at : at + 24]!r} at character {at}, but {longer[at : at + 24]!r} in the conversation that "
             f"goes on; make an example of each turn, or take another template"
         )
@@ -221,6 +227,13 @@ def _split(prompt: Prompt) -> tuple[Messages, Messages]:
     if messages[-1]["role"] == "assistant":
         return messages[:-1], messages[-1:]
     return messages, [] if prompt.answer is None else [{"role": "assistant", "content": prompt.answer}]
+
+
+def _leading(text: str, tokens: Sequence[str]) -> Iterator[str]:
+    """The tokens that a text begins with, one after another; tokens: the longest first."""
+    while token := next((t for t in tokens if text.startswith(t)), ""):
+        yield token
+        text = text[len(token) :]
 
 
 def _begins(pair: tuple[str, str]) -> bool:
