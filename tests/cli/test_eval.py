@@ -122,6 +122,18 @@ def test_prompts_that_the_run_trained_on_are_counted(run):
     assert "of these prompts are among those that the run trained on" in said
 
 
+def test_a_run_whose_prompts_came_from_elsewhere_asks_for_data(tmp_path):
+    """Its recipe names the task that is the default; these are not the prompts that it held out."""
+    prompts = PromptSet.of([{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)])
+    made = tiny.recipe(tmp_path, supervised={"steps": 1}, algorithm={"steps": 1}, run={"eval_prompts": 2})
+    directory = tiny.run(made, prompts=prompts).directory
+    result = call(directory)
+    assert result.exit_code == 2 and "came from tilth.train, or files have changed; name the data" in result.stderr
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    assert call(directory, tmp_path / "d.jsonl", "--reward", "exact").exit_code == 0
+    assert json.loads(call(directory, "addition", "--limit", "5", "--json").stdout)["trained_on"] == 0
+
+
 def test_what_the_run_says_holds_unless_the_command_says_otherwise(place):
     model = load_model(place / "m")
     settings = {

@@ -18,6 +18,7 @@ from tilth.data.prompts import PromptSet, load_source
 from tilth.flows.evaluate import Evaluation, How, Sample, check_out, evaluate, write_completions
 from tilth.flows.files import to_json
 from tilth.flows.model import LoadedModel, load_model
+from tilth.flows.readers import read_state
 from tilth.rl.passk import Interval
 from tilth.rl.rewards import check_answers
 from tilth.rl.verifiers import SPECS, TASKS
@@ -123,8 +124,7 @@ def prompts_of(wish: Wish, loaded: LoadedModel) -> PromptSet:
     if wish.data:
         prompts = load_source(_data(wish, loaded.settings.get("data", {})))
     elif loaded.run is not None:
-        data = load_recipe(str(loaded.run / "recipe.toml")).data
-        _, prompts = load_source(data).split(data.holdout)
+        prompts = _heldout(loaded.run)
     else:
         raise DataError(
             f"{wish.model} is no run with held-out prompts of its own; name the data: tilth eval MODEL DATA"
@@ -136,9 +136,27 @@ def trained_on(wish: Wish, loaded: LoadedModel, prompts: PromptSet) -> int:
     """How many of these prompts the run trained on, as far as the same source tells."""
     if loaded.run is None or wish.data != loaded.settings.get("data", {}).get("source"):
         return 0
-    data = load_recipe(str(loaded.run / "recipe.toml")).data
-    train, _ = load_source(data).split(data.holdout)
-    return int(np.isin(prompts.rows, train.rows).sum())
+    own = _own(loaded.run)
+    return 0 if own is None else int(np.isin(prompts.rows, own[0].rows).sum())
+
+
+def _heldout(run: Path) -> PromptSet:
+    own = _own(run)
+    if own is None:
+        raise DataError(
+            f"run {run} had other prompts than its recipe's data.source gives now: they came from tilth.train, or files "
+            "have changed; name the data: tilth eval MODEL DATA"
+        )
+    return own[1]
+
+
+def _own(run: Path) -> tuple[PromptSet, PromptSet] | None:
+    """What a run trained on and what it held out, by its recipe; None if that is not what it really had."""
+    data = load_recipe(str(run / "recipe.toml")).data
+    train, held = load_source(data).split(data.holdout)
+    plan = read_state(run).get("plan") or {}
+    real = plan.get("train_prompts"), plan.get("heldout_prompts")
+    return (train, held) if real == (len(train), len(held)) else None
 
 
 def _data(wish: Wish, settings: Mapping[str, Any]) -> Data:
