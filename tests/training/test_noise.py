@@ -151,12 +151,16 @@ def test_a_single_micro_batch_is_split_in_two():
     assert found.loss == pytest.approx(whole.loss, rel=1e-6)
 
 
-def test_one_tree_or_one_sequence_cannot_be_split_and_says_nothing():
+def test_one_tree_is_split_too():
+    tokens, mask = samples(group([1, 2, 3, 4, 5, 6], [[7] * 6, [8] * 6, [9] * 6, [7, 8, 9] * 2]))
+    found = engine(micro_tokens=10_000).update(tokens, mask, {}, negative_log_likelihood(float(mask.sum())))
+    assert float(found.metrics["noise/trace"]) > 0 and found.computed == 36  # the prompt twice
+
+
+def test_one_sequence_cannot_be_split_and_says_nothing():
     e = engine(micro_tokens=10_000)
-    assert "noise/trace" not in learn(e, lengths=(8,)).metrics
-    tokens, mask = samples(group([1, 2, 3, 4, 5, 6], [[7], [8], [9], [7]]))
-    tree = e.update(tokens, mask, {}, negative_log_likelihood(float(mask.sum())))
-    assert not tree.skipped and "noise/trace" not in tree.metrics
+    found = learn(e, lengths=(8,))
+    assert not found.skipped and "noise/trace" not in found.metrics
     assert "noise/trace" in learn(e).metrics
 
 

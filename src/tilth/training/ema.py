@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights: smoother than the last step's (Polyak averaging; arXiv 1403.6980)."""
+"""An exponential moving average of the weights: smoother than the last step's (as in arXiv 1703.01780)."""
 
 from collections.abc import Mapping
 
