@@ -144,8 +144,8 @@ def _heldout(run: Path) -> PromptSet:
     own = _own(run)
     if own is None:
         raise DataError(
-            f"run {run} had other prompts than its recipe's data.source gives now: they came from tilth.train, or files "
-            "have changed; name the data: tilth eval MODEL DATA"
+            f"run {run} had other prompts than its recipe's data.source gives now: they came from tilth.train, or "
+            "files have changed; name the data: tilth eval MODEL DATA"
         )
     return own[1]
 
