@@ -212,3 +212,29 @@ def test_help_names_the_options():
     text = CliRunner().invoke(app, ["reward", "try", "--help"]).stdout
     assert all(option in text for option in ("--columns", "--n", "--completion", "--timeout", "--json", "--digits"))
     assert "try" in CliRunner().invoke(app, ["reward"]).output
+
+
+# ---- Countdown, from its task to a run ----
+
+
+@pytest.mark.slow  # a task is made whole before it is used
+def test_countdown_judges_its_own_task(folder):
+    one = found("countdown:0.1", "countdown", "--digits", 1, "--n", 12)
+    assert one["verdict"] == "works" and all(t["completions"]["right"]["value"] == 1 for t in one["tried"])
+    assert all(t["completions"]["other"]["value"] in (0, 0.1) for t in one["tried"])
+
+
+def test_the_recipe_of_countdown_runs(folder):
+    records = [
+        {"prompt": f"{a},{b},2={a * b - 2}:", "answer": f"{a}*{b}-2"} for a in range(3, 20) for b in range(3, 20)
+    ]
+    (folder / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    small = ["model.hidden=32", "model.layers=1", "model.heads=2", "data.source=d.jsonl", "data.holdout=0.1"]
+    short = ["supervised.steps=2", "supervised.batch=8", "rollout.prompts=4", "rollout.group=2", "algorithm.steps=2"]
+    result = CliRunner().invoke(
+        app, ["run", "countdown-grpo", *small, *short, "run.eval_prompts=8", "train.threads=1", "train.precision=fp32"]
+    )
+    assert result.exit_code == 0, result.output
+    metrics = [json.loads(line) for line in (folder / "runs/countdown-grpo-001/metrics.jsonl").read_text().splitlines()]
+    assert [m["phase"] for m in metrics] == ["warmup"] * 2 + ["grpo"] * 2
+    assert all(0 <= m["reward/part/correct"] <= m["reward/part/format"] <= 1 for m in metrics[2:])
