@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from tests.data.test_examples import pair_tokenizer
 from tilth.core.errors import DataError, StorageError
@@ -83,6 +86,64 @@ def test_batches_do_not_change_what_is_written(tmp_path, monkeypatch):
 def test_begin_tokens_are_those_of_the_tokenizer(tmp_path):
     tokenizer = pair_tokenizer(tmp_path)
     assert whole(Corpus.build(["1=3", "4"], tokenizer, 9, tmp_path)) == [0, 2, 5, 1, 0, 6, 1]
+
+
+# ---- long texts ----
+
+
+def spied(tokenizer, monkeypatch):
+    """Lengths of what the tokenizer is given at once."""
+    lengths, encode = [], Tokenizer.encode_all
+
+    def encode_all(self, texts, special=True):
+        lengths.append(sum(map(len, texts)))
+        return encode(self, texts, special)
+
+    monkeypatch.setattr(Tokenizer, "encode_all", encode_all)
+    return lengths
+
+
+LONG = ("one two  three\n\nfour 567 five,\n  six\tsééven " * 5 + "\n") * 12
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(documents, "_CHARACTERS", 400)
+    monkeypatch.setattr(documents, "_PART", 100)
+    monkeypatch.setattr(documents, "_BESIDE", 32)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text("ab 1\n\t,'é", min_size=120, max_size=600))
+def test_a_long_text_in_parts_has_the_tokens_of_the_whole(tmp_path, small_parts, text):
+    tokenizer = Tokenizer.train([LONG], 400)
+    assert whole(Corpus.build([text, "ab"], tokenizer, 50, tmp_path)) == expected([text, "ab"], tokenizer)
+
+
+def test_a_long_text_is_never_tokenised_at_once(tmp_path, small_parts, monkeypatch):
+    tokenizer = Tokenizer.train([LONG], 400)
+    right = expected(["one", LONG, "two"], tokenizer)
+    lengths = spied(tokenizer, monkeypatch)
+    assert whole(Corpus.build(["one", LONG, "two"], tokenizer, 50, tmp_path)) == right
+    assert len(LONG) > 2000 and max(lengths) <= 400
+
+
+@pytest.mark.parametrize("template", ["<s> $A", "$A </s>", "<s> $A </s>"])
+def test_what_is_put_around_a_long_text_is_put_once(tmp_path, small_parts, monkeypatch, template):
+    monkeypatch.setattr(documents, "_BORDER", re.compile("(?<=4)(?=1)"))  # this tokenizer knows no spaces
+    tokenizer = pair_tokenizer(tmp_path, template)
+    text = "1=34" * 300
+    assert whole(Corpus.build([text], tokenizer, 50, tmp_path)) == expected([text], tokenizer)
+
+
+def test_a_tokenizer_that_cannot_be_cut_gets_the_whole(tmp_path, small_parts, monkeypatch):
+    core = tokenizers.Tokenizer.from_str(Tokenizer.train([LONG], 400)._core.to_str())
+    core.normalizer = normalizers.Prepend("_")  # before every text, thus before every part
+    core.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    right = expected([LONG], tokenizer)
+    lengths = spied(tokenizer, monkeypatch)
+    assert whole(Corpus.build([LONG], tokenizer, 50, tmp_path)) == right and max(lengths) == len(LONG)
 
 
 # ---- the cache ----

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,15 @@ from tilth.data.tokenizer import Tokenizer
 
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32()))])
 _FORMAT = "tilth pieces 1"
-_CHARACTERS = 1 << 22
-"""Text tokenised at once, by all threads of ``tokenizers``: what bounds the memory of building, but for one text."""
+_CHARACTERS = 1 << 20
+"""Text tokenised at once, by all threads of ``tokenizers``: what bounds the memory of building (200 bytes for each)."""
 _DOCUMENTS = 4096
+_PART = 1 << 17
+_BORDER = re.compile(r"(?<=\n)(?=\S)|(?<=\S)(?= \S)")
+"""Where a long text is cut, if its tokenizer allows it: where a line or a word begins."""
+_TRIES = 16
+_BESIDE = 256
+"""Characters on each side of a border by which it is tried."""
 _READ = 1 << 18
 
 
@@ -146,10 +154,42 @@ def _commit(file: Path, to: Path) -> None:
     os.replace(file, to)
 
 
-def _documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
-    """Ids of each document with its end token, some documents at a time."""
+def _documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[np.ndarray]]:
+    """Ids int32 of each document with its end token, some documents at a time."""
     for some in _batches(text for text in texts if text):
-        yield [[*ids, tokenizer.eos_id] for ids in tokenizer.encode_all(some)]
+        rows = [_long(some[0], tokenizer)] if len(some[0]) > _CHARACTERS else tokenizer.encode_all(some)
+        yield [np.append(np.array(ids, np.int32), np.int32(tokenizer.eos_id)) for ids in rows]
+
+
+def _long(text: str, tokenizer: Tokenizer) -> np.ndarray | list[int]:
+    """Ids of a text that is tokenised part by part; as a whole where it cannot be."""
+    parts = [text[a:b] for a, b in pairwise([*_cuts(text, tokenizer), len(text)])]
+    first, bare = tokenizer.encode(parts[0]), tokenizer.encode(parts[0], special=False)
+    if first[len(first) - len(bare) :] != bare:  # something is put behind a text too
+        return tokenizer.encode(text)
+    rest = [
+        np.array(ids, np.int32) for some in _batches(parts[1:]) for ids in tokenizer.encode_all(some, special=False)
+    ]
+    return np.concatenate([np.array(first, np.int32), *rest])
+
+
+def _cuts(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Where the parts of a text begin, whose tokens are those of the text."""
+    cuts = [0]
+    while cuts[-1] + _PART < len(text):
+        borders = (found.start() for found in islice(_BORDER.finditer(text, cuts[-1] + _PART), _TRIES))
+        at = next((at for at in borders if _apart(text, at, tokenizer)), None)
+        if at is None:
+            break
+        cuts.append(at)
+    return cuts
+
+
+def _apart(text: str, at: int, tokenizer: Tokenizer) -> bool:
+    """Whether both sides of a border have the same tokens with and without the other one."""
+    left, right = text[max(at - _BESIDE, 0) : at], text[at : at + _BESIDE]
+    both, one, other = tokenizer.encode_all([left + right, left, right], special=False)
+    return both == one + other
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -165,9 +205,9 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield some
 
 
-def _pieces(documents: Sequence[Sequence[int]], context: int) -> pa.RecordBatch:
+def _pieces(documents: Sequence[np.ndarray], context: int) -> pa.RecordBatch:
     lengths = [length for ids in documents for length in _lengths(len(ids), context)]
-    values = np.concatenate([np.asarray(ids, np.int32) for ids in documents])
+    values = np.concatenate(documents)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return pa.record_batch([pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))], schema=_SCHEMA)
 

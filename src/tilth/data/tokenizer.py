@@ -18,6 +18,8 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """Qwen2's division of a text into words, between which nothing merges: each digit is one."""
+_PART = 1 << 20
+"""Characters that a tokenizer is trained on at once: ``tokenizers`` takes some 200 bytes for each."""
 
 CHAT_TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 _KEPT = ("tokenizer_config.json", "special_tokens_map.json", GENERATION, CHAT_TEMPLATE)
@@ -203,11 +205,11 @@ def check_vocabulary(tokenizer: Tokenizer, size: int, own: Tokenizer | None = No
 
 
 def _not_empty(texts: Iterable[str]) -> Iterator[str]:
-    """The texts as they come; ``DataError`` at the end if there was nothing in them."""
+    """The texts as they come, long ones in parts; ``DataError`` at the end if there was nothing in them."""
     found = False
     for text in texts:
         found = found or bool(text.strip())
-        yield text
+        yield from (text[at : at + _PART] for at in range(0, len(text), _PART))
     if not found:
         raise DataError("there is no text to train a tokenizer on")
 
