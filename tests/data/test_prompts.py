@@ -1,5 +1,9 @@
 """Splits depend on texts alone; what a step draws depends on (seed, stream, step) alone."""
 
+import json
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,7 +12,7 @@ from hypothesis import strategies as st
 from tilth.config.schema import Data
 from tilth.core.errors import DataError
 from tilth.core.random import stream
-from tilth.data.prompts import PromptSet, load_source
+from tilth.data.prompts import PromptSet, load_source, load_texts
 
 
 @pytest.fixture(scope="module")
@@ -162,3 +166,166 @@ def test_neither_task_nor_file(source, hint):
     with pytest.raises(DataError) as caught:
         load_source(Data(source=source))
     assert str(caught.value).startswith(f"data.source = {source!r} is neither a task nor a file; {hint}")
+
+
+# -- a held-out source -----------------------------------------------------------------------------------------------
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture
+def two(tmp_path):
+    train = write(tmp_path / "train.jsonl", [{"q": f"t{i}", "answer": str(i)} for i in range(20)])
+    test = write(tmp_path / "test.jsonl", [{"q": "t3", "answer": "3"}, {"q": "new", "answer": "é"}, {"q": "t7"}])
+    return Data(source=train, heldout=test, columns={"prompt": "q"})
+
+
+def test_the_second_source_is_held_out_and_nothing_else(two):
+    prompts = load_source(two)
+    train, held = prompts.split(0.5)
+    assert len(prompts) == 23 and [p.text for p in held] == ["t3", "new", "t7"] and held.rows.tolist() == [20, 21, 22]
+    assert [p.text for p in train] == [f"t{i}" for i in range(20) if i not in (3, 7)]
+    assert prompts.copies == train.copies == 2
+    assert all(prompts[i].index == i for i in range(23)) and prompts[21].answer == "é"
+    assert "é" in prompts.alphabet() and prompts.source.sizes().tolist() == [len(p.text) for p in prompts]
+
+
+def test_a_split_of_a_split_stays_on_its_side(two):
+    train, held = load_source(two).split(0.0)
+    again, none = train.split(0.5)
+    assert (again.rows == train.rows).all() and len(none) == 0
+    assert (held.subset(2).rows >= 20).all() and train.subset(5).rows.max() < 20
+
+
+def test_copies_are_told_by_text_and_not_by_hash_alone(two, monkeypatch):
+    prompts = load_source(two)
+    for source in (prompts.source.first, prompts.source.second):
+        source.__dict__["hashes"] = np.zeros(len(source), np.uint32)  # every text collides with every other
+    assert prompts.source.copies.nonzero()[0].tolist() == [3, 7]
+
+
+def test_nothing_left_to_train_on(two):
+    same = two.model_copy(update={"heldout": two.source})
+    with pytest.raises(DataError, match=r"data.source is in data.heldout too, which leaves none of 40 prompts"):
+        load_source(same).split(0.1)
+
+
+def test_a_task_may_be_held_out_from_files(tmp_path):
+    train = write(tmp_path / "d.jsonl", [{"prompt": "1+1="}, {"prompt": "11+1="}])
+    left, held = load_source(Data(source=train, heldout="addition", digits=1)).split(0.0)
+    assert len(held) == 100 and [p.text for p in left] == ["11+1="]
+
+
+def test_fingerprints(two, tmp_path):
+    prompts = load_source(two)
+    alone = load_source(two.model_copy(update={"heldout": ""}))
+    turned = load_source(two.model_copy(update={"source": two.heldout, "heldout": two.source}))
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    chat = PromptSet.of([{"messages": turns}])
+    said = PromptSet.of([{"messages": [turns[0]], "answer": "b"}])
+    flat = PromptSet.of([{"prompt": "a", "answer": "b"}])
+    assert len({p.fingerprint() for p in (prompts, alone, turned, chat, said, flat)}) == 6
+    assert load_source(two).fingerprint() == prompts.fingerprint()
+
+
+@pytest.mark.parametrize("key", ["source", "heldout"])
+def test_a_mistyped_source_names_its_key(two, key):
+    wrong = getattr(two, key).replace("jsonl", "josnl")
+    with pytest.raises(DataError) as caught:
+        load_source(two.model_copy(update={key: wrong}))
+    assert str(caught.value) == (
+        f"data.{key} = {wrong!r} is neither a task nor a file; did you mean {getattr(two, key)!r}?"
+    )
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+
+def test_documents_and_a_share_of_them(tmp_path):
+    some = [f"document {i}" for i in range(200)]
+    source = write(tmp_path / "d.jsonl", [{"text": text} for text in [*some, "", some[0]]])
+    train, held = load_texts(Data(source=source, holdout=0.2))
+    assert sorted(train + held) == sorted([*some, some[0]]) and not set(train) & set(held)
+    assert 15 < len(held) < 70 and train == [text for text in [*some, some[0]] if text in set(train)]
+    backwards = write(tmp_path / "e.jsonl", [{"text": text} for text in some[::-1]])
+    assert set(load_texts(Data(source=backwards, holdout=0.2))[1]) == set(held)
+    assert load_texts(Data(source=source, holdout=0.0))[1] == []
+
+
+def test_documents_of_text_files(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n<|endoftext|>\ntwo")
+    (tmp_path / "b.txt").write_text("three")
+    assert load_texts(Data(source=str(tmp_path), holdout=0.0)) == (["one", "two", "three"], [])
+    assert load_texts(Data(source=f"{tmp_path}/a.txt", heldout=f"{tmp_path}/b.txt")) == (["one", "two"], ["three"])
+
+
+def test_held_out_documents_are_not_trained_on(tmp_path):
+    train = write(tmp_path / "a.jsonl", [{"text": t} for t in "abcd"])
+    held = write(tmp_path / "b.jsonl", [{"text": t} for t in "bx"])
+    assert load_texts(Data(source=train, heldout=held)) == (["a", "c", "d"], ["b", "x"])
+    with pytest.raises(DataError, match=r"data.heldout has all of data.source too and leaves none of 4 documents"):
+        load_texts(Data(source=train, heldout=train))
+
+
+def test_documents_of_a_task():
+    train, held = load_texts(Data(digits=1))
+    assert len(train) + len(held) == 100 and "1+2=03" in train + held
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", r"data.source = '.*d.jsonl' has no documents"),
+        ('{"text": ""}\n', r"data.source = '.*d.jsonl' has no documents"),
+        ('{"text": "a"}\n{"body": "b"}\n', r"d.jsonl:2: no column 'text'; there is 'body'; try data.columns.text=body"),
+        ('{"text": "a"}\n', r"data.holdout = 1.0 leaves none of 1 documents to train on"),
+    ],
+)
+def test_mistakes_in_documents(tmp_path, content, message):
+    (tmp_path / "d.jsonl").write_text(content)
+    with pytest.raises(DataError, match=message):
+        load_texts(Data(source=str(tmp_path / "d.jsonl"), holdout=1.0))
+
+
+# -- real files --------------------------------------------------------------------------------------------------------
+
+GSM8K = Path(os.environ.get("TILTH_DATA", Path(__file__).parents[2] / ".." / "shared" / "data")) / "gsm8k"
+real = pytest.mark.skipif(
+    not (GSM8K / "test.jsonl").is_file(), reason=f"no GSM8K files in {GSM8K}; TILTH_DATA names the folder above"
+)
+
+
+@real
+def test_gsm8k():
+    data = Data(
+        source=str(GSM8K / "train.jsonl"), heldout=str(GSM8K / "test.jsonl"), columns={"prompt": "{question}\n"}
+    )
+    prompts = load_source(data)
+    train, held = prompts.split(0.1)
+    assert (len(train), len(held), prompts.copies) == (7473, 1319, 0)
+    first = next(iter(train))
+    assert first.text.startswith("Natalia sold clips") and first.text.endswith("?\n")
+    assert first.answer.endswith("#### 72") and first.info["answer"] == first.answer
+    texts, unseen = load_texts(data)
+    assert texts[0] == first.text + first.answer and (len(texts), len(unseen)) == (7473, 1319)
+
+
+@real
+def test_gsm8k_without_its_columns():
+    with pytest.raises(DataError) as caught:
+        load_source(Data(source=str(GSM8K / "train.jsonl")))
+    assert str(caught.value).endswith(
+        "train.jsonl:1: no column 'prompt'; there is 'question', 'answer'; try data.columns.prompt=question"
+    )
+
+
+@pytest.mark.slow
+def test_a_million_lines(tmp_path):
+    with open(tmp_path / "d.jsonl", "w") as file:
+        file.writelines(json.dumps({"prompt": f"p{i}", "answer": str(i), "level": i % 5}) + "\n" for i in range(10**6))
+    prompts = load_source(Data(source=str(tmp_path / "d.jsonl")))
+    train, held = prompts.split(0.1)
+    assert len(train) + len(held) == 10**6 and prompts[10**6 - 1].text == "p999999"

@@ -4,6 +4,7 @@ import base64
 import difflib
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,16 +17,17 @@ Columns = Mapping[Literal["prompt", "answer", "messages", "text"], str]
 _NEAR = {
     "prompt": ("question", "problem", "instruction", "input", "query"),
     "answer": ("solution", "response", "completion", "output", "target"),
-    "messages": ("conversations", "conversation", "chat", "prompt"),
+    "messages": ("conversations", "conversation", "chat"),
     "text": ("content", "document", "body"),
 }
 """What other datasets call these columns, for hints."""
 
+_PLAIN = frozenset((str, int, float, bool, type(None)))
 _ROLES = ("system", "user", "assistant", "tool")
 _PATTERN = re.compile(r"\{([^{}]+)\}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One task: the text shown to the policy, the right answer if it is known, and what else the source says."""
 
@@ -55,7 +57,7 @@ def to_prompt(record: Any, index: int, where: str, columns: Columns) -> Prompt:
     if turns:
         name = columns.get("messages", "messages")
     value = _value(record, "messages" if turns else "prompt", name, where)
-    info = {k: v for k, v in record.items() if k != name}
+    info = {_shared(k): v for k, v in record.items() if k != name}
     if turns or isinstance(value, (list, dict)):
         return _conversation(value, record, index, where, name, columns, info)
     text = _text(value, where, name)
@@ -80,14 +82,24 @@ def to_text(record: Any, where: str, columns: Columns) -> str:
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: other sequences are lists, bytes are base64, and what else there is, is its text."""
-    if value is None or isinstance(value, (str, int, float, bool)):
+    """As JSON has it: other sequences are lists, bytes are base64, and what else there is, is its text.
+
+    The very object if it is plain already and, of a table, all its values are texts or numbers.
+    """
+    if type(value) in _PLAIN:
         return value
     if isinstance(value, Mapping):
+        if all(type(v) in _PLAIN for v in value.values()):
+            return value
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+
+
+def _shared(name: str) -> str:
+    """One object for a column's name, however many records have it."""
+    return sys.intern(name) if type(name) is str else name
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -109,13 +121,13 @@ def _value(record: Mapping[str, Any], role: str, name: str, where: str) -> Any:
 def _columns(record: Mapping[str, Any], role: str, name: str) -> str:
     """Which columns there are, and the one that was probably meant."""
     names = [str(column) for column in record]
-    near = next((n for n in _NEAR[role] if n in names), None) or next(
-        iter(difflib.get_close_matches(name, names, 1)), "NAME"
-    )
-    listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
     if not names:
         return "there is none"
-    key = "messages" if near in _NEAR["messages"][:3] and role == "prompt" else role
+    typed = [(role, near) for near in difflib.get_close_matches(name, names, 1, 0.75)]
+    roles = ("prompt", "messages") if role == "prompt" else (role,)
+    usual = [(key, near) for key in roles for near in _NEAR[key] if near in names]
+    key, near = next(iter([*typed, *usual]), (role, "NAME"))
+    listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
     return f"there is {listed}; try data.columns.{key}={near}"
 
 

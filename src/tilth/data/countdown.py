@@ -90,28 +90,29 @@ def _digits(numbers: np.ndarray) -> np.ndarray:
 def _puzzles(digits: int, width: int, most: int) -> Puzzles:
     """The first ``most`` distinct ones of an endless random sequence of numbers and expressions.
 
-    The search ends early when three times as many as were drawn before add less than a hundredth: then there are few
+    The search ends early when four times as many as were drawn before add less than a twentieth: then there are few
     more, as for one digit.
     """
-    found, pieces = _draw(digits, width, 0), 1
+    found, pieces = _distinct(_draw(digits, width, 0)), 1
     while (before := len(found.target)) < most:
-        more = min(1 + pieces * (most - before) // before, 3 * pieces)
-        drawn = [found, *(_draw(digits, width, pieces + i) for i in range(more))]
-        found, pieces = _distinct(Puzzles(*map(np.concatenate, zip(*drawn)))), pieces + more
-        if more == 3 * (pieces - more) and len(found.target) < 1.01 * before:
+        needed, exhaustive = 1 + pieces * (most - before) // before, 4 * pieces
+        drawn = [_draw(digits, width, pieces + i) for i in range(min(needed, exhaustive))]
+        found = _distinct(Puzzles(*map(np.concatenate, zip(found, *drawn))))
+        if needed > exhaustive and len(found.target) < 1.05 * before:
             break
+        pieces += len(drawn)
     return found.take(np.arange(min(most, len(found.target))))
 
 
 def _draw(digits: int, width: int, piece: int) -> Puzzles:
-    """The distinct valid ones of a piece."""
+    """The valid ones of a piece of the sequence."""
     drawn = stream(0, "countdown", digits, width).bits(piece * _PIECE * (width + 1), _PIECE * (width + 1))
     words = drawn.numpy().reshape(_PIECE, width + 1)
     numbers = 1 + (words[:, :width] * (10**digits - 1) >> 32)
     form = words[:, width] * _forms(width) >> 32
     target = _evaluate(numbers, form, 10 ** (digits + 1))
     good = (target > 0) & (target < 10**digits) & (numbers != target[:, None]).all(1)
-    return _distinct(Puzzles(numbers, target, form).take(np.flatnonzero(good)))
+    return Puzzles(numbers, target, form).take(np.flatnonzero(good))
 
 
 def _distinct(puzzles: Puzzles) -> Puzzles:

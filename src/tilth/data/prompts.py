@@ -98,15 +98,15 @@ def load_source(data: Data) -> PromptSet:
 def load_texts(data: Data) -> tuple[list[str], list[str]]:
     """(training, held out) documents for pre-training: the column text, or prompt and answer as they stand.
 
-    Held out is ``data.heldout``, less nothing, and then training has none of its documents; or else the share
-    ``data.holdout`` of all hashes, as in ``PromptSet.split``. Empty documents are skipped. Raises ``DataError``.
+    Held out is ``data.heldout``, and then none of its documents is trained on; or else the share ``data.holdout`` of
+    all hashes, as in ``PromptSet.split``. Empty documents are skipped. Raises ``DataError``.
     """
     texts = _texts("source", data.source, data)
     if data.heldout:
         held = _texts("heldout", data.heldout, data)
         unseen = set(held)
         train = [text for text in texts if text not in unseen]
-        blame = "data.heldout holds all of data.source too and"
+        blame = "data.heldout has all of data.source too and"
     else:
         sides = text_hashes(text.encode() for text in texts) < np.uint64(round(data.holdout * 2**32))
         train, held = ([text for text, side in zip(texts, sides) if side == want] for want in (False, True))

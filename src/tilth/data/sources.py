@@ -15,6 +15,9 @@ from tilth.core.errors import DataError
 from tilth.data.columns import Columns, Prompt, plain, to_prompt
 from tilth.data.formats import read_records
 
+_TOGETHER = 1024
+"""Texts joined to be looked at at once."""
+
 
 class Source(Protocol):
     """Prompts by index, and what is needed to split them without making each."""
@@ -137,7 +140,10 @@ class Records:
 
     def alphabet(self) -> str:
         """Of all prompts and answers."""
-        return "".join(sorted(set().union(*(set(p.text + (p.answer or "")) for p in self._prompts))))
+        found: set[str] = set()
+        for start in range(0, len(self), _TOGETHER):
+            found.update("".join(p.text + (p.answer or "") for p in self._prompts[start : start + _TOGETHER]))
+        return "".join(sorted(found))
 
     def fingerprint(self) -> str:
         """Hash of everything that every prompt says."""
@@ -152,7 +158,9 @@ def read_source(source: str, columns: Columns | None = None) -> Records:
     """The prompts of files, see ``formats.read_records`` and ``columns.to_prompt``. Raises ``DataError``."""
     prompts: list[Prompt] = []
     for where, record in read_records(source):
-        prompts.append(to_prompt(plain(record), len(prompts), where, columns or {}))
+        prompt = to_prompt(record, len(prompts), where, columns or {})
+        info = plain(prompt.info)
+        prompts.append(prompt if info is prompt.info else replace(prompt, info=info))
     if not prompts:
         raise DataError(f"dataset {source!r} is empty")
     return Records(prompts)

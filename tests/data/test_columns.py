@@ -1,0 +1,223 @@
+"""Columns, paths and patterns; conversations; each mistake with its place and what would be right."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilth.core.errors import DataError
+from tilth.data.columns import Prompt, messages, plain, to_prompt, to_text
+
+USER = {"role": "user", "content": "2+2?"}
+TOLD = {"role": "assistant", "content": "4"}
+SYSTEM = {"role": "system", "content": "Be short."}
+
+
+def of(record, **columns):
+    return to_prompt(record, 7, "d.jsonl:8", columns)
+
+
+def fails(record, **columns):
+    with pytest.raises(DataError) as caught:
+        of(record, **columns)
+    message = str(caught.value)
+    assert message.startswith("d.jsonl:8") and "\n" not in message
+    return message
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+def test_columns_of_the_very_name_need_no_word():
+    assert of({"prompt": "p", "answer": "a", "n": 1}) == Prompt(7, "p", "a", {"answer": "a", "n": 1})
+    assert of({"prompt": "p"}) == Prompt(7, "p", None, {})
+
+
+def test_columns_by_name():
+    record = {"question": "q", "solution": "s", "n": 1}
+    assert of(record, prompt="question", answer="solution") == Prompt(
+        7, "q", "s", {"solution": "s", "n": 1, "answer": "s"}
+    )
+    assert of(record, prompt="question").answer is None
+    assert of({**record, "answer": "other"}, prompt="question", answer="solution").info["answer"] == "s"
+
+
+def test_a_named_prompt_goes_before_messages():
+    record = {"prompt": "p", "question": "q", "messages": [USER]}
+    assert (of(record).text, of(record, prompt="question").text) == ("p", "q")
+    assert of(record, messages="messages").text == "2+2?"
+
+
+def test_a_pattern_of_columns():
+    record = {"question": "q", "n": 2, "xs": [1, "é"], "b": b"ok", "answer": 7}
+    prompt = of(record, prompt="Q: {question} ({n}, {xs}, {b})\nA:", answer="{answer}")
+    assert prompt.text == 'Q: q (2, [1, "é"], ok)\nA:' and prompt.answer == "7"
+    assert prompt.info == {**record, "answer": "7"}
+    assert fails({"question": None}, prompt="{question}\n") == "d.jsonl:8: question is null, but a pattern needs it"
+    assert "no column 'qestion'; there is 'question'; try data.columns.prompt=question" in fails(
+        {"question": "q"}, prompt="{qestion}\n"
+    )
+
+
+def test_a_path_into_an_object():
+    record = {"prompt": "p", "reward_model": {"style": "rule", "ground_truth": "42"}, "a.b": "dotted"}
+    assert of(record, answer="reward_model.ground_truth").answer == "42"
+    assert of(record, answer="a.b").answer == "dotted"  # a column of that very name goes first
+    assert "in reward_model: no column 'truth'; there is 'style', 'ground_truth'" in fails(
+        record, answer="reward_model.truth"
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "columns", "message"),
+    [
+        ([1], {}, ": a list, not an object with a prompt"),
+        ({}, {}, ": no column 'prompt'; there is none"),
+        ({"question": 1, "x": 2}, {}, "there is 'question', 'x'; try data.columns.prompt=question"),
+        ({"promt": 1}, {}, "try data.columns.prompt=promt"),
+        ({"conversations": []}, {}, "try data.columns.messages=conversations"),
+        ({"zzz": 1}, {}, "try data.columns.prompt=NAME"),
+        (
+            {"prompt": "p", "answr": 1},
+            {"answer": "anser"},
+            "no column 'anser'; there is 'prompt', 'answr'; try data.col",
+        ),
+        ({"prompt": 3}, {}, ': prompt is 3, not a text; "{prompt}" makes it one'),
+        ({"prompt": ""}, {}, ": prompt is '', not a text of at least one character"),
+        ({"prompt": None}, {}, ": prompt is None, not a text"),
+        ({"prompt": "p", "answer": 7}, {}, ': answer is 7, not a text; "{answer}" makes it one'),
+        ({"prompt": "p", "answer": ["a"]}, {}, ": answer is ['a'], not a text"),
+        ({"prompt": "\ud800"}, {}, ": prompt is no valid Unicode text (a lone surrogate)"),
+        ({"prompt": "p", "answer": "\udfff"}, {}, ": answer is no valid Unicode text (a lone surrogate)"),
+        ({"prompt": "p", "x": "\udfff"}, {"prompt": "{x}"}, ": x is no valid Unicode text (a lone surrogate)"),
+        ({"prompt": b"\xff"}, {}, ": prompt is bytes that are not UTF-8"),
+    ],
+)
+def test_mistakes(record, columns, message):
+    assert message in fails(record, **columns)
+
+
+def test_bytes_are_text_where_text_is_meant():
+    assert of({"prompt": "é".encode(), "answer": b"a"}).text == "é"
+
+
+def test_many_columns_and_long_values_are_cut():
+    assert len(fails({f"column{i}": 1 for i in range(1000)})) < 400
+    assert len(fails({"prompt": ["x" * 10_000]})) < 250
+
+
+# -- conversations -----------------------------------------------------------------------------------------------------
+
+
+def test_the_last_turn_of_the_assistant_is_the_answer():
+    record = {"messages": [SYSTEM, USER, TOLD], "n": 1}
+    assert of(record) == Prompt(7, "Be short.\n\n2+2?", "4", {"n": 1, "answer": "4"}, (SYSTEM, USER, TOLD))
+    turns = [USER, TOLD, {"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "6"}]
+    assert (of({"messages": turns}).text, of({"messages": turns}).answer) == ("2+2?\n\n4\n\n3+3?", "6")
+
+
+def test_without_such_a_turn_the_answer_is_the_column():
+    assert of({"messages": [USER], "answer": "4"}) == Prompt(7, "2+2?", "4", {"answer": "4"}, (USER,))
+    assert of({"messages": [USER]}) == Prompt(7, "2+2?", None, {}, (USER,))
+
+
+def test_a_column_beside_the_turn_is_what_the_reward_is_given():
+    prompt = of({"messages": [USER, {"role": "assistant", "content": "It is 4."}], "answer": "4"})
+    assert (prompt.answer, prompt.info) == ("It is 4.", {"answer": "4"})
+
+
+def test_a_prompt_of_turns_as_other_trainers_have_it():
+    assert of({"prompt": [USER], "reward_model": {"ground_truth": "4"}}, answer="reward_model.ground_truth") == Prompt(
+        7, "2+2?", "4", {"reward_model": {"ground_truth": "4"}, "answer": "4"}, (USER,)
+    )
+
+
+def test_a_table_of_turns():
+    assert messages({"role": ["user", "assistant"], "content": ["2+2?", "4"]}, "x") == (USER, TOLD)
+
+
+def test_what_else_a_turn_has_is_left_out():
+    assert messages([{**USER, "name": None, "weight": 1, "tool_calls": None}], "x") == (USER,)
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ("text", ": messages is 'text', not a list of {role, content}"),
+        ([], ": messages is [], not a list of {role, content}"),
+        (None, ": messages is None, not a list"),
+        (["text"], ": messages[0] is 'text', not an object with role and content"),
+        ([{"role": "user"}], ": messages[0] is {'role': 'user'}, not an object with role and content"),
+        ([{"from": "human", "value": "x"}], "not an object with role and content"),
+        (
+            [USER, {"role": "bot", "content": "x"}],
+            ": messages[1]: role is 'bot', not one of system, user, assistant, tool",
+        ),
+        ([{"role": None, "content": "x"}], ": messages[0]: role is None, not one of"),
+        ([{"role": ["user"], "content": "x"}], ": messages[0]: role is ['user'], not one of"),
+        ([{"role": "user", "content": None}], ": messages[0]: content is None, not a text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "content is [{'type': 'image'}], not a text"),
+        ([{"role": "user", "content": "\ud800"}], "content is no valid Unicode text"),
+        ([{**USER, "tool_calls": [{}]}], ": messages[0] has tool_calls, which are not supported"),
+        ([TOLD, USER], ": messages begins with the assistant's turn, not with system or user"),
+        ([SYSTEM], ": messages has no turn of the user"),
+        ([USER, SYSTEM], ": messages ends with the system's turn"),
+        ([{"role": "user", "content": ""}, TOLD], ": messages has no text before the assistant's turn"),
+    ],
+)
+def test_mistakes_in_messages(turns, message):
+    assert message in fails({"messages": turns})
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+
+def test_documents():
+    assert to_text({"text": "t", "prompt": "p"}, "x", {}) == "t"
+    assert to_text({"content": "c"}, "x", {"text": "content"}) == "c"
+    assert to_text({"q": "a", "r": "b"}, "x", {"text": "{q}\n{r}"}) == "a\nb"
+    assert to_text({"prompt": "2+2=", "answer": "4"}, "x", {}) == "2+2=4"
+    assert to_text({"prompt": "2+2="}, "x", {}) == "2+2="
+    assert to_text({"question": "q", "answer": "4"}, "x", {"prompt": "{question}\n"}) == "q\n4"
+    assert to_text({"messages": [SYSTEM, USER, TOLD]}, "x", {}) == "Be short.\n\n2+2?4"
+    assert to_text({"text": ""}, "x", {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("record", "columns", "message"),
+    [
+        ({"content": "c"}, {}, "x: no column 'text'; there is 'content'; try data.columns.text=content"),
+        ({"text": 3}, {}, 'x: text is 3, not a text; "{text}" makes it one'),
+        ({"text": "\ud800"}, {}, "x: text is no valid Unicode text"),
+        (["text"], {}, "x: a list, not an object with a text"),
+        ({"prompt": "p"}, {"text": "body"}, "x: no column 'body'"),
+    ],
+)
+def test_mistakes_in_documents(record, columns, message):
+    with pytest.raises(DataError) as caught:
+        to_text(record, "x", columns)
+    assert message in str(caught.value)
+
+
+# -- plain -------------------------------------------------------------------------------------------------------------
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(values)
+def test_what_is_json_already_stays_as_it_is(value):
+    assert plain(value) == value
+
+
+@given(st.dictionaries(st.text(), values | st.binary() | st.dates() | st.decimals() | st.tuples(st.integers())))
+def test_everything_becomes_json(value):
+    assert json.loads(json.dumps(plain(value))) == plain(value)
+
+
+def test_a_flat_record_is_not_copied():
+    record = {"a": 1, "b": "x", "c": None}
+    assert plain(record) is record

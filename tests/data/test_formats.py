@@ -1,0 +1,405 @@
+"""The same records come out of every format; what cannot be read says which file, where and why, in one line."""
+
+import base64
+import bz2
+import datetime
+import gzip
+import json
+import lzma
+
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tilth.core.errors import DataError
+from tilth.data.columns import plain
+from tilth.data.formats import END_OF_TEXT, FORMATS, find_files, is_source, read_records
+
+RECORDS = [
+    {"prompt": "2+2=", "answer": "4", "n": 1, "of": [1, 2], "more": {"a": "x"}},
+    {"prompt": "wer\u2028 da?\r\n\x85", "answer": "ich\n", "n": 2, "of": [], "more": {"a": None}},
+    {"prompt": "日本", "answer": None, "n": -3, "of": None, "more": None},
+]
+
+
+def write_lines(path, records, opened=open):
+    with opened(path, "wb") as file:
+        for record in records:
+            file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+
+
+def write_stream(path, records, rows=1000):
+    table = pa.Table.from_pylist(records)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, rows)
+
+
+def write_file(path, records):
+    table = pa.Table.from_pylist(records)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, 2)
+
+
+def write_dataset(folder, records, shards=1):
+    """The layout of ``datasets.Dataset.save_to_disk``, as release 4 writes it: shards are Arrow streams."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05d}-of-{shards:05d}.arrow" for i in range(shards)]
+    size = -(-len(records) // shards)
+    for i, name in enumerate(names):
+        write_stream(folder / name, records[i * size : (i + 1) * size])
+    state = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": "0123456789abcdef",
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    (folder / "state.json").write_text(json.dumps(state, indent=2))
+    features = {"prompt": {"dtype": "string", "_type": "Value"}}
+    (folder / "dataset_info.json").write_text(json.dumps({"features": features, "citation": ""}))
+
+
+def compressed(suffix):
+    openers = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    return openers.get(suffix, lambda path, mode: pa.CompressedOutputStream(str(path), "zstd"))
+
+
+def read(source):
+    return [record for _, record in read_records(str(source))]
+
+
+def places(source):
+    return [place for place, _ in read_records(str(source))]
+
+
+def fails(source):
+    with pytest.raises(DataError) as caught:
+        list(read_records(str(source)))
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 500
+    return message
+
+
+WRITERS = {
+    "d.jsonl": write_lines,
+    "d.ndjson": write_lines,
+    "d.JSONL": write_lines,
+    "lines.json": write_lines,
+    "list.json": lambda path, records: path.write_text("\n " + json.dumps(records, indent=1)),
+    "d.parquet": lambda path, records: pq.write_table(pa.Table.from_pylist(records), path, row_group_size=2),
+    "d.arrow": write_file,
+    "stream.arrow": lambda path, records: write_stream(path, records, 2),
+    "d.feather": lambda path, records: pyarrow.feather.write_feather(pa.Table.from_pylist(records), path),
+    "saved": write_dataset,
+    "shards": lambda path, records: write_dataset(path, records, 3),
+    **{f"d.jsonl{s}": lambda p, r, s=s: write_lines(p, r, compressed(s)) for s in (".gz", ".bz2", ".xz", ".zst")},
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_same_records_of_every_format(tmp_path, name):
+    path = tmp_path / name
+    WRITERS[name](path, RECORDS)
+    assert is_source(str(path)) and read(path) == RECORDS
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet", "stream.arrow", "d.jsonl.zst"])
+def test_more_rows_than_a_batch(tmp_path, name):
+    records = [{"prompt": f"p{i}", "n": i} for i in range(5000)]
+    WRITERS[name](tmp_path / name, records)
+    assert read(tmp_path / name) == records
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.fixed_dictionaries({"prompt": texts, "x": st.integers(-(2**63), 2**63 - 1)}), min_size=1, max_size=9)
+)
+def test_any_text_survives(tmp_path, records):
+    for name in ("d.jsonl", "d.parquet", "stream.arrow", "list.json"):
+        WRITERS[name](tmp_path / name, records)
+        assert read(tmp_path / name) == records
+
+
+def test_places(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text('\ufeff{"prompt": "a"}\n\n  \n{"prompt": "b"}')
+    assert list(read_records(str(path))) == [(f"{path}:1", {"prompt": "a"}), (f"{path}:4", {"prompt": "b"})]
+    for name, said in (("d.parquet", "row 3"), ("stream.arrow", "row 3"), ("list.json", "item 3")):
+        WRITERS[name](tmp_path / name, RECORDS)
+        assert places(tmp_path / name)[2] == f"{tmp_path / name} {said}"
+
+
+def test_lines_are_read_as_they_are_asked_for(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\nrubbish\n')
+    stream = read_records(str(path))
+    assert next(stream)[1] == {"prompt": "a"} and next(stream)[1] == {"prompt": "b"}
+    with pytest.raises(DataError, match=r"d\.jsonl:3: not JSON: Expecting value at column 1"):
+        next(stream)
+
+
+def test_several_compressed_parts_in_one_file(tmp_path):
+    """As ``cat a.gz b.gz > c.gz`` makes."""
+    for suffix in (".gz", ".bz2", ".xz", ".zst"):
+        for name, record in (("a", RECORDS[0]), ("b", RECORDS[1])):
+            write_lines(tmp_path / name, [record], compressed(suffix))
+        whole = tmp_path / f"c.jsonl{suffix}"
+        whole.write_bytes((tmp_path / "a").read_bytes() + (tmp_path / "b").read_bytes())
+        assert read(whole) == RECORDS[:2], suffix
+
+
+# -- types of tables ---------------------------------------------------------------------------------------------------
+
+
+def test_values_of_tables_are_plain(tmp_path):
+    moment = datetime.datetime(2024, 5, 6, 7, 8, 9)
+    table = pa.table(
+        {
+            "time": pa.array([moment], pa.timestamp("ns")),
+            "day": pa.array([moment.date()]),
+            "bytes": pa.array([b"\xff\x00"]),
+            "decimal": pa.array([1], pa.decimal128(5, 2)),
+            "map": pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int8())),
+            "when": pa.array([{"at": moment}]),
+            "word": pa.array(["w"]).dictionary_encode(),
+            "large": pa.array(["l"], pa.large_string()),
+            "half": pa.array([0.5], pa.float32()),
+        }
+    )
+    pq.write_table(table, tmp_path / "d.parquet")
+    found = plain(read(tmp_path / "d.parquet")[0])
+    assert json.loads(json.dumps(found)) == found
+    assert found["time"].startswith("2024-05-06 07:08:09") and found["day"] == "2024-05-06"
+    assert base64.b64decode(found["bytes"]) == b"\xff\x00" and found["decimal"] == "1.00"
+    assert found["map"] == [["k", 1]] and found["when"] == {"at": "2024-05-06 07:08:09"}
+    assert (found["word"], found["large"], found["half"]) == ("w", "l", 0.5)
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["d.txt", "d.md", "README", "d.txt.gz", "d.txt.zst"])
+def test_text_is_one_document(tmp_path, name):
+    path, text = tmp_path / name, "one\r\n\ntwo <|endoftext|>\n"
+    suffix = path.suffix if path.suffix in (".gz", ".zst") else ""
+    with (compressed(suffix) if suffix else open)(path, "wb") as file:
+        file.write(text.encode())
+    assert list(read_records(str(path))) == [(f"{path}:1", {"text": text})]
+
+
+def test_documents_of_a_text(tmp_path):
+    path = tmp_path / "d.txt"
+    path.write_bytes(b"one\nmore\n<|endoftext|>\r\n<|endoftext|>\n\n<|endoftext|>\ntwo\r\n<|endoftext|>\nthree\n")
+    assert list(read_records(str(path))) == [
+        (f"{path}:1", {"text": "one\nmore"}),
+        (f"{path}:7", {"text": "two"}),
+        (f"{path}:9", {"text": "three\n"}),
+    ]
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.text("ab \n<|", min_size=1).filter(lambda t: t.strip()), min_size=1, max_size=5))
+def test_documents_survive_a_file(tmp_path, documents):
+    path = tmp_path / "d.txt"
+    path.write_text(f"\n{END_OF_TEXT}\n".join(documents))
+    assert [record["text"] for record in read(path)] == documents
+
+
+# -- folders and patterns ----------------------------------------------------------------------------------------------
+
+
+def test_folder_and_pattern_are_read_by_name(tmp_path):
+    for name, record in (("b", 1), ("a", 0), ("c", 2)):
+        write_lines(tmp_path / f"{name}.jsonl", RECORDS[record : record + 1])
+    (tmp_path / "README.md").write_text("about")
+    (tmp_path / ".hidden.json").write_text("no")
+    (tmp_path / "picture.png").write_bytes(b"png")
+    assert read(tmp_path) == RECORDS == read(tmp_path / "*.jsonl")
+    assert read(tmp_path / "[ab].jsonl") == RECORDS[:2]
+    assert [p.name for p in find_files(str(tmp_path))] == ["a.jsonl", "b.jsonl", "c.jsonl"]
+
+
+def test_compressed_and_plain_lines_are_one_format(tmp_path):
+    write_lines(tmp_path / "a.jsonl", RECORDS[:1])
+    write_lines(tmp_path / "b.ndjson.gz", RECORDS[1:], gzip.open)
+    assert read(tmp_path) == RECORDS
+
+
+def test_folder_of_texts(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.md").write_text("two")
+    assert read(tmp_path) == [{"text": "one"}, {"text": "two"}]
+
+
+def test_folder_of_several_formats(tmp_path):
+    for name in ("d.jsonl", "d.parquet"):
+        WRITERS[name](tmp_path / name, RECORDS)
+    assert "several formats (.jsonl, .parquet); name one of them by a pattern, such as" in fails(tmp_path)
+
+
+def test_folder_of_nothing(tmp_path):
+    assert "holds no file of a known format" in fails(tmp_path)
+    (tmp_path / "data" / "more").mkdir(parents=True)
+    write_lines(tmp_path / "data" / "more" / "d.jsonl", RECORDS)
+    message = fails(tmp_path)
+    assert message.endswith(f"there are some deeper: '{tmp_path}/**/*.jsonl'")
+    assert read(tmp_path / "**" / "*.jsonl") == RECORDS  # the hint works
+
+
+def test_a_name_with_the_signs_of_a_pattern(tmp_path):
+    write_lines(tmp_path / "d[1].jsonl", RECORDS)
+    assert read(tmp_path / "d[1].jsonl") == RECORDS
+
+
+# -- directories of Hugging Face ---------------------------------------------------------------------------------------
+
+
+def write_splits(folder, **splits):
+    folder.mkdir()
+    for name, records in splits.items():
+        write_dataset(folder / name, records)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
+
+
+def test_splits(tmp_path):
+    write_splits(tmp_path / "d", train=RECORDS[:2], test=RECORDS[:1])
+    assert read(tmp_path / "d") == RECORDS[:2] == read(f"{tmp_path}/d:train") == read(tmp_path / "d" / "train")
+    assert read(f"{tmp_path}/d:test") == RECORDS[:1] and is_source(f"{tmp_path}/d:test")
+    assert fails(f"{tmp_path}/d:dev").endswith("d' has no split 'dev'; there are 'train', 'test'")
+    write_splits(tmp_path / "e", validation=RECORDS)
+    assert "has no split 'train'; there are 'validation'" in fails(tmp_path / "e")
+
+
+def test_shards_in_the_order_of_the_state_and_no_other_file(tmp_path):
+    write_dataset(tmp_path / "d", RECORDS, 3)
+    write_stream(tmp_path / "d" / "cache-1.arrow", RECORDS)
+    state = json.loads((tmp_path / "d" / "state.json").read_text())
+    state["_data_files"].reverse()
+    (tmp_path / "d" / "state.json").write_text(json.dumps(state))
+    assert read(tmp_path / "d") == RECORDS[::-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"_data_files": None}, "'_data_files' is None, not a list"),
+        ({"_data_files": [3]}, "_data_files holds 3, not an object with a filename"),
+        ({"_data_files": [{"filename": "gone.arrow"}]}, "gone.arrow' is missing, which"),
+        ({"_indices_data_files": [{"filename": "indices.arrow"}]}, "has a table of indices"),
+    ],
+)
+def test_broken_state(tmp_path, change, message):
+    write_dataset(tmp_path / "d", RECORDS)
+    state = json.loads((tmp_path / "d" / "state.json").read_text())
+    (tmp_path / "d" / "state.json").write_text(json.dumps(state | change))
+    assert message in fails(tmp_path / "d")
+
+
+def test_unfinished_directory(tmp_path):
+    write_splits(tmp_path / "d", train=RECORDS)
+    (tmp_path / "d" / "train" / "state.json").unlink()
+    assert "has no state.json" in fails(tmp_path / "d")
+    (tmp_path / "d" / "dataset_dict.json").write_text("{")
+    assert "dataset_dict.json: not JSON" in fails(tmp_path / "d")
+
+
+def test_what_the_library_itself_writes(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="the library datasets is not installed (it is no dependency)")
+    rows = [{**r, "more": {"a": "x"}} for r in RECORDS]
+    made = datasets.Dataset.from_list(rows)
+    made.save_to_disk(str(tmp_path / "one"), num_shards=2)
+    datasets.DatasetDict({"train": made, "test": made.select([0])}).save_to_disk(str(tmp_path / "two"))
+    assert read(tmp_path / "one") == rows == read(tmp_path / "two") == list(made)
+    assert read(f"{tmp_path}/two:test") == rows[:1]
+
+
+# -- what cannot be read -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.jsonl", b'{"a": 1}\n{"a": }\n', "d.jsonl:2: not JSON: Expecting value at column 7"),
+        ("d.jsonl", b"[1]\n", "d.jsonl:1: a list, not an object of columns"),
+        ("d.jsonl", b"null\n", "d.jsonl:1: null, not an object of columns"),
+        ("d.jsonl", b'{"a": 1}\n\xff\xfe\n', "d.jsonl:2: not UTF-8: invalid start byte at byte 0"),
+        ("d.jsonl", b"[" * 100_000, "d.jsonl:1: not JSON that can be read: maximum recursion depth"),
+        ("d.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "d.jsonl:1: not JSON that can be read: Exceeds the limit"),
+        ("d.json", b'[{"a": 1}\n{"a": 2}]', "d.json: not JSON: Expecting ',' delimiter at line 2 column 1"),
+        ("d.json", b'[{"a": 1}, 2]', "d.json item 2: a number, not an object of columns"),
+        ("d.json", b'"text"', "d.json: a text, not a list of objects"),
+        ("d.txt", b"fine\n\xe4\n", "d.txt:2: not UTF-8"),
+        ("d.parquet", b"", "d.parquet': "),
+        ("d.parquet", b"PAR1 and then rubbish", "cannot read '"),
+        ("d.arrow", b"ARROW1 and then rubbish", "cannot read '"),
+        ("d.arrow", b"rubbish" * 9, "cannot read '"),
+        ("d.arrow", b"", "cannot read '"),
+        ("d.feather", b"FEA1 rubbish", "is Feather of version 1"),
+        ("d.jsonl.gz", b"rubbish", "d.jsonl.gz': Not a gzipped file"),
+        ("d.jsonl.bz2", b"rubbish", "d.jsonl.bz2': Invalid data stream"),
+        ("d.jsonl.xz", b"rubbish", "cannot read '"),
+        ("d.jsonl.zst", b"rubbish", "cannot read '"),
+        ("d.csv", b"a,b\n", "d.csv' is of no known format; known are .jsonl"),
+        ("d.pkl", b"\x80", "d.pkl' is of no known format"),
+        ("d.parquet.gz", b"\x1f\x8b", "d.parquet.gz' is of no known format"),
+    ],
+)
+def test_unreadable(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    assert message in fails(tmp_path / name)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_cut_off(tmp_path, suffix):
+    path = tmp_path / f"d.jsonl{suffix}"
+    write_lines(path, [{"prompt": f"{i * i}"} for i in range(5000)], compressed(suffix))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert "d.jsonl" in fails(path)
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "d.arrow", "stream.arrow"])
+def test_cut_off_table(tmp_path, name):
+    WRITERS[name](tmp_path / name, [{"prompt": f"{i * i}"} for i in range(5000)])
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[: len(content) // 2])
+    assert f"cannot read '{tmp_path / name}'" in fails(tmp_path / name)
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(["d.jsonl.gz", "d.jsonl.zst", "d.parquet", "stream.arrow", "d.arrow"]), st.data())
+def test_damage_is_a_data_error_or_other_data_but_no_other_exception(tmp_path, name, data):
+    path = tmp_path / name
+    WRITERS[name](path, RECORDS)
+    content = bytearray(path.read_bytes())
+    for _ in range(3):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    try:
+        read(path)
+    except DataError as error:
+        assert "\n" not in str(error)
+
+
+def test_missing(tmp_path):
+    write_lines(tmp_path / "train.jsonl", RECORDS)
+    assert fails(tmp_path / "trian.jsonl").endswith(f"trian.jsonl'; did you mean '{tmp_path / 'train.jsonl'}'?")
+    assert fails(tmp_path / "no" / "where" / "x.jsonl").endswith("x.jsonl'")
+    assert fails(tmp_path / "*.parquet").startswith("there is no ")
+    assert not is_source(str(tmp_path / "trian.jsonl")) and not is_source(f"{tmp_path}:train")
+
+
+def test_a_directory_where_a_file_is_meant(tmp_path):
+    (tmp_path / "d.jsonl").mkdir()
+    assert "holds no file of a known format" in fails(tmp_path / "d.jsonl")
+
+
+def test_every_format_has_a_writer_here():
+    assert {".text", ".txt", ".md"} | {"." + n.split(".")[1].lower() for n in WRITERS if "." in n} == set(FORMATS)
