@@ -285,6 +285,16 @@ def test_a_file_is_a_template(tmp_path, chats):
     assert mine.prompts(asked(*TALKS)) == models.prompts(asked(*TALKS)) and mine.name.endswith("mine.jinja")
 
 
+def test_an_end_that_the_tokenizer_has_no_token_for_ends_nothing(tmp_path):
+    """As in directories whose generation_config.json was written for a larger vocabulary."""
+    Tokenizer.train(TEXTS, 300).save(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 9999]}')
+    template = make_template("chatml", Tokenizer.load(tmp_path))
+    assert template.stops == (3, 1, 9999)
+    (example,) = template.examples(asked(TALKS[0]))
+    assert example.mask.sum() == len(template.tokenizer.encode("46")) + 1
+
+
 def test_the_end_of_a_turn_comes_before_the_tokenizers_own_end(chats):
     ours, _ = chats["llama3"]
     stops = make_template("model", ours).stops
@@ -416,7 +426,8 @@ def test_an_end_token_that_texts_do_not_hold(tmp_path):
 def test_names_that_mean_nothing(tmp_path):
     characters = Tokenizer.characters("abc")
     assert "the tokenizer brings no chat template" in failure(TemplateError, lambda: make_template("model", characters))
-    assert "has no special token" in failure(TemplateError, lambda: make_template("chatml", characters))
+    said = failure(TemplateError, lambda: make_template("chatml", characters))
+    assert "has no special token; one trained by data.tokenizer = 'bpe:SIZE' has <|im_end|>" in said
     assert "neither model, chatml nor a readable file" in failure(
         TemplateError, lambda: make_template("chatlm", characters)
     )

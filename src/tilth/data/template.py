@@ -13,7 +13,7 @@ import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.data.sources import Prompt
-from tilth.data.tokenizer import Tokenizer
+from tilth.data.tokenizer import TURN_END, Tokenizer
 
 CHATML = """\
 {%- for message in messages %}
@@ -127,7 +127,7 @@ class ChatTemplate:
         self.name = name
         self._render = _renderer(source, tokenizer.special_tokens, name)
         self.stops = tuple(dict.fromkeys([self._turn_end(), *tokenizer.stop_ids]))
-        self._ends = [tokenizer.token(i) for i in self.stops]
+        self._ends = [end for i in self.stops if (end := tokenizer.token(i))]
 
     def prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Ids of each conversation up to where the assistant is to speak."""
@@ -193,8 +193,9 @@ class ChatTemplate:
         special = self.tokenizer.special()
         start = min((at for token in special if (at := tail.find(token)) >= 0), default=-1)
         if start < 0:
+            hint = f"; one trained by data.tokenizer = 'bpe:SIZE' has {TURN_END}" if TURN_END in tail else ""
             raise TemplateError(
-                f"template {self.name} ends a turn by {tail[:20]!r}, in which the tokenizer has no special token"
+                f"template {self.name} ends a turn by {tail[:20]!r}, in which the tokenizer has no special token{hint}"
             )
         ends = [special[token] for token in _leading(tail[start:], sorted(special, key=len, reverse=True))]
         return next((i for i in ends if i in self.tokenizer.stop_ids), ends[0])
