@@ -99,3 +99,14 @@ def test_they_are_declared():
     metrics.take(learn(engine()).metrics)
     taken = metrics.values()
     assert taken["norm/weight/embedding"] > 0 and taken["norm/grad/0"] > 0
+
+
+def test_what_is_off_costs_nothing(monkeypatch):
+    """One pass over the gradients, for the clip; watched, one more over them and one over the weights."""
+    passes = []
+    norm = torch._foreach_norm
+    monkeypatch.setattr(torch, "_foreach_norm", lambda tensors, *a, **k: (passes.append(1), norm(tensors, *a, **k))[1])
+    learn(engine(()))
+    assert len(passes) == 1
+    learn(engine())
+    assert len(passes) == 1 + 3

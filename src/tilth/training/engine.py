@@ -137,19 +137,10 @@ class TrainEngine:
         Raises NonFiniteError under the policy "stop", TokenCountError if a token was used twice or not at all.
         """
         self._forget()
-        total, computed, metrics = 0.0, 0, list[dict[str, Metric]]()
+        values, computed, metrics = list[Tensor](), 0, list[dict[str, Metric]]()
         used = np.zeros(len(mask), np.int8)
-        for i, (index, micro) in enumerate(
-            micros(
-                tokens,
-                mask,
-                columns,
-                self.micro_tokens,
-                self.device,
-                share=self._shares,
-                several=self.noise is not None,
-            )
-        ):
+        how = {"share": self._shares, "several": self.noise is not None}
+        for i, (index, micro) in enumerate(micros(tokens, mask, columns, self.micro_tokens, self.device, **how)):
             with span("forward", micro_batch=i, tokens=micro.computed) as forward:
                 self._score(micro, index, temperature, entropy=entropy)
                 value, parts = loss(micro)
@@ -157,15 +148,12 @@ class TrainEngine:
                 value.backward()
             if self._compiling:
                 self.compile_seconds, self._compiling = forward.seconds + backward.seconds, False
-            total += float(value.detach())
+            values.append(value.detach())  # read at the end: a device need not wait for each micro-batch
             used[index] += 1
             computed += micro.computed
             metrics.append(parts)
-        if (used != 1).any():
-            wrong = int(np.flatnonzero(used != 1)[0])
-            raise TokenCountError(
-                f"token {wrong} of {len(used)} of the batch was used {used[wrong]} times in one update"
-            )
+        _check_used(used)
+        total = sum(torch.stack(values).tolist()) if values else 0.0
         learn = bool(mask.any())
         result = self._step(total, merge_metrics(metrics), (len(mask), computed), len(tokens.lengths), learn=learn)
         self._forget()
@@ -227,3 +215,10 @@ class TrainEngine:
         if self.model.config.dropout:
             dropout = DropoutContext(self.seed, self.updates, torch.from_numpy(index).to(self.device))
         self.scorer(self.model, micro, temperature=temperature, entropy=entropy, parity=self.parity, dropout=dropout)
+
+
+def _check_used(used: np.ndarray) -> None:
+    """Raise TokenCountError unless every token of the batch was used once."""
+    if (used != 1).any():
+        wrong = int(np.flatnonzero(used != 1)[0])
+        raise TokenCountError(f"token {wrong} of {len(used)} of the batch was used {used[wrong]} times in one update")
