@@ -66,6 +66,30 @@ def test_closing_without_measurements():
     assert "from 62.0 % to 97.3 %" in said(accuracy_start=None) == said(accuracy_start=0.62)
 
 
+def test_closing_of_a_run_on_text(tmp_path):
+    (tmp_path / "d.txt").write_text("<|endoftext|>\n".join(f"{i} bottles of beer on the wall\n" for i in range(99)))
+    learned = {"accuracy_start": None, "accuracy_first": None, "accuracy_last": None, "mismatch_max": None}
+    learned |= {"loss_heldout_first": 7.6, "loss_heldout_last": 3.25, "bits_per_byte": 2.5}
+    learned["best"] = {"step": 300, "metric": "loss/heldout", "value": 3.2}
+    recipe = load_recipe("pretrain", [f"data.source={tmp_path / 'd.txt'}", "data.holdout=0.3"])
+    lines = closing(recipe, SUMMARY | learned, Path("runs/a"), Path("runs/a/report.html"))
+    assert lines[:2] == [
+        "In 650 steps and 2:31 min, held-out loss went from 7.600 to 3.250 nats per token (2.500 bits per byte).",
+        "best at step 300: held-out loss 3.2000 nats per token",
+    ]
+    (line,) = [line for line in lines if "tilth generate" in line]
+    assert shlex.split(line)[3].endswith("bottles of beer on")
+    learned |= {"bits_per_byte": None, "best": None}
+    lines = closing(recipe, SUMMARY | learned, Path("runs/a"), Path("runs/a/report.html"))
+    assert lines[0].endswith("to 3.250 nats per token.") and "tokens/s" in lines[1]
+
+
+def test_closing_names_the_best_checkpoint():
+    best = {"step": 400, "metric": "accuracy/heldout", "value": 0.981}
+    assert said(best=best).splitlines()[1] == "best at step 400: held-out accuracy 98.1 %"
+    assert "best" not in said()
+
+
 def test_data_without_a_held_out_prompt_that_fits(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text('{"prompt": "two\\nlines"}\n' * 3)

@@ -50,6 +50,21 @@ def test_json_has_the_promised_keys(run):
     )
 
 
+def test_best_parts_and_losses(tmp_path):
+    recipe = load_recipe("addition-grpo", [f"run.dir={tmp_path}"])
+    with RunDir.create(recipe, "addition-grpo") as directory:
+        first = {"loss/heldout": 7.5, "bits_per_byte/heldout": 4.0, "accuracy/part/format": 0.5}
+        directory.commit_step({"step": 1, "phase": "sft", **first})
+        last = {"loss/heldout": 2.25, "bits_per_byte/heldout": 1.5, "accuracy/part/correct": 0.125}
+        directory.commit_step({"step": 2, "phase": "sft", **last})
+        directory.end("finished", best={"step": 2, "metric": "loss/heldout", "value": 2.25})
+    lines = dict(line.split("  ", 1) for line in show(directory.path).splitlines())
+    found = {name: value.strip() for name, value in lines.items()}
+    assert found["held-out loss"] == "7.5000 -> 2.2500 nats per token, 1.500 bits per byte"
+    assert found["reward's parts"] == "format 50.0 %, correct 12.5 %"
+    assert found["best"] == "at step 2: held-out loss 2.2500 nats per token"
+
+
 def test_table(run):
     lines = dict(line.split("  ", 1) for line in show(run).splitlines())
     found = {name: value.strip() for name, value in lines.items()}

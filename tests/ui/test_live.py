@@ -185,3 +185,15 @@ def test_price_of_a_step(capsys):
         print(f"\n  a step costs the view {quiet * 1e6:.0f} us, a picture {(time.perf_counter() - began) * 1e3:.1f} ms")
     live.stop()
     assert quiet < 0.01
+
+
+def test_supervised_flows_have_one_phase_of_as_many_steps_as_the_record_says():
+    from tilth.config.load import from_dict
+
+    recipe = from_dict({"flow": "pretrain", "supervised": {"epochs": 2.0}})
+    progress = Progress(recipe)
+    assert progress.planned == {"pretrain": 0}  # how many pieces there are is not known to the recipe
+    record = {"step": 3, "phase": "pretrain", "phase_step": 3, "phase_steps": 40, "loss/heldout": 5.25, "loss": 5.5}
+    progress.take(record, 2.0)
+    assert progress.steps == 40 and progress.left == 74.0
+    assert line(progress).startswith("pre-training 3/40  held-out loss 5.25  loss 5.5")

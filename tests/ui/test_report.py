@@ -193,6 +193,14 @@ def test_headline(first, last, want):
     assert re.sub("<[^>]*>", "", found) == want
 
 
+def test_headline_of_a_run_on_text():
+    text = {"accuracy_first": None, "accuracy_last": None, "steps": 10, "seconds": 65}
+    text |= {"loss_heldout_first": 7.5, "loss_heldout_last": 2.25, "bits_per_byte": 1.5}
+    said = "Held-out loss went from 7.500 to 2.250 nats per token (1.500 bits per byte) in 10 steps, 1:05 min."
+    assert re.sub("<[^>]*>", "", headline(text)) == said
+    assert "bits" not in headline(text | {"bits_per_byte": None})
+
+
 # ---- samples ----
 
 

@@ -8,6 +8,27 @@ from tilth.ui import words
 
 
 @pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (None, ""),
+        (
+            {"step": 1200, "metric": "accuracy/heldout", "value": 0.5},
+            "best at step 1,200: held-out accuracy 50.0 %",
+        ),
+        ({"step": 3, "metric": "accuracy/heldout", "value": 2.5}, "best at step 3: held-out accuracy 2.5"),
+        ({"step": 3, "metric": "loss/heldout", "value": 2.5}, "best at step 3: held-out loss 2.5000 nats per token"),
+    ],
+)
+def test_best(found, text):
+    assert words.best(found) == text
+
+
+@pytest.mark.parametrize("phase", ["warmup", "sft", "pretrain", "values", "grpo", "ppo"])
+def test_each_phase_has_a_name_for_people(phase):
+    assert words.phase_name(phase) != phase
+
+
+@pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0:00"), (7.4, "0:07"), (59.6, "1:00"), (125, "2:05"), (3725, "1:02:05"), (90000, "25:00:00")],
 )

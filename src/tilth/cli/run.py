@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from tilth.flows.launch import RunResult
 
 
+WORDS = 5
+"""Words of a document that a model may go on from."""
+
+
 def train(name_or_path: str, overrides: Sequence[str]) -> None:
     """Run to the end. Ctrl-C ends in exit code 130, with everything saved and a line on how to go on."""
     recipe = load_recipe(name_or_path, overrides)
@@ -91,9 +95,13 @@ def _took(s: Mapping[str, Any]) -> str:
 
 
 def _question(recipe: Recipe) -> str:
-    """A held-out prompt that fits a command line."""
-    from tilth.data.prompts import load_source
+    """A held-out prompt that fits a command line, or the beginning of a held-out document."""
+    from tilth.data.prompts import load_source, load_texts
 
-    _, held = load_source(recipe.data).split(recipe.data.holdout)
-    short = (prompt.text for prompt in held.subset(10) if len(prompt.text) < 60 and prompt.text.isprintable())
-    return next(short, "")
+    if recipe.flow == "pretrain":
+        _, texts = load_texts(recipe.data)
+        tried = (" ".join(text.split()[:WORDS]) for text in texts[:10])
+    else:
+        _, held = load_source(recipe.data).split(recipe.data.holdout)
+        tried = (prompt.text for prompt in held.subset(10))
+    return next((text for text in tried if 0 < len(text) < 60 and text.isprintable()), "")

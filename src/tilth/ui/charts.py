@@ -47,6 +47,11 @@ class Chart:
 CATALOGUE = (
     Chart("Held-out accuracy", (Line("accuracy/heldout", "leaf"),), "share",
           "Greedy answers to prompts that it never trains on.", dots=True, hero=True),
+    Chart("Held-out loss", (Line("loss/heldout", "leaf"),), "number",
+          "Nats a token, on text that it never trains on.", dots=True),
+    Chart("Parts of the reward", (Line("accuracy/part/correct", "leaf", "correct"),
+                                  Line("accuracy/part/format", "sky", "format")), "share",
+          "Of greedy answers to prompts that it never trains on.", dots=True),
     Chart("Reward", (Line("reward/mean", "sky"),), "number", "Mean over the samples of a step."),
     Chart("Entropy", (Line("entropy", "plum"),), "number", "Nats a token: how undecided it is."),
     Chart("Loss", (Line("loss", "clay"),), "number"),

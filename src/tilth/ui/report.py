@@ -80,10 +80,20 @@ def headline(summary: Mapping[str, Any]) -> Html:
     if not summary["steps"]:
         return join(["No step has been committed yet."])
     if first is None or last is None:
-        return join([f"Trained for {spent}."])
+        return _text_headline(summary, spent)
     verb, kind = ("rose", None) if last > first else ("fell", "bad") if last < first else ("stayed", None)
     ends = [" from ", tag("b", words.share(first), class_="from"), " to "] if last != first else [" at "]
     return join([f"Held-out accuracy {verb}", *ends, tag("b", words.share(last), class_=kind), f" in {spent}."])
+
+
+def _text_headline(summary: Mapping[str, Any], spent: str) -> Html:
+    """Of a run without accuracy."""
+    first, last, bits = (summary.get(k) for k in ("loss_heldout_first", "loss_heldout_last", "bits_per_byte"))
+    if first is None or last is None:
+        return join([f"Trained for {spent}."])
+    ends = ["from ", tag("b", f"{first:.3f}", class_="from"), " to ", tag("b", f"{last:.3f}")]
+    also = f" ({bits:.3f} bits per byte)" if bits else ""
+    return join(["Held-out loss went ", *ends, f" nats per token{also} in {spent}."])
 
 
 def _section(title: str, content: Html | None) -> Html | None:
@@ -133,6 +143,7 @@ def _tiles(seen: Seen) -> Html:
     predicted = f"predicted {words.size(s['memory_predicted'])}" if s["memory_predicted"] else ""
     tiles = [
         ("Steps", f"{s['steps']:,}", f"of at most {steps:,}" if steps else ""),
+        ("Best", f"step {s['best']['step']:,}", words.best(s["best"]).partition(": ")[2]) if s.get("best") else None,
         ("Time", words.duration(s["seconds"]), f"attempt {s['attempts']}" if (s["attempts"] or 1) > 1 else "min"),
         *rates,
         ("Memory, peak", words.size(s["memory_peak"]), predicted) if s["memory_peak"] else None,
