@@ -10,6 +10,8 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.cli import speaking
@@ -189,6 +191,29 @@ def test_a_turn_is_what_the_template_makes_of_the_whole_conversation():
         said_ids = [*tokenizer.encode(answer, special=False), tokenizer.vocabulary()["<|im_end|>"]]
         conversation.keep(question, trajectory(ids, said_ids, answer))
         messages.append({"role": "assistant", "content": answer})
+
+
+TRAINED = Tokenizer.train(speaking.TEXTS, 300)
+turns = st.lists(
+    st.tuples(st.text(min_size=1, max_size=8), st.lists(st.integers(4, 299), max_size=5), st.booleans()), max_size=4
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(turns)
+def test_any_conversation_reads_as_its_template_says_and_only_grows(turns):
+    """Whatever is asked and said, ended or cut, in ids that no tokeniser would give."""
+    conversation = Conversation(make_template("chatml", TRAINED), TRAINED)
+    end, text = TRAINED.vocabulary()["<|im_end|>"], ""
+    for question, ids, ended in turns:
+        before = list(conversation.ids)
+        asked = conversation.ask(question)
+        assert asked[: len(before)] == before
+        text += f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        assert TRAINED.decode(asked, special=True) == TRAINED.decode(TRAINED.encode(text), special=True)
+        ids = [i for i in ids if i < TRAINED.vocab_size and TRAINED.decode([i]).isascii()]
+        conversation.keep(question, trajectory(asked, [*ids, *([end] if ended else [])], TRAINED.decode(ids)))
+        text += TRAINED.decode(ids) + "<|im_end|>\n"
 
 
 # ---- the voice ----

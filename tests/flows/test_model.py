@@ -308,6 +308,12 @@ def test_a_run_begins_with_the_weights_of_its_model(exported):
     assert all(torch.equal(theirs[n], p) for n, p in model.named_parameters())
 
 
+def test_a_run_may_begin_from_any_checkpoint_of_another(several):
+    recipe = tiny.recipe("runs", model={"path": f"{several}@5", "context": 16})
+    theirs = dict(build(recipe, small.PROMPTS, pool=None).policy.weights())
+    assert {float(t.unique()) for t in theirs.values()} == {5.0}
+
+
 def test_the_shape_of_a_new_model_is_the_recipe_s(tmp_path):
     recipe = tiny.recipe("runs", model={"hidden": 32, "layers": 3, "heads": 4, "kv_heads": 2, "family": "qwen2"})
     config = new_config(recipe, 50)
