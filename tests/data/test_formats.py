@@ -396,6 +396,18 @@ def test_missing(tmp_path):
     assert not is_source(str(tmp_path / "trian.jsonl")) and not is_source(f"{tmp_path}:train")
 
 
+def test_names_that_the_system_refuses():
+    with pytest.raises(DataError, match=r"cannot read 'xxx.*: File name too long"):
+        is_source("x" * 5000)
+    assert not is_source("") and not is_source("a\0b")
+
+
+def test_invalid_text_in_a_table(tmp_path):
+    array = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")])
+    pq.write_table(pa.table({"prompt": array}), tmp_path / "d.parquet")
+    assert "Invalid UTF8" in fails(tmp_path / "d.parquet")
+
+
 def test_a_directory_where_a_file_is_meant(tmp_path):
     (tmp_path / "d.jsonl").mkdir()
     assert "holds no file of a known format" in fails(tmp_path / "d.jsonl")

@@ -3,6 +3,8 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,6 +140,17 @@ def test_records_are_as_jsonl(tmp_path):
 
 def test_bare_texts():
     assert from_records(["a", "b"]).prompt(1) == Prompt(1, "b")
+
+
+def test_records_with_columns_and_whatever_objects():
+    mark = object()
+    found = from_records([{"q": "a", "r": "b", "mark": mark}], {"prompt": "q", "answer": "r"}).prompt(0)
+    assert (found.text, found.answer) == ("a", "b") and found.info["mark"] is mark
+
+
+def test_info_of_files_is_plain(tmp_path):
+    pq.write_table(pa.table({"prompt": [b"a"], "x": [b"\xff"], "y": [[1]]}), tmp_path / "d.parquet")
+    assert read_source(str(tmp_path / "d.parquet")).prompt(0) == Prompt(0, "a", None, {"x": "/w==", "y": [1]})
 
 
 @pytest.mark.parametrize(

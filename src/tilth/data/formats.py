@@ -41,17 +41,18 @@ def read_records(source: str) -> Iterator[Placed]:
 
     Raises ``DataError`` (one line: place, what is wrong, what would be right) for whatever cannot be read.
     """
-    folder, split = _dataset(source)
-    if folder is not None:
-        yield from _saved(folder, split)
-        return
-    for path in find_files(source):
+    files = _saved(source)
+    for path in find_files(source) if files is None else files:
         yield from _read(path)
 
 
 def is_source(source: str) -> bool:
     """Whether there is such a file, directory, split of a directory or pattern."""
-    return Path(source).exists() or _dataset(source)[0] is not None or bool(glob.glob(source, recursive=True))
+    try:
+        there = Path(source).exists() or _dataset(source)[0] is not None or bool(glob.glob(source, recursive=True))
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise DataError(f"cannot read {source[:100]!r}: {_first_line(error)}") from None
+    return there and source != ""
 
 
 def find_files(source: str) -> list[Path]:
@@ -243,6 +244,7 @@ def _arrow(path: Path) -> Iterator[Placed]:
 def _rows(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Placed]:
     number = 0
     for batch in batches:
+        batch.validate(full=True)  # offsets and UTF-8, which a damaged file may have wrong and nothing else looks at
         for start in range(0, batch.num_rows, _ROWS):
             for row in _as_text(batch.slice(start, _ROWS)).to_pylist():
                 number += 1
@@ -291,7 +293,11 @@ def _dataset(source: str) -> tuple[Path | None, str]:
     return None, ""
 
 
-def _saved(path: Path, split: str) -> Iterator[Placed]:
+def _saved(source: str) -> list[Path] | None:
+    """The shards of a saved dataset, in the order that it says; None for any other source."""
+    path, split = _dataset(source)
+    if path is None:
+        return None
     if split:
         splits = _key(path / "dataset_dict.json", "splits")
         if split not in splits:
@@ -302,13 +308,16 @@ def _saved(path: Path, split: str) -> Iterator[Placed]:
         raise DataError(f"{str(path)!r} has no state.json, so it is no dataset that was saved to its end")
     if _key(state, "_indices_data_files", []):
         raise DataError(f"{str(path)!r} has a table of indices, as old versions of datasets wrote; save it again")
-    for file in _key(state, "_data_files"):
-        name = file.get("filename") if isinstance(file, dict) else None
-        if not isinstance(name, str):
-            raise DataError(f"{state}: _data_files holds {file!r}, not an object with a filename")
-        if not (path / name).is_file():
-            raise DataError(f"{str(path / name)!r} is missing, which {state} names")
-        yield from _read(path / name)
+    return [_shard(file, state) for file in _key(state, "_data_files")]
+
+
+def _shard(file: Any, state: Path) -> Path:
+    name = file.get("filename") if isinstance(file, dict) else None
+    if not isinstance(name, str):
+        raise DataError(f"{state}: _data_files holds {file!r}, not an object with a filename")
+    if not (state.parent / name).is_file():
+        raise DataError(f"{str(state.parent / name)!r} is missing, which {state} names")
+    return state.parent / name
 
 
 def _key(path: Path, key: str, default: list[Any] | None = None) -> list[Any]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from tilth.config.schema import Data
 from tilth.core.errors import DataError
-from tilth.data.columns import Prompt, to_text
+from tilth.data.columns import Columns, Prompt, to_text
 from tilth.data.countdown import Countdown
 from tilth.data.formats import is_source, missing, read_records
 from tilth.data.order import Order
@@ -33,9 +33,9 @@ class PromptSet(Order):
         self.source = source
 
     @classmethod
-    def of(cls, records: Iterable[Mapping[str, Any] | str]) -> "PromptSet":
-        """From dictionaries with prompt, answer and whatever else, or from bare texts."""
-        return cls(from_records(records))
+    def of(cls, records: Iterable[Mapping[str, Any] | str], columns: Columns | None = None) -> "PromptSet":
+        """From dictionaries with prompt, answer and whatever else, or from bare texts. columns: as ``data.columns``."""
+        return cls(from_records(records, columns))
 
     def __getitem__(self, index: int | np.integer) -> Prompt:
         """The prompt with this index in the source, whether or not it belongs to this split."""

@@ -166,10 +166,10 @@ def read_source(source: str, columns: Columns | None = None) -> Records:
     return Records(prompts)
 
 
-def from_records(records: Iterable[Mapping[str, Any] | str]) -> Records:
+def from_records(records: Iterable[Mapping[str, Any] | str], columns: Columns | None = None) -> Records:
     """From dictionaries as in a JSONL file, or bare prompt texts. Raises ``DataError`` with the place in the list."""
     prompts = [
-        Prompt(i, record) if isinstance(record, str) else to_prompt(record, i, f"dataset[{i}]", {})
+        Prompt(i, record) if isinstance(record, str) else to_prompt(record, i, f"dataset[{i}]", columns or {})
         for i, record in enumerate(records)
     ]
     if not prompts:
