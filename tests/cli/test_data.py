@@ -113,6 +113,17 @@ def test_too_long_examples_and_prompts(talks):
     assert view.packing is None  # nothing supervised
 
 
+def test_answers_longer_than_a_completion_can_be(talks):
+    data = {"source": str(talks), "tokenizer": "bpe:300", "template": "chatml", "holdout": 0.0}
+    view = look(from_dict({"data": data, "rollout": {"max_tokens": 8}, "reward": {"function": "exact"}}), 1)
+    last = "".join(view.examples[0].texts).rsplit("assistant\n", 1)[1]
+    assert last.startswith("6 ") and last.endswith("<|im_end|>")
+    most = view.examples[0].mask[::-1].index(0)  # of the last turn, not of both
+    assert view.notes == [f"1 given answers are longer than rollout.max_tokens = 8 (most: {most})"]
+    assert sum(view.examples[0].mask) > most
+    assert not look(from_dict({"data": data, "rollout": {"max_tokens": 99}, "reward": {"function": "exact"}}), 1).notes
+
+
 def test_answers_that_are_missing(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two", "answer": "2"}\n')
     view = look(sft(tmp_path / "d.jsonl"), 2)

@@ -157,6 +157,12 @@ def _learnt(recipe: Recipe, view: View, template: Template, prompts: Sequence[Pr
         view.problems.append(
             f"{view.longer['example']:,} examples are longer than the context of {recipe.model.context} tokens"
         )
+    answers, room = _last(examples), recipe.rollout.max_tokens
+    if _generates(recipe) and answers.max() > room:
+        over = int((answers > room).sum())
+        view.notes.append(
+            f"{over:,} given answers are longer than rollout.max_tokens = {room} (most: {answers.max():,})"
+        )
     view.loss_share = float(said.sum() / whole.sum())
     view.packing = _packed(recipe, whole) if supervised else None
 
@@ -175,6 +181,11 @@ def _examples(template: Template, prompts: Sequence[Prompt]) -> tuple[list[Examp
                 except DataError as error:
                     failed.append(str(error))
     return found, failed
+
+
+def _last(examples: Sequence[Example]) -> np.ndarray:
+    """Tokens of the last turn of each: what is to be written."""
+    return np.array([int(np.argmin(e.mask[::-1])) if not e.mask.all() else len(e.mask) for e in examples])
 
 
 def _shown(prompt: Prompt, template: Template, tokenizer: Tokenizer) -> Shown:
