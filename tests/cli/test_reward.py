@@ -117,7 +117,7 @@ def test_a_task(folder):
     "function, word, sentence",
     [
         ("constant", "broken", "Every call gave 0.5: a reward that never differs teaches nothing."),
-        ("constant", "broken", "earns more than another record's in 0 of 6 records."),
+        ("constant", "broken", "earns more than another record's in 0 of 6 records, as much in 6."),
         ("brevity", "broken", "earns more than none at all in 0 of 6 records."),
         ("brevity", "broken", "its mean stands where a run says accuracy"),
         ("never", "broken", "Every one of 24 calls failed."),
@@ -229,7 +229,7 @@ def test_the_recipe_of_countdown_runs(folder):
         {"prompt": f"{a},{b},2={a * b - 2}:", "answer": f"{a}*{b}-2"} for a in range(3, 20) for b in range(3, 20)
     ]
     (folder / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    small = ["model.hidden=32", "model.layers=1", "model.heads=2", "data.source=d.jsonl", "data.holdout=0.1"]
+    small = ["model.hidden=32", "model.layers=1", "model.heads=2", "data.source=d.jsonl", "reward.function=countdown"]
     short = ["supervised.steps=2", "supervised.batch=8", "rollout.prompts=4", "rollout.group=2", "algorithm.steps=2"]
     result = CliRunner().invoke(
         app, ["run", "countdown-grpo", *small, *short, "run.eval_prompts=8", "train.threads=1", "train.precision=fp32"]

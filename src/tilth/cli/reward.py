@@ -213,7 +213,9 @@ def _telling(trial: Trial) -> Said:
         if known:
             few, most = sum(known) < len(known) / 2, sum(known) < 0.9 * len(known)
             count = f"{sum(known)} of {len(known)} records"
-            said.append((2 if few else 1 if most else 0, f"The right answer earns more than {name} in {count}."))
+            same = sum(t.above(case) is False and t.value(RIGHT) == t.value(case) for t in trial.tried)
+            equal = f", as much in {same}" if same else ""
+            said.append((2 if few else 1 if most else 0, f"The right answer earns more than {name} in {count}{equal}."))
     values = {o.value for o in trial.outcomes() if o.value is not None}
     if len(values) == 1:
         said.append((2, f"Every call gave {words.number(values.pop())}: a reward that never differs teaches nothing."))
