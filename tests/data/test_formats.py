@@ -408,6 +408,12 @@ def test_invalid_text_in_a_table(tmp_path):
     assert "Invalid UTF8" in fails(tmp_path / "d.parquet")
 
 
+def test_invalid_column_name(tmp_path):
+    write_file(tmp_path / "d.arrow", [{"prompt": "a"}])
+    (tmp_path / "d.arrow").write_bytes((tmp_path / "d.arrow").read_bytes().replace(b"prompt", b"prom\xff\xfe"))
+    assert "cannot read" in fails(tmp_path / "d.arrow")
+
+
 def test_a_directory_where_a_file_is_meant(tmp_path):
     (tmp_path / "d.jsonl").mkdir()
     assert "holds no file of a known format" in fails(tmp_path / "d.jsonl")

@@ -72,7 +72,7 @@ def _read(path: Path) -> Iterator[Placed]:
     """Every record of one file; what the libraries raise is told as a ``DataError`` of this file."""
     try:
         yield from _reader(path)(path)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
         raise DataError(f"cannot read {str(path)!r}: {_first_line(error)}") from None
 
 
