@@ -112,6 +112,18 @@ def test_a_run_is_asked_what_it_held_out_by_its_own_reward(run):
     assert json.loads(call(f"{run}@2", "--json", "--limit", "2").stdout)["step"] == 2
 
 
+@pytest.mark.parametrize(("precision", "near"), [("fp32", 1e-6), ("bf16", 0.11)])
+def test_what_the_run_said_of_itself_is_found_again(tmp_path, precision, near):
+    """Its last held-out accuracy, in its own precision; in bf16 other company may turn two of 20 answers."""
+    made = tiny.recipe(
+        tmp_path, supervised={"steps": 60, "check_every": 60, "lr": 1e-2}, algorithm={"steps": 1},
+        run={"eval_prompts": 1000}, train={"precision": precision},
+    )  # fmt: skip
+    done = tiny.run(made, reward=None)
+    found = json.loads(call(done.directory, "--json").stdout)
+    assert 0 < done.accuracy < 1 and found["avg"]["1"]["value"] == pytest.approx(done.accuracy, abs=near)
+
+
 def test_prompts_that_the_run_trained_on_are_counted(run):
     data = tiny.recipe("x").data
     train, held = load_source(data).split(data.holdout)

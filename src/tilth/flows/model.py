@@ -160,13 +160,14 @@ def wants_tokenizer(loaded: LoadedModel) -> Tokenizer:
 
 
 def make_engine(loaded: LoadedModel, *, seed: int, max_rows: int, max_length: int) -> Engine:
-    """An engine that speaks with these weights, on the GPU in bf16 where there is one, else in fp32."""
+    """An engine that speaks with these weights: on a GPU in bf16, on a CPU in the run's precision, or else fp32."""
     gpu = torch.cuda.is_available()
+    half = gpu or loaded.settings.get("train", {}).get("precision") == "bf16"
     engine = Engine(
         loaded.config,
         tokenizer=loaded.tokenizer,
         device="cuda" if gpu else "cpu",
-        dtype=torch.bfloat16 if gpu else torch.float32,
+        dtype=torch.bfloat16 if half else torch.float32,
         seed=seed,
         max_rows=max_rows,
         max_length=max_length,
