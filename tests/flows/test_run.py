@@ -307,7 +307,7 @@ def test_a_reward_that_hangs_is_missing_and_journaled(tmp_path):
 @pytest.mark.parametrize(
     "wrong, error, says",
     [
-        ({"algorithm": {"advantage": "gae"}}, RecipeError, "values"),
+        ({"algorithm": {"advantage": "gae"}}, RecipeError, "needs a critic"),
         ({"algorithm": {"advantage": "grpoo"}}, RecipeError, "grpo"),
         ({"algorithm": {"loss": "ppo"}}, RecipeError, "ppo_clip"),
         ({"algorithm": {"aggregation": "mean"}}, RecipeError, "token-mean"),
