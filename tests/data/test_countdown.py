@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tilth.data.columns import Prompt
 from tilth.data.countdown import Countdown, _evaluate, _expression, _forms, _puzzles
 from tilth.data.sources import text_hashes
+from tilth.rl.verifiers import countdown
 
 GOLDEN = ["54,6,22=70:54+22-6", "47,1,61,78=31:61+47+1-78", "94,77,19,46=44:46-19+94-77"]
 
@@ -65,6 +66,14 @@ def test_every_prompt_is_solved_by_its_answer(task, index):
     prompt = task.prompt(index)
     check(prompt, 2)
     assert prompt.index == index and set(prompt.text + prompt.answer) <= set(task.alphabet())
+
+
+def test_the_reward_agrees(task):
+    for index in range(0, len(task), 4999):
+        prompt = task.prompt(index)
+        assert countdown(prompt.text, prompt.answer, prompt.info)["correct"] == 1
+        assert countdown(prompt.text, f"{prompt.answer}+1", prompt.info)["correct"] == 0
+        assert countdown.check({**prompt.info, "prompt": prompt.text}) == ""
 
 
 @pytest.mark.parametrize(

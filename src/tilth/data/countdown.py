@@ -1,6 +1,7 @@
 """The task countdown: reach a number from a few given ones with the four operations (the task of TinyZero)."""
 
 import itertools
+from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -61,9 +62,7 @@ class Countdown:
     @cached_property
     def hashes(self) -> np.ndarray:
         """Of all texts."""
-        three, four = (zip(*part.numbers.T.tolist(), part.target.tolist()) for part in self._parts)
-        texts = itertools.chain(map("%d,%d,%d=%d:".__mod__, three), map("%d,%d,%d,%d=%d:".__mod__, four))
-        return text_hashes(map(str.encode, texts))
+        return text_hashes(text.encode() for part in self._parts for text in _texts(part))
 
     def sizes(self) -> np.ndarray:
         """A digit is a byte, and each number has a sign after it."""
@@ -76,6 +75,14 @@ class Countdown:
     def fingerprint(self) -> str:
         """The task and its size."""
         return f"countdown of {self.digits} digits"
+
+
+def _texts(puzzles: Puzzles) -> Iterator[str]:
+    """Prompts, much faster than one by one."""
+    spelled = ",".join(["%d"] * puzzles.numbers.shape[1]) + "=%d:"
+    for start in range(0, len(puzzles.target), _PIECE):
+        rows = slice(start, start + _PIECE)
+        yield from map(spelled.__mod__, zip(*puzzles.numbers[rows].T.tolist(), puzzles.target[rows].tolist()))
 
 
 def _digits(numbers: np.ndarray) -> np.ndarray:
