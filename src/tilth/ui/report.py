@@ -134,7 +134,7 @@ def _count(number: float) -> str:
 
 def _tiles(seen: Seen) -> Html:
     s = seen.summary
-    steps = seen.plan.get("steps", 0) + seen.plan.get("supervised_steps", 0)
+    steps = sum(seen.plan.get(name, 0) for name in ("supervised_steps", "value_steps", "steps"))
     rates = [
         (name, f"{s[key]:,.0f}", "tokens/s")
         for name, key in (("Generation", "tokens_per_second_generate"), ("Training", "tokens_per_second_train"))
