@@ -9,6 +9,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tilth.core.errors import DataError, RewardError
 from tilth.rl import rewards
@@ -283,6 +285,25 @@ def test_missing_if_any_is_missing_and_it_is_named():
     with pytest.raises(ValueError, match="no licence") as error:
         score({"regex:a": 1, f"{HERE}:failing": 1}, "a")
     assert rewards.describe(error.value).endswith("(in reward failing)")
+
+
+def huge(prompt, completion, info):
+    return 1e308
+
+
+def test_a_sum_beyond_all_numbers_is_missing():
+    assert score({f"{HERE}:huge": 100.0}, "") == Score(None, {}, "the weighted sum is inf")
+    assert score({f"{HERE}:huge": 100.0, f"{HERE}:graded": 1}, "").reason == "the weighted sum is inf"
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=1, max_size=6))
+def test_the_sum_is_that_of_the_products(pairs):
+    one = Weighted({"regex:a": 1.0})
+    one.members = [(f"m{i}", lambda p, c, info, v=value: v, weight) for i, (value, weight) in enumerate(pairs)]
+    found = one("", "", {})
+    assert found.value == pytest.approx(math.fsum(v * w for v, w in pairs), abs=1e-9)
+    assert found.parts == {f"m{i}": value for i, (value, _) in enumerate(pairs)}
 
 
 def test_a_nan_part_stays_nan():

@@ -78,6 +78,8 @@ class Weighted:
                 return Score(None, {}, f"{name}: {score.reason}")
             scores[name] = score
         total = sum(weight * (scores[name].value or 0.0) for name, _, weight in self.members)
+        if not math.isfinite(total):
+            return Score(None, {}, f"the weighted sum is {total}")
         return Score(total, _join(scores), "")
 
     @staticmethod
