@@ -285,6 +285,16 @@ def test_a_file_is_a_template(tmp_path, chats):
     assert mine.prompts(asked(*TALKS)) == models.prompts(asked(*TALKS)) and mine.name.endswith("mine.jinja")
 
 
+def test_of_end_tokens_that_begin_alike_it_is_the_longest(tmp_path):
+    core = tokenizers.Tokenizer.from_str(Tokenizer.train(TEXTS, 300)._core.to_str())
+    core.add_special_tokens(["<|im_end|", "<|im_end|>>"])
+    core.save(str(tmp_path / "tokenizer.json"))
+    source = CHATML.replace("<|im_end|>", "<|im_end|>>")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": source}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.token(make_template("model", tokenizer).stops[0]) == "<|im_end|>>"
+
+
 def test_an_end_that_the_tokenizer_has_no_token_for_ends_nothing(tmp_path):
     """As in directories whose generation_config.json was written for a larger vocabulary."""
     Tokenizer.train(TEXTS, 300).save(tmp_path)

@@ -283,6 +283,15 @@ def test_a_tokenizer_whose_ids_are_not_the_models_own():
         check_vocabulary(Tokenizer.characters("ac"), 5, own)
 
 
+def test_a_token_that_the_model_knows_by_another_id(tmp_path):
+    for name, place in (("a", 7), ("b", 1)):
+        (tmp_path / name).mkdir()
+        core = tokenizers.Tokenizer(models.WordLevel({"</s>": 0, "one": place}))
+        core.save(str(tmp_path / name / "tokenizer.json"))
+    with pytest.raises(DataError, match="differ: 'one' is token 7 in the one and 1 in the other"):
+        check_vocabulary(Tokenizer.load(tmp_path / "a"), 8, Tokenizer.load(tmp_path / "b"))
+
+
 # -- what can be wrong -----------------------------------------------------------------------------------------------
 
 

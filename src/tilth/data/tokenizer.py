@@ -197,10 +197,15 @@ def check_vocabulary(tokenizer: Tokenizer, size: int, own: Tokenizer | None = No
     mine = tokenizer.vocabulary()
     names = {i: token for token, i in theirs.items()}
     for token, id in sorted(mine.items(), key=lambda item: item[1]):
-        if theirs.get(token, id) != id or names.get(id, token) != token:
+        differ = ""
+        if names.get(id, token) != token:
+            differ = f"token {id} is {token!r} in the one and {names[id]!r} in the other"
+        elif theirs.get(token, id) != id:
+            differ = f"{token!r} is token {id} in the one and {theirs[token]} in the other"
+        if differ:
             raise DataError(
-                f"data.tokenizer and the model's own tokenizer differ: token {id} is {token!r} in the one and "
-                f"{names.get(id, 'none')!r} in the other; leave data.tokenizer empty to take the model's own"
+                f"data.tokenizer and the model's own tokenizer differ: {differ}; leave data.tokenizer empty to take "
+                f"the model's own"
             )
 
 
