@@ -1,0 +1,127 @@
+"""The task of ``rl_vs_trl.py``, known to both contenders and bound to neither: model, prompts, reward, lengths."""
+
+import hashlib
+import json
+import os
+import resource
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SHAPES: dict[str, dict[str, Any]] = {
+    "6M": {
+        "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096, "tie_word_embeddings": True,
+    },
+    "0.5B": {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 151_936, "tie_word_embeddings": True,
+    },
+    "7B": {
+        "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 152_064, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+PAD, EOS = 0, 1
+CONTEXT = 512
+
+
+@dataclass(frozen=True)
+class Task:
+    """One race: everything that must be the same for all. Written as JSON for the contenders' processes."""
+
+    folder: str
+    shape: str = "6M"
+    precision: str = "fp32"
+    heavy: bool = False
+    steps: int = 30
+    prompts: int = 16
+    group: int = 8
+    prompt_tokens: int = 16
+    tokens: int = 48
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    threads: int = 0
+    device: str = "cpu"
+
+    @classmethod
+    def load(cls, path: Path) -> "Task":
+        """From the file that ``save`` wrote."""
+        return cls(**json.loads(path.read_text()))
+
+    def save(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @property
+    def samples(self) -> int:
+        """Completions a step."""
+        return self.prompts * self.group
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a completion."""
+        return max(self.lengths(0)) if self.heavy else self.tokens
+
+    def lengths(self, step: int) -> list[int]:
+        """Tokens of each completion of a step (from 0), prompt after prompt."""
+        if not self.heavy:
+            return [self.tokens] * self.samples
+        every = json.loads((HERE / "lengths.json").read_text())["lengths"]
+        return [every[(step * self.samples + i) % len(every)] for i in range(self.samples)]
+
+    @property
+    def texts(self) -> list[str]:
+        """All prompts."""
+        found: list[str] = json.loads((Path(self.folder) / "prompts.json").read_text())["texts"]
+        return found
+
+    @property
+    def order(self) -> list[list[int]]:
+        """Prompts of each step, as Tilth draws them; TRL reads its dataset in this order."""
+        found: list[list[int]] = json.loads((Path(self.folder) / "prompts.json").read_text())["order"]
+        return found
+
+
+def low_share(completion: str, vocabulary: int) -> float:
+    """The reward: which share of the words is of the first quarter of the vocabulary."""
+    words = completion.split()
+    return sum(int(word[1:]) < vocabulary // 4 for word in words) / max(len(words), 1)
+
+
+def words(ids: Any) -> str:
+    """Text of token ids: a word for each."""
+    return " ".join(f"w{i}" for i in ids)
+
+
+def print_of(prompts: list[str]) -> str:
+    """A hash of the prompts of a step, to see that both contenders were asked the same."""
+    return hashlib.blake2b("\n".join(prompts).encode(), digest_size=6).hexdigest()
+
+
+def save_model(folder: Path, shape: str) -> None:
+    """Random weights and a tokenizer of one word for each token, as ``transformers`` saves them."""
+    import tokenizers
+    import torch
+    from tokenizers import models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(**SHAPES[shape], max_position_embeddings=CONTEXT, eos_token_id=EOS, pad_token_id=PAD)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    vocabulary = {"<pad>": PAD, "<eos>": EOS} | {f"w{i}": i for i in range(2, SHAPES[shape]["vocab_size"])}
+    core = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+
+
+def peak_bytes() -> int:
+    """Greatest resident memory of this process plus that of its largest child."""
+    return 1024 * sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def cores(threads: int) -> int:
+    """Threads to use: as asked, or one for each core."""
+    return threads or len(os.sched_getaffinity(0))

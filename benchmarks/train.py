@@ -1,0 +1,344 @@
+"""Training tokens/s and MFU: ``TrainEngine`` beside a plain PyTorch loop and the Hugging Face ``Trainer``.
+
+    python benchmarks/train.py [--quick] [--json PATH] [--threads N] [--models 6M,50M] [--dtypes fp32,bf16]
+
+Contenders: ``TrainEngine`` with its log-probs, checks and spans, eager and compiled; the same decoder written plainly
+(``plain_model.py``: batch [B, T], causal SDPA, cross-entropy over all logits, fused AdamW, clipping), eager and
+compiled; the ``Trainer`` of ``transformers`` on ``Qwen3ForCausalLM`` (needs ``accelerate``; left out without it: see
+``rl_vs_trl.py`` for an environment with both). Where lengths differ, the plain loop and the Trainer pad each batch to
+its longest sequence, as their users do without more work.
+
+Work: one step learns from one batch, next-token loss averaged over its tokens. Equal: 16 sequences of 256 tokens.
+Heavy: 64 sequences of the heavy-tailed ``lengths.json`` plus a prompt of 16 tokens. AdamW, lr 1e-3, betas 0.9 and
+0.95, no weight decay, gradients clipped to norm 1. bf16: fp32 parameters, autocast for the Trainer and the plain loop.
+
+Checked before anything is timed: from the same weights and data the losses of the first three steps are equal, within
+2e-4 (fp32) or 3e-2 (bf16) of the Trainer's or, without it, the plain loop's.
+
+Only real tokens count. MFU: the FLOPs that the mathematics of these tokens asks for (``plan/flops.py``) over the
+measured rate of a square matmul in the same dtype (``training/peak.py``). Runs alternate, a figure is the best step of
+all rounds; the first step (with compilation) is listed apart. Memory: each contender once in a process of its own.
+
+On a GPU: ``--device cuda --models 0.5B,7B --dtypes bf16``. That option has never been run: no GPU was at hand.
+"""
+
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from plain_model import PlainModel
+from torch import Tensor
+
+from tilth.config.schema import Optimizer
+from tilth.core.batch import Ragged
+from tilth.models.config import DecoderConfig
+from tilth.models.decoder import Decoder
+from tilth.plan.flops import sequence_flops
+from tilth.training.engine import TrainEngine
+from tilth.training.losses import negative_log_likelihood
+from tilth.training.peak import measured_flops
+
+HERE = Path(__file__).parent
+SHAPES: dict[str, dict[str, Any]] = {
+    "6M": {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 688, "num_layers": 6, "num_heads": 4},
+    "50M": {"vocab_size": 16_384, "hidden_size": 512, "intermediate_size": 1536, "num_layers": 12, "num_heads": 8},
+    "0.5B": {"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_layers": 24, "num_heads": 14,
+             "num_kv_heads": 2, "head_dim": 64},
+    "7B": {"vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_layers": 28, "num_heads": 28,
+           "num_kv_heads": 4, "head_dim": 128, "tie_embeddings": False},
+}  # fmt: skip
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOLERANCE = {"fp32": 2e-4, "bf16": 3e-2}
+LR, BETAS, CLIP = 1e-3, (0.9, 0.95), 1.0
+CHECKED = 3
+Step = Callable[[int], float]
+"""Train on batch i; the loss before the step."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Batches of sequences, each int64 [length]."""
+
+    name: str
+    batches: list[list[np.ndarray]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Of all sequences of the first batch (all batches are alike): int64 [n]."""
+        return np.array([len(row) for row in self.batches[0]])
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens of a batch."""
+        return int(self.lengths.sum())
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all contenders."""
+
+    config: DecoderConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def autocast(self) -> Any:
+        """bf16 for those who keep fp32 modules."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == torch.bfloat16 else nullcontext()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Initial parameters by their Hugging Face names, fp32."""
+        model = Decoder(self.config)
+        model.init_weights_(0)
+        return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def works(vocabulary: int, device: str) -> list[Work]:
+    """Equal and heavy-tailed lengths; larger batches on a GPU."""
+    rng, scale = np.random.default_rng(0), 1 if device == "cpu" else 4
+    tail = json.loads((HERE / "lengths.json").read_text())["lengths"]
+
+    def case(name: str, lengths: list[int]) -> Work:
+        return Work(name, [[rng.integers(0, vocabulary, n) for n in lengths] for _ in range(CHECKED)])
+
+    return [case("equal", [256] * 16 * scale), case("heavy", [16 + n for n in (tail * scale)[: 64 * scale]])]
+
+
+def padded(rows: list[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
+    """ids and labels, int64 [B, T]; labels are -100 on padding."""
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+    labels = torch.full_like(ids, -100)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = labels[i, : len(row)] = torch.from_numpy(row)
+    return ids.to(device), labels.to(device)
+
+
+def tilth_engine(setting: Setting, work: Work, compile: bool) -> Step:
+    """Our engine on packed tokens."""
+    model = Decoder(setting.config, setting.dtype)
+    model.load_state_dict(setting.weights(), strict=False)
+    section = Optimizer(lr=LR, betas=BETAS, clip_norm=CLIP)
+    engine = TrainEngine(model.to(setting.device), section, total_steps=10**6, micro_tokens=16_384, compile=compile)
+
+    def step(i: int) -> float:
+        rows = work.batches[i % len(work.batches)]
+        mask = np.concatenate([np.r_[0, np.ones(len(r) - 1)] for r in rows]).astype(np.uint8)
+        loss = negative_log_likelihood(float(mask.sum()))
+        return engine.update(Ragged.of(rows), mask, {}, loss, entropy=False).loss
+
+    return step
+
+
+def plain_loop(setting: Setting, work: Work, compile: bool) -> Step:
+    """What one writes by hand."""
+    model = PlainModel(setting.config)
+    model.load_state_dict(setting.weights(), strict=False)
+    model = model.to(setting.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
+    forward = torch.compile(model, dynamic=not _equal(work)) if compile else model
+
+    def step(i: int) -> float:
+        ids, labels = padded(work.batches[i % len(work.batches)], setting.device)
+        with setting.autocast():
+            logits = forward(ids[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return step
+
+
+def _equal(work: Work) -> bool:
+    return len(set(work.lengths.tolist())) == 1
+
+
+def hugging_face(setting: Setting, work: Work, folder: str) -> Step:
+    """The Trainer's own training step, driven batch by batch so that runs can alternate."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+
+    model = Qwen3ForCausalLM(Qwen3Config(**setting.config.to_hf()))
+    model.load_state_dict(setting.weights(), strict=False)
+    model.tie_weights()
+    args = TrainingArguments(
+        folder, use_cpu=setting.device.type == "cpu", bf16=setting.dtype == torch.bfloat16, learning_rate=LR,
+        adam_beta1=BETAS[0], adam_beta2=BETAS[1], weight_decay=0.0, max_grad_norm=CLIP, lr_scheduler_type="constant",
+        optim="adamw_torch_fused", report_to="none", max_steps=10**6, per_device_train_batch_size=len(work.batches[0]),
+        disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=args)
+    trainer.create_optimizer_and_scheduler(10**6)
+    network, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    network.train()
+    trainer.current_gradient_accumulation_steps = 1
+
+    def step(i: int) -> float:
+        ids, labels = padded(work.batches[i % len(work.batches)], setting.device)
+        inputs = {"input_ids": ids, "attention_mask": (labels != -100).long(), "labels": labels}
+        loss = trainer.training_step(network, inputs)
+        trainer.accelerator.clip_grad_norm_(network.parameters(), CLIP)
+        optimizer.step()
+        network.zero_grad()
+        return float(loss)
+
+    return step
+
+
+def contender(name: str, setting: Setting, work: Work, folder: str) -> Step:
+    """By its name in the table."""
+    if name == "hugging face":
+        return hugging_face(setting, work, folder)
+    make = tilth_engine if name.startswith("tilth") else plain_loop
+    return make(setting, work, "compiled" in name)
+
+
+def names(quick: bool) -> list[str]:
+    """Who can run here."""
+    found = ["tilth", "plain"] + ([] if quick else ["tilth compiled", "plain compiled"])
+    return found + (["hugging face"] if importlib.util.find_spec("accelerate") else [])
+
+
+def check(dtype: str, losses: dict[str, list[float]]) -> None:
+    """Stop unless the first losses of all agree."""
+    name = "hugging face" if "hugging face" in losses else "plain"
+    for other, found in losses.items():
+        gap = max(abs(a - b) for a, b in zip(found, losses[name]))
+        assert gap <= TOLERANCE[dtype], f"{other} and {name} do not learn alike in {dtype}: {found} {losses[name]}"
+
+
+def measure(setting: Setting, label: dict[str, Any], work: Work, who: list[str], rounds: int) -> list[dict[str, Any]]:
+    """Rows of one case."""
+    with tempfile.TemporaryDirectory() as folder:
+        steps = {name: contender(name, setting, work, folder) for name in who}
+        first, losses = dict[str, float](), dict[str, list[float]]()
+        for name, step in steps.items():
+            began = time.perf_counter()
+            losses[name] = [step(0)]
+            first[name] = time.perf_counter() - began
+            losses[name] += [step(i) for i in range(1, CHECKED)]
+        check(label["dtype"], losses)
+        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in who}
+        for i in range(rounds):
+            for name, step in steps.items():
+                began, cpu = time.perf_counter(), time.process_time()
+                step(i)
+                seconds[name].append((time.perf_counter() - began, time.process_time() - cpu))
+    peak = measured_flops(setting.device, setting.dtype)
+    flops = sequence_flops(setting.config, work.lengths).both
+    rows = []
+    for name in who:
+        best, cpu = (min(column) for column in zip(*seconds[name]))
+        rows.append({
+            **label, "case": work.name, "contender": name, "tokens": work.tokens, "seconds": round(best, 4),
+            "cpu_seconds": round(cpu, 4), "tokens_per_second": round(work.tokens / best),
+            "mfu": round(flops / best / peak, 3), "peak_gflops": round(peak / 1e9),
+            "first_step_seconds": round(first[name], 2),
+            "over_plain": round(min(seconds["plain"])[0] / best, 2),
+            "over_trainer": round(min(seconds["hugging face"])[0] / best, 2) if "hugging face" in who else None,
+            "losses": [round(x, 5) for x in losses[name]],
+        })  # fmt: skip
+    return rows
+
+
+def peak_memory(label: dict[str, Any], case: str, name: str, device: str) -> float:
+    """Greatest resident memory in bytes of a process that does three steps with this contender alone."""
+    one = json.dumps({**label, "case": case, "contender": name, "device": device})
+    ended = subprocess.run([sys.executable, __file__, "--alone", one], capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError(f"{name} alone failed: {ended.stderr.strip().splitlines()[-1:]}")
+    return float(ended.stdout.split()[-1])
+
+
+def alone(one: dict[str, Any]) -> None:
+    """The process that ``peak_memory`` starts."""
+    import resource
+
+    torch.set_num_threads(one["threads"])
+    setting = make_setting(one["model"], one["dtype"], one["device"])
+    work = next(w for w in works(setting.config.vocab_size, one["device"]) if w.name == one["case"])
+    with tempfile.TemporaryDirectory() as folder:
+        step = contender(one["contender"], setting, work, folder)
+        for i in range(CHECKED):
+            step(i)
+    if setting.device.type == "cuda":
+        print(torch.cuda.max_memory_allocated(setting.device))
+    else:
+        print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+def make_setting(model: str, dtype: str, device: str) -> Setting:
+    """From the names of a row."""
+    config = DecoderConfig(qk_norm=True, max_positions=512, **{"tie_embeddings": True, **SHAPES[model]})
+    return Setting(config, DTYPES[dtype], torch.device(device))
+
+
+def show(row: dict[str, Any]) -> None:
+    """One line of the table."""
+    trainer = f"{row['over_trainer']:.2f}" if row["over_trainer"] else "-"
+    memory = f"{row['peak_bytes'] / 1e6:,.0f}" if row.get("peak_bytes") else "-"
+    print(
+        f"{row['model']:5} {row['dtype']:5} {row['case']:6} {row['contender']:15} {row['tokens_per_second']:>9,} "
+        f"{100 * row['mfu']:6.1f} {row['over_plain']:8.2f} {trainer:>9} {row['cpu_seconds']:7.3f} "
+        f"{row['first_step_seconds']:8.1f} {memory:>8}",
+        flush=True,
+    )
+
+
+def options() -> argparse.Namespace:
+    """What was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="6M only, nothing compiled, no memory; about a minute")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--threads", type=int, default=0, help="0: torch's choice")
+    parser.add_argument("--models", default="6M,50M")
+    parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--cases", default="equal,heavy")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--alone", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = options()
+    if args.alone:
+        return alone(json.loads(args.alone))
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if not importlib.util.find_spec("accelerate"):
+        print("accelerate is not installed here, so the Hugging Face Trainer is left out")
+    print("model dtype case   contender        tokens/s  MFU %  x plain x trainer   cpu s  first s  peak MB")
+    rows: list[dict[str, Any]] = []
+    for model in ["6M"] if args.quick else args.models.split(","):
+        for dtype in args.dtypes.split(","):
+            setting = make_setting(model, dtype, args.device)
+            label = {"model": model, "dtype": dtype, "threads": torch.get_num_threads()}
+            for work in (w for w in works(setting.config.vocab_size, args.device) if w.name in args.cases.split(",")):
+                for row in measure(setting, label, work, names(args.quick), 2 if args.quick else args.rounds):
+                    if not args.quick:
+                        row["peak_bytes"] = peak_memory(label, work.name, row["contender"], args.device)
+                    rows.append(row)
+                    show(row)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
