@@ -270,8 +270,8 @@ def test_a_part_that_is_called_as_a_member_is():
 
 @pytest.mark.parametrize("spec, completion", [("exact", "yes"), ("addition", "7")])
 def test_what_is_right_or_wrong_by_nature_is_the_accuracy(spec, completion):
-    for given, right in ((completion, 1), ("no", 0)):
-        found = score({spec: 2.0, "regex:^.": 0.5}, given, answer=completion)
+    for said, right in ((completion, 1), ("no", 0)):
+        found = score({spec: 2.0, "regex:^.": 0.5}, said, answer=completion)
         assert found == Score(2 * right + 0.5, {spec: right, "regex": 1, "correct": right}, "")
 
 
