@@ -139,6 +139,32 @@ def test_chunks_change_no_bit_of_the_values(chunk: int) -> None:
     assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_keeping_log_probs_changes_no_bit(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    grads = []
+    for most in (0, 1 << 20):
+        monkeypatch.setattr("tilth.models.logprobs._KEPT_ELEMENTS", most)
+        hidden, weight, targets = problem(37, 6, 50)
+        logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, 8)
+        saved = logprobs.grad_fn.saved_tensors
+        assert len(saved) == (4 if most == 0 else 4 + 5)  # chunks of 8 rows
+        total = (logprobs * torch.arange(37)).sum() + entropy.sum()
+        total.backward(retain_graph=True)
+        first = hidden.grad.clone()
+        hidden.grad = None
+        total.backward()
+        assert torch.equal(first, hidden.grad)  # what was kept is still whole
+        grads.append((hidden.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+def test_nothing_is_kept_without_a_gradient() -> None:
+    hidden, weight, targets = problem(8, 4, 7)
+    with torch.no_grad():
+        logprobs, _ = token_logprobs(hidden, weight, targets)
+    assert logprobs.grad_fn is None
+
+
 def test_second_derivative_is_refused() -> None:
     hidden, weight, targets = problem(4, 3, 5)
     (grad,) = torch.autograd.grad(token_logprobs(hidden, weight, targets)[0].square().sum(), hidden, create_graph=True)
