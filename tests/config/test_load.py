@@ -332,3 +332,8 @@ def test_a_supervised_flow_without_steps_or_epochs_trains_nothing(flow):
 def test_trackers_do_not_make_another_run():
     plain, tracked = load_recipe("addition-grpo"), load_recipe("addition-grpo", ['run.track=["wandb"]'])
     assert load.digest(plain) == load.digest(tracked)
+
+
+def test_pretraining_generates_nothing_so_its_context_may_be_short():
+    load_recipe("pretrain", ["model.context=16"])
+    assert "rollout.max_tokens = 32 leaves no room" in problem("model.context=16", "rollout.max_tokens=32")

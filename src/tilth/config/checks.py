@@ -32,6 +32,8 @@ def _shape(recipe: Recipe) -> Iterator[str]:
 
 def _lengths(recipe: Recipe) -> Iterator[str]:
     context, r = recipe.model.context, recipe.rollout
+    if recipe.flow == "pretrain":  # generates nothing
+        return
     if r.max_tokens >= context:
         yield f"rollout.max_tokens = {r.max_tokens} leaves no room for a prompt in model.context = {context}"
     least = -(-context // KV_BLOCK) * KV_BLOCK

@@ -46,7 +46,9 @@ class Data(Section):
         "a dataset directory, a folder or a pattern of such files",
     )
     columns: dict[Literal["prompt", "answer", "messages", "text"], str] = Field(
-        {}, description='which column is which, as in {prompt = "question"}; a column of that very name needs no word'
+        {},
+        description="which column is which: a name, a path (reward_model.ground_truth) or a pattern (Q: {question}); "
+        "a column of that very name needs no word",
     )
     digits: int = Field(3, ge=1, le=9, description="digits of the numbers of a task (countdown: at most this many)")
     heldout: str = Field("", description="a source of its own to evaluate on; empty: a share of data.source")
