@@ -86,7 +86,7 @@ def test_a_wrong_setting_is_told_as_in_a_recipe(tmp_path, wrong, says):
     "data, says",
     [
         ([], "empty"),
-        ([{"question": "1+1="}], r"dataset\[0\]: no key 'prompt'"),
+        ([{"question": "1+1="}], r"dataset\[0\]: no column 'prompt'"),
         (["1+1=", 3], r"dataset\[1\]"),
         ([{"prompt": "1", "answer": 2}], "answer is 2"),
     ],
