@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilth.core.batch import Ragged
-from tilth.models.attention import PackedContext
+from tilth.models.attention import PackedContext, matmul_pays
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.models.rows import spread_rows
 from tilth.models.tree import TreeContext, plant
 
 SHAPES = {
@@ -70,6 +71,55 @@ def test_values_are_those_of_separate_sequences(shape):
 def test_any_groups(made, seed):
     tokens, prompts, groups = samples([p for p, _ in made], [c for _, c in made], seed)
     compare(model(), tokens, prompts, groups)
+
+
+WIDE = [5, 300, 40], [[2, 90, 31, 1, 64], [33, 7], [17, 200, 3]]
+"""Prompts and completions of very different lengths: several groups of queries and of keys."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lengths_far_apart(shape):
+    tokens, prompts, groups = samples(*WIDE)
+    compare(model(**SHAPES[shape]), tokens, prompts, groups)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-5), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compute_dtypes_take_plain_matmuls_and_agree(shape, dtype, bound):
+    tokens, prompts, groups = samples(*WIDE)
+    made = model(**SHAPES[shape]).float()
+    made.dtype = dtype
+    assert matmul_pays(256, dtype, torch.device("cpu")) and not matmul_pays(256, torch.float64, torch.device("cpu"))
+    ids, trees = torch.from_numpy(tokens.values), plant(tokens, prompts, groups)
+    with torch.no_grad():
+        apart = made(ids, PackedContext(tokens.lengths))
+        together = made(ids[torch.from_numpy(trees.source)], TreeContext(trees))[torch.from_numpy(trees.slot)]
+    assert float((apart - together).abs().max()) <= bound
+    assert float((apart - apart.roll(1, 0)).abs().max()) > 10 * bound
+
+
+def test_a_prompt_is_queried_once():
+    """Slots are the tokens that ask and those that are seen, and fillers up to the longest: here all make one group."""
+    tokens, prompts, groups = samples([16], [[48] * 8])
+    context = TreeContext(plant(tokens, prompts, groups))
+    assert len(context._asked) == (1 + 8) * 48 < len(tokens.values)
+    assert len(context._seen) == (1 + 8) * 64
+
+
+@given(st.lists(st.integers(0, 5), min_size=6, max_size=30), st.integers(0, 4))
+def test_spread_rows_adds_up_the_gradients_of_all_images(index, fillers):
+    index = np.array([0, 1, 2, 3, 4, 5, *index])
+    real = len(index)
+    order = np.argsort(index, kind="stable")
+    first = np.cumsum(np.bincount(index)) - np.bincount(index)
+    slots = torch.from_numpy(np.append(index, np.zeros(fillers, np.int64)))
+    x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
+    out = spread_rows(x, slots, torch.from_numpy(order), torch.from_numpy(first))
+    assert torch.equal(out, x[slots])
+    weight = torch.randn(real + fillers, 2, 3, dtype=torch.float64)
+    (out * weight).sum().backward()
+    expected = torch.zeros(6, 2, 3, dtype=torch.float64).index_add_(0, slots[:real], weight[:real])
+    torch.testing.assert_close(x.grad, expected)
 
 
 def test_gradients_are_those_of_separate_sequences():
