@@ -47,6 +47,13 @@ def test_data_may_be_dictionaries_or_texts_and_any_iterable(monkeypatch):
     assert [p.text for p in seen["prompts"]] == ["1+1=", "2+2="]
 
 
+def test_data_may_have_columns_of_other_names(monkeypatch):
+    seen = caught(monkeypatch)
+    named = {"data.columns": {"prompt": "question", "answer": "solution"}}
+    tilth.train([{"question": "1+1=", "solution": "2"}], len, observers=[], keys=named)
+    assert (seen["prompts"][0].text, seen["prompts"][0].answer) == ("1+1=", "2")
+
+
 def test_name_reward_and_observers_are_those_given(monkeypatch):
     seen, watcher = caught(monkeypatch), tiny.Recorder()
     tilth.train(SUMS, tiny.close_enough, name="mine", observers=(watcher,))

@@ -96,7 +96,8 @@ def train(
 ) -> "RunResult":
     """Train a language model by reinforcement learning on prompts and a reward function.
 
-    data: dictionaries with ``prompt`` and, for a warm-up or the reward's use, ``answer`` and whatever else; or texts.
+    data: dictionaries with ``prompt`` and, for a warm-up or the reward's use, ``answer`` and whatever else (of other
+        names: ``keys={"data.columns": {"prompt": "question"}}``); or texts.
     reward: (prompt, completion, info) -> number, or a dict with "reward"; a lambda or a function of the script works.
         Or what ``reward.function`` of a recipe may be: ``"gsm8k"``, ``{"exact": 1.0, "style.py:brevity": 0.1}``; or
         nothing where ``flow`` is "sft" or "pretrain".
@@ -113,7 +114,8 @@ def train(
         from tilth.ui.live import Live
 
         observers = [Live(recipe)]
-    return run_recipe(recipe, name=name, observers=observers, prompts=PromptSet.of(data), reward=reward)
+    prompts = PromptSet.of(data, recipe.data.columns)
+    return run_recipe(recipe, name=name, observers=observers, prompts=prompts, reward=reward)
 
 
 def _with_keys(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,6 +54,14 @@ def test_a_penalty_needs_a_reference_model():
     assert item(predicted("algorithm.kl_coef=0.1", "flow=ppo"), "reference model") == 4 * COUNT
 
 
+def test_an_average_and_the_noise_of_gradients_need_copies():
+    plain = predicted()
+    assert item(plain, "average of the weights") == item(plain, "gradients of one micro-batch") == 0
+    more = predicted("train.ema=0.99", 'train.watch=["noise_scale"]')
+    assert item(more, "average of the weights") == item(more, "gradients of one micro-batch") == 4 * COUNT
+    assert more.peak == plain.peak + 8 * COUNT
+
+
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_a_value_model_has_a_row_and_a_bias_instead_of_an_output_head(tied):
     recipe = load_recipe("addition-grpo", [f"model.tied={tied}"])

@@ -61,6 +61,10 @@ def predict(recipe: Recipe, shape: DecoderShape, longest: int, base: int = BASE,
         Item("gradients", max(count, critic) * _FP32),  # policy and critic take turns, and forget theirs after a step
         Item("optimizer state", _optimizer(recipe, shape, count)),
     ]
+    if recipe.train.ema:
+        held.append(Item("average of the weights", count * _FP32))
+    if "noise_scale" in recipe.train.watch:
+        held.append(Item("gradients of one micro-batch", count * _FP32))
     if critic:
         held.append(Item("critic's parameters", critic * _FP32))
         held.append(Item("critic's optimizer state", _optimizer(recipe, shape, critic)))
