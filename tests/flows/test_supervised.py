@@ -1,5 +1,6 @@
 """Flows sft and pretrain: what they train on, what they measure on what is held out, and what they do not build."""
 
+import json
 import math
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 import tilth.flows.pretrain
 import tilth.flows.sft
 from tests.flows import tiny
-from tilth.api import train
+from tilth.api import run_recipe, train
 from tilth.checkpoint import read_best
 from tilth.config.load import from_dict
 from tilth.core.errors import DataError, RewardError, WeightMismatch
@@ -236,8 +237,28 @@ def test_a_tokenizer_is_trained_once_and_a_resumed_run_loads_it(tmp_path, monkey
     assert trained == [300] and result.directory.name == "pretrain-001" and result.summary["state"] == "finished"
 
 
-def test_tokenised_documents_are_kept_beside_the_runs(pretrained):
-    assert list((pretrained.directory.parent / CACHE).glob("pieces-*/pieces.arrow"))
+def test_tokenised_documents_are_kept_beside_the_runs_and_it_is_told_where_tokens_come_from(pretrained, tmp_path):
+    train = max((pretrained.directory.parent / CACHE).glob("pieces-*"), key=disk)
+    assert "documents: tokenised" in (pretrained.directory / "log.txt").read_text()
+    watcher = tiny.Recorder()
+    tiny.learn(pretrained.directory.parent, "pretrain", supervised={"steps": 1}, observers=[watcher])
+    assert [m for m in watcher.messages if "documents: tokens from" in m and train.name in m]
+
+
+def disk(folder: Path) -> int:
+    return (folder / "pieces.arrow").stat().st_size
+
+
+def test_prompts_that_are_held_out_too_are_left_out_of_training_and_told(tmp_path):
+    for name, records in (("train", tiny.SUMS), ("test", tiny.SUMS[:7])):
+        lines = "".join(json.dumps(r) + "\n" for r in records)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    where = {"source": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "test.jsonl")}
+    watcher = tiny.Recorder()
+    made = tiny.recipe(tmp_path / "runs", flow="sft", data=where)
+    run_recipe(made, name="sft", observers=[watcher])
+    said = " ".join(watcher.messages)
+    assert "7 prompts are in data.heldout too" in said and "93 prompts to train on, 7 held out" in said
 
 
 def test_what_was_pre_trained_is_fine_tuned_with_its_own_tokenizer(pretrained, tmp_path):

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +80,8 @@ class Parts:
     reference: ReferenceWorker | None
     critic: CriticWorker | None
     roles: Roles
+    notes: list[str]
+    """What is to be told of the data."""
 
 
 @dataclass
@@ -91,6 +93,7 @@ class Lesson:
     longest: int
     recorder: RecorderWorker | DocumentWorker
     template: Template | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 def pick_device(name: str) -> torch.device:
@@ -144,7 +147,9 @@ def build(recipe: Recipe, material: Material, pool: RewardPool | None, earlier: 
         roles.rollout = InlineGroup("rollout", RolloutWorker(engine, lesson.template, material, recipe.rollout, store))
         roles.reward = InlineGroup("reward", RewardWorker(pool, material, store))
     counted = _counted(recipe, len(train))
-    return Parts(counted, config, tokenizer, train, heldout, plan, store, policy, reference, critic, roles)
+    return Parts(
+        counted, config, tokenizer, train, heldout, plan, store, policy, reference, critic, roles, lesson.notes
+    )
 
 
 def _counted(recipe: Recipe, examples: int) -> Recipe:
@@ -166,7 +171,8 @@ def _documents(recipe: Recipe, texts: Texts, tokenizer: Tokenizer, store: Inline
     train = Corpus.build(texts.train, tokenizer, context, folder)
     heldout = Corpus.build(texts.heldout, tokenizer, context, folder) if texts.heldout else None
     mine, theirs = (Order(np.arange(0 if corpus is None else len(corpus))) for corpus in (train, heldout))
-    return Lesson(mine, theirs, context, DocumentWorker(train, heldout, tokenizer, store))
+    recorder = DocumentWorker(train, heldout, tokenizer, store)
+    return Lesson(mine, theirs, context, recorder, notes=[f"documents: {train.note}"])
 
 
 def _prompts(
@@ -182,7 +188,9 @@ def _prompts(
         longest = max(longest, check_examples(prompts, template, context) - room)
     elif recipe.supervised.steps or recipe.supervised.epochs:
         check_examples(train, template, context)
-    return Lesson(train, heldout, longest, RecorderWorker(prompts, template, context, store), template)
+    told = f"{prompts.copies} prompts are in data.heldout too, word for word, and are left out of training"
+    recorder = RecorderWorker(prompts, template, context, store)
+    return Lesson(train, heldout, longest, recorder, template, [told] if prompts.copies else [])
 
 
 def _config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenizer) -> DecoderConfig:

@@ -151,7 +151,7 @@ def _announce(run: Run, parts: Parts, reward_file: str) -> None:
     directory = run.directory
     before = read_state(directory.path).get("reward_file", reward_file)
     directory.update(reward_file=reward_file)
-    say = [f"{'continuing' if directory.resumed else 'new run'} in {directory.path}", *parts.plan.lines()]
+    say = [f"{'continuing' if directory.resumed else 'new run'} in {directory.path}", *parts.plan.lines(), *parts.notes]
     directory.set_plan(parts.plan.as_dict())
     save_shape(directory.path / MODEL_FOLDER, parts.config, parts.tokenizer)
     if before != reward_file:
