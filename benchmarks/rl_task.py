@@ -40,7 +40,7 @@ class Task:
     group: int = 8
     prompt_tokens: int = 16
     tokens: int = 48
-    lr: float = 1e-3
+    lr: float = 2e-3
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
     threads: int = 0

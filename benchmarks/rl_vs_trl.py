@@ -31,6 +31,8 @@ better round, the first two steps (warm-up, compilation) left out. CPU seconds a
 threads: of use where other work disturbs the wall clock. Time to the same reward counts all steps and
 compilation; start-up (imports, loading) is listed apart. Peak memory is that of the process and its largest child.
 
+Where the machine is shared, believe the ratios and CPU seconds only. ``--quick`` shows that all runs, no more.
+
 On a GPU: ``--device cuda --shape 0.5B`` (or 7B) ``--cases "bf16 equal,bf16 heavy"``; contender "tilth compiled" then
 uses CUDA graphs for decoding. That option has never been run: no GPU was at hand.
 """
