@@ -41,8 +41,16 @@ def test_closing_says_what_was_learned_where_to_look_and_what_to_try():
     )
     assert "memory at most 900 MB (predicted 1 GB)" in text and "mismatch at most 3.2e-06" in text
     assert "report: runs/a/report.html" in text
-    for command in ("tilth generate runs/a ", "tilth show runs/a", "tilth export runs/a", "data.digits=4"):
+    for command in (
+        "tilth generate runs/a ",
+        "tilth show runs/a",
+        "tilth export runs/a",
+        "tilth eval runs/a --k 1,8",
+        "data.digits=4",
+    ):
         assert command in text
+    assert "tilth chat" not in text and "tilth chat runs/a" in said(["data.template=chatml"])
+    assert "tilth eval" not in said(["flow=sft"])
 
 
 def test_the_question_to_try_was_held_out():

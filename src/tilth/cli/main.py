@@ -29,7 +29,7 @@ class Commands(TyperGroup):
             typer.echo(f"error: {' '.join(error.format_message().split())} (tilth --help)", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            typer.echo("interrupted; what was saved is intact, and the same command goes on from there", err=True)
+            typer.echo("interrupted; whatever a run has saved is intact", err=True)
             raise typer.Exit(130) from None
 
 

@@ -53,6 +53,10 @@ def closing(recipe: Recipe, summary: Mapping[str, Any], directory: Path, report:
     question = _question(recipe)
     if question:
         lines.append(f"  tilth generate {directory} {shlex.quote(question)} --temperature 0")
+    if recipe.flow in ("grpo", "ppo"):
+        lines.append(f"  tilth eval {directory} --k 1,8")
+    if recipe.data.template:
+        lines.append(f"  tilth chat {directory}")
     lines += [f"  tilth show {directory}", f"  tilth export {directory} my-model"]
     if recipe.data.source == "addition":
         lines.append(f"  tilth run addition-grpo data.digits={recipe.data.digits + 1} model.context=64")
