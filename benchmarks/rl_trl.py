@@ -1,6 +1,6 @@
 """TRL's side of ``rl_vs_trl.py``: ``GRPOTrainer`` with the same task; its methods are timed from outside.
 
-python benchmarks/rl_trl.py TASK.json RESULT.json [continuous]
+python benchmarks/rl_trl.py TASK.json RESULT.json
 """
 
 import json
@@ -78,7 +78,7 @@ class Steps(TrainerCallback):
         self.clock.parts.clear()
 
 
-def settings(task: Task, folder: str, continuous: bool = False) -> GRPOConfig:
+def settings(task: Task, folder: str) -> GRPOConfig:
     """TRL's names for the same things. Everything that costs time and changes nothing is off."""
     return GRPOConfig(
         output_dir=folder, use_cpu=task.device == "cpu", bf16=task.precision == "bf16", fp16=False,
@@ -88,11 +88,11 @@ def settings(task: Task, folder: str, continuous: bool = False) -> GRPOConfig:
         adam_beta2=task.betas[1], weight_decay=0.0, max_grad_norm=task.clip, optim="adamw_torch_fused",
         beta=0.0, loss_type="dapo", scale_rewards="group", epsilon=0.2, temperature=1.0, shuffle_dataset=False,
         dataloader_pin_memory=False, report_to="none", save_strategy="no", logging_strategy="steps",
-        logging_steps=10**6, disable_tqdm=True, seed=0, use_transformers_continuous_batching=continuous,
+        logging_steps=10**6, disable_tqdm=True, seed=0,
     )  # fmt: skip
 
 
-def make_trainer(task: Task, folder: str, steps: Steps, continuous: bool = False) -> GRPOTrainer:
+def make_trainer(task: Task, folder: str, steps: Steps) -> GRPOTrainer:
     """The trainer, with every completion as long as the task says."""
     vocabulary = SHAPES[task.shape]["vocab_size"]
 
@@ -102,7 +102,7 @@ def make_trainer(task: Task, folder: str, steps: Steps, continuous: bool = False
 
     data = Dataset.from_list([{"prompt": task.texts[i]} for step in task.order for i in step])
     trainer = GRPOTrainer(
-        task.folder, reward_funcs=reward, args=settings(task, folder, continuous), train_dataset=data, callbacks=[steps]
+        task.folder, reward_funcs=reward, args=settings(task, folder), train_dataset=data, callbacks=[steps]
     )
     _give_lengths(trainer, task, lambda: len(steps.found))
     return trainer
@@ -142,7 +142,7 @@ def main() -> None:
     clock = Clock()
     steps = Steps(task, clock)
     began = time.perf_counter()
-    trainer = make_trainer(task, str(Path(sys.argv[2]).parent / "trl"), steps, "continuous" in sys.argv[3:])
+    trainer = make_trainer(task, str(Path(sys.argv[2]).parent / "trl"), steps)
     watch(trainer, clock)
     trainer.train()
     whole = time.perf_counter() - began
