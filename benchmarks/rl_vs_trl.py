@@ -21,7 +21,7 @@ Lengths. *Equal*: 48 tokens, no end token. *Heavy*: the shipped heavy-tailed ``l
 ends at its own given length, the same for all. For that each engine is told from outside: our requests get their
 ``max_tokens``; TRL's ``generate`` gets a logits processor that makes the end token certain at that place and impossible
 before it (TRL knows the end of a row by that token). Both generate and learn exactly these tokens; TRL, as any padded
-batch, computes every row up to the longest one. (Its continuous batching for CPUs takes no such rule and needed 15 s for
+batch, computes every row up to the longest one. (Its continuous batching for CPUs takes no such rule and took 15 s for
 four rows, so it is not among the contenders.)
 
 Checked before anything is timed (``rl_check.py``): both models give the same log-probs to the same ids, and both losses
