@@ -14,8 +14,8 @@ __all__ = ["__version__", "rl", "train"]
 # Idle OpenMP threads spin and starve every other process of a small machine (10 to 30 times slower);
 # the runtime reads this once, when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# oneDNN (bf16, and fp32 at "medium") and torch's layer above it keep kernels and their memory for each of the last 1,024
-# shapes: with packed batches, whose sizes hardly ever repeat, that is gigabytes. One layer's shapes are what is used again.
+# oneDNN (bf16, and fp32 at "medium") and torch's layer above it keep kernels and their memory for the last 1,024
+# shapes: with packed batches, whose sizes hardly ever repeat, that is gigabytes. Only one layer's are used again.
 for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_cache, "32")
 
