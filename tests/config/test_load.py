@@ -319,8 +319,54 @@ def test_a_reward_is_a_name_or_names_with_weights():
     assert "text or a table" in problem("reward.function=[1]")
 
 
-def test_an_unknown_column_is_named():
-    assert "data.columns" in problem("data.columns.question=prompt")
+MINE = """
+[data]
+source = "x.jsonl"
+columns = { prompt = "{question}", answer = "solution" }
+[reward]
+function = { gsm8k = 1.0, "regex:####" = 0.5 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "columns", "function"),
+    [
+        (["reward.function={exact=1.0}"], {"prompt": "{question}", "answer": "solution"}, {"exact": 1.0}),
+        (['data.columns={messages="chat"}'], {"messages": "chat"}, None),
+        (["data.columns={}"], {}, None),
+        (['data={columns={messages="chat"}}'], {"messages": "chat"}, None),
+        (["data.columns.prompt=q"], {"prompt": "q", "answer": "solution"}, None),
+        (['data.columns={text="t"}', "data.columns.prompt=q"], {"text": "t", "prompt": "q"}, None),
+        (["data.columns.prompt=q", 'data.columns={text="t"}'], {"text": "t"}, None),
+        (["reward.function.exact=2"], None, {"gsm8k": 1.0, "regex:####": 0.5, "exact": 2.0}),
+        (["reward.function=exact"], None, "exact"),
+    ],
+)
+def test_a_table_as_a_value_replaces_and_dotted_keys_merge(tmp_path, overrides, columns, function):
+    path = tmp_path / "mine.toml"
+    path.write_text(MINE)
+    recipe, plain = load_recipe(str(path), overrides), load_recipe(str(path))
+    assert recipe.data.columns == (plain.data.columns if columns is None else columns)
+    assert recipe.reward.function == (plain.reward.function if function is None else function)
+    assert recipe.data.source == "x.jsonl"
+
+
+def test_a_section_as_a_value_is_merged():
+    recipe = load_recipe("addition-grpo", ["rollout.group=4", "rollout={prompts=8}", "algorithm={steps=5}"])
+    assert (recipe.rollout.group, recipe.rollout.prompts, recipe.algorithm.steps) == (4, 8, 5)
+    assert recipe.algorithm.advantage == "grpo_no_std"
+
+
+def test_an_entry_of_a_table_is_named_with_what_would_be_right():
+    unknown = "data.columns has no key frage; there are prompt, answer, messages, text"
+    assert problem("data.columns={frage='question'}") == problem("data.columns.frage=question") == unknown
+    assert problem("data.columns={prompt=3}") == "data.columns.prompt = 3 is not text"
+    assert problem("data.columns=foo") == "data.columns = 'foo' is not a table"
+    weight = "reward.function: the weight of gsm8k is {}, which is not a finite number"
+    assert problem("reward.function={gsm8k='x'}") == weight.format("'x'")
+    assert problem("reward.function={gsm8k=inf}") == weight.format("inf")
+    assert problem("reward.function={gsm8k='x', exact='y'}") == weight.format("'x'") + " (and 1 more)"
+    assert problem("reward.function=[1]") == "reward.function = [1] is not text or a table"
 
 
 @pytest.mark.parametrize("flow", ["sft", "pretrain"])

@@ -11,13 +11,14 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
 from tilth.config.checks import check
 from tilth.config.errors import RecipeError
-from tilth.config.keys import keys, sections
+from tilth.config.keys import Key, keys, sections
 from tilth.config.schema import Recipe
 
 SHIPPED = Path(__file__).parent.parent / "recipes"
@@ -68,7 +69,11 @@ def from_dict(data: Mapping[str, Any]) -> Recipe:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """``["run.name=x", "seed=3"]`` -> nested dictionary. Values are TOML; text needs no quotes."""
+    """``["run.name=x", "seed=3"]`` -> nested dictionary. Values are TOML; text needs no quotes.
+
+    A table that is the value of a key (``data.columns={...}``) replaces what the recipe has there; sections and dotted
+    names (``data.columns.prompt=x``) are merged into it.
+    """
     result: dict[str, Any] = {}
     for override in overrides:
         name, equals, text = override.partition("=")
@@ -81,8 +86,18 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 raise RecipeError(f"override {override!r} needs a section, but {part} has a value already")
-        table[last] = _value(name, text.strip())
+        table.update(_merge(table, {last: _given(name, _value(name, text.strip()))}))
     return result
+
+
+class _Whole(dict[str, Any]):
+    """A table that was given as the value of a key: it replaces, where dotted names are merged."""
+
+
+def _given(name: str, value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {k: _given(f"{name}.{k}", v) for k, v in value.items()} if name in sections() else _Whole(value)
 
 
 def dump_toml(recipe: Recipe) -> str:
@@ -107,7 +122,8 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for name, value in over.items():
         below = merged.get(name)
-        merged[name] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+        mergeable = isinstance(value, dict) and not isinstance(value, _Whole)
+        merged[name] = _merge(below, value) if mergeable and isinstance(below, dict) else value
     return merged
 
 
@@ -150,19 +166,47 @@ def dump_value(value: Any) -> str:
 
 
 def _explain(error: ValidationError) -> str:
-    problems = error.errors(include_url=False)
-    first = problems[0]
-    name = ".".join(map(str, first["loc"][:2]))
+    problems = _problems(error)
+    place, first = next(iter(problems.items()))
+    name = ".".join(map(str, place[:2]))
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
         return _unknown(name) + more
     if name in sections():
         return f"{name} = {first['input']!r} is not a section; its keys are written {name}.KEY" + more
     key = keys()[name]
+    if len(place) > 2 and isinstance(place[2], str):
+        return _explain_entry(key, place[2], first) + more
     value = first["input"]
     guess = difflib.get_close_matches(str(value), key.values.removeprefix("one of ").split(", "), 1)
     meant = f"; did you mean {guess[0]!r}?" if first["type"] == "literal_error" and guess else ""
     return f"{name} = {_shown(value)} is not {key.values}{meant}{more}"
+
+
+def _problems(error: ValidationError) -> dict[tuple[Any, ...], Any]:
+    """Place -> problem, one each. A place is section, key and, in a table or a list, which entry.
+
+    Of a key that may be text or a table only what is wrong inside the table, if one is given.
+    """
+    found: dict[tuple[Any, ...], Any] = {}
+    for problem in error.errors(include_url=False):
+        place = tuple(part for part in problem["loc"] if part != "[key]")
+        key = keys().get(".".join(map(str, place[:2])))
+        if key is not None and get_origin(key.field.annotation) is UnionType:
+            place = place[:2] + place[3:]  # without the kind that was tried
+        found.setdefault(place, problem)
+    inside = {place[:2] for place in found if len(place) > 2}
+    return {place: problem for place, problem in found.items() if place not in inside}
+
+
+def _explain_entry(key: Key, name: str, problem: Any) -> str:
+    """What is wrong with one entry of a table."""
+    if problem["type"] == "literal_error":
+        return f"{key.name} has no key {name}; there are {', '.join(get_args(get_args(key.field.annotation)[0]))}"
+    value = _shown(problem["input"])
+    if problem["type"] == "string_type":
+        return f"{key.name}.{name} = {value} is not text"
+    return f"{key.name}: the weight of {name} is {value}, which is not a finite number"
 
 
 def _shown(value: Any) -> str:
