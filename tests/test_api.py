@@ -93,9 +93,14 @@ def test_a_wrong_setting_is_told_as_in_a_recipe(tmp_path, wrong, says):
     "data, says",
     [
         ([], "empty"),
-        ([{"question": "1+1="}], r"dataset\[0\]: no column 'prompt'"),
-        (["1+1=", 3], r"dataset\[1\]"),
+        ([{"question": "1+1="}], r"(dataset\[0\]|record 1): no column 'prompt'"),
+        (["1+1=", 3], r"(dataset\[1\]|record 2)"),
         ([{"prompt": "1", "answer": 2}], "answer is 2"),
+        ("tr.jsonl", r"data is 'tr.jsonl', one str.*data.source=tr.jsonl"),
+        (Path("tr.jsonl"), "data.source=tr.jsonl"),
+        (b"tr.jsonl", "one bytes; give a list of records"),
+        ({"prompt": "1+1=", "answer": "2"}, r"one dict; give a list of such records"),
+        (7, "of type int, not a list"),
     ],
 )
 def test_wrong_data_are_told_with_their_place(tmp_path, data, says):
@@ -115,6 +120,22 @@ def test_a_warm_up_needs_answers(tmp_path):
     how = settings(tmp_path) | {"supervised": {"steps": 1, "batch": 4}}
     with pytest.raises(DataError, match=r"has no answer.*supervised\.steps = 0"):
         tilth.train([s["prompt"] for s in SUMS], tiny.close_enough, observers=[], **how)
+
+
+def test_a_source_has_no_place_beside_the_data():
+    with pytest.raises(RecipeError, match=r"data\.source has no place beside"):
+        tilth.train(SUMS, len, observers=[], keys={"data.source": "tr.jsonl"})
+
+
+def test_prompts_of_data_heldout_are_those_held_out(monkeypatch, tmp_path):
+    seen = caught(monkeypatch)
+    (tmp_path / "te.jsonl").write_text('{"prompt": "7+7=", "answer": "14"}\n{"prompt": "1+1=", "answer": "2"}\n')
+    tilth.train(SUMS, len, observers=[], keys={"data.heldout": str(tmp_path / "te.jsonl"), "data.holdout": 0.5})
+    train, held = seen["prompts"].split(0.5)
+    assert [p.text for p in held] == ["7+7=", "1+1="]
+    assert [p.text for p in train] == [s["prompt"] for s in SUMS if s["prompt"] != "1+1="]
+    with pytest.raises(DataError, match=r"none\.jsonl"):
+        tilth.train(SUMS, len, observers=[], keys={"data.heldout": str(tmp_path / "none.jsonl")})
 
 
 # ---- what comes back ----

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tilth.config.load import from_dict
 from tilth.config.schema import Recipe
-from tilth.core.errors import RewardError
+from tilth.core.errors import RecipeError, RewardError
 
 if TYPE_CHECKING:
     from tilth.data.prompts import PromptSet
@@ -96,26 +96,38 @@ def train(
 ) -> "RunResult":
     """Train a language model by reinforcement learning on prompts and a reward function.
 
-    data: dictionaries with ``prompt`` and, for a warm-up or the reward's use, ``answer`` and whatever else (of other
+    data: a list (any iterable) of dictionaries with ``prompt`` and, for a warm-up or the reward's use, ``answer`` and whatever else (of other
         names: ``keys={"data.columns": {"prompt": "question"}}``); or texts.
     reward: (prompt, completion, info) -> number, or a dict with "reward"; a lambda or a function of the script works.
         Or what ``reward.function`` of a recipe may be: ``"gsm8k"``, ``{"exact": 1.0, "style.py:brevity": 0.1}``; or
         nothing where ``flow`` is "sft" or "pretrain".
     settings: sections of a recipe, e.g. ``model={"path": "..."}``, ``algorithm={"steps": 50}``, ``seed=1``.
-    keys: any key by its full name, e.g. ``{"data.holdout": 0.2, "reward.timeout": 5.0}``.
+    keys: any key by its full name, e.g. ``{"data.heldout": "test.jsonl", "reward.timeout": 5.0}``; not data.source.
     observers: who watches; default: the terminal.
 
     The same call (same data, same reward) continues an unfinished run. Returns its directory and summary.
     """
-    from tilth.data.prompts import PromptSet
-
-    recipe = from_dict(_with_keys(settings, keys or {}))
+    wanted = _with_keys(settings, keys or {})
+    if "source" in wanted.get("data", {}):
+        raise RecipeError("data.source has no place beside the records that tilth.train is given as data; leave it out")
+    recipe = from_dict(wanted)
     if observers is None:
         from tilth.ui.live import Live
 
         observers = [Live(recipe)]
-    prompts = PromptSet.of(data, recipe.data.columns)
-    return run_recipe(recipe, name=name, observers=observers, prompts=prompts, reward=reward)
+    return run_recipe(recipe, name=name, observers=observers, prompts=_given(data, recipe), reward=reward)
+
+
+def _given(data: Iterable[Mapping[str, Any] | str], recipe: Recipe) -> "PromptSet":
+    """The caller's records, with those of ``data.heldout`` after them. Raises DataError."""
+    from tilth.data.prompts import PromptSet, load_source
+    from tilth.data.sources import Joined, from_records
+
+    source = from_records(data, recipe.data.columns)
+    if not recipe.data.heldout:
+        return PromptSet(source)
+    held = recipe.data.model_copy(update={"source": recipe.data.heldout, "heldout": ""})
+    return PromptSet(Joined(source, load_source(held).source))
 
 
 def _with_keys(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -233,6 +233,8 @@ def test_contradictions(overrides, part):
     [
         ["model.hidden=130", "model.head_dim=32"],
         ["model.hidden=130", "model.path=some/model"],
+        ["data.holdout=0", "data.heldout=test.jsonl"],
+        ["data.holdout=1", "data.heldout=test.jsonl"],
         ["model.kv_heads=2"],
         ["train.device=cuda:0"],
         ["rollout.max_tokens=31"],

@@ -64,9 +64,9 @@ def _learning(recipe: Recipe) -> Iterator[str]:
         yield f"nothing to train: flow = {recipe.flow}, and supervised.steps and supervised.epochs are both 0"
     if not a.steps and not supervised:
         yield "nothing to train: algorithm.steps and supervised.steps are both 0"
-    if supervised and w.until < 1 and recipe.data.holdout == 0:
-        yield f"supervised.until = {w.until} needs held-out prompts; data.holdout is 0"
-    if recipe.data.holdout == 1:
+    if supervised and w.until < 1 and recipe.data.holdout == 0 and not recipe.data.heldout:
+        yield f"supervised.until = {w.until} needs held-out prompts; data.holdout is 0 and data.heldout empty"
+    if recipe.data.holdout == 1 and not recipe.data.heldout:
         yield "data.holdout = 1 leaves no prompt to train on"
     if a.dual_clip and a.dual_clip < 1:
         yield f"algorithm.dual_clip = {a.dual_clip} is neither 0 (none) nor at least 1"

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import PurePath
 from typing import Any, Protocol
 
 import numpy as np
@@ -168,6 +169,7 @@ def read_source(source: str, columns: Columns | None = None) -> Records:
 
 def from_records(records: Iterable[Mapping[str, Any] | str], columns: Columns | None = None) -> Records:
     """From dictionaries as in a JSONL file, or bare prompt texts. Raises ``DataError`` with the place in the list."""
+    _check_list(records)
     prompts = [
         Prompt(i, record) if isinstance(record, str) else to_prompt(record, i, f"dataset[{i}]", columns or {})
         for i, record in enumerate(records)
@@ -175,6 +177,21 @@ def from_records(records: Iterable[Mapping[str, Any] | str], columns: Columns | 
     if not prompts:
         raise DataError("the dataset is empty")
     return Records(prompts)
+
+
+def _check_list(records: Any) -> None:
+    """Raise DataError for what is iterated over as something else than records: a file's name, one record."""
+    kind = type(records).__name__
+    if isinstance(records, (str, bytes, PurePath)):
+        name = records.decode(errors="replace") if isinstance(records, bytes) else str(records)
+        raise DataError(
+            f"data is {name[:60]!r}, one {kind}; give a list of records, or train on a file by its name: "
+            f"tilth run addition-grpo data.source={name[:60]}"
+        )
+    if isinstance(records, Mapping):
+        raise DataError(f"data is one {kind}; give a list of such records, as in [{{'prompt': ..., 'answer': ...}}]")
+    if not isinstance(records, Iterable):
+        raise DataError(f"data is of type {kind}, not a list of records")
 
 
 class Joined:
