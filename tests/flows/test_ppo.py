@@ -189,6 +189,32 @@ def test_pages_are_short_and_know_no_ranks():
 # ---- what is left out ----
 
 
+def test_where_every_reward_is_equal_the_critic_learns_and_the_policy_stays(tmp_path):
+    still = {"run": {"save_every": 1, "keep": 100}, "optimizer": {"weight_decay": 0.0}}
+    directory = tiny.run(recipe(tmp_path, **still), reward=lambda prompt, completion, info: 0.5).directory
+    policies, critics = ([checkpoint(directory, group, step) for step in range(9, 14)] for group in ("model", "critic"))
+    assert all(equal(policies[0], later) for later in policies[1:])
+    assert not any(equal(a, b) for a, b in itertools.pairwise(critics))
+    assert all(r["groups/gradient"] == 0 for r in read_metrics(directory)[6:])
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_the_share_of_groups_with_a_gradient_is_told_where_there_are_groups(tmp_path, group):
+    def by_length(prompt, completion, info):
+        return float(len(completion))
+
+    short = {"supervised": {"steps": 0}, "critic": {"steps": 1}, "algorithm": {"steps": 1}}
+    directory = tiny.run(recipe(tmp_path, rollout={"group": group}, **short), reward=by_length).directory
+    for step, record in enumerate(read_metrics(directory), 1):
+        found = {}
+        for row in read_trajectories(directory).to_pylist():
+            if row["step"] == step:
+                found.setdefault(row["group"], set()).add(row["reward"])
+        share = sum(len(rewards) > 1 for rewards in found.values()) / len(found)
+        assert record.get("groups/gradient") == (pytest.approx(share) if group > 1 else None)
+        assert group == 1 or share > 0
+
+
 def test_missing_rewards_are_left_out_and_flat_groups_are_not(tmp_path):
     """A group in which all rewards are equal still says what its states are worth."""
 

@@ -58,8 +58,20 @@ def gae(rewards, values, masks, gamma, lam, whiten):
     flat = [a for row in advantages for a in row if a is not None]
     if whiten and len(flat) > 1:
         centre, scale = mean(flat), math.sqrt(deviation(flat) ** 2 + 1e-8)
+        ahead = rewards_ahead(rewards, masks, gamma)
+        if max(ahead) - min(ahead) <= 1e-8 * max(map(abs, ahead)):
+            centre, scale, advantages = 0.0, 1.0, [[None if a is None else 0.0 for a in row] for row in advantages]
         advantages = [[None if a is None else (a - centre) / scale for a in row] for row in advantages]
     return advantages, returns
+
+
+def rewards_ahead(rewards, masks, gamma):
+    """What each token that counts has still to come, by its definition."""
+    found = []
+    for reward, mask in zip(rewards, masks):
+        row = [] if reward is None else [r for r, m in zip(reward, mask) if m]
+        found += [math.fsum(gamma**k * r for k, r in enumerate(row[t:])) for t in range(len(row))]
+    return found
 
 
 def clip_term(logp, old, advantage, low, high, dual):

@@ -106,6 +106,46 @@ def test_whitening_of_few_tokens():
     assert gae(torch.ones(4), torch.tensor([2.0, 2.0])) == [0, 0, 0, 0]
 
 
+def critic_alone(rewards, *, seed=0, **options):
+    """gae of rows of three tokens whose values are noise."""
+    n = len(rewards)
+    values = 1e-3 * torch.randn(3 * n, generator=torch.Generator().manual_seed(seed))
+    lengths, rewards = torch.full((n,), 3), torch.tensor(rewards)
+    return rl.estimate(
+        "gae", rewards=rewards, lengths=lengths, mask=torch.ones(3 * n), groups=None, values=values, **options
+    )
+
+
+@pytest.mark.parametrize("value", [0.7, 0.1, 1e-30, 1e30, 0.0, -3.3])
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 1000])
+@pytest.mark.parametrize("lam", [1.0, 0.9, 0.0])
+def test_equal_rewards_are_no_reason_to_whiten_the_noise_of_the_critic(value, size, lam):
+    """Whitened it would have variance 1, as large as what a real reward teaches; the critic learns all the same."""
+    found = critic_alone([value] * size, lam=lam)
+    assert not found.advantages.any() and found.mask.all()
+    assert float(found.returns[2]) == pytest.approx(value, rel=1e-6, abs=1e-9)
+    noise = critic_alone([value] * size, lam=lam, whiten=False).advantages
+    assert value == 1e30 or noise.any()
+
+
+def test_what_tells_tokens_apart_is_whitened_however_little_it_is():
+    def scale(rewards, **options):
+        return float(critic_alone(rewards, **options).advantages.std())
+
+    above = float(torch.nextafter(torch.tensor(0.7), torch.tensor(1.0)))
+    assert scale([0.7] * 63 + [above]) == pytest.approx(1, abs=0.01)
+    assert scale([1.0] * 63 + [NAN]) == 0 and scale([1.0] * 62 + [0.0, NAN]) == pytest.approx(1, abs=0.01)
+    assert scale([1.0] * 64, gamma=0.9) == pytest.approx(1, abs=0.01)  # sooner is better: a reason of its own
+    assert scale([0.0] * 64, gamma=0.9) == 0
+
+
+def test_rewards_of_tokens_with_equal_sums_are_not_flat():
+    columns = dict(lengths=torch.tensor([2, 2]), mask=torch.ones(4), groups=None, values=torch.zeros(4))
+    early = rl.estimate("gae", rewards=torch.tensor([1.0, 0.0, 0.0, 1.0]), **columns)
+    assert early.advantages.tolist() == pytest.approx([0.5, -1.5, 0.5, 0.5], abs=1e-3)
+    assert not rl.estimate("gae", rewards=torch.tensor([0.0, 1.0, 0.0, 1.0]), **columns).advantages.any()
+
+
 def test_gae_lambda_one_is_reward_to_go_minus_value():
     rewards = torch.tensor([1.0, 2.0, 3.0, 4.0])
     values = torch.tensor([0.5, 0.25, 9.0, 0.125])

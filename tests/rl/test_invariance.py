@@ -143,6 +143,25 @@ class TwoWorkers:
 @given(batches(), st.integers(0, 9))
 def test_gae_over_two_workers(batch, cut):
     """Scope "global moments": each worker has some rows (perhaps none) and the sums are reduced."""
+    whole, parts = over_two_workers(batch, cut)
+    close(torch.cat([parts[0].advantages, parts[1].advantages]), whole.advantages, 1e-5)
+    close(torch.cat([parts[0].returns, parts[1].returns]), whole.returns, 1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches(), st.integers(0, 9), st.integers(0, 9), st.sampled_from([0.1, 0.7, 0.0, -1e20]))
+def test_rewards_that_are_equal_on_one_worker_only_are_whitened_and_equal_everywhere_on_none(batch, cut, odd, value):
+    batch.rewards = torch.full_like(batch.rewards, value)
+    whole, parts = over_two_workers(batch, cut)
+    if int(whole.mask.sum()) > 1:
+        assert not whole.advantages.any() and not parts[0].advantages.any() and not parts[1].advantages.any()
+    batch.rewards[odd % len(batch.rewards)] += 1e20
+    whole, parts = over_two_workers(batch, cut)
+    close(torch.cat([parts[0].advantages, parts[1].advantages]), whole.advantages, 1e-5)
+
+
+def over_two_workers(batch, cut):
+    """(of one process, of each of two that have the rows before and after the cut)."""
     values, rows = batch.column(1), torch.arange(len(batch.lengths))
     whole = run("gae", batch, values=values)
     workers, parts = TwoWorkers(), {}
@@ -156,8 +175,7 @@ def test_gae_over_two_workers(batch, cut):
         thread.start()
     for thread in threads:
         thread.join()
-    close(torch.cat([parts[0].advantages, parts[1].advantages]), whole.advantages, 1e-5)
-    close(torch.cat([parts[0].returns, parts[1].returns]), whole.returns, 1e-6)
+    return whole, parts
 
 
 def test_without_the_reduction_whitening_differs():

@@ -80,7 +80,8 @@ _DECLARED = (
         "groups/gradient",
         "share",
         "mean",
-        "groups whose rewards are not all equal: those that a group baseline learns from",
+        "groups whose rewards are not all equal: those that a group baseline learns from; gae learns from every group, "
+        "but for a step whose rewards are all equal; not of groups of one",
     ),
     Metric("samples", "samples", "sum", "completions generated for training"),
     Metric("samples/trained", "samples", "sum", "completions that the update saw"),

@@ -279,7 +279,7 @@ class Run:
         kept = keep(scored) if keep is not None else np.ones(len(scored), bool)
         if keep is not None and len(scored):
             self.metrics.add("groups/flat", float(1 - kept.mean()), len(scored))
-        if len(scored):
+        if len(scored) and self.recipe.rollout.group > 1:
             groups = len(np.unique(scored["group"]))
             spread = len(np.unique(scored["group"][has_spread(scored)]))
             self.metrics.add("groups/gradient", spread / groups, groups)

@@ -126,6 +126,10 @@ class Gae(Advantage):
     Tokens that the policy did not choose are skipped: value and running sum pass through them, as in verl. Returns are
     advantage + value before whitening. Whitening is over all tokens that count in the global batch, by unbiased
     variance; here masked positions are 0 again afterwards, where verl leaves the whitened running sum in them.
+
+    Also unlike verl: where the reward to come, discounted, is the same at every token of the global batch (with gamma
+    1: where all samples have the same reward), whitened advantages are 0. Nothing that happened tells one token from
+    another then; what is left is the noise of the critic, and whitening would scale it to variance 1. Returns stay.
     """
 
     gamma: float = Field(1.0, ge=0, le=1, description="discount")
@@ -152,8 +156,22 @@ class Gae(Advantage):
         advantages = discounted_sums(delta, tokens.packing.counts, self.gamma * self.lam)
         returns = advantages + values
         if self.whiten:
+            flat = _flat(discounted_sums(rewards, tokens.packing.counts, self.gamma), tokens.reduce)
             advantages = whiten(advantages, tokens.reduce)
+            advantages = torch.zeros_like(advantages) if flat else advantages
         return tokens.scatter(advantages), tokens.scatter(returns)
+
+
+_EQUAL = 1e-9
+"""Relative distance up to which rewards are the same: above the rounding of a float64 mean, below that of a float32."""
+
+
+def _flat(values: Tensor, reduce: Reduce) -> bool:
+    """Whether all workers' values [k] are equal, and at least two: decided by sums, so by every worker alike."""
+    count, total = reduce(torch.stack([values.new_tensor(float(len(values))), values.sum()]))
+    mean = total / count.clamp(min=1)
+    (apart,) = reduce(((values - mean).abs() > _EQUAL * mean.abs()).sum().to(values.dtype).reshape(1))
+    return bool(count > 1) and not bool(apart)
 
 
 @register("advantages", "grpo")
