@@ -425,6 +425,26 @@ def test_states_of_other_processes(tmp_path):
             assert read_state(run.path)["state"] == want
 
 
+@pytest.mark.parametrize(
+    "records, start",
+    [
+        ([{"accuracy/heldout": 0.1}, {}, {"accuracy/heldout": 0.3}], 0.1),
+        ([{"accuracy/heldout": 0.1}], 0.1),
+        ([{}, {"accuracy/heldout": 0.3}], None),
+        ([], None),
+        ([{"phase": "warmup", "accuracy/heldout": 0.1}, {}], None),  # after the first step: check_every = 1
+        ([{"accuracy/heldout": 0.1}, {"accuracy/heldout": 0.3}], None),  # likewise: eval_every = 1
+        ([{"accuracy/heldout": 0.1, "phase_steps": 1}], None),  # likewise: it was the last step too
+    ],
+)
+def test_accuracy_start_is_that_before_the_first_step_or_none(tmp_path, records, start):
+    with RunDir.create(recipe(tmp_path), "demo") as run:
+        for i, record in enumerate(records, 1):
+            run.commit_step({"step": i, "phase": "grpo"} | record)
+        assert summarise(run.path)["accuracy_start"] == start
+        run.end("finished")
+
+
 def test_summary(tmp_path):
     with RunDir.create(recipe(tmp_path), "demo") as run:
         assert summarise(run.path)["accuracy_first"] is None and summarise(run.path)["steps"] == 0
@@ -442,7 +462,7 @@ def test_summary(tmp_path):
             run.commit_step(record | {"tokens_per_second/generate": 100.0 * i, "memory/peak": 10 * i})
         found = summarise(run.path)
         run.end("finished")
-    assert (found["accuracy_start"], found["accuracy_first"], found["accuracy_last"]) == (0.0, 0.62, 0.97)
+    assert (found["accuracy_start"], found["accuracy_first"], found["accuracy_last"]) == (None, 0.62, 0.97)
     assert (
         found["mismatch_max"] == pytest.approx(5e-6) and found["rewards_missing"] == 10 and found["state"] == "running"
     )

@@ -65,7 +65,8 @@ def curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
 def summarise(run: str | Path) -> Record:
     """What a run came to, as flat JSON. What was never measured is None.
 
-    accuracy_first is the held-out accuracy where the main phase began (after a warm-up); accuracy_start the very first.
+    accuracy_first is the held-out accuracy where the main phase began (after a warm-up); accuracy_start that before the
+    first step of all, which a warm-up does not measure: its first evaluation is after steps of its own.
     Tokens/s are tokens over time, all steps together. best: step, metric and value of the best evaluation.
     """
     state, records = read_state(run), read_metrics(run)
@@ -82,7 +83,7 @@ def summarise(run: str | Path) -> Record:
         "steps": last.get("step", 0),
         "phase": last.get("phase"),
         "seconds": _seconds(state, last),
-        "accuracy_start": _first(values),
+        "accuracy_start": _start(records),
         "accuracy_first": before[-1] if before and len(before) < len(values) else _first(values),
         "accuracy_last": values[-1] if values else None,
         "accuracy_best": max(values, default=None),
@@ -112,6 +113,14 @@ def _parts(records: Sequence[Record]) -> dict[str, float]:
     family = "accuracy/part/"
     names = dict.fromkeys(n for r in records for n in r if n.startswith(family) and r[n] is not None)
     return {n.removeprefix(family): curve(records, n)[-1][1] for n in names}
+
+
+def _start(records: Sequence[Record]) -> float | None:
+    """Accuracy before the first step: in its record, unless the step's own evaluation took the place."""
+    if not records or records[0]["step"] != 1 or records[0].get("phase") == "warmup":
+        return None
+    every_step = records[0].get("phase_steps") == 1 or any("accuracy/heldout" in r for r in records[1:2])
+    return None if every_step else records[0].get("accuracy/heldout")
 
 
 def _first(values: Sequence[float]) -> float | None:
