@@ -72,24 +72,24 @@ def test_an_empty_file(folder, recipe):
 def test_an_answer_without_a_number(folder):
     write(folder / "d.jsonl", [*GOOD[:3], {"question": "and?", "answer": "who knows"}])
     said = refused("gsm8k-grpo", source="d.jsonl")
-    assert "record 4" in said and "no number" in said and "who knows" in said and nothing_was_made(folder)
+    assert "d.jsonl:4" in said and "no number" in said and "who knows" in said and nothing_was_made(folder)
 
 
 def test_a_record_without_an_answer(folder):
     write(folder / "d.jsonl", [*GOOD[:3], {"question": "and?"}])
-    assert "prompt 3 has no answer" in refused("sft", PROMPT, "data.holdout=0.3", source="d.jsonl")
+    assert "d.jsonl:4 has no answer" in refused("sft", PROMPT, "data.holdout=0.3", source="d.jsonl")
 
 
 def test_a_sequence_longer_than_the_context(folder):
-    write(folder / "d.jsonl", [*GOOD, {"question": "long " * 400, "answer": "#### 1"}])
+    write(folder / "d.jsonl", [*GOOD, {"question": "long " * 800, "answer": "#### 1"}])
     said = refused("sft", PROMPT, "data.tokenizer=bpe:300", "data.holdout=0.2", source="d.jsonl")
-    assert "prompt 40" in said and "model.context is 640" in said and nothing_was_made(folder)
+    assert "d.jsonl:41" in said and "model.context is 640" in said and nothing_was_made(folder)
 
 
 def test_a_prompt_that_leaves_no_room_for_a_completion(folder):
     write(folder / "d.jsonl", [*GOOD, {"question": "long " * 400, "answer": "#### 1"}])
     said = refused("gsm8k-grpo", "data.tokenizer=bpe:300", "data.holdout=0.2", source="d.jsonl")
-    assert "prompt 40" in said and "384" in said and nothing_was_made(folder)
+    assert "d.jsonl:41" in said and "384" in said and nothing_was_made(folder)
 
 
 def test_a_template_that_is_not_prefix_stable(folder):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilth.core.errors import DataError
-from tilth.data.columns import Prompt, messages, plain, to_prompt, to_text
+from tilth.data.columns import Prompt, messages, plain, to_document, to_prompt
 
 USER = {"role": "user", "content": "2+2?"}
 TOLD = {"role": "assistant", "content": "4"}
@@ -174,19 +174,57 @@ def test_mistakes_in_messages(turns, message):
 
 
 def test_documents():
-    assert to_text({"text": "t", "prompt": "p"}, "x", {}) == "t"
-    assert to_text({"content": "c"}, "x", {"text": "content"}) == "c"
-    assert to_text({"q": "a", "r": "b"}, "x", {"text": "{q}\n{r}"}) == "a\nb"
-    assert to_text({"prompt": "2+2=", "answer": "4"}, "x", {}) == "2+2=4"
-    assert to_text({"prompt": "2+2="}, "x", {}) == "2+2="
-    assert to_text({"question": "q", "answer": "4"}, "x", {"prompt": "{question}\n"}) == "q\n4"
-    assert to_text({"messages": [SYSTEM, USER, TOLD]}, "x", {}) == "Be short.\n\n2+2?4"
-    assert to_text({"text": ""}, "x", {}) == ""
+    assert to_document({"text": "t", "prompt": "p"}, "x", {}).text == "t"
+    assert to_document({"content": "c"}, "x", {"text": "content"}).text == "c"
+    assert to_document({"q": "a", "r": "b"}, "x", {"text": "{q}\n{r}"}).text == "a\nb"
+    assert to_document({"prompt": "2+2=", "answer": "4"}, "x", {}).text == "2+2=4"
+    assert to_document({"prompt": "2+2="}, "x", {}).text == "2+2="
+    assert to_document({"question": "q", "answer": "4"}, "x", {"prompt": "{question}\n"}).text == "q\n4"
+    said = to_document(
+        {"messages": [SYSTEM, USER, TOLD]}, "x", {}, lambda p: "/".join(m["content"] for m in p.messages)
+    )
+    assert said == ("Be short./2+2?/4", "Be short.\n\n2+2?")
+    assert to_document({"text": ""}, "x", {}).text == ""
+
+
+def test_documents_are_split_by_the_prompt_that_other_flows_read():
+    both = {"question": " 2+2? ", "answer": "4", "n": 1}
+    keys = [
+        to_document({"prompt": "2+2?\n", "answer": "4"}, "x", {}),
+        to_document({"prompt": "2+2?", "text": "2+2? 4"}, "x", {}),
+        to_document(both, "x", {"text": "{question}\n{answer}", "prompt": "{question}\n"}),
+        to_document(both, "x", {"text": "{question}\n{answer}"}),
+        to_document(both, "x", {"text": "Q: {question}\nA: {answer} ({n})"}),
+        to_document({"q": "2+2?", "a": "4"}, "x", {"text": "{q} {a}", "answer": "a"}),
+        to_document({"text": "2+2? 4", "messages": [USER, TOLD]}, "x", {}),
+        to_document({"messages": [USER, TOLD]}, "x", {}, str),
+    ]
+    assert {one.key for one in keys} == {"2+2?"}
+
+
+def test_documents_without_a_prompt_are_split_by_their_text():
+    assert to_document({"text": " t\n"}, "x", {}) == (" t\n", "") and to_document({"text": " t\n"}, "x", {}).key == "t"
+    assert to_document({"q": "a", "r": "b"}, "x", {"text": "{q}\n{r}"}).key == "a\nb"
+    assert to_document({"answer": "4", "n": 3}, "x", {"text": "{answer} {n}"}).key == "4 3"
+    assert to_document({"text": "t", "prompt": None}, "x", {}).key == "t"
+
+
+def test_a_prompt_is_called_by_its_place():
+    assert (
+        of({"prompt": "p"}).name == of({"messages": [USER]}).where == "d.jsonl:8" and Prompt(3, "p").name == "prompt 3"
+    )
 
 
 @pytest.mark.parametrize(
     ("record", "columns", "message"),
     [
+        ({"messages": [USER, TOLD]}, {}, "x: turns of a conversation are no document; set data.template=chatml or a"),
+        (
+            {"question": "q", "answer": "a"},
+            {"text": "wrong"},
+            """'answer'; try data.columns.text='"{question}\\n{answer}"', a patt""",
+        ),
+        ({"zz": "q", "yy": "a"}, {"text": "w"}, """there is 'zz', 'yy'; try data.columns.text='"{zz}"', a pattern"""),
         ({"content": "c"}, {}, "x: no column 'text'; there is 'content'; try data.columns.text=content"),
         ({"text": 3}, {}, 'x: text is 3, not a text; "{text}" makes it one'),
         ({"text": "\ud800"}, {}, "x: text is no valid Unicode text"),
@@ -196,7 +234,7 @@ def test_documents():
 )
 def test_mistakes_in_documents(record, columns, message):
     with pytest.raises(DataError) as caught:
-        to_text(record, "x", columns)
+        to_document(record, "x", columns)
     assert message in str(caught.value)
 
 

@@ -39,7 +39,7 @@ def test_too_long_a_prompt_is_named_with_its_length(prompts, template):
         lambda: encode_prompts(list(prompts), template, 5),
         lambda: check_prompts(prompts, template, 5),
     ):
-        with pytest.raises(DataError, match=r"prompt 1 has 6 tokens, but .* leaves room for 5"):
+        with pytest.raises(DataError, match=r"record 2 has 6 tokens, but .* leaves room for 5"):
             check()
 
 
@@ -51,7 +51,7 @@ def test_check_of_a_large_set_looks_at_the_longest(monkeypatch, template):
     monkeypatch.setattr("tilth.data.examples._CHECKED", 2)
     some = PromptSet.of(["1", "2", "1+2=1+2=", "3", "0"])
     assert check_prompts(some, template, 8) == 8
-    with pytest.raises(DataError, match="prompt 2 has 8 tokens"):
+    with pytest.raises(DataError, match="record 3 has 8 tokens"):
         check_prompts(some, template, 7)
 
 
@@ -59,7 +59,7 @@ def test_check_of_a_large_set_of_examples_looks_at_the_longest_with_their_answer
     monkeypatch.setattr("tilth.data.examples._CHECKED", 1)
     some = PromptSet.of([{"prompt": "1+2+3=", "answer": "0"}, {"prompt": "1=", "answer": "1023" * 2}, *RECORDS])
     assert check_examples(some, template, 11) == 11 == len("1=10231023") + 1
-    with pytest.raises(DataError, match=r"prompt 1 with its answer has 11 tokens; model.context is 10"):
+    with pytest.raises(DataError, match=r"record 2 with its answer has 11 tokens; model.context is 10"):
         check_examples(some, template, 10)
 
 
@@ -67,7 +67,7 @@ def test_a_prompt_without_tokens(tmp_path):
     core = tokenizers.Tokenizer(models.WordLevel({"</s>": 0, "a": 1}))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match="prompt 0 has no tokens"):
+    with pytest.raises(DataError, match="record 1 has no tokens"):
         encode_prompts(list(PromptSet.of([" "])), make_template("", Tokenizer.load(tmp_path)), 5)
 
 
@@ -79,13 +79,13 @@ def test_supervised_takes_the_loss_on_answer_and_end(prompts, tokenizer, templat
 
 
 def test_supervised_without_an_answer(template):
-    with pytest.raises(DataError, match="prompt 1 has no answer"):
+    with pytest.raises(DataError, match="record 2 has no answer"):
         supervised(list(PromptSet.of([*RECORDS[:1], "1+1="])), template, 16)
 
 
 def test_supervised_too_long(prompts, template):
     assert len(supervised(list(prompts), template, 9)) == 2
-    with pytest.raises(DataError, match=r"prompt 1 with its answer has 9 tokens; model.context is 8"):
+    with pytest.raises(DataError, match=r"record 2 with its answer has 9 tokens; model.context is 8"):
         supervised(list(prompts), template, 8)
 
 
@@ -145,14 +145,14 @@ def test_the_longest_of_examples_and_prompts_of_conversations(chat):
     assert check_examples(some, chat, n) == n
     last = int(np.flatnonzero(np.diff(example.mask))[-1]) + 1
     assert check_prompts(some, chat, last) == last < n
-    with pytest.raises(DataError, match=rf"prompt 0 with its answer has {n} tokens; model.context is {n - 1}"):
+    with pytest.raises(DataError, match=rf"record 1 with its answer has {n} tokens; model.context is {n - 1}"):
         check_examples(some, chat, n - 1)
-    with pytest.raises(DataError, match=rf"prompt 0 has {last} tokens, but .* leaves room for {last - 1}"):
+    with pytest.raises(DataError, match=rf"record 1 has {last} tokens, but .* leaves room for {last - 1}"):
         check_prompts(some, chat, last - 1)
 
 
 def test_a_conversation_that_ends_with_the_user_has_no_answer(chat):
     some = PromptSet.of([{"messages": TALK}, {"messages": TALK[:3]}])
-    with pytest.raises(DataError, match="prompt 1 has no answer"):
+    with pytest.raises(DataError, match="record 2 has no answer"):
         check_examples(some, chat, 100)
     assert check_prompts(some, chat, 100)

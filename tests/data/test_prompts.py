@@ -140,6 +140,11 @@ def test_subset_is_fixed_and_nested(addition):
     assert len(held.subset(10**9)) == len(held)
 
 
+def test_a_subset_of_all_is_held_out_no_more_than_the_rest(addition):
+    _, held = addition.split(0.1)
+    assert 40 < np.isin(addition.subset(1000).rows, held.rows).sum() < 180
+
+
 def test_longest():
     prompts = PromptSet.of(["aa", "b", "cccc", "ddd"])
     assert [p.text for p in prompts.longest(2)] == ["cccc", "ddd"]
@@ -288,6 +293,63 @@ def test_mistakes_in_documents(tmp_path, content, message):
     (tmp_path / "d.jsonl").write_text(content)
     with pytest.raises(DataError, match=message):
         load_texts(Data(source=str(tmp_path / "d.jsonl"), holdout=1.0))
+
+
+def test_flows_of_one_file_hold_the_same_records_out(tmp_path):
+    """Pre-training, supervised and reinforcement learning, each with its own columns of one file."""
+    records = [{"question": f"what is {i}?", "answer": f"it is {i}"} for i in range(200)]
+    source = write(tmp_path / "d.jsonl", records)
+    asked, unheard = (
+        {p.text.strip() for p in side}
+        for side in load_source(Data(source=source, columns={"prompt": "question"})).split(0.2)
+    )
+    assert 20 < len(unheard) < 60
+    grpo = load_source(Data(source=source, columns={"prompt": "{question}\n"}))
+    assert {p.text.strip() for p in grpo.split(0.2)[1]} == unheard
+    for columns in (
+        {"text": "{question}\n{answer}"},
+        {"text": "Q: {question} A: {answer}"},
+        {"prompt": "question", "text": "{answer}: {question}"},
+        {"prompt": "{question}\n"},
+    ):
+        train, held = load_texts(Data(source=source, holdout=0.2, columns=columns))
+        assert len(train) == len(asked) and len(held) == len(unheard)
+        assert all(any(question in text for question in unheard) for text in held), columns
+
+
+@pytest.mark.parametrize("task", ["addition", "countdown"])
+def test_documents_of_a_task_are_split_as_its_prompts(task):
+    data = Data(source=task, digits=2 if task == "addition" else 1, holdout=0.3)
+    _, held = load_source(data).split(0.3)
+    assert load_texts(data)[1] == [p.text + p.answer for p in held]
+
+
+def test_white_space_around_a_text_moves_it_nowhere(tmp_path):
+    some = [f"document {i}" for i in range(100)]
+    plain, spaced = (
+        load_texts(Data(source=write(tmp_path / name, [{"text": form.format(t)} for t in some]), holdout=0.4))
+        for name, form in (("a.jsonl", "{}"), ("b.jsonl", " {}\n"))
+    )
+    assert plain[1] == [text.strip() for text in spaced[1]] and plain[1]
+
+
+def test_a_held_out_question_is_trained_on_in_no_form(tmp_path):
+    train = write(tmp_path / "a.jsonl", [{"prompt": f"{t}\n", "answer": "1"} for t in "abc"])
+    held = write(tmp_path / "b.jsonl", [{"prompt": "b", "answer": "2"}])
+    data = Data(source=train, heldout=held)
+    assert load_texts(data) == (["a\n1", "c\n1"], ["b2"])
+    assert [p.text for p in load_source(data).split(0.0)[0]] == ["a\n", "c\n"]
+
+
+def test_conversations_as_documents(tmp_path):
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    data = Data(source=write(tmp_path / "a.jsonl", [{"messages": turns}]), holdout=0.0)
+    with pytest.raises(DataError, match=r"a.jsonl:1: turns of a conversation are no document; set data.template"):
+        load_texts(data)
+    train, _ = load_texts(data.model_copy(update={"template": "chatml"}))
+    assert train == ["<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"]
+    with pytest.raises(DataError, match=r'data.template = "model" for documents needs data.tokenizer=FOLDER'):
+        load_texts(data.model_copy(update={"template": "model"}))
 
 
 # -- real files --------------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_info_of_files_is_plain(tmp_path):
     ("records", "message"),
     [
         ([], "the dataset is empty"),
-        ([{"prompt": "a"}, {"text": "b"}], r"dataset\[1\]: no column 'prompt'"),
+        ([{"prompt": "a"}, {"text": "b"}], r"record 2: no column 'prompt'"),
         ([3], "a int"),
     ],
 )

@@ -12,7 +12,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from tilth.core.errors import DataError
 from tilth.data.prompts import Prompt, PromptSet
-from tilth.data.template import CHATML, TemplateError, make_template
+from tilth.data.template import CHATML, TemplateError, make_template, transcript
 from tilth.data.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -443,3 +443,37 @@ def test_names_that_mean_nothing(tmp_path):
     )
     (tmp_path / "b.jinja").write_bytes(b"\xff\xfe")
     assert "readable" in failure(TemplateError, lambda: make_template(str(tmp_path / "b.jinja"), characters))
+
+
+# -- conversations without a template ----------------------------------------------------------------------------------
+
+ASK, SAY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+
+
+@pytest.mark.parametrize(
+    "talk", [(SAY | {"role": "system"}, ASK, SAY), (ASK, SAY, ASK), (ASK, SAY, ASK, SAY), (ASK, ASK)]
+)
+def test_several_turns_are_no_plain_text(talk):
+    plain = make_template("", Tokenizer.characters("2+?4"))
+    prompt = Prompt(3, "2+2?", "4", {}, talk, "d.jsonl:4")
+    for make in (plain.prompts, plain.examples):
+        with pytest.raises(DataError, match=r"^d.jsonl:4: a conversation of the roles .* set data.template=chatml"):
+            make([prompt])
+
+
+@pytest.mark.parametrize("talk", [(ASK,), (ASK, SAY)])
+def test_one_turn_of_each_is_a_prompt_and_its_answer(talk):
+    plain = make_template("", Tokenizer.characters("2+?4"))
+    bare, told = Prompt(0, "2+2?", "4"), Prompt(0, "2+2?", "4", {}, talk)
+    assert plain.prompts([told]) == plain.prompts([bare])
+    assert plain.examples([told])[0].tokens.tolist() == plain.examples([bare])[0].tokens.tolist()
+
+
+def test_a_transcript_needs_the_tokenizer_whose_tokens_it_names(tmp_path):
+    path = tmp_path / "t.jinja"
+    path.write_text("{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
+    with pytest.raises(TemplateError, match=r"names tokens, which needs data.tokenizer=FOLDER"):
+        transcript(str(path), "bpe:300")
+    Tokenizer.characters("2+?4").save(tmp_path)
+    for prompt in (Prompt(0, "2+2?", "4", {}, (ASK, SAY)), Prompt(0, "2+2?", "4", {}, (ASK,))):
+        assert transcript(str(path), str(tmp_path))(prompt) == "2+2?<eos>4<eos>"

@@ -351,7 +351,7 @@ def records(answers=True):
 
 def test_prompts_without_answers_are_refused_before_a_warm_up(tmp_path):
     data = PromptSet.of([*records()[:99], {"prompt": "9+9="}])
-    with pytest.raises(DataError, match=r"prompt 99 has no answer"):
+    with pytest.raises(DataError, match=r"record 100 has no answer"):
         tiny.run(tiny.recipe(tmp_path), prompts=data)
     assert not list(tmp_path.iterdir())
 

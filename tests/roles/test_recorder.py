@@ -47,7 +47,7 @@ def test_examples_carry_the_identity_of_their_tokens(store):
 def test_an_example_that_does_not_fit_or_has_no_answer_is_named(store):
     with pytest.raises(DataError, match=r"prompt 3 .* model.context is 5"):
         recorder(store, context=5).examples([3])
-    with pytest.raises(DataError, match=r"prompt 0 has no answer"):
+    with pytest.raises(DataError, match=r"record 1 has no answer"):
         recorder(store, PromptSet.of(["1+1="])).examples([0])
 
 

@@ -5,9 +5,9 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tilth.core.errors import DataError
 
@@ -40,6 +40,33 @@ class Prompt:
     """What a reward function is given: every column of the source but the prompt's own, the answer among them."""
     messages: tuple[Mapping[str, str], ...] = ()
     """role and content of each turn, if the source has turns; the last one, if it is the assistant's, is the answer."""
+    where: str = field(default="", compare=False)
+    """Place of its record, such as ``file.jsonl:8``, for what is told of it; empty for a task's."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self.where or f"prompt {self.index}"
+
+    @property
+    def key(self) -> str:
+        """What decides on its side of a split: its text without the white space around it.
+
+        So a line break that one recipe puts after a question and another does not moves no prompt.
+        """
+        return self.text.strip()
+
+
+class Document(NamedTuple):
+    """A text to learn from as a whole, and what it has for a prompt, if anything."""
+
+    text: str
+    prompt: str = ""
+
+    @property
+    def key(self) -> str:
+        """As of ``Prompt``: of its prompt where it has one, else of all of it."""
+        return (self.prompt or self.text).strip()
 
 
 def to_prompt(record: Any, index: int, where: str, columns: Columns) -> Prompt:
@@ -66,19 +93,50 @@ def to_prompt(record: Any, index: int, where: str, columns: Columns) -> Prompt:
     answer = _answer(record, where, columns)
     if answer is not None:
         info["answer"] = answer
-    return Prompt(index, text, answer, info)
+    return Prompt(index, text, answer, info, where=where)
 
 
-def to_text(record: Any, where: str, columns: Columns) -> str:
-    """The document that a record holds: its text, or else prompt and answer one after the other as they stand."""
+def to_document(record: Any, where: str, columns: Columns, render: Callable[[Prompt], str] | None = None) -> Document:
+    """The document that a record holds: its text, or else prompt and answer one after the other as they stand.
+
+    render: makes a text of a conversation; without it one is a ``DataError``, since its turns are not a text.
+    """
     name = columns.get("text", "text")
     if not isinstance(record, Mapping):
         raise DataError(f"{where}: a {type(record).__name__}, not an object with a text")
-    silent = "text" not in columns and name not in record
-    if silent and any(column in columns or column in record for column in ("prompt", "messages")):
+    asked = any(column in columns or column in record for column in ("prompt", "messages"))
+    if asked and "text" not in columns and name not in record:
         prompt = to_prompt(record, 0, where, columns)
+        return Document(_told(prompt, render), prompt.text)
+    text = _text(_value(record, "text", name, where), where, name)
+    said = _asked(record, where, columns) if asked else ""
+    return Document(text, said or _asked_in(name, record, where, columns))
+
+
+def _told(prompt: Prompt, render: Callable[[Prompt], str] | None) -> str:
+    if not prompt.messages:
         return prompt.text + (prompt.answer or "")
-    return _text(_value(record, "text", name, where), where, name)
+    if render is None:
+        raise DataError(f"{prompt.where}: turns of a conversation are no document; set data.template=chatml or a file")
+    return render(prompt)
+
+
+def _asked(record: Mapping[str, Any], where: str, columns: Columns) -> str:
+    """The prompt that other flows read here; none where they would refuse the record."""
+    try:
+        return to_prompt(record, 0, where, columns).text
+    except DataError:
+        return ""
+
+
+def _asked_in(pattern: str, record: Mapping[str, Any], where: str, columns: Columns) -> str:
+    """What a pattern such as ``"Q: {question} A: {answer}"`` has for a prompt: its columns before the answer's."""
+    answers = {columns.get("answer", "answer"), "answer", *_NEAR["answer"]}
+    found = list(_PATTERN.finditer(pattern))
+    end = next((i for i, match in enumerate(found) if match[1] in answers), 0)
+    if pattern in record or not end:
+        return ""
+    return str(_value(record, "text", pattern[found[0].start() : found[end - 1].end()], where))
 
 
 def plain(value: Any) -> Any:
@@ -126,9 +184,16 @@ def _columns(record: Mapping[str, Any], role: str, name: str) -> str:
     typed = [(role, near) for near in difflib.get_close_matches(name, names, 1, 0.75)]
     roles = ("prompt", "messages") if role == "prompt" else (role,)
     usual = [(key, near) for key in roles for near in _NEAR[key] if near in names]
-    key, near = next(iter([*typed, *usual]), (role, "NAME"))
+    key, near = next(iter([*typed, *usual]), (role, _joined(names) if role == "text" else "NAME"))
     listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
     return f"there is {listed}; try data.columns.{key}={near}"
+
+
+def _joined(names: Sequence[str]) -> str:
+    """A pattern that makes a text of the columns that look like a prompt and its answer, or of the first."""
+    usual = [next((n for n in (role, *_NEAR[role]) if n in names), "") for role in ("prompt", "answer")]
+    pattern = "\\n".join(f"{{{name}}}" for name in filter(None, usual))
+    return f"'\"{pattern or f'{{{names[0]}}}'}\"', a pattern of columns"
 
 
 def _spelled(value: Any, where: str, name: str) -> str:
@@ -190,7 +255,7 @@ def _conversation(
     gold = said if answer is None else answer
     if gold is not None:
         info["answer"] = gold
-    return Prompt(index, text, answer if said is None else said, info, turns)
+    return Prompt(index, text, answer if said is None else said, info, turns, where)
 
 
 def messages(value: Any, where: str, name: str = "messages") -> tuple[dict[str, str], ...]:

@@ -22,11 +22,11 @@ def encode_prompts(prompts: Sequence[Prompt], template: Template, limit: int) ->
     for prompt, ids in zip(prompts, rows):
         if len(ids) > limit:
             raise DataError(
-                f"prompt {prompt.index} has {len(ids)} tokens, but model.context less rollout.max_tokens "
+                f"{prompt.name} has {len(ids)} tokens, but model.context less rollout.max_tokens "
                 f"leaves room for {limit}"
             )
         if not ids:
-            raise DataError(f"prompt {prompt.index} has no tokens")
+            raise DataError(f"{prompt.name} has no tokens")
     return [np.array(ids, np.int64) for ids in rows]
 
 
@@ -55,13 +55,11 @@ def supervised(prompts: Sequence[Prompt], template: Template, context: int) -> l
     """
     for prompt in prompts:
         if prompt.answer is None:
-            raise DataError(
-                f"prompt {prompt.index} has no answer, which supervised steps need; or set supervised.steps = 0"
-            )
+            raise DataError(f"{prompt.name} has no answer, which supervised steps need; or set supervised.steps = 0")
     found = template.examples(prompts)
     for prompt, example in zip(prompts, found):
         if len(example.tokens) > context:
             raise DataError(
-                f"prompt {prompt.index} with its answer has {len(example.tokens)} tokens; model.context is {context}"
+                f"{prompt.name} with its answer has {len(example.tokens)} tokens; model.context is {context}"
             )
     return found

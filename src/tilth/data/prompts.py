@@ -8,18 +8,22 @@ import numpy as np
 
 from tilth.config.schema import Data
 from tilth.core.errors import DataError
-from tilth.data.columns import Columns, Prompt, to_text
+from tilth.data.columns import Columns, Document, Prompt, to_document
 from tilth.data.countdown import Countdown
 from tilth.data.formats import is_source, missing, read_records
 from tilth.data.order import Order
-from tilth.data.sources import Addition, Joined, Source, from_records, read_source, text_hashes
+from tilth.data.sources import Addition, Joined, Source, from_records, mixed, read_source, text_hashes
+from tilth.data.template import transcript
 
-__all__ = ["Prompt", "PromptSet", "load_source", "load_texts"]
+__all__ = ["Prompt", "PromptSet", "load_documents", "load_source", "load_texts"]
 
 TASKS: dict[str, Callable[[Data], Source]] = {
     "addition": lambda data: Addition(data.digits),
     "countdown": lambda data: Countdown(data.digits),
 }
+
+
+_SAMPLE = np.uint32(0x9E3779B9)
 
 
 class PromptSet(Order):
@@ -45,9 +49,10 @@ class PromptSet(Order):
         return (self[i] for i in self.rows)
 
     def split(self, holdout: float) -> tuple["PromptSet", "PromptSet"]:
-        """(training, held out): a prompt is held out if the hash of its text falls into this share of all hashes.
+        """(training, held out): a prompt is held out if the hash of its key falls into this share of all hashes.
 
-        Equal texts fall on one side, and neither order nor size of the dataset moves a text to the other.
+        Equal texts fall on one side, and neither order nor size of the dataset, nor white space around a text, moves
+        one to the other: flows that learn from one file one after another hold the same of it out.
 
         Of two joined sources the second is what is held out, whatever ``holdout`` says, and prompts of the first that
         are in the second too, word for word, are on neither side: see ``copies``.
@@ -71,8 +76,11 @@ class PromptSet(Order):
         return int(self.source.copies.sum()) if isinstance(self.source, Joined) else 0
 
     def subset(self, count: int) -> "PromptSet":
-        """The ``count`` prompts of least hash, in source order: a fixed sample, such as for evaluation."""
-        order = np.argsort(self.source.hashes[self.rows], kind="stable")
+        """``count`` prompts by a hash of their keys, in source order: a fixed sample, such as for evaluation.
+
+        It is another hash than that of ``split``, so the sample of a whole source is no more held out than the rest.
+        """
+        order = np.argsort(mixed(self.source.hashes[self.rows] ^ _SAMPLE), kind="stable")
         return PromptSet(self.source, np.sort(self.rows[order[:count]]))
 
     def fingerprint(self) -> str:
@@ -99,20 +107,28 @@ def load_texts(data: Data) -> tuple[list[str], list[str]]:
     """(training, held out) documents for pre-training: the column text, or prompt and answer as they stand.
 
     Held out is ``data.heldout``, and then none of its documents is trained on; or else the share ``data.holdout`` of
-    all hashes, as in ``PromptSet.split``. Empty documents are skipped. Raises ``DataError``.
+    all hashes, as in ``PromptSet.split``: by the prompt where there is one, so that the flows after this one hold the
+    same records out. Conversations are rendered by ``data.template``. Empty documents are skipped.
+    Raises ``DataError``.
     """
-    texts = _texts("source", data.source, data)
+    train, held = load_documents(data)
+    return [one.text for one in train], [one.text for one in held]
+
+
+def load_documents(data: Data) -> tuple[list[Document], list[Document]]:
+    """As ``load_texts``, each document with what decided on its side."""
+    found = _documents("source", data.source, data)
     if data.heldout:
-        held = _texts("heldout", data.heldout, data)
-        unseen = set(held)
-        train = [text for text in texts if text not in unseen]
+        held = _documents("heldout", data.heldout, data)
+        unseen = {one.key for one in held}
+        train = [one for one in found if one.key not in unseen]
         blame = "data.heldout has all of data.source too and"
     else:
-        sides = text_hashes(text.encode() for text in texts) < np.uint64(round(data.holdout * 2**32))
-        train, held = ([text for text, side in zip(texts, sides) if side == want] for want in (False, True))
+        sides = text_hashes(one.key.encode() for one in found) < np.uint64(round(data.holdout * 2**32))
+        train, held = ([one for one, side in zip(found, sides) if side == want] for want in (False, True))
         blame = f"data.holdout = {data.holdout}"
     if not train:
-        raise DataError(f"{blame} leaves none of {len(texts)} documents to train on")
+        raise DataError(f"{blame} leaves none of {len(found)} documents to train on")
     return train, held
 
 
@@ -123,16 +139,18 @@ def _source(key: str, name: str, data: Data) -> Source:
     return read_source(name, data.columns)
 
 
-def _texts(key: str, name: str, data: Data) -> list[str]:
+def _documents(key: str, name: str, data: Data) -> list[Document]:
     if name in TASKS:
         task = TASKS[name](data)
         prompts = (task.prompt(i) for i in range(len(task)))
-        return [prompt.text + (prompt.answer or "") for prompt in prompts]
+        return [Document(prompt.text + (prompt.answer or ""), prompt.text) for prompt in prompts]
     _check_source(key, name)
-    texts = [text for where, record in read_records(name) if (text := to_text(record, where, data.columns))]
-    if not texts:
+    render = transcript(data.template, data.tokenizer) if data.template else None
+    each = (to_document(record, where, data.columns, render) for where, record in read_records(name))
+    found = [one for one in each if one.text]
+    if not found:
         raise DataError(f"data.{key} = {name!r} has no documents")
-    return texts
+    return found
 
 
 def _check_source(key: str, name: str) -> None:

@@ -31,7 +31,7 @@ class Source(Protocol):
 
     @property
     def hashes(self) -> np.ndarray:
-        """uint32 [n]: a hash of each prompt's text and of nothing else."""
+        """uint32 [n]: a hash of each prompt's key and of nothing else."""
         ...
 
     def sizes(self) -> np.ndarray:
@@ -49,7 +49,11 @@ class Source(Protocol):
 
 def text_hashes(texts: Iterable[bytes]) -> np.ndarray:
     """uint32 [n]: CRC-32 of each text, then murmur3's finaliser, since a CRC is linear and texts are alike."""
-    h = np.fromiter(map(zlib.crc32, texts), np.uint32)
+    return mixed(np.fromiter(map(zlib.crc32, texts), np.uint32))
+
+
+def mixed(h: np.ndarray) -> np.ndarray:
+    """uint32 [n] -> uint32 [n]: the finaliser of murmur3, a bijection after which near numbers are far."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         h = (h ^ (h >> np.uint32(shift))) * np.uint32(factor)
     return h ^ (h >> np.uint32(16))
@@ -132,8 +136,8 @@ class Records:
 
     @cached_property
     def hashes(self) -> np.ndarray:
-        """Of all texts."""
-        return text_hashes(p.text.encode() for p in self._prompts)
+        """Of all texts, without the white space around them: see ``Prompt.key``."""
+        return text_hashes(p.key.encode() for p in self._prompts)
 
     def sizes(self) -> np.ndarray:
         """Bytes of all texts."""
@@ -171,8 +175,9 @@ def from_records(records: Iterable[Mapping[str, Any] | str], columns: Columns | 
     """From dictionaries as in a JSONL file, or bare prompt texts. Raises ``DataError`` with the place in the list."""
     _check_list(records)
     prompts = [
-        Prompt(i, record) if isinstance(record, str) else to_prompt(record, i, f"dataset[{i}]", columns or {})
+        Prompt(i, record, where=where) if isinstance(record, str) else to_prompt(record, i, where, columns or {})
         for i, record in enumerate(records)
+        for where in [f"record {i + 1}"]
     ]
     if not prompts:
         raise DataError("the dataset is empty")
@@ -228,10 +233,10 @@ class Joined:
 
     @cached_property
     def copies(self) -> np.ndarray:
-        """bool [len(first)]: whether a prompt of the first has the very text of a prompt of the second."""
+        """bool [len(first)]: whether a prompt of the first has the very key of a prompt of the second."""
         common = np.isin(self.first.hashes, self.second.hashes)
         rare = np.flatnonzero(np.isin(self.second.hashes, self.first.hashes[common]))
-        texts = {self.second.prompt(int(i)).text for i in rare}
-        for i in np.flatnonzero(common):  # of equal hash, few of which have unequal texts
-            common[i] = self.first.prompt(int(i)).text in texts
+        keys = {self.second.prompt(int(i)).key for i in rare}
+        for i in np.flatnonzero(common):  # of equal hash, few of which have unequal keys
+            common[i] = self.first.prompt(int(i)).key in keys
         return common

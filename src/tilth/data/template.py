@@ -79,18 +79,41 @@ def make_template(name: str, tokenizer: Tokenizer) -> Template:
 
 
 def _source(name: str, tokenizer: Tokenizer) -> str:
-    if name == "chatml":
-        return CHATML
     if name == "model":
         if not tokenizer.chat_template:
             raise TemplateError(
                 'data.template = "model", but the tokenizer brings no chat template; name chatml or a file'
             )
         return tokenizer.chat_template
+    return _read(name)
+
+
+def _read(name: str) -> str:
+    if name == "chatml":
+        return CHATML
     try:
         return Path(name).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TemplateError(f"data.template = {name!r} is neither model, chatml nor a readable file: {error}") from None
+
+
+def transcript(name: str, tokenizer: str) -> Callable[[Prompt], str]:
+    """What makes a document of a conversation by the template of ``data.template``, before a tokenizer is chosen.
+
+    tokenizer: ``data.tokenizer``; a template that is the tokenizer's own or names its tokens needs a folder here. The
+    begin token is left out, since every document gets it. Raises ``TemplateError``.
+    """
+    known = Tokenizer.load(Path(tokenizer)) if tokenizer and Path(tokenizer).is_dir() else None
+    if name == "model" and known is None:
+        raise TemplateError(
+            'data.template = "model" for documents needs data.tokenizer=FOLDER; or name chatml or a file'
+        )
+    source = known.chat_template if known and name == "model" else _read(name)
+    if "_token" in source and known is None:
+        raise TemplateError(f"data.template = {name!r} names tokens, which needs data.tokenizer=FOLDER")
+    special = {key: token for key, token in known.special_tokens.items() if key != "bos_token"} if known else {}
+    render = _renderer(source, special, name)
+    return lambda prompt: render([turn for turns in _split(prompt) for turn in turns], False)
 
 
 class PlainTemplate:
@@ -104,12 +127,12 @@ class PlainTemplate:
 
     def prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Ids of each text."""
-        return self.tokenizer.encode_all([p.text for p in prompts])
+        return self.tokenizer.encode_all([_alone(p).text for p in prompts])
 
     def examples(self, prompts: Sequence[Prompt]) -> list[Example]:
         """Loss on answer and end token."""
         end = [self.tokenizer.eos_id]
-        pieces = [[(p.text, False), (p.answer or "", True)] for p in prompts]
+        pieces = [[(_alone(p).text, False), (p.answer or "", True)] for p in prompts]
         return [_example([*rows, (end, True)]) for rows in _encode(pieces, self.tokenizer, special=True)]
 
 
@@ -156,7 +179,7 @@ class ChatTemplate:
         for message in messages:
             held = [end for end in self._ends if message["role"] == "assistant" and end in message["content"]]
             if held:
-                raise DataError(f"prompt {prompt.index}: an answer has the end token {held[0]} in its text")
+                raise DataError(f"{prompt.name}: an answer has the end token {held[0]} in its text")
         chain = self._chain(messages)
         for number, (shorter, longer) in enumerate(pairwise(chain)):
             if not longer.startswith(shorter):
@@ -204,7 +227,7 @@ class ChatTemplate:
         for ids, said in row:
             if said and ids[-1] not in self.stops:
                 raise TemplateError(
-                    f"template {self.name}: prompt {prompt.index} has a turn that ends by token {ids[-1]}, "
+                    f"template {self.name}: {prompt.name} has a turn that ends by token {ids[-1]}, "
                     f"not by one that ends a completion {self.stops}"
                 )
 
@@ -212,10 +235,21 @@ class ChatTemplate:
         turn = f"{'after' if number % 2 else 'before'} turn {number // 2 + 1}"
         at = next((i for i, (a, b) in enumerate(zip(shorter, longer)) if a != b), min(len(shorter), len(longer)))
         return TemplateError(
-            f"template {self.name} is not prefix-stable: {turn} of the assistant, prompt {prompt.index} "
+            f"template {self.name} is not prefix-stable: {turn} of the assistant, {prompt.name} "
             f"has {shorter[at : at + 24]!r} at character {at}, but {longer[at : at + 24]!r} in the conversation that "
             f"goes on; make an example of each turn, or take another template"
         )
+
+
+def _alone(prompt: Prompt) -> Prompt:
+    """A prompt that is one text: what several turns run together would say is none of what was said."""
+    roles = [message["role"] for message in prompt.messages]
+    if roles not in ([], ["user"], ["user", "assistant"]):
+        raise DataError(
+            f"{prompt.name}: a conversation of the roles {', '.join(roles)} needs a template; "
+            f"set data.template=chatml, or model for the tokenizer's own"
+        )
+    return prompt
 
 
 Row = list[tuple[list[int], bool]]

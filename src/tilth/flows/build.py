@@ -179,8 +179,6 @@ def _prompts(
     recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, store: InlineStore, *, generates: bool
 ) -> Lesson:
     train, heldout = prompts.split(recipe.data.holdout)
-    if (recipe.data.holdout or recipe.data.heldout) and not len(heldout):
-        raise DataError(f"data.holdout={recipe.data.holdout} of {len(prompts)} prompts leaves none to evaluate on")
     template = make_template(recipe.data.template, tokenizer)
     context, room = recipe.model.context, recipe.rollout.max_tokens
     longest = check_prompts(prompts, template, context - room) if generates else 0
@@ -188,6 +186,11 @@ def _prompts(
         longest = max(longest, check_examples(prompts, template, context) - room)
     elif recipe.supervised.steps or recipe.supervised.epochs:
         check_examples(train, template, context)
+    if recipe.data.holdout and not recipe.data.heldout and not len(heldout):
+        raise DataError(
+            f"data.holdout={recipe.data.holdout} of {len(prompts)} prompts leaves none to evaluate on; "
+            f"set a larger data.holdout, data.heldout=FILE, or data.holdout=0 for no evaluation"
+        )
     told = f"{prompts.copies} prompts are in data.heldout too, word for word, and are left out of training"
     recorder = RecorderWorker(prompts, template, context, store)
     return Lesson(train, heldout, longest, recorder, template, [told] if prompts.copies else [])

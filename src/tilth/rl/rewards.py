@@ -173,7 +173,8 @@ def check_answers(spec: str | Mapping[str, float] | Reward, prompts: Iterable[Ta
         for wrong in filter(None, (check(info) for check in checks)):
             answer = info.get("answer")
             shown = "" if answer is None else f"; its answer begins {str(answer)[:60]!r}"
-            raise DataError(f"record {prompt.index + 1} of the data (prompt {prompt.text[:60]!r}): {wrong}{shown}")
+            where = getattr(prompt, "where", "") or f"record {prompt.index + 1} of the data"
+            raise DataError(f"{where} (prompt {prompt.text[:60]!r}): {wrong}{shown}")
 
 
 def _parts_of(spec: str | Mapping[str, float] | Reward) -> list[Any]:
