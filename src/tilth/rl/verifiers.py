@@ -118,8 +118,9 @@ def _at(pattern: str, error: re.error) -> str:
 
 # ---- GSM8K ----
 
-_BEHIND = (  # what would make it another number, or a sum or fraction of several
+_BEHIND = (  # what would make it another number, a sum or fraction of several, or the first of a list
     r"[0-9A-Za-z_]|[.,:][0-9]|[ \t]*[-+*/^=][ \t]*[0-9$(\\]|[ \t]*\\(?!text|mathrm|[%$ ,;!)\]])"
+    r"|(?:[ \t,;]|\\[ ,;!])*(?:(?:x|×|·|÷|−|–|—|or|and|to)[ \t]*)?-?\\?\$?\.?[0-9]"
 )
 _NUMBER = re.compile(  # a sign before or after a dollar; commas only between thousands
     r"(?P<sign>-?)\\?\$?(?P<minus>-?)"
@@ -134,7 +135,7 @@ class Gsm8k:
     """Grade-school arithmetic (GSM8K, arXiv 2110.14168): the number after the last ``####``, or else in ``\\boxed{}``.
 
     ``info["answer"]`` ends in ``#### N``; a bare number or a boxed one does too. Numbers are compared exactly as
-    rationals: ``$1,234.50`` is 1234.5. Two in one, as in ``3/4``, ``3,4`` or ``2e3``, are none.
+    rationals: ``$1,234.50`` is 1234.5. Two in one, as in ``3/4``, ``3,4``, ``3 4``, ``3 x 4`` or ``2e3``, are none.
 
     Parts: ``correct``; ``format``: 1 if there is a number where one is asked for. The reward is ``correct``, and
     ``partial`` for a number that is wrong.
