@@ -19,6 +19,7 @@ class DocumentWorker:
         self.heldout = heldout
         self.tokenizer = tokenizer
         self.store = store
+        self._sizes: dict[int, int] = {}  # by index: every evaluation is about the same pieces
 
     @transfer(split="all", gather="first")
     def documents(self, indices: Sequence[int], *, heldout: bool = False) -> Batch:
@@ -38,10 +39,13 @@ class DocumentWorker:
             "identity": np.array([identity(piece) for piece in pieces], np.uint32),
         }
         if heldout:
-            rows["bytes"] = np.array([self._bytes(piece) for piece in pieces], np.int64)
+            rows["bytes"] = np.array([self._bytes(int(i), piece) for i, piece in zip(indices, pieces)], np.int64)
         payload = {"tokens": tokens, "mask": Ragged(mask, tokens.offsets)}
         return Batch(rows, {k: Column.whole(self.store.put(k, v), len(pieces)) for k, v in payload.items()})
 
-    def _bytes(self, piece: np.ndarray) -> int:
-        whole, first = self.tokenizer.decode(piece), self.tokenizer.decode(piece[:1])
-        return len(whole.encode()) - len(first.encode())
+    def _bytes(self, index: int, piece: np.ndarray) -> int:
+        """Of a held-out piece, counted once."""
+        if index not in self._sizes:
+            whole, first = self.tokenizer.decode(piece), self.tokenizer.decode(piece[:1])
+            self._sizes[index] = len(whole.encode()) - len(first.encode())
+        return self._sizes[index]
