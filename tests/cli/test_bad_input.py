@@ -80,6 +80,13 @@ def test_a_record_without_an_answer(folder):
     assert "d.jsonl:4 has no answer" in refused("sft", PROMPT, "data.holdout=0.3", source="d.jsonl")
 
 
+def test_a_share_that_leaves_nothing_to_evaluate_on(folder):
+    said = refused("sft", PROMPT, "data.holdout=0.0001")
+    assert "leaves none to evaluate on; set a larger data.holdout, data.heldout=FILE, or data.holdout=0" in said
+    write(folder / "d.jsonl", [*GOOD[:3], {"question": "and?"}])
+    assert "d.jsonl:4 has no answer" in refused("sft", PROMPT, "data.holdout=0.0001", source="d.jsonl")
+
+
 def test_a_sequence_longer_than_the_context(folder):
     write(folder / "d.jsonl", [*GOOD, {"question": "long " * 800, "answer": "#### 1"}])
     said = refused("sft", PROMPT, "data.tokenizer=bpe:300", "data.holdout=0.2", source="d.jsonl")

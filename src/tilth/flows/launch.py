@@ -14,6 +14,7 @@ import torch
 from tilth.checkpoint import Checkpoint, latest, mark_best, open_checkpoint, prune, save
 from tilth.config.schema import Recipe
 from tilth.core.errors import CheckpointError
+from tilth.data.prompts import PromptSet
 from tilth.flows.build import Material, Parts, build
 from tilth.flows.checks import check_algorithm
 from tilth.flows.grpo import grpo
@@ -22,6 +23,7 @@ from tilth.flows.ppo import ppo, values
 from tilth.flows.pretrain import pretrain
 from tilth.flows.run import PPO, VALUES, WARMUP, Beginner, Observer, Progress, Run
 from tilth.flows.rundir import RunDir, find, read_state, summarise
+from tilth.flows.seen import seen_before
 from tilth.flows.sft import sft
 from tilth.flows.signals import Interrupted, StopRequest
 from tilth.roles.reward_pool import RewardPool
@@ -77,6 +79,8 @@ def launch(
     inputs = _inputs(recipe, material, reward)
     with machine(recipe):
         parts = build(recipe, material, pool, _earlier(recipe, name, inputs))
+        if isinstance(parts.heldout, PromptSet):
+            parts.notes.extend(seen_before(recipe, parts.heldout))
         if pool is not None:
             pool.ready()
         with RunDir.create(recipe, name, inputs) as directory, recorder.to(directory.events, attempt=directory.attempt):
