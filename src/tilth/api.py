@@ -96,8 +96,8 @@ def train(
 ) -> "RunResult":
     """Train a language model by reinforcement learning on prompts and a reward function.
 
-    data: a list (any iterable) of dictionaries with ``prompt`` and, for a warm-up or the reward's use, ``answer`` and whatever else (of other
-        names: ``keys={"data.columns": {"prompt": "question"}}``); or texts.
+    data: dictionaries (a list, any iterable) with ``prompt`` and, for a warm-up or the reward's use, ``answer`` and
+        whatever else (of other names: ``keys={"data.columns": {"prompt": "question"}}``); or texts.
     reward: (prompt, completion, info) -> number, or a dict with "reward"; a lambda or a function of the script works.
         Or what ``reward.function`` of a recipe may be: ``"gsm8k"``, ``{"exact": 1.0, "style.py:brevity": 0.1}``; or
         nothing where ``flow`` is "sft" or "pretrain".

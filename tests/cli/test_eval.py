@@ -142,8 +142,41 @@ def test_a_run_whose_prompts_came_from_elsewhere_asks_for_data(tmp_path):
     result = call(directory)
     assert result.exit_code == 2 and "came from tilth.train, or files have changed; name the data" in result.stderr
     (tmp_path / "d.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
-    assert call(directory, tmp_path / "d.jsonl", "--reward", "exact").exit_code == 0
-    assert json.loads(call(directory, "addition", "--limit", "5", "--json").stdout)["trained_on"] == 0
+    asked = directory, tmp_path / "d.jsonl", "--reward", "exact"
+    assert json.loads(call(*asked, "--json").stdout)["trained_on"] is None
+    assert "trained on these prompts is unknown" in call(*asked).stdout
+
+
+def sums(path, numbers):
+    records = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
+
+
+def test_prompts_are_known_by_their_texts_however_their_file_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = {"source": str(sums(tmp_path / "tr.jsonl", range(6))), "heldout": str(sums(tmp_path / "te.jsonl", [7, 8]))}
+    made = tiny.recipe(
+        tmp_path, supervised={"steps": 1}, algorithm={"steps": 1}, data=data, run={"eval_prompts": 2},
+        reward={"function": "exact"},
+    )  # fmt: skip
+    directory = tiny.run(made, reward=None).directory
+
+    def seen(*arguments):
+        return json.loads(call(directory, *arguments, "--json").stdout)["trained_on"]
+
+    some = (tmp_path / "tr.jsonl").read_text().splitlines(keepends=True)[:5]
+    (tmp_path / "copy.jsonl").write_text("".join(some) + (tmp_path / "te.jsonl").read_text())
+    names = ["tr.jsonl", "./tr.jsonl", tmp_path / "tr.jsonl", "copy.jsonl", "te.jsonl"]
+    assert [seen(name) for name in names] == [36, 36, 36, 5, 0] and seen() == 0
+    sums(tmp_path / "tr.jsonl", range(1, 7))  # as many others: the counts are the same
+    assert seen("te.jsonl") is None and call(directory).exit_code == 2
+    (tmp_path / "tr.jsonl").unlink()
+    assert seen("te.jsonl") is None
+
+
+def test_a_model_of_elsewhere_has_seen_what_nobody_knows(place):
+    assert json.loads(ask(place, "--json").stdout)["trained_on"] is None
 
 
 def test_what_the_run_says_holds_unless_the_command_says_otherwise(place):
@@ -177,6 +210,9 @@ def test_what_the_run_says_holds_unless_the_command_says_otherwise(place):
         (["m", "addition", "--limit", "2", "--reward", "exakt"], "exact"),
         (["m", "addition", "--limit", "2", "--reward", "r.py:nothing"], "has no 'nothing'"),
         (["m", "d.jsonl", "--reward", "exact"], "no column 'prompt'; there is 'question'"),
+        (["m", "d.jsonl", "--reward", "exact"], "try --columns prompt=question"),
+        (["m", "addition", "--limit", "2", "--timeout", "0"], "--timeout"),
+        (["m", "addition", "--limit", "2", "--timeout", "-1"], "--timeout"),
         (["m", "d.jsonl", "--reward", "exact", "--columns", "question"], "write which is which, as in prompt=question"),
         (["m", "d.jsonl", "--reward", "exact", "--columns", "promt=question"], "promt"),
         (["m", "d.jsonl", "--reward", "exact", "--k", "1,x"], "--k 1,x: it must be whole numbers"),
@@ -197,7 +233,7 @@ def test_mistakes(place, monkeypatch, arguments, message):
 def test_answers_that_no_verifier_can_read_are_told_before(place, tmp_path):
     (tmp_path / "d.jsonl").write_text('{"prompt": "1+1=", "answer": "two"}\n')
     result = call(place / "m", tmp_path / "d.jsonl", "--reward", "addition")
-    assert result.exit_code == 2 and "record 1 of the data" in result.stderr and "'two'" in result.stderr
+    assert result.exit_code == 2 and "d.jsonl:1" in result.stderr and "'two'" in result.stderr
 
 
 def test_what_a_model_says_does_not_steer_the_terminal():

@@ -59,7 +59,7 @@ def call(*arguments):
 
 def said(*arguments):
     result = call(*arguments)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == ("broken" in result.stdout), result.output  # 1 for that verdict, else 0
     return result.stdout
 
 
@@ -180,7 +180,7 @@ def test_what_the_function_prints_is_not_in_the_way_of_json(folder):
         (["nowhere.py:f", "sums.jsonl"], "no file"),
         (["regex:(a", "sums.jsonl"], "at character 1 of the pattern"),
         (["gsm8k", "none.jsonl"], "none.jsonl"),
-        (["addition", "sums.jsonl"], "record 1 of the data (prompt 'How many are 1 and 1?'): the answer is no integer"),
+        (["addition", "sums.jsonl"], "sums.jsonl:1 (prompt 'How many are 1 and 1?'): the answer is no integer"),
         (["{gsm8k = }", "sums.jsonl"], "is no table of names and weights"),
         (["{gsm8k = 'x'}", "sums.jsonl"], "weight of reward 'gsm8k' is 'x'"),
         (["gsm8k", "sums.jsonl", "--columns", "prompt"], "not of the form prompt=NAME"),
@@ -191,6 +191,23 @@ def test_what_the_function_prints_is_not_in_the_way_of_json(folder):
 def test_bad_input_is_one_line_and_code_2(folder, arguments, message):
     result = call(*arguments)
     assert result.exit_code == 2 and result.stderr.count("\n") == 1 and message in result.stderr, result.output
+
+
+def test_a_broken_reward_fails_the_command(folder):
+    codes = [call(f"mine.py:{name}", "sums.jsonl").exit_code for name in ("constant", "strict")]
+    assert [*codes, call("gsm8k", "sums.jsonl").exit_code, call("mine.py:never", "sums.jsonl").exit_code] == [
+        1,
+        0,
+        0,
+        1,
+    ]
+
+
+def test_the_hint_names_the_option_of_this_command(folder):
+    (folder / "q.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
+    result = call("exact", "q.jsonl")
+    assert result.exit_code == 2 and "try --columns prompt=question" in result.stderr
+    assert "data.columns" not in result.stderr
 
 
 def test_columns_of_another_name(folder):

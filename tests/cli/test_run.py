@@ -30,7 +30,8 @@ SUMMARY = {
 
 
 def said(recipe=(), **changes):
-    lines = closing(load_recipe("addition-grpo", recipe), SUMMARY | changes, Path("runs/a"), Path("runs/a/report.html"))
+    made = load_recipe("addition-grpo", recipe)
+    lines = closing(made, "addition-grpo", SUMMARY | changes, Path("runs/a"), Path("runs/a/report.html"))
     return "\n".join(lines)
 
 
@@ -80,7 +81,7 @@ def test_closing_of_a_run_on_text(tmp_path):
     learned |= {"loss_heldout_first": 7.6, "loss_heldout_last": 3.25, "bits_per_byte": 2.5}
     learned["best"] = {"step": 300, "metric": "loss/heldout", "value": 3.2}
     recipe = load_recipe("pretrain", [f"data.source={tmp_path / 'd.txt'}", "data.holdout=0.3"])
-    lines = closing(recipe, SUMMARY | learned, Path("runs/a"), Path("runs/a/report.html"))
+    lines = closing(recipe, "pretrain", SUMMARY | learned, Path("runs/a"), Path("runs/a/report.html"))
     assert lines[:2] == [
         "In 650 steps and 2:31 min, held-out loss went from 7.600 to 3.250 nats per token (2.500 bits per byte).",
         "best at step 300: held-out loss 3.2000 nats per token",
@@ -88,8 +89,14 @@ def test_closing_of_a_run_on_text(tmp_path):
     (line,) = [line for line in lines if "tilth generate" in line]
     assert shlex.split(line)[3].endswith("bottles of beer on")
     learned |= {"bits_per_byte": None, "best": None}
-    lines = closing(recipe, SUMMARY | learned, Path("runs/a"), Path("runs/a/report.html"))
+    lines = closing(recipe, "pretrain", SUMMARY | learned, Path("runs/a"), Path("runs/a/report.html"))
     assert lines[0].endswith("to 3.250 nats per token.") and "tokens/s" in lines[1]
+
+
+def test_the_harder_task_is_for_the_recipe_that_ran():
+    recipe = load_recipe("addition-ppo")
+    text = "\n".join(closing(recipe, "my recipes/ppo.toml", SUMMARY, Path("runs/a"), Path("r.html")))
+    assert "tilth run 'my recipes/ppo.toml' data.digits=4" in text and "addition-grpo" not in text
 
 
 def test_closing_names_the_best_checkpoint():

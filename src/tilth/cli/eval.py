@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import typer
 
+from tilth.cli.reward import own_option
 from tilth.config.load import from_dict, load_recipe
 from tilth.config.schema import Data
-from tilth.core.errors import DataError, RewardError
+from tilth.core.errors import DataError, RewardError, TilthError
 from tilth.data.prompts import PromptSet, load_source
 from tilth.flows.evaluate import Evaluation, How, Sample, check_out, evaluate, write_completions
 from tilth.flows.files import to_json
@@ -67,7 +68,7 @@ def judge(wish: Wish) -> None:
     loaded = load_model(wish.model)
     how = plan(wish, loaded)
     spec = reward_of(wish, loaded)
-    timeout = wish.timeout or loaded.settings.get("reward", {}).get("timeout", 10.0)
+    timeout = loaded.settings.get("reward", {}).get("timeout", 10.0) if wish.timeout is None else wish.timeout
     with RewardPool(spec, workers=wish.workers, timeout=timeout, wait=False) as pool:
         prompts = prompts_of(wish, loaded)
         if wish.data not in TASKS:
@@ -122,7 +123,8 @@ def reward_of(wish: Wish, loaded: LoadedModel) -> str | dict[str, float]:
 def prompts_of(wish: Wish, loaded: LoadedModel) -> PromptSet:
     """The prompts of the data, or those that the run held out; ``limit`` of them, those of least hash."""
     if wish.data:
-        prompts = load_source(_data(wish, loaded.settings.get("data", {})))
+        with own_option():
+            prompts = load_source(_data(wish, loaded.settings.get("data", {})))
     elif loaded.run is not None:
         prompts = _heldout(loaded.run)
     else:
@@ -132,12 +134,24 @@ def prompts_of(wish: Wish, loaded: LoadedModel) -> PromptSet:
     return prompts.subset(wish.limit) if wish.limit else prompts
 
 
-def trained_on(wish: Wish, loaded: LoadedModel, prompts: PromptSet) -> int:
-    """How many of these prompts the run trained on, as far as the same source tells."""
-    if loaded.run is None or wish.data != loaded.settings.get("data", {}).get("source"):
+def trained_on(wish: Wish, loaded: LoadedModel, prompts: PromptSet) -> int | None:
+    """How many of these prompts have a text that the run trained on; None: unknown, where its data cannot be read."""
+    if loaded.run is None:
+        return None
+    if not wish.data:
         return 0
-    own = _own(loaded.run)
-    return 0 if own is None else int(np.isin(prompts.rows, own[0].rows).sum())
+    try:
+        own = _own(loaded.run)
+    except TilthError:  # its files are gone, or its recipe is of another version
+        return None
+    return None if own is None else _common(prompts, own[0])
+
+
+def _common(asked: PromptSet, learned: PromptSet) -> int:
+    """How many prompts of the first are in the second: by hash, and those few by their texts."""
+    these, those = asked.source.hashes[asked.rows], learned.source.hashes[learned.rows]
+    texts = {learned[i].text.strip() for i in learned.rows[np.isin(those, these)]}
+    return sum(asked[i].text.strip() in texts for i in asked.rows[np.isin(these, those)])
 
 
 def _heldout(run: Path) -> PromptSet:
@@ -152,11 +166,15 @@ def _heldout(run: Path) -> PromptSet:
 
 def _own(run: Path) -> tuple[PromptSet, PromptSet] | None:
     """What a run trained on and what it held out, by its recipe; None if that is not what it really had."""
-    data = load_recipe(str(run / "recipe.toml")).data
-    train, held = load_source(data).split(data.holdout)
-    plan = read_state(run).get("plan") or {}
-    real = plan.get("train_prompts"), plan.get("heldout_prompts")
-    return (train, held) if real == (len(train), len(held)) else None
+    recipe = load_recipe(str(run / "recipe.toml"))
+    if recipe.flow == "pretrain":  # it had documents, not prompts
+        return None
+    prompts, state = load_source(recipe.data), read_state(run)
+    train, held = prompts.split(recipe.data.holdout)
+    plan = state.get("plan") or {}
+    same = (plan.get("train_prompts"), plan.get("heldout_prompts")) == (len(train), len(held))
+    same &= state.get("data") in (None, prompts.fingerprint())  # None: a run of before this was kept
+    return (train, held) if same else None
 
 
 def _data(wish: Wish, settings: Mapping[str, Any]) -> Data:
@@ -223,6 +241,8 @@ def _note(s: Mapping[str, Any]) -> str:
 
 
 def _seen(s: Mapping[str, Any]) -> list[str]:
+    if s["trained_on"] is None:
+        return ["Whether it was trained on these prompts is unknown."]
     if not s["trained_on"]:
         return []
     return [

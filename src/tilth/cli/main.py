@@ -144,7 +144,7 @@ def evaluate(
     max_rows: Annotated[int, typer.Option(min=1, help="most sequences decoded at once")] = 256,
     workers: Annotated[int, typer.Option(min=1, help="processes that score")] = 1,
     timeout: Annotated[
-        float | None, typer.Option(help="seconds one reward may take; default: the run's, or 10")
+        float | None, typer.Option(min=0.001, help="seconds one reward may take; default: the run's, or 10")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="keep every completion: FILE.jsonl or FILE.parquet")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="all numbers as one JSON object")] = False,
@@ -212,7 +212,7 @@ def reward_try(
     """Score right, wrong and empty answers of some records, before a run is spent on a reward that cannot tell them.
 
     The answer of each record, another record's, and an empty one are scored in a process with a time limit, as in a
-    run. Says what they earn, what fails and why, and how long it takes.
+    run. Says what they earn, what fails and why, and how long it takes. Exit code 1: the verdict is "broken".
     """
     from tilth.cli.reward import Wish, columns_of, try_reward
 

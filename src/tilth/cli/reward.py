@@ -2,7 +2,8 @@
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -13,7 +14,7 @@ import typer
 from pydantic import ValidationError
 
 from tilth.config.schema import Data
-from tilth.core.errors import RecipeError
+from tilth.core.errors import DataError, RecipeError
 from tilth.rl.rewards import check_answers
 from tilth.rl.verifiers import TASKS
 from tilth.roles.reward_pool import Outcome, RewardPool
@@ -91,9 +92,11 @@ class Trial:
 
 
 def try_reward(reward: str, source: str, wish: Wish, *, as_json: bool) -> None:
-    """Print what a reward does with some records of a source."""
+    """Print what a reward does with some records of a source. Exit code 1 for one that is broken."""
     trial = examine(reward, source, wish)
     typer.echo(json.dumps(as_object(trial)) if as_json else "\n".join(lines(trial)))
+    if verdict(trial)[0] == "broken":
+        raise typer.Exit(1)
 
 
 def examine(reward: str, source: str, wish: Wish) -> Trial:
@@ -105,7 +108,8 @@ def examine(reward: str, source: str, wish: Wish) -> Trial:
     with RewardPool(spec, timeout=wish.timeout, wait=False) as pool:
         from tilth.data.prompts import load_source  # while the pool's process starts
 
-        prompts = load_source(_data(source, wish))
+        with own_option():
+            prompts = load_source(_data(source, wish))
         if source not in TASKS:
             check_answers(spec, prompts)
         chosen = _spread(prompts, wish.n)
@@ -118,6 +122,15 @@ def examine(reward: str, source: str, wish: Wish) -> Trial:
         for i, prompt in enumerate(chosen)
     ]
     return Trial(reward, source, len(prompts), tried)
+
+
+@contextmanager
+def own_option() -> Iterator[None]:
+    """Where records cannot be read, the hint names ``--columns`` instead of a recipe's key."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error).replace("try data.columns.", "try --columns ")) from error
 
 
 def columns_of(said: Sequence[str]) -> dict[str, str]:

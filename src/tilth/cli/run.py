@@ -26,7 +26,7 @@ def train(name_or_path: str, overrides: Sequence[str]) -> None:
     from tilth.ui.report import write_report
 
     report = write_report(result.directory)
-    typer.echo("\n".join(closing(recipe, result.summary, result.directory, report)))
+    typer.echo("\n".join(closing(recipe, name_or_path, result.summary, result.directory, report)))
 
 
 def _watched(recipe: Recipe, name: str) -> "RunResult":
@@ -46,8 +46,8 @@ def _watched(recipe: Recipe, name: str) -> "RunResult":
         live.stop()
 
 
-def closing(recipe: Recipe, summary: Mapping[str, Any], directory: Path, report: Path) -> list[str]:
-    """What was learned, what it took, where to look, what to try."""
+def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Path, report: Path) -> list[str]:
+    """What was learned, what it took, where to look, what to try. name: of the recipe, as on the command line."""
     learned = [line for line in (_learned(summary), words.best(summary.get("best"))) if line]
     lines = [*learned, _took(summary), f"report: {report}", "", "next:"]
     question = _question(recipe)
@@ -59,7 +59,7 @@ def closing(recipe: Recipe, summary: Mapping[str, Any], directory: Path, report:
         lines.append(f"  tilth chat {directory}")
     lines += [f"  tilth show {directory}", f"  tilth export {directory} my-model"]
     if recipe.data.source == "addition":
-        lines.append(f"  tilth run addition-grpo data.digits={recipe.data.digits + 1} model.context=64")
+        lines.append(f"  tilth run {shlex.quote(name)} data.digits={recipe.data.digits + 1} model.context=64")
     return lines
 
 

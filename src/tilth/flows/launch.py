@@ -86,6 +86,7 @@ def launch(
         with RunDir.create(recipe, name, inputs) as directory, recorder.to(directory.events, attempt=directory.attempt):
             with StopRequest() as stop:
                 run = _run(parts, directory, observers, stop)
+                directory.update(data=material.fingerprint())
                 _announce(run, parts, reward_file)
                 _restore(run, parts)
                 for observer in observers:
