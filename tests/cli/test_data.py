@@ -106,10 +106,10 @@ def test_a_task_needs_no_file():
 def test_too_long_examples_and_prompts(talks):
     view = look(sft(talks, model={"context": 30}, rollout={"max_tokens": 1}), 0)
     assert view.longer == {"prompt": 1, "example": 1}
-    assert view.problems == ["1 examples are longer than the context of 30 tokens"]
+    assert view.problems[:1] == ["1 examples are longer than the context of 30 tokens"]
     data = {"source": str(talks), "tokenizer": "bpe:300", "template": "chatml", "holdout": 0.0}
     view = look(from_dict({"data": data, "model": {"context": 64}, "rollout": {"max_tokens": 40}}), 0)
-    assert view.problems == ["1 prompts are longer than the 24 tokens that model.context leaves them"]
+    assert view.problems[:1] == ["1 prompts are longer than the 24 tokens that model.context leaves them"]
     assert view.packing is None  # nothing supervised
 
 
@@ -127,7 +127,7 @@ def test_answers_longer_than_a_completion_can_be(talks):
 def test_answers_that_are_missing(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two", "answer": "2"}\n')
     view = look(sft(tmp_path / "d.jsonl"), 2)
-    assert view.problems == ["1 prompts have no answer, which supervised steps need"]
+    assert view.problems[:1] == ["1 prompts have no answer, which supervised steps need"]
     assert sum(view.examples[0].mask) == 0 < sum(view.examples[1].mask)
 
 
@@ -140,8 +140,28 @@ def test_a_template_that_is_not_prefix_stable(talks, tmp_path):
     )
     view = look(sft(talks, data={"template": str(template)}), 3)
     assert "is not prefix-stable: after turn 1 of the assistant, " in view.stable and "talks.jsonl:1" in view.stable
-    assert view.problems == ["1 examples cannot be made"] and view.lengths["example"].rows == 2
+    assert view.problems[:1] == ["1 examples cannot be made"] and view.lengths["example"].rows == 2
     assert [sum(s.mask) > 0 for s in view.examples] == [False, True, True]
+
+
+def test_the_plain_template_makes_no_promise(talks):
+    view = look(_plain(talks), 0)
+    assert view.template == "plain" and view.stable == ""
+
+
+def _plain(talks, **sections):
+    talks.write_text("".join(json.dumps(t) + "\n" for t in TALKS[1:]))
+    return sft(talks, data={"template": "", **sections.pop("data", {})}, **sections)
+
+
+def test_what_is_held_out_and_the_rewards_check_would_stop_too(talks, tmp_path):
+    (tmp_path / "te.jsonl").write_text(json.dumps({"prompt": "Say " + "hi " * 99, "answer": "x"}) + "\n")
+    made = _plain(talks, data={"heldout": str(tmp_path / "te.jsonl")}, model={"context": 64}, rollout={"max_tokens": 8})
+    (said,) = look(made, 0).problems
+    assert "te.jsonl:1" in said and "model.context is 64" in said
+    made = _plain(talks, reward={"function": "gsm8k"})
+    (said,) = look(made, 0).problems
+    assert "talks.jsonl:1" in said and "'ho'" in said
 
 
 def test_errors_are_one_line():

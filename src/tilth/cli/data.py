@@ -1,7 +1,7 @@
 """What a model will see of a recipe's data: tokens with the loss mask, template, lengths, what would stop the run."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -13,15 +13,17 @@ from rich.text import Text
 
 from tilth.config.load import load_recipe
 from tilth.config.schema import Recipe
-from tilth.core.errors import DataError
+from tilth.core.errors import DataError, TilthError
 from tilth.core.random import stream
 from tilth.data.documents import Corpus
+from tilth.data.examples import check_examples, check_prompts
 from tilth.data.prompts import TASKS, Prompt, PromptSet, load_source, load_texts
 from tilth.data.template import Example, Template, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.build import CACHE
 from tilth.flows.model import choose_tokenizer, load_model
 from tilth.plan.packing import micro_batches
+from tilth.rl.rewards import check_answers
 
 MOST = 20_000
 """Records that are tokenised; of a larger source, so many spread evenly."""
@@ -134,8 +136,34 @@ def _prompts(recipe: Recipe, n: int) -> View:
             f"{view.longer['prompt']:,} prompts are longer than the {room} tokens that model.context leaves them"
         )
     _learnt(recipe, view, template, some)
+    view.problems += [said for said in _refused(recipe, prompts, template) if said not in view.problems]
     view.examples = [_shown(p, template, tokenizer) for p in _spread(train, n)]
     return view
+
+
+def _refused(recipe: Recipe, prompts: PromptSet, template: Template) -> Iterator[str]:
+    """What a run's own checks say, of all prompts and those held out too, each its first complaint."""
+    reward, context = recipe.reward.function or ("" if recipe.data.source in TASKS else None), recipe.model.context
+    train, heldout = prompts.split(recipe.data.holdout)
+    supervised = bool(recipe.supervised.steps or recipe.supervised.epochs)
+    checks: list[Callable[[], object]] = []
+    if _generates(recipe):
+        checks.append(lambda: check_prompts(prompts, template, context - recipe.rollout.max_tokens))
+    if recipe.flow == "sft":
+        checks.append(lambda: check_examples(prompts, template, context))
+    elif supervised:
+        checks.append(lambda: check_examples(train, template, context))
+    if reward:
+        checks.append(lambda: check_answers(reward, prompts))
+    if (recipe.data.holdout or recipe.data.heldout) and not len(heldout):
+        yield f"data.holdout={recipe.data.holdout} of {len(prompts)} prompts leaves none to evaluate on"
+    if reward is None and recipe.flow in ("grpo", "ppo"):
+        yield "the data has no reward of its own; set reward.function"
+    for check in checks:
+        try:
+            check()
+        except TilthError as error:
+            yield str(error)
 
 
 def _learnt(recipe: Recipe, view: View, template: Template, prompts: Sequence[Prompt]) -> None:
@@ -148,6 +176,8 @@ def _learnt(recipe: Recipe, view: View, template: Template, prompts: Sequence[Pr
     if failed and supervised:
         view.problems.append(f"{len(failed):,} examples cannot be made")
     view.stable = failed[0] if failed else f"prefix-stable on {len(examples):,} examples" if examples else "not tried"
+    if view.template == "plain":  # which is as stable as the tokenizer
+        view.stable = ""
     if not examples:
         return
     whole, said = (np.array([f(e) for e in examples]) for f in (lambda e: len(e.tokens), lambda e: int(e.mask.sum())))
