@@ -11,10 +11,11 @@ import torch
 from tests.flows import tiny
 from tests.roles import small
 from tilth.checkpoint import mark_best, save
-from tilth.core.errors import DataError, ModelError
+from tilth.core.errors import DataError, ModelError, RecipeError
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.build import build
+from tilth.flows.checks import check_algorithm
 from tilth.flows.model import MODEL_FOLDER, LoadedModel, choose_tokenizer, load_model, new_config, save_shape
 from tilth.models.decoder import Decoder
 from tilth.models.hf import parameter_shapes, save_pretrained
@@ -323,3 +324,16 @@ def test_the_shape_of_a_new_model_is_the_recipe_s(tmp_path):
     save_shape(tmp_path / "model", config, small.TOKENIZER)
     assert type(config).from_hf(json.loads((tmp_path / "model" / "config.json").read_text())) == config
     assert Tokenizer.load(tmp_path / "model").vocab_size == small.TOKENIZER.vocab_size
+
+
+def test_a_new_tokenizer_for_a_loaded_model_names_the_way_out(exported):
+    out, _ = exported
+    recipe = tiny.recipe("x", model={"path": str(out)}, data={"tokenizer": "bpe:2048"})
+    with pytest.raises(DataError, match=r"data\.tokenizer = bpe:2048 would be new .* data\.tokenizer= \(empty\) keeps"):
+        choose_tokenizer(recipe, None, load_model(out), ["some text"])
+
+
+def test_pre_training_refuses_a_reward():
+    recipe = tiny.recipe("x", flow="pretrain", reward={"function": "exact"})
+    with pytest.raises(RecipeError, match=r"leave reward\.function out"):
+        check_algorithm(recipe)

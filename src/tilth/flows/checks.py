@@ -11,6 +11,8 @@ COLUMNS = {"rewards", "groups", "mask", "lengths", "logprobs", "old_logprobs", "
 
 def check_algorithm(recipe: Recipe) -> None:
     """Raise RecipeError for an unknown estimator, loss or aggregation, or one that needs what no role makes."""
+    if recipe.flow == "pretrain" and recipe.reward.function:
+        raise RecipeError("flow=pretrain generates nothing, so nothing is scored; leave reward.function out")
     if recipe.flow in ("sft", "pretrain"):
         return
     how = recipe.algorithm

@@ -188,6 +188,11 @@ def choose_tokenizer(
     tokenizer (``characters``, ``bpe:SIZE``) is made of them. DataError where it does not fit the model.
     """
     name = recipe.data.tokenizer
+    if loaded is not None and name.startswith("bpe:"):
+        raise DataError(
+            f"data.tokenizer = {name} would be new to the model of model.path = {recipe.model.path}; "
+            "data.tokenizer= (empty) keeps the model's own"
+        )
     if not name and loaded is not None:
         if loaded.tokenizer is None:
             raise DataError(f"{loaded.source} has no tokenizer.json; name one with data.tokenizer")
