@@ -119,7 +119,9 @@ def save_model(folder: Path, shape: str) -> None:
 
 def peak_bytes() -> int:
     """Greatest resident memory of this process plus that of its largest child."""
-    return 1024 * sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    from tilth.flows.metrics import resident
+
+    return resident()[1] + 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 
 def cores(threads: int) -> int:

@@ -268,7 +268,7 @@ def peak_memory(label: dict[str, Any], case: str, name: str, device: str) -> flo
 
 def alone(one: dict[str, Any]) -> None:
     """The process that ``peak_memory`` starts."""
-    import resource
+    from tilth.flows.metrics import resident
 
     torch.set_num_threads(one["threads"])
     setting = make_setting(one["model"], one["dtype"], one["device"])
@@ -280,7 +280,7 @@ def alone(one: dict[str, Any]) -> None:
     if setting.device.type == "cuda":
         print(torch.cuda.max_memory_allocated(setting.device))
     else:
-        print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        print(resident()[1])
 
 
 def make_setting(model: str, dtype: str, device: str) -> Setting:
