@@ -391,3 +391,9 @@ def test_a_million_lines(tmp_path):
     prompts = load_source(Data(source=str(tmp_path / "d.jsonl")))
     train, held = prompts.split(0.1)
     assert len(train) + len(held) == 10**6 and prompts[10**6 - 1].text == "p999999"
+
+
+def test_common_prompts_are_those_of_equal_text_whatever_the_white_space():
+    mine = PromptSet.of(["1+1=", "2+2=\n", "3+3=", "3+3="])
+    assert mine.common(PromptSet.of([" 2+2=", "3+3=", "9+9="])) == 3
+    assert mine.common(PromptSet.of(["4+4="])) == 0

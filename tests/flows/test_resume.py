@@ -66,7 +66,7 @@ def test_killed_at_a_point_and_resumed(tmp_path, whole, point, call):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", sorted(POINTS))
+@pytest.mark.parametrize("point", sorted(POINTS.keys() - {"critic"}))  # its flow has rows of its own, below
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
 def test_killed_at_every_point_before_and_after_the_work(tmp_path, whole, point, call):
     kill_and_resume(tmp_path, point, call)

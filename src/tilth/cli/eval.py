@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import typer
 
 from tilth.cli.reward import own_option
@@ -144,14 +143,7 @@ def trained_on(wish: Wish, loaded: LoadedModel, prompts: PromptSet) -> int | Non
         own = _own(loaded.run)
     except TilthError:  # its files are gone, or its recipe is of another version
         return None
-    return None if own is None else _common(prompts, own[0])
-
-
-def _common(asked: PromptSet, learned: PromptSet) -> int:
-    """How many prompts of the first are in the second: by hash, and those few by their texts."""
-    these, those = asked.source.hashes[asked.rows], learned.source.hashes[learned.rows]
-    texts = {learned[i].text.strip() for i in learned.rows[np.isin(those, these)]}
-    return sum(asked[i].text.strip() in texts for i in asked.rows[np.isin(these, those)])
+    return None if own is None else prompts.common(own[0])
 
 
 def _heldout(run: Path) -> PromptSet:

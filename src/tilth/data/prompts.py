@@ -83,6 +83,12 @@ class PromptSet(Order):
         order = np.argsort(mixed(self.source.hashes[self.rows] ^ _SAMPLE), kind="stable")
         return PromptSet(self.source, np.sort(self.rows[order[:count]]))
 
+    def common(self, other: "PromptSet") -> int:
+        """How many of these prompts are in another set: by hash, and those few by their keys."""
+        mine, theirs = (side.source.hashes[side.rows] for side in (self, other))
+        known = {other[i].key for i in other.rows[np.isin(theirs, mine)]}
+        return sum(self[i].key in known for i in self.rows[np.isin(mine, theirs)])
+
     def fingerprint(self) -> str:
         """Tells this source from any other one: its prompts, answers and what else it says of them."""
         return self.source.fingerprint()

@@ -76,7 +76,8 @@ def launch(
     it names; that it changed is told.
     """
     check_algorithm(recipe)
-    inputs = _inputs(recipe, material, reward)
+    fingerprint = material.fingerprint()
+    inputs = _inputs(recipe, fingerprint, reward)
     with machine(recipe):
         parts = build(recipe, material, pool, _earlier(recipe, name, inputs))
         if isinstance(parts.heldout, PromptSet):
@@ -86,7 +87,7 @@ def launch(
         with RunDir.create(recipe, name, inputs) as directory, recorder.to(directory.events, attempt=directory.attempt):
             with StopRequest() as stop:
                 run = _run(parts, directory, observers, stop)
-                directory.update(data=material.fingerprint())
+                directory.update(data=fingerprint)
                 _announce(run, parts, reward_file)
                 _restore(run, parts)
                 for observer in observers:
@@ -104,9 +105,9 @@ def launch(
     return RunResult(directory.path, summary)
 
 
-def _inputs(recipe: Recipe, material: Material, reward: str) -> str:
+def _inputs(recipe: Recipe, fingerprint: str, reward: str) -> str:
     """Fingerprint of what decides the run beside its recipe: the data, a reward by value, a template's file."""
-    said = f"{material.fingerprint()} {reward}"
+    said = f"{fingerprint} {reward}"
     template = Path(recipe.data.template)
     if recipe.data.template and template.is_file():
         said += f" {hashlib.blake2b(template.read_bytes(), digest_size=8).hexdigest()}"

@@ -68,7 +68,7 @@ def load_model(spec: str | Path) -> LoadedModel:
     the moving average of the weights, from the newest; a checkpoint's own directory; a Hugging Face directory.
     ModelError in one line if there is no such thing, with what there is; CheckpointError for a damaged one.
     """
-    folder, which = _split(str(spec))
+    folder, which = split_spec(str(spec))
     if (folder / "run.json").is_file():
         return _from_checkpoint(*_chosen(folder, which))
     if which:
@@ -79,7 +79,7 @@ def load_model(spec: str | Path) -> LoadedModel:
     return LoadedModel(config, tensors, _tokenizer(folder), folder)
 
 
-def _split(spec: str) -> tuple[Path, str]:
+def split_spec(spec: str) -> tuple[Path, str]:
     """Folder and what follows its last ``@``; a folder that has one in its name is that folder."""
     before, at, which = spec.rpartition("@")
     if not at or "/" in which or Path(spec).exists():

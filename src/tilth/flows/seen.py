@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import numpy as np
-
 from tilth.config.load import load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.errors import TilthError
 from tilth.data.prompts import TASKS, PromptSet, load_documents, load_source
+from tilth.flows.model import split_spec
 
 _MOST = 2**28
 """Bytes of a file that is read again for this."""
@@ -18,8 +17,7 @@ def seen_before(recipe: Recipe, heldout: PromptSet) -> list[str]:
 
     Only the run itself is looked at, not those that it began with in turn. Data that cannot be read again soon is said.
     """
-    path = Path(recipe.model.path)
-    folder = path if path.is_dir() else Path(recipe.model.path.rpartition("@")[0])
+    folder, _ = split_spec(recipe.model.path)
     if not recipe.model.path or not len(heldout) or not (folder / "recipe.toml").is_file():
         return []
     try:
@@ -43,6 +41,4 @@ def _common(earlier: Recipe, heldout: PromptSet) -> int:
         known = {one.key for one in load_documents(earlier.data)[0]}
         return sum(prompt.key in known for prompt in heldout)
     train, _ = load_source(earlier.data).split(earlier.data.holdout)
-    theirs, mine = (side.source.hashes[side.rows] for side in (train, heldout))
-    known = {train[i].key for i in train.rows[np.isin(theirs, mine)]}  # of equal hash, so few are read
-    return sum(heldout[i].key in known for i in heldout.rows[np.isin(mine, theirs)])
+    return heldout.common(train)
