@@ -285,7 +285,7 @@ def test_weights_are_copied_into_the_live_storage():
     "harm, message",
     [
         (lambda w: w.pop("model.norm.weight"), "missing: model.norm.weight"),
-        (lambda w: w.update(extra=torch.zeros(1)), "not in the model: extra"),
+        (lambda w: w.update(extra=torch.zeros(1)), "extra is not in the model"),
         (lambda w: w.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight is \(3,\); it must be \(32,\)"),
     ],
 )

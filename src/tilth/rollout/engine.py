@@ -1,7 +1,7 @@
 """The engine that speaks: continuous batching of requests over one model, its weights and its KV cache."""
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -97,35 +97,31 @@ class Engine:
     ) -> None:
         """Copy all weights into the live storage, between two steps; tokens from now on are stamped ``version``.
 
-        The prefix cache is dropped. Sequences in flight are computed anew under the new weights and go on; with
-        ``keep_kv`` they go on with KV of the old ones (faster, biased). Raises ModelError unless names and shapes
-        match.
+        weights are taken one by one as they come, so a stream of them needs no memory for the whole. The prefix cache
+        is dropped. Sequences in flight are computed anew under the new weights and go on; with ``keep_kv`` they go on
+        with KV of the old ones (faster, biased). Raises ModelError unless names and shapes match: for a mapping before
+        anything changes, for a stream where it comes to the tensor, and the engine is not to be used then.
         """
-        given = dict(weights.items() if isinstance(weights, Mapping) else weights)
         mine = dict(self.model.named_parameters())
-        self._check_weights(given, mine)
+        if isinstance(weights, Mapping):
+            for name, tensor in weights.items():
+                _check_weight(name, tensor, mine)
+            _check_missing(mine.keys() - weights.keys())
+            weights = weights.items()
+        missing = set(mine)
         self._interrupt(rows=not keep_kv)
         self._blocks.flush()
-        for name, tensor in given.items():
+        for name, tensor in weights:
+            _check_weight(name, tensor, mine)
             mine[name].copy_(tensor)
+            missing.discard(name)
+        _check_missing(missing)
         self.version = version
         for lane in self._lanes.values():
             for row in lane.rows.tolist():
                 answer = lane.settle(row)
                 answer.stamp(version)
                 answer.stale = True
-
-    def _check_weights(self, given: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
-        for what, names in (("missing", mine.keys() - given.keys()), ("not in the model", given.keys() - mine.keys())):
-            if names:
-                raise ModelError(
-                    f"weights for the engine: {what}: {', '.join(sorted(names)[:5])} ({len(names)} in all)"
-                )
-        for name, tensor in given.items():
-            if tensor.shape != mine[name].shape:
-                raise ModelError(
-                    f"weights for the engine: {name} is {tuple(tensor.shape)}; it must be {tuple(mine[name].shape)}"
-                )
 
     # Requests
 
@@ -493,6 +489,20 @@ class Engine:
             self._forget_all()
             what = f"the engine's logits are not finite under weights of version {self.version}"
             raise NonFiniteError(f"{what}; requests in flight are dropped")
+
+
+def _check_weight(name: str, tensor: Tensor, mine: Mapping[str, Tensor]) -> None:
+    if name not in mine:
+        raise ModelError(f"weights for the engine: {name} is not in the model")
+    if tensor.shape != mine[name].shape:
+        raise ModelError(
+            f"weights for the engine: {name} is {tuple(tensor.shape)}; it must be {tuple(mine[name].shape)}"
+        )
+
+
+def _check_missing(names: Collection[str]) -> None:
+    if names:
+        raise ModelError(f"weights for the engine: missing: {', '.join(sorted(names)[:5])} ({len(names)} in all)")
 
 
 def _to_host(chosen: Chosen) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
