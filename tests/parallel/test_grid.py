@@ -1,0 +1,122 @@
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import PoolError
+from tilth.core.layout import Mesh
+from tilth.parallel.grid import Grid, join
+
+HERE = "tests.parallel.test_grid:"
+SQUARE = Mesh(("dp", "fsdp", "tp"), (2, 1, 2))
+
+
+def test_a_process_alone_has_no_groups_and_its_sums_are_its_own():
+    grid = Grid.alone()
+    assert [grid.group(name) for name in ("dp", "fsdp", "tp")] == [None] * 3
+    vector = torch.tensor([1.5], dtype=torch.float64)
+    assert grid.sum(vector) is vector and grid.most(3) == 3 and grid.size("dp", "tp") == 1
+    rows = {"a": np.arange(3)}
+    assert grid.gather_rows(rows)["a"] is rows["a"]
+
+
+def test_ranks_along_dimensions_are_those_of_the_mesh():
+    mesh = Mesh(("dp", "fsdp", "tp"), (2, 3, 2), tuple(range(100, 112)))
+    grid = Grid.of(mesh, 109)
+    assert [grid.coordinate(n) for n in ("dp", "fsdp", "tp", "cp")] == [1, 1, 1, 0]
+    assert grid.ranks("dp") == (103, 109)
+    assert grid.ranks("fsdp") == (107, 109, 111)
+    assert grid.ranks("tp", "dp") == (102, 103, 108, 109)
+    assert grid.ranks("cp") == (109,) and grid.size("fsdp", "tp", "cp") == 6
+
+
+def test_a_rank_outside_of_the_mesh_is_refused():
+    with pytest.raises(ValueError):
+        Grid.of(SQUARE, 9)
+
+
+@pytest.mark.dist
+def test_a_pair_of_a_larger_world_sums_and_gathers(pool):
+    results = pool.run(2, HERE + "speak", names=("fsdp",), sizes=(2,))
+    assert [r["sum"] for r in results] == [[3.0, 20.0]] * 2
+    assert [r["most"] for r in results] == [6] * 2
+    for r in results:
+        assert r["rows"]["id"].tolist() == [0, 100, 101] and r["rows"]["id"].dtype == np.int32
+        assert r["rows"]["x"].tolist() == [0.5, 0.5, 0.5] and r["rows"]["flag"].tolist() == [True, False, True]
+        assert r["again"]["id"].tolist() == []
+
+
+@pytest.mark.dist
+def test_groups_of_four_along_each_dimension(pool):
+    results = pool.run(4, HERE + "dimensions")
+    assert [r["tp"] for r in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [r["dp"] for r in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [r["data_sum"] for r in results] == [2.0, 4.0, 2.0, 4.0]
+    assert all(r["again"] for r in results) and [r["mesh"] for r in results] == [[0, 2], [1, 3]] * 2
+
+
+@pytest.mark.dist
+def test_joining_another_world_is_refused(pool):
+    assert all("is rank" in said for said in pool.run(2, HERE + "join_twice"))
+
+
+@pytest.mark.dist
+def test_what_raises_dies_or_hangs_fails_with_its_rank_and_leaves_nothing(pool):
+    pool.run(2, HERE + "speak", names=("fsdp",), sizes=(2,))
+    for function, said in (("raises", "ZeroDivisionError"), ("dies", "rank 1"), ("hangs", "rank 1 did not finish")):
+        before = [p.pid for p in pool.processes]
+        with pytest.raises(PoolError, match=said):
+            pool.run(2, HERE + function, timeout=30 if function != "hangs" else 1.0)
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in before) and not pool.processes
+        if function == "raises":
+            assert pool.run(2, HERE + "fine") == [0, 1]
+
+
+def fine(rank):
+    return rank
+
+
+def raises(rank):
+    return 1 // (1 - rank)
+
+
+def dies(rank):
+    if rank == 1:
+        os._exit(7)
+
+
+def hangs(rank):
+    if rank == 1:
+        time.sleep(3600)
+
+
+def speak(rank, names, sizes):
+    grid = Grid.of(Mesh(names, sizes), rank)
+    rows = {"id": np.arange(rank + 1, dtype=np.int32) + 100 * rank, "x": np.full(rank + 1, 0.5)}
+    rows["flag"] = rows["id"] % 2 == (0 if rank == 0 else 1)
+    return {
+        "sum": grid.sum(torch.tensor([1.0 + rank, 10.0], dtype=torch.float64)).tolist(),
+        "most": grid.most(5 + rank),
+        "rows": grid.gather_rows(rows),
+        "again": grid.gather_rows({"id": np.zeros(0, np.int64)}),
+    }
+
+
+def dimensions(rank):
+    grid = Grid.of(SQUARE, rank)
+    found = {name: dist.get_process_group_ranks(grid.group(name)) for name in ("dp", "tp")}
+    total = grid.sum(torch.tensor([float(rank)], dtype=torch.float64))
+    mesh = grid.device_mesh("dp", "fsdp").mesh.tolist()
+    same = Grid.of(SQUARE, rank).group("dp") is grid.group("dp") is grid.group("fsdp", "dp")
+    return found | {"data_sum": float(total), "again": same, "mesh": mesh}
+
+
+def join_twice(rank):
+    join(rank, dist.get_world_size(), "", 1.0)
+    try:
+        join(rank + 1, dist.get_world_size(), "", 1.0)
+    except ValueError as error:
+        return str(error)
