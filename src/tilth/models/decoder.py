@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tilth.core.random import fill_normal_, stream
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.config import DecoderConfig
-from tilth.models.logprobs import head_logits
+from tilth.models.logprobs import head_logits, token_logprobs
 from tilth.models.rope import Rope, rotate
 
 Tables = tuple[Tensor, Tensor]
@@ -194,11 +194,15 @@ class Decoder(nn.Module):
     """A causal language model. Parameters are fp32 and uninitialised until ``init_weights_`` or ``load_state_dict``.
 
     dtype: compute dtype of the residual stream. ``checkpointing``: recompute each layer in the backward pass.
+    ``head_logits`` and ``token_logprobs``: how the output head is applied (``models.logprobs``); a layout that splits
+    the vocabulary puts its own there, with the same signatures.
     """
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config, self.dtype, self.checkpointing, self._fused = config, dtype, False, False
+        self.head_logits: Callable[[Tensor, Tensor], Tensor] = head_logits
+        self.token_logprobs: Callable[..., tuple[Tensor, Tensor]] = token_logprobs
         self.model = Stack(config)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, False)
         self.rope = Rope(config)
@@ -225,8 +229,8 @@ class Decoder(nn.Module):
         return x if rows == n else x[:n]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, hidden] -> float32 [N, V]."""
-        return head_logits(hidden, self.head_weight)
+        """hidden [N, hidden] -> float32 [N, V] (float64 of float64)."""
+        return self.head_logits(hidden, self.head_weight)
 
     def fuse(self) -> None:
         """Lay q, k, v (and gate, up) of each layer into one storage, so that one matmul serves where no gradient is

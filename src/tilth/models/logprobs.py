@@ -21,36 +21,56 @@ _KEPT_ELEMENTS = 1 << 25
 _ROW_MULTIPLE = 8
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What logits, log-probs and values have: float64 where the residual stream has it, else float32."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def chunk_rows(vocab: int, wanted: int | None) -> int:
+    """Rows of hidden states that go through a head of so many logits at a time, ``wanted`` or the default."""
+    rows = wanted or min(max(_CHUNK_ELEMENTS // max(vocab, 1), _CHUNK_ROWS[0]), _CHUNK_ROWS[1])
+    return rows + -rows % _ROW_MULTIPLE
+
+
+def keeps(rows: int, vocab: int) -> bool:
+    """Whether the log-probs of so many rows are kept for the backward pass."""
+    return torch.is_grad_enabled() and rows * vocab <= _KEPT_ELEMENTS
+
+
 def token_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of ``targets`` and entropy (nats) under softmax(hidden @ weight.T / temperature).
 
     hidden: [N, d], weight: [V, d] (cast to hidden's dtype), targets: int64 [N], chunk: rows at a time. Returns two
-    float32 [N], both differentiable (once) in hidden and weight; the gradient of weight adds up in weight's dtype.
+    float32 [N] (float64 of float64), both differentiable (once) in hidden and weight; the gradient of weight adds up in
+    weight's dtype.
     """
-    rows = chunk or min(max(_CHUNK_ELEMENTS // weight.shape[0], _CHUNK_ROWS[0]), _CHUNK_ROWS[1])
-    rows += -rows % _ROW_MULTIPLE
-    keep = torch.is_grad_enabled() and hidden.shape[0] * weight.shape[0] <= _KEPT_ELEMENTS
+    rows, keep = chunk_rows(weight.shape[0], chunk), keeps(hidden.shape[0], weight.shape[0])
     return _TokenLogprobs.apply(hidden, weight, targets, temperature, rows, keep)
 
 
 def logits_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-prob of ``targets`` int64 [N] given logits [N, V]: float32 [N], the arithmetic of ``token_logprobs``."""
+    """Log-prob of ``targets`` int64 [N] given logits [N, V]: float32 [N] (float64 of float64), as in
+    ``token_logprobs``."""
     return _log_softmax(logits, temperature).gather(1, targets[:, None]).squeeze(1)
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden [N, d] times weight [V, d]: float32 [N, V]. On a CPU rows are padded to a multiple of 8."""
+    """hidden [N, d] times weight [V, d]: float32 [N, V] (float64 of float64).
+
+    On a CPU rows are padded to a multiple of 8.
+    """
     n = hidden.shape[0]
     spare = -n % _ROW_MULTIPLE if hidden.device.type == "cpu" else 0
     padded = F.pad(hidden, (0, 0, 0, spare)) if spare else hidden
-    logits = F.linear(padded, weight.to(hidden.dtype)).float()
+    logits = F.linear(padded, weight.to(hidden.dtype)).to(wide(hidden.dtype))
     return logits[:n] if spare else logits
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    return torch.log_softmax(logits.float() if temperature == 1.0 else logits.float() / temperature, -1)
+    logits = logits.to(wide(logits.dtype))
+    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, -1)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -61,7 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.chunk = temperature, chunk
         used = weight.to(hidden.dtype)
-        logprobs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        logprobs = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
         entropy = torch.empty_like(logprobs)
         kept: list[Tensor] = []
         for i in range(0, hidden.shape[0], chunk):
@@ -88,7 +108,7 @@ class _TokenLogprobs(torch.autograd.Function):
             some = slice(i, i + ctx.chunk)
             logp = kept[i // ctx.chunk] if kept else _log_softmax(head_logits(hidden[some], used), ctx.temperature)
             of_entropy = None if grad_entropy is None else (entropy[some, None], grad_entropy[some, None])
-            grad = _grad_logits(logp, targets[some, None], grad_logprobs[some, None], of_entropy)
+            grad = grad_logits(logp, targets[some, None], grad_logprobs[some, None], of_entropy)
             grad = (grad if ctx.temperature == 1.0 else grad.div_(ctx.temperature)).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[some] = grad @ used
@@ -102,7 +122,7 @@ def _entropy(logp: Tensor) -> Tensor:
     return logp.exp().mul_(logp).sum(-1).neg_()
 
 
-def _grad_logits(
+def grad_logits(
     logp: Tensor, targets: Tensor, grad_logprobs: Tensor, of_entropy: tuple[Tensor, Tensor] | None
 ) -> Tensor:
     """d(log p[target]) = onehot - p, d(entropy) = -p (log p + entropy), each times its incoming gradient: [rows, V].

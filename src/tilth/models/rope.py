@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilth.models.config import DecoderConfig
+from tilth.models.logprobs import wide
 
 
 def inverse_frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
@@ -83,7 +84,7 @@ class Rope:
         """
         if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)
-        angles = positions[:, None] * self._frequencies(positions, extents)
+        angles = positions[:, None] * self._frequencies(positions, extents).to(wide(dtype))
         cos, sin = angles.cos(), angles.sin()
         if self.factor != 1.0:
             cos, sin = cos * self.factor, sin * self.factor

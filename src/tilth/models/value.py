@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tilth.core.errors import ModelError
 from tilth.models.decoder import Decoder
+from tilth.models.logprobs import wide
 
 HEAD = "score."
 """Prefix of the value head's parameters; all others are those of the decoder's body."""
@@ -27,9 +28,10 @@ class Score(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [N, width] -> float32 [N]."""
+        """hidden: [N, width] -> float32 [N] (float64 of float64)."""
+        kind = wide(hidden.dtype)
         # Not F.linear: a product with one column sums in an order that depends on the number of rows.
-        return (hidden.float() * self.weight.float()).sum(-1) + self.bias.float()
+        return (hidden.to(kind) * self.weight.to(kind)).sum(-1) + self.bias.to(kind)
 
 
 class ValueModel(Decoder):

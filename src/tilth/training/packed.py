@@ -12,7 +12,6 @@ from tilth.core.batch import Ragged
 from tilth.models.attention import DropoutContext, PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.models.logprobs import token_logprobs
 from tilth.models.rows import take_rows
 from tilth.models.tree import TreeContext, Trees, plant
 from tilth.models.value import ValueModel
@@ -172,8 +171,8 @@ def score(
     """Fill in log-probs (and entropy) of the tokens in the mask; only their logits are ever computed."""
     chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
     before = _states(model, micro, chosen, parity, dropout)
-    found, entropies = token_logprobs(before, model.head_weight, micro.ids[chosen], temperature=temperature)
-    blank = torch.zeros(len(micro.ids), device=micro.ids.device)
+    found, entropies = model.token_logprobs(before, model.head_weight, micro.ids[chosen], temperature=temperature)
+    blank = found.new_zeros(len(micro.ids))
     micro.logprobs = blank.index_copy(0, chosen, found)
     if entropy:
         micro.entropy = blank.index_copy(0, chosen, entropies)
@@ -194,7 +193,8 @@ def appraise(
     """
     chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
     before = _states(model, micro, chosen, parity, dropout)
-    micro.values = torch.zeros(len(micro.ids), device=micro.ids.device).index_copy(0, chosen, model.score(before))
+    found = model.score(before)
+    micro.values = found.new_zeros(len(micro.ids)).index_copy(0, chosen, found)
 
 
 def _states(model: Decoder, micro: Micro, chosen: Tensor, parity: bool, dropout: DropoutContext | None) -> Tensor:
