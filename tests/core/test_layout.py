@@ -130,6 +130,9 @@ def test_mesh_is_a_table():
         lambda: Layout(Mesh(("dp",), (2,)), (Ragged((1, 1, 2)),), (4,)).boxes(0),
         lambda: Layout(Mesh(("dp",), (2,)), (Ragged((0, 0)),), (4,)).boxes(0),
         lambda: Layout(Mesh(("dp",), (2,)), (Ragged((-1, 2)),), (4,)).boxes(0),
+        lambda: Layout(Mesh(("tp",), (4,)), (Shard(0, copies=3),), (4,)).boxes(0),
+        lambda: Layout(Mesh(("tp",), (4,)), (Shard(0, copies=0),), (4,)).boxes(0),
+        lambda: Layout(Mesh(("tp",), (4,)), (Shard(0, copies=2),), (4,)).to_dtensor(),
     ],
 )
 def test_what_cannot_be(make):
@@ -138,14 +141,16 @@ def test_what_cannot_be(make):
 
 
 @st.composite
-def layouts(draw, ragged=True, ordered=True):
-    """Any mesh up to 3-D over permuted ranks, shards of any dimension (even twice), maybe a ragged split at the end."""
+def layouts(draw, ragged=True, ordered=True, copied=None):
+    """Any mesh up to 3-D over permuted ranks, shards of any dimension (even twice), maybe a ragged split at the end.
+
+    copied (default: as ragged): pieces may lie on several neighbouring ranks.
+    """
     sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     ranks = tuple(draw(st.permutations(range(math.prod(sizes)))))
     mesh = Mesh(("a", "b", "c")[: len(sizes)], sizes, ranks)
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
-    shards = st.integers(0, len(shape) - 1).map(Shard)
-    placements = [draw(st.one_of(st.just(Replicate()), shards)) for _ in sizes]
+    placements = [draw(st.one_of(st.just(Replicate()), shards(len(shape), n, ragged, copied))) for n in sizes]
     order = tuple(draw(st.permutations(range(len(sizes))))) if ordered else tuple(range(len(sizes)))
     if ragged and draw(st.booleans()):
         units = tuple(draw(st.lists(st.integers(0, 3), min_size=sizes[order[-1]], max_size=sizes[order[-1]])))
@@ -155,8 +160,24 @@ def layouts(draw, ragged=True, ordered=True):
     return Layout(mesh, tuple(placements), shape, order)
 
 
+def shards(dimensions: int, parts: int, ragged: bool, copied: bool | None):
+    copies = [c for c in range(1, parts + 1) if parts % c == 0] if (ragged if copied is None else copied) else [1]
+    return st.builds(Shard, st.integers(0, dimensions - 1), st.sampled_from(copies))
+
+
 def replicas(layout: Layout) -> int:
-    return math.prod(n for n, p in zip(layout.mesh.sizes, layout.placements) if isinstance(p, Replicate))
+    copies = {Replicate: lambda p, n: n, Shard: lambda p, n: p.copies, Ragged: lambda p, n: 1}
+    return math.prod(copies[type(p)](p, n) for n, p in zip(layout.mesh.sizes, layout.placements))
+
+
+def test_copies_lie_on_neighbouring_ranks():
+    """Two key heads on four ranks: ranks 0 and 1 hold the first, 2 and 3 the second."""
+    layout = Layout(Mesh(("tp",), (4,)), (Shard(0, copies=2),), (6, 5))
+    assert [layout.boxes(r)[0].offset[0] for r in range(4)] == [0, 0, 3, 3]
+    assert [rank for rank, _ in layout.owners(Box((4, 0), (1, 5)))] == [2, 3]
+    assert layout.to_json()["placements"] == [{"shard": 0, "copies": 2}]
+    with pytest.raises(ValueError, match="no such placement"):
+        layout.to_dtensor()
 
 
 @quick

@@ -160,13 +160,17 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Shard:
-    """Split along a tensor dimension as ``torch.chunk`` does: ceil(n / parts) each, the last ones smaller or empty."""
+    """Split along a tensor dimension as ``torch.chunk`` does: ceil(n / parts) each, the last ones smaller or empty.
+
+    copies: so many neighbouring ranks hold the same piece (key heads of which there are fewer than ranks).
+    """
 
     dim: int
+    copies: int = 1
 
     def piece(self, box: Box, part: int, parts: int) -> list[Box]:
-        """The boxes of one part of ``box``."""
-        length, chunk = box.size[self.dim], self._chunk(box, parts)
+        """The boxes of one part of ``box``; ValueError unless the parts are a multiple of the copies."""
+        length, chunk, part = box.size[self.dim], self._chunk(box, parts), part // self.copies
         start, stop = min(length, part * chunk), min(length, (part + 1) * chunk)
         before, behind = slice(0, self.dim), slice(self.dim + 1, None)
         offset = (*box.offset[before], box.offset[self.dim] + start, *box.offset[behind])
@@ -175,10 +179,13 @@ class Shard:
     def meeting(self, box: Box, block: Box, parts: int) -> range:
         """The parts of ``box`` that can hold some of ``block``, which lies in it."""
         first, chunk = block.offset[self.dim] - box.offset[self.dim], self._chunk(box, parts)
-        return range(first // chunk, (first + block.size[self.dim] - 1) // chunk + 1)
+        last = first + block.size[self.dim] - 1
+        return range(first // chunk * self.copies, (last // chunk + 1) * self.copies)
 
     def _chunk(self, box: Box, parts: int) -> int:
-        return -(-box.size[self.dim] // parts)
+        if self.copies < 1 or parts % self.copies:
+            raise ValueError(f"{self}: {parts} ranks cannot hold {self.copies} copies of each piece")
+        return -(-box.size[self.dim] // (parts // self.copies))
 
 
 @dataclass(frozen=True)
@@ -296,7 +303,7 @@ class Layout:
         return cls(Mesh.from_json(data["mesh"]), placements, tuple(data["shape"]), tuple(data["order"]))
 
     def to_dtensor(self) -> tuple[Any, ...]:
-        """Torch's placements; ValueError where DTensor has none (a ragged or an uneven out-of-order split)."""
+        """Torch's placements; ValueError where DTensor has none (ragged, copied, or uneven out of order)."""
         return tuple(self._to_dtensor(i) for i in range(len(self.placements)))
 
     def _to_dtensor(self, i: int) -> Any:
@@ -305,7 +312,7 @@ class Layout:
         match self.placements[i]:
             case Replicate():
                 return torch_types.Replicate()
-            case Shard(dim) as shard:
+            case Shard(dim, copies=1) as shard:
                 earlier = [j for j in self.order[: self.order.index(i)] if j > i and self.placements[j] == shard]
                 factor = math.prod(self.mesh.sizes[j] for j in earlier)
                 if factor > 1 and self.shape[dim] % (factor * self.mesh.sizes[i]):
@@ -330,8 +337,8 @@ class Layout:
 
 def _placement_json(placement: Placement) -> Any:
     match placement:
-        case Shard(dim):
-            return {"shard": dim}
+        case Shard(dim, copies):
+            return {"shard": dim} if copies == 1 else {"shard": dim, "copies": copies}
         case Ragged(units):
             return {"ragged": list(units)}
         case _:
@@ -341,7 +348,7 @@ def _placement_json(placement: Placement) -> Any:
 def _placement_from_json(data: Any) -> Placement:
     if data == "replicate":
         return Replicate()
-    return Shard(data["shard"]) if "shard" in data else Ragged(tuple(data["ragged"]))
+    return Shard(data["shard"], data.get("copies", 1)) if "shard" in data else Ragged(tuple(data["ragged"]))
 
 
 def _from_dtensor(placement: Any, dimensions: int) -> Placement:
