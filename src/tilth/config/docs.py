@@ -1,6 +1,6 @@
 """The reference of all recipe keys, written from the schema: ``python -m tilth.config.docs > docs/recipes.md``."""
 
-from tilth.config.keys import Key, keys, sections
+from tilth.config.keys import Key, keys, layout_entries, sections
 from tilth.config.load import SHIPPED, dump_value, names
 
 INTRODUCTION = """\
@@ -19,6 +19,10 @@ keys that contradict each other end in one line that says what would be right, w
 The recipe with all its keys is kept in the run's folder as `recipe.toml`, and that file is a recipe again.
 """
 
+LAYOUTS = """\
+What `policy.layout`, `critic.layout`, `reference.layout` and `rollout.layout` hold. `policy.layout.fsdp=2` sets one
+entry, `policy.layout={fsdp = 2, tp = 2}` all of them. `tilth layout RECIPE` shows what comes of it."""
+
 
 def reference() -> str:
     """All keys as Markdown: name, default, values, meaning."""
@@ -28,6 +32,7 @@ def reference() -> str:
     for name, section in sections().items():
         own = [k for k in table.values() if k.name.startswith(f"{name}.")]
         parts.append(_section(f"[{name}]", section.__doc__ or "", own))
+    parts.append(_section("Layouts", LAYOUTS, layout_entries()))
     return "\n".join(parts)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from tilth.config.schema import Recipe, Section
+from tilth.config.schema import Layout, Recipe, Section
 
 
 class Key(NamedTuple):
@@ -29,10 +29,29 @@ def keys() -> dict[str, Key]:
     return {key.name: key for key in _walk(Recipe, "")}
 
 
+def layout_entries(prefix: str = "") -> list[Key]:
+    """The entries of a layout. prefix: of their names, as in ``policy.layout.``."""
+    return list(_walk(Layout, prefix))
+
+
+def find(name: str) -> Key | None:
+    """The key of this name, or the entry of a layout: ``policy.layout.fsdp``."""
+    table = keys().get(name.rpartition(".")[0])
+    if table is not None and table.field.annotation is Layout:
+        return {key.name: key for key in layout_entries(f"{table.name}.")}.get(name)
+    return keys().get(name)
+
+
+def all_names() -> list[str]:
+    """What an override can name: keys, and behind them the entries of layouts."""
+    layouts = [key for key in keys().values() if key.field.annotation is Layout]
+    return [*keys(), *(entry.name for key in layouts for entry in layout_entries(f"{key.name}."))]
+
+
 def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
     for name, field in section.model_fields.items():
         annotation: Any = field.annotation
-        if _is_section(annotation):
+        if _is_section(annotation) and annotation is not Layout:
             yield from _walk(annotation, f"{name}.")
         else:
             yield Key(prefix + name, field, _values(field))
@@ -44,6 +63,8 @@ def _is_section(annotation: Any) -> bool:
 
 def _values(field: FieldInfo) -> str:
     annotation = field.annotation
+    if annotation is Layout:
+        return "a layout, a table of " + ", ".join(Layout.model_fields)
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(annotation)))
     if annotation is bool:

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 
 from tilth.config.checks import check
 from tilth.config.errors import RecipeError
-from tilth.config.keys import Key, keys, sections
-from tilth.config.schema import Recipe
+from tilth.config.keys import Key, all_names, find, keys, sections
+from tilth.config.schema import Recipe, Section
 
 SHIPPED = Path(__file__).parent.parent / "recipes"
 
@@ -110,11 +110,25 @@ def dump_toml(recipe: Recipe) -> str:
     return "\n".join(lines) + "\n"
 
 
+_SAME_WORK = {"run": ("dir", "name", "track"), "cluster": ("timeout", "address")}
+
+
 def digest(recipe: Recipe) -> str:
-    """16 hex digits that differ where two recipes ask for different work; where it is kept does not count."""
+    """16 hex digits that differ where two recipes ask for different work; where it is kept does not count.
+
+    Nor does how long a call may take and which Ray cluster it runs on. The division over workers counts: the last bits
+    of a sum depend on it.
+    """
     data = recipe.dump()
-    for name in ("dir", "name", "track"):
-        del data["run"][name]
+    for section, name in (
+        ("run", "dir"),
+        ("run", "name"),
+        ("run", "track"),
+        ("cluster", "timeout"),
+        ("cluster", "address"),
+    ):
+        del data[section][name]
+    data["cluster"]["pools"] = list(data["cluster"]["pools"].items())  # the first one is where roles are by default
     return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
@@ -140,7 +154,7 @@ def _value(name: str, text: str) -> Any:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    key = keys().get(name)
+    key = find(name)
     if key is None or (isinstance(value, str) and key.field.annotation is str):
         return value
     if key.field.annotation is str:
@@ -150,6 +164,7 @@ def _value(name: str, text: str) -> Any:
     return value
 
 
+_BARE = re.compile("[A-Za-z0-9_-]+")  # a TOML key that needs no quotes
 _ESCAPED = re.compile("[\x7f\u2028\u2029]")  # json.dumps leaves them as they are, TOML forbids the first
 
 
@@ -160,8 +175,10 @@ def dump_value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(dump_value, value)) + "]"
     if isinstance(value, Mapping):
-        pairs = (f"{dump_value(str(k))} = {dump_value(v)}" for k, v in value.items())
+        pairs = (f"{k if _BARE.fullmatch(str(k)) else dump_value(str(k))} = {dump_value(v)}" for k, v in value.items())
         return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, Section):
+        return dump_value(value.model_dump())
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
@@ -171,16 +188,21 @@ def _explain(error: ValidationError) -> str:
     name = ".".join(map(str, place[:2]))
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
-        return _unknown(name) + more
+        return _unknown(".".join(map(str, place))) + more
     if name in sections():
         return f"{name} = {first['input']!r} is not a section; its keys are written {name}.KEY" + more
     key = keys()[name]
     if len(place) > 2 and isinstance(place[2], str):
         return _explain_entry(key, place[2], first) + more
-    value = first["input"]
+    return _explain_value(key, first) + more
+
+
+def _explain_value(key: Key, problem: Any) -> str:
+    """What is wrong with one value, and what the key takes."""
+    value = problem["input"]
     guess = difflib.get_close_matches(str(value), key.values.removeprefix("one of ").split(", "), 1)
-    meant = f"; did you mean {guess[0]!r}?" if first["type"] == "literal_error" and guess else ""
-    return f"{name} = {_shown(value)} is not {key.values}{meant}{more}"
+    meant = f"; did you mean {guess[0]!r}?" if problem["type"] == "literal_error" and guess else ""
+    return f"{key.name} = {_shown(value)} is not {key.values}{meant}"
 
 
 def _problems(error: ValidationError) -> dict[tuple[Any, ...], Any]:
@@ -201,9 +223,14 @@ def _problems(error: ValidationError) -> dict[tuple[Any, ...], Any]:
 
 def _explain_entry(key: Key, name: str, problem: Any) -> str:
     """What is wrong with one entry of a table."""
+    inner = find(f"{key.name}.{name}")
+    if inner is not None:
+        return _explain_value(inner, problem)
     if problem["type"] == "literal_error":
         return f"{key.name} has no key {name}; there are {', '.join(get_args(get_args(key.field.annotation)[0]))}"
     value = _shown(problem["input"])
+    if key.name == "cluster.pools":
+        return f"{key.name}.{name} = {value} is not a number of workers, an integer above 0"
     if problem["type"] == "string_type":
         return f"{key.name}.{name} = {value} is not text"
     return f"{key.name}: the weight of {name} is {value}, which is not a finite number"
@@ -215,10 +242,11 @@ def _shown(value: Any) -> str:
 
 def _unknown(name: str) -> str:
     section, _, leaf = name.rpartition(".")
-    known = list(keys())
+    known = all_names()
     if leaf in sections() and not section:
         return f"{name} is a section, not a key"
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
+    elsewhere = [k for k in elsewhere if section and k.startswith(f"{section}.")] or elsewhere
     if elsewhere:
         return f"unknown key {name}; did you mean {' or '.join(elsewhere)}?"
     inside = [k for k in known if k.rpartition(".")[0] == section]

@@ -20,6 +20,16 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class Layout(Section):
+    """How a role lies over the workers of its pool: dp x fsdp x tp of them, all of the pool's."""
+
+    dp: Count = Field(0, description="replicas, each with rows of its own; 0: what fsdp and tp leave of the pool")
+    fsdp: Positive = Field(1, description="ranks that share the parameters and take rows of their own")
+    tp: Positive = Field(1, description="ranks that share every matrix product, on the same rows")
+    sp: bool = Field(False, description="with tp: norms and residual stream divided over its ranks by tokens too")
+    zero: Literal[2, 3] = Field(3, description="with fsdp: parameters gathered once a step (2) or a micro-batch (3)")
+
+
 class Model(Section):
     """What is trained: a directory or run to start from, or the shape of a new decoder."""
 
@@ -93,6 +103,8 @@ class Rollout(Section):
         8192, description="token budget of one engine step, decode first, then prefill chunks"
     )
     compile: bool = Field(False, description="torch.compile the decode step (CUDA graphs on a GPU)")
+    pool: str = Field("", description="pool of workers that generate; empty: the first one")
+    layout: Layout = Field(Layout(), description="how the engines lie over it: dp alone, a whole copy each")
 
 
 class Reward(Section):
@@ -105,6 +117,7 @@ class Reward(Section):
     )
     timeout: float = Field(10.0, gt=0, description="seconds one call may take before its reward is missing")
     workers: Positive = Field(1, description="processes that score")
+    pool: str = Field("", description="pool whose first worker starts the processes that score; empty: the first one")
 
 
 class Algorithm(Section):
@@ -127,12 +140,31 @@ class Algorithm(Section):
     drop_flat: bool = Field(True, description="leave out groups in which all rewards are equal (they have no gradient)")
 
 
+class Policy(Section):
+    """Where the model that learns is, and how it is compared with the rollout engine's copy."""
+
+    pool: str = Field("", description="pool of workers that hold the policy; empty: the first one")
+    layout: Layout = Field(Layout(), description="how the policy lies over its pool")
+    probe_every: Count = Field(
+        25, description="publishes between two comparisons of log-probs on a probe batch; 0: checksums only"
+    )
+
+
+class Reference(Section):
+    """Where the first policy is kept, for the KL penalty."""
+
+    pool: str = Field("", description="pool of workers that hold the reference; empty: the first one")
+    layout: Layout = Field(Layout(), description="how the reference lies over its pool")
+
+
 class Critic(Section):
     """The value model of flow ppo: a decoder like the policy, begun as its copy, with a value at each token."""
 
     lr: Rate = Field(1e-3, description="peak learning rate of the critic")
     steps: Count = Field(0, description="steps that train the critic alone before the policy moves")
     clip: Rate = Field(0.2, description="most that a value may move in an update before its loss is flat; 0: no clip")
+    pool: str = Field("", description="pool of workers that hold the critic; empty: the first one")
+    layout: Layout = Field(Layout(), description="how the critic lies over its pool")
 
 
 class Optimizer(Section):
@@ -191,8 +223,23 @@ class Run(Section):
     )
 
 
+class Cluster(Section):
+    """Which workers there are."""
+
+    backend: Literal["inline", "local", "ray"] = Field(
+        "inline",
+        description="this process; processes of this machine; Ray's actors, on any number of them",
+    )
+    workers: Positive = Field(1, description="worker processes; with pools: their sum, which need not be said")
+    pools: dict[str, Positive] = Field(
+        {}, description="workers divided by name, as in {train = 2, rollout = 2}; empty: all in one"
+    )
+    timeout: float = Field(600.0, gt=0, description="seconds that one call may take before the run is stopped")
+    address: str = Field("", description="of the Ray cluster to join; empty: one of this machine is started")
+
+
 class Recipe(Section):
-    """A whole run. Ten sections and two keys of its own."""
+    """A whole run. Thirteen sections and two keys of its own."""
 
     flow: Literal["grpo", "ppo", "sft", "pretrain"] = Field(
         "grpo", description="grpo, ppo; or [supervised] alone: sft on answers, pretrain on whole texts"
@@ -204,9 +251,12 @@ class Recipe(Section):
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()
+    policy: Policy = Policy()
+    reference: Reference = Reference()
     critic: Critic = Critic()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
+    cluster: Cluster = Cluster()
     run: Run = Run()
 
     def dump(self) -> dict[str, Any]:
