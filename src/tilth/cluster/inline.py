@@ -1,9 +1,13 @@
 """The ``inline`` backend: one worker in this process, plain calls, breakpoints work."""
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+from tilth.cluster.fleet import Call, Probe, Reply
+from tilth.cluster.host import Host
 from tilth.cluster.protocol import transfer_of
 from tilth.core.batch import Handle, Ragged
 
@@ -50,6 +54,29 @@ class InlineStore:
     def nbytes(self) -> int:
         """Bytes of payload held now."""
         return sum(r.values.nbytes + r.offsets.nbytes for r in self._columns.values())
+
+
+class InlineFleet:
+    """One worker in this process: a call runs when it is submitted, and what it raises goes up as it is."""
+
+    workers = 1
+
+    def __init__(self, timeout: float = 600.0) -> None:
+        self.store = InlineStore()
+        self.host = Host(0, 1, self.store, timeout=timeout, alone=True)
+
+    def submit(self, rank: int, call: Call) -> Future[Reply]:
+        """Run it now."""
+        future: Future[Reply] = Future()
+        future.set_result(self.host.handle(call))
+        return future
+
+    def probe(self, rank: int) -> Probe:
+        """This process."""
+        return Probe(rank, os.getpid(), "running", self.host.phase, "")
+
+    def close(self, kill: bool) -> None:
+        """Nothing to free: the payload goes with the store."""
 
 
 class InlineGroup:

@@ -1,36 +1,51 @@
 """How a call on a worker group is split over its ranks and how the answers come together.
 
-A role's method says it once, in a decorator; every backend honours it. With one worker (the ``inline`` backend) a
-split is the whole and a gather is the one answer, so the same role runs unchanged there.
+A role's method says it once, in a decorator, in terms of the named dimensions of the role's mesh; every backend honours
+it (HybridFlow, arXiv 2409.19256, section 4.1; verl's later form over an N-d mesh). ``deal`` and ``gather`` are pure
+functions of tables: no process is needed to test them.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
-Split = Literal["rows", "all"]
-Gather = Literal["rows", "first", "merge"]
+import numpy as np
+
+from tilth.core.batch import Batch, Column, concat
+from tilth.core.layout import Mesh
+
+Split = Literal["rows", "all", "each"]
+Gather = Literal["rows", "first", "merge", "all"]
+Divide = Callable[[Batch, int], Sequence[np.ndarray]]
+"""(batch, parts) -> for each part the indices of its rows; every row belongs to one part, a part may be empty."""
 Method = TypeVar("Method", bound=Callable[..., Any])
 ATTRIBUTE = "__tilth_transfer__"
+ADDED = ("row", "start")
+"""Row columns that a part of a batch carries and that a gather drops."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """split 'rows': a Batch argument is divided by rows over the data-parallel ranks; 'all': every rank gets all.
-
-    gather 'rows': answers are Batches, concatenated; 'first': all answers are equal, take one; 'merge': dictionaries,
-    put together (metrics by their own reductions).
-    """
+    """What ``transfer`` declares."""
 
     split: Split
     gather: Gather
+    over: tuple[str, ...] = ("dp", "fsdp")
 
 
-def transfer(split: Split, gather: Gather) -> Callable[[Method], Method]:
-    """Declare the transfer protocol of a role's method; without it a method cannot be called through a group."""
+def transfer(split: Split, gather: Gather, over: tuple[str, ...] = ("dp", "fsdp")) -> Callable[[Method], Method]:
+    """Declare the transfer protocol of a role's method; without it a method cannot be called through a group.
+
+    split: "rows": every Batch argument is divided over the ranks along ``over``, ranks along other dimensions get
+    copies; "all": every rank gets all; "each": every positional argument is a list with one item per rank of the mesh.
+    gather: "rows": the collectors' Batches in the order of the whole batch; "first": the first rank's answer; "merge":
+    the collectors' mappings as one (values with ``.merge`` are merged); "all": a list in rank order. Collectors are
+    the ranks with coordinate 0 in every dimension that is not in ``over``.
+    """
 
     def mark(method: Method) -> Method:
-        setattr(method, ATTRIBUTE, Transfer(split, gather))
+        setattr(method, ATTRIBUTE, Transfer(split, gather, over))
         return method
 
     return mark
@@ -40,3 +55,153 @@ def transfer_of(method: Callable[..., Any]) -> Transfer | None:
     """The declared protocol, if any."""
     found: Transfer | None = getattr(method, ATTRIBUTE, None)
     return found
+
+
+def offered(role: object) -> dict[str, Transfer]:
+    """The protocols of all methods of a role that can be called through a group, by name."""
+    found = {name: transfer_of(getattr(type(role), name, None)) for name in dir(type(role))}  # type: ignore[arg-type]
+    return {name: protocol for name, protocol in found.items() if protocol is not None}
+
+
+class Arguments(NamedTuple):
+    """What one rank is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Deal(NamedTuple):
+    """One call, dealt out to the ranks of a mesh."""
+
+    arguments: list[Arguments]
+    """By place in the mesh."""
+    answers: list[bool]
+    """Whose answers the gather reads; the others need not send theirs."""
+    rows: list[np.ndarray] | None
+    """int64 indices in the whole batch of the rows of each part; None where no batch was divided."""
+
+
+def place(mesh: Mesh, index: int, over: Sequence[str]) -> tuple[int, bool]:
+    """(part, collects) of the rank at ``index`` of the mesh: its row-major place along ``over``, and whether it is the
+    one that speaks for its part. A dimension that the mesh lacks has size 1."""
+    part, collects = 0, True
+    for name, size, at in zip(mesh.names, mesh.sizes, mesh.coordinates(mesh.ranks[index])):
+        part = part * size + at if name in over else part
+        collects = collects and (name in over or at == 0)
+    return part, collects
+
+
+def parts(mesh: Mesh, over: Sequence[str]) -> int:
+    """Number of parts of a batch that is split along these dimensions."""
+    return math.prod(size for name, size in zip(mesh.names, mesh.sizes) if name in over)
+
+
+def evenly(batch: Batch, count: int) -> list[np.ndarray]:
+    """The default division: neighbouring rows, part sizes differ by at most one."""
+    return np.array_split(np.arange(len(batch)), count)
+
+
+def deal(how: Transfer, mesh: Mesh, divide: Divide, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Deal:
+    """The arguments of every rank of the mesh. ValueError for arguments that cannot be split as declared."""
+    places = [place(mesh, i, how.over) for i in range(len(mesh))]
+    answers = [_answers(how.gather, i, collects) for i, (_, collects) in enumerate(places)]
+    if how.split == "each":
+        return Deal(_each(len(mesh), args, kwargs), answers, None)
+    count = parts(mesh, how.over)
+    if how.split == "all" or count == 1:
+        return Deal([Arguments(tuple(args), dict(kwargs))] * len(mesh), answers, None)
+    rows = _divided([a for a in (*args, *kwargs.values()) if isinstance(a, Batch)], divide, count)
+    dealt = [Arguments(tuple(_part(a, r) for a in args), {k: _part(a, r) for k, a in kwargs.items()}) for r in rows]
+    return Deal([dealt[part] for part, _ in places], answers, rows)
+
+
+def _answers(gather: Gather, index: int, collects: bool) -> bool:
+    return gather == "all" or (index == 0 if gather == "first" else collects)
+
+
+def _each(ranks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Arguments]:
+    for argument in args:
+        if len(argument) != ranks:
+            raise ValueError(f"an argument split by 'each' has {len(argument)} items; the mesh has {ranks} ranks")
+    return [Arguments(tuple(a[i] for a in args), dict(kwargs)) for i in range(ranks)]
+
+
+def _divided(batches: Sequence[Batch], divide: Divide, count: int) -> list[np.ndarray]:
+    """One division for all batches of a call, so that their rows stay together."""
+    lengths = {len(batch) for batch in batches}
+    if len(lengths) != 1:
+        raise ValueError(f"a call split by rows has batches of {sorted(lengths)} rows; it needs one number of rows")
+    if taken := [name for name in ADDED if any(name in batch.rows for batch in batches)]:
+        raise ValueError(f"the row column {taken[0]!r} is kept for the split of a batch; give it another name")
+    rows = [np.asarray(r, np.int64) for r in divide(batches[0], count)]
+    if len(rows) != count or not np.array_equal(np.sort(np.concatenate(rows)), np.arange(len(batches[0]))):
+        raise ValueError(f"a division of {len(batches[0])} rows into {count} parts must hold every row once")
+    return rows
+
+
+def _part(argument: Any, rows: np.ndarray) -> Any:
+    if not isinstance(argument, Batch):
+        return argument
+    added = {"row": rows}
+    if "length" in argument.rows:
+        lengths = argument["length"].astype(np.int64)
+        added["start"] = (np.cumsum(lengths) - lengths)[rows]
+    part = argument.select(rows).with_rows(**added)
+    return part.with_payload(**{name: _pruned(column) for name, column in part.payload.items()})
+
+
+def _pruned(column: Column) -> Column:
+    """Without the handles that none of the rows needs, so that a worker reads nothing in vain."""
+    used, part = np.unique(column.part, return_inverse=True)
+    return Column(tuple(column.handles[i] for i in used), part.astype(np.int16), column.row)
+
+
+def gather(how: Transfer, dealt: Deal, values: Sequence[Any]) -> Any:
+    """One answer out of those of the ranks (by place in the mesh; what ``dealt.answers`` leaves out is not read)."""
+    answers = [value for value, wanted in zip(values, dealt.answers) if wanted]
+    match how.gather:
+        case "all":
+            return answers
+        case "rows":
+            return answers[0] if len(answers) == 1 else _in_order(answers, dealt.rows)
+        case "merge":
+            return answers[0] if len(answers) == 1 else _merged(answers)
+        case _:
+            return answers[0]
+
+
+def _in_order(answers: Sequence[Batch], rows: Sequence[np.ndarray] | None) -> Batch:
+    filled = [i for i, answer in enumerate(answers) if len(answer)] or [0]
+    whole = concat([answers[i] for i in filled])
+    if rows is None:
+        return whole
+    order = np.concatenate([_places(answers[i], rows[i]) for i in filled])
+    plain = Batch({name: v for name, v in whole.rows.items() if name not in ADDED}, whole.payload)
+    return plain.select(np.argsort(order, kind="stable"))
+
+
+def _places(answer: Batch, sent: np.ndarray) -> np.ndarray:
+    """Where the rows of an answer belong: what its ``row`` column says, else in the order in which they were sent."""
+    if "row" in answer.rows:
+        return answer["row"]
+    if len(answer) != len(sent):
+        raise ValueError(
+            f"{len(sent)} rows were sent and {len(answer)} came back without their column 'row': keep it in the answer"
+        )
+    return sent
+
+
+def _merged(answers: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+    whole: dict[Any, Any] = {}
+    for answer in answers:
+        for key, value in answer.items():
+            whole[key] = _both(key, whole[key], value) if key in whole else value
+    return whole
+
+
+def _both(key: Any, mine: Any, other: Any) -> Any:
+    if hasattr(mine, "merge"):
+        return mine.merge(other)
+    if mine is not other and not np.all(mine == other):
+        raise ValueError(f"two ranks answer {key!r} with different values, {mine!r} and {other!r}, that have no merge")
+    return mine

@@ -3,6 +3,7 @@
 from tilth.config.errors import RecipeError, TilthError
 
 __all__ = [
+    "CallTimeout",
     "CheckpointError",
     "DataError",
     "HiddenRead",
@@ -16,6 +17,8 @@ __all__ = [
     "TokenCountError",
     "TokenIdentityError",
     "WeightMismatch",
+    "WorkerError",
+    "WorkerLost",
 ]
 
 
@@ -61,3 +64,15 @@ class TokenIdentityError(TilthError):
 
 class HiddenRead(TilthError):
     """Payload was read where only rows may be read."""
+
+
+class WorkerError(TilthError):
+    """A role raised something that is no TilthError; names role, rank and method, the worker's traceback follows."""
+
+
+class WorkerLost(TilthError):
+    """A worker process died; names role, rank, method and signal, the tail of its log follows."""
+
+
+class CallTimeout(TilthError):
+    """A call exceeded its limit; names role, rank and method, what every rank does and its stack follow."""

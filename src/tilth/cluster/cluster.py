@@ -1,0 +1,156 @@
+"""A cluster: workers of one backend, the roles on them, their payload store."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tilth.cluster.dispatch import Dispatch
+from tilth.cluster.fleet import Call, Fleet, Packed
+from tilth.cluster.group import WorkerGroup
+from tilth.cluster.inline import InlineFleet
+from tilth.cluster.protocol import Divide
+from tilth.cluster.totals import together
+from tilth.core.batch import Handle, Ragged, Store
+from tilth.core.errors import RecipeError
+from tilth.core.layout import Mesh
+from tilth.trace.spans import Total, recorder
+
+BACKENDS = ("inline", "local", "ray")
+ALONE = Mesh(("dp", "fsdp", "tp"), (1, 1, 1))
+"""Worker 0 alone."""
+
+
+class Cluster:
+    """Workers and what runs on them; a context manager. Leaving it frees every process and all payload."""
+
+    def __init__(self, fleet: Fleet, timeout: float = 600.0) -> None:
+        self.fleet = fleet
+        self.workers = fleet.workers
+        self.dispatch = Dispatch(fleet, timeout)
+        self.store: Store = SettledStore(fleet.store, self.dispatch)
+        self._open = True
+
+    def group(
+        self,
+        role: str,
+        factory: str,
+        kwargs: Mapping[str, Any],
+        mesh: Mesh | None = None,
+        divide: Divide | None = None,
+    ) -> WorkerGroup:
+        """Make a role on the ranks of a mesh (None: worker 0 alone) and wait until it is there.
+
+        factory: "module:function", called in each worker as ``function(context, **kwargs)`` (cluster.context.Context);
+        kwargs travel by cloudpickle. divide: how batches are divided by rows; default: neighbouring rows, evenly.
+        """
+        mesh = mesh or ALONE
+        if outside := [rank for rank in mesh.ranks if not 0 <= rank < self.workers]:
+            raise ValueError(f"role {role}: rank {outside[0]} is not among the workers 0 to {self.workers - 1}")
+        call = Call("", "create", (role, factory, Packed(kwargs), mesh))
+        replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in mesh.ranks])
+        return WorkerGroup(role, mesh, self.dispatch, replies[0].value, divide)
+
+    def trace(self, path: str | Path, attempt: int) -> None:
+        """Every worker writes its spans to ``path`` under its rank. The controller's own recorder is not touched: where
+        it is a process beside the workers, start it with rank = ``workers``."""
+        call = Call("", "trace", (str(path), attempt))
+        self.dispatch.wait([self.dispatch.submit(rank, call) for rank in range(self.workers)])
+
+    def totals(self) -> dict[str, Total]:
+        """``recorder.totals()`` of the controller and all workers: where the time since the last call of this went."""
+        return together(recorder.totals(), self.dispatch.totals.take())
+
+    def close(self) -> None:
+        """Wait for outstanding calls, let the roles close, end the workers. Raises what failed in a call that nobody
+        waited for; the processes are gone even then. Twice is fine."""
+        if not self._open:
+            return
+        self._open = False
+        try:
+            if self.dispatch.failed is None:
+                self.dispatch.drain()
+                end = Call("", "end")
+                self.dispatch.wait([self.dispatch.submit(rank, end) for rank in range(self.workers)])
+        finally:
+            self.fleet.close(kill=self.dispatch.failed is not None)
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None or isinstance(self.fleet, InlineFleet):
+            self.close()
+        else:
+            self._open = False
+            self.fleet.close(kill=True)  # workers may be in the middle of anything: waiting for them could hang
+
+
+class SettledStore:
+    """The store as the controller sees it: a scope ends when the calls that were made inside it are over."""
+
+    def __init__(self, store: Store, dispatch: Dispatch) -> None:
+        self._store = store
+        self._dispatch = dispatch
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of payload that came to the controller."""
+        return self._store.fetched_bytes
+
+    @fetched_bytes.setter
+    def fetched_bytes(self, value: int) -> None:
+        self._store.fetched_bytes = value
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload held now."""
+        return self._store.nbytes  # type: ignore[attr-defined, no-any-return]
+
+    def put(self, column: str, data: Ragged) -> Handle:
+        """Keep a column; the handle is its only name."""
+        return self._store.put(column, data)
+
+    def get(self, handle: Handle) -> Ragged:
+        """A column as it was put, not counted."""
+        return self._store.get(handle)
+
+    def fetch(self, handle: Handle) -> Ragged:
+        """The same, counted in ``fetched_bytes``."""
+        return self._store.fetch(handle)
+
+    def free(self, handle: Handle) -> None:
+        """Forget a column; freeing twice is an error (KeyError)."""
+        self._store.free(handle)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Free at the end of the block what anyone put inside it; waits for the calls in flight first, unless the block
+        raises."""
+        with self._store.scope():
+            yield
+            self._dispatch.drain()
+
+
+def open_cluster(
+    backend: str, workers: int, *, timeout: float = 600.0, address: str = "", gpus: bool = False
+) -> Cluster:
+    """Start the workers of a backend.
+
+    timeout: seconds that one call may take. address: of a Ray cluster ("": start one here). gpus: each worker gets a
+    GPU of its own. RecipeError for a backend that does not exist, is not installed or cannot have so many workers.
+    """
+    if backend == "inline":
+        if workers != 1:
+            raise RecipeError(f"cluster.workers = {workers}: backend inline has one worker; use cluster.backend=local")
+        return Cluster(InlineFleet(timeout), timeout)
+    if backend == "local":
+        from tilth.cluster.local import LocalFleet
+
+        return Cluster(LocalFleet(workers, timeout, gpus), timeout)
+    if backend == "ray":
+        from tilth.cluster.ray import RayFleet
+
+        return Cluster(RayFleet(workers, timeout=timeout, address=address, gpus=gpus), timeout)
+    raise RecipeError(f"cluster.backend = {backend!r}: unknown; use {', '.join(BACKENDS)}")

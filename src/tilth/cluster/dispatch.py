@@ -1,0 +1,133 @@
+"""The controller's side of every backend: sends calls, waits for answers, and ends everything when one fails.
+
+Failure is one event for the whole cluster: a collective that has lost a rank never ends, so the first failure kills
+all workers and is raised, with the role, the rank and the method that caused it, wherever the controller waits next.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from tilth.cluster.fleet import Call, Fleet, Probe, Reply, place_of
+from tilth.cluster.totals import Totals
+from tilth.core.errors import CallTimeout, TilthError, WorkerLost
+
+GRACE = 0.5
+"""Seconds that later failures are collected for: a peer's broken collective may be told before the death that broke
+it. And what an answer that is on its way gets when a limit ends."""
+
+
+@dataclass(eq=False)
+class Flight:
+    """A call that was sent."""
+
+    rank: int
+    call: Call
+    future: Future[Reply]
+    landed: bool = False
+
+
+class Dispatch:
+    """Calls on a fleet, each limited to ``timeout`` seconds from the time when its worker can begin with it."""
+
+    def __init__(self, fleet: Fleet, timeout: float) -> None:
+        self.fleet = fleet
+        self.timeout = timeout
+        self.totals = Totals(fleet.workers)
+        self.failed: TilthError | None = None
+        self._changed = threading.Condition()
+        self._flying: list[deque[Flight]] = [deque() for _ in range(fleet.workers)]
+        self._since = [0.0] * fleet.workers
+        self._failures: list[TilthError] = []
+
+    def submit(self, rank: int, call: Call) -> Flight:
+        """Send a call to one worker. Raises what failed before, if anything did."""
+        if self.failed is not None:
+            raise self.failed
+        try:
+            flight = Flight(rank, call, self.fleet.submit(rank, call))
+        except TimeoutError:
+            self._give_up(self._timeout_error([(rank, call)]))
+        with self._changed:
+            if not self._flying[rank]:
+                self._since[rank] = time.monotonic()
+            self._flying[rank].append(flight)
+        flight.future.add_done_callback(partial(self._land, flight))
+        return flight
+
+    def _land(self, flight: Flight, future: Future[Reply]) -> None:
+        error = future.exception()
+        with self._changed:
+            self._flying[flight.rank].remove(flight)
+            self._since[flight.rank] = time.monotonic()
+            flight.landed = True
+            if isinstance(error, TilthError):
+                self._failures.append(error)
+            self._changed.notify_all()
+        if error is None:
+            self.totals.add(flight.rank, future.result().totals, flight.call.answer)
+
+    def wait(self, flights: Sequence[Flight]) -> list[Reply]:
+        """The replies, when all have come. On a failure of any worker, or when one exceeds its limit: kills all workers
+        and raises a TilthError of the worker's class, WorkerError, WorkerLost or CallTimeout."""
+        if self.failed is not None:
+            raise self.failed
+        with self._changed:
+            while not self._failures and not all(flight.landed for flight in flights):
+                if not self._changed.wait(max(0.0, self._limit() - time.monotonic())):
+                    self._changed.wait(GRACE)
+                    if self._limit() <= time.monotonic() and not self._failures:
+                        break
+            first = self._first_failure()
+        if first is None and not all(flight.landed for flight in flights):
+            first = self._timeout_error(self._overdue())
+        if first is not None:
+            self._give_up(first)
+        return [flight.future.result() for flight in flights]
+
+    def drain(self) -> None:
+        """Wait for all calls that nobody waited for."""
+        with self._changed:
+            flights = [flight for queue in self._flying for flight in queue]
+        self.wait(flights)
+
+    def _limit(self) -> float:
+        """When the first of the calls that are being executed is overdue. (Called with the lock.)"""
+        return min(since for since, queue in zip(self._since, self._flying) if queue) + self.timeout
+
+    def _first_failure(self) -> TilthError | None:
+        """The failure that caused the others: a death, else what was told first. (Called with the lock.)"""
+        until = time.monotonic() + GRACE
+        while self._failures and not any(isinstance(e, WorkerLost) for e in self._failures) and any(self._flying):
+            if not self._changed.wait(max(0.0, until - time.monotonic())):
+                break
+        lost = (error for error in self._failures if isinstance(error, WorkerLost))
+        return next(lost, self._failures[0] if self._failures else None)
+
+    def _overdue(self) -> list[tuple[int, Call]]:
+        with self._changed:
+            late = time.monotonic() - self.timeout
+            return [(q[0].rank, q[0].call) for q, since in zip(self._flying, self._since) if q and since <= late]
+
+    def _timeout_error(self, late: Iterable[tuple[int, Call]]) -> CallTimeout:
+        ranks = range(self.fleet.workers)
+        with ThreadPoolExecutor(min(16, self.fleet.workers)) as pool:
+            probes = list(pool.map(self.fleet.probe, ranks))
+        places = "; ".join(place_of(call, rank) for rank, call in late)
+        lines = [f"{places}: no answer within {self.timeout:g} s (cluster.timeout)"]
+        return CallTimeout("\n".join([*lines, *map(_told, probes)]))
+
+    def _give_up(self, error: TilthError) -> None:
+        self.failed = error
+        self.fleet.close(kill=True)
+        raise error
+
+
+def _told(probe: Probe) -> str:
+    doing = f"in {probe.phase}" if probe.phase else "between calls"
+    stack = "".join(f"\n    {line}" for line in probe.stack.splitlines())
+    return f"  rank {probe.rank} (process {probe.pid}, {probe.state}): {doing}{stack}"

@@ -1,0 +1,119 @@
+"""What a backend is: a number of workers that take calls in order, and a store."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import cloudpickle
+
+from tilth.core.batch import Store
+from tilth.core.errors import TilthError, WorkerError
+from tilth.trace.spans import Total
+
+
+@dataclass(frozen=True)
+class Call:
+    """One message to one worker. Role "" is the worker itself (create, trace, end)."""
+
+    role: str
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    answer: bool = True
+    """Whether the value is wanted; without it the reply's is None, and its tokens are counted by another rank."""
+
+    @property
+    def name(self) -> str:
+        """What the phase board says while it runs: "policy.update", "create policy"."""
+        if self.role:
+            return f"{self.role}.{self.method}"
+        return f"create {self.args[0]}" if self.method == "create" else self.method
+
+
+class Reply(NamedTuple):
+    """The answer of a worker: the value, and the sums of the spans that ended during the call."""
+
+    value: Any
+    totals: dict[str, Total]
+
+
+class Failure(NamedTuple):
+    """An exception of a worker on its way to the controller. kind: its class if that is a TilthError, else None."""
+
+    kind: type[TilthError] | None
+    message: str
+    traceback: str
+
+    def error(self, call: Call, rank: int) -> TilthError:
+        """The exception to raise in the controller: the same class, or a WorkerError with the worker's traceback."""
+        where = place_of(call, rank)
+        if self.kind is None:
+            return WorkerError(f"{where}: {self.message}\n{self.traceback}")
+        error = self.kind(f"{where}: {self.message}")
+        error.add_note(f"in the worker:\n{self.traceback}")
+        return error
+
+
+def place_of(call: Call, rank: int) -> str:
+    """ "role policy, rank 1, update"."""
+    if call.role:
+        return f"role {call.role}, rank {rank}, {call.method}"
+    if call.method == "create":
+        return f"role {call.args[0]}, rank {rank}, create"
+    return f"rank {rank}, {call.method}"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a worker does, seen from outside: right for a stopped process and for one that holds the GIL."""
+
+    rank: int
+    pid: int
+    state: str
+    """As the operating system says (running, sleeping, stopped, zombie, ...), or "gone"."""
+    phase: str
+    """"policy.update for 3.1 s", or "" between calls."""
+    stack: str
+    """Stacks of all threads, "" if they could not be had."""
+
+
+class Fleet(Protocol):
+    """N workers. Each executes the calls that it was sent in order, one at a time."""
+
+    @property
+    def workers(self) -> int:
+        """Their number; ranks are 0 to workers - 1."""
+        ...
+
+    @property
+    def store(self) -> Store:
+        """The payload store, as the controller sees it."""
+        ...
+
+    def submit(self, rank: int, call: Call) -> Future[Reply]:
+        """Send a call and return at once. The future fails with a TilthError: the worker's own class, WorkerError or
+        WorkerLost. TimeoutError if the message itself could not be sent within the limit."""
+        ...
+
+    def probe(self, rank: int) -> Probe:
+        """Look at a worker from outside; takes at most about a second."""
+        ...
+
+    def close(self, kill: bool) -> None:
+        """Free every process and all payload. kill: at once; else the workers may finish. Twice is fine."""
+        ...
+
+
+class Packed:
+    """Keyword arguments of a factory. They travel by cloudpickle, so functions of ``__main__`` and lambdas can."""
+
+    def __init__(self, kwargs: Mapping[str, Any]) -> None:
+        self.kwargs = dict(kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], "Packed"], tuple[bytes]]:
+        return _unpack, (cloudpickle.dumps(self.kwargs),)
+
+
+def _unpack(data: bytes) -> Packed:
+    return Packed(cloudpickle.loads(data))

@@ -1,0 +1,62 @@
+"""The controller's handle on the ranks of one role."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from tilth.cluster.dispatch import Dispatch, Flight
+from tilth.cluster.fleet import Call
+from tilth.cluster.lazy import LazyBatch, LazyMap, resolved
+from tilth.cluster.protocol import Deal, Divide, Transfer, deal, evenly, gather
+from tilth.core.layout import Mesh
+
+
+class WorkerGroup:
+    """Calls on a role. ``group.update(batch)`` is split, sent and gathered as the method's ``transfer`` declares.
+
+    Answers that are gathered as "rows" or "merge" are lazy (LazyBatch, LazyMap): the call returns when it is sent. The
+    others wait. With the inline backend every answer is there at once and plain.
+    """
+
+    def __init__(
+        self, role: str, mesh: Mesh, dispatch: Dispatch, methods: Mapping[str, Transfer], divide: Divide | None = None
+    ) -> None:
+        self.role = role
+        self.mesh = mesh
+        self._dispatch = dispatch
+        self._methods = methods
+        self._divide = divide or evenly
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.mesh)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        how = self._methods.get(name)
+        if how is None:
+            raise AttributeError(
+                f"role {self.role} has no method {name!r}; it offers {', '.join(sorted(self._methods))}"
+            )
+        return partial(self._call, name, how)
+
+    def _call(self, method: str, how: Transfer, /, *args: Any, **kwargs: Any) -> Any:
+        plain = [resolved(a) for a in args], {k: resolved(a) for k, a in kwargs.items()}
+        dealt = deal(how, self.mesh, self._divide, *plain)
+        flights = self._send(method, dealt)
+        if how.gather in ("first", "all") or all(flight.landed for flight in flights):
+            return self._gather(how, dealt, flights)
+        resolve = partial(self._gather, how, dealt, flights)
+        return LazyBatch(resolve) if how.gather == "rows" else LazyMap(resolve)
+
+    def _send(self, method: str, dealt: Deal) -> list[Flight]:
+        """Ranks with the same arguments share one Call, which a backend then has to encode only once."""
+        calls: dict[tuple[int, bool], Call] = {}
+        for arguments, answer in zip(dealt.arguments, dealt.answers):
+            key = id(arguments), answer
+            calls.setdefault(key, Call(self.role, method, arguments.args, arguments.kwargs, answer))
+        keys = zip(map(id, dealt.arguments), dealt.answers)
+        return [self._dispatch.submit(rank, calls[key]) for rank, key in zip(self.mesh.ranks, keys)]
+
+    def _gather(self, how: Transfer, dealt: Deal, flights: list[Flight]) -> Any:
+        return gather(how, dealt, [reply.value for reply in self._dispatch.wait(flights)])

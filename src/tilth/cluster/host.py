@@ -1,0 +1,109 @@
+"""The worker's side of every backend: holds the roles of one process and executes calls."""
+
+import importlib
+import time
+import traceback
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+from tilth.cluster.context import Context
+from tilth.cluster.fleet import Call, Failure, Packed, Reply
+from tilth.cluster.protocol import Transfer, offered
+from tilth.core.batch import Store
+from tilth.core.errors import TilthError
+from tilth.core.layout import Mesh
+from tilth.trace.spans import recorder
+
+
+class Host:
+    """The roles of one worker. ``note`` is told the name of each call when it begins, and "" when it ends.
+
+    alone: this process is the controller too (inline): its spans are in the controller's totals already.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        workers: int,
+        store: Store,
+        *,
+        local_rank: int = 0,
+        meeting: str = "",
+        timeout: float = 600.0,
+        note: Callable[[str], None] | None = None,
+        alone: bool = False,
+    ) -> None:
+        self.rank, self.workers, self.store, self.local_rank = rank, workers, store, local_rank
+        self.meeting, self.timeout, self.alone = meeting, timeout, alone
+        self.roles: dict[str, object] = {}
+        self.phase, self.since = "", time.monotonic()
+        self._note = note
+        self._tracing = False
+
+    def handle(self, call: Call) -> Reply:
+        """Execute a call. What it raises goes up as it is."""
+        self._mark(call.name)
+        try:
+            value = self._run(call)
+        finally:
+            self._mark("")
+        return Reply(value if call.answer else None, {} if self.alone else recorder.totals())
+
+    def answer(self, call: Call) -> Reply | Failure:
+        """The same for a call from another process: an exception becomes a Failure that can travel."""
+        try:
+            return self.handle(call)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a role raises is reported, not swallowed
+            return failure(error)
+
+    def _mark(self, phase: str) -> None:
+        self.phase, self.since = phase, time.monotonic()
+        if self._note is not None:
+            self._note(phase)
+
+    def _run(self, call: Call) -> Any:
+        if not call.role:
+            return getattr(self, f"_{call.method}")(*call.args, **call.kwargs)
+        return getattr(self.roles[call.role], call.method)(*call.args, **call.kwargs)
+
+    def _create(self, role: str, factory: str, packed: Packed, mesh: Mesh) -> dict[str, Transfer]:
+        """Make a role's object; answers the protocols of its methods."""
+        module, _, function = factory.partition(":")
+        context = Context(
+            role,
+            mesh,
+            self.rank,
+            self.workers,
+            self.store,
+            self.local_rank,
+            self.meeting,
+            self.timeout,
+            MappingProxyType(self.roles),
+        )
+        self.roles[role] = getattr(importlib.import_module(module), function)(context, **packed.kwargs)
+        return offered(self.roles[role])
+
+    def _trace(self, path: str, attempt: int) -> None:
+        """Write the spans of this process from now on, under its rank. A recorder that runs already is left alone."""
+        if not recorder.recording:
+            recorder.start(path, rank=self.rank, attempt=attempt)
+            self._tracing = True
+
+    def _end(self) -> None:
+        """Close the roles that can be closed, the newest first, and the trace."""
+        while self.roles:
+            _, role = self.roles.popitem()
+            if hasattr(role, "close"):
+                role.close()
+        if self._tracing:
+            self._tracing = False
+            recorder.stop()
+
+
+def failure(error: BaseException) -> Failure:
+    """An exception in a form that travels between processes without its objects."""
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, TilthError):
+        return Failure(type(error), str(error), text)
+    return Failure(None, f"{type(error).__name__}: {error}", text)

@@ -1,0 +1,47 @@
+"""Where the time of the workers went, as one process would tell it."""
+
+import threading
+from dataclasses import astuple, fields
+
+from tilth.trace.spans import Total
+
+Sums = dict[str, list[float]]
+DONE = tuple(f.name in ("tokens", "bytes", "flops", "phase_tokens") for f in fields(Total))
+"""Which fields say how much was done; the others say how long and how often."""
+
+
+class Totals:
+    """Sums of the workers' spans. Of an operation that several ranks do together the time is that of the slowest rank;
+    what was done is summed over the ranks that answer for their part, so copies along tp count once."""
+
+    def __init__(self, workers: int) -> None:
+        self._lock = threading.Lock()
+        self._times: list[Sums] = [{} for _ in range(workers)]
+
+    def add(self, rank: int, totals: dict[str, Total], answers: bool) -> None:
+        """The spans of one call."""
+        with self._lock:
+            for op, total in totals.items():
+                row = [value if answers or not done else 0 for value, done in zip(astuple(total), DONE)]
+                before = self._times[rank].get(op)
+                self._times[rank][op] = row if before is None else [a + b for a, b in zip(before, row)]
+
+    def take(self) -> dict[str, Total]:
+        """All sums since the last take, by operation."""
+        with self._lock:
+            times, self._times = self._times, [{} for _ in self._times]
+        ops = dict.fromkeys(op for sums in times for op in sums)
+        return {op: _joined([sums[op] for sums in times if op in sums]) for op in ops}
+
+
+def _joined(rows: list[list[float]]) -> Total:
+    return Total(*(sum(c) if done else max(c) for c, done in zip(zip(*rows), DONE)))  # type: ignore[arg-type]
+
+
+def together(mine: dict[str, Total], other: dict[str, Total]) -> dict[str, Total]:
+    """Sums of two places that work one after the other (the controller and its workers)."""
+    both = dict(mine)
+    for op, total in other.items():
+        row = zip(astuple(both[op]), astuple(total)) if op in both else [(value, 0) for value in astuple(total)]
+        both[op] = Total(*(a + b for a, b in row))
+    return both
