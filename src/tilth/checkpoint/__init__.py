@@ -2,6 +2,20 @@
 
 from tilth.checkpoint.directory import latest, mark_best, prune, read_best
 from tilth.checkpoint.read import Checkpoint, open_checkpoint
-from tilth.checkpoint.write import save
+from tilth.checkpoint.shards import state_layouts
+from tilth.checkpoint.write import abandon_save, begin_save, commit_save, save, write_part
 
-__all__ = ["Checkpoint", "latest", "mark_best", "open_checkpoint", "prune", "read_best", "save"]
+__all__ = [
+    "Checkpoint",
+    "abandon_save",
+    "begin_save",
+    "commit_save",
+    "latest",
+    "mark_best",
+    "open_checkpoint",
+    "prune",
+    "read_best",
+    "save",
+    "state_layouts",
+    "write_part",
+]

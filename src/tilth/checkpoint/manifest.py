@@ -79,6 +79,21 @@ class FileEntry(_Entry):
     header_checksum: int
 
 
+class PartEntry(_Entry):
+    """What one rank wrote of one group of tensors in one save: what a worker reports to the controller, as JSON."""
+
+    folder: str
+    """Name of the temporary folder, so that no part of another save is taken for one of this."""
+    group: str
+    rank: int
+    ranks: tuple[tuple[int, int], ...]
+    """All ranks that hold some of the group, as intervals [start, stop)."""
+    files: dict[str, FileEntry]
+    """The file, if there was something to write."""
+    tensors: dict[str, TensorEntry]
+    """Those with a box in the file; of the first rank of a mesh all, so that none can be forgotten."""
+
+
 class Manifest(_Entry):
     """The whole table. ``layout`` holds the mesh that wrote it, ``objects`` whatever JSON the controller keeps."""
 

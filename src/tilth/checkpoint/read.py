@@ -2,7 +2,7 @@
 
 import mmap
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.manifest import Manifest, Piece, TensorEntry, load_manifest
+from tilth.checkpoint.shards import held, views
 from tilth.core.errors import CheckpointError
-from tilth.core.layout import Box
+from tilth.core.layout import Box, Layout
 
 _SHOWN = 20
 
@@ -26,11 +27,12 @@ def open_checkpoint(path: str | Path) -> "Checkpoint":
     promised = step_of(path)
     if promised is not None and promised != manifest.step:
         raise CheckpointError(f"{path} holds the manifest of step {manifest.step}, not of step {promised}")
-    _raise(path, _damaged_files(path, manifest))
+    raise_problems(path, damaged_files(path, manifest))
     return Checkpoint(path, manifest)
 
 
-def _damaged_files(path: Path, manifest: Manifest) -> Iterator[str]:
+def damaged_files(path: Path, manifest: Manifest) -> Iterator[str]:
+    """A line for each data file that is missing or not of the size that the manifest says."""
     for name, entry in manifest.files.items():
         file = path / name
         if not file.is_file():
@@ -39,8 +41,8 @@ def _damaged_files(path: Path, manifest: Manifest) -> Iterator[str]:
             yield f"file {name} has {file.stat().st_size} bytes, expected {entry.nbytes}"
 
 
-def _raise(path: Path, problems: Iterator[str]) -> None:
-    """One line that names every problem, up to a number that a person reads."""
+def raise_problems(path: Path, problems: Iterator[str]) -> None:
+    """CheckpointError if there are any. One line that names every problem, up to a number that a person reads."""
     found = list(problems)
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -89,7 +91,7 @@ class Checkpoint:
         """
         entry = self.entry(group, name)
         if box is None:
-            _raise(self.path, self._corrupt(group, name))
+            raise_problems(self.path, self._corrupt(group, name))
         wanted = box or Box.whole(entry.shape)
         if len(wanted.size) != len(entry.shape) or not Box.whole(entry.shape).contains(wanted):
             raise CheckpointError(f"checkpoint {self.path}: {wanted} is not in {group}/{name} of shape {entry.shape}")
@@ -97,23 +99,37 @@ class Checkpoint:
         self._fill(out, entry, wanted)
         return out
 
-    def restore(self, group: str, into: Mapping[str, Tensor]) -> None:
-        """Copy a whole group into these tensors, in place, on any device; nothing is copied unless all of it fits.
+    def restore(
+        self,
+        group: str,
+        into: Mapping[str, Tensor],
+        layouts: Mapping[str, Layout] | None = None,
+        rank: int = 0,
+    ) -> None:
+        """Copy a group into these tensors, in place, on any device; nothing is copied unless all of it fits.
+
+        layouts: of every tensor of the group; ``into`` then holds what ``rank`` has of them (as in ``write_part``) and
+        gets that out of whatever boxes were saved. Without layouts each target is a whole tensor.
 
         Strict: names, shapes and dtypes must be the same. CheckpointError names every tensor that is missing in the
-        checkpoint, not expected by ``into``, of another shape or dtype, or corrupt.
+        checkpoint, not expected by ``into``, of another shape or dtype, or corrupt. The checksum of a stored box is
+        over all of it, so whoever wants some of a box reads all of it: N ranks that each want a part of a tensor that
+        one process saved read it N times in all (from the page cache where they share a machine).
         """
         tensors = self._group(group)
-        _raise(self.path, _mismatches(group, tensors, into))
-        _raise(self.path, (problem for name in tensors for problem in self._corrupt(group, name)))
+        whole = {name: Layout.single(target.shape) for name, target in into.items()} if layouts is None else layouts
+        raise_problems(self.path, _mismatches(group, tensors, into, whole, rank))
+        wanted = {name: held(whole[name], rank) for name in into}
+        raise_problems(self.path, (p for name, boxes in wanted.items() for p in self._corrupt(group, name, boxes)))
         with torch.no_grad():
-            for name, target in into.items():
-                self._fill(target, tensors[name], Box.whole(tensors[name].shape))
+            for name, boxes in wanted.items():
+                for box, part in zip(boxes, views(into[name], boxes) or (), strict=True):
+                    self._fill(part, tensors[name], box)
 
     def verify(self) -> None:
         """Check every byte of every file; CheckpointError names each damaged file and tensor."""
-        _raise(self.path, _damaged_files(self.path, self.manifest))
-        _raise(self.path, self._damage())
+        raise_problems(self.path, damaged_files(self.path, self.manifest))
+        raise_problems(self.path, self._damage())
 
     def _damage(self) -> Iterator[str]:
         for name, entry in self.manifest.files.items():
@@ -131,8 +147,11 @@ class Checkpoint:
             )
         return self.manifest.groups[group]
 
-    def _corrupt(self, group: str, name: str) -> Iterator[str]:
+    def _corrupt(self, group: str, name: str, boxes: Sequence[Box] | None = None) -> Iterator[str]:
+        """A line for each stored piece that is not what was saved; of those only that meet ``boxes``."""
         for piece in self.entry(group, name).boxes:
+            if boxes is not None and not any(map(piece.box.intersect, boxes)):
+                continue
             data = self._bytes(piece.file)[piece.byte0 : piece.byte0 + piece.nbytes]
             if len(data) != piece.nbytes or zlib.crc32(data) != piece.checksum:
                 yield f"tensor {group}/{name} is corrupt in file {piece.file}"
@@ -161,14 +180,21 @@ class Checkpoint:
         return torch.frombuffer(self._bytes(piece.file), dtype=dtype, count=count, offset=piece.byte0).view(piece.size)
 
 
-def _mismatches(group: str, tensors: Mapping[str, TensorEntry], into: Mapping[str, Tensor]) -> Iterator[str]:
-    for name in sorted(into.keys() - tensors.keys()):
+def _mismatches(
+    group: str, tensors: Mapping[str, TensorEntry], into: Mapping[str, Tensor], layouts: Mapping[str, Layout], rank: int
+) -> Iterator[str]:
+    here = {name for name, layout in layouts.items() if rank in layout.mesh.ranks}
+    for name in sorted((into.keys() | here) - tensors.keys()):
         yield f"tensor {group}/{name} is missing"
-    for name in sorted(tensors.keys() - into.keys()):
+    for name in sorted((tensors.keys() - layouts.keys()) | (here - into.keys())):
         yield f"tensor {group}/{name} is extra: nothing takes it"
-    for name in sorted(tensors.keys() & into.keys()):
-        stored, target = tensors[name], into[name]
-        if stored.shape != tuple(target.shape):
-            yield f"tensor {group}/{name} has shape {stored.shape}, expected {tuple(target.shape)}"
+    for name in sorted(into.keys() - here):
+        yield f"tensor {group}/{name} has no layout on rank {rank}"
+    for name in sorted(tensors.keys() & into.keys() & here):
+        stored, target, layout = tensors[name], into[name], layouts[name]
+        if stored.shape != layout.shape:
+            yield f"tensor {group}/{name} has shape {stored.shape}, expected {layout.shape}"
         elif stored.torch_dtype != target.dtype:
             yield f"tensor {group}/{name} has dtype {stored.dtype}, expected {target.dtype}"
+        elif views(target, boxes := held(layout, rank)) is None:
+            yield f"tensor {group}/{name} of rank {rank} has shape {tuple(target.shape)}, its layout says {boxes}"
