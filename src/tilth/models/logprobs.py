@@ -108,7 +108,8 @@ class _TokenLogprobs(torch.autograd.Function):
             some = slice(i, i + ctx.chunk)
             logp = kept[i // ctx.chunk] if kept else _log_softmax(head_logits(hidden[some], used), ctx.temperature)
             of_entropy = None if grad_entropy is None else (entropy[some, None], grad_entropy[some, None])
-            grad = grad_logits(logp, targets[some, None], grad_logprobs[some, None], of_entropy)
+            grad = grad_logits(logp, grad_logprobs[some, None], of_entropy)
+            grad = grad.scatter_add_(1, targets[some, None], grad_logprobs[some, None])
             grad = (grad if ctx.temperature == 1.0 else grad.div_(ctx.temperature)).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[some] = grad @ used
@@ -122,17 +123,13 @@ def _entropy(logp: Tensor) -> Tensor:
     return logp.exp().mul_(logp).sum(-1).neg_()
 
 
-def grad_logits(
-    logp: Tensor, targets: Tensor, grad_logprobs: Tensor, of_entropy: tuple[Tensor, Tensor] | None
-) -> Tensor:
+def grad_logits(logp: Tensor, grad_logprobs: Tensor, of_entropy: tuple[Tensor, Tensor] | None) -> Tensor:
     """d(log p[target]) = onehot - p, d(entropy) = -p (log p + entropy), each times its incoming gradient: [rows, V].
 
-    of_entropy: the entropy and its incoming gradient. Everything else is [rows, 1].
+    of_entropy: the entropy and its incoming gradient. Everything else is [rows, 1]. The onehot is left to the caller.
     """
     p = logp.exp()
     if of_entropy is None:
-        grad = p.mul_(-grad_logprobs)
-    else:
-        entropy, incoming = of_entropy
-        grad = (logp + entropy).mul_(-incoming).sub_(grad_logprobs).mul_(p)
-    return grad.scatter_add_(1, targets, grad_logprobs)
+        return p.mul_(-grad_logprobs)
+    entropy, incoming = of_entropy
+    return (logp + entropy).mul_(-incoming).sub_(grad_logprobs).mul_(p)

@@ -1,0 +1,191 @@
+"""Tensor parallelism, with or without sequence parallelism, put around a one-device decoder.
+
+Attention heads, the inner width of the MLP and the vocabulary are divided over the ranks along "tp" (Shoeybi et al.,
+arXiv 1909.08053): one all-reduce for each of a layer's two blocks in the forward pass and one in the backward pass.
+With sequence parallelism (Korthikanti et al., arXiv 2205.05198) the residual stream between blocks is divided over
+tokens, and a gather and a scatter take the place of each all-reduce. What leaves the model (hidden states) is whole and
+the same on every rank, and whoever uses it gives every rank the whole gradient.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilth.core.errors import ModelError
+from tilth.core.layout import Box, Mesh, Replicate, Shard
+from tilth.models.attention import AttentionContext
+from tilth.models.config import DecoderConfig
+from tilth.models.decoder import Decoder, Layer, Linear
+from tilth.parallel.collectives import Group, copy_in, gather_copies, gather_tokens, reduce_out, scatter_tokens
+from tilth.parallel.grid import Grid
+from tilth.parallel.vocabulary import Vocabulary, VocabularyEmbedding, VocabularyHead
+
+ROWS = ("q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+"""Modules whose outputs (first dimension of the weight, and the bias) are divided."""
+COPIED = ("k_proj", "v_proj")
+"""The same, but of key heads there may be fewer than ranks."""
+COLUMNS = ("o_proj", "down_proj")
+"""Modules whose inputs are divided; their bias is added once, after the sum."""
+HEAD_NORMS = ("q_norm", "k_norm")
+"""Each rank applies them to its own heads."""
+RESIDUAL = ("input_layernorm", "post_attention_layernorm", "norm")
+"""With sequence parallelism each rank applies them, and the biases of ``COLUMNS``, to its own tokens."""
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How parameters lie along "tp", and which gradients a rank has only its part of."""
+
+    placements: dict[str, Shard | Replicate]
+    """By name, of every parameter."""
+    partial: tuple[tuple[Group, tuple[str, ...]], ...]
+    """Parameters that several ranks hold alike but use for different heads or tokens: after a backward pass the
+    gradients are to be summed over this group."""
+
+
+def check_tensor(config: DecoderConfig, tp: int) -> None:
+    """ModelError unless heads, key heads and the MLP of this shape divide over ``tp`` ranks. Any vocabulary does.
+
+    Of key heads there may be fewer than ranks if these are a multiple of them: then neighbours hold the same one.
+    """
+    wrong = _misfit(config, tp)
+    if wrong:
+        fits = [str(n) for n in range(1, config.num_heads + 1) if not _misfit(config, n)]
+        raise ModelError(f"{wrong} does not divide over layout.tp={tp} ranks; this model takes tp " + ", ".join(fits))
+
+
+def _misfit(config: DecoderConfig, tp: int) -> str:
+    heads, kv_heads, ffn = config.num_heads, config.num_kv_heads, config.intermediate_size
+    if heads % tp:
+        return f"model.heads={heads}"
+    if kv_heads % tp and tp % kv_heads:
+        return f"model.kv_heads={kv_heads}"
+    return f"model.ffn={ffn}" if ffn % tp else ""
+
+
+def apply_tensor(model: Decoder, grid: Grid, sp: bool) -> TensorPlan:
+    """Cut a one-device model down to this rank's part along "tp", in place. Names of parameters stay.
+
+    Parameters become local pieces (of a model on the meta device: nothing is allocated; else what they held). sp: also
+    divide the residual stream over tokens. ModelError if the shape does not divide. Every rank must call it.
+    """
+    tp, group, config = grid.size("tp"), grid.group("tp"), model.config
+    check_tensor(config, tp)
+    copies = max(1, tp // config.num_kv_heads)
+    placements = {name: _placement(name, copies) for name, _ in model.named_parameters()}
+    if group is None:
+        return TensorPlan(placements, ())
+    for name, placement in placements.items():
+        _cut(model, name, placement, grid.coordinate("tp"), tp)
+    vocabulary = Vocabulary(group, config.vocab_size)
+    embed = model.model.embed_tokens
+    model.model.embed_tokens = VocabularyEmbedding(embed.weight, vocabulary, model.dtype, sp)  # type: ignore[assignment]
+    head = VocabularyHead(vocabulary)
+    model.token_logprobs, model.head_logits = head, head.logits
+    for layer in [module for module in model.modules() if isinstance(module, Layer)]:
+        _divide_layer(layer, group, sp)
+    if sp:
+        _divide_tokens(model, group)
+    return TensorPlan(placements, _partial(placements, grid, sp, copies))
+
+
+def _module(name: str) -> str:
+    return name.split(".")[-2]
+
+
+def _placement(name: str, copies: int) -> Shard | Replicate:
+    module = _module(name)
+    if module in COPIED:
+        return Shard(0, copies)
+    if module in COLUMNS and name.endswith("weight"):
+        return Shard(1)
+    return Shard(0) if module in ROWS else Replicate()
+
+
+def _cut(model: Decoder, name: str, placement: Shard | Replicate, part: int, parts: int) -> None:
+    """Let a parameter hold its local piece only."""
+    path, _, leaf = name.rpartition(".")
+    whole = model.get_parameter(name)
+    (box,) = placement.piece(Box.whole(whole.shape), part, parts)
+    local = whole if box.size == whole.shape else nn.Parameter(whole.data[box.slices].clone(), whole.requires_grad)
+    setattr(model.get_submodule(path), leaf, local)
+
+
+def _partial(
+    placements: dict[str, Shard | Replicate], grid: Grid, sp: bool, copies: int
+) -> tuple[tuple[Group, tuple[str, ...]], ...]:
+    own_tokens = [n for n in placements if _module(n) in RESIDUAL or (_module(n) in COLUMNS and n.endswith("bias"))]
+    everywhere = [n for n in placements if _module(n) in HEAD_NORMS] + (own_tokens if sp else [])
+    shared = [n for n in placements if _module(n) in COPIED and copies > 1]
+    sums = ((grid.group("tp"), everywhere), (_sharers(grid, copies), shared))
+    return tuple((group, tuple(names)) for group, names in sums if group is not None and names)
+
+
+def _sharers(grid: Grid, copies: int) -> Group | None:
+    """The neighbours along tp that hold the same key heads."""
+    sizes = dict(zip(grid.mesh.names, grid.mesh.sizes))
+    split = {"tp": {"piece": sizes["tp"] // copies, "copy": copies}}
+    finer = {n: s for name, size in sizes.items() for n, s in split.get(name, {name: size}).items()}
+    return Grid(Mesh(tuple(finer), tuple(finer.values()), grid.mesh.ranks), grid.rank).group("copy")
+
+
+class RowLinear(nn.Module):
+    """A matrix of whose inputs each rank has its own: what they give is summed, then the bias is added, once."""
+
+    def __init__(self, local: Linear, leave: Callable[[Tensor], Tensor]) -> None:
+        """local: with this rank's columns; leave: the sum over ranks."""
+        super().__init__()
+        self.weight, self.bias, self.leave = local.weight, local.bias, leave
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [N, in / ranks] -> [N, out], with sequence parallelism [ceil(N / ranks), out]."""
+        x = self.leave(F.linear(x, self.weight.to(x.dtype)))
+        return x if self.bias is None else x + self.bias.to(x.dtype)
+
+
+def _divide_layer(layer: Layer, group: Group, sp: bool) -> None:
+    attention, mlp, tp = layer.self_attn, layer.mlp, group.size()
+    attention.heads //= tp
+    attention.kv_heads = max(1, attention.kv_heads // tp)
+
+    def enter(x: Tensor) -> Tensor:
+        return (gather_tokens if sp else copy_in)(x, group)
+
+    def leave(x: Tensor) -> Tensor:
+        return (scatter_tokens if sp else reduce_out)(x, group)
+
+    def enter_attention(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, tables = args
+        return enter(x)[: tables[0].shape[0]], tables  # without the tokens that fill up
+
+    attention.register_forward_pre_hook(enter_attention)
+    mlp.register_forward_pre_hook(lambda _, args: (enter(args[0]),))
+    attention.o_proj = RowLinear(attention.o_proj, leave)  # type: ignore[assignment]
+    mlp.down_proj = RowLinear(mlp.down_proj, leave)  # type: ignore[assignment]
+
+
+def _divide_tokens(model: Decoder, group: Group) -> None:
+    """Sequence parallelism at the ends: dropout masks of own tokens; hidden states are gathered after the last norm."""
+
+    def narrow(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids, ctx = args
+        return ids, _narrowed(ctx, group)
+
+    model.register_forward_pre_hook(narrow)
+    model.model.norm.register_forward_hook(lambda _, args, x: gather_copies(x, group))
+    model.register_forward_hook(lambda _, args, x: x[: args[0].shape[0]])
+
+
+def _narrowed(ctx: AttentionContext, group: Group) -> AttentionContext:
+    """The context with the random numbers of this rank's tokens. What it has computed for attention is shared."""
+    if ctx.dropout is None:
+        return ctx
+    rows = -(-ctx.positions.shape[0] // group.size())
+    own = ctx.dropout.tokens[group.rank() * rows : (group.rank() + 1) * rows]
+    narrow: Any = copy.copy(ctx)
+    narrow.dropout = replace(ctx.dropout, tokens=own)
+    return narrow

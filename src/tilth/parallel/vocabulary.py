@@ -1,0 +1,184 @@
+"""Embedding and output head whose rows (tokens of the vocabulary) are divided over ranks, as ``torch.chunk`` does.
+
+The vocabulary need not divide: the last ranks hold fewer rows, or none. Log-probs and entropy take two collectives for
+all tokens (the greatest logit, then sums); no rank ever sees the logits of another one.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from tilth.models.logprobs import chunk_rows, grad_logits, head_logits, keeps, wide
+from tilth.parallel.collectives import Group, add_up_, copy_in, gather_copies, reduce_out, scatter_tokens
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Which tokens are this rank's: ``rows`` of them from ``start`` on, of ``size`` in all."""
+
+    group: Group
+    size: int
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of every rank but the last ones."""
+        return -(-self.size // self.group.size())
+
+    @property
+    def start(self) -> int:
+        """The first token of this rank."""
+        return min(self.size, self.group.rank() * self.chunk)
+
+    @property
+    def rows(self) -> int:
+        """Tokens of this rank, perhaps none."""
+        return min(self.size, self.start + self.chunk) - self.start
+
+    def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Where tokens int64 [N] stand in this rank's rows (0 for another rank's), and bool [N]: whether they do."""
+        local = ids - self.start
+        inside = (local >= 0) & (local < self.rows)
+        return local.masked_fill(~inside, 0), inside
+
+
+class VocabularyEmbedding(nn.Module):
+    """Rows looked up where they are; the sum over ranks is exact, since every other rank adds zeros."""
+
+    def __init__(self, weight: nn.Parameter, vocabulary: Vocabulary, dtype: torch.dtype, sp: bool) -> None:
+        """weight: this rank's rows [rows, width]; dtype: of the result; sp: each rank wants its own tokens only."""
+        super().__init__()
+        self.weight, self.vocabulary, self.dtype, self.sp = weight, vocabulary, dtype, sp
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: int64 [N] -> [N, width], with sp [ceil(N / ranks), width]."""
+        index, inside = self.vocabulary.find(ids)
+        if self.vocabulary.rows:
+            found = F.embedding(index, self.weight).to(self.dtype).masked_fill(~inside[:, None], 0)
+        else:  # the sum over nothing ties the result to the weight, so that it has a gradient as on other ranks
+            found = self.weight.new_zeros(len(ids), self.weight.shape[1], dtype=self.dtype) + self.weight.sum()
+        return (scatter_tokens if self.sp else reduce_out)(found, self.vocabulary.group)
+
+
+@dataclass(frozen=True)
+class VocabularyHead:
+    """The output head: called as ``models.logprobs.token_logprobs``; ``logits`` as ``head_logits``.
+
+    Both take hidden states that are the same on every rank, and give each rank the whole gradient of them.
+    """
+
+    vocabulary: Vocabulary
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See ``token_logprobs``; weight: [rows, d], this rank's part."""
+        rows, keep = chunk_rows(weight.shape[0], chunk), keeps(hidden.shape[0], weight.shape[0])
+        return _Logprobs.apply(hidden, weight, targets, temperature, rows, keep, self.vocabulary)
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """hidden [N, d] -> float32 [N, V] (float64 of float64), gathered from all ranks."""
+        vocabulary = self.vocabulary
+        own = head_logits(copy_in(hidden, vocabulary.group), weight)
+        columns = F.pad(own, (0, vocabulary.chunk - vocabulary.rows)).T.contiguous()
+        return gather_copies(columns, vocabulary.group)[: vocabulary.size].T
+
+
+class _Parts:
+    """What ranks tell each other about their logits l of N rows: the greatest one m, then three sums."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        dtype = wide(hidden.dtype)
+        self.greatest = hidden.new_full((hidden.shape[0],), torch.finfo(dtype).min, dtype=dtype)
+        self.sums = hidden.new_zeros((3, hidden.shape[0]), dtype=dtype)
+        """Of exp(l - m), of exp(l - m) (l - m), and the logit of the target where it is this rank's."""
+
+    def add(self, some: slice, logits: Tensor, index: Tensor, inside: Tensor) -> None:
+        """Put in some rows: logits [n, rows], the targets' places in them [n] and whether they are there."""
+        if not logits.shape[1]:
+            return
+        self.greatest[some] = logits.amax(-1)
+        above = logits - self.greatest[some, None]
+        weight = above.exp()
+        self.sums[0, some] = weight.sum(-1)
+        self.sums[1, some] = above.mul_(weight).sum(-1)
+        self.sums[2, some] = logits.gather(1, index[:, None]).squeeze(1).masked_fill(~inside, 0)
+
+    def together(self, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+        """Of all ranks' logits: the target's above the greatest one, log of the sum of exp(l - m), mean of l - m."""
+        own = self.greatest.clone()
+        if own.numel():
+            dist.all_reduce(self.greatest, dist.ReduceOp.MAX, group=group)
+        lower = own - self.greatest
+        scale = lower.exp()
+        total, spread, _ = self.sums
+        self.sums[1] = scale * (spread + lower * total)
+        self.sums[0] = scale * total
+        add_up_(self.sums, group)
+        return self.sums[2] - self.greatest, self.sums[0].log(), self.sums[1] / self.sums[0]
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    logits = head_logits(hidden, weight)
+    return logits if temperature == 1.0 else logits / temperature
+
+
+class _Logprobs(torch.autograd.Function):
+    """``models.logprobs.token_logprobs`` over a divided vocabulary, in the same chunks of rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        keep: bool,
+        vocabulary: Vocabulary,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.chunk, ctx.group = temperature, chunk, vocabulary.group
+        used, parts = weight.to(hidden.dtype), _Parts(hidden)
+        index, inside = vocabulary.find(targets)
+        kept: list[Tensor] = []
+        for i in range(0, hidden.shape[0], chunk):
+            some = slice(i, i + chunk)
+            logits = _logits(hidden[some], used, temperature)
+            parts.add(some, logits, index[some], inside[some])
+            if keep:
+                kept.append(logits)
+        above, log_sum, mean = parts.together(vocabulary.group)
+        entropy = log_sum - mean
+        ctx.save_for_backward(hidden, weight, index, inside, entropy, parts.greatest, log_sum, *kept)
+        return above - log_sum, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, index, inside, entropy, greatest, log_sum, *kept = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(entropy)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        used = weight.to(hidden.dtype)
+        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight) if wants_weight else None
+        for i in range(0, hidden.shape[0] if weight.shape[0] else 0, ctx.chunk):
+            some = slice(i, i + ctx.chunk)
+            logits = kept[i // ctx.chunk] if kept else _logits(hidden[some], used, ctx.temperature)
+            logp = (logits - greatest[some, None]).sub_(log_sum[some, None])
+            of_entropy = None if grad_entropy is None else (entropy[some, None], grad_entropy[some, None])
+            grad = grad_logits(logp, grad_logprobs[some, None], of_entropy)
+            grad = grad.scatter_add_(1, index[some, None], (grad_logprobs[some] * inside[some])[:, None])
+            grad = (grad if ctx.temperature == 1.0 else grad.div_(ctx.temperature)).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[some] = grad @ used
+            if grad_weight is not None:
+                grad_weight += (grad.T @ hidden[some]).to(weight.dtype)
+        if grad_hidden is not None:
+            add_up_(grad_hidden, ctx.group)
+        return grad_hidden, grad_weight, None, None, None, None, None
