@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,6 +161,12 @@ class span:
             recorder._add(self)
 
 
+def in_phase() -> bool:
+    """Whether this thread is inside a phase of the step, so that what it asks of others is part of that phase."""
+    top = _local.state.top
+    return top is not None and top._covered
+
+
 def traced(op: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: every call of the function is a span of this name."""
 
@@ -184,7 +190,6 @@ class Recorder:
         """Events that did not fit in memory or on disk."""
         self._threads: list[_Thread] = []
         self._gone: dict[str, list[float]] = {}
-        self._absorbed: dict[str, list[float]] = {}
         self._before: dict[str, list[float]] = {}
         self._forget()
 
@@ -228,25 +233,9 @@ class Recorder:
             self._threads.remove(state)
             _merge(self._gone, state.sums)
         sums = {op: list(row) for op, row in self._gone.items()}
-        _merge(sums, self._absorbed)
         for state in list(self._threads):
             _merge(sums, state.sums)
         return sums
-
-    def absorb(self, ranks: Sequence[Mapping[str, Total]], counted: Sequence[bool]) -> None:
-        """Add what the spans of other processes came to in one call on several ranks.
-
-        Time is that of the slowest rank. Tokens, bytes and flops are the sum over ranks where ``counted``: not over
-        those that computed the same rows once more. Inside a phase of this process their time is part of that phase.
-        """
-        top = _local.state.top
-        with self._totals_lock:
-            for op in {op for totals in ranks for op in totals}:
-                found = [(totals[op], counts) for totals, counts in zip(ranks, counted) if op in totals]
-                row = _slowest(found)
-                if top is not None and top._covered:
-                    row[6:] = [0, 0]
-                _merge(self._absorbed, {op: row})
 
     def start(self, path: str | Path, rank: int = 0, attempt: int = 0, interval: float = 2.0) -> None:
         """Write events to ``path/attempt-A-rank-R-NNNNNN.parquet`` from now on, in a thread of its own.
@@ -320,16 +309,6 @@ def _total(row: list[float]) -> Total:
     return Total(
         took * 1e-9, own * 1e-9, int(count), int(tokens), int(size), flops, phase * 1e-9, int(phase_tokens)
     )  # fmt: skip
-
-
-def _slowest(found: Sequence[tuple[Total, bool]]) -> list[float]:
-    """A row of sums out of those of several ranks."""
-    slow = max((total for total, _ in found), key=lambda total: total.seconds)
-    mine = [total for total, counts in found if counts]
-    work = [sum(getattr(total, what) for total in mine) for what in ("tokens", "bytes", "flops")]
-    phase = max(total.phase_seconds for total, _ in found)
-    tokens = sum(total.phase_tokens for total in mine)
-    return [slow.seconds * 1e9, slow.self_seconds * 1e9, slow.count, *work, phase * 1e9, tokens]
 
 
 def _merge(into: dict[str, list[float]], sums: dict[str, list[float]]) -> None:
