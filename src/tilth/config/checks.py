@@ -1,10 +1,11 @@
 """What must hold between the keys of a recipe, as far as it can be known without the model and the data."""
 
+import difflib
 import re
 from collections.abc import Iterator
 
 from tilth.config.errors import RecipeError
-from tilth.config.schema import Recipe
+from tilth.config.schema import Layout, Recipe
 
 KV_BLOCK = 16
 """Tokens of a block of the rollout engine's cache."""
@@ -13,6 +14,14 @@ KV_BLOCK = 16
 def check(recipe: Recipe) -> None:
     """Raise ``RecipeError`` for the first two keys that contradict each other."""
     for rule in (_shape, _lengths, _parity, _learning, _places):
+        for problem in rule(recipe):
+            raise RecipeError(problem)
+    check_cluster(recipe)
+
+
+def check_cluster(recipe: Recipe) -> None:
+    """Raise ``RecipeError`` where workers, pools and layouts contradict each other or what else the recipe asks for."""
+    for rule in (_workers, _pools, _fill, _divided):
         for problem in rule(recipe):
             raise RecipeError(problem)
 
@@ -91,3 +100,99 @@ def _places(recipe: Recipe) -> Iterator[str]:
         yield f"run.name = {name!r} is a path; give the name of a folder in run.dir"
     if not recipe.run.dir:
         yield "run.dir is empty; give a folder, such as runs"
+
+
+# ---- workers, pools and layouts ----
+
+
+def pools(recipe: Recipe) -> dict[str, int]:
+    """Name of each pool -> its workers, the default first; without ``cluster.pools`` one of all, named ""."""
+    return dict(recipe.cluster.pools) or {"": recipe.cluster.workers}
+
+
+def pool_of(recipe: Recipe, role: str) -> str:
+    """The pool of a role that has a section."""
+    return str(getattr(recipe, role).pool) or next(iter(pools(recipe)))
+
+
+def learners(recipe: Recipe) -> dict[str, Layout]:
+    """Layouts of the roles that hold a model of the trainer's, as far as the recipe's flow has them."""
+    samples = recipe.flow in ("grpo", "ppo")
+    found = {"policy": recipe.policy.layout}
+    if samples and recipe.algorithm.kl_coef:
+        found["reference"] = recipe.reference.layout
+    if recipe.flow == "ppo":
+        found["critic"] = recipe.critic.layout
+    return found
+
+
+def _workers(recipe: Recipe) -> Iterator[str]:
+    c, total = recipe.cluster, sum(pools(recipe).values())
+    if c.pools and c.workers not in (1, total):
+        yield f"cluster.workers = {c.workers}, but cluster.pools have {total} together; leave cluster.workers out"
+    if "" in c.pools:
+        yield "cluster.pools has a pool without a name; name it, as in cluster.pools.train=2"
+    if c.backend == "inline" and total > 1:
+        name = "cluster.pools" if c.pools else "cluster.workers"
+        yield f"{name} = {total} workers, and cluster.backend = inline is one process; set it to local or ray"
+
+
+def _pools(recipe: Recipe) -> Iterator[str]:
+    known = list(recipe.cluster.pools)
+    for role in ("policy", "reference", "critic", "rollout", "reward"):
+        wanted = getattr(recipe, role).pool
+        if not wanted or wanted in known:
+            continue
+        near = difflib.get_close_matches(wanted, known, 1)
+        meant = f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"
+        right = meant if known else "set cluster.pools.NAME=WORKERS"
+        yield f"{role}.pool = {wanted!r} is not in cluster.pools; {right}"
+
+
+def _fill(recipe: Recipe) -> Iterator[str]:
+    rollout = {} if recipe.flow == "pretrain" else {"rollout": recipe.rollout.layout}
+    for role, layout in (learners(recipe) | rollout).items():
+        pool = pool_of(recipe, role)
+        workers = pools(recipe)[pool]
+        where = f"the {workers} workers of pool {pool}" if pool else f"cluster.workers = {workers}"
+        yield from _filled(f"{role}.layout", layout, workers, where)
+
+
+def _filled(name: str, layout: Layout, workers: int, where: str) -> Iterator[str]:
+    inner = layout.fsdp * layout.tp
+    if workers % layout.tp:
+        yield f"{name}.tp = {layout.tp} does not divide {where}; tp may be {_divisors(workers)}"
+    elif workers % inner:
+        with_tp = f" with {name}.tp = {layout.tp}" if layout.tp > 1 else ""
+        right = _divisors(workers // layout.tp)
+        yield f"{name}.fsdp = {layout.fsdp} does not divide {where}{with_tp}; fsdp may be {right}"
+    elif layout.dp and layout.dp * inner != workers:
+        verb = "does not fill" if layout.dp * inner < workers else "is more than"
+        product = f"{name} dp x fsdp x tp = {layout.dp} x {layout.fsdp} x {layout.tp} = {layout.dp * inner}"
+        yield f"{product} {verb} {where}; dp = {workers // inner} would, or 0: automatic"
+
+
+def _divisors(number: int) -> str:
+    *most, last = [str(d) for d in range(1, number + 1) if number % d == 0]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _divided(recipe: Recipe) -> Iterator[str]:
+    """What a division of the model rules out."""
+    r = recipe.rollout.layout
+    for key, value, right in (("fsdp", r.fsdp, "1"), ("tp", r.tp, "1"), ("sp", r.sp, "false")):
+        found = str(value).lower()
+        if found != right and recipe.flow != "pretrain":
+            yield f"rollout.layout.{key} = {found}, but the rollout engine takes dp only; set it to {right}"
+    for role, layout in learners(recipe).items():
+        name, inner = f"{role}.layout", layout.fsdp * layout.tp
+        if layout.sp and layout.tp == 1:
+            yield f"{name}.sp = true divides over {name}.tp, which is 1; set tp to 2 or more, or sp = false"
+        if recipe.train.parity and layout.tp > 1:
+            yield f"train.parity = true needs {name}.tp = 1, not {layout.tp}: partial sums round differently"
+        if role == "reference" or inner == 1:
+            continue
+        if recipe.optimizer.name == "muon":
+            yield f"optimizer.name = muon needs whole matrices: {name}.fsdp = 1 and tp = 1; or set optimizer.name=adamw"
+        if "noise_scale" in recipe.train.watch and role == "policy":
+            yield f"train.watch noise_scale needs whole gradients: {name}.fsdp = 1 and tp = 1; or leave it out"
