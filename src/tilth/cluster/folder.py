@@ -1,0 +1,100 @@
+"""The private folder of a local cluster: socket, payload, phase board, stacks, logs, where collectives meet."""
+
+import fcntl
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from tilth.core.errors import StorageError
+
+SHARED_MEMORY = Path("/dev/shm")
+ROOM = 2**30
+"""Bytes that must be free there; else the folder is made in the temporary directory."""
+_ALIVE, _KEY = "alive", "key"
+_SOCKET_PATH = 107  # bytes that a Unix socket's address holds
+
+
+class Folder:
+    """Mode 0700, locked by the controller that made it, with the key that a worker needs to connect."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[bytes] | None = None
+
+    @classmethod
+    def create(cls) -> "Folder":
+        """A new one; those that dead controllers left behind are removed. StorageError if none can be made."""
+        root, prefix = _root(), f"tilth-{os.getuid()}-"
+        for path in root.glob(f"{prefix}*"):
+            _remove_if_left(path)
+        try:
+            folder = cls(Path(tempfile.mkdtemp(prefix=prefix, dir=root)))
+            folder.payload.mkdir()
+            folder._lock = open(folder.path / _ALIVE, "wb")  # noqa: SIM115 - held as long as the folder
+            fcntl.flock(folder._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with open(os.open(folder.path / _KEY, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(32))
+        except OSError as error:
+            raise StorageError(f"cluster.backend=local needs a folder in {root}: {error.strerror}") from None
+        if len(os.fsencode(folder.socket)) > _SOCKET_PATH:
+            folder.remove()
+            raise StorageError(f"{folder.socket} is too long for the name of a socket; set TMPDIR to a shorter path")
+        return folder
+
+    @property
+    def key(self) -> bytes:
+        """What both ends of a connection must know."""
+        return (self.path / _KEY).read_bytes()
+
+    @property
+    def socket(self) -> str:
+        """Where the controller listens while the workers start."""
+        return str(self.path / "socket")
+
+    @property
+    def payload(self) -> Path:
+        """Columns of the store."""
+        return self.path / "payload"
+
+    @property
+    def board(self) -> Path:
+        """What each worker does."""
+        return self.path / "board"
+
+    @property
+    def meeting(self) -> str:
+        """``init_method`` of torch.distributed: a file, so that nothing listens for strangers."""
+        return f"file://{self.path}/meeting"
+
+    def log(self, rank: int) -> Path:
+        """What a worker printed."""
+        return self.path / f"log-{rank}"
+
+    def stack(self, rank: int) -> Path:
+        """Stacks of a worker, appended when it gets SIGUSR1."""
+        return self.path / f"stack-{rank}"
+
+    def remove(self) -> None:
+        """Remove it with all that is in it. Twice is fine."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _root() -> Path:
+    if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > ROOM:
+        return SHARED_MEMORY
+    return Path(tempfile.gettempdir())
+
+
+def _remove_if_left(path: Path) -> None:
+    """The lock of a controller goes with its process, however that ended."""
+    try:
+        with open(path / _ALIVE, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+    except OSError:  # in use, or just being made by another controller
+        return

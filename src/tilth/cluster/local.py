@@ -1,0 +1,246 @@
+"""The ``local`` backend: worker processes on one machine, Unix sockets, payload in shared memory files.
+
+Nothing here schedules or negotiates: processes are started, each connects, calls go out in order.
+"""
+
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from tilth.cluster import keeper
+from tilth.cluster.board import Board
+from tilth.cluster.fleet import Call, Probe, Reply
+from tilth.cluster.folder import Folder
+from tilth.cluster.link import Link
+from tilth.cluster.store import FolderStore
+from tilth.core.errors import RecipeError, WorkerLost
+
+START = 120.0
+"""Seconds in which every worker must have connected: on a busy machine imports are slow."""
+END = 10.0
+"""Seconds that a worker has to end by itself."""
+STACK = 1.0
+"""Seconds that a worker has to write its stacks: a signal handler does it, so only a stopped one takes longer."""
+TAIL = 4000
+"""Bytes of a lost worker's log that its error shows."""
+
+
+class LocalFleet:
+    """Workers as processes of this machine. ``start``: the ranks to start here (None: all); others connect by
+    themselves (cluster.local_worker) to ``folder``."""
+
+    def __init__(
+        self,
+        workers: int,
+        timeout: float = 600.0,
+        gpus: bool = False,
+        *,
+        folder: Folder | None = None,
+        start: Sequence[int] | None = None,
+    ) -> None:
+        _check(workers, gpus)
+        self.workers = workers
+        self.folder = folder or Folder.create()
+        self.store = FolderStore(self.folder.payload, "controller")
+        self.links: list[Link] = []
+        self._board = Board.create(self.folder.board, workers)
+        self._encoded: tuple[Call | None, bytes] = None, b""
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._keeper = _start_keeper(self.folder)
+        self._closed = False
+        try:
+            with _listen(self.folder.socket) as door:
+                for rank in range(workers) if start is None else start:
+                    self._start(rank, timeout)
+                found = self._accept(door, timeout)
+        except BaseException:  # also for an interrupt while they start: no process may be left
+            self.close(kill=True)
+            raise
+        self.links = [
+            Link(rank, found[rank][0], found[rank][1], partial(self._ending, rank)) for rank in range(workers)
+        ]
+
+    def _start(self, rank: int, timeout: float) -> None:
+        command = [sys.executable, "-u", "-m", "tilth.cluster.local_worker"]
+        arguments = [str(self.folder.path), str(rank), str(self.workers), str(timeout)]
+        with open(self.folder.log(rank), "ab") as log:
+            process = subprocess.Popen(
+                command + arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment(self.workers),
+                start_new_session=True,  # an interrupt at the terminal is the controller's to handle
+            )
+        self._processes[rank] = process
+        self._keep(process.pid)
+
+    def _keep(self, pid: int) -> None:
+        self._tell(f"{pid}\n")
+
+    def _tell(self, line: str) -> None:
+        pipe: IO[bytes] = self._keeper.stdin  # type: ignore[assignment]
+        pipe.write(line.encode())
+        pipe.flush()
+
+    def _accept(self, door: socket.socket, timeout: float) -> dict[int, tuple[int, Connection]]:
+        """(process id, connection) of every rank. WorkerLost if one ends, or has not come in time."""
+        found: dict[int, tuple[int, Connection]] = {}
+        until, key = time.monotonic() + START, self.folder.key
+        while len(found) < self.workers:
+            try:
+                guest, _ = door.accept()
+            except TimeoutError:
+                self._check_started(found, until)
+                continue
+            guest.setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
+            )
+            connection = Connection(guest.detach())
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            rank, pid = map(int, connection.recv_bytes().split())
+            found[rank] = pid, connection
+            if rank not in self._processes:
+                self._keep(pid)
+        return found
+
+    def _check_started(self, found: dict[int, tuple[int, Connection]], until: float) -> None:
+        missing = [rank for rank in range(self.workers) if rank not in found]
+        ended = [rank for rank in missing if rank in self._processes and self._processes[rank].poll() is not None]
+        if ended:
+            raise WorkerLost(f"rank {ended[0]}, start: {self._ending(ended[0])}")
+        if time.monotonic() > until:
+            log = _tail(self.folder.log(missing[0]))
+            raise WorkerLost(f"rank {missing[0]}, start: the worker has not connected within {START:g} s{log}")
+
+    def submit(self, rank: int, call: Call) -> Future[Reply]:
+        """Send a call. The same Call for several ranks, one after the other, is encoded once."""
+        if self._encoded[0] is not call:
+            self._encoded = call, pickle.dumps(call, protocol=5)
+        return self.links[rank].submit(call, self._encoded[1])
+
+    def probe(self, rank: int) -> Probe:
+        """What the operating system, the phase board and the worker's signal handler say."""
+        pid = self.links[rank].pid
+        try:
+            state = psutil.Process(pid).status()
+        except psutil.NoSuchProcess:
+            return Probe(rank, pid, "gone", self._board.read(rank), "")
+        alive = state not in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
+        return Probe(rank, pid, state, self._board.read(rank), self._stack(rank, pid) if alive else "")
+
+    def _stack(self, rank: int, pid: int) -> str:
+        """What the worker's handler of SIGUSR1 adds to its file. It ends with the main thread's frames."""
+        path, until = self.folder.stack(rank), time.monotonic() + STACK
+        before = size = path.stat().st_size
+        os.kill(pid, signal.SIGUSR1)
+        while time.monotonic() < until:
+            time.sleep(0.02)  # a file of another process, written in one go: nothing to wait on
+            size, last = path.stat().st_size, size
+            if size == last > before:
+                break
+        return path.read_bytes()[before:].decode(errors="replace")
+
+    def _ending(self, rank: int) -> str:
+        """How a worker that has left its connection ended."""
+        phase, process = self._board.read(rank), self._processes.get(rank)
+        how = "has ended"
+        if process is not None:
+            try:
+                how = _told(process.wait(END))
+            except subprocess.TimeoutExpired:
+                how = "has closed its connection"
+        pid = process.pid if process is not None else self.links[rank].pid
+        doing = f"in {phase}" if phase else "between calls"
+        return f"the worker (process {pid}) {how} {doing}{_tail(self.folder.log(rank))}"
+
+    def close(self, kill: bool) -> None:
+        """End the workers (kill: at once, else they have END seconds after their connection ended) and remove the
+        folder with all payload."""
+        if self._closed:
+            return
+        self._closed = True
+        if kill:
+            self._kill()
+        for link in self.links:
+            link.close()
+        for process in self._processes.values():
+            try:
+                process.wait(END)
+            except subprocess.TimeoutExpired:
+                self._kill()
+        self._tell("done\n")
+        self._keeper.communicate()
+        self._board.close()
+        self.folder.remove()
+
+    def _kill(self) -> None:
+        """Each with its group: what a role has started goes too."""
+        pids = {link.pid for link in self.links} | {process.pid for process in self._processes.values()}
+        for pid in pids:
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has left already
+                continue
+
+
+def environment(workers: int) -> dict[str, str]:
+    """The environment of each of so many workers on this machine: the controller's own, its import path, threads such
+    that processes x threads stay within the cores, collectives on the loopback interface. What the user has set holds."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
+    ours = {
+        "GOMP_SPINCOUNT": "1000",
+        "OMP_NUM_THREADS": str(max(1, cores // workers)),
+        "GLOO_SOCKET_IFNAME": loopback,
+    }
+    return {**ours, **os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+def _check(workers: int, gpus: bool) -> None:
+    if workers < 1:
+        raise RecipeError(f"cluster.workers = {workers}: at least 1 is needed")
+    if gpus:
+        import torch
+
+        if workers > (there := torch.cuda.device_count()):
+            raise RecipeError(f"cluster.workers = {workers}, but this machine has {there} GPUs; use at most {there}")
+
+
+def _listen(address: str) -> socket.socket:
+    door = socket.socket(socket.AF_UNIX)
+    door.bind(address)
+    door.listen(128)
+    door.settimeout(0.2)  # so often a worker that ended before it could connect is looked for
+    return door
+
+
+def _start_keeper(folder: Folder) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", str(Path(keeper.__file__)), str(folder.path)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def _told(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}{' (often because memory ran out)' if name == 'SIGKILL' else ''}"
+
+
+def _tail(path: Path) -> str:
+    text = path.read_bytes()[-TAIL:].decode(errors="replace").strip() if path.exists() else ""
+    return "; its log ends:\n" + "\n".join(f"    {line}" for line in text.splitlines()) if text else ""

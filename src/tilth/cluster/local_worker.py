@@ -1,0 +1,90 @@
+"""A worker process of the local backend: ``python -m tilth.cluster.local_worker FOLDER RANK WORKERS TIMEOUT``.
+
+One thread receives, so that the end of the connection ends the process at once whatever the main thread does (a Unix
+socket, multiprocessing.connection); the main thread executes the calls in the order of arrival.
+"""
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import threading
+from functools import partial
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from queue import SimpleQueue
+
+from tilth.cluster.board import Board
+from tilth.cluster.fleet import Call, Failure, Reply
+from tilth.cluster.folder import Folder
+from tilth.cluster.host import Host, failure
+from tilth.cluster.store import FolderStore
+
+GONE = 70
+"""Exit code of a worker whose controller is gone."""
+
+
+def main(folder: Folder, rank: int, workers: int, timeout: float) -> None:
+    """Connect to the controller of this folder and serve it until it says ``end``."""
+    stack = open(folder.stack(rank), "w")  # noqa: SIM115 - it stays open: the signal handler writes to it
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    board = Board(folder.board)
+    host = Host(
+        rank,
+        workers,
+        FolderStore(folder.payload, str(rank)),
+        local_rank=rank,
+        meeting=folder.meeting if workers > 1 else "",
+        timeout=timeout,
+        note=partial(board.mark, rank),
+    )
+    with Client(folder.socket, "AF_UNIX", authkey=folder.key) as controller:
+        controller.send_bytes(f"{rank} {os.getpid()}".encode())
+        Serving(controller, host).run()
+
+
+class Serving:
+    """The loop of a worker."""
+
+    def __init__(self, controller: Connection, host: Host) -> None:
+        self._controller = controller
+        self._host = host
+        self._inbox: SimpleQueue[bytes] = SimpleQueue()
+        self._ended = False
+
+    def run(self) -> None:
+        """Execute calls until ``end`` was answered."""
+        threading.Thread(target=self._receive, name="receive", daemon=True).start()
+        while not self._ended:
+            answer = self._execute(self._inbox.get())
+            self._controller.send_bytes(_encoded(answer))
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                self._inbox.put(self._controller.recv_bytes())
+            except (EOFError, OSError):
+                if not self._ended:
+                    os._exit(GONE)
+                return
+
+    def _execute(self, data: bytes) -> Reply | Failure:
+        try:
+            call: Call = pickle.loads(data)
+        except Exception as error:  # noqa: BLE001 - an argument's class may raise anything; the controller is told
+            return failure(error)
+        answer = self._host.answer(call)
+        self._ended = not call.role and call.method == "end"
+        return answer
+
+
+def _encoded(answer: Reply | Failure) -> bytes:
+    try:
+        return pickle.dumps(answer, protocol=5)
+    except Exception as error:  # noqa: BLE001 - whatever an answer's class raises; the controller is told
+        return pickle.dumps(failure(error), protocol=5)
+
+
+if __name__ == "__main__":
+    main(Folder(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))

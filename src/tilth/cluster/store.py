@@ -1,0 +1,100 @@
+"""The payload store of the local backend: one file a column in the private folder, mapped where it is read.
+
+The files belong to no process: what a rank has put outlives it. In /dev/shm they are shared memory.
+"""
+
+import errno
+import itertools
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+
+from tilth.core.batch import Handle, Ragged
+from tilth.core.errors import StorageError
+
+HEADER = 64
+"""Bytes: the values' dtype (numpy's string, padded to 48), the number of offsets (int64), the number of values (int64);
+then the offsets (int64) and the values follow as they are in memory."""
+_NAME = 48
+
+
+class FolderStore:
+    """Columns as files of a folder that all processes of one machine share. ``writer`` makes the keys unique."""
+
+    def __init__(self, folder: Path, writer: str) -> None:
+        self.folder = folder
+        self.fetched_bytes = 0
+        self._writer = writer
+        self._numbers = itertools.count()
+
+    def put(self, column: str, data: Ragged) -> Handle:
+        """Write a column. StorageError if there is no room; ValueError for values that are not numbers in one row."""
+        values, offsets = np.ascontiguousarray(data.values), np.ascontiguousarray(data.offsets, np.int64)
+        if values.ndim != 1 or values.dtype.hasobject:
+            raise ValueError(f"column {column!r}: payload is one row of numbers, not {values.dtype} of {values.shape}")
+        handle = Handle(
+            f"{quote(column, safe='')}-{self._writer}-{next(self._numbers)}", values.nbytes + offsets.nbytes
+        )
+        sizes = np.array([len(offsets), len(values)], np.int64)
+        try:
+            with open(self.folder / handle.key, "xb") as file:
+                file.write(values.dtype.str.encode().ljust(_NAME) + sizes.tobytes())
+                file.write(offsets.data)
+                file.write(values.data)
+        except OSError as error:
+            raise _no_room(self.folder, column, handle.nbytes, error) from None
+        return handle
+
+    def get(self, handle: Handle) -> Ragged:
+        """A column as it was put: a private map, of which only what is read takes memory. KeyError if it was freed."""
+        try:
+            with open(self.folder / handle.key, "rb") as file:
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except FileNotFoundError:
+            raise KeyError(handle.key) from None
+        count, length = np.frombuffer(data, np.int64, 2, _NAME).tolist()
+        dtype = np.dtype(data[:_NAME].decode().strip())
+        offsets = np.frombuffer(data, np.int64, count, HEADER)
+        return Ragged(np.frombuffer(data, dtype, length, HEADER + offsets.nbytes), offsets)
+
+    def fetch(self, handle: Handle) -> Ragged:
+        """The controller's read, counted."""
+        found = self.get(handle)
+        self.fetched_bytes += handle.nbytes
+        return found
+
+    def free(self, handle: Handle) -> None:
+        """Remove a column; maps of it stay valid. KeyError if it is not there (any more)."""
+        try:
+            (self.folder / handle.key).unlink()
+        except FileNotFoundError:
+            raise KeyError(handle.key) from None
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Free at the end of the block everything that any process put inside it and that is not freed yet."""
+        before = self._keys()
+        try:
+            yield
+        finally:
+            for key in self._keys() - before:
+                (self.folder / key).unlink(missing_ok=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload held now."""
+        return sum((self.folder / key).stat().st_size - HEADER for key in self._keys())
+
+    def _keys(self) -> set[str]:
+        return {path.name for path in self.folder.iterdir()}
+
+
+def _no_room(folder: Path, column: str, size: int, error: OSError) -> StorageError:
+    hint = "; free memory there or set TMPDIR to a larger place" if error.errno == errno.ENOSPC else ""
+    return StorageError(
+        f"payload column {column!r} of {size} bytes could not be put in {folder}: {error.strerror}{hint}"
+    )
