@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilth.plan.packing import balance, micro_batches
+from tilth.plan.packing import APART, balance, divide, micro_batches
 
 lengths = st.lists(st.integers(0, 50), max_size=40)
 
@@ -101,3 +101,97 @@ def test_balance_of_many_rows_is_nearly_even(ranks):
 
 def test_more_ranks_than_rows():
     assert sorted(len(part) for part in balance([3, 1], 4)) == [0, 0, 1, 1]
+
+
+# -- divide ----------------------------------------------------------------------------------------------------------
+
+
+def greatest(costs, parts):
+    return max(sum(costs[r] for r in part) for part in parts)
+
+
+def straddling(groups, parts):
+    """Groups that lie on more than one rank."""
+    held = [{groups[r] for r in part} for part in parts]
+    return {g for a, b in itertools.combinations(held, 2) for g in a & b}
+
+
+rows_with_groups = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 5)), max_size=24)
+
+
+@given(rows_with_groups, st.integers(1, 6), st.booleans(), st.booleans())
+def test_divide_gives_each_row_to_one_part_and_is_balanced(rows, parts, with_lengths, with_groups):
+    lengths, groups = [n for n, _ in rows], [g for _, g in rows]
+    if not (with_lengths or with_groups):
+        with pytest.raises(ValueError, match="lengths or the groups"):
+            divide(None, None, parts)
+        return
+    found = divide(lengths if with_lengths else None, groups if with_groups else None, parts)
+    assert len(found) == parts
+    assert sorted(np.concatenate(found).tolist()) == list(range(len(rows)))
+    assert all((np.diff(p) > 0).all() and p.dtype == np.int64 for p in found)
+    costs = lengths if with_lengths else [1] * len(rows)
+    assert greatest(costs, found) <= APART * greatest(costs, balance(costs, parts)) + 1e-9
+    again = divide(lengths if with_lengths else None, groups if with_groups else None, parts)
+    assert all((a == b).all() for a, b in zip(found, again))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 3), st.integers(1, 4))
+def test_groups_of_equal_rows_stay_together_if_any_assignment_of_whole_groups_is_as_even(sizes, parts, cost):
+    """Brute force: where heaviest-first reaches what the best assignment of whole groups does, no group is split."""
+    groups = [g for g, size in enumerate(sizes) for _ in range(size)]
+    costs = [cost] * len(groups)
+    limit = APART * greatest(costs, balance(costs, parts))
+    best = min(
+        max(sum(cost * s for s, r in zip(sizes, assignment) if r == rank) for rank in range(parts))
+        for assignment in itertools.product(range(parts), repeat=len(sizes))
+    )
+    found = divide(costs, groups, parts)
+    if best > limit:
+        assert straddling(groups, found)
+    heaviest_first = balance([cost * s for s in sizes], parts)
+    if max(sum(cost * sizes[g] for g in part) for part in heaviest_first) <= limit:
+        assert not straddling(groups, found)
+
+
+def test_usual_batches_keep_every_group_whole():
+    """64 prompts x 8 samples on 2, 4 and 8 ranks, with lengths that differ a lot."""
+    groups = np.repeat(np.arange(64), 8)
+    lengths = 20 + (np.arange(512) * 7919) % 300
+    for parts in (2, 4, 8):
+        assert not straddling(groups, divide(lengths, groups, parts))
+        assert not straddling(groups, divide(None, groups, parts))
+
+
+def test_a_group_that_is_too_heavy_for_a_rank_is_split_and_the_others_are_not():
+    groups = [0] * 8 + [1, 1] + [2, 2]
+    found = divide([10] * 12, groups, 3)
+    assert straddling(groups, found) == {0}
+    assert greatest([10] * 12, found) == 40
+
+
+def test_without_groups_divide_is_balance():
+    costs = [5, 9, 1, 7, 3]
+    assert [p.tolist() for p in divide(costs, None, 2)] == [p.tolist() for p in balance(costs, 2)]
+
+
+def test_fewer_rows_than_parts_and_no_rows_at_all():
+    assert sorted(len(p) for p in divide([4, 4], [0, 0], 4)) == [0, 0, 1, 1]
+    assert [len(p) for p in divide([], [], 3)] == [0, 0, 0]
+
+
+def test_names_of_groups_do_not_matter():
+    lengths, groups = [30, 10, 20, 20, 15, 25], np.array([0, 0, 1, 1, 2, 2])
+    renamed = np.array([900, 900, -7, -7, 2**62, 2**62])
+    assert [p.tolist() for p in divide(lengths, groups, 2)] == [p.tolist() for p in divide(lengths, renamed, 2)]
+
+
+def test_sizes_that_differ():
+    with pytest.raises(ValueError, match="2 lengths and 3 groups"):
+        divide([1, 2], [0, 0, 0], 2)
+
+
+def test_many_rows_are_divided_without_delay():
+    start = time.perf_counter()
+    divide(np.arange(100_000) % 997 + 1, np.arange(100_000) // 8, 64)
+    assert time.perf_counter() - start < 10  # 0.5 s on a quiet machine
