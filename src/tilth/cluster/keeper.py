@@ -12,7 +12,7 @@ import sys
 
 
 def main(folder: str) -> None:
-    """Read process ids; a handle on each, where the system has one, tells a worker from a later process of its number."""
+    """Read process ids; a handle on each, where the system has one, tells it from a later process of its number."""
     handles: dict[int, int | None] = {}
     for line in sys.stdin:
         if line.strip() == "done":

@@ -199,8 +199,8 @@ class LocalFleet:
 
 
 def environment(workers: int) -> dict[str, str]:
-    """The environment of each of so many workers on this machine: the controller's own, its import path, threads such
-    that processes x threads stay within the cores, collectives on the loopback interface. What the user has set holds."""
+    """The environment of each of so many workers of this machine: the controller's own and its import path, threads
+    such that they do not exceed the cores together, collectives on the loopback interface. What the user set holds."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
     ours = {
