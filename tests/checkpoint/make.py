@@ -1,11 +1,13 @@
 """Tensors and checkpoints for the tests of this room."""
 
+import json
 from pathlib import Path
 
 import torch
 
-from tilth.checkpoint import save
+from tilth.checkpoint import begin_save, commit_save, save, write_part
 from tilth.checkpoint.manifest import SAFETENSORS_NAMES
+from tilth.core.layout import Layout, Mesh, Ragged
 from tilth.core.random import stream
 
 DTYPES = list(SAFETENSORS_NAMES)
@@ -34,3 +36,37 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def cut(whole: torch.Tensor, layout: Layout, rank: int, flat: bool = False) -> torch.Tensor:
+    """What a rank holds of a tensor: a block, or (ragged, and where ``flat``) its boxes one after another."""
+    boxes = layout.boxes(rank)
+    if flat or len(boxes) > 1 or any(isinstance(p, Ragged) for p in layout.placements):
+        return torch.cat([whole[b.slices].reshape(-1) for b in boxes] or [whole.new_empty(0)])
+    return whole[boxes[0].slices].clone() if boxes else whole.new_empty((0, *layout.shape[1:]))
+
+
+def ranks_of(layouts: dict[str, Layout]) -> list[int]:
+    """All ranks of all meshes."""
+    return sorted({rank for layout in layouts.values() for rank in layout.mesh.ranks})
+
+
+def shares(tensors: dict[str, torch.Tensor], layouts: dict[str, Layout], rank: int, flat: bool = False):
+    """What a rank holds of each tensor whose mesh it is in."""
+    return {n: cut(t, layouts[n], rank, flat) for n, t in tensors.items() if rank in layouts[n].mesh.ranks}
+
+
+def parts_of(folder: Path, whole: dict[str, dict[str, torch.Tensor]], layouts: dict[str, dict[str, Layout]]):
+    """Every rank writes its part of every group, one after another; their reports after a journey as JSON."""
+    made = [
+        write_part(folder, group, f"rank{rank}", shares(tensors, layouts[group], rank), layouts[group], rank)
+        for group, tensors in whole.items()
+        for rank in ranks_of(layouts[group])
+    ]
+    return json.loads(json.dumps(made))
+
+
+def save_sharded(root: Path, step: int, whole, layouts, objects=None, mesh: Mesh | None = None) -> Path:
+    """A checkpoint that several ranks wrote."""
+    folder = begin_save(root, step)
+    return commit_save(folder, root, step, parts_of(folder, whole, layouts), objects or {}, mesh)

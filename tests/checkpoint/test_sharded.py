@@ -1,0 +1,327 @@
+"""Many ranks write one checkpoint, and any layout is read into any other, bit for bit; every byte is written once."""
+
+import itertools
+import json
+import math
+import zlib
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from tests.checkpoint.make import DTYPES, ranks_of, same, save_sharded, shares, tensor
+from tilth.checkpoint import begin_save, commit_save, open_checkpoint, save, state_layouts, write_part
+from tilth.checkpoint.shards import Item, names_to_write, tiling_problem, views
+from tilth.core.errors import CheckpointError
+from tilth.core.layout import Box, Layout, Mesh, Ragged, Replicate, Shard
+
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+NAMES = ("dp", "fsdp", "tp")
+SIZES = st.tuples(*[st.integers(1, 3)] * 3)
+
+
+@st.composite
+def meshes(draw):
+    sizes = draw(SIZES)
+    return Mesh(NAMES, sizes, tuple(draw(st.permutations(range(math.prod(sizes))))))
+
+
+@st.composite
+def layouts(draw, mesh, shape):
+    """Replicas, shards of any dimension in any order, with copies, and a ragged split at the end."""
+    placements = []
+    for size in mesh.sizes:
+        options = [st.just(Replicate())]
+        if shape:
+            copies = [c for c in range(1, size + 1) if size % c == 0]
+            options.append(st.builds(Shard, st.integers(0, len(shape) - 1), st.sampled_from(copies)))
+        placements.append(draw(st.one_of(options)))
+    order = tuple(draw(st.permutations(range(3))))
+    if math.prod(shape) and draw(st.booleans()):
+        last = order[-1]
+        units = draw(st.lists(st.integers(0, 3), min_size=mesh.sizes[last], max_size=mesh.sizes[last]))
+        placements[last] = Ragged(tuple(units))
+        before = Layout(mesh, tuple(Replicate() if i == last else p for i, p in enumerate(placements)), shape, order)
+        numels = {box.numel for rank in mesh.ranks for box in before.boxes(rank)}
+        if not sum(units) or any(n % sum(units) for n in numels):
+            placements[last] = Ragged((1,) + (0,) * (mesh.sizes[last] - 1))
+    return Layout(mesh, tuple(placements), shape, order)
+
+
+@st.composite
+def groups_in_two_layouts(draw):
+    """Tensors, and two layouts of each of them: over one mesh to be saved, over another one to be loaded."""
+    first, second = draw(meshes()), draw(meshes())
+    tensors, saved, loaded = {}, {}, {}
+    for i in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+        tensors[f"t{i}"] = tensor(shape, draw(st.sampled_from(DTYPES)), str(i))
+        saved[f"t{i}"], loaded[f"t{i}"] = draw(layouts(first, shape)), draw(layouts(second, shape))
+    return tensors, saved, loaded
+
+
+@quick
+@given(groups_in_two_layouts(), st.booleans())
+def test_saved_in_one_layout_loaded_in_another(tmp_path_factory, case, flat):
+    tensors, saved, loaded = case
+    path = save_sharded(tmp_path_factory.mktemp("root"), 3, {"g": tensors}, {"g": saved})
+    checkpoint = open_checkpoint(path)
+    checkpoint.verify()
+    assert checkpoint.names("g") == list(tensors)
+    for name, value in tensors.items():
+        assert same(checkpoint.read("g", name), value)
+        _check_entry(checkpoint.entry("g", name), value, path)
+    into = {name: torch.empty_like(value) for name, value in tensors.items()}
+    checkpoint.restore("g", into)
+    assert all(same(into[name], value) for name, value in tensors.items())
+    for rank in ranks_of(loaded):
+        expected = shares(tensors, loaded, rank, flat)
+        into = {name: torch.zeros_like(value) for name, value in expected.items()}
+        checkpoint.restore("g", into, loaded, rank)
+        assert all(same(into[name], value) for name, value in expected.items())
+    stored = sum(value.numel() * value.itemsize for value in tensors.values())
+    assert sum(box.nbytes for name in tensors for box in checkpoint.entry("g", name).boxes) == stored
+
+
+def _check_entry(entry, value, path):
+    """Every element in exactly one box, whose bytes are where the manifest says."""
+    count = np.zeros(value.shape, int)
+    for piece in entry.boxes:
+        count[piece.box.slices] += 1
+        raw = (path / piece.file).read_bytes()[piece.byte0 : piece.byte0 + piece.nbytes]
+        assert raw == bytes(value[piece.box.slices].contiguous().view(-1).view(torch.uint8).tolist())
+        assert zlib.crc32(raw) == piece.checksum
+    assert (count == 1).all()
+
+
+def test_files_are_safetensors_of_boxes(tmp_path):
+    mesh = Mesh(("fsdp",), (2,))
+    whole = {"w": tensor((5, 3)), "b": tensor((4,), torch.bfloat16)}
+    layouts = {"w": Layout(mesh, (Shard(0),), (5, 3)), "b": Layout(mesh, (Replicate(),), (4,))}
+    path = save_sharded(tmp_path, 1, {"model": whole}, {"model": layouts}, {"seed": 4}, mesh)
+    assert sorted(p.name for p in path.iterdir()) == [
+        "manifest.json", "model.rank0.safetensors", "model.rank1.safetensors",
+    ]  # fmt: skip
+    first, second = (load_file(path / f"model.rank{i}.safetensors") for i in range(2))
+    assert set(first) == {"w[0:3,0:3]"} and set(second) == {"w[3:5,0:3]", "b"}  # rank 1 had less to write
+    assert same(first["w[0:3,0:3]"], whole["w"][:3]) and same(second["b"], whole["b"])
+    opened = open_checkpoint(path)
+    assert opened.objects == {"seed": 4} and opened.step == 1
+    assert Mesh.from_json(opened.manifest.layout["mesh"]) == mesh
+    assert opened.manifest.total_bytes == sum(p.stat().st_size for p in path.glob("*.safetensors"))
+
+
+def test_one_rank_that_is_alone_writes_what_save_writes(tmp_path):
+    whole = {"w": tensor((5, 3)), "b": tensor((4,), torch.bfloat16), "s": tensor(())}
+    path = save(tmp_path / "one", 1, {"model": whole}, {"a": 1})
+    layouts = {name: Layout.single(value.shape) for name, value in whole.items()}
+    folder = begin_save(tmp_path / "part", 1)
+    entry = write_part(folder, "model", "", whole, layouts, 0)
+    assert (folder / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["groups"]["model"] == entry["tensors"] and manifest["files"] == entry["files"]
+
+
+def test_a_rank_with_nothing_to_write_makes_no_file(tmp_path):
+    layouts = {"s": Layout(Mesh(("dp",), (3,)), (Replicate(),), ())}
+    path = save_sharded(tmp_path, 1, {"g": {"s": tensor(())}}, {"g": layouts})
+    assert sorted(p.name for p in path.iterdir()) == ["g.rank0.safetensors", "manifest.json"]
+
+
+def test_groups_over_different_meshes(tmp_path):
+    """A policy on ranks 0 to 3, a critic on 4 and 5, a tensor that only two ranks of the policy have."""
+    policy, critic, stage = Mesh(("tp",), (4,)), Mesh(("dp",), (2,), (4, 5)), Mesh(("tp",), (2,), (2, 3))
+    whole = {"policy": {"w": tensor((6, 4)), "head": tensor((7,))}, "critic": {"v": tensor((3,)), "u": tensor((9,))}}
+    layouts = {
+        "policy": {"w": Layout(policy, (Shard(1),), (6, 4)), "head": Layout(stage, (Shard(0),), (7,))},
+        "critic": {n: Layout(critic, (Replicate(),), tuple(v.shape)) for n, v in whole["critic"].items()},
+    }
+    checkpoint = open_checkpoint(save_sharded(tmp_path, 1, whole, layouts))
+    for group, tensors in whole.items():
+        assert checkpoint.names(group) == list(tensors)
+        for rank in ranks_of(layouts[group]):
+            expected = shares(tensors, layouts[group], rank)
+            into = {n: torch.zeros_like(v) for n, v in expected.items()}
+            checkpoint.restore(group, into, layouts[group], rank)
+            assert all(same(into[n], v) for n, v in expected.items())
+    written = {p.name for p in checkpoint.path.glob("critic.*")}
+    assert written == {"critic.rank4.safetensors", "critic.rank5.safetensors"}
+
+
+# ---- balance ----
+
+
+@st.composite
+def items_over_a_mesh(draw):
+    mesh, items = draw(meshes()), []
+    for i in range(draw(st.integers(1, 8))):
+        shape = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=2)))
+        items.append(Item(f"t{i}", draw(layouts(mesh, shape)), draw(st.sampled_from([1, 2, 4, 8]))))
+    return tuple(items)
+
+
+@quick
+@given(items_over_a_mesh())
+def test_every_share_has_one_writer_and_replicas_are_balanced(items):
+    ranks = items[0].layout.mesh.ranks
+    names = {rank: names_to_write(items, rank) for rank in ranks}
+    load, holds = Counter(dict.fromkeys(ranks, 0)), {}
+    for rank, item in itertools.product(ranks, items):
+        boxes = item.layout.boxes(rank)
+        holds.setdefault(rank, []).append(tuple(boxes))
+        if item.name in names[rank]:
+            assert boxes
+            load[rank] += sum(b.numel for b in boxes) * item.itemsize
+    for item in items:
+        written = [b for rank in ranks if item.name in names[rank] for b in item.layout.boxes(rank)]
+        assert tiling_problem(item.layout.shape, written) == ""
+    greatest = max(i.itemsize * sum(b.numel for b in i.layout.boxes(r)) for r in ranks for i in items)
+    for a, b in itertools.combinations(ranks, 2):
+        if holds[a] == holds[b]:
+            assert abs(load[a] - load[b]) <= greatest
+
+
+def test_replicated_parameters_are_spread_over_all_replicas():
+    """A model that every rank has whole: each writes about an eighth."""
+    mesh = Mesh(("dp",), (8,))
+    shapes = [(512, 128), *[(128, 128), (128, 128), (128, 384), (384, 128), (128,)] * 12, (512, 128)]
+    items = tuple(Item(f"t{i:03d}", Layout(mesh, (Replicate(),), s), 4) for i, s in enumerate(shapes))
+    sizes = {item.name: 4 * math.prod(item.layout.shape) for item in items}
+    load = [sum(sizes[name] for name in names_to_write(items, rank)) for rank in range(8)]
+    assert sum(load) == sum(sizes.values())
+    assert max(load) - min(load) <= max(sizes.values()) and max(load) < 1.1 * sum(load) / 8
+
+
+def test_what_all_hold_goes_to_those_with_less():
+    """Rank 0 has the large shard: the norm is written by rank 1, though rank 0 comes first."""
+    mesh = Mesh(("fsdp",), (2,))
+    items = (
+        Item("norm", Layout(mesh, (Replicate(),), (2,)), 4),
+        Item("w", Layout(mesh, (Shard(0),), (5, 4)), 4),
+    )
+    assert names_to_write(items, 0) == {"w"} and names_to_write(items, 1) == {"w", "norm"}
+
+
+def test_planning_for_thousands_of_ranks_takes_moments():
+    mesh = Mesh(("dp", "fsdp", "tp"), (4, 128, 8))
+    matrix, vector = (Replicate(), Shard(0), Shard(1)), (Replicate(), Shard(0), Replicate())
+    items = [Item(f"layers.{i}.w", Layout(mesh, matrix, (4096, 4096)), 4) for i in range(100)]
+    items += [Item(f"layers.{i}.norm", Layout(mesh, vector, (4096,)), 4) for i in range(100)]
+    assert 27 <= len(names_to_write(tuple(items), 4095)) <= 30  # a quarter of the matrices, 1/32 of the vectors
+
+
+# ---- the parts ----
+
+
+@quick
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
+def test_a_hole_and_a_double_are_found(shape, data):
+    shape = tuple(shape)
+    pieces = [Box.whole(shape)]
+    for _ in range(data.draw(st.integers(0, 6))):
+        box = pieces.pop(data.draw(st.integers(0, len(pieces) - 1)))
+        d = data.draw(st.integers(0, len(shape) - 1))
+        at = data.draw(st.integers(0, box.size[d]))
+        for start, size in ((0, at), (at, box.size[d] - at)):
+            offset = (*box.offset[:d], box.offset[d] + start, *box.offset[d + 1 :])
+            pieces.append(Box(offset, (*box.size[:d], size, *box.size[d + 1 :])))
+    pieces = data.draw(st.permutations([p for p in pieces if p.numel]))
+    assert tiling_problem(shape, pieces) == ""
+    i = data.draw(st.integers(0, len(pieces) - 1))
+    problem = tiling_problem(shape, [*pieces[:i], *pieces[i + 1 :]])
+    assert problem.startswith("Box(") and problem.endswith("is missing")
+    assert pieces[i].contains(eval(problem.removesuffix(" is missing"), {"Box": Box}))
+    assert tiling_problem(shape, [*pieces, pieces[i]]) == f"{pieces[i]} is written twice"
+    beyond = Box(pieces[i].offset, (*shape[:-1], shape[-1] + 1))
+    assert tiling_problem(shape, [beyond]) == f"{beyond} is not in a tensor of shape {shape}"
+
+
+def test_a_hole_among_a_million_elements_is_found_at_once():
+    pieces = Layout(Mesh(("a", "b"), (64, 64)), (Shard(0), Shard(1)), (1024, 1024))
+    boxes = [box for rank in range(4096) for box in pieces.boxes(rank)]
+    assert tiling_problem((1024, 1024), boxes) == ""
+    assert tiling_problem((1024, 1024), boxes[:1000] + boxes[1001:]) == f"{boxes[1000]} is missing"
+
+
+@pytest.mark.parametrize(
+    ("local", "boxes", "fits"),
+    [
+        (torch.zeros(2, 3), [Box((4, 0), (2, 3))], True),
+        (torch.zeros(6), [Box((4, 0), (2, 3))], True),
+        (torch.zeros(3, 2), [Box((4, 0), (2, 3))], False),
+        (torch.zeros(5), [Box((1, 2), (1, 1)), Box((2, 0), (1, 4))], True),
+        (torch.zeros(10)[::2], [Box((1, 2), (1, 1)), Box((2, 0), (2, 2))], True),
+        (torch.zeros(6), [Box((1, 2), (1, 1)), Box((2, 0), (1, 4))], False),
+        (torch.zeros(0, 4), [], True),
+        (torch.zeros(0), [], True),
+        (torch.zeros(1), [], False),
+        (torch.zeros(()), [Box((), ())], True),
+        (torch.zeros(1), [Box((), ())], True),
+        (torch.zeros(3, 0), [Box((0, 0), (6, 0))], True),
+    ],
+)
+def test_a_local_tensor_is_the_storage_of_its_boxes(local, boxes, fits):
+    found = views(local, boxes)
+    assert (found is not None) == fits
+    for box, view in zip(boxes, found or ()):
+        assert tuple(view.shape) == box.size
+        view.fill_(1)
+    if fits:
+        assert int(local.sum()) == sum(b.numel for b in boxes)  # views, not copies
+
+
+# ---- the optimizer ----
+
+
+def test_layouts_of_optimizer_state():
+    mesh = Mesh(("dp", "fsdp"), (2, 2))
+    layouts = {"a.weight": Layout(mesh, (Replicate(), Shard(0)), (5, 3)), "b": Layout(mesh, (Replicate(),) * 2, (2,))}
+    names = ["exp_avg.a.weight", "exp_avg_sq.a.weight", "step.a.weight", "momentum_buffer.b"]
+    found = state_layouts(layouts, dict.fromkeys(names))
+    assert list(found) == names
+    assert found["exp_avg.a.weight"] == found["exp_avg_sq.a.weight"] == layouts["a.weight"]
+    assert found["momentum_buffer.b"] == layouts["b"]
+    assert found["step.a.weight"] == Layout(mesh, (Replicate(), Replicate()), ())
+    with pytest.raises(CheckpointError, match=r"step\.c: there is no layout of a parameter 'c'"):
+        state_layouts(layouts, ["step.c"])
+    with pytest.raises(CheckpointError, match=r"exp_inf\.b: where a 'exp_inf' lies is not known; known are exp_avg, "):
+        state_layouts(layouts, ["exp_inf.b"])
+    with pytest.raises(CheckpointError, match=r"optimizer state b: there is no layout"):
+        state_layouts(layouts, ["b"])
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_real_optimizer_goes_from_one_process_to_four_and_back(tmp_path, name):
+    from tilth.config.schema import Optimizer
+    from tilth.training.optim import Optimizers
+
+    parameters = {
+        "model.layers.0.w": torch.nn.Parameter(tensor((6, 4)).nan_to_num(0, 1, 1).clamp(-1, 1)),
+        "norm": torch.nn.Parameter(torch.ones(5)),
+    }
+    optimizers = Optimizers(parameters, Optimizer(name=name))
+    for p in parameters.values():
+        p.grad = torch.full_like(p, 0.5)
+    optimizers.step(0.01)
+    state = optimizers.state_tensors()
+    mesh = Mesh(("fsdp", "tp"), (2, 2))
+    layouts = {
+        "model.layers.0.w": Layout(mesh, (Shard(0), Shard(1)), (6, 4), (1, 0)),
+        "norm": Layout(mesh, (Shard(0), Replicate()), (5,)),
+    }
+    one = open_checkpoint(save(tmp_path / "one", 1, {"optimizer": state}, {}))
+    states = state_layouts(layouts, state)
+    folder = begin_save(tmp_path / "four", 1)
+    parts = []
+    for rank in range(4):
+        mine = {n: torch.zeros_like(t) for n, t in shares(state, states, rank).items()}
+        one.restore("optimizer", mine, states, rank)
+        parts.append(write_part(folder, "optimizer", str(rank), mine, states, rank))
+    four = open_checkpoint(commit_save(folder, tmp_path / "four", 1, parts, {}, mesh))
+    again = {n: torch.zeros_like(t) for n, t in state.items()}
+    four.restore("optimizer", again)
+    assert all(same(again[n], t) for n, t in state.items()) and any(float(t.abs().sum()) for t in state.values())
