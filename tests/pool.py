@@ -16,6 +16,7 @@ ones. They end with the test process however that ends.
 import ctypes
 import importlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -50,7 +51,7 @@ class Pool:
             self.close()
             self._start(2 if n <= 2 else 4)
         for pipe in self._pipes[:n]:
-            pipe.send((function, kwargs))
+            pipe.send_bytes(pickle.dumps((function, kwargs)))
         replies = self._collect(n, time.monotonic() + timeout)
         wrong = {rank: told for rank, (ok, told) in replies.items() if not ok}
         if not wrong and len(replies) == n:
@@ -70,7 +71,7 @@ class Pool:
             for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
                 rank = waiting.pop(pipe)
                 try:
-                    replies[rank] = pipe.recv()
+                    replies[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionError):
                     replies[rank] = (
                         False,
@@ -134,14 +135,15 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str) -> None:
     join(rank, size, f"file://{folder}/meeting", timeout=60.0)
     while True:
         try:
-            path, kwargs = pipe.recv()
+            path, kwargs = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
             module, _, name = path.partition(":")
-            pipe.send((True, getattr(importlib.import_module(module), name)(rank, **kwargs)))
+            reply = True, getattr(importlib.import_module(module), name)(rank, **kwargs)
         except Exception:  # noqa: BLE001 - told to the test, which fails with it
-            pipe.send((False, traceback.format_exc()))
+            reply = False, traceback.format_exc()
+        pipe.send_bytes(pickle.dumps(reply))  # not pipe.send: it would pass tensors through shared memory
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tilth.core.layout import Box, Shape
 from tilth.core.random import fill_normal_, stream
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.config import DecoderConfig
@@ -280,12 +281,18 @@ class Decoder(nn.Module):
         Norms 1, biases 0, matrices N(0, 0.02), those that write to the residual stream scaled by 1 / sqrt(2 layers)
         (GPT-2), which keeps its variance at initialisation independent of depth.
         """
-        residual = 0.02 / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                std = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-                fill_normal_(parameter.data, stream(seed, "init", name), std)
+            self.init_parameter_(name, parameter.data, seed)
+
+    def init_parameter_(
+        self, name: str, piece: Tensor, seed: int, box: Box | None = None, shape: Shape | None = None
+    ) -> None:
+        """``init_weights_`` of one parameter, or of the piece ``box`` of it; shape: the whole parameter's."""
+        residual = 0.02 / math.sqrt(2 * self.config.num_layers)
+        if name.endswith("bias"):
+            piece.zero_()
+        elif piece.ndim == 1:
+            piece.fill_(1.0)
+        else:
+            std = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            fill_normal_(piece, stream(seed, "init", name), std, box, shape)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tilth.core.errors import ModelError
+from tilth.core.layout import Box, Shape
 from tilth.models.decoder import Decoder
 from tilth.models.logprobs import wide
 
@@ -64,3 +65,12 @@ class ValueModel(Decoder):
             raise ModelError(f"{next(iter(own))} is missing in the weights that the value model should begin with")
         for parameter in self.score.parameters():
             parameter.zero_()
+
+    def init_parameter_(
+        self, name: str, piece: Tensor, seed: int, box: Box | None = None, shape: Shape | None = None
+    ) -> None:
+        """As in ``Decoder``; the head is zero, so every value is."""
+        if name.startswith(HEAD):
+            piece.zero_()
+        else:
+            super().init_parameter_(name, piece, seed, box, shape)

@@ -16,16 +16,18 @@ from torch import Tensor
 
 from tilth.config.schema import Optimizer as OptimizerSection
 from tilth.core.batch import Ragged
-from tilth.core.errors import NonFiniteError, TokenCountError
+from tilth.core.errors import NonFiniteError, RecipeError, TokenCountError
 from tilth.models.attention import DropoutContext
 from tilth.models.decoder import Decoder
+from tilth.parallel.grid import DATA, MODEL, Grid
+from tilth.parallel.sharded import Sharded
 from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
 from tilth.training.ema import Average
 from tilth.training.noise import WEIGHT, NoiseScale
 from tilth.training.norms import LayerNorms
 from tilth.training.optim import Optimizers
-from tilth.training.packed import Micro, Scorer, micros, score, shares_prompts
+from tilth.training.packed import Micro, Scorer, cut, plan_micros, score, shares_prompts
 from tilth.training.schedule import lr_factor
 
 Loss = Callable[[Micro], tuple[Tensor, dict[str, Metric]]]
@@ -41,6 +43,8 @@ class UpdateResult:
     """What one optimizer step did. ``metrics`` are the loss's own, of all micro-batches.
 
     tokens: of the batch, prompts included; computed: those that went through the model, a shared prompt once.
+    padded: empty micro-batches that this rank ran because another one had more. On several ranks ``loss`` and
+    ``grad_norm`` are of the whole step; tokens, computed, padded and metrics are of this rank's rows.
     """
 
     loss: float
@@ -50,14 +54,18 @@ class UpdateResult:
     computed: int
     metrics: dict[str, Metric]
     skipped: bool
+    padded: int = 0
 
 
 class TrainEngine:
-    """Owns a model's gradients, optimizer and schedule on one device."""
+    """Owns a model's gradients, optimizer and schedule: on one device, or this rank's part of them.
+
+    All ranks of a sharded model make the same calls, each with rows of its own, any number of them.
+    """
 
     def __init__(
         self,
-        model: Decoder,
+        model: Decoder | Sharded,
         optimizer: OptimizerSection,
         *,
         total_steps: int,
@@ -73,11 +81,15 @@ class TrainEngine:
         """scorer: fills in what the loss needs of a micro-batch; ``training.packed.appraise`` for a value model.
 
         ema: decay of an average of the weights; 0: none. watch: further metrics, as in the recipe's train.watch.
+        RecipeError for what cannot work on parts of parameters.
         """
-        self.model = model
+        self.sharded = Sharded.of(model)
+        self.grid = self.sharded.grid
+        self.model = model = self.sharded.model
+        _check_layout(self.grid, optimizer, watch)
         self.scorer = scorer
         self.section = optimizer
-        self.optimizers = Optimizers(dict(model.named_parameters()), optimizer)
+        self.optimizers = Optimizers(self.sharded.parameters, optimizer)
         self.ema = Average(self.optimizers.parameters, ema)
         self.noise = NoiseScale() if "noise_scale" in watch else None
         self.norms = LayerNorms(list(self.optimizers.parameters)) if "layer_norms" in watch else None
@@ -93,8 +105,9 @@ class TrainEngine:
         if compile:
             model.compile()
         self._compiling = compile
+        self._measure = self.sharded.norm if self.grid.size(*MODEL) > 1 else None
         self._shares = shares_prompts(model.config, parity)
-        self.device = next(model.parameters()).device
+        self.device = next(iter(self.optimizers.parameters.values())).device
 
     def begin(self, peak_lr: float, total_steps: int) -> None:
         """Start a new phase: optimizer state of zeros, averages anew, step 0 of a schedule of this length and peak."""
@@ -130,19 +143,25 @@ class TrainEngine:
         *,
         temperature: float = 1.0,
         entropy: bool = True,
+        starts: np.ndarray | None = None,
     ) -> UpdateResult:
         """One optimizer step on the whole batch.
 
-        tokens: n sequences, N tokens in all; mask: [N], 1 on tokens to learn from; columns: per token [N].
+        tokens: n sequences, N tokens in all; mask: [N], 1 on tokens to learn from; columns: per token [N]. starts:
+        int64 [n], index of each sequence's first token in the whole batch, of which these are one rank's rows: so that
+        dropout masks are those of one device. None: these are all.
         Raises NonFiniteError under the policy "stop", TokenCountError if a token was used twice or not at all.
         """
+        self.sharded.begin()
         self._forget()
         values, computed, metrics = list[Tensor](), 0, list[dict[str, Metric]]()
-        used = np.zeros(len(mask), np.int8)
-        how = {"share": self._shares, "several": self.noise is not None}
-        for i, (index, micro) in enumerate(micros(tokens, mask, columns, self.micro_tokens, self.device, **how)):
+        used, places = np.zeros(len(mask), np.int8), _places(tokens, starts)
+        plan = plan_micros(tokens, mask, self.micro_tokens, share=self._shares, several=self.noise is not None)
+        rounds = self.sharded.agree(len(plan))
+        for i, (index, micro) in enumerate(cut(tokens, mask, columns, plan, self.device)):
+            self.sharded.micro(last=i == rounds - 1)
             with span("forward", micro_batch=i, tokens=micro.computed) as forward:
-                self._score(micro, index, temperature, entropy=entropy)
+                self._score(micro, places[index], temperature, entropy=entropy)
                 value, parts = loss(micro)
             with span("backward", micro_batch=i, tokens=micro.computed) as backward, self._apart(micro, parts):
                 value.backward()
@@ -153,19 +172,26 @@ class TrainEngine:
             computed += micro.computed
             metrics.append(parts)
         _check_used(used)
+        for i in range(len(plan), rounds):
+            with span("padding", micro_batch=i):
+                self.sharded.micro(last=i == rounds - 1)
+                self.sharded.blank().backward()
         total = sum(torch.stack(values).tolist()) if values else 0.0
-        learn = bool(mask.any())
-        result = self._step(total, merge_metrics(metrics), (len(mask), computed), len(tokens.lengths), learn=learn)
+        done = {"tokens": len(mask), "computed": computed, "padded": rounds - len(plan)}
+        result = self._step(total, merge_metrics(metrics), done, len(tokens.lengths), learn=bool(mask.any()))
         self._forget()
         return result
 
     def _step(
-        self, loss: float, metrics: dict[str, Metric], tokens: tuple[int, int], sequences: int, *, learn: bool
+        self, loss: float, metrics: dict[str, Metric], done: dict[str, int], sequences: int, *, learn: bool
     ) -> UpdateResult:
         lr = self.lr
+        with span("reduce"):
+            self.sharded.finish()
+            loss, sequences, learn = self._whole(loss, sequences, learn)
         with span("optimizer"):
             watched = self._layer_norms()
-            norm = self.optimizers.clip(self.section.clip_norm) if learn else 0.0
+            norm = self.optimizers.clip(self.section.clip_norm, self._measure) if learn else 0.0
             finite = math.isfinite(loss) and math.isfinite(norm)
             if not finite and self.nonfinite == "stop":
                 raise NonFiniteError(
@@ -179,7 +205,14 @@ class TrainEngine:
                 metrics |= {name: Metric(value, 1, "mean") for name, value in watched.items()}
         self.steps += 1
         self.updates += 1
-        return UpdateResult(loss, norm, lr, *tokens, metrics, skipped=not (finite and learn))
+        return UpdateResult(loss, norm, lr, metrics=metrics, skipped=not (finite and learn), **done)
+
+    def _whole(self, loss: float, sequences: int, learn: bool) -> tuple[float, int, bool]:
+        """Of all data ranks: all of them come to the same decisions about the step."""
+        if self.grid.size(*DATA) == 1:
+            return loss, sequences, learn
+        summed = self.grid.sum(torch.tensor([loss, sequences, learn], dtype=torch.float64)).tolist()
+        return summed[0], int(summed[1]), summed[2] > 0
 
     def _forget(self) -> None:
         self.optimizers.zero_grad()
@@ -195,7 +228,7 @@ class TrainEngine:
 
     def _noise_scale(self, norm: float, sequences: int) -> dict[str, float]:
         """The averages after this step; no ratio where the noise hides the gradient altogether."""
-        found = self.noise.take(norm, sequences) if self.noise is not None else None
+        found = self.noise.take(norm, sequences, self.grid.gather_rows) if self.noise is not None else None
         if found is None:
             return {}
         ratio = {"noise_scale": found.trace / found.signal} if found.signal > 0 else {}
@@ -207,7 +240,8 @@ class TrainEngine:
             return {}
         weights = {name: p.detach() for name, p in self.optimizers.parameters.items()}
         grads = {name: p.grad for name, p in self.optimizers.parameters.items() if p.grad is not None}
-        measured = {"weight": self.norms.measure(weights), "grad": self.norms.measure(grads)}
+        squares = self.sharded.squares if self._measure is not None else None
+        measured = {"weight": self.norms.measure(weights, squares), "grad": self.norms.measure(grads, squares)}
         return {f"norm/{kind}/{layer}": norm for kind, found in measured.items() for layer, norm in found.items()}
 
     def _score(self, micro: Micro, index: np.ndarray, temperature: float, *, entropy: bool) -> None:
@@ -215,6 +249,23 @@ class TrainEngine:
         if self.model.config.dropout:
             dropout = DropoutContext(self.seed, self.updates, torch.from_numpy(index).to(self.device))
         self.scorer(self.model, micro, temperature=temperature, entropy=entropy, parity=self.parity, dropout=dropout)
+
+
+def _places(tokens: Ragged, starts: np.ndarray | None) -> np.ndarray:
+    """Index of each token in the whole batch: int64 [N]."""
+    own = np.arange(len(tokens.values), dtype=np.int64)
+    return own if starts is None else own + np.repeat(starts - tokens.offsets[:-1], tokens.lengths)
+
+
+def _check_layout(grid: Grid, section: OptimizerSection, watch: Collection[str]) -> None:
+    """RecipeError for what needs whole matrices or whole gradients where a rank has parts of them."""
+    if grid.size(*MODEL) == 1:
+        return
+    layout = f"with fsdp={grid.size('fsdp')} and tp={grid.size('tp')} no rank has one: use dp alone"
+    if section.name == "muon":
+        raise RecipeError(f"optimizer.name=muon orthogonalises whole matrices, and {layout}, or optimizer.name=adamw")
+    if "noise_scale" in watch:
+        raise RecipeError(f"train.watch=noise_scale needs whole gradients of a micro-batch, and {layout}")
 
 
 def _check_used(used: np.ndarray) -> None:

@@ -5,13 +5,16 @@ Here the small ones are a step's micro-batches, which are there anyway, and they
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+Gather = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
+"""From arrays [n] of each rank to those of all ranks, one behind another (``parallel.Grid.gather_rows``)."""
 WEIGHT = "weight"
 """Metric by which a loss tells the share of a micro-batch in it, in any unit; without it, its tokens in the mask."""
 DECAY = 0.98
@@ -90,10 +93,15 @@ class NoiseScale:
         for old, p in zip(before, parameters):
             p.grad = p.grad if old is None else old
 
-    def take(self, norm: float, sequences: int) -> Estimate | None:
-        """The step's parts have become a gradient of this norm: average them in. None before the first estimate."""
+    def take(self, norm: float, sequences: int, gather: Gather | None = None) -> Estimate | None:
+        """The step's parts have become a gradient of this norm: average them in. None before the first estimate.
+
+        gather: brings the parts of all data ranks together.
+        """
         squares = torch.stack(self._squares).tolist() if self._squares else []
-        found = estimate(squares, self._weights, norm * norm, sequences)
+        parts = {"squares": np.array(squares, np.float64), "weights": np.array(self._weights, np.float64)}
+        parts = parts if gather is None else gather(parts)
+        found = estimate(parts["squares"].tolist(), parts["weights"].tolist(), norm * norm, sequences)
         self.forget()
         if found is not None and all(map(math.isfinite, found)):
             self._seen = self.decay * self._seen + 1 - self.decay

@@ -1,7 +1,7 @@
 """Norms of each layer's weights and gradients: where a model grows, and where its gradient comes from."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,11 +27,19 @@ class LayerNorms:
         self.names = list(dict.fromkeys(layers))
         self._slot = dict(zip(parameters, map(self.names.index, layers)))
 
-    def measure(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-        """Layer -> norm of all of its tensors together; a layer without any is left out."""
+    def measure(
+        self, tensors: Mapping[str, Tensor], squares_of: Callable[[Mapping[str, Tensor]], Tensor] | None = None
+    ) -> dict[str, float]:
+        """Layer -> norm of all of its tensors together; a layer without any is left out.
+
+        squares_of: squared norms float64 [len(tensors)] of the whole tensors, where these are this rank's part of them.
+        """
         if not tensors:
             return {}
-        squares = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
+        if squares_of is None:
+            squares = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
+        else:
+            squares = squares_of(tensors)
         slots = torch.tensor([self._slot[name] for name in tensors], device=squares.device)
         found = torch.zeros(len(self.names), dtype=torch.float64, device=squares.device)
         norms = found.index_add_(0, slots, squares).sqrt().tolist()

@@ -4,7 +4,7 @@ Parameters are fp32 masters whatever the compute dtype, so no second copy is kep
 construction as named tensors: a checkpoint can be restored in place before the first step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -76,10 +76,17 @@ class Optimizers:
         for p in self.parameters.values():
             p.grad = None
 
-    def clip(self, max_norm: float) -> float:
-        """Scale gradients to a global L2 norm of at most ``max_norm`` (0: only measure); returns the norm before."""
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+    def clip(self, max_norm: float, measure: Callable[[Mapping[str, Tensor]], float] | None = None) -> float:
+        """Scale gradients to a global L2 norm of at most ``max_norm`` (0: only measure); returns the norm before.
+
+        measure: the norm of all gradients, of which ``parameters`` have this rank's part; None: they have all.
+        """
+        grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        norm = (
+            torch.nn.utils.get_total_norm(grads.values())
+            if measure is None
+            else torch.tensor(measure(grads), dtype=torch.float64)
+        )
         value = float(norm)
         if max_norm and value > max_norm:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)

@@ -15,6 +15,7 @@ from tilth.models.decoder import Decoder
 from tilth.models.rows import take_rows
 from tilth.models.tree import TreeContext, Trees, plant
 from tilth.models.value import ValueModel
+from tilth.parallel.sharded import Sharded
 from tilth.plan.packing import micro_batches
 
 WORTH = 0.9
@@ -71,12 +72,23 @@ def micros(
     share: sequences that begin with the same prompt become trees, where that saves enough. several: what would be one
     micro-batch is split into at least two, unless it is one sequence.
     """
+    return cut(tokens, mask, columns, plan_micros(tokens, mask, max_tokens, share=share, several=several), device)
+
+
+Parts = list[tuple[list[np.ndarray], bool]]
+"""Groups of rows of each micro-batch, and whether the rows of a group share their prompt."""
+
+
+def cut(
+    tokens: Ragged, mask: np.ndarray, columns: Mapping[str, np.ndarray], plan: Parts, device: torch.device
+) -> Iterator[tuple[np.ndarray, Micro]]:
+    """The micro-batches of a plan; otherwise as ``micros``."""
     every = Ragged(np.arange(len(mask)), tokens.offsets)
 
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
-    for groups, shared in _plan(tokens, mask, max_tokens, share, several):
+    for groups, shared in plan:
         rows = np.concatenate(groups)
         part = every.take(rows)
         index = part.values
@@ -85,16 +97,13 @@ def micros(
             prompts = prompt_lengths(Ragged(mask[index], part.offsets))
             marks = np.split(np.arange(len(rows)), np.cumsum([len(g) for g in groups])[:-1])
             trees = plant(Ragged(tokens.values[index], part.offsets), prompts, marks)
-        cut = {name: tensor(values[index]) for name, values in columns.items()}
+        own = {name: tensor(values[index]) for name, values in columns.items()}
         lengths = torch.from_numpy(part.lengths)
-        yield index, Micro(tensor(tokens.values[index]), lengths, tensor(mask[index]), cut, trees)
+        yield index, Micro(tensor(tokens.values[index]), lengths, tensor(mask[index]), own, trees)
 
 
-Parts = list[tuple[list[np.ndarray], bool]]
-"""Groups of rows of each micro-batch, and whether the rows of a group share their prompt."""
-
-
-def _plan(tokens: Ragged, mask: np.ndarray, most: int, share: bool, several: bool) -> Parts:
+def plan_micros(tokens: Ragged, mask: np.ndarray, most: int, *, share: bool = False, several: bool = False) -> Parts:
+    """Which rows make up each micro-batch; arguments as in ``micros``. No rows: no micro-batch."""
     plan = _split(tokens, mask, most, share)
     while several and len(plan) == 1 and len(tokens.lengths) > 1 and most > 1:
         most = min(most, len(mask)) // 2
@@ -209,16 +218,25 @@ def _states(model: Decoder, micro: Micro, chosen: Tensor, parity: bool, dropout:
 
 
 def packed_logprobs(
-    model: Decoder, tokens: Ragged, mask: np.ndarray, *, max_tokens: int, temperature: float = 1.0, parity: bool = False
+    model: Decoder | Sharded,
+    tokens: Ragged,
+    mask: np.ndarray,
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+    parity: bool = False,
 ) -> np.ndarray:
-    """Log-prob of each masked-in token under ``model``, float32 [N]; 0 elsewhere. No gradient."""
+    """Log-prob of each masked-in token under ``model``, float32 [N]; 0 elsewhere. No gradient.
+
+    A sharded model is called by all of its ranks, each with rows of its own, any number of them.
+    """
     return _without_gradient(score, "logprobs", model, tokens, mask, max_tokens, temperature, parity)
 
 
 def packed_values(
-    model: ValueModel, tokens: Ragged, mask: np.ndarray, *, max_tokens: int, parity: bool = False
+    model: ValueModel | Sharded, tokens: Ragged, mask: np.ndarray, *, max_tokens: int, parity: bool = False
 ) -> np.ndarray:
-    """Value of the state before each masked-in token, float32 [N]; 0 elsewhere. No gradient."""
+    """Value of the state before each masked-in token, float32 [N]; 0 elsewhere. No gradient; as ``packed_logprobs``."""
     return _without_gradient(appraise, "values", model, tokens, mask, max_tokens, 1.0, parity)
 
 
@@ -226,7 +244,7 @@ def packed_values(
 def _without_gradient(
     scorer: Scorer,
     what: str,
-    model: Decoder,
+    model: Decoder | Sharded,
     tokens: Ragged,
     mask: np.ndarray,
     max_tokens: int,
@@ -235,8 +253,15 @@ def _without_gradient(
 ) -> np.ndarray:
     """What the scorer fills in, over the micro-batches that an update on the same batch would have: float32 [N]."""
     found = np.zeros(len(mask), np.float32)
-    device = next(model.parameters()).device
-    for index, micro in micros(tokens, mask, {}, max_tokens, device, share=shares_prompts(model.config, parity)):
-        scorer(model, micro, temperature=temperature, entropy=False, parity=parity)
+    sharded = Sharded.of(model)
+    decoder = sharded.model
+    device = next(iter(sharded.parameters.values())).device
+    plan = plan_micros(tokens, mask, max_tokens, share=shares_prompts(decoder.config, parity))
+    blanks = sharded.agree(len(plan)) - len(plan)
+    for index, micro in cut(tokens, mask, {}, plan, device):
+        scorer(decoder, micro, temperature=temperature, entropy=False, parity=parity)
         found[index] = getattr(micro, what).cpu().numpy()
+    for _ in range(blanks):
+        sharded.blank()
+    sharded.reshard()
     return found

@@ -1,0 +1,287 @@
+"""A one-device model spread over a grid: every rank holds its boxes of the parameters and nothing else.
+
+Layouts are applied from outside, first tensor parallelism, then FSDP inside of its shards (torch's ``fully_shard``).
+What acts on parameters (optimizer, averages, checkpoints, publishing) sees plain local tensors that share storage with
+the model, so no operation is dispatched through DTensor. Gradients are sums over all data ranks, never averages: the
+loss of each rank is already divided by denominators of the whole batch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tilth.core.errors import ModelError
+from tilth.core.layout import Box, Layout, Placement, Replicate, Shard
+from tilth.models.attention import PackedContext
+from tilth.models.decoder import Decoder
+from tilth.models.hf import LazyTensors, check_tensors
+from tilth.models.rope import Rope
+from tilth.models.value import HEAD, OUTPUT, ValueModel
+from tilth.parallel.grid import DATA, MODEL, Grid
+from tilth.parallel.tensor import TensorPlan, apply_tensor
+
+Zero = Literal[2, 3]
+Partial = Sequence[tuple[dist.ProcessGroup, Sequence[str]]]
+BUCKET = 1 << 25
+"""Bytes of gradients that are added up in one collective."""
+
+
+def shard(
+    build: Callable[[], Decoder], grid: Grid, *, sp: bool = False, zero: Zero = 3, device: str = "cpu"
+) -> "Sharded":
+    """The model that ``build`` makes, spread over the grid; uninitialised until ``init_`` or ``load_``.
+
+    ``build`` runs on the meta device: no full tensor is ever allocated. sp: sequence parallelism along tp. zero: 3
+    gathers parameters for each micro-batch, 2 once a step (and keeps whole gradients within the step). ModelError
+    if the grid does not fit the model.
+    """
+    with torch.device("meta"):
+        model = build()
+    model.rope = Rope(model.config)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    plan = apply_tensor(model, grid, sp) if grid.size("tp") > 1 else TensorPlan({}, ())
+    if grid.size("fsdp") > 1:
+        _fully_shard(model, grid, zero, device)
+    model.to_empty(device=device)
+    layouts = {name: _layout(grid, shape, plan.placements.get(name, Replicate())) for name, shape in shapes.items()}
+    return Sharded(model, grid, layouts, plan.partial, zero)
+
+
+def _fully_shard(model: Decoder, grid: Grid, zero: Zero, device: str) -> None:
+    mesh = grid.device_mesh(*DATA, device=device)
+    for module in [*model.model.layers, model]:
+        # The root stays gathered after its forward pass: its embedding and head are used again for the loss.
+        fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3 and module is not model)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_reshard_after_backward(zero == 3, recurse=False)
+
+
+def _layout(grid: Grid, shape: tuple[int, ...], tp: Placement) -> Layout:
+    """dp copies; tp splits first, fsdp splits the rows of what tp left."""
+    kinds: dict[str, Placement] = {"fsdp": Shard(0), "tp": tp}
+    mesh = grid.mesh
+    placements = tuple(
+        kinds.get(n, Replicate()) if size > 1 else Replicate() for n, size in zip(mesh.names, mesh.sizes)
+    )
+    order = sorted(range(len(mesh.names)), key=lambda i: (mesh.names[i] != "tp", mesh.names[i] != "fsdp", i))
+    return Layout(mesh, placements, shape, tuple(order))
+
+
+class Sharded:
+    """A model on one rank of a grid. ``model`` is called like the one-device model it was built as."""
+
+    def __init__(
+        self, model: Decoder, grid: Grid, layouts: Mapping[str, Layout], partial: Partial = (), zero: Zero = 3
+    ) -> None:
+        """partial: parameters whose gradients are to be summed over a further group."""
+        self.model, self.grid, self.zero = model, grid, zero
+        self.layouts: dict[str, Layout] = dict(layouts)
+        self._partial = partial
+        self._own = dict(model.named_parameters())
+        self.parameters: dict[str, nn.Parameter] = {name: _local(p) for name, p in self._own.items()}
+        """This rank's part of each parameter, sharing storage with the model: plain tensors, possibly of 0 rows."""
+        self._fsdp = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        wrong = [n for n, p in self.parameters.items() if sum(b.numel for b in self.boxes(n)) != p.numel()]
+        if wrong:
+            raise ModelError(f"{wrong[0]}: the layout says {self.boxes(wrong[0])}, the model has another part of it")
+
+    @classmethod
+    def alone(cls, model: Decoder) -> "Sharded":
+        """A model on one device, as it is."""
+        grid = Grid.alone()
+        return cls(model, grid, {n: _layout(grid, tuple(p.shape), Replicate()) for n, p in model.named_parameters()})
+
+    @classmethod
+    def of(cls, model: "Decoder | Sharded") -> "Sharded":
+        """Itself, or a model on one device."""
+        return model if isinstance(model, Sharded) else cls.alone(model)
+
+    def boxes(self, name: str) -> list[Box]:
+        """What this rank holds of a parameter; nothing if its share is empty."""
+        return self.layouts[name].boxes(self.grid.rank)
+
+    # Weights
+
+    @torch.no_grad()
+    def init_(self, seed: int) -> None:
+        """Fill with what ``Decoder.init_weights_`` gives the whole tensors: the same bits in every layout."""
+        for name, local in self.parameters.items():
+            for box in self.boxes(name):
+                self.model.init_parameter_(name, local.data, seed, box, self.layouts[name].shape)
+        self.reshard()
+
+    @torch.no_grad()
+    def load_(self, tensors: Mapping[str, Tensor], source: str = "state") -> None:
+        """Copy own boxes of whole tensors, read one at a time. ModelError names what is missing or does not fit.
+
+        A value model also begins from the tensors of a decoder: the body is copied, the head is zero.
+        """
+        begins = isinstance(self.model, ValueModel) and not any(name.startswith(HEAD) for name in tensors)
+        left_out = (HEAD, OUTPUT) if begins else ()
+        wanted = {n: layout.shape for n, layout in self.layouts.items() if not (begins and n.startswith(HEAD))}
+        shape_of = tensors.shape if isinstance(tensors, LazyTensors) else (lambda name: tuple(tensors[name].shape))
+        names = [name for name in tensors if not name.startswith(left_out)]
+        check_tensors(source, wanted, {name: shape_of(name) for name in names})
+        for name, local in self.parameters.items():
+            if name in wanted:
+                self._copy(name, tensors[name])
+            else:
+                local.zero_()
+        self.reshard()
+
+    @torch.no_grad()
+    def take(self, name: str, full: Tensor) -> None:
+        """Copy own boxes of one whole tensor."""
+        self._copy(name, full)
+        self.reshard()
+
+    def _copy(self, name: str, full: Tensor) -> None:
+        for box in self.boxes(name):
+            self.parameters[name].copy_(full[box.slices])
+
+    @torch.no_grad()
+    def assemble(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Whole parameters, on every rank; all of a dtype travel in one collective over ("fsdp", "tp")."""
+        group = self.grid.group(*MODEL)
+        if group is None:
+            return {name: self.parameters[name].detach() for name in names}
+        whole: dict[str, Tensor] = {}
+        for dtype in dict.fromkeys(self.parameters[name].dtype for name in names):
+            whole |= self._gather([n for n in names if self.parameters[n].dtype == dtype], group)
+        return {name: whole[name] for name in names}
+
+    def _gather(self, names: Sequence[str], group: dist.ProcessGroup) -> dict[str, Tensor]:
+        ranks = self.grid.ranks(*MODEL)
+        boxes = {rank: [(name, box) for name in names for box in self.layouts[name].boxes(rank)] for rank in ranks}
+        longest = max(sum(box.numel for _, box in held) for held in boxes.values())
+        like = self.parameters[names[0]]
+        own = like.new_zeros(longest)
+        mine = torch.cat([self.parameters[name].detach().flatten() for name in names])
+        own[: mine.numel()] = mine
+        every = [torch.empty_like(own) for _ in ranks]
+        dist.all_gather(every, own, group=group)
+        whole = {name: like.new_empty(self.layouts[name].shape) for name in names}
+        for rank, blob in zip(ranks, every):
+            at = 0
+            for name, box in boxes[rank]:
+                whole[name][box.slices] = blob[at : at + box.numel].view(box.size)
+                at += box.numel
+        return whole
+
+    def reshard(self) -> None:
+        """Forget gathered copies of parameters: the next forward pass gathers anew.
+
+        The root stays gathered after a forward pass without a backward pass, so this must follow every change of
+        parameters and every use; ``begin``, ``finish`` and all that loads call it.
+        """
+        for module in self._fsdp:
+            module.reshard()
+
+    # A step
+
+    def agree(self, micros: int) -> int:
+        """Micro-batches, or blanks in their place, that this rank must run if it has so many of its own.
+
+        Where each of them gathers parameters, all data ranks run as many as the one that has the most.
+        """
+        if not self._fsdp:
+            return micros
+        return self.grid.most(micros) if self.zero == 3 else max(micros, 1)
+
+    def begin(self) -> None:
+        """Before a step: no gradients, no gathered parameters."""
+        for p in (*self.parameters.values(), *self._own.values()):
+            p.grad = None
+        self.reshard()
+
+    def micro(self, last: bool) -> None:
+        """Before a micro-batch of a step: gradients are summed over data ranks as late as the memory allows."""
+        if self._fsdp:
+            root = self._fsdp[0]
+            root.set_is_last_backward(last)
+            if self.zero == 3:
+                root.set_requires_all_reduce(last)
+            else:
+                root.set_requires_gradient_sync(last)
+
+    def blank(self) -> Tensor:
+        """0, by a forward pass of one token that no gradient comes from: takes part in others' collectives.
+
+        It depends on every parameter, so that its backward pass takes part too.
+        """
+        device = next(iter(self.parameters.values())).device
+        hidden = self.model(torch.zeros(1, dtype=torch.int64, device=device), PackedContext([1], device))
+        nothing = hidden[:0].sum().float()
+        for p in self.model.parameters():
+            if not isinstance(p, DTensor):  # gathered now: of the root, which has what the loss uses
+                nothing = nothing + p.flatten()[:0].sum().float()
+        return nothing
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """After the backward passes of a step: ``parameters[name].grad`` becomes the sum over all data ranks."""
+        for name, p in self._own.items():
+            local = self.parameters[name]
+            if isinstance(p, DTensor):
+                local.grad = p.grad.to_local() if isinstance(p.grad, DTensor) else None
+                p.grad = None
+            if local.grad is None and len(self.grid.mesh) > 1:
+                local.grad = torch.zeros_like(local)
+        self.reshard()
+        if not self._fsdp:
+            _add_up([p.grad for p in self.parameters.values() if p.grad is not None], self.grid.group("dp"))
+        for group, names in self._partial:
+            grads = [self.parameters[name].grad for name in names]
+            _add_up([grad for grad in grads if grad is not None], group)
+
+    def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Squared L2 norm of each whole tensor, given every rank's part of it: float64 [len(tensors)].
+
+        tensors: by parameter name, laid out as the parameters are (themselves, their gradients). Replicas count once.
+        """
+        norms = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
+        if self.grid.size(*MODEL) == 1:
+            return norms
+        counts = torch.tensor([self._counts(name) for name in tensors], dtype=torch.float64, device=norms.device)
+        return self.grid.sum(norms * counts, MODEL)
+
+    def norm(self, tensors: Mapping[str, Tensor]) -> float:
+        """L2 norm of all whole tensors together, given every rank's part of them."""
+        return float(self.squares(tensors).sum().sqrt())
+
+    def _counts(self, name: str) -> bool:
+        """Whether this rank, of those that hold the same elements in one replica, is the one that counts them."""
+        layout = self.layouts[name]
+        for dim, placement in zip(layout.mesh.names, layout.placements):
+            copies = self.grid.size(dim) if isinstance(placement, Replicate) else getattr(placement, "copies", 1)
+            if dim in MODEL and self.grid.coordinate(dim) % copies:
+                return False
+        return True
+
+
+def _local(p: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(p.to_local().detach(), p.requires_grad) if isinstance(p, DTensor) else p
+
+
+def _add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Sum over the group, in place, in flat buckets."""
+    if group is None:
+        return
+    bucket: list[Tensor] = []
+    for i, tensor in enumerate(tensors):
+        bucket.append(tensor)
+        following = tensors[i + 1] if i + 1 < len(tensors) else None
+        full = sum(t.nbytes for t in bucket) + (0 if following is None else following.nbytes) > BUCKET
+        if following is None or full or following.dtype != tensor.dtype:
+            flat = bucket[0].flatten() if len(bucket) == 1 else torch.cat([t.flatten() for t in bucket])
+            dist.all_reduce(flat, group=group)
+            for t, summed in zip(bucket, flat.split([t.numel() for t in bucket])):
+                t.copy_(summed.view_as(t))
+            bucket = []

@@ -1,0 +1,167 @@
+"""Layouts under test, and what the ranks of a pool do with a small model under them."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from tilth.config.schema import Optimizer
+from tilth.core.batch import Ragged
+from tilth.core.layout import Mesh
+from tilth.models.config import DecoderConfig
+from tilth.models.decoder import Decoder
+from tilth.models.value import ValueModel
+from tilth.parallel.grid import Grid
+from tilth.parallel.sharded import Sharded, shard
+from tilth.training.engine import TrainEngine
+from tilth.training.losses import negative_log_likelihood
+from tilth.training.packed import appraise, packed_logprobs, packed_values, score
+
+CONFIG = DecoderConfig(
+    vocab_size=33, hidden_size=20, intermediate_size=28, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6,
+    qk_norm=True, tie_embeddings=True,
+)  # fmt: skip
+"""33 rows of the embedding and 1 of the value head divide over no number of ranks."""
+LENGTHS = (5, 9, 4, 12, 3, 7, 6, 11, 8, 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is spread, and how it is trained."""
+
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    sp: bool = False
+    zero: int = 3
+    tied: bool = True
+    value: bool = False
+    double: bool = False
+    checkpointing: bool = False
+    dropout: float = 0.0
+    micro_tokens: int = 16
+    rows: tuple[int, ...] = ()
+    """Rows of the batch for each data rank (the rest go to the last); empty: alike."""
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.fsdp * self.tp
+
+    def __str__(self) -> str:
+        sizes = [f"{n}{s}" for n, s in (("dp", self.dp), ("fsdp", self.fsdp), ("tp", self.tp)) if s > 1]
+        marks = [n for n in ("sp", "value", "double", "checkpointing", "dropout", "rows") if getattr(self, n)]
+        return "-".join(sizes + [f"zero{self.zero}"] * (self.fsdp > 1) + ["untied"] * (not self.tied) + marks)
+
+    @property
+    def alone(self) -> "Case":
+        return replace(self, dp=1, fsdp=1, tp=1, sp=False, rows=())
+
+
+def build(case: Case) -> Decoder:
+    config = replace(CONFIG, tie_embeddings=case.tied, dropout=case.dropout)
+    model = Decoder(config, torch.float64 if case.double else torch.float32)
+    made = ValueModel(model) if case.value else model
+    made.checkpointing = case.checkpointing
+    return made.double() if case.double else made
+
+
+def spread(case: Case, rank: int = 0) -> Sharded:
+    if case.ranks == 1:
+        return Sharded.alone(build(case))
+    grid = Grid.of(Mesh(("dp", "fsdp", "tp"), (case.dp, case.fsdp, case.tp)), rank)
+    return shard(lambda: build(case), grid, sp=case.sp, zero=case.zero)
+
+
+def weights(case: Case) -> dict[str, torch.Tensor]:
+    """Livelier than at initialisation: every term matters, the value head is not zero."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for name, p in build(replace(case, value=False)).named_parameters():
+        found[name] = torch.empty(p.shape, dtype=torch.float64).normal_(0, 0.15, generator=generator)
+        found[name] += 0.8 * (p.ndim == 1)
+    if case.value:
+        found = {n: t for n, t in found.items() if not n.startswith("lm_head")}
+        found["score.weight"] = torch.linspace(-1, 1, CONFIG.hidden_size, dtype=torch.float64)[None]
+        found["score.bias"] = torch.tensor([0.3], dtype=torch.float64)
+    return found
+
+
+def batch() -> tuple[Ragged, np.ndarray]:
+    rng = np.random.default_rng(0)
+    lengths = np.array(LENGTHS)
+    tokens = Ragged.with_lengths(rng.integers(0, CONFIG.vocab_size, lengths.sum()), lengths)
+    return tokens, np.concatenate([[0] + [1] * (n - 1) for n in lengths]).astype(np.uint8)
+
+
+def share(case: Case, sharded: Sharded) -> np.ndarray:
+    """The rows of the batch that this rank has: of every n-th, or as the case says."""
+    grid = sharded.grid
+    part, parts = grid.coordinate("dp") * grid.size("fsdp") + grid.coordinate("fsdp"), grid.size("dp", "fsdp")
+    if not case.rows:
+        return np.arange(len(LENGTHS))[part::parts]
+    return np.split(np.arange(len(LENGTHS)), np.cumsum(case.rows)[: parts - 1])[part]
+
+
+def loss_of(case: Case, mask: np.ndarray):
+    """Divided by a denominator of the whole batch."""
+    total = float(mask.sum())
+    if not case.value:
+        return negative_log_likelihood(total)
+    return lambda micro: (((micro.values - micro.ids / 10) * micro.mask).square().sum() / total, {})
+
+
+def engine_of(case: Case, sharded: Sharded, **options) -> TrainEngine:
+    section = Optimizer(**{"lr": 3e-3, "clip_norm": 0.5, "weight_decay": 0.1, **options.pop("optimizer", {})})
+    how = {"total_steps": 100, "micro_tokens": case.micro_tokens, "scorer": appraise if case.value else score}
+    return TrainEngine(sharded, section, **{**how, **options})
+
+
+def rows_of(case: Case, sharded: Sharded):
+    """This rank's tokens, mask and starts."""
+    tokens, mask = batch()
+    rows = share(case, sharded)
+    own = tokens.take(rows)
+    return own, Ragged(mask, tokens.offsets).take(rows).values, tokens.offsets[rows]
+
+
+def train(rank: int, case: Case, steps: int = 1, init: bool = False, denominator: str = "global", **options) -> dict:
+    """Steps on the same batch: loss and norm of each, scores before, whole gradients of the first, weights after."""
+    sharded = spread(case, rank)
+    sharded.init_(7) if init else sharded.load_(weights(case))
+    names = list(sharded.parameters)
+    found = {"start": sharded.assemble(names), "results": []}
+    found["start"] = {n: t.clone() for n, t in found["start"].items()}
+    engine = engine_of(case, sharded, **options)
+    tokens, mask, starts = rows_of(case, sharded)
+    scored = packed_values if case.value else packed_logprobs
+    whole = batch()[1] if denominator == "global" else mask
+    found["before"] = scored(sharded, tokens, mask, max_tokens=case.micro_tokens)
+    for _ in range(steps):
+        found["results"].append(engine.update(tokens, mask, {}, loss_of(case, whole), starts=starts))
+    found["after"] = scored(sharded, tokens, mask, max_tokens=case.micro_tokens)
+    found["rows"] = share(case, sharded)
+    found["end"] = {n: t.clone() for n, t in sharded.assemble(names).items()}
+    found["metrics"] = found["results"][-1].metrics
+    return found
+
+
+def bytes_held(rank: int, case: Case) -> dict:
+    """Bytes of this rank's parameters, gradients and optimizer state, and of all that the process could reach."""
+    sharded = spread(case, rank)
+    sharded.init_(0)
+    engine = engine_of(case, sharded)
+    zero_grad, engine.optimizers.zero_grad = engine.optimizers.zero_grad, lambda: None
+    tokens, mask, starts = rows_of(case, sharded)
+    zero_grad()
+    engine.update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts)
+    state = engine.optimizers.state_tensors()
+
+    def size(tensors):
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    return {
+        "parameters": size(sharded.parameters.values()),
+        "gradients": size(p.grad for p in sharded.parameters.values()),
+        "state": size(t for n, t in state.items() if not n.startswith("step.")),
+        "boxes": {n: sum(b.numel for b in sharded.boxes(n)) for n in sharded.parameters},
+    }
