@@ -1,22 +1,26 @@
 """What runs in each rank for the tests of tensor parallelism: a model on one device beside its tensor-parallel twin."""
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.models.test_logprobs import LargestTensor
 from tests.models.tiny import decoder, shape
 from tilth.core.batch import Ragged
 from tilth.core.layout import Box, Mesh
-from tilth.models.attention import DropoutContext
+from tilth.models import logprobs
+from tilth.models.attention import DropoutContext, PackedContext
 from tilth.models.decoder import Decoder
+from tilth.models.logprobs import head_logits, token_logprobs
 from tilth.models.value import ValueModel
 from tilth.parallel.grid import Grid
 from tilth.parallel.tensor import TensorPlan, apply_tensor
+from tilth.parallel.vocabulary import Vocabulary, VocabularyHead
 from tilth.training.packed import Micro, appraise, micros, score
 
 SMALL = {"num_layers": 2, "hidden_size": 24, "head_dim": 8, "num_heads": 4, "intermediate_size": 32}
@@ -68,10 +72,10 @@ def add_partial(plan: TensorPlan, model: Decoder, forget: str = "") -> None:
 
 
 def far(found: Tensor, wanted: Tensor) -> float:
-    """Greatest difference, in units of the greatest value wanted (at least 1)."""
+    """Greatest difference, in units of the greatest value wanted (at least 0.01)."""
     if not wanted.numel():
         return 0.0
-    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=0.01))
 
 
 def compare(
@@ -111,3 +115,80 @@ def compare(
         assert torch.equal(p, whole[box.slices])
         distances[name] = far(p.grad, whole.grad[box.slices]) if p.grad is not None else 0.0
     return distances
+
+
+def head(
+    rank: int, tp: int, vocab: int, tokens: int, temperature: float, chunk: int | None, keep: bool
+) -> dict[str, float]:
+    """Log-probs, entropies, logits and their gradients against the undivided head, float64; and what was sent."""
+    generator = torch.Generator().manual_seed(vocab + tokens)
+    hidden = torch.randn(tokens, 6, generator=generator, dtype=torch.float64) * 3
+    weight = torch.randn(vocab, 6, generator=generator, dtype=torch.float64)
+    targets = torch.randint(vocab, (tokens,), generator=generator)
+    probe = torch.randn(2, tokens, generator=generator, dtype=torch.float64)
+    vocabulary = Vocabulary(grid(rank, tp).group("tp"), vocab)
+    own = slice(vocabulary.start, vocabulary.start + vocabulary.rows)
+    divided = VocabularyHead(vocabulary)
+    if not keep:
+        logprobs._KEPT_ELEMENTS, before = 0, logprobs._KEPT_ELEMENTS
+    found = _head(divided, hidden, weight[own], targets, temperature, chunk, probe)
+    if not keep:
+        logprobs._KEPT_ELEMENTS = before
+    wanted = _head(token_logprobs, hidden, weight, targets, temperature, chunk, probe)
+    wanted[3] = wanted[3][own]
+    logits, whole = _logits(divided.logits, hidden, weight[own]), _logits(head_logits, hidden, weight)
+    whole[2] = whole[2][own]
+    names = ("logprobs", "entropy", "of hidden", "of weight", "logits", "logits of hidden", "logits of weight")
+    return {name: far(a, b) for name, a, b in zip(names, [*found, *logits], [*wanted, *whole])}
+
+
+def _head(head, hidden, weight, targets, temperature, chunk, probe) -> list[Tensor]:
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    found = head(hidden, weight, targets, temperature, chunk)
+    grads = torch.autograd.grad(sum((a * b).sum() for a, b in zip(found, probe)), (hidden, weight))
+    return [*(x.detach() for x in found), *grads]
+
+
+def _logits(logits, hidden, weight) -> list[Tensor]:
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    found = logits(hidden, weight)
+    return [found.detach(), *torch.autograd.grad(found.square().sum(), (hidden, weight))]
+
+
+def sent(rank: int, tp: int, sp: bool, checkpointing: bool = False) -> dict[str, int]:
+    """How many collectives the twin issues: forward through the layers, for the log-probs, and backward."""
+    twin = one_device("qwen3", {"num_layers": 3}, torch.float32)
+    twin.checkpointing = checkpointing
+    apply_tensor(twin, grid(rank, tp), sp)
+    ids = torch.arange(200) % 97
+    with Collectives() as forward:
+        hidden = twin(ids, PackedContext([140, 60]))
+    with Collectives() as head, LargestTensor() as seen:
+        found, _ = twin.token_logprobs(hidden, twin.head_weight, ids)
+    with Collectives() as backward:
+        found.sum().backward()
+    return {"forward": forward.count, "head": head.count, "backward": backward.count, "largest": seen.most}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the operations of process groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def nothing(rank: int, tp: int, sp: bool) -> dict[str, tuple[int, ...]]:
+    """A micro-batch without tokens, and one without a token to learn from: they pass, with gradients of zero."""
+    twin = one_device("llama", {}, torch.float32)
+    apply_tensor(twin, grid(rank, tp), sp)
+    for ids, lengths in ((torch.zeros(0, dtype=torch.int64), []), (torch.arange(5), [5])):
+        hidden = twin(ids, PackedContext(lengths))
+        found, entropy = twin.token_logprobs(hidden[:0], twin.head_weight, ids[:0])
+        (found.sum() + entropy.sum() + hidden[:0].sum()).backward()
+    wrong = {n: tuple(p.shape) for n, p in twin.named_parameters() if p.grad is None or p.grad.any()}
+    return {name: found for name, found in wrong.items() if name != "model.norm.weight"}

@@ -73,8 +73,9 @@ def apply_tensor(model: Decoder, grid: Grid, sp: bool) -> TensorPlan:
     Parameters become local pieces (of a model on the meta device: nothing is allocated; else what they held). sp: also
     divide the residual stream over tokens. ModelError if the shape does not divide. Every rank must call it.
     """
-    tp, group, config = grid.size("tp"), grid.group("tp"), model.config
+    tp, config = grid.size("tp"), model.config
     check_tensor(config, tp)
+    group = grid.group("tp")
     copies = max(1, tp // config.num_kv_heads)
     placements = {name: _placement(name, copies) for name, _ in model.named_parameters()}
     if group is None:
