@@ -69,6 +69,37 @@ def new_shape(model: Model, vocab_size: int) -> Shape:
     )
 
 
+def parameter_shapes(shape: DecoderShape, *, value: bool = False) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter, by the names of Hugging Face. value: of a value model on this shape."""
+    width = shape.hidden_size
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, width)}
+    for layer in range(shape.num_layers):
+        found |= {f"model.layers.{layer}.{name}": sizes for name, sizes in _layer_shapes(shape).items()}
+    found["model.norm.weight"] = (width,)
+    if value:
+        return found | {"score.weight": (1, width), "score.bias": (1,)}
+    return found if shape.tie_embeddings else found | {"lm_head.weight": (shape.vocab_size, width)}
+
+
+def _layer_shapes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
+    width, inner = shape.hidden_size, shape.intermediate_size
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    found: dict[str, tuple[int, ...]] = {}
+    for name, rows, columns, bias in (
+        ("self_attn.q_proj", query, width, shape.qkv_bias),
+        ("self_attn.k_proj", key, width, shape.qkv_bias),
+        ("self_attn.v_proj", key, width, shape.qkv_bias),
+        ("self_attn.o_proj", width, query, shape.o_bias),
+        ("mlp.gate_proj", inner, width, shape.mlp_bias),
+        ("mlp.up_proj", inner, width, shape.mlp_bias),
+        ("mlp.down_proj", width, inner, shape.mlp_bias),
+    ):
+        found |= {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
+    norms = ("self_attn.q_norm", "self_attn.k_norm") if shape.qk_norm else ()
+    found |= {f"{name}.weight": (shape.head_dim,) for name in norms}
+    return found | {f"{name}.weight": (width,) for name in ("input_layernorm", "post_attention_layernorm")}
+
+
 def matrices(shape: DecoderShape) -> int:
     """Elements of the weight matrices of all layers."""
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

@@ -1,0 +1,135 @@
+"""Who stands where: the roles of a recipe on ranks, and the parts of a decoder on the ranks of a mesh."""
+
+from dataclasses import dataclass
+
+from tilth.config.checks import check_cluster, learners, pool_of, pools
+from tilth.config.errors import RecipeError
+from tilth.config.schema import Layout as Wanted
+from tilth.config.schema import Recipe
+from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
+from tilth.core.layout import Shape as Sizes
+from tilth.plan.shape import DecoderShape
+
+NAMES = ("dp", "fsdp", "tp")
+"""Dimensions of a role's mesh. Rows are divided over dp and fsdp, elements of parameters over fsdp and tp."""
+_ROWS = ("q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+_COPIED = ("k_proj", "v_proj")
+_COLUMNS = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a role is. ranks: global numbers of its workers; mesh: those, with the dimensions ``NAMES``."""
+
+    pool: str
+    """ "" where all workers are one pool."""
+    ranks: tuple[int, ...]
+    mesh: Mesh
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that take rows of their own."""
+        return self.mesh.sizes[0] * self.mesh.sizes[1]
+
+
+def place(recipe: Recipe) -> dict[str, Placed]:
+    """Role -> where it is, for all roles that a run of this flow can have: policy, reference, critic, rollout, reward,
+    recorder.
+
+    Pools take neighbouring ranks in their order. reward and recorder are one worker, the first of their pool; the
+    recorder, which reads what was generated, is where the reward is. RecipeError where workers, pools and layouts
+    contradict each other, with the key and the values that would work.
+    """
+    check_cluster(recipe)
+    placed = {role: _placed(recipe, role, layout) for role, layout in learners(recipe).items()}
+    if recipe.flow == "pretrain":
+        return placed | {"recorder": _alone(recipe, "policy")}
+    return placed | {
+        "rollout": _placed(recipe, "rollout", recipe.rollout.layout),
+        "reward": _alone(recipe, "reward"),
+        "recorder": _alone(recipe, "reward"),
+    }
+
+
+def ranks_of(recipe: Recipe, pool: str) -> range:
+    """Global numbers of a pool's workers."""
+    first = 0
+    for name, workers in pools(recipe).items():
+        if name == pool:
+            return range(first, first + workers)
+        first += workers
+    raise RecipeError(f"no pool {pool!r} in cluster.pools; there is {', '.join(pools(recipe))}")
+
+
+def _placed(recipe: Recipe, role: str, layout: Wanted) -> Placed:
+    pool = pool_of(recipe, role)
+    ranks = tuple(ranks_of(recipe, pool))
+    dp = layout.dp or len(ranks) // (layout.fsdp * layout.tp)
+    return Placed(pool, ranks, Mesh(NAMES, (dp, layout.fsdp, layout.tp), ranks))
+
+
+def _alone(recipe: Recipe, role: str) -> Placed:
+    pool = pool_of(recipe, role)
+    ranks = (ranks_of(recipe, pool)[0],)
+    return Placed(pool, ranks, Mesh(NAMES, (1, 1, 1), ranks))
+
+
+# ---- what a shape allows ----
+
+
+def check_shape(recipe: Recipe, shape: DecoderShape) -> None:
+    """RecipeError unless heads, key heads and the MLP divide over each role's tp; it names the tp that would work.
+
+    Key heads may also be fewer than the ranks, if they divide them: neighbours then hold the same one. Vocabularies of
+    any size are divided.
+    """
+    for role, layout in learners(recipe).items():
+        wrong = misfit(shape, layout.tp)
+        if wrong:
+            workers = len(ranks_of(recipe, pool_of(recipe, role)))
+            right = [str(n) for n in range(1, workers + 1) if workers % n == 0 and not misfit(shape, n)]
+            values = f"on {workers} workers tp may be {', '.join(right)}"
+            raise RecipeError(f"{role}.layout.tp = {layout.tp} does not divide {wrong}; {values}")
+
+
+def misfit(shape: DecoderShape, tp: int) -> str:
+    """What of this shape cannot be divided over ``tp`` ranks; empty: nothing."""
+    heads, kv_heads, inner = shape.num_heads, shape.num_kv_heads, shape.intermediate_size
+    if heads % tp:
+        return f"model.heads = {heads}"
+    if kv_heads % tp and tp % kv_heads:
+        return f"model.kv_heads = {kv_heads} (nor divided by it)"
+    return f"model.ffn = {inner}" if inner % tp else ""
+
+
+# ---- parameters ----
+
+
+def layouts(shapes: dict[str, Sizes], mesh: Mesh, kv_heads: int) -> dict[str, Layout]:
+    """How each parameter lies over a role's mesh: tp splits first, fsdp the rows of what tp left, dp copies.
+
+    shapes: as ``parameter_shapes`` gives them; kv_heads: of the whole model. Agrees with what ``parallel`` does.
+    """
+    tp = mesh.sizes[mesh.names.index("tp")]
+    return {name: _layout(name, shape, mesh, max(1, tp // kv_heads)) for name, shape in shapes.items()}
+
+
+def _layout(name: str, shape: Sizes, mesh: Mesh, copies: int) -> Layout:
+    kinds: dict[str, Placement] = {"fsdp": Shard(0), "tp": _along_tp(name, copies)}
+    split = (kinds.get(n, Replicate()) if size > 1 else Replicate() for n, size in zip(mesh.names, mesh.sizes))
+    order = sorted(range(len(mesh.names)), key=lambda i: (mesh.names[i] != "tp", mesh.names[i] != "fsdp", i))
+    return Layout(mesh, tuple(split), shape, tuple(order))
+
+
+def _along_tp(name: str, copies: int) -> Placement:
+    module = name.split(".")[-2]
+    if module in _COPIED:
+        return Shard(0, copies)
+    if module in _COLUMNS and name.endswith("weight"):
+        return Shard(1)
+    return Shard(0) if module in _ROWS else Replicate()
+
+
+def elements(parts: dict[str, Layout], rank: int) -> int:
+    """Elements of all parameters that a rank holds."""
+    return sum(box.numel for layout in parts.values() for box in layout.boxes(rank))
