@@ -15,6 +15,7 @@ from functools import partial
 from tilth.cluster.fleet import Call, Fleet, Probe, Reply, place_of
 from tilth.cluster.totals import Totals
 from tilth.core.errors import CallTimeout, TilthError, WorkerLost
+from tilth.trace.spans import in_phase
 
 GRACE = 0.5
 """Seconds that later failures are collected for: a peer's broken collective may be told before the death that broke
@@ -28,6 +29,8 @@ class Flight:
     rank: int
     call: Call
     future: Future[Reply]
+    covered: bool
+    """Whether it was made inside a phase of the step."""
     landed: bool = False
 
 
@@ -49,7 +52,7 @@ class Dispatch:
         if self.failed is not None:
             raise self.failed
         try:
-            flight = Flight(rank, call, self.fleet.submit(rank, call))
+            flight = Flight(rank, call, self.fleet.submit(rank, call), in_phase())
         except TimeoutError:
             self._give_up(self._timeout_error([(rank, call)]))
         with self._changed:
@@ -69,7 +72,7 @@ class Dispatch:
                 self._failures.append(error)
             self._changed.notify_all()
         if error is None:
-            self.totals.add(flight.rank, future.result().totals, flight.call.answer)
+            self.totals.add(flight.rank, future.result().totals, flight.call.answer, flight.covered)
 
     def wait(self, flights: Sequence[Flight]) -> list[Reply]:
         """The replies, when all have come. On a failure of any worker, or when one exceeds its limit: kills all workers

@@ -2,42 +2,46 @@
 
 A worker leaves by itself when its connection ends, but one that is stopped or holds the GIL cannot. This process only
 waits: its standard input names the workers, a line each, and ends with the controller; the line "done" says that there
-is nothing to do. It is run as a file, with the standard library alone, so that it starts in a moment and stays small.
+is nothing to do. It is run as a file and imports nothing of Tilth, so that it starts in a moment and stays small.
 """
 
-import os
 import shutil
-import signal
 import sys
+from collections.abc import Iterable
+
+import psutil
 
 
 def main(folder: str) -> None:
-    """Read process ids; a handle on each, where the system has one, tells it from a later process of its number."""
-    handles: dict[int, int | None] = {}
+    """Read process ids until the end of the controller. An id is looked up at once: later it might be another's."""
+    workers: list[psutil.Process] = []
     for line in sys.stdin:
         if line.strip() == "done":
             return
-        pid = int(line)
-        handles[pid] = _handle(pid)
-    for pid, handle in handles.items():
-        _kill(pid, handle)
+        if psutil.pid_exists(int(line)):
+            workers.append(psutil.Process(int(line)))
+    kill(workers)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _handle(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
-    except ProcessLookupError:
-        return -1
+def kill(workers: Iterable[psutil.Process]) -> None:
+    """End these processes and all that they have started, also what has left their group (reward processes)."""
+    doomed = [process for worker in workers if worker.is_running() for process in (worker, *_below(worker))]
+    for process in doomed:
+        _end(process)
 
 
-def _kill(pid: int, handle: int | None) -> None:
-    """The worker's whole group, if the worker is still the process that was named."""
+def _below(worker: psutil.Process) -> list[psutil.Process]:
     try:
-        if handle is not None:
-            signal.pidfd_send_signal(handle, 0)
-        os.killpg(pid, signal.SIGKILL)
-    except OSError:  # it has left already
+        return worker.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _end(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:  # it has left already
         return
 
 

@@ -189,13 +189,9 @@ class LocalFleet:
         self.folder.remove()
 
     def _kill(self) -> None:
-        """Each with its group: what a role has started goes too."""
+        """All workers and what their roles have started."""
         pids = {link.pid for link in self.links} | {process.pid for process in self._processes.values()}
-        for pid in pids:
-            try:
-                os.killpg(pid, signal.SIGKILL)
-            except ProcessLookupError:  # it has left already
-                continue
+        keeper.kill(psutil.Process(pid) for pid in pids if psutil.pid_exists(pid))
 
 
 def environment(workers: int) -> dict[str, str]:
@@ -230,8 +226,8 @@ def _listen(address: str) -> socket.socket:
 
 
 def _start_keeper(folder: Folder) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", str(Path(keeper.__file__)), str(folder.path)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    command = [sys.executable, "-P", keeper.__file__, str(folder.path)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment(1), start_new_session=True)
 
 
 def _told(code: int) -> str:

@@ -1,7 +1,7 @@
 """Where the time of the workers went, as one process would tell it."""
 
 import threading
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 
 from tilth.trace.spans import Total
 
@@ -18,10 +18,11 @@ class Totals:
         self._lock = threading.Lock()
         self._times: list[Sums] = [{} for _ in range(workers)]
 
-    def add(self, rank: int, totals: dict[str, Total], answers: bool) -> None:
-        """The spans of one call."""
+    def add(self, rank: int, totals: dict[str, Total], answers: bool, covered: bool = False) -> None:
+        """The spans of one call. covered: it was made inside a phase, so that its time is part of that phase's."""
         with self._lock:
             for op, total in totals.items():
+                total = replace(total, phase_seconds=0.0, phase_tokens=0) if covered else total
                 row = [value if answers or not done else 0 for value, done in zip(astuple(total), DONE)]
                 before = self._times[rank].get(op)
                 self._times[rank][op] = row if before is None else [a + b for a, b in zip(before, row)]
