@@ -56,6 +56,14 @@ def test_a_whole_is_accepted_in_any_order(begun):
     assert sorted(p.name for p in folder.parent.iterdir()) == ["step-000001", "step-000002"]
 
 
+def test_who_wrote_is_kept(begun):
+    folder, parts = begun
+    manifest = open_checkpoint(commit_save(folder, folder.parent, 2, parts, {})).manifest
+    assert Mesh.from_json(manifest.layout["mesh"]) == Mesh(("world",), (4,))
+    named = save_sharded(folder.parent, 3, groups("3"), LAYOUTS, mesh=MESH)
+    assert Mesh.from_json(open_checkpoint(named).manifest.layout["mesh"]) == MESH
+
+
 def one_of(parts, group, **wanted):
     return next(p for p in parts if p["group"] == group and all(p[k] == v for k, v in wanted.items()))
 

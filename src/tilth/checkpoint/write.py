@@ -118,11 +118,11 @@ def commit_save(
 ) -> Path:
     """The controller's last act: check the ranks' reports, write the manifest, give the folder its name; its path.
 
-    parts: what ``write_part`` returned, in any order. layout: the mesh of the writers, to be kept (default: one
-    process). CheckpointError if the parts do not hold every tensor exactly once: it names the tensor and the box that
-    is missing or written twice, the rank of which there is no part or two, the file that is not there, or the part of
-    another save. StorageError if writing fails. After either nothing of the attempt remains and what was there before
-    is intact.
+    parts: what ``write_part`` returned, in any order. layout: the mesh of the writers, to be kept (default: the ranks
+    of the parts as they are). CheckpointError if the parts do not hold every tensor exactly once: it names the tensor
+    and the box that is missing or written twice, the rank of which there is no part or two, the file that is not there,
+    or the part of another save. StorageError if writing fails. After either nothing of the attempt remains and what was
+    there before is intact.
     """
     folder, root = Path(folder), Path(root)
     try:
@@ -349,12 +349,17 @@ def _manifest(
     files = {name: file for members in groups.values() for part in members for name, file in part.files.items()}
     return Manifest(
         step=step,
-        layout={"mesh": (layout or Mesh(("world",), (1,))).to_json()},
+        layout={"mesh": (layout or _world(parts)).to_json()},
         files=files,
         groups=tensors,
         objects=dict(objects),
         total_bytes=sum(file.nbytes for file in files.values()),
     )
+
+
+def _world(parts: Sequence[PartEntry]) -> Mesh:
+    ranks = tuple(sorted({part.rank for part in parts})) or (0,)
+    return Mesh(("world",), (len(ranks),), ranks)
 
 
 def _step(folder: Path) -> int:
