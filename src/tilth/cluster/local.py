@@ -15,27 +15,22 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from pathlib import Path
 from typing import IO
 
 import psutil
 
 from tilth.cluster import keeper
-from tilth.cluster.board import Board
 from tilth.cluster.fleet import Call, Probe, Reply
 from tilth.cluster.folder import Folder
 from tilth.cluster.link import Link
 from tilth.cluster.store import FolderStore
+from tilth.cluster.watch import Watch
 from tilth.core.errors import RecipeError, WorkerLost
 
 START = 120.0
 """Seconds in which every worker must have connected: on a busy machine imports are slow."""
 END = 10.0
 """Seconds that a worker has to end by itself."""
-STACK = 1.0
-"""Seconds that a worker has to write its stacks: a signal handler does it, so only a stopped one takes longer."""
-TAIL = 4000
-"""Bytes of a lost worker's log that its error shows."""
 
 
 class LocalFleet:
@@ -56,7 +51,7 @@ class LocalFleet:
         self.folder = folder or Folder.create()
         self.store = FolderStore(self.folder.payload, "controller")
         self.links: list[Link] = []
-        self._board = Board.create(self.folder.board, workers)
+        self.watch = Watch(self.folder, workers)
         self._encoded: tuple[Call | None, bytes] = None, b""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._keeper = _start_keeper(self.folder)
@@ -124,7 +119,7 @@ class LocalFleet:
         if ended:
             raise WorkerLost(f"rank {ended[0]}, start: {self._ending(ended[0])}")
         if time.monotonic() > until:
-            log = _tail(self.folder.log(missing[0]))
+            log = self.watch.log_end(missing[0])
             raise WorkerLost(f"rank {missing[0]}, start: the worker has not connected within {START:g} s{log}")
 
     def submit(self, rank: int, call: Call) -> Future[Reply]:
@@ -135,38 +130,18 @@ class LocalFleet:
 
     def probe(self, rank: int) -> Probe:
         """What the operating system, the phase board and the worker's signal handler say."""
-        pid = self.links[rank].pid
-        try:
-            state = psutil.Process(pid).status()
-        except psutil.NoSuchProcess:
-            return Probe(rank, pid, "gone", self._board.read(rank), "")
-        alive = state not in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
-        return Probe(rank, pid, state, self._board.read(rank), self._stack(rank, pid) if alive else "")
-
-    def _stack(self, rank: int, pid: int) -> str:
-        """What the worker's handler of SIGUSR1 adds to its file. It ends with the main thread's frames."""
-        path, until = self.folder.stack(rank), time.monotonic() + STACK
-        before = size = path.stat().st_size
-        os.kill(pid, signal.SIGUSR1)
-        while time.monotonic() < until:
-            time.sleep(0.02)  # a file of another process, written in one go: nothing to wait on
-            size, last = path.stat().st_size, size
-            if size == last > before:
-                break
-        return path.read_bytes()[before:].decode(errors="replace")
+        return self.watch.probe(rank, self.links[rank].pid)
 
     def _ending(self, rank: int) -> str:
         """How a worker that has left its connection ended."""
-        phase, process = self._board.read(rank), self._processes.get(rank)
-        how = "has ended"
+        how, process = "has ended", self._processes.get(rank)
         if process is not None:
             try:
                 how = _told(process.wait(END))
             except subprocess.TimeoutExpired:
                 how = "has closed its connection"
         pid = process.pid if process is not None else self.links[rank].pid
-        doing = f"in {phase}" if phase else "between calls"
-        return f"the worker (process {pid}) {how} {doing}{_tail(self.folder.log(rank))}"
+        return self.watch.ending(rank, pid, how)
 
     def close(self, kill: bool) -> None:
         """End the workers (kill: at once, else they have END seconds after their connection ended) and remove the
@@ -185,7 +160,7 @@ class LocalFleet:
                 self._kill()
         self._tell("done\n")
         self._keeper.communicate()
-        self._board.close()
+        self.watch.board.close()
         self.folder.remove()
 
     def _kill(self) -> None:
@@ -235,8 +210,3 @@ def _told(code: int) -> str:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
     return f"was killed by {name}{' (often because memory ran out)' if name == 'SIGKILL' else ''}"
-
-
-def _tail(path: Path) -> str:
-    text = path.read_bytes()[-TAIL:].decode(errors="replace").strip() if path.exists() else ""
-    return "; its log ends:\n" + "\n".join(f"    {line}" for line in text.splitlines()) if text else ""

@@ -4,10 +4,8 @@ One thread receives, so that the end of the connection ends the process at once 
 socket, multiprocessing.connection); the main thread executes the calls in the order of arrival.
 """
 
-import faulthandler
 import os
 import pickle
-import signal
 import sys
 import threading
 from functools import partial
@@ -20,6 +18,7 @@ from tilth.cluster.fleet import Call, Failure, Reply
 from tilth.cluster.folder import Folder
 from tilth.cluster.host import Host, failure
 from tilth.cluster.store import FolderStore
+from tilth.cluster.watch import show_stacks
 
 GONE = 70
 """Exit code of a worker whose controller is gone."""
@@ -27,8 +26,7 @@ GONE = 70
 
 def main(folder: Folder, rank: int, workers: int, timeout: float) -> None:
     """Connect to the controller of this folder and serve it until it says ``end``."""
-    stack = open(folder.stack(rank), "w")  # noqa: SIM115 - it stays open: the signal handler writes to it
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    show_stacks(folder.stack(rank))
     board = Board(folder.board)
     host = Host(
         rank,
@@ -58,7 +56,7 @@ class Serving:
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
         while not self._ended:
             answer = self._execute(self._inbox.get())
-            self._controller.send_bytes(_encoded(answer))
+            self._controller.send_bytes(encoded(answer))
 
     def _receive(self) -> None:
         while True:
@@ -79,7 +77,8 @@ class Serving:
         return answer
 
 
-def _encoded(answer: Reply | Failure) -> bytes:
+def encoded(answer: Reply | Failure) -> bytes:
+    """An answer as it travels; one that cannot be pickled becomes the Failure that says so."""
     try:
         return pickle.dumps(answer, protocol=5)
     except Exception as error:  # noqa: BLE001 - whatever an answer's class raises; the controller is told
