@@ -54,9 +54,11 @@ def shard(
 
 def _fully_shard(model: Decoder, grid: Grid, zero: Zero, device: str) -> None:
     mesh = grid.device_mesh(*DATA, device=device)
+    empty = {p for p in model.parameters() if not p.numel()}  # of a small vocabulary; fully_shard cannot reduce it
     for module in [*model.model.layers, model]:
         # The root stays gathered after its forward pass: its embedding and head are used again for the loss.
-        fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3 and module is not model)
+        reshard = zero == 3 and module is not model
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=empty)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

@@ -178,7 +178,12 @@ def _divide_tokens(model: Decoder, group: Group) -> None:
 
     model.register_forward_pre_hook(narrow)
     model.model.norm.register_forward_hook(lambda _, args, x: gather_copies(x, group))
-    model.register_forward_hook(lambda _, args, x: x[: args[0].shape[0]])
+    model.register_forward_hook(lambda _, args, x: _without_fillers(x, args[0].shape[0]))
+
+
+def _without_fillers(x: Tensor, rows: int) -> Tensor:
+    # A copy: fully_shard hangs its hooks on what the model returns, and those on a view are easily lost.
+    return x if x.shape[0] == rows else x[:rows].clone()
 
 
 def _narrowed(ctx: AttentionContext, group: Group) -> AttentionContext:
