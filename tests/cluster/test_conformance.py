@@ -1,0 +1,272 @@
+"""What every backend must do, run on each of them with real processes.
+
+A backend joins by a line in BACKENDS; ``open_cluster`` makes it. With one worker everything holds too.
+"""
+
+import itertools
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests.cluster.workers import HERE, Odd
+from tilth.cluster.cluster import open_cluster
+from tilth.cluster.lazy import LazyBatch, LazyMap
+from tilth.core.batch import Batch, Ragged
+from tilth.core.errors import DataError, RecipeError, WorkerError, WorkerLost
+from tilth.core.layout import Mesh
+from tilth.trace.spans import recorder
+
+BACKENDS = [("inline", 1), *(pytest.param(("local", n), marks=pytest.mark.dist) for n in (1, 4))]
+FACTOR = 2.5
+
+
+def mesh_of(workers):
+    return Mesh(("dp", "fsdp", "tp"), (1, 2, 2) if workers == 4 else (1, 1, workers))
+
+
+@pytest.fixture(scope="module", params=BACKENDS, ids=lambda p: f"{p[0]}-{p[1]}")
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def cluster(backend):
+    with open_cluster(*backend, timeout=60.0) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def echo(cluster):
+    """On all workers; the lambda is of this module, so it travels by value."""
+    return cluster.group("echo", f"{HERE}:echo", {"scale": lambda x: FACTOR * x}, mesh_of(cluster.workers))
+
+
+def batch_of(count, length=3):
+    ids = np.arange(count)
+    return Batch({"id": ids, "x": ids / 7, "length": np.full(count, length)})
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 50])
+def test_rows_go_and_come_back_in_order(echo, count):
+    batch = batch_of(count)
+    found = echo.same(batch)
+    assert found.rows.keys() == batch.rows.keys() and all(np.array_equal(found[c], batch[c]) for c in batch.rows)
+    assert echo.scaled(batch)["y"].tolist() == [FACTOR * x for x in batch["x"].tolist()]
+
+
+def test_metrics_are_those_of_the_whole(echo):
+    found = echo.total(batch_of(9))["x"]
+    assert found.total == pytest.approx(batch_of(9)["x"].sum()) and found.count == 9
+
+
+def test_each_rank_gets_its_own(echo):
+    items = [f"item-{i}" for i in range(echo.world_size)]
+    assert echo.each(items, plain=3) == [(rank, item, 3) for rank, item in enumerate(items)]
+
+
+def test_a_role_is_told_where_it_is(cluster, echo):
+    found = echo.about()
+    assert (found["role"], found["rank"], found["workers"]) == ("echo", 0, cluster.workers)
+    assert found["mesh"] == mesh_of(cluster.workers) and found["timeout"] == 60.0
+    assert bool(found["meeting"]) == (cluster.workers > 1) and found["roles"] in ([], ["echo"])
+
+
+def test_a_role_without_a_mesh_is_on_worker_0_and_sees_the_roles_made_before(cluster, echo):
+    single = cluster.group("single", f"{HERE}:echo", {})
+    assert single.world_size == 1 and len(single.pid()) == 1
+    assert single.pid()[0] == echo.pid()[0]
+    assert "echo" in single.about()["roles"]
+
+
+def test_methods_without_a_protocol_are_refused_with_what_is_offered(echo):
+    with pytest.raises(AttributeError, match="role echo has no method 'scale'; it offers about, "):
+        echo.scale()
+
+
+def test_payload_goes_from_worker_to_worker(cluster, echo):
+    with cluster.store.scope():
+        batch = echo.think(batch_of(10, length=4))
+        assert echo.sums(batch)["sum"].tolist() == [4 * i + 6 for i in range(10)]
+        chosen = batch.select(np.array([7, 2, 2]))
+        assert echo.sums(chosen)["sum"].tolist() == [34, 14, 14]
+
+
+def test_a_read_of_the_controller_is_counted(cluster, echo):
+    with cluster.store.scope():
+        batch = echo.think(batch_of(10, length=4))
+        before = cluster.store.fetched_bytes
+        echo.sums(batch).wait() if cluster.workers > 1 else echo.sums(batch)
+        assert cluster.store.fetched_bytes == before
+        tokens = batch.fetch(cluster.store, "tokens")["tokens"]
+        assert [tokens.row(i)[0] for i in range(10)] == list(range(10))
+        assert cluster.store.fetched_bytes - before == sum(h.nbytes for h in batch.payload["tokens"].handles)
+
+
+def test_a_scope_frees_what_anyone_put_inside_it(cluster, echo):
+    kept = echo.put([1])
+    own = cluster.store.put("own", Ragged.of([np.arange(3)]))
+    before = cluster.store.nbytes
+    with cluster.store.scope():
+        echo.think(batch_of(10))  # nobody waits for it: the scope does
+        inner = echo.put([2, 3])
+        freed = cluster.store.put("freed", Ragged.of([np.arange(3)]))
+        cluster.store.free(freed)
+        assert echo.get(inner) == [2, 3] and cluster.store.nbytes > before
+    assert cluster.store.nbytes == before
+    with pytest.raises(KeyError):
+        cluster.store.get(inner)
+    assert echo.get(kept) == [1] and echo.get(own) == [0, 1, 2]
+    cluster.store.free(kept)
+    cluster.store.free(own)
+    with pytest.raises(KeyError):
+        cluster.store.free(own)
+
+
+def test_a_scope_frees_after_an_exception_too(cluster, echo):
+    before = cluster.store.nbytes
+    with pytest.raises(RuntimeError), cluster.store.scope():
+        echo.put([1, 2])
+        raise RuntimeError
+    assert cluster.store.nbytes == before
+
+
+def test_keys_of_all_ranks_differ(cluster, echo):
+    with cluster.store.scope():
+        batches = [echo.think(batch_of(8)) for _ in range(3)] + [echo.same(echo.think(batch_of(8)))]
+        keys = [h.key for batch in batches for h in batch.payload["tokens"].handles]
+        assert len(set(keys)) == len(keys)
+
+
+def test_times_of_the_workers_come_with_the_answers(cluster, echo):
+    cluster.totals()
+    with cluster.store.scope():
+        echo.think(batch_of(10, length=4))
+    found = cluster.totals()["think"]
+    assert found.tokens == 40  # copies along tp are not counted again
+    assert found.count == 1 and found.seconds > 0
+    assert "think" not in cluster.totals()
+
+
+def test_answers_that_are_not_read_yet_are_arguments(cluster, echo):
+    with cluster.store.scope():
+        assert echo.sums(echo.same(echo.think(batch_of(5))))["sum"].tolist() == [3 * i + 3 for i in range(5)]
+
+
+def test_a_worker_of_one_answers_at_once_and_plainly(cluster, echo, backend):
+    if backend[0] != "inline":
+        pytest.skip("the others are lazy")
+    assert type(echo.same(batch_of(2))) is Batch and type(echo.total(batch_of(2))) is dict
+
+
+def test_calls_of_one_worker_run_one_after_the_other_in_call_order(cluster, echo):
+    one, two = (cluster.group(name, f"{HERE}:echo", {}, mesh_of(cluster.workers)) for name in ("one", "two"))
+    found = [one.timed("a", 0.05), two.timed("b", 0.05), one.timed("c", 0.05)]
+    spans = {key: times for part in found for key, times in part.items()}
+    for rank in {rank for _, rank in spans}:
+        order = [spans[name, rank] for name in "abc" if (name, rank) in spans]
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(order))
+
+
+def test_bytes_through_the_controller_do_not_grow_with_the_tokens(cluster, echo, backend):
+    """Nothing reads payload in the controller: its store would say so."""
+    sizes = []
+    for length in (4, 4000):
+        with cluster.store.scope():
+            before = cluster.store.fetched_bytes
+            batch = echo.think(batch_of(64, length))
+            echo.sums(batch)["sum"]
+            assert cluster.store.fetched_bytes == before
+            sizes.append(sum(v.nbytes for v in batch.rows.values()) / 64)
+            assert cluster.store.nbytes >= 64 * length * 8
+    assert sizes[0] == sizes[1] <= 200
+
+
+def test_every_worker_writes_its_trace(cluster, echo, tmp_path):
+    from tilth.trace.read import read_events
+
+    with open_cluster("local", 2) if cluster.workers > 1 else open_cluster("inline", 1) as traced:
+        traced.trace(tmp_path, 0)
+        group = traced.group("echo", f"{HERE}:echo", {}, Mesh(("dp",), (traced.workers,)))
+        with traced.store.scope():
+            group.think(batch_of(4))
+    assert not recorder.recording
+    events = read_events(tmp_path).to_pylist()
+    assert {e["rank"] for e in events if e["op"] == "think"} == set(range(traced.workers))
+
+
+def test_roles_are_closed_at_the_end(backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("TILTH_TEST_CLOSED", str(tmp_path))
+    with open_cluster(*backend) as cluster:
+        cluster.group("faulty", f"{HERE}:faulty", {}, Mesh(("dp",), (cluster.workers,)))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"closed-faulty-{r}" for r in range(cluster.workers)]
+    cluster.close()  # twice is fine
+
+
+@pytest.mark.parametrize(
+    "kind, error", [("data", DataError), ("odd", Odd), ("value", WorkerError), ("exit", WorkerError)]
+)
+def test_what_a_worker_raises(backend, kind, error):
+    if backend == ("inline", 1):
+        error = {"value": ValueError, "exit": SystemExit}.get(kind, error)
+    with pytest.raises(error, match="it is wrong") as raised, open_cluster(*backend) as cluster:
+        group = cluster.group("faulty", f"{HERE}:faulty", {}, Mesh(("dp",), (cluster.workers,)))
+        dict(group.fail(cluster.workers - 1, kind))
+    if backend[0] != "inline":
+        told = str(raised.value) + "".join(getattr(raised.value, "__notes__", []))
+        assert told.startswith(f"role faulty, rank {backend[1] - 1}, fail: ")
+        assert "in fail\n" in told and "raise {" in told  # the line that raised
+
+
+def test_an_error_in_a_factory_comes_up(backend):
+    with pytest.raises(DataError, match=r"corpus.txt: empty"), open_cluster(*backend) as cluster:
+        cluster.group("broken", f"{HERE}:broken", {})
+
+
+def test_payload_outlives_the_rank_that_made_it(backend):
+    if backend[1] == 1:
+        pytest.skip("the only rank")
+    with open_cluster(*backend, timeout=60.0) as cluster:
+        first = cluster.group("first", f"{HERE}:echo", {})
+        second = cluster.group("second", f"{HERE}:echo", {}, Mesh(("dp",), (1,), (1,)))
+        handle = first.put([5, 6, 7])
+        os.kill(first.pid()[0], signal.SIGKILL)
+        assert second.get(handle) == [5, 6, 7]
+        with pytest.raises(WorkerLost, match="role first, rank 0, pid"):
+            first.pid()
+
+
+def test_roles_in_disjoint_pools_overlap_and_lazy_answers_wait(backend):
+    if backend[1] == 1:
+        pytest.skip("one pool")
+    with open_cluster(*backend, timeout=60.0) as cluster:
+        left = cluster.group("left", f"{HERE}:echo", {}, Mesh(("dp",), (2,), (0, 1)))
+        right = cluster.group("right", f"{HERE}:echo", {}, Mesh(("dp",), (2,), (2, 3)))
+        began = time.monotonic()
+        a, b = left.timed("a", 0.5), right.timed("b", 0.5)
+        assert isinstance(a, LazyMap) and repr(a) == "LazyMap(not resolved)"
+        spans = {**a, **b}
+        took = time.monotonic() - began
+        assert all(spans["b", r][0] < spans["a", s][1] for r in (2, 3) for s in (0, 1))  # b began before a ended
+        assert all(spans["a", s][0] < spans["b", r][1] for r in (2, 3) for s in (0, 1))
+        assert took < sum(end - start for (_, rank), (start, end) in spans.items() if rank in (0, 2))
+        lazy = left.think(batch_of(3))
+        assert isinstance(lazy, LazyBatch) and len(right.sums(lazy)) == 3
+
+
+def test_wrong_requests_name_what_would_work():
+    with pytest.raises(
+        RecipeError, match=r"cluster.workers = 4: backend inline has one worker; use cluster.backend=local"
+    ):
+        open_cluster("inline", 4)
+    with pytest.raises(RecipeError, match=r"cluster.backend = 'mpi': unknown; use inline, local, ray"):
+        open_cluster("mpi", 1)
+    with pytest.raises(RecipeError, match=r"cluster.workers = 0: at least 1"):
+        open_cluster("local", 0)
+    with (
+        pytest.raises(ValueError, match="role x: rank 1 is not among the workers 0 to 0"),
+        open_cluster("inline", 1) as cluster,
+    ):
+        cluster.group("x", f"{HERE}:echo", {}, Mesh(("dp",), (2,)))

@@ -1,0 +1,222 @@
+"""Deal and gather are inverse, whatever the mesh, the number of rows and the division."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cluster.workers import Echo, Metric
+from tilth.cluster.protocol import Deal, Transfer, deal, evenly, gather, offered, parts, place, transfer_of
+from tilth.core.batch import Batch, Column, Handle, Ragged
+from tilth.core.layout import Mesh
+
+ROWS = Transfer("rows", "rows")
+
+
+def run(how, mesh, function, *args, divide=evenly, **kwargs):
+    """What a backend does, without processes; answers that are not wanted are lost on the way."""
+    dealt = deal(how, mesh, divide, args, kwargs)
+    values = [function(*a, **k) if answer else None for (a, k), answer in zip(dealt.arguments, dealt.answers)]
+    return gather(how, dealt, values)
+
+
+@st.composite
+def meshes(draw):
+    names = draw(st.permutations(["dp", "fsdp", "tp"]))[: draw(st.integers(1, 3))]
+    sizes = tuple(draw(st.integers(1, 3)) for _ in names)
+    first = draw(st.integers(0, 5))
+    return Mesh(tuple(names), sizes, tuple(range(first, first + int(np.prod(sizes)))))
+
+
+def batch_of(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return Batch({"id": np.arange(count), "length": rng.integers(0, 9, count), "x": rng.random(count)})
+
+
+def divided_by(seed):
+    def divide(batch, count):
+        owner = np.random.default_rng(seed).integers(0, count, len(batch))
+        return [np.random.default_rng(i).permutation(np.flatnonzero(owner == i)) for i in range(count)]
+
+    return divide
+
+
+def same(a, b):
+    assert a.rows.keys() == b.rows.keys()
+    assert all(np.array_equal(a[c], b[c]) and a[c].dtype == b[c].dtype for c in a.rows)
+
+
+@given(meshes(), st.integers(0, 20), st.integers(0, 99))
+def test_an_identity_gives_the_batch_back(mesh, count, seed):
+    batch = batch_of(count, seed)
+    same(run(ROWS, mesh, lambda b: b, batch), batch)
+    same(run(ROWS, mesh, lambda b: b, batch, divide=divided_by(seed)), batch)
+
+
+@given(meshes(), st.integers(0, 20), st.integers(0, 99))
+def test_rows_made_anew_come_back_in_the_order_of_the_whole(mesh, count, seed):
+    batch = batch_of(count, seed)
+    found = run(ROWS, mesh, lambda b: Batch({"twice": b["x"] * 2}), batch, divide=divided_by(seed))
+    same(found, Batch({"twice": batch["x"] * 2}))
+
+
+@given(meshes(), st.integers(0, 20), st.integers(0, 99))
+def test_a_worker_may_reorder_its_rows_if_it_keeps_their_numbers(mesh, count, seed):
+    batch = batch_of(count, seed)
+    found = run(ROWS, mesh, lambda b: b.select(np.arange(len(b))[::-1]), batch, divide=divided_by(seed))
+    one_part = parts(mesh, ROWS.over) == 1  # then the rows carry no numbers, and the answer is the worker's own
+    same(found, batch.select(np.arange(count)[::-1]) if one_part else batch)
+
+
+@given(meshes(), st.integers(0, 20))
+def test_every_part_knows_where_its_rows_and_tokens_stand_in_the_whole(mesh, count):
+    batch = batch_of(count)
+    dealt = deal(ROWS, mesh, evenly, [batch], {})
+    if parts(mesh, ROWS.over) == 1:
+        assert all(a.args[0] is batch for a in dealt.arguments) and dealt.rows is None
+        return
+    before = np.concatenate([[0], np.cumsum(batch["length"])])
+    for (part,), _ in dealt.arguments:
+        assert (
+            np.array_equal(part["start"], before[part["row"]]) and part["row"].dtype == part["start"].dtype == np.int64
+        )
+        assert np.array_equal(part["id"], part["row"])
+
+
+@given(meshes())
+def test_one_rank_speaks_for_each_part_and_copies_get_the_same(mesh):
+    over = ("dp", "fsdp")
+    places = [place(mesh, i, over) for i in range(len(mesh))]
+    speakers = [part for part, collects in places if collects]
+    assert speakers == list(range(parts(mesh, over)))  # one for each, in rank order where tp is the last dimension
+    for index, (part, _) in enumerate(places):
+        at = dict(zip(mesh.names, mesh.coordinates(mesh.ranks[index])))
+        row_major = 0
+        for name, size in zip(mesh.names, mesh.sizes):
+            row_major = row_major * size + at[name] if name in over else row_major
+        assert part == row_major
+
+
+def test_ranks_along_tp_share_one_message():
+    mesh = Mesh(("dp", "tp"), (2, 2))
+    dealt = deal(ROWS, mesh, evenly, [batch_of(5)], {})
+    assert dealt.arguments[0] is dealt.arguments[1] and dealt.arguments[2] is dealt.arguments[3]
+    assert dealt.answers == [True, False, True, False]
+
+
+def test_fewer_rows_than_ranks_leave_empty_parts_that_are_called_all_the_same():
+    seen = []
+    run(ROWS, Mesh(("dp",), (4,)), lambda b: seen.append(len(b)) or b, batch_of(2))
+    assert seen == [1, 1, 0, 0]
+
+
+def test_batches_in_keyword_arguments_are_divided_too_and_other_arguments_are_not():
+    found = run(Transfer("rows", "all"), Mesh(("dp",), (2,)), lambda a, n, b: (len(a), n, len(b)), batch_of(5), 7,
+                b=batch_of(5))  # fmt: skip
+    assert found == [(3, 7, 3), (2, 7, 2)]
+
+
+def test_other_dimensions_can_be_the_ones_that_divide():
+    how = Transfer("rows", "rows", over=("dp", "tp"))
+    dealt = deal(how, Mesh(("dp", "fsdp", "tp"), (1, 2, 2)), evenly, [batch_of(4)], {})
+    assert [a.args[0]["id"].tolist() for a in dealt.arguments] == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    assert dealt.answers == [True, True, False, False]
+
+
+def test_a_part_refers_only_to_the_payload_that_it_needs():
+    handles = [Handle(f"tokens-{i}", 100) for i in range(4)]
+    column = Column(
+        tuple(handles), np.repeat(np.arange(4, dtype=np.int16), 2), np.tile(np.arange(2, dtype=np.int32), 4)
+    )
+    dealt = deal(ROWS, Mesh(("dp",), (2,)), evenly, [Batch({"id": np.arange(8)}, {"tokens": column})], {})
+    first, second = (a.args[0].payload["tokens"] for a in dealt.arguments)
+    assert first.handles == tuple(handles[:2]) and second.handles == tuple(handles[2:])
+    parts_of = [Ragged.of([np.array([10 * i]), np.array([10 * i + 1])]) for i in range(4)]
+    assert second.assemble(parts_of[2:]).values.tolist() == [20, 21, 30, 31]
+
+
+def test_payload_of_parts_is_one_column_again():
+    def think(part):
+        handle = Handle(f"of-{part['id'].tolist()}", 8)
+        return part.with_payload(tokens=Column.whole(handle, len(part)))
+
+    rows = [np.array(r) for r in ([4, 0], [], [2, 1, 3])]
+    found = run(ROWS, Mesh(("dp",), (3,)), think, batch_of(5), divide=lambda batch, count: rows)
+    column = found.payload["tokens"]
+    where = [(column.handles[p].key, r) for p, r in zip(column.part, column.row.tolist())]
+    first, last = "of-[4, 0]", "of-[2, 1, 3]"
+    assert where == [(first, 1), (last, 1), (last, 0), (last, 2), (first, 0)]
+
+
+def test_an_empty_part_adds_no_column_of_another_kind():
+    """Of no rows a worker may make floats; they must not turn the integers of the others into floats."""
+    answer = run(ROWS, Mesh(("dp",), (3,)), lambda b: Batch({"n": b["id"] if len(b) else np.zeros(0)}), batch_of(2))
+    assert answer["n"].dtype == np.int64 and answer["n"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("gathered, expected", [("first", 0), ("all", [0, 1, 2, 3])])
+def test_first_and_all(gathered, expected):
+    ranks = iter(range(4))
+    assert run(Transfer("all", gathered), Mesh(("dp", "tp"), (2, 2)), lambda: next(ranks)) == expected
+
+
+def test_metrics_are_merged_over_the_collectors():
+    found = run(Transfer("rows", "merge"), Mesh(("dp", "tp"), (3, 2)), Echo(None, float).total, batch_of(7))
+    assert found["x"].total == pytest.approx(batch_of(7)["x"].sum()) and found["x"].count == 7
+
+
+def test_mappings_without_merge_are_united_and_may_not_contradict():
+    how, mesh = Transfer("all", "merge"), Mesh(("dp",), (2,))
+    answers = iter([{"a": 1, "same": np.arange(2)}, {"b": 2, "same": np.arange(2)}])
+    assert set(run(how, mesh, lambda: next(answers))) == {"a", "b", "same"}
+    other = iter([{"a": 1}, {"a": 2}])
+    with pytest.raises(ValueError, match="'a' with different values, 1 and 2"):
+        run(how, mesh, lambda: next(other))
+
+
+def test_each_gives_every_rank_its_item():
+    mesh = Mesh(("dp", "tp"), (2, 2))
+    assert run(Transfer("each", "all"), mesh, lambda a, k: (a, k), [5, 6, 7, 8], k=1) == [
+        (5, 1),
+        (6, 1),
+        (7, 1),
+        (8, 1),
+    ]
+    with pytest.raises(ValueError, match="'each' has 3 items; the mesh has 4 ranks"):
+        run(Transfer("each", "all"), mesh, lambda a: a, [5, 6, 7])
+
+
+@pytest.mark.parametrize(
+    "divide", [lambda b, n: [np.arange(3)] * n, lambda b, n: [np.arange(2), np.arange(0)], lambda b, n: [np.arange(3)]]
+)
+def test_a_division_that_loses_or_repeats_rows_is_refused(divide):
+    with pytest.raises(ValueError, match="3 rows into 2 parts must hold every row once"):
+        deal(ROWS, Mesh(("dp",), (2,)), divide, [batch_of(3)], {})
+
+
+def test_what_cannot_be_split_by_rows_is_refused():
+    mesh = Mesh(("dp",), (2,))
+    with pytest.raises(ValueError, match=r"batches of \[2, 3\] rows"):
+        deal(ROWS, mesh, evenly, [batch_of(2), batch_of(3)], {})
+    with pytest.raises(ValueError, match=r"batches of \[\] rows"):
+        deal(ROWS, mesh, evenly, [1], {})
+    with pytest.raises(ValueError, match="'start' is kept"):
+        deal(ROWS, mesh, evenly, [batch_of(2).with_rows(start=np.zeros(2))], {})
+
+
+def test_rows_that_cannot_be_placed_are_refused():
+    dealt = deal(ROWS, Mesh(("dp",), (2,)), evenly, [batch_of(4)], {})
+    with pytest.raises(ValueError, match="2 rows were sent and 1 came back"):
+        gather(ROWS, dealt, [Batch({"y": np.zeros(1)}), Batch({"y": np.zeros(2)})])
+
+
+def test_rows_of_workers_that_were_sent_none_follow_one_another():
+    how = Transfer("all", "rows")
+    found = gather(how, Deal([], [True, True], None), [Batch({"y": np.arange(2)}), Batch({"y": np.arange(3)})])
+    assert found["y"].tolist() == [0, 1, 0, 1, 2]
+
+
+def test_what_a_role_offers_is_read_from_its_class():
+    found = offered(Echo(None, float))
+    assert found["same"] == Transfer("rows", "rows", ("dp", "fsdp")) and "context" not in found
+    assert transfer_of(Echo.total) == Transfer("rows", "merge") and transfer_of(Metric.merge) is None

@@ -1,0 +1,208 @@
+"""Roles that the tests of every backend put on workers."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from tilth.cluster.context import Context
+from tilth.cluster.protocol import transfer
+from tilth.core.batch import Batch, Column, Handle, Ragged
+from tilth.core.errors import DataError, TilthError
+from tilth.trace.spans import span
+
+HERE = "tests.cluster.workers"
+
+
+class Odd(TilthError):
+    """An error of another kind, to come up as itself."""
+
+
+class Metric:
+    """A mergeable value, as tilth.rl has them."""
+
+    def __init__(self, total: float, count: float) -> None:
+        self.total, self.count = total, count
+
+    def merge(self, other: "Metric") -> "Metric":
+        return Metric(self.total + other.total, self.count + other.count)
+
+
+class Echo:
+    """Does nothing but what the protocols promise."""
+
+    def __init__(self, context: Context, scale: Callable[[float], float]) -> None:
+        self.context, self.scale, self.calls = context, scale, []
+
+    @transfer("rows", "rows")
+    def same(self, batch: Batch) -> Batch:
+        return batch
+
+    @transfer("rows", "rows")
+    def scaled(self, batch: Batch) -> Batch:
+        return Batch({"y": np.array([self.scale(x) for x in batch["x"].tolist()])})
+
+    @transfer("rows", "rows")
+    def backwards(self, batch: Batch) -> Batch:
+        return batch.select(np.arange(len(batch))[::-1])
+
+    @transfer("rows", "all")
+    def seen(self, batch: Batch, plain: int = 0) -> dict:
+        return {k: v.tolist() for k, v in batch.rows.items()} | {"rank": self.context.rank, "plain": plain}
+
+    @transfer("rows", "merge")
+    def total(self, batch: Batch) -> dict[str, Metric]:
+        return {"x": Metric(float(batch["x"].sum()), len(batch))}
+
+    @transfer("rows", "merge")
+    def unmergeable(self, batch: Batch) -> dict[str, int]:
+        return {"rows": len(batch)} if len(batch) else {}
+
+    @transfer("each", "all")
+    def each(self, item: object, plain: int = 0) -> tuple:
+        return self.context.rank, item, plain
+
+    @transfer("all", "first")
+    def about(self) -> dict:
+        c = self.context
+        return {"role": c.role, "mesh": c.mesh, "rank": c.rank, "workers": c.workers, "meeting": c.meeting,
+                "timeout": c.timeout, "roles": sorted(c.roles)}  # fmt: skip
+
+    @transfer("all", "all")
+    def pid(self) -> int:
+        return os.getpid()
+
+    @transfer("all", "all")
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    @transfer("rows", "rows")
+    def think(self, batch: Batch) -> Batch:
+        """Ragged payload of `length` tokens a row: id, id + 1, ..."""
+        with span("think", tokens=int(batch["length"].sum())):
+            rows = [np.arange(i, i + n) for i, n in zip(batch["id"].tolist(), batch["length"].tolist())]
+            data = Ragged.of(rows) if rows else Ragged(np.zeros(0, np.int64), np.zeros(1, np.int64))
+            return batch.with_payload(tokens=Column.whole(self.context.store.put("tokens", data), len(batch)))
+
+    @transfer("rows", "rows")
+    def sums(self, batch: Batch) -> Batch:
+        found = batch.read(self.context.store, "tokens")["tokens"]
+        return batch.with_rows(sum=np.array([found.row(i).sum() for i in range(len(batch))], np.int64))
+
+    @transfer("all", "first")
+    def put(self, values: list[int]) -> Handle:
+        return self.context.store.put("loose", Ragged.of([np.array(values)]))
+
+    @transfer("all", "first")
+    def get(self, handle: Handle) -> list[int]:
+        return self.context.store.get(handle).values.tolist()
+
+    @transfer("all", "merge")
+    def timed(self, name: str, seconds: float) -> dict:
+        """When it ran, on the machine's one monotonic clock."""
+        began = time.monotonic()
+        time.sleep(seconds)
+        return {(name, self.context.rank): (began, time.monotonic())}
+
+    @transfer("all", "first")
+    def generator(self) -> object:
+        return (x for x in ())
+
+
+class Faulty:
+    """Goes wrong in every way, on one of its ranks."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def _other(self, rank: int) -> bool:
+        return self.context.rank != rank
+
+    @transfer("all", "merge")
+    def kill(self, rank: int, wait: float = 0.0) -> dict:
+        if not self._other(rank):
+            time.sleep(wait)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    @transfer("all", "merge")
+    def leave(self, rank: int) -> dict:
+        if not self._other(rank):
+            print("the last words of a worker", flush=True)
+            os._exit(3)
+        return {}
+
+    @transfer("all", "merge")
+    def stop(self, rank: int) -> dict:
+        if not self._other(rank):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return {}
+
+    @transfer("all", "merge")
+    def hold(self, rank: int, seconds: int) -> dict:
+        """A C call that keeps the GIL."""
+        if not self._other(rank):
+            ctypes.PyDLL(None).sleep(seconds)
+        return {}
+
+    @transfer("all", "first")
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @transfer("all", "merge")
+    def fail(self, rank: int, kind: str) -> dict:
+        if not self._other(rank):
+            raise {"data": DataError, "odd": Odd, "value": ValueError, "exit": SystemExit}[kind]("it is wrong")
+        return {}
+
+    @transfer("all", "merge")
+    def meet(self) -> dict:
+        """Join the process group."""
+        import torch.distributed as dist  # takes seconds: only where it is needed
+
+        dist.init_process_group(
+            "gloo", init_method=self.context.meeting, rank=self.context.rank, world_size=self.context.workers
+        )
+        return {}
+
+    @transfer("all", "merge")
+    def reduce(self, absent: int, how: str) -> dict:
+        """All ranks sum; one does not come: it raises, dies or stays away."""
+        import torch
+        import torch.distributed as dist
+
+        if not self._other(absent):
+            if how == "raise":
+                raise DataError("no collective without data")
+            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return {"total": float(total)}
+
+    @transfer("all", "all")
+    def child(self, folder: str) -> int:
+        """A process in a session of its own, as a pool of rewards has."""
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid
+
+    def close(self) -> None:
+        if folder := os.environ.get("TILTH_TEST_CLOSED"):
+            Path(folder, f"closed-{self.context.role}-{self.context.rank}").touch()
+
+
+def echo(context: Context, scale: Callable[[float], float] = float) -> Echo:
+    with span("made"):
+        return Echo(context, scale)
+
+
+def faulty(context: Context) -> Faulty:
+    return Faulty(context)
+
+
+def broken(context: Context) -> None:
+    raise DataError("corpus.txt: empty")
