@@ -5,16 +5,17 @@ its advantage is 0, and ``Estimate.mask`` leaves its tokens out, so that the los
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from tilth.core.errors import RecipeError, TokenCountError
-from tilth.rl.packing import Groups, Packing, Reduce, alone, discounted_sums, whiten
+from tilth.rl.packing import Gather, Groups, Packing, Reduce, alone, discounted_sums, rows_alone, whiten
 from tilth.rl.registry import Entry, Scope, build, register, require
 
 
@@ -51,6 +52,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Everyone:
+    """Rows of all workers, in the order of the whole batch. own: int64 [n], which of them are this worker's."""
+
+    rows: Rows
+    own: Tensor
+
+
+@dataclass(frozen=True)
 class Tokens:
     """Packed tokens. packing: without rows whose reward is missing; rewards: float64 [total], 0 where masked."""
 
@@ -58,6 +67,8 @@ class Tokens:
     packing: Packing
     rewards: Tensor
     reduce: Reduce
+    everyone: Everyone | None = None
+    """For scope "rows" where this worker does not have all rows."""
 
     def chosen(self, column: str) -> Tensor:
         """A column at the tokens that count, in order, float64 [number of such tokens]."""
@@ -89,8 +100,10 @@ class RowAdvantage(Advantage):
         raise NotImplementedError
 
     def tokens(self, tokens: Tokens) -> tuple[Tensor, None]:
-        """The same at every token of the row that counts."""
-        return tokens.packing.masked(tokens.packing.spread(self.rows(tokens.rows))), None
+        """The same at every token of the row that counts; statistics are over the rows of all workers."""
+        all_of_them = tokens.everyone
+        rows = self.rows(tokens.rows) if all_of_them is None else self.rows(all_of_them.rows)[all_of_them.own]
+        return tokens.packing.masked(tokens.packing.spread(rows)), None
 
 
 class _Grouped(RowAdvantage):
@@ -162,6 +175,10 @@ class Gae(Advantage):
         return tokens.scatter(advantages), tokens.scatter(returns)
 
 
+_WHOLE: tuple[Scope, ...] = ("rows", "group-local")
+"""Scopes that depend on the rows of other workers."""
+_OF_TOKENS = ("values", "logprobs", "ref_logprobs")
+"""Columns that have a value at each token."""
 _EQUAL = 1e-9
 """Relative distance up to which rewards are the same: above the rounding of a float64 mean, below that of a float32."""
 
@@ -224,9 +241,15 @@ def estimate(
     logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     reduce: Reduce = alone,
+    gather: Gather = rows_alone,
+    row: Tensor | None = None,
     **options: Any,
 ) -> Estimate:
-    """Token-level advantages of packed sequences.
+    """Token-level advantages of packed sequences: of all of a batch, or of one worker's rows of it.
+
+    Where a batch is spread over workers, every worker calls it, those without rows too, and each scope is honoured:
+    "rows" by gathering row columns (the same bits as of one worker, whatever the split), "global moments" by
+    ``reduce``, "token-local" alone; a "group-local" estimator raises RecipeError where a group lies on two workers.
 
     Args:
         name: one of ``names()["advantages"]``.
@@ -235,7 +258,9 @@ def estimate(
         lengths: integers [n], tokens of each sequence. mask: [total], not 0 where the policy chose the token.
         groups: integers [n], samples of one occurrence of a prompt share one.
         values, logprobs, ref_logprobs: [total], for estimators that need them.
-        reduce: sums a float64 vector over workers, for the scope "global moments".
+        reduce: sums a float64 vector over workers, for the scope "global moments" (``Grid.sum``).
+        gather: row columns of all workers, for the scopes "rows" and "group-local" (``Grid.gather_rows``).
+        row: integers [n], index of each row in the whole batch, as ``gather`` goes by; None: 0, 1, 2, ..., all of it.
         options: options of the estimator; further columns that it needs go here too, by name.
 
     Raises: RecipeError (unknown name or option, missing column), TokenCountError (a column of another size).
@@ -244,6 +269,8 @@ def estimate(
     columns = {k: v for k, v in given.items() if v is not None}
     entry, columns = _prepare(name, columns, options)
     tokens = _tokens(Packing.of(lengths, mask), rewards, columns, reduce)
+    if gather is not rows_alone and entry.scope in _WHOLE:
+        tokens = replace(tokens, everyone=_everyone(name, entry, tokens.rows, gather, row))
     with torch.no_grad():
         advantages, returns = entry.tokens(tokens)
     return Estimate(advantages.float(), None if returns is None else returns.float(), tokens.packing.mask)
@@ -304,6 +331,42 @@ def _tokens(packing: Packing, rewards: Tensor, columns: Mapping[str, Tensor], re
     else:
         per_token = kept.masked(rewards)
     return Tokens(Rows(scores, valid, kept.counts, _row_columns(columns, len(scores))), kept, per_token, reduce)
+
+
+def _everyone(name: str, entry: Advantage, own: Rows, gather: Gather, row: Tensor | None) -> Everyone:
+    """The row columns that an estimator needs, of all workers in the order of the whole batch."""
+    n = len(own.scores)
+    numbers = np.arange(n) if row is None else torch.as_tensor(row).cpu().numpy().astype(np.int64)
+    if numbers.shape != (n,):
+        raise TokenCountError(f"row has the shape {numbers.shape}; there are {n} rows")
+    columns = {"scores": own.scores, "valid": own.valid}
+    columns |= {} if own.counts is None else {"counts": own.counts}
+    columns |= {c: own.columns[c] for c in entry.needs if c not in ("rewards", *_OF_TOKENS)}
+    worker = np.full(n, numbers.min() if n else 0)  # its first row tells it from the others
+    found = gather({"row": numbers, "worker": worker, **{k: v.cpu().numpy() for k, v in columns.items()}})
+    order = np.argsort(found["row"], kind="stable")
+    rows = found["row"][order]
+    twice = rows[1:][rows[1:] == rows[:-1]]
+    if len(twice):
+        raise TokenCountError(
+            f"row {twice[0]} of the batch is on two workers; each must be on one, by its index in the whole batch"
+        )
+    if entry.scope == "group-local":
+        _check_local(name, found["groups"], found["worker"])
+    whole = {k: torch.from_numpy(np.ascontiguousarray(found[k][order])).to(own.scores.device) for k in columns}
+    all_rows = Rows(whole.pop("scores"), whole.pop("valid"), whole.get("counts"), whole)
+    return Everyone(all_rows, torch.from_numpy(np.searchsorted(rows, numbers)).to(own.scores.device))
+
+
+def _check_local(name: str, groups: np.ndarray, worker: np.ndarray) -> None:
+    """RecipeError if rows of a group are on two workers."""
+    pairs = np.unique(np.stack([groups.astype(np.int64), worker]), axis=1)[0]
+    apart = pairs[1:][pairs[1:] == pairs[:-1]]
+    if len(apart):
+        raise RecipeError(
+            f"{name} sees whole groups only (scope group-local), but group {apart[0]} lies on two workers; "
+            "divide the batch by groups, or set cluster.workers=1"
+        )
 
 
 def _scores(packing: Packing, rewards: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,10 +3,11 @@
 Sums run row by row in a fixed order (``segment_reduce``), so a row's sum has the same bits wherever the row lies.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,16 @@ from tilth.core.errors import TokenCountError
 
 Reduce = Callable[[Tensor], Tensor]
 """Sum of a float64 vector over all workers (an all-reduce); the identity where one process sees everything."""
+
+
+Columns = Mapping[str, np.ndarray]
+Gather = Callable[[Columns], Columns]
+"""Row columns [n] of one worker -> those of all workers [N], one worker behind another."""
+
+
+def rows_alone(columns: Columns) -> Columns:
+    """The ``Gather`` of a single process."""
+    return columns
 
 
 def alone(vector: Tensor) -> Tensor:
