@@ -1,0 +1,281 @@
+"""The ``ray`` backend: an actor a worker, on as many machines as the Ray cluster has.
+
+Ray starts processes, carries bytes and says when an actor is dead; order, limits and reports are those of every other
+backend. Ray is imported when a fleet is made, never before (extra ``tilth[ray]``).
+"""
+
+import os
+import pickle
+import secrets
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from tilth.cluster.fleet import Call, Probe, Reply, place_of
+from tilth.cluster.ray_actors import Machine, RayStore, Worker
+from tilth.core.errors import RecipeError, TilthError, WorkerError, WorkerLost
+
+START = 120.0
+"""Seconds in which all workers must run: on a busy machine imports are slow."""
+LOOK = 5.0
+"""Seconds that a machine has to answer a question about a worker."""
+INLINE = 64 * 1024
+"""Bytes of a call above which it is put into the object store once, not sent with each message."""
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+THREADS = 16
+"""Of a Machine: questions that it answers at once."""
+
+
+class Node(NamedTuple):
+    """A machine of the Ray cluster."""
+
+    id: str
+    address: str
+    room: int
+    """Workers that it has CPUs (and GPUs) for."""
+
+
+class RayFleet:
+    """Workers as actors. address: of a Ray cluster; "": the one that this process is connected to, else a new one on
+    this machine, which listens on the loopback interface only, with a token, and goes with the fleet."""
+
+    def __init__(self, workers: int, *, timeout: float = 600.0, address: str = "", gpus: bool = False) -> None:
+        if workers < 1:
+            raise RecipeError(f"cluster.workers = {workers}: at least 1 is needed")
+        self.workers = workers
+        self._ray = import_ray(address)
+        self._machines: list[Any] = []
+        self._actors: list[Any] = []
+        self._pids: list[int] = []
+        self._encoded: tuple[Call | None, Any] = None, b""
+        self._closed = False
+        self._started = connect(self._ray, workers, address)
+        try:
+            self._nodes, self._on = self._places(gpus)
+            self._machines = [self._machine(node) for node in self._nodes]
+            self.store = RayStore(self._machines, 0, "controller")
+            self._begin(timeout, gpus)
+        except BaseException:  # also for an interrupt while they start: no process may be left
+            self.close(kill=True)
+            raise
+
+    def _places(self, gpus: bool) -> tuple[list[Node], list[int]]:
+        """The nodes that get workers, the controller's own first if it does, and the node of each rank."""
+        here = self._ray.get_runtime_context().get_node_id()
+        nodes = sorted(nodes_of(self._ray.nodes(), gpus), key=lambda node: (node.id != here, node.address, node.id))
+        on = spread([node.room for node in nodes], self.workers, "GPUs" if gpus else "CPUs")
+        used = sorted(set(on))
+        return [nodes[i] for i in used], [used.index(i) for i in on]
+
+    def _actor(self, kind: type, node: Node, *args: Any, **options: Any) -> Any:
+        there = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node.id, soft=False)
+        actor = self._ray.remote(kind).options(scheduling_strategy=there, max_restarts=0, **options)
+        return actor.remote(*args)
+
+    def _machine(self, node: Node) -> Any:
+        return self._actor(Machine, node, self.workers, num_cpus=0, max_concurrency=THREADS)
+
+    def _begin(self, timeout: float, gpus: bool) -> None:
+        folders = self._told([machine.folder.remote() for machine in self._machines])
+        meeting = self._meeting(folders)
+        for rank, at in enumerate(self._on):
+            local = 0 if gpus else self._on[:rank].count(at)  # Ray shows each worker its own GPU alone
+            store = RayStore(self._machines, at, str(rank))
+            arguments = rank, self.workers, local, meeting, timeout, folders[at], store
+            options = {"num_cpus": 1, "num_gpus": int(gpus), "max_task_retries": 0}
+            self._actors.append(self._actor(Worker, self._nodes[at], *arguments, **options))
+        self._pids = self._told([actor.pid.remote() for actor in self._actors])
+
+    def _meeting(self, folders: Sequence[str]) -> str:
+        """Where torch.distributed meets: a file if all are on one machine, else a port of the first."""
+        if self.workers == 1:
+            return ""
+        if len(self._nodes) == 1:
+            return f"file://{folders[0]}/meeting"
+        port = self._told([self._machines[0].free_port.remote()])[0]
+        return f"tcp://{self._nodes[0].address}:{port}"
+
+    def _told(self, references: Sequence[Any]) -> list[Any]:
+        """Answers of actors that are starting. RecipeError if Ray does not start them, WorkerLost if one dies."""
+        try:
+            answers: list[Any] = self._ray.get(list(references), timeout=START)
+        except self._ray.exceptions.GetTimeoutError:
+            raise RecipeError(
+                f"cluster.workers = {self.workers}: Ray has not started them within {START:g} s; is the cluster "
+                "busy with another job? (ray status)"
+            ) from None
+        except self._ray.exceptions.RayError as error:
+            raise WorkerLost(f"a worker could not start: {str(error).strip()}") from None
+        return answers
+
+    def submit(self, rank: int, call: Call) -> Future[Reply]:
+        """Send a call. The same Call for several ranks, one after the other, is encoded once."""
+        if self._encoded[0] is not call:
+            data = pickle.dumps(call, protocol=5)
+            self._encoded = call, self._ray.put(data) if len(data) > INLINE else data
+        future: Future[Reply] = Future()
+        answer = self._actors[rank].answer.remote(self._encoded[1]).future()
+        answer.add_done_callback(partial(self._land, rank, call, future))
+        return future
+
+    def _land(self, rank: int, call: Call, future: Future[Reply], answer: Future[bytes]) -> None:
+        """Runs in Ray's own thread, which must not wait for Ray: a death is looked into by another one."""
+        error = answer.exception()
+        if error is not None:
+            look = threading.Thread(target=self._fail, args=(rank, call, future, error), daemon=True)
+            look.start()
+            return
+        try:
+            found = pickle.loads(answer.result())
+        except (pickle.UnpicklingError, AttributeError, ImportError) as unread:
+            found = TilthError(f"{place_of(call, rank)}: its answer cannot be read here: {unread}")
+        if isinstance(found, Reply):
+            future.set_result(found)
+        else:
+            future.set_exception(found if isinstance(found, TilthError) else found.error(call, rank))
+
+    def _fail(self, rank: int, call: Call, future: Future[Reply], error: BaseException) -> None:
+        where = place_of(call, rank)
+        if isinstance(error, self._ray.exceptions.RayActorError):
+            future.set_exception(WorkerLost(f"{where}: {self._ending(rank)}"))
+        else:
+            future.set_exception(WorkerError(f"{where}: {type(error).__name__}: {error}"))
+
+    def _ending(self, rank: int) -> str:
+        """How a worker was lost, as its machine tells; that one may be lost too."""
+        pid, at = self._pids[rank], self._on[rank]
+        if not self._closed:
+            with suppress(self._ray.exceptions.RayError):
+                told: str = self._ray.get(self._machines[at].ending.remote(rank, pid, "has died"), timeout=LOOK)
+                return told
+        return f"the worker (process {pid}) has died with its machine {self._nodes[at].address}"
+
+    def probe(self, rank: int) -> Probe:
+        """What the worker's machine sees of it."""
+        pid, machine = self._pids[rank], self._machines[self._on[rank]]
+        try:
+            found: Probe = self._ray.get(machine.probe.remote(rank, pid), timeout=LOOK)
+        except self._ray.exceptions.RayError:
+            return Probe(rank, pid, "gone", "", f"machine {self._nodes[self._on[rank]].address} does not answer")
+        return found
+
+    def close(self, kill: bool) -> None:
+        """End workers and machines with all payload; Ray too, if it was started here. (The workers have nothing left
+        to do: either they have answered ``end``, or they are to be killed.)"""
+        if self._closed:
+            return
+        self._closed = True
+        if not kill:
+            self._kill(self._actors)
+        ends = [machine.end.remote(self._pids_on(at), kill) for at, machine in enumerate(self._machines)]
+        if ends:
+            self._ray.wait(ends, num_returns=len(ends), timeout=4 * LOOK)
+        self._kill([*self._actors, *self._machines])
+        if self._started:
+            self._ray.shutdown()
+
+    def _kill(self, actors: Sequence[Any]) -> None:
+        """What Ray does itself, in good order; a process that is stopped does not hear of it."""
+        for actor in actors:
+            self._ray.kill(actor)
+
+    def _pids_on(self, at: int) -> list[int]:
+        return [pid for pid, place in zip(self._pids, self._on) if place == at]
+
+
+def import_ray(address: str = "") -> ModuleType:
+    """The module; RecipeError if it is not there. Imported for a cluster of its own, it keeps to the loopback interface
+    (Ray reads that once, at import)."""
+    if not address and "ray" not in sys.modules:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    with _loopback(not address):
+        try:
+            import ray
+            import ray.util.scheduling_strategies
+        except ImportError:
+            raise RecipeError(
+                "cluster.backend = 'ray': Ray is not installed; pip install 'tilth[ray]', or use cluster.backend=local"
+            ) from None
+    return ray
+
+
+@contextmanager
+def _loopback(wanted: bool) -> Iterator[None]:
+    """Ray's own switch for machines whose firewall asks: every part of it listens on 127.0.0.1 only. Its processes
+    inherit it; later ones of ours that join a real cluster must not."""
+    if not wanted or LOOPBACK in os.environ:
+        yield
+        return
+    os.environ[LOOPBACK] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[LOOPBACK]
+
+
+def connect(ray: ModuleType, workers: int, address: str) -> bool:
+    """Connect this process to a Ray cluster; True if it was started for it. RecipeError if there is none at the
+    address, if it does not let us in, or if it runs another version."""
+    if ray.is_initialized():
+        return False
+    if address.startswith("ray://"):
+        raise RecipeError(
+            f"cluster.address = {address!r}: a Ray client cannot be the controller; run tilth on a node of the "
+            "cluster, with cluster.address=auto"
+        )
+    quiet = {"log_to_driver": False, "configure_logging": False}
+    if not address:
+        if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        with _loopback(True):
+            ray.init(address="local", num_cpus=max(workers, os.cpu_count() or 1), include_dashboard=False, **quiet)
+        return True
+    try:
+        ray.init(address=address, **quiet)
+    except ray.exceptions.AuthenticationError:
+        raise RecipeError(
+            f"cluster.address = {address!r}: the Ray cluster refuses this process; set RAY_AUTH_MODE=token and "
+            "RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to what its nodes were started with"
+        ) from None
+    except (ConnectionError, ValueError) as error:
+        raise RecipeError(f"cluster.address = {address!r}: no Ray cluster there: {_first_line(error)}") from None
+    except RuntimeError as error:
+        raise RecipeError(f"cluster.address = {address!r}: {_first_line(error)}") from None
+    return False
+
+
+def nodes_of(table: Sequence[Mapping[str, Any]], gpus: bool) -> list[Node]:
+    """The living nodes out of ``ray.nodes()``. A worker takes a CPU and, with ``gpus``, a GPU."""
+    found = []
+    for row in table:
+        if row["Alive"]:
+            has = row["Resources"]
+            room = min(has.get("CPU", 0), has.get("GPU", 0)) if gpus else has.get("CPU", 0)
+            found.append(Node(row["NodeID"], row["NodeManagerAddress"], int(room)))
+    return found
+
+
+def spread(room: Sequence[int], workers: int, what: str = "CPUs") -> list[int]:
+    """The node of each rank: every node gets as equal a share as its room allows, neighbouring ranks share a node.
+
+    room: places on each node. RecipeError if they are too few.
+    """
+    if sum(room) < workers:
+        raise RecipeError(
+            f"cluster.workers = {workers}: the Ray cluster has {sum(room)} {what} on {len(room)} "
+            f"node{'s' * (len(room) != 1)} and each worker takes one; use cluster.workers={sum(room)} or add nodes"
+        )
+    shares = [0] * len(room)
+    for _ in range(workers):
+        free = [i for i, places in enumerate(room) if shares[i] < places]
+        shares[min(free, key=lambda i: shares[i])] += 1
+    return [i for i, share in enumerate(shares) for _ in range(share)]
+
+
+def _first_line(error: BaseException) -> str:
+    return " ".join(str(error).split("\n\n")[0].split())

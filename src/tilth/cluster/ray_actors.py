@@ -1,0 +1,236 @@
+"""What runs inside Ray: one Machine a node, which keeps payload and looks at the workers there, and the workers.
+
+Both are plain classes; ``cluster.ray`` makes actors of them. Nothing of Ray is imported before one of them runs.
+"""
+
+import os
+import pickle
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import psutil
+
+from tilth.cluster import keeper
+from tilth.cluster.board import Board
+from tilth.cluster.fleet import Probe
+from tilth.cluster.folder import Folder
+from tilth.cluster.host import Host, failure
+from tilth.cluster.local_worker import encoded
+from tilth.cluster.watch import Watch, show_stacks
+from tilth.core.batch import Handle, Ragged
+from tilth.core.errors import StorageError
+
+GONE = 5.0
+"""Seconds that processes have to vanish: the system frees their memory first."""
+
+
+class Machine:
+    """One a node: its private folder, the columns that were put there, and the view of its workers from outside.
+
+    It owns its columns in Ray's object store, so they outlive the worker that made them.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._folder = Folder.create()
+        self._watch = Watch(self._folder, workers)
+        self._lock = threading.Lock()
+        self._columns: dict[str, tuple[int, Any, int]] = {}  # number, reference, bytes
+        self._numbers = count()
+
+    def folder(self) -> str:
+        """Path of the private folder, on this machine only."""
+        return str(self._folder.path)
+
+    def free_port(self) -> int:
+        """A port that nobody uses now."""
+        with socket.socket() as door:
+            door.bind(("", 0))
+            return int(door.getsockname()[1])
+
+    def keep(self, key: str, column: Ragged, nbytes: int) -> None:
+        """Own a column from now on."""
+        import ray
+
+        reference = ray.put(column)
+        with self._lock:
+            self._columns[key] = next(self._numbers), reference, nbytes
+
+    def find(self, key: str) -> list[Any]:
+        """[the reference to a column], or [] if it is not there (any more)."""
+        with self._lock:
+            return [self._columns[key][1]] if key in self._columns else []
+
+    def drop(self, key: str) -> bool:
+        """Forget a column; False if it is not there (any more)."""
+        with self._lock:
+            return self._columns.pop(key, None) is not None
+
+    def now(self) -> int:
+        """The number of the next column: where a scope begins."""
+        with self._lock:
+            return next(self._numbers)
+
+    def drop_since(self, number: int) -> None:
+        """Forget every column with this number or a higher one."""
+        with self._lock:
+            self._columns = {key: column for key, column in self._columns.items() if column[0] < number}
+
+    def held(self) -> int:
+        """Bytes of the columns here."""
+        with self._lock:
+            return sum(nbytes for _, _, nbytes in self._columns.values())
+
+    def probe(self, rank: int, pid: int) -> Probe:
+        """Look at a worker of this machine; takes at most about a second."""
+        return self._watch.probe(rank, pid)
+
+    def ending(self, rank: int, pid: int, how: str) -> str:
+        """A lost worker of this machine in words."""
+        return self._watch.ending(rank, pid, how)
+
+    def end(self, pids: Sequence[int], kill: bool) -> None:
+        """See the workers off and remove the folder. Those that do not go by themselves (kill: all, at once, even
+        stopped ones) are killed, with all that they have started."""
+        workers = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        _, left = psutil.wait_procs(workers, 0 if kill else GONE)
+        keeper.kill(left)
+        psutil.wait_procs(left, GONE)
+        self._watch.board.close()
+        self._folder.remove()
+
+
+class Worker:
+    """The process of one rank: takes calls in order, one at a time."""
+
+    def __init__(
+        self, rank: int, workers: int, local_rank: int, meeting: str, timeout: float, folder: str, store: "RayStore"
+    ) -> None:
+        place = Folder(Path(folder))
+        _print_to(place.log(rank))
+        show_stacks(place.stack(rank))
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        if interface := interface_for(meeting):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        note = partial(Board(place.board).mark, rank)
+        self._host = Host(rank, workers, store, local_rank=local_rank, meeting=meeting, timeout=timeout, note=note)
+
+    def pid(self) -> int:
+        """Its process, once it is ready."""
+        return os.getpid()
+
+    def answer(self, data: bytes) -> bytes:
+        """Execute one pickled Call. The answer is a pickled Reply or Failure."""
+        try:
+            call = pickle.loads(data)
+        except Exception as error:  # noqa: BLE001 - an argument's class may raise anything; the controller is told
+            return encoded(failure(error))
+        return encoded(self._host.answer(call))
+
+
+def _print_to(log: Path) -> None:
+    """Send what this process prints to a file that its machine can quote when the process is lost."""
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def interface_for(meeting: str) -> str:
+    """The network interface for collectives: loopback where all workers meet on one machine, else the one that has
+    this machine's address in the cluster; "" where that cannot be told."""
+    address = "127.0.0.1" if meeting.startswith("file:") else _own_address()
+    wanted = "127.0.0.1" if address.startswith("127.") else address
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, found in interfaces if any(a.address == wanted for a in found)), "")
+
+
+def _own_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+class RayStore:
+    """Payload in Ray's object store. What a process puts is owned by the Machine of its node and read from any node.
+
+    machines: one actor a node; home: the number of this process's own; writer: makes keys unique.
+    """
+
+    def __init__(self, machines: Sequence[Any], home: int, writer: str) -> None:
+        self.fetched_bytes = 0
+        self._machines = list(machines)
+        self._home = home
+        self._writer = writer
+        self._numbers = count()
+
+    def put(self, column: str, data: Ragged) -> Handle:
+        """Keep a column. StorageError if the object store is full or its keeper is gone."""
+        key = f"{self._home}/{quote(column, safe='')}-{self._writer}-{next(self._numbers)}"
+        nbytes = data.values.nbytes + data.offsets.nbytes
+        self._ask(key, "keep", key, data, nbytes)
+        return Handle(key, nbytes)
+
+    def get(self, handle: Handle) -> Ragged:
+        """A column as it was put: a copy, which may be written to. KeyError if it was freed."""
+        found = self._ask(handle.key, "find", handle.key)
+        if not found:
+            raise KeyError(handle.key)
+        column: Ragged = _resolved(found[0], handle.key)
+        return Ragged(column.values.copy(), column.offsets.copy())
+
+    def fetch(self, handle: Handle) -> Ragged:
+        """The controller's read, counted."""
+        found = self.get(handle)
+        self.fetched_bytes += handle.nbytes
+        return found
+
+    def free(self, handle: Handle) -> None:
+        """Forget a column; KeyError if it is not there (any more)."""
+        if not self._ask(handle.key, "drop", handle.key):
+            raise KeyError(handle.key)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Free at the end of the block everything that any process put inside it and that is not freed yet."""
+        since = self._all([machine.now.remote() for machine in self._machines])
+        try:
+            yield
+        finally:
+            self._all([machine.drop_since.remote(n) for machine, n in zip(self._machines, since)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload held now, on all nodes."""
+        return sum(n for n in self._all([machine.held.remote() for machine in self._machines]) if n is not None)
+
+    def _ask(self, key: str, method: str, *args: Any) -> Any:
+        machine = self._machines[int(key.partition("/")[0])]
+        return _resolved(getattr(machine, method).remote(*args), key)
+
+    def _all(self, references: Sequence[Any]) -> list[Any]:
+        """The answers of the machines; None of one that is gone, with all that it held."""
+        import ray
+
+        answers = []
+        for reference in references:
+            try:
+                answers.append(ray.get(reference))
+            except ray.exceptions.RayActorError:
+                answers.append(None)
+        return answers
+
+
+def _resolved(reference: Any, key: str) -> Any:
+    import ray
+
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayError as error:
+        first = str(error).strip().splitlines()[0]
+        raise StorageError(f"payload column {key} is out of reach in Ray's object store: {first}") from None
