@@ -124,44 +124,66 @@ def rows_of(case: Case, sharded: Sharded):
     return own, Ragged(mask, tokens.offsets).take(rows).values, tokens.offsets[rows]
 
 
-def train(rank: int, case: Case, steps: int = 1, init: bool = False, denominator: str = "global", **options) -> dict:
-    """Steps on the same batch: loss and norm of each, scores before, whole gradients of the first, weights after."""
+def train(rank: int, case: Case, steps: int = 1, init: bool = False, **options) -> dict:
+    """Steps on the same batch: scores before and after, results, whole gradients of the last step, weights after."""
     sharded = spread(case, rank)
     sharded.init_(7) if init else sharded.load_(weights(case))
     names = list(sharded.parameters)
-    found = {"start": sharded.assemble(names), "results": []}
-    found["start"] = {n: t.clone() for n, t in found["start"].items()}
+    found = {"start": copied(sharded.assemble(names)), "results": [], "rows": share(case, sharded)}
     engine = engine_of(case, sharded, **options)
+    gradients = {}
+    watch_gradients(engine, gradients)
     tokens, mask, starts = rows_of(case, sharded)
     scored = packed_values if case.value else packed_logprobs
-    whole = batch()[1] if denominator == "global" else mask
     found["before"] = scored(sharded, tokens, mask, max_tokens=case.micro_tokens)
     for _ in range(steps):
-        found["results"].append(engine.update(tokens, mask, {}, loss_of(case, whole), starts=starts))
+        found["results"].append(engine.update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts))
     found["after"] = scored(sharded, tokens, mask, max_tokens=case.micro_tokens)
-    found["rows"] = share(case, sharded)
-    found["end"] = {n: t.clone() for n, t in sharded.assemble(names).items()}
-    found["metrics"] = found["results"][-1].metrics
+    found["gradients"] = copied(sharded.assemble(names, gradients))
+    found["end"] = copied(sharded.assemble(names))
+    if engine.ema.tensors:
+        found["ema"] = copied(sharded.assemble(names, engine.ema.tensors))
     return found
 
 
+def copied(tensors):
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def watch_gradients(engine: TrainEngine, into: dict) -> None:
+    """Keep the gradients of each step, as they are before clipping."""
+    clip = engine.optimizers.clip
+
+    def keeping(*args):
+        into.update({n: p.grad.clone() for n, p in engine.optimizers.parameters.items()})
+        return clip(*args)
+
+    engine.optimizers.clip = keeping
+
+
 def bytes_held(rank: int, case: Case) -> dict:
-    """Bytes of this rank's parameters, gradients and optimizer state, and of all that the process could reach."""
+    """Bytes of this rank's parameters, gradients and optimizer state, and elements by parameter."""
     sharded = spread(case, rank)
     sharded.init_(0)
     engine = engine_of(case, sharded)
-    zero_grad, engine.optimizers.zero_grad = engine.optimizers.zero_grad, lambda: None
+    gradients = {}
+    watch_gradients(engine, gradients)
     tokens, mask, starts = rows_of(case, sharded)
-    zero_grad()
     engine.update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts)
-    state = engine.optimizers.state_tensors()
-
-    def size(tensors):
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-    return {
-        "parameters": size(sharded.parameters.values()),
-        "gradients": size(p.grad for p in sharded.parameters.values()),
-        "state": size(t for n, t in state.items() if not n.startswith("step.")),
-        "boxes": {n: sum(b.numel for b in sharded.boxes(n)) for n in sharded.parameters},
+    state = [t for name, t in engine.optimizers.state_tensors().items() if not name.startswith("step.")]
+    held = {"parameters": sharded.parameters.values(), "gradients": gradients.values(), "state": state}
+    storages = {
+        kind: {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in ts} for kind, ts in held.items()
     }
+    model = {p.to_local() if hasattr(p, "to_local") else p for p in sharded.model.parameters()}
+    return {
+        **{kind: sum(t.nbytes for t in tensors) for kind, tensors in held.items()},
+        "storage": sum(storages["parameters"].values()),
+        "model": sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model}.values()),
+        "elements": {name: p.numel() for name, p in sharded.parameters.items()},
+    }
+
+
+def storage(tensors) -> int:
+    """Bytes of the storages behind tensors, each once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -149,27 +149,30 @@ class Sharded:
             self.parameters[name].copy_(full[box.slices])
 
     @torch.no_grad()
-    def assemble(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Whole parameters, on every rank; all of a dtype travel in one collective over ("fsdp", "tp")."""
+    def assemble(self, names: Sequence[str], parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Whole parameters, on every rank; all of a dtype travel in one collective over ("fsdp", "tp").
+
+        parts: this rank's parts, by parameter name, of something else that is laid out as the parameters are.
+        """
+        own = {name: (self.parameters if parts is None else parts)[name].detach() for name in names}
         group = self.grid.group(*MODEL)
         if group is None:
-            return {name: self.parameters[name].detach() for name in names}
+            return own
         whole: dict[str, Tensor] = {}
-        for dtype in dict.fromkeys(self.parameters[name].dtype for name in names):
-            whole |= self._gather([n for n in names if self.parameters[n].dtype == dtype], group)
+        for dtype in dict.fromkeys(t.dtype for t in own.values()):
+            whole |= self._gather({name: t for name, t in own.items() if t.dtype == dtype}, group)
         return {name: whole[name] for name in names}
 
-    def _gather(self, names: Sequence[str], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    def _gather(self, parts: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
         ranks = self.grid.ranks(*MODEL)
-        boxes = {rank: [(name, box) for name in names for box in self.layouts[name].boxes(rank)] for rank in ranks}
+        boxes = {rank: [(name, box) for name in parts for box in self.layouts[name].boxes(rank)] for rank in ranks}
         longest = max(sum(box.numel for _, box in held) for held in boxes.values())
-        like = self.parameters[names[0]]
-        own = like.new_zeros(longest)
-        mine = torch.cat([self.parameters[name].detach().flatten() for name in names])
+        mine = torch.cat([part.flatten() for part in parts.values()])
+        own = mine.new_zeros(longest)
         own[: mine.numel()] = mine
         every = [torch.empty_like(own) for _ in ranks]
         dist.all_gather(every, own, group=group)
-        whole = {name: like.new_empty(self.layouts[name].shape) for name in names}
+        whole = {name: mine.new_empty(self.layouts[name].shape) for name in parts}
         for rank, blob in zip(ranks, every):
             at = 0
             for name, box in boxes[rank]:
