@@ -8,6 +8,7 @@ is nothing to do. It is run as a file and imports nothing of Tilth, so that it s
 import shutil
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 import psutil
 
@@ -26,12 +27,12 @@ def main(folder: str) -> None:
 
 def kill(workers: Iterable[psutil.Process]) -> None:
     """End these processes and all that they have started, also what has left their group (reward processes)."""
-    doomed = [process for worker in workers if worker.is_running() for process in (worker, *_below(worker))]
-    for process in doomed:
+    for process in [process for worker in workers if worker.is_running() for process in (worker, *below(worker))]:
         _end(process)
 
 
-def _below(worker: psutil.Process) -> list[psutil.Process]:
+def below(worker: psutil.Process) -> list[psutil.Process]:
+    """What a process has started, and what that has."""
     try:
         return worker.children(recursive=True)
     except psutil.NoSuchProcess:
@@ -39,10 +40,8 @@ def _below(worker: psutil.Process) -> list[psutil.Process]:
 
 
 def _end(process: psutil.Process) -> None:
-    try:
+    with suppress(psutil.NoSuchProcess):  # it has left already
         process.kill()
-    except psutil.NoSuchProcess:  # it has left already
-        return
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from queue import SimpleQueue
 
+import psutil
+
+from tilth.cluster import keeper
 from tilth.cluster.board import Board
 from tilth.cluster.fleet import Call, Failure, Reply
 from tilth.cluster.folder import Folder
@@ -64,6 +67,7 @@ class Serving:
                 self._inbox.put(self._controller.recv_bytes())
             except (EOFError, OSError):
                 if not self._ended:
+                    keeper.kill(keeper.below(psutil.Process()))
                     os._exit(GONE)
                 return
 

@@ -1,0 +1,291 @@
+"""Failures of the local backend, each with real processes: who, where and why is told within the limit, and no process
+is left."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.workers import HERE
+from tilth.cluster.cluster import open_cluster
+from tilth.cluster.folder import Folder
+from tilth.cluster.local import LocalFleet, environment
+from tilth.core.errors import CallTimeout, DataError, StorageError, WorkerError, WorkerLost
+from tilth.core.layout import Mesh
+
+pytestmark = pytest.mark.dist
+LIMIT = 1.0
+SLACK = 8.0
+"""Seconds for the report on a busy machine; a hang is what is to be seen."""
+BOTH = Mesh(("dp",), (2,))
+
+
+class Watched:
+    """A cluster of two workers, of which nothing may be left afterwards."""
+
+    def __init__(self, timeout):
+        self.cluster = open_cluster("local", 2, timeout=timeout)
+        self.group = self.cluster.group("faulty", f"{HERE}:faulty", {}, BOTH)
+        self.echo = self.cluster.group("echo", f"{HERE}:echo", {}, BOTH)
+        self.folder = self.cluster.fleet.folder.path
+        self.pids = [link.pid for link in self.cluster.fleet.links]
+        self.processes = psutil.Process().children(recursive=True)
+
+    def assert_gone(self):
+        gone(self.processes)
+        assert not self.folder.exists()
+
+
+def gone(processes, seconds=10.0):
+    """Ended; a zombie that nobody has waited for yet has ended too."""
+    until = time.monotonic() + seconds
+    while left := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < until, f"still there: {left}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def watched(request):
+    watched = Watched(getattr(request, "param", 60.0))
+    yield watched
+    watched.cluster.close()
+    watched.assert_gone()
+
+
+short = pytest.mark.parametrize("watched", [LIMIT], indirect=True)
+
+
+def within(seconds, error, call, match):
+    began = time.monotonic()
+    with pytest.raises(error, match=match) as raised:
+        call()
+    assert time.monotonic() - began < seconds
+    return str(raised.value)
+
+
+def test_a_worker_killed_in_a_call(watched):
+    told = within(SLACK, WorkerLost, watched.group.kill(1).wait, "^role faulty, rank 1, kill: ")
+    assert re.search(r"process \d+\) was killed by SIGKILL .* in faulty.kill for \d", told)
+    watched.assert_gone()
+    with pytest.raises(WorkerLost, match="role faulty, rank 1, kill"):  # the cluster is over, and says why
+        watched.echo.pid()
+
+
+def test_a_worker_killed_between_calls(watched):
+    os.kill(watched.pids[0], signal.SIGKILL)
+    told = within(SLACK, WorkerLost, watched.echo.pid, "^role echo, rank 0, pid: ")
+    assert "was killed by SIGKILL" in told and "between calls" in told
+    watched.assert_gone()
+
+
+def test_a_worker_that_leaves_shows_its_last_words(watched):
+    told = within(SLACK, WorkerLost, watched.group.leave(0).wait, "^role faulty, rank 0, leave: ")
+    assert "ended with exit code 3" in told and told.endswith("its log ends:\n    the last words of a worker")
+    watched.assert_gone()
+
+
+def test_a_worker_that_raises_ends_all(watched):
+    told = within(
+        SLACK, WorkerError, watched.group.fail(1, "value").wait, "^role faulty, rank 1, fail: ValueError: it is"
+    )
+    assert "Traceback" in told
+    watched.assert_gone()
+
+
+def test_a_failure_that_nobody_waited_for_is_raised_at_the_next_call_or_at_the_end(watched):
+    watched.group.fail(0, "data")
+    within(SLACK, DataError, watched.echo.pid, "^role faulty, rank 0, fail: it is wrong")
+    other = Watched(60.0)
+    other.group.fail(1, "data")
+    within(SLACK, DataError, other.cluster.close, "^role faulty, rank 1, fail: it is wrong")
+    other.assert_gone()
+
+
+@short
+def test_a_stopped_worker(watched):
+    told = within(
+        LIMIT + SLACK, CallTimeout, watched.group.stop(1).wait, r"^role faulty, rank 1, stop: no answer within 1 s"
+    )
+    assert re.search(r"rank 1 \(process \d+, stopped\): in faulty.stop for \d", told)
+    assert re.search(r"rank 0 \(process \d+, \w+\): between calls\n", told)
+    watched.assert_gone()
+
+
+@short
+def test_a_worker_stopped_between_calls(watched):
+    os.kill(watched.pids[1], signal.SIGSTOP)
+    told = within(LIMIT + SLACK, CallTimeout, watched.echo.pid, "^role echo, rank 1, pid: no answer")
+    assert re.search(r"rank 1 \(process \d+, stopped\): between calls", told)
+    watched.assert_gone()
+
+
+@short
+def test_a_worker_that_holds_the_gil_shows_its_stack(watched):
+    told = within(LIMIT + SLACK, CallTimeout, watched.group.hold(0, 600).wait, "^role faulty, rank 0, hold: no answer")
+    assert re.search(r"rank 0 .*: in faulty.hold for \d", told) and re.search(r"workers.py\", line \d+ in hold", told)
+    watched.assert_gone()
+
+
+@short
+def test_a_message_that_a_stuck_worker_does_not_take(watched):
+    """Its receiving thread needs the GIL too, and a socket holds little."""
+    watched.group.hold(0, 600)
+    big = [bytes(4_000_000)] * 2
+    told = within(LIMIT + SLACK, CallTimeout, lambda: watched.echo.each(big), "rank 0, .*: no answer within 1 s")
+    assert re.search(r"rank 0 .*: in faulty.hold for \d", told)
+    watched.assert_gone()
+
+
+@short
+def test_the_limit_is_that_of_each_call_not_of_the_queue(watched):
+    slow = [watched.group.sleep] * 3
+    for call in slow:
+        call(0.5)
+    found = [watched.echo.timed(str(i), 0.6) for i in range(4)]
+    assert len([dict(part) for part in found]) == 4  # 2.4 s of work, no call of which takes more than a second
+
+
+@pytest.mark.parametrize("how, error, who", [
+    ("raise", DataError, "rank 1, reduce: no collective without data"),
+    ("kill", WorkerLost, "rank 1, reduce: the worker .* was killed by SIGKILL"),
+])  # fmt: skip
+def test_one_rank_fails_while_the_other_waits_in_a_collective(how, error, who):
+    watched = Watched(60.0)
+    watched.group.meet().wait()
+    within(SLACK, error, watched.group.reduce(1, how).wait, f"^role faulty, {who}")
+    watched.assert_gone()
+
+
+def test_one_rank_stops_while_the_other_waits_in_a_collective():
+    watched = Watched(5.0)
+    watched.group.meet().wait()
+    told = within(5.0 + SLACK, CallTimeout, watched.group.reduce(1, "stop").wait, "rank 1, reduce.*: no answer")
+    assert "all_reduce" in told.split("rank 1 (")[0] and re.search(r"rank 1 .*stopped\): in faulty.reduce", told)
+    watched.assert_gone()
+
+
+def test_what_a_role_has_started_goes_with_its_worker(watched):
+    children = [psutil.Process(pid) for pid in watched.group.child("")]
+    watched.group.kill(0)
+    within(SLACK, WorkerLost, watched.echo.pid, "rank 0, kill")
+    gone(children[1:])  # rank 0 died by itself: its child is the pool's own matter
+
+
+def test_an_answer_that_cannot_travel_is_an_error_of_its_call(watched):
+    within(SLACK, WorkerError, watched.echo.generator, "^role echo, rank 0, generator: TypeError: cannot pickle")
+
+
+def test_an_argument_that_cannot_be_read_is_an_error_of_its_call(watched):
+    class Here:  # known to this process only
+        pass
+
+    Here.__qualname__, sys.modules[__name__].Here = "Here", Here
+    Here.__module__ = "tests.cluster.nowhere"
+    module = type(sys)("tests.cluster.nowhere")
+    module.Here = Here
+    sys.modules["tests.cluster.nowhere"] = module
+    try:
+        within(SLACK, WorkerError, lambda: watched.echo.each([Here(), 1]), "each: ModuleNotFoundError: .*nowhere")
+    finally:
+        del sys.modules["tests.cluster.nowhere"], sys.modules[__name__].Here
+
+
+def test_an_exception_of_the_controller_frees_everything():
+    with pytest.raises(KeyboardInterrupt):
+        watched = Watched(60.0)
+        with watched.cluster:
+            watched.echo.timed("long", 600.0)
+            raise KeyboardInterrupt
+    watched.assert_gone()
+
+
+CONTROLLER = """
+import os, sys, time
+from tilth.cluster.cluster import open_cluster
+from tilth.core.layout import Mesh
+cluster = open_cluster("local", 2, timeout=600.0)
+group = cluster.group("faulty", "tests.cluster.workers:faulty", {}, Mesh(("dp",), (2,)))
+children = group.child("")
+HOW
+print(cluster.fleet.folder.path, *(link.pid for link in cluster.fleet.links), *children, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [
+    "group.stop(1)",
+    "group.hold(0, 600)",
+    "pass",
+])  # fmt: skip
+def test_a_killed_controller_leaves_nothing(how):
+    """Whatever its workers do: wait, hold the GIL, or are stopped."""
+    controller = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER.replace("HOW", how)], stdout=subprocess.PIPE, text=True, env=environment(2)
+    )
+    folder, *pids = controller.stdout.readline().split()
+    processes = [psutil.Process(int(pid)) for pid in pids] + psutil.Process(controller.pid).children()
+    assert Path(folder).is_dir() and len(processes) >= 6
+    time.sleep(0.2)  # the stop or the long call has begun
+    controller.kill()
+    controller.wait()
+    controller.stdout.close()
+    gone(processes)
+    until = time.monotonic() + 10
+    while Path(folder).exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_leftovers_of_a_dead_controller_are_removed_at_the_next_start():
+    code = "from tilth.cluster.folder import Folder; f = Folder.create(); print(f.path); import os; os._exit(1)"
+    left = Path(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(1)).stdout.strip()
+    )
+    assert left.is_dir()
+    with open_cluster("local", 1) as cluster:
+        assert not left.exists()
+        other = Folder.create()  # a living one is left alone, of this process too
+        assert cluster.fleet.folder.path.is_dir()
+        other.remove()
+
+
+def test_the_folder_is_private():
+    with open_cluster("local", 1) as cluster:
+        folder = cluster.fleet.folder
+        assert folder.path.stat().st_mode & 0o777 == 0o700
+        assert (folder.path / "key").stat().st_mode & 0o777 == 0o600 and len(folder.key) == 32
+        assert folder.path.parent == Path("/dev/shm") or not Path("/dev/shm").is_dir()
+
+
+def test_a_worker_that_cannot_start_is_named_with_its_log(monkeypatch, tmp_path):
+    (tmp_path / "tilth").mkdir()
+    (tmp_path / "tilth" / "__init__.py").write_text("raise ImportError('half of an installation')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(WorkerLost, match=r"^rank \d, start: the worker .* ended with exit code 1") as raised:
+        LocalFleet(2)
+    assert str(raised.value).endswith("ImportError: half of an installation")
+    gone(psutil.Process().children(recursive=True))
+
+
+def test_a_long_temporary_folder_is_named(monkeypatch, tmp_path):
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tilth.cluster.folder._root", lambda: deep)
+    with pytest.raises(StorageError, match="too long for the name of a socket; set TMPDIR"):
+        Folder.create()
+    assert not list(deep.iterdir())
+
+
+def test_threads_and_interface_of_a_worker(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    assert environment(1)["OMP_NUM_THREADS"] == str(cores) and environment(1000)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert environment(1000)["OMP_NUM_THREADS"] == "7"  # what the user says holds
+    assert environment(1)["GLOO_SOCKET_IFNAME"] in ("lo", "lo0") and environment(1)["GOMP_SPINCOUNT"] == "1000"
