@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilth.config.errors import RecipeError
-from tilth.config.load import from_dict
+from tilth.config.load import from_dict, load_recipe
 from tilth.config.schema import Model
 from tilth.core.layout import Mesh
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.hf import parameter_shapes as those_of_the_decoder
 from tilth.parallel import sharded, tensor
-from tilth.plan.layout import NAMES, Placed, check_shape, elements, layouts, misfit, place, ranks_of
-from tilth.plan.memory import value_parameters
+from tilth.plan.layout import NAMES, Placed, check_shape, elements, layouts, misfit, per_rank, place, ranks_of
+from tilth.plan.memory import BASE, predict, value_parameters
 from tilth.plan.shape import Shape, new_shape, parameter_shapes, parameters
 
 
@@ -100,7 +100,7 @@ def shape_of(heads=4, kv_heads=4, ffn=384, layers=2, vocab=14, **more):
             shape_of(12, 3, ffn=24),
             12,
             2,
-            "policy.layout.tp = 2 does not divide model.kv_heads = 3 (nor divided by it); on 12 workers tp may be 1, "
+            "policy.layout.tp = 2 does not divide model.kv_heads = 3, nor is it a multiple; on 12 workers tp may be 1, "
             "3, 6, 12",
         ),
     ],
@@ -196,3 +196,117 @@ def test_ranks_together_hold_each_element_as_often_as_copies_are_meant(dp, fsdp,
     assert sum(elements(found, rank) for rank in mesh.ranks) == whole
     if fsdp * tp == 1:
         assert elements(found, 0) == parameters(shape)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def item(memory, name):
+    return {i.name: i.bytes for i in (*memory.held, *memory.training, *memory.generation)}.get(name, 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "generates"),
+    [
+        ([], True),
+        (["flow=ppo"], True),
+        (["algorithm.kl_coef=0.1", "train.ema=0.9", "train.precision=bf16"], True),
+        (["flow=pretrain"], False),
+        (["optimizer.name=adamw", 'train.watch=["noise_scale"]', "train.checkpointing=true"], True),
+    ],
+)
+def test_one_worker_needs_what_a_run_in_one_process_does(overrides, generates):
+    asked = load_recipe("addition-grpo", overrides)
+    shape = new_shape(asked.model, 14)
+    (worker,) = per_rank(asked, shape, 16, generates=generates)
+    memory = predict(asked, shape, 16, generates=generates)
+    assert worker.memory == memory._replace(held=worker.memory.held)
+    assert sorted(worker.memory.held) == sorted(memory.held) and worker.memory.peak == memory.peak
+
+
+def workers_of(workers, *overrides, longest=16, **more):
+    pools = [f"cluster.pools={workers}"] if isinstance(workers, str) else [f"cluster.workers={workers}"]
+    asked = load_recipe("addition-grpo", ["cluster.backend=local", "optimizer.name=adamw", *pools, *overrides])
+    return per_rank(asked, new_shape(asked.model, 14), longest, **more)
+
+
+COUNT = parameters(new_shape(load_recipe("addition-grpo").model, 14))
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_fsdp_divides_parameters_gradients_and_optimizer(parts):
+    (one,), many = workers_of(1), workers_of(parts, f"policy.layout.fsdp={parts}")
+    assert sum(w.seats[0].elements for w in many) == COUNT
+    for name in ("parameters", "gradients", "optimizer state"):
+        assert [item(w.memory, name) for w in many] == pytest.approx([item(one.memory, name) / parts] * parts, rel=0.01)
+    assert item(one.memory, "parameters and gradients of other ranks") == 0
+    for whole in ("engine's copy of the weights", "KV cache"):
+        assert {item(w.memory, whole) for w in many} == {item(one.memory, whole)}
+
+
+def test_zero_2_keeps_more_of_other_ranks_than_zero_3():
+    both = [workers_of(2, "policy.layout.fsdp=2", f"policy.layout.zero={z}")[0].memory for z in (2, 3)]
+    two, three = (item(m, "parameters and gradients of other ranks") for m in both)
+    assert two == 2 * 4 * COUNT > three > 0
+    assert both[0].peak - both[1].peak == two - three
+
+
+def test_replicas_hold_everything_and_less_activations():
+    (one,), two = workers_of(1), workers_of(2)
+    assert {w.seats[0].elements for w in two} == {COUNT}
+    assert 2 * item(two[0].memory, "activations") == item(one.memory, "activations")
+    assert two[0].memory == two[1].memory
+
+
+def test_tp_divides_matrices_and_activations_and_sp_more_of_them():
+    (one,), two = workers_of(1), workers_of(2, "policy.layout.tp=2")
+    four = [workers_of(4, "policy.layout.tp=4", f"policy.layout.sp={sp}") for sp in ("false", "true")]
+    shapes = parameter_shapes(new_shape(load_recipe("addition-grpo").model, 14))
+    norms = sum(math.prod(s) for n, s in shapes.items() if "norm" in n)
+    assert {w.seats[0].elements for w in two} == {(COUNT - norms) // 2 + norms}
+    plain, halves, quarters, spread = (item(w[0].memory, "activations") for w in ((one,), two, *four))
+    assert 0.5 * plain < halves < 0.75 * plain and spread < quarters < halves
+
+
+def test_hybrid_is_fsdp_inside_of_replicas():
+    hybrid = workers_of(4, "policy.layout={dp=2, fsdp=2}")
+    assert [w.seats[0].coordinates for w in hybrid] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    assert [w.seats[0].elements for w in hybrid[:2]] == [w.seats[0].elements for w in hybrid[2:]]
+    assert hybrid[0].seats[0].elements + hybrid[1].seats[0].elements == COUNT
+
+
+def test_pools_need_only_what_their_roles_do():
+    train, speak = workers_of("{train=1, speak=1}", "rollout.pool=speak", "flow=ppo", "algorithm.kl_coef=0.1")
+    assert [s.role for s in train.seats] == ["policy", "reference", "critic", "reward", "recorder"]
+    assert [s.role for s in speak.seats] == ["rollout"]
+    assert item(train.memory, "KV cache") == item(speak.memory, "parameters") == item(speak.memory, "gradients") == 0
+    (alone,) = workers_of(1, "flow=ppo", "algorithm.kl_coef=0.1")
+    held = sum(i.bytes for w in (train, speak) for i in w.memory.held)
+    assert held == sum(i.bytes for i in alone.memory.held) + BASE  # each process has its libraries
+
+
+def test_a_reference_of_its_own_scores_in_little():
+    split = workers_of("{train=1, judge=1}", "reference.pool=judge", "algorithm.kl_coef=0.1", "rollout.pool=train")
+    judge = split[1].memory
+    assert item(judge, "reference model") == 4 * COUNT and item(judge, "optimizer state") == 0
+    assert 0 < item(judge, "activations of scoring") < 0.5 * item(split[0].memory, "activations")
+
+
+def test_a_worker_without_a_role_and_one_that_generates_nothing():
+    idle = workers_of("{train=1, spare=1}")[1]
+    assert idle.seats == () and idle.memory.peak == BASE
+    assert all(s.role not in ("rollout", "reward") for s in workers_of(1, generates=False)[0].seats)
+
+
+def test_a_layout_that_does_not_fit_the_shape_is_refused():
+    with pytest.raises(RecipeError, match=r"policy\.layout\.tp = 8 does not divide model\.heads = 4"):
+        workers_of(8, "policy.layout.tp=8")
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_bytes_of_parameters_are_those_of_the_boxes(sizes):
+    dp, fsdp, tp = sizes
+    workers = workers_of(math.prod(sizes), f"policy.layout={{dp={dp}, fsdp={fsdp}, tp={tp}}}")
+    asked = load_recipe("addition-grpo")
+    found = layouts(parameter_shapes(new_shape(asked.model, 14)), Mesh(NAMES, sizes), 4)
+    assert [item(w.memory, "parameters") for w in workers] == [4 * elements(found, w.rank) for w in workers]

@@ -1,6 +1,7 @@
 """Who stands where: the roles of a recipe on ranks, and the parts of a decoder on the ranks of a mesh."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from tilth.config.checks import check_cluster, learners, pool_of, pools
 from tilth.config.errors import RecipeError
@@ -8,7 +9,18 @@ from tilth.config.schema import Layout as Wanted
 from tilth.config.schema import Recipe
 from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from tilth.core.layout import Shape as Sizes
-from tilth.plan.shape import DecoderShape
+from tilth.plan.memory import (
+    BASE,
+    Cut,
+    Memory,
+    Need,
+    critic_need,
+    policy_need,
+    reference_need,
+    rollout_need,
+    together,
+)
+from tilth.plan.shape import DecoderShape, Shape, parameter_shapes, parameters
 
 NAMES = ("dp", "fsdp", "tp")
 """Dimensions of a role's mesh. Rows are divided over dp and fsdp, elements of parameters over fsdp and tp."""
@@ -98,7 +110,7 @@ def misfit(shape: DecoderShape, tp: int) -> str:
     if heads % tp:
         return f"model.heads = {heads}"
     if kv_heads % tp and tp % kv_heads:
-        return f"model.kv_heads = {kv_heads} (nor divided by it)"
+        return f"model.kv_heads = {kv_heads}, nor is it a multiple"
     return f"model.ffn = {inner}" if inner % tp else ""
 
 
@@ -133,3 +145,103 @@ def _along_tp(name: str, copies: int) -> Placement:
 def elements(parts: dict[str, Layout], rank: int) -> int:
     """Elements of all parameters that a rank holds."""
     return sum(box.numel for layout in parts.values() for box in layout.boxes(rank))
+
+
+# ---- memory ----
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One role on one rank."""
+
+    role: str
+    coordinates: tuple[int, ...]
+    elements: int
+    """Parameters that it holds here."""
+    need: Need
+
+
+@dataclass(frozen=True)
+class Worker:
+    """All roles of one rank, and the memory that they need together; Tilth's roles of one worker take turns."""
+
+    rank: int
+    seats: tuple[Seat, ...]
+    memory: Memory
+
+
+def per_rank(
+    recipe: Recipe, shape: DecoderShape, longest: int, base: int = BASE, *, generates: bool = True
+) -> list[Worker]:
+    """Predicted memory of each worker, where a sequence has at most ``longest`` tokens. Of one worker: ``predict``.
+
+    generates: whether the run has a rollout engine. RecipeError as of ``place`` and ``check_shape``.
+    """
+    placed = place(recipe)
+    check_shape(recipe, shape)
+    if not generates:
+        placed = {role: p for role, p in placed.items() if role not in ("rollout", "reward")}
+    seats = {role: _seats(recipe, role, p, shape, longest) for role, p in placed.items()}
+    workers = []
+    for rank in range(sum(pools(recipe).values())):
+        mine = tuple(seats[role][rank] for role, p in placed.items() if rank in seats[role])
+        workers.append(Worker(rank, mine, together([seat.need for seat in mine], base)))
+    return workers
+
+
+def _seats(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int) -> dict[int, Seat]:
+    @cache
+    def need(fsdp: int, tp: int) -> tuple[int, Need]:
+        if role == "rollout":
+            return parameters(shape), rollout_need(recipe, shape)
+        if role not in _NEEDS:
+            return 0, Need(())
+        part = cut(recipe, role, placed, shape, fsdp, tp)
+        return part.elements, _NEEDS[role](recipe, part, longest)
+
+    found = {}
+    for rank in placed.ranks:
+        at = placed.mesh.coordinates(rank)
+        found[rank] = Seat(role, at, *need(*at[1:]))
+    return found
+
+
+_NEEDS = {"policy": policy_need, "reference": reference_need, "critic": critic_need}
+
+
+def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, fsdp: int, tp: int) -> Cut:
+    """What of the model of a learner is on its rank with these coordinates."""
+    wanted: Wanted = getattr(recipe, role).layout
+    shapes = parameter_shapes(shape, value=role == "critic")
+    sizes = placed.mesh.sizes
+    own = layouts(shapes, Mesh(NAMES, (1, *sizes[1:])), shape.num_kv_heads)
+    part = layouts(shapes, Mesh(NAMES, (1, 1, sizes[2])), shape.num_kv_heads)  # what is computed with
+    here = elements(own, fsdp * sizes[2] + tp)
+    gathered = 0
+    if wanted.fsdp > 1:
+        needed = part if wanted.zero == 2 else {name: part[name] for name in part if _at_once(name)}
+        gathered = elements(needed, tp)
+    return Cut(here, gathered, _part(shape, sizes[2]), wanted.tp if wanted.sp else 1, placed.data_ranks)
+
+
+def _at_once(name: str) -> bool:
+    """Parameters gathered at the same time under zero = 3: those outside of layers, and two layers."""
+    return not name.startswith("model.layers.") or name.split(".")[2] in ("0", "1")
+
+
+def _part(shape: DecoderShape, tp: int) -> DecoderShape:
+    """The shape that each rank along tp computes with (vocabulary: the largest part)."""
+    return Shape(
+        vocab_size=-(-shape.vocab_size // tp),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size // tp,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads // tp,
+        num_kv_heads=max(1, shape.num_kv_heads // tp),
+        head_dim=shape.head_dim,
+        qk_norm=shape.qk_norm,
+        qkv_bias=shape.qkv_bias,
+        o_bias=shape.o_bias,
+        mlp_bias=shape.mlp_bias,
+        tie_embeddings=shape.tie_embeddings,
+    )

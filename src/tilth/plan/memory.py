@@ -1,5 +1,6 @@
-"""Peak memory of a one-process run, predicted item by item from shapes and the recipe."""
+"""Peak memory of a run, or of one worker of it, predicted item by item from shapes and the recipe."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tilth.config.schema import Recipe
@@ -12,6 +13,7 @@ LOGITS = 2**21
 SLACK = 0.25
 """Of the activations: what the C library's allocator holds besides (measured 0 to 0.5; more with checkpointing)."""
 _FP32 = 4
+_LOGITS = "logits chunk"
 _ALIVE_LOGITS = 3
 """Copies of a chunk of logits at its peak: logits, log-softmax, and the gradient or a sorted copy."""
 
@@ -48,33 +50,93 @@ def _total(items: tuple[Item, ...]) -> int:
     return sum(item.bytes for item in items)
 
 
+class Cut(NamedTuple):
+    """What of a model one rank has; in elements."""
+
+    elements: int
+    """Of the parameters that it holds."""
+    gathered: int
+    """Of the parameters of other ranks that it has too while it computes; while it trains, as many of gradients."""
+    shape: DecoderShape
+    """Of what it computes with: under tp, its heads and its part of the MLP and the vocabulary."""
+    spread: int = 1
+    """Ranks that the tokens of the residual stream are divided over."""
+    ranks: int = 1
+    """Ranks that the rows of a batch are divided over."""
+
+
+class Need(NamedTuple):
+    """What a role needs on one rank."""
+
+    held: tuple[Item, ...]
+    gradients: int = 0
+    """Bytes; roles of one worker take turns, and forget theirs after a step."""
+    training: tuple[Item, ...] = ()
+    generation: tuple[Item, ...] = ()
+
+
 def predict(recipe: Recipe, shape: DecoderShape, longest: int, base: int = BASE, *, generates: bool = True) -> Memory:
-    """Of a run in which a sequence has at most ``longest`` tokens, prompt and completion together.
+    """Of a run in one process in which a sequence has at most ``longest`` tokens, prompt and completion together.
 
     generates: whether the run has a rollout engine.
     """
-    element = 2 if recipe.train.precision == "bf16" else _FP32
-    count, critic = parameters(shape), value_parameters(shape) if recipe.flow == "ppo" else 0
-    held = [
-        Item("interpreter and libraries", base),
-        Item("parameters", count * _FP32),
-        Item("gradients", max(count, critic) * _FP32),  # policy and critic take turns, and forget theirs after a step
-        Item("optimizer state", _optimizer(recipe, shape, count)),
-    ]
-    if recipe.train.ema:
-        held.append(Item("average of the weights", count * _FP32))
-    if "noise_scale" in recipe.train.watch:
-        held.append(Item("gradients of one micro-batch", count * _FP32))
-    if critic:
-        held.append(Item("critic's parameters", critic * _FP32))
-        held.append(Item("critic's optimizer state", _optimizer(recipe, shape, critic)))
+    whole = Cut(parameters(shape), 0, shape)
+    needs = [policy_need(recipe, whole, longest)]
+    if recipe.flow == "ppo":
+        needs.append(critic_need(recipe, whole._replace(elements=value_parameters(shape)), longest))
     if generates:
-        held.append(Item("engine's copy of the weights", count * element))
-        held.append(Item("KV cache", kv_tokens(recipe) * kv_bytes(shape, element)))
+        needs.append(rollout_need(recipe, shape))
     if recipe.algorithm.kl_coef and recipe.flow in ("grpo", "ppo"):
-        held.append(Item("reference model", count * _FP32))
-    generation = _generation(recipe, shape, element) if generates else ()
-    return Memory(tuple(held), _training(recipe, shape, longest, element), generation)
+        needs.append(reference_need(recipe, whole, longest))
+    return together(needs, base)
+
+
+def together(needs: Sequence[Need], base: int = BASE) -> Memory:
+    """Of one process with these roles, which take turns."""
+    gradients = Item("gradients", max((need.gradients for need in needs), default=0))
+    held = [Item("interpreter and libraries", base), *([gradients] if gradients.bytes else [])]
+    held += [item for need in needs for item in need.held]
+    training, generation = (
+        max(sets, key=_total, default=()) for sets in zip(*((n.training, n.generation) for n in needs))
+    )
+    return Memory(tuple(held), training, generation)
+
+
+def policy_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
+    """Of the policy's part on one rank."""
+    own = cut.elements * _FP32
+    held = [Item("parameters", own), Item("optimizer state", _optimizer(recipe, cut.shape, cut.elements))]
+    if recipe.train.ema:
+        held.append(Item("average of the weights", own))
+    if "noise_scale" in recipe.train.watch:
+        held.append(Item("gradients of one micro-batch", own))
+    return Need(tuple(held), own, _training(recipe, cut, longest))
+
+
+def critic_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
+    """Of the critic's part on one rank. cut: of the value model, which has no logits."""
+    own = cut.elements * _FP32
+    state = Item("critic's optimizer state", _optimizer(recipe, cut.shape, cut.elements))
+    training = tuple(item for item in _training(recipe, cut, longest) if item.name != _LOGITS)
+    return Need((Item("critic's parameters", own), state), own, training)
+
+
+def reference_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
+    """Of the reference's part on one rank, which scores and never learns."""
+    layer = _layer(recipe, cut, longest)
+    working = [Item("activations of scoring", layer), Item("slack of the allocator", int(SLACK * layer))]
+    if cut.gathered:
+        working.append(Item("parameters of other ranks", cut.gathered * _FP32))
+    logits = Item(_LOGITS, _logits(recipe, cut, longest))
+    return Need((Item("reference model", cut.elements * _FP32),), training=(*working, logits))
+
+
+def rollout_need(recipe: Recipe, shape: DecoderShape) -> Need:
+    """Of an engine with a whole copy of the model."""
+    element = _element(recipe)
+    copy = Item("engine's copy of the weights", parameters(shape) * element)
+    cache = Item("KV cache", kv_tokens(recipe) * kv_bytes(shape, element))
+    return Need((copy, cache), generation=_generation(recipe, shape, element))
 
 
 def value_parameters(shape: DecoderShape) -> int:
@@ -88,12 +150,17 @@ def kv_tokens(recipe: Recipe) -> int:
     return recipe.rollout.kv_tokens or recipe.rollout.max_rows * recipe.model.context
 
 
-def micro_tokens(recipe: Recipe, longest: int) -> int:
-    """Most tokens of one micro-batch: what the budget allows, and what a step can have."""
+def micro_tokens(recipe: Recipe, longest: int, ranks: int = 1) -> int:
+    """Most tokens of one micro-batch: what the budget allows, and what a step can have on one of so many ranks."""
     w, samples = recipe.supervised, recipe.flow in ("grpo", "ppo") and recipe.algorithm.steps > 0
     rows = recipe.rollout.prompts * recipe.rollout.group if samples else 0
-    rows = max(rows, w.batch if w.steps or w.epochs else 0)
+    rows = -(-max(rows, w.batch if w.steps or w.epochs else 0) // ranks)
     return max(longest, min(recipe.train.micro_tokens, rows * longest))
+
+
+def _element(recipe: Recipe) -> int:
+    """Bytes of an activation."""
+    return 2 if recipe.train.precision == "bf16" else _FP32
 
 
 def _optimizer(recipe: Recipe, shape: DecoderShape, count: int) -> int:
@@ -102,30 +169,48 @@ def _optimizer(recipe: Recipe, shape: DecoderShape, count: int) -> int:
     return _FP32 * (2 * count - blocks)
 
 
-def _training(recipe: Recipe, shape: DecoderShape, longest: int, element: int) -> tuple[Item, ...]:
-    tokens = micro_tokens(recipe, longest)
-    layer = tokens * _saved(shape, longest, element) * element
+def _training(recipe: Recipe, cut: Cut, longest: int) -> tuple[Item, ...]:
+    shape, element = cut.shape, _element(recipe)
+    layer = _layer(recipe, cut, longest)
     kept = shape.num_layers * layer
     if recipe.train.checkpointing:
+        tokens = -(-micro_tokens(recipe, longest, cut.ranks) // cut.spread)
         kept = shape.num_layers * tokens * shape.hidden_size * element + layer
     cast = matrices(shape) * element if element != _FP32 else 0
-    logits = min(LOGITS, tokens * shape.vocab_size) * _FP32 * _ALIVE_LOGITS
     kept += layer // 2  # while one layer goes backward, the gradients of its activations are alive beside them
+    others = 2 * cut.gathered * _FP32
     return (
         Item("activations", kept),
         Item("slack of the allocator", int(SLACK * kept)),
         Item("weights cast to the compute dtype", cast),
-        Item("logits chunk", logits),
+        Item(_LOGITS, _logits(recipe, cut, longest)),
+        *([Item("parameters and gradients of other ranks", others)] if others else ()),
     )
 
 
-def _saved(shape: DecoderShape, longest: int, element: int) -> int:
-    """Elements that one layer keeps of one token for the backward pass (within 12 % of what torch allocates)."""
+def _layer(recipe: Recipe, cut: Cut, longest: int) -> int:
+    """Bytes that one layer keeps of a micro-batch."""
+    element = _element(recipe)
+    return micro_tokens(recipe, longest, cut.ranks) * _saved(cut.shape, longest, element, cut.spread) * element
+
+
+def _logits(recipe: Recipe, cut: Cut, longest: int) -> int:
+    tokens = micro_tokens(recipe, longest, cut.ranks)
+    return min(LOGITS, tokens * cut.shape.vocab_size) * _FP32 * _ALIVE_LOGITS
+
+
+def _saved(shape: DecoderShape, longest: int, element: int, spread: int = 1) -> int:
+    """Elements that one layer keeps of one token for the backward pass (within 12 % of what torch allocates).
+
+    spread: ranks that the residual stream's tokens are divided over; what both norms give is then gathered besides.
+    """
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    residual = 4 * shape.hidden_size  # both norms: input and output
+    residual = 4 * shape.hidden_size // spread + (2 * shape.hidden_size if spread > 1 else 0)  # norms: input, output
     attention = 3 * (query + 2 * key) + 2 * query  # projected, normed, rotated (with halves); mixed, padded and not
     scores = shape.num_heads * min(longest, 256)  # the probabilities of plain matmul attention; SDPA keeps none
-    unfused = 0 if element == _FP32 else 2 * shape.hidden_size + query + key  # norms keep one more output each
+    unfused = (
+        0 if element == _FP32 else 2 * shape.hidden_size // spread + query + key
+    )  # norms keep one more output each
     return residual + attention + scores + unfused + 4 * shape.intermediate_size  # gate, silu, up, product
 
 
