@@ -96,9 +96,8 @@ def together(needs: Sequence[Need], base: int = BASE) -> Memory:
     gradients = Item("gradients", max((need.gradients for need in needs), default=0))
     held = [Item("interpreter and libraries", base), *([gradients] if gradients.bytes else [])]
     held += [item for need in needs for item in need.held]
-    training, generation = (
-        max(sets, key=_total, default=()) for sets in zip(*((n.training, n.generation) for n in needs))
-    )
+    training = max((need.training for need in needs), key=_total, default=())
+    generation = max((need.generation for need in needs), key=_total, default=())
     return Memory(tuple(held), training, generation)
 
 
