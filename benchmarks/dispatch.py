@@ -1,0 +1,192 @@
+"""What one call through the controller costs, and what of a batch goes through the controller.
+
+    python benchmarks/dispatch.py [--quick] [--json PATH]
+
+Microseconds a call, the median: ``round trip`` until the answer is there, ``call returns`` until the controller can go
+on while the workers still work (lazy answers). Beside a bare ``multiprocessing.Pipe`` with one process, and a plain
+actor call of Ray where it is installed. Bytes are those of the messages between controller and workers, both ways, for
+completions of 16 and of 4,096 tokens; the tokens themselves are checked to have arrived.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tilth.cluster.cluster import Cluster, open_cluster
+from tilth.cluster.context import Context
+from tilth.cluster.group import WorkerGroup
+from tilth.cluster.local import LocalFleet
+from tilth.cluster.protocol import transfer
+from tilth.core.batch import Batch, Column, Ragged
+from tilth.core.layout import Mesh
+
+ROWS = 256
+SHORT, LONG = 16, 4096
+"""Tokens of a completion."""
+
+
+class Role:
+    """What a policy does, without a model."""
+
+    def __init__(self, context: Context) -> None:
+        self.store = context.store
+
+    @transfer("all", "first")
+    def nothing(self) -> None:
+        """An empty call on all ranks."""
+
+    @transfer("rows", "merge")
+    def count(self, batch: Batch) -> dict[int, int]:
+        """Rows in, a number out."""
+        return {int(batch["id"][0]) if len(batch) else -1: len(batch)}
+
+    @transfer("rows", "rows")
+    def speak(self, asked: Batch, tokens: int) -> Batch:
+        """Payload of so many tokens a row."""
+        rows = [np.full(tokens, i, np.int32) for i in asked["id"].tolist()]
+        handle = self.store.put("tokens", Ragged.of(rows))
+        lengths = np.full(len(asked), tokens)
+        return asked.with_rows(length=lengths).with_payload(tokens=Column.whole(handle, len(asked)))
+
+    @transfer("rows", "rows")
+    def score(self, batch: Batch) -> Batch:
+        """Reads all tokens."""
+        found = batch.read(self.store, "tokens")["tokens"]
+        return batch.with_rows(reward=np.array([found.row(i).mean() for i in range(len(batch))]))
+
+
+def role(context: Context) -> Role:
+    """The factory."""
+    return Role(context)
+
+
+def median_us(call: Callable[[], object], calls: int, after: Callable[[], object] = lambda: None) -> float:
+    """Median microseconds of one call; ``after`` is not timed."""
+    took = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - start)
+        after()
+    return statistics.median(took[calls // 10 :]) * 1e6
+
+
+def group_of(cluster: Cluster) -> WorkerGroup:
+    """The role on all workers."""
+    return cluster.group("role", f"{Path(__file__).stem}:role", {}, Mesh(("dp",), (cluster.workers,)))
+
+
+def backend(name: str, workers: int, calls: int) -> dict[str, Any]:
+    """One row of the table."""
+    batch = Batch({"id": np.arange(ROWS), "length": np.full(ROWS, SHORT)})
+    with open_cluster(name, workers, timeout=120) as cluster:
+        group = group_of(cluster)
+        pending: list[Any] = []
+        found = {
+            "backend": name,
+            "workers": workers,
+            "round_trip_us": median_us(group.nothing, calls),
+            "rows_round_trip_us": median_us(lambda: len(group.count(batch)), calls),
+            "rows_call_returns_us": median_us(
+                lambda: pending.append(group.count(batch)), calls, lambda: len(pending.pop())
+            ),
+        }
+        if isinstance(cluster.fleet, LocalFleet):
+            found |= {f"{n}_tokens_bytes_per_row": bytes_per_row(cluster, group, n) for n in (SHORT, LONG)}
+    return found
+
+
+def bytes_per_row(cluster: Cluster, group: WorkerGroup, tokens: int) -> float:
+    """Bytes through the controller for generating and scoring, a row."""
+    fleet = cluster.fleet
+    assert isinstance(fleet, LocalFleet)
+    before = sum(link.sent_bytes + link.received_bytes for link in fleet.links)
+    with cluster.store.scope():
+        scored = group.score(group.speak(Batch({"id": np.arange(ROWS)}), tokens))
+        assert np.array_equal(scored["reward"], np.arange(ROWS)), "the tokens did not arrive"
+        assert cluster.store.fetched_bytes == 0, "the controller read payload"
+    return (sum(link.sent_bytes + link.received_bytes for link in fleet.links) - before) / ROWS
+
+
+def _answer(pipe: Connection) -> None:
+    while (message := pipe.recv()) is not None:
+        pipe.send(message)
+
+
+def pipe_us(calls: int) -> float:
+    """A bare pipe: send a small tuple, receive it."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_answer, args=(theirs,))
+    process.start()
+
+    def ask() -> None:
+        ours.send(("role", "nothing", ()))
+        ours.recv()
+
+    found = median_us(ask, calls)
+    ours.send(None)
+    process.join()
+    return found
+
+
+def ray_us(calls: int) -> float:
+    """A plain actor call."""
+    import ray
+
+    class Plain:
+        def nothing(self) -> None:
+            pass
+
+    with open_cluster("ray", 1):  # starts Ray; the actor has nothing to do with the cluster's workers
+        actor = ray.remote(num_cpus=0)(Plain).remote()
+        ray.get(actor.nothing.remote())
+        return median_us(lambda: ray.get(actor.nothing.remote()), calls)
+
+
+def measure(quick: bool) -> list[dict[str, Any]]:
+    """All rows, and what they stand beside."""
+    calls = 200 if quick else 3000
+    rows: list[dict[str, Any]] = [{"beside": "multiprocessing.Pipe", "workers": 1, "round_trip_us": pipe_us(calls)}]
+    rows += [backend("inline", 1, calls)]
+    rows += [backend("local", workers, calls) for workers in ((1, 2) if quick else (1, 2, 4))]
+    if find_spec("ray") is not None:
+        rows += [{"beside": "plain Ray actor", "workers": 1, "round_trip_us": ray_us(calls)}]
+        rows += [backend("ray", workers, calls) for workers in ((1,) if quick else (1, 2, 4))]
+    return rows
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    columns = ("round_trip_us", "rows_round_trip_us", "rows_call_returns_us")
+    sizes = tuple(f"{n}_tokens_bytes_per_row" for n in (SHORT, LONG))
+    print(f"{'':24}{'workers':>8}" + "".join(f"{c:>22}" for c in columns) + "".join(f"{c:>28}" for c in sizes))
+    rows = measure(given.quick)
+    for row in rows:
+        cells = [
+            f"{row[c]:>{w}.0f}" if c in row else " " * w
+            for c, w in [*((c, 22) for c in columns), *((c, 28) for c in sizes)]
+        ]
+        print(f"{row.get('backend') or row['beside']:24}{row['workers']:>8}" + "".join(cells))
+    for row in rows:
+        if sizes[0] in row:
+            assert row[sizes[1]] < 1.05 * row[sizes[0]] + 8, "bytes through the controller grow with the tokens"
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
