@@ -4,6 +4,7 @@ Failure is one event for the whole cluster: a collective that has lost a rank ne
 all workers and is raised, with the role, the rank and the method that caused it, wherever the controller waits next.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -100,7 +101,8 @@ class Dispatch:
 
     def _limit(self) -> float:
         """When the first of the calls that are being executed is overdue. (Called with the lock.)"""
-        return min(since for since, queue in zip(self._since, self._flying) if queue) + self.timeout
+        begun = (since for since, queue in zip(self._since, self._flying) if queue)
+        return min(begun, default=math.inf) + self.timeout
 
     def _first_failure(self) -> TilthError | None:
         """The failure that caused the others: a death, else what was told first. (Called with the lock.)"""

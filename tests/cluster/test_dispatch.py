@@ -1,0 +1,192 @@
+"""The controller's side without processes: a fleet whose answers the test gives by hand."""
+
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from tilth.cluster import dispatch
+from tilth.cluster.dispatch import Dispatch
+from tilth.cluster.fleet import Call, Failure, Packed, Probe, Reply, place_of
+from tilth.cluster.inline import InlineStore
+from tilth.cluster.totals import Totals, together
+from tilth.core.errors import CallTimeout, DataError, WorkerError, WorkerLost
+from tilth.trace.spans import Total, span
+
+
+class ByHand:
+    """Keeps what is submitted; the test completes it."""
+
+    def __init__(self, workers=2):
+        self.workers, self.store = workers, InlineStore()
+        self.sent, self.closed = [], []
+
+    def submit(self, rank, call):
+        future = Future()
+        self.sent.append(future)
+        return future
+
+    def probe(self, rank):
+        return Probe(rank, 100 + rank, "running", "policy.update for 3.1 s" if rank else "", "File one\nFile two")
+
+    def close(self, kill):
+        self.closed.append(kill)
+
+
+CALL = Call("policy", "update")
+
+
+def total(seconds=1.0, tokens=0, phase=0.0):
+    return Total(seconds, seconds, 1, tokens, 0, 0.0, phase, tokens if phase else 0)
+
+
+def later(seconds, call, *args):
+    timer = threading.Timer(seconds, call, args)
+    timer.start()
+    return timer
+
+
+@pytest.fixture
+def fleet():
+    return ByHand()
+
+
+def test_replies_come_in_the_order_of_the_calls(fleet):
+    calls = Dispatch(fleet, 60)
+    flights = [calls.submit(rank, CALL) for rank in (0, 1)]
+    later(0.05, fleet.sent[1].set_result, Reply("second", {}))
+    later(0.1, fleet.sent[0].set_result, Reply("first", {}))
+    assert [reply.value for reply in calls.wait(flights)] == ["first", "second"]
+    assert not fleet.closed
+
+
+def test_a_death_is_the_cause_of_a_broken_collective_that_is_told_first(fleet):
+    calls = Dispatch(fleet, 60)
+    flights = [calls.submit(rank, CALL) for rank in (0, 1)]
+    fleet.sent[0].set_exception(WorkerError("rank 0: connection closed by peer"))
+    later(0.1, fleet.sent[1].set_exception, WorkerLost("rank 1: killed"))
+    with pytest.raises(WorkerLost, match="rank 1: killed"):
+        calls.wait(flights)
+    assert fleet.closed == [True]
+
+
+def test_of_two_that_raise_the_first_is_the_cause_and_the_grace_is_short(fleet):
+    calls = Dispatch(fleet, 60)
+    flights = [calls.submit(rank, CALL) for rank in (0, 1)]
+    fleet.sent[1].set_exception(DataError("rank 1: no data"))
+    began = time.monotonic()
+    with pytest.raises(DataError, match="no data"):
+        calls.wait(flights)  # rank 0 waits in its collective for ever
+    assert dispatch.GRACE <= time.monotonic() - began < dispatch.GRACE + 5
+
+
+def test_the_first_failure_is_raised_by_every_later_call(fleet):
+    calls = Dispatch(fleet, 60)
+    calls.submit(0, CALL)
+    fleet.sent[0].set_exception(DataError("first"))
+    with pytest.raises(DataError):
+        calls.drain()
+    for again in (lambda: calls.submit(1, CALL), lambda: calls.wait([]), calls.drain):
+        with pytest.raises(DataError, match="first"):
+            again()
+    assert fleet.closed == [True] and len(fleet.sent) == 1
+
+
+def test_a_failure_elsewhere_ends_a_wait(fleet):
+    calls = Dispatch(fleet, 60)
+    calls.submit(1, Call("critic", "update"))
+    mine = calls.submit(0, CALL)
+    later(0.05, fleet.sent[0].set_exception, DataError("of the critic"))
+    with pytest.raises(DataError, match="of the critic"):
+        calls.wait([mine])
+
+
+def test_a_call_that_exceeds_its_limit_tells_what_every_rank_does(fleet, monkeypatch):
+    monkeypatch.setattr(dispatch, "GRACE", 0.05)
+    calls = Dispatch(fleet, 0.2)
+    flights = [calls.submit(rank, CALL) for rank in (0, 1)]
+    fleet.sent[0].set_result(Reply(None, {}))
+    with pytest.raises(CallTimeout) as raised:
+        calls.wait(flights)
+    assert str(raised.value).splitlines() == [
+        "role policy, rank 1, update: no answer within 0.2 s (cluster.timeout)",
+        "  rank 0 (process 100, running): between calls",
+        "    File one",
+        "    File two",
+        "  rank 1 (process 101, running): in policy.update for 3.1 s",
+        "    File one",
+        "    File two",
+    ]
+    assert fleet.closed == [True]
+
+
+def test_the_limit_of_a_call_begins_when_the_one_before_it_ended(fleet, monkeypatch):
+    monkeypatch.setattr(dispatch, "GRACE", 0.05)
+    calls = Dispatch(fleet, 0.4)
+    flights = [calls.submit(0, CALL) for _ in range(4)]
+    timers = [later(0.25 * (i + 1), fleet.sent[i].set_result, Reply(i, {})) for i in range(4)]
+    assert [reply.value for reply in calls.wait(flights)] == [0, 1, 2, 3]
+    for timer in timers:
+        timer.join()
+
+
+def test_an_answer_within_the_grace_is_an_answer(fleet):
+    calls = Dispatch(fleet, 0.1)
+    flight = calls.submit(0, CALL)
+    later(0.1 + dispatch.GRACE / 2, fleet.sent[0].set_result, Reply("late", {}))
+    assert calls.wait([flight])[0].value == "late"
+
+
+def test_a_message_that_cannot_be_sent_is_a_call_over_its_limit(fleet):
+    def full(rank, call):
+        raise TimeoutError
+
+    fleet.submit = full
+    with pytest.raises(CallTimeout, match="role policy, rank 1, update: no answer within 60 s"):
+        Dispatch(fleet, 60).submit(1, CALL)
+    assert fleet.closed == [True]
+
+
+def test_time_is_that_of_the_slowest_rank_and_work_is_counted_once():
+    totals = Totals(3)
+    totals.add(0, {"update": total(1.0, 10, 1.0)}, True)
+    totals.add(1, {"update": total(2.0, 10, 2.0)}, False)  # a copy along tp
+    totals.add(2, {"update": total(1.5, 7, 1.5)}, True)
+    totals.add(2, {"update": total(1.5, 7, 1.5), "read": total(0.5)}, True)
+    found = totals.take()
+    assert found["update"] == Total(3.0, 3.0, 2, 24, 0, 0.0, 3.0, 24) and found["read"].seconds == 0.5
+    assert totals.take() == {}
+
+
+def test_controller_and_workers_come_after_one_another():
+    found = together({"publish": total(1.0), "step": total(5.0)}, {"publish": total(2.0), "update": total(3.0)})
+    assert {op: t.seconds for op, t in found.items()} == {"publish": 3.0, "step": 5.0, "update": 3.0}
+    assert found["publish"].count == 2
+
+
+def test_a_call_inside_a_phase_adds_no_phase_of_its_own(fleet):
+    calls = Dispatch(fleet, 60)
+    with span("evaluate"):
+        inside = calls.submit(0, CALL)
+    outside = calls.submit(0, CALL)
+    for future in fleet.sent:
+        future.set_result(Reply(None, {"generate": total(1.0, 5, 1.0)}))
+    calls.wait([inside, outside])
+    found = calls.totals.take()["generate"]
+    assert (found.seconds, found.tokens, found.phase_seconds, found.phase_tokens) == (2.0, 10, 1.0, 5)
+
+
+def test_names_of_calls():
+    create = Call("", "create", ("policy", "m:f", Packed({}), None))
+    assert (CALL.name, place_of(CALL, 3)) == ("policy.update", "role policy, rank 3, update")
+    assert (create.name, place_of(create, 0)) == ("create policy", "role policy, rank 0, create")
+    assert (Call("", "end").name, place_of(Call("", "end"), 1)) == ("end", "rank 1, end")
+
+
+def test_a_failure_is_the_worker_s_own_class_or_a_worker_error():
+    own = Failure(DataError, "file x: empty", "Traceback ...").error(CALL, 1)
+    assert type(own) is DataError and str(own) == "role policy, rank 1, update: file x: empty"
+    assert "Traceback ..." in own.__notes__[0]
+    other = Failure(None, "ValueError: x", "Traceback ...").error(CALL, 1)
+    assert type(other) is WorkerError and str(other) == "role policy, rank 1, update: ValueError: x\nTraceback ..."
