@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilth.core.layout import Mesh
@@ -24,6 +25,10 @@ MODEL = ("fsdp", "tp")
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 """By global ranks, in order: the roles of a process share them, since a process issues its collectives in one order."""
 
+_NO_LIMIT = timedelta(minutes=30)
+_limits: dict[str, timedelta] = {}
+"""How long a collective of a group may take, as the world was told."""
+
 
 def join(rank: int, workers: int, meeting: str, timeout: float, device: str = "cpu") -> None:
     """Join the world of ``workers`` processes as number ``rank``; nothing happens if this process is in it already.
@@ -35,7 +40,7 @@ def join(rank: int, workers: int, meeting: str, timeout: float, device: str = "c
             raise ValueError(f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, not {rank}/{workers}")
     elif workers > 1:
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        limit = timedelta(seconds=timeout)
+        limit = _limits["group"] = timedelta(seconds=timeout)
         dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=workers, timeout=limit)
 
 
@@ -90,7 +95,7 @@ class Grid:
         if len(ranks) == 1:
             return None
         if ranks not in _groups:
-            _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            _groups[ranks] = _new_group(ranks, self.rank)
         return _groups[ranks]
 
     def device_mesh(self, *names: str, device: str = "cpu") -> DeviceMesh:
@@ -135,6 +140,23 @@ class Grid:
         dist.all_gather(every, own, group=group)
         parts = [_unpack(blob.numpy(), int(count), rows) for blob, count in zip(every, counts)]
         return {name: np.concatenate([part[name] for part in parts]) for name in rows}
+
+
+def _new_group(ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup:
+    """A group in the order of ``ranks``, named after them; only these ranks take part.
+
+    ``dist.new_group`` sorts the ranks, and names a group after the number of groups that a process has already. Ranks
+    of different roles have made different numbers of them, would not meet, and wait for ever.
+    """
+    world = distributed_c10d._world
+    backend, store = world.pg_map[distributed_c10d._get_default_group()]
+    place, members, kind = ranks.index(rank), list(ranks), dist.Backend(backend)
+    name = distributed_c10d.GroupName("tilth-" + "-".join(map(str, ranks)))
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks), place, members, kind, store, name, timeout=_limits.get("group", _NO_LIMIT)
+    )
+    world.pg_group_ranks[made] = {member: i for i, member in enumerate(ranks)}
+    return made
 
 
 def _unpack(blob: np.ndarray, n: int, like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

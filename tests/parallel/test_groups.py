@@ -1,0 +1,41 @@
+"""Process groups of meshes that overlap, made by ranks that have made different numbers of groups before."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tilth.core.layout import Mesh
+from tilth.parallel.grid import Grid
+
+HERE = "tests.parallel.test_groups:"
+
+
+def meet(rank: int) -> float:
+    """Ranks 0 and 1 have a group of their own before all three meet."""
+    if rank < 2:
+        Grid.of(Mesh(("own",), (2,), (0, 1)), rank).group("own")
+    group = Grid.of(Mesh(("to",), (3,), (0, 1, 2)), rank).group("to")
+    value = torch.tensor(float(rank))
+    dist.all_reduce(value, group=group)
+    return float(value)
+
+
+def place(rank: int) -> tuple[int, list[int], list[float]]:
+    """Where a rank of a mesh that is not in ascending order stands in the group."""
+    grid = Grid.of(Mesh(("tp",), (2,), (1, 0)), rank)
+    group = grid.group("tp")
+    parts = [torch.zeros(1) for _ in range(2)]
+    dist.all_gather(parts, torch.tensor([float(rank)]), group=group)
+    assert group.rank() == grid.coordinate("tp") and dist.get_process_group_ranks(group) == [1, 0]
+    return group.rank(), dist.get_process_group_ranks(group), [float(p) for p in parts]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_ranks_of_different_roles_meet(pool):
+    assert pool.run(3, HERE + "meet", timeout=30.0) == [3.0, 3.0, 3.0]
+
+
+@pytest.mark.dist
+def test_the_order_of_a_group_is_that_of_the_mesh(pool):
+    assert pool.run(2, HERE + "place") == [(1, [1, 0], [1.0, 0.0]), (0, [1, 0], [1.0, 0.0])]
