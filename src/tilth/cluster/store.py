@@ -90,7 +90,8 @@ class FolderStore:
         return sum((self.folder / key).stat().st_size - HEADER for key in self._keys())
 
     def _keys(self) -> set[str]:
-        return {path.name for path in self.folder.iterdir()}
+        """Nothing where the folder is gone: a failure has ended the workers, and is what must be told."""
+        return {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
 
 
 def _no_room(folder: Path, column: str, size: int, error: OSError) -> StorageError:
