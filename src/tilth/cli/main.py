@@ -67,6 +67,21 @@ def run(
 
 
 @app.command()
+def layout(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="name of a shipped recipe, or path of a TOML file")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys to change")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the whole plan as one JSON object")] = False,
+) -> None:
+    """Show what a recipe puts where: roles, ranks, shares of the model, memory, and who talks to whom.
+
+    Nothing is started. As in: tilth layout addition-grpo cluster.backend=local cluster.workers=4
+    """
+    from tilth.cli.layout import show
+
+    show(recipe, overrides or [], as_json=as_json)
+
+
+@app.command()
 def generate(
     model: ModelArgument,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="text to continue")],

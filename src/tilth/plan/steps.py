@@ -6,7 +6,8 @@ from typing import Any
 
 from tilth.config.schema import Recipe, Supervised
 from tilth.plan.flops import token_flops
-from tilth.plan.memory import Memory, predict, value_parameters
+from tilth.plan.layout import per_rank
+from tilth.plan.memory import Memory, value_parameters
 from tilth.plan.shape import DecoderShape, parameters
 
 
@@ -39,6 +40,7 @@ class RunPlan:
     flops: float
     """Model FLOPs of all training passes, every sequence as long as it can be."""
     memory: Memory
+    """Of the worker that needs most."""
     pieces: bool = False
     """What is trained on are pieces of documents, not prompts."""
 
@@ -103,6 +105,7 @@ def plan_run(
     seen = (longest + 1) / 2
     at_first = warm == 0 or recipe.flow in ("sft", "pretrain")  # the end of a warm-up is the beginning of what follows
     flops = policy_rows * token_flops(shape, seen).both + critic_rows * token_flops(shape, seen, head=False).both
+    heaviest = max(per_rank(recipe, shape, longest, generates=generates), key=lambda worker: worker.memory.peak)
     return RunPlan(
         parameters=parameters(shape),
         critic_parameters=value_parameters(shape) if ppo else 0,
@@ -120,7 +123,7 @@ def plan_run(
         tokens_per_step=(rows if steps else w.batch) * longest,
         evaluations=_evaluations(warm, w.check_every) + _evaluations(steps, recipe.run.eval_every) + at_first,
         flops=longest * flops,
-        memory=predict(recipe, shape, longest, generates=generates),
+        memory=heaviest.memory,
         pieces=pretrain,
     )
 

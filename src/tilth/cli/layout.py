@@ -1,0 +1,237 @@
+"""What stands where, before anything starts: roles, ranks, shares of the model, memory, and who talks to whom."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tilth.config.load import load_recipe
+from tilth.config.schema import Recipe
+from tilth.data.prompts import PromptSet, load_source, load_texts
+from tilth.data.template import make_template
+from tilth.data.tokenizer import Tokenizer
+from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, new_config
+from tilth.models.config import DecoderConfig
+from tilth.models.hf import read_config
+from tilth.plan.layout import NAMES, Placed, Seat, Worker, per_rank, place
+from tilth.plan.shape import DecoderShape, parameters
+from tilth.plan.steps import size
+from tilth.plan.traffic import Talk, tokens_of_rank, traffic, work
+from tilth.rl.verifiers import TASKS
+
+WIDTH = 100
+MOST = 20_000
+"""Prompts that are tokenised to find the longest; of a larger source, so many spread evenly."""
+SHOWN = 32
+"""Workers in the tables; ``--json`` has all."""
+
+
+@dataclass
+class Plan:
+    """All that is found."""
+
+    recipe: Recipe
+    shape: DecoderShape
+    longest: int
+    """Tokens of the longest sequence."""
+    vocabulary: str
+    """Where its size comes from."""
+    placed: dict[str, Placed]
+    workers: list[Worker]
+    talks: list[Talk]
+
+
+def show(name: str, overrides: Sequence[str], *, as_json: bool) -> None:
+    """Print the plan of a recipe."""
+    plan = look(load_recipe(name, list(overrides)))
+    if as_json:
+        typer.echo(json.dumps(as_object(plan), ensure_ascii=False))
+        return
+    console = Console(width=WIDTH, highlight=False)
+    for part in tables(plan):
+        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
+
+
+# ---- what is found ----
+
+
+def look(recipe: Recipe) -> Plan:
+    """Shape, places, memory and traffic. Trains nothing, not even a tokenizer. Raises TilthError for a bad recipe."""
+    placed = place(recipe)  # before any file is read
+    shape, longest, vocabulary = _model(recipe)
+    generates = generating(recipe)
+    if not generates:
+        placed = {role: p for role, p in placed.items() if role not in ("rollout", "reward")}
+    workers = per_rank(recipe, shape, longest, generates=generates)
+    return Plan(
+        recipe, shape, longest, vocabulary, placed, workers, traffic(recipe, shape, longest, generates=generates)
+    )
+
+
+def generating(recipe: Recipe) -> bool:
+    """Whether the run has an engine and something that scores: fine-tuning has them where it can be evaluated."""
+    if recipe.flow == "sft":
+        return bool(recipe.reward.function) or recipe.data.source in TASKS
+    return recipe.flow != "pretrain"
+
+
+def _model(recipe: Recipe) -> tuple[DecoderShape, int, str]:
+    """Shape, longest sequence, and where the vocabulary comes from. A loaded model brings its own."""
+    loaded = _loaded(recipe.model.path) if recipe.model.path else None
+    name, context = recipe.data.tokenizer, recipe.model.context
+    if loaded is None and name.startswith("bpe:") and name[4:].isdecimal():
+        return new_config(recipe, int(name[4:])), context, f"{name}, at most: it is trained when the run begins"
+    if recipe.flow == "pretrain":
+        if loaded is not None:
+            return loaded.config, context, str(loaded.source)
+        tokenizer = choose_tokenizer(recipe, None, None, load_texts(recipe.data)[0])
+        return new_config(recipe, tokenizer.vocab_size), context, name or "characters of the data"
+    prompts = load_source(recipe.data)
+    tokenizer = choose_tokenizer(recipe, prompts, loaded)
+    longest = context  # of what is only read, answers are of any length
+    if recipe.flow != "sft":
+        longest = min(context, _longest_prompt(recipe, prompts, tokenizer) + recipe.rollout.max_tokens)
+    if loaded is not None:
+        return loaded.config, longest, str(loaded.source)
+    return new_config(recipe, tokenizer.vocab_size), longest, name or "characters of the data"
+
+
+def _loaded(spec: str) -> LoadedModel:
+    """A model by path; of a Hugging Face directory, config.json and tokenizer will do."""
+    folder = Path(spec)
+    if not (folder / "config.json").is_file():
+        return load_model(spec)
+    tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
+    return LoadedModel(DecoderConfig.from_hf(read_config(folder)), {}, tokenizer, folder)
+
+
+def _longest_prompt(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer) -> int:
+    template, some = make_template(recipe.data.template, tokenizer), prompts.subset(MOST)
+    chosen = [some[i] for i in range(len(some))]
+    return max((len(ids) for ids in template.prompts(chosen)), default=0)
+
+
+# ---- for programs ----
+
+
+def as_object(plan: Plan) -> dict[str, Any]:
+    """Everything as plain numbers; bytes and tokens."""
+    return {
+        "backend": plan.recipe.cluster.backend,
+        "workers": len(plan.workers),
+        "parameters": parameters(plan.shape),
+        "vocabulary": plan.shape.vocab_size,
+        "longest": plan.longest,
+        "roles": {role: _role(plan, p) for role, p in plan.placed.items()},
+        "ranks": [_worker(worker) for worker in plan.workers],
+        "traffic": [asdict(talk) for talk in plan.talks],
+    }
+
+
+def _role(plan: Plan, placed: Placed) -> dict[str, Any]:
+    sizes = dict(zip(NAMES, placed.mesh.sizes))
+    tokens = tokens_of_rank(plan.recipe, placed, plan.longest)
+    return {"pool": placed.pool, "ranks": list(placed.ranks), **sizes, "tokens_per_rank": tokens}
+
+
+def _worker(worker: Worker) -> dict[str, Any]:
+    return {
+        "rank": worker.rank,
+        "roles": [_seat(seat) for seat in worker.seats],
+        "memory": dict(worker.memory.items),
+        "peak": worker.memory.peak,
+    }
+
+
+def _seat(seat: Seat) -> dict[str, Any]:
+    """parameters: elements; all else but coordinates: bytes."""
+    need = seat.need
+    working = dict(need.training + need.generation)
+    plain = {"role": seat.role, **dict(zip(NAMES, seat.coordinates)), "parameters": seat.elements}
+    return plain | {"held": dict(need.held), "gradients": need.gradients, "working": working}
+
+
+# ---- for people ----
+
+
+def tables(plan: Plan) -> list[Table | str]:
+    """What the terminal shows."""
+    seen = f"{len(plan.workers)} worker{'s' if len(plan.workers) > 1 else ''}, backend {plan.recipe.cluster.backend}"
+    model = f"model: {parameters(plan.shape):,} parameters, vocabulary {plan.shape.vocab_size:,} ({plan.vocabulary})"
+    rows = work(plan.recipe, "policy", 1, plan.longest).rows
+    step = f"a step: {rows:,} sequences of at most {plan.longest:,} tokens, {rows * plan.longest:,} together"
+    parts: list[Table | str] = [seen, model, step, "", _roles(plan), "", _ranks(plan)]
+    if len(plan.workers) > SHOWN:
+        parts.append(f"and {len(plan.workers) - SHOWN} more; --json has all")
+    heaviest = max(plan.workers, key=lambda worker: worker.memory.peak)
+    items = sorted(heaviest.memory.items, key=lambda item: -item.bytes)[:4]
+    told = ", ".join(f"{item.name} {size(item.bytes)}" for item in items)
+    parts.append(f"most memory: rank {heaviest.rank}, {size(heaviest.memory.peak)} ({told})")
+    return [*parts, "", _talks(plan) if plan.talks else "no rank talks with another about tensors"]
+
+
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
+def _roles(plan: Plan) -> Table:
+    table = _table("role", "pool", "ranks", *NAMES, "tokens a rank", right=(*NAMES, "tokens a rank"))
+    for role, placed in plan.placed.items():
+        tokens = tokens_of_rank(plan.recipe, placed, plan.longest)
+        sizes = map(str, placed.mesh.sizes)
+        table.add_row(role, placed.pool or "all", spans(placed.ranks), *sizes, f"{tokens:,}")
+    return table
+
+
+def _ranks(plan: Plan) -> Table:
+    numbers = ("parameters", "weights", "gradients", "optimizer", "activations", "KV")
+    table = _table("rank", "role", "dp,fsdp,tp", *numbers, right=("rank", *numbers))
+    for worker in plan.workers[:SHOWN]:
+        for seat in worker.seats:
+            if seat.elements:
+                at = ",".join(map(str, seat.coordinates))
+                shown = (size(n) if n else "" for n in _shares(seat))
+                table.add_row(str(worker.rank), seat.role, at, f"{seat.elements:,}", *shown)
+        table.add_row(str(worker.rank), "together", "", "", size(worker.memory.peak), end_section=True)
+    return table
+
+
+def _shares(seat: Seat) -> tuple[int, ...]:
+    """Bytes of weights, gradients, optimizer state, working set and KV cache."""
+    held = dict(seat.need.held)
+    state = sum(count for name, count in held.items() if name.endswith("optimizer state"))
+    cache = held.get("KV cache", 0)
+    working = sum(item.bytes for item in seat.need.training + seat.need.generation)
+    return sum(held.values()) - state - cache, seat.need.gradients, state, working, cache
+
+
+def _talks(plan: Plan) -> Table:
+    table = _table("role", "axis", "ranks that talk", "what", "bytes a step", right=("bytes a step",))
+    for talk in plan.talks:
+        table.add_row(talk.role, talk.axis, _groups(talk), talk.what, size(talk.bytes))
+    return table
+
+
+def _groups(talk: Talk) -> str:
+    shown = " | ".join(spans(group) for group in talk.groups[:4])
+    return shown + (f" | ... {len(talk.groups)} groups" if len(talk.groups) > 4 else "")
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Numbers in words: ``0-3, 6``."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and rank == found[-1][-1] + 1:
+            found[-1].append(rank)
+        else:
+            found.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)

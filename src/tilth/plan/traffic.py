@@ -1,0 +1,143 @@
+"""Who talks to whom in a step, and how many bytes that is: from the layouts alone, every sequence as long as can be."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilth.config.checks import learners
+from tilth.config.schema import Layout as Wanted
+from tilth.config.schema import Recipe
+from tilth.plan.layout import Placed, cut, place
+from tilth.plan.memory import micro_tokens
+from tilth.plan.shape import DecoderShape, parameters
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What goes over one axis of one role. groups: ranks that talk with each other, one tuple a group."""
+
+    role: str
+    axis: str
+    groups: tuple[tuple[int, ...], ...]
+    what: str
+    bytes: int
+    """That one rank sends in a step, at most (rings for collectives, as gloo and NCCL have)."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank of a role does in a step, at most."""
+
+    rows: int
+    """Of the step's batch, over all ranks."""
+    updates: int
+    """Optimizer steps."""
+    tokens: int
+    """That it trains on."""
+    micros: int
+    """Micro-batches of those."""
+    scored: int
+    """Tokens that it scores without learning."""
+    scored_micros: int
+
+
+def work(recipe: Recipe, role: str, ranks: int, longest: int) -> Work:
+    """Of a learner's rank, where ``ranks`` of them divide the rows."""
+    a, samples = recipe.algorithm, recipe.flow in ("grpo", "ppo") and recipe.algorithm.steps > 0
+    rows = recipe.rollout.prompts * recipe.rollout.group if samples else recipe.supervised.batch
+    own = -(-rows // ranks) * longest
+    updates = a.epochs * a.minibatches if samples else 1
+    scores = {"policy": samples and updates > 1, "reference": True, "critic": True}[role]
+    learns = role != "reference"
+    budget = micro_tokens(recipe, longest, ranks)
+    one = -(-own // (a.minibatches if samples else 1))
+    return Work(
+        rows=rows,
+        updates=updates * learns,
+        tokens=own * (a.epochs if samples else 1) * learns,
+        micros=-(-one // budget) * updates * learns,
+        scored=own * scores,
+        scored_micros=-(-own // budget) * scores,
+    )
+
+
+def traffic(recipe: Recipe, shape: DecoderShape, longest: int, *, generates: bool = True) -> list[Talk]:
+    """All axes of more than one rank, role by role, then how weights reach the rollout engines.
+
+    longest: tokens of the longest sequence; generates: whether the run has engines.
+    """
+    placed, found = place(recipe), list[Talk]()
+    for role, wanted in learners(recipe).items():
+        where = placed[role]
+        part = cut(recipe, role, where, shape, 0, 0)
+        found += _data(recipe, role, wanted, where, shape, longest)
+        found += _tensor(recipe, role, where, part.shape, longest, wanted.sp)
+    return found + (_publish(recipe, placed, shape) if generates and "rollout" in placed else [])
+
+
+def groups(placed: Placed, axis: str) -> tuple[tuple[int, ...], ...]:
+    """The ranks that differ in this dimension of the mesh alone, group by group."""
+    mesh = placed.mesh
+    table = np.moveaxis(np.array(mesh.ranks).reshape(mesh.sizes), mesh.names.index(axis), -1)
+    return tuple(tuple(map(int, row)) for row in table.reshape(-1, table.shape[-1]))
+
+
+def _data(recipe: Recipe, role: str, wanted: Wanted, placed: Placed, shape: DecoderShape, longest: int) -> list[Talk]:
+    dp, fsdp, _ = placed.mesh.sizes
+    part, did = cut(recipe, role, placed, shape, 0, 0), work(recipe, role, placed.data_ranks, longest)
+    found = []
+    if dp > 1 and did.updates:
+        sent = 2 * _share(dp) * part.elements * _FP32 * did.updates
+        found.append(Talk(role, "dp", groups(placed, "dp"), "gradients are added up, once an update", int(sent)))
+    if fsdp == 1:
+        return found
+    whole = part.elements * fsdp * _FP32  # of its tp part
+    if wanted.zero == 2:
+        what = "parameters gathered, gradients scattered, once an update"
+        times = 2 * did.updates + did.scored_micros
+    else:
+        what = "parameters gathered, gradients scattered, each micro-batch"
+        times = 3 * did.micros + did.scored_micros  # gathered again on the way back
+    return [*found, Talk(role, "fsdp", groups(placed, "fsdp"), what, int(_share(fsdp) * whole * times))]
+
+
+def _tensor(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int, sp: bool) -> list[Talk]:
+    tp = placed.mesh.sizes[2]
+    if tp == 1:
+        return []
+    did = work(recipe, role, placed.data_ranks, longest)
+    element = 2 if recipe.train.precision == "bf16" else _FP32
+    forward = 2 + 2 * recipe.train.checkpointing  # two blocks a layer, and again where they are recomputed
+    each = shape.num_layers * shape.hidden_size * element * 2 * _share(tp)
+    sent = each * (did.tokens * (forward + 2) + did.scored * 2)
+    what = "tokens gathered and scattered" if sp else "outputs added up"
+    return [Talk(role, "tp", groups(placed, "tp"), f"{what} around both blocks of each layer", int(sent))]
+
+
+def _publish(recipe: Recipe, placed: dict[str, Placed], shape: DecoderShape) -> list[Talk]:
+    source, target = placed["policy"], placed["rollout"]
+    _, fsdp, tp = source.mesh.sizes
+    found = []
+    if fsdp * tp > 1:
+        inner = tuple(tuple(map(int, row)) for row in np.array(source.mesh.ranks).reshape(-1, fsdp * tp))
+        sent = parameters(shape) * _FP32 // (fsdp * tp) * (fsdp * tp - 1)
+        found.append(Talk("publish", "fsdp, tp", inner, "whole tensors put together, in buckets", sent))
+    strangers = tuple(rank for rank in target.ranks if rank not in source.ranks)
+    if strangers:
+        element = 2 if recipe.train.precision == "bf16" else _FP32
+        route = ((source.ranks[0], *strangers),)
+        found.append(Talk("publish", "to rollout", route, "the policy's weights", parameters(shape) * element))
+    return found
+
+
+def _share(ranks: int) -> float:
+    """Of a vector: what a ring moves over each link in one gather or one scatter."""
+    return (ranks - 1) / ranks
+
+
+def tokens_of_rank(recipe: Recipe, placed: Placed, longest: int) -> int:
+    """Most tokens of one step's batch on one rank that has rows."""
+    return math.ceil(work(recipe, "policy", 1, longest).rows / placed.data_ranks) * longest
