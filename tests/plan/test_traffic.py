@@ -1,0 +1,121 @@
+"""Who talks to whom and how much: by hand for small layouts, and against bytes that a step moves."""
+
+import pytest
+
+from tilth.config.load import load_recipe
+from tilth.plan.layout import place
+from tilth.plan.shape import new_shape, parameters
+from tilth.plan.traffic import groups, tokens_of_rank, traffic, work
+
+BASE = ["cluster.backend=local", "optimizer.name=adamw", "supervised.steps=0"]
+PLAIN = ["algorithm.epochs=1", "algorithm.minibatches=1"]
+LONGEST = 16
+
+
+def asked(workers, *overrides):
+    pools = f"cluster.pools={workers}" if isinstance(workers, str) else f"cluster.workers={workers}"
+    return load_recipe("addition-grpo", [*BASE, *PLAIN, pools, *overrides])
+
+
+def talks(workers, *overrides, **more):
+    recipe = asked(workers, *overrides)
+    return traffic(recipe, new_shape(recipe.model, 14), LONGEST, **more)
+
+
+SHAPE = new_shape(load_recipe("addition-grpo").model, 14)
+COUNT = parameters(SHAPE)
+
+
+def test_one_rank_talks_to_nobody():
+    assert talks(1) == talks(1, "flow=ppo", "algorithm.kl_coef=0.1") == []
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(2, 1 / 2), (4, 3 / 4)])
+def test_replicas_add_up_gradients_once_an_update(ranks, share):
+    (talk,) = talks(ranks)
+    assert (talk.role, talk.axis, talk.groups) == ("policy", "dp", (tuple(range(ranks)),))
+    assert talk.bytes == int(2 * share * 4 * COUNT)
+    (many,) = talks(ranks, "algorithm.epochs=2", "algorithm.minibatches=3")
+    assert many.bytes == pytest.approx(6 * talk.bytes, abs=6)
+
+
+def test_shards_are_gathered_each_micro_batch_or_once_an_update():
+    def sent(zero, *more):
+        found = talks(2, "policy.layout.fsdp=2", f"policy.layout.zero={zero}", *more)
+        assert [t.axis for t in found] == ["fsdp", "fsdp, tp"]  # the second is the way to the engines
+        return found[0].bytes
+
+    once = 4 * COUNT / 2
+    small = "train.micro_tokens=1024"  # 256 rows of 16 tokens a rank: 4 micro-batches
+    assert sent(2) == sent(2, small) == pytest.approx(2 * once, rel=0.01)
+    assert sent(3) == pytest.approx(3 * once, rel=0.01)
+    assert sent(3, small) == pytest.approx(4 * 3 * once, rel=0.01)
+
+
+def test_scoring_gathers_too():
+    twice = ["algorithm.epochs=2", "algorithm.minibatches=1"]
+    plain, scored = (talks(2, "policy.layout.fsdp=2", *more)[0].bytes for more in ([], twice))
+    assert scored == pytest.approx((2 * 3 + 1) / 3 * plain, rel=0.01)
+
+
+def test_hybrid_has_an_axis_each():
+    found = talks(4, "policy.layout={dp=2, fsdp=2}", "rollout.layout.dp=4")
+    assert [(t.axis, t.groups) for t in found] == [
+        ("dp", ((0, 2), (1, 3))),
+        ("fsdp", ((0, 1), (2, 3))),
+        ("fsdp, tp", ((0, 1), (2, 3))),
+    ]
+    assert found[0].bytes == pytest.approx(2 * 0.5 * 4 * COUNT / 2, rel=0.01)  # of half of the parameters
+
+
+def test_tp_adds_up_hidden_states_around_two_blocks_forward_and_backward():
+    found = {t.axis: t for t in talks(2, "policy.layout.tp=2")}
+    tokens = 512 * LONGEST
+    assert (
+        found["tp"].bytes == SHAPE.num_layers * 4 * tokens * SHAPE.hidden_size * 4
+    )  # an all-reduce of two sends it once
+    again = {t.axis: t for t in talks(2, "policy.layout.tp=2", "train.checkpointing=true")}
+    assert again["tp"].bytes == found["tp"].bytes * 6 // 4
+    half = {t.axis: t for t in talks(2, "policy.layout.tp=2", "train.precision=bf16")}
+    assert 2 * half["tp"].bytes == found["tp"].bytes
+    spread = {t.axis: t for t in talks(2, "policy.layout.tp=2", "policy.layout.sp=true")}
+    assert spread["tp"].bytes == found["tp"].bytes and "scattered" in spread["tp"].what
+
+
+def test_engines_elsewhere_get_all_weights_from_the_first_rank():
+    found = talks("{train=2, speak=3}", "rollout.pool=speak")
+    assert [(t.axis, t.groups) for t in found] == [("dp", ((0, 1),)), ("to rollout", ((0, 2, 3, 4),))]
+    assert found[-1].bytes == 4 * COUNT
+    half = talks("{train=2, speak=3}", "rollout.pool=speak", "train.precision=bf16")
+    assert half[-1].bytes == 2 * COUNT
+    assert [t.axis for t in talks("{train=2, speak=3}", "rollout.pool=speak", generates=False)] == ["dp"]
+
+
+def test_a_reference_scores_and_a_critic_learns():
+    more = ["flow=ppo", "algorithm.kl_coef=0.1", "critic.layout.fsdp=2", "reference.layout.fsdp=2"]
+    found = {(t.role, t.axis): t.bytes for t in talks(2, *more)}
+    assert set(found) == {("policy", "dp"), ("reference", "fsdp"), ("critic", "fsdp")}
+    assert found["reference", "fsdp"] == pytest.approx(4 * COUNT / 2, rel=0.01)
+    assert found["critic", "fsdp"] == pytest.approx((3 + 1) * 4 * COUNT / 2, rel=0.01)
+
+
+def test_a_reference_that_is_replicated_says_nothing():
+    assert {t.role for t in talks(2, "algorithm.kl_coef=0.1")} == {"policy"}
+
+
+def test_pre_training_counts_its_own_batch():
+    recipe = asked(2, "flow=pretrain", "supervised.steps=3", "supervised.batch=40", "supervised.until=1.0")
+    assert work(recipe, "policy", 2, LONGEST).tokens == 20 * LONGEST
+    assert (work(recipe, "policy", 2, LONGEST).updates, work(recipe, "policy", 2, LONGEST).scored) == (1, 0)
+    assert tokens_of_rank(recipe, place(recipe)["policy"], LONGEST) == 20 * LONGEST
+
+
+@pytest.mark.parametrize("axis", ["dp", "fsdp", "tp"])
+def test_groups_of_an_axis_cover_the_mesh_and_differ_in_it_alone(axis):
+    placed = place(asked("{first=2, rest=12}", "policy.pool=rest", "policy.layout={dp=3, fsdp=2, tp=2}"))["policy"]
+    found, at = groups(placed, axis), placed.mesh.names.index(axis)
+    assert sorted(rank for group in found for rank in group) == list(range(2, 14))
+    for group in found:
+        places = [placed.mesh.coordinates(rank) for rank in group]
+        assert [p[at] for p in places] == list(range(placed.mesh.sizes[at]))
+        assert len({p[:at] + p[at + 1 :] for p in places}) == 1
