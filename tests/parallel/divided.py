@@ -1,6 +1,8 @@
 """What runs in each rank for the tests of tensor parallelism: a model on one device beside its tensor-parallel twin."""
 
 import copy
+import unittest.mock
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from tilth.models.attention import DropoutContext, PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.logprobs import head_logits, token_logprobs
 from tilth.models.value import ValueModel
+from tilth.parallel.collectives import gather_tokens
 from tilth.parallel.grid import Grid
 from tilth.parallel.tensor import TensorPlan, apply_tensor
 from tilth.parallel.vocabulary import Vocabulary, VocabularyHead
@@ -64,6 +67,24 @@ def loss(model: Decoder, micro: Micro, temperature: float = 0.8, parity: bool = 
     return (micro.logprobs * weights).sum() + (micro.entropy * weights.flip(0)).sum()
 
 
+def same(x: Tensor, group: Any) -> Tensor:
+    """Instead of a sum over ranks."""
+    return x
+
+
+def everyone(x: Tensor, group: Any) -> Tensor:
+    """Instead of a gather of copies: every rank's whole gradient is counted."""
+    return gather_tokens(x, group)
+
+
+def first(ctx: Any, group: Any) -> Any:
+    """Instead of the masks of own tokens: those of the first tokens, on every rank."""
+    narrow = copy.copy(ctx)
+    rows = -(-ctx.positions.shape[0] // group.size())
+    narrow.dropout = replace(ctx.dropout, tokens=ctx.dropout.tokens[:rows])
+    return narrow
+
+
 def add_partial(plan: TensorPlan, model: Decoder, forget: str = "") -> None:
     for group, names in plan.partial:
         for name in names:
@@ -91,8 +112,15 @@ def compare(
     parity: bool = False,
     lengths: tuple[int, ...] = (5, 1, 7, 4),
     forget: str = "",
+    instead: tuple[str, str] = ("", ""),
 ) -> dict[str, float]:
-    """Loss and every gradient of the twin against the model on one device: how far each is, by name."""
+    """Loss and every gradient of the twin against the model on one device: how far each is, by name.
+
+    forget: partial gradients that are not summed; instead: what of ``parallel`` is broken, and what stands there.
+    """
+    if instead[0]:
+        with unittest.mock.patch(f"tilth.parallel.{instead[0]}", globals()[instead[1]]):
+            return compare(rank, tp, sp, family, changes, dtype, trees, checkpointing, value, parity, lengths)
     model = one_device(family, changes or {}, getattr(torch, dtype), value)
     twin = copy.deepcopy(model)
     plan = apply_tensor(twin, grid(rank, tp), sp)

@@ -113,6 +113,31 @@ def test_a_sum_that_is_forgotten_is_seen(pool, forget, sp, case):
         assert wrong and all(forget in name for name in wrong)
 
 
+BROKEN = {
+    "gradients of what goes into a block": (False, ("tensor.copy_in", "same"), {}),
+    "sums of what blocks give": (False, ("tensor.reduce_out", "same"), {}),
+    "sums of embeddings": (False, ("vocabulary.reduce_out", "same"), {}),
+    "gradients of what goes into the head": (False, ("vocabulary.add_up_", "same"), {}),
+    "a value head counted by every rank": (True, ("tensor.gather_copies", "everyone"), {"value": True}),
+    "dropout masks of other tokens": (True, ("tensor._narrowed", "first"), {"changes": {"dropout": 0.4}}),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_collective_that_is_left_out_is_seen(pool, case):
+    sp, instead, options = BROKEN[case]
+    assert worst(pool.run(2, HERE + "compare", tp=2, sp=sp, instead=instead, **options)) > (1e-3, "")
+    assert worst(pool.run(2, HERE + "compare", tp=2, sp=sp, **options)) < (1e-11, "")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("sp", [False, True])
+def test_bf16_differs_by_its_rounding(pool, sp):
+    found = pool.run(2, HERE + "compare", tp=2, sp=sp, dtype="bfloat16")
+    assert worst(found) < (0.06, "")
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(("vocab", "tokens"), [(97, 20), (13, 1), (1, 9), (2, 0)])
 @pytest.mark.parametrize(("temperature", "chunk", "keep"), [(1.0, None, True), (0.3, 8, True), (2.5, 8, False)])
