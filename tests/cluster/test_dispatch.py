@@ -9,9 +9,10 @@ import pytest
 from tilth.cluster import dispatch
 from tilth.cluster.dispatch import Dispatch
 from tilth.cluster.fleet import Call, Failure, Packed, Probe, Reply, place_of
+from tilth.cluster.host import failure
 from tilth.cluster.inline import InlineStore
 from tilth.cluster.totals import Totals, together
-from tilth.core.errors import CallTimeout, DataError, WorkerError, WorkerLost
+from tilth.core.errors import CallTimeout, DataError, TilthError, WorkerError, WorkerLost
 from tilth.trace.spans import Total, span
 
 
@@ -190,3 +191,29 @@ def test_a_failure_is_the_worker_s_own_class_or_a_worker_error():
     assert "Traceback ..." in own.__notes__[0]
     other = Failure(None, "ValueError: x", "Traceback ...").error(CALL, 1)
     assert type(other) is WorkerError and str(other) == "role policy, rank 1, update: ValueError: x\nTraceback ..."
+
+
+class Custom(TilthError):
+    """Made from something else than its message."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+
+
+def test_an_error_that_another_process_could_not_make_comes_up_as_a_worker_error():
+    class Here(TilthError):
+        pass
+
+    for error, told in ((Custom(5), "Custom: code 5"), (Here("local"), "Here: local")):
+        raised = failure(error)
+        assert raised.kind is None and raised.message == told
+    assert failure(DataError("x"))[:2] == (DataError, "x")
+
+
+def test_what_a_backend_raises_itself_ends_the_cluster_too(fleet):
+    calls = Dispatch(fleet, 60)
+    flights = [calls.submit(0, CALL)]
+    fleet.sent[0].set_exception(OSError("the network is gone"))
+    with pytest.raises(OSError, match="the network is gone"):
+        calls.wait(flights)
+    assert fleet.closed == [True]

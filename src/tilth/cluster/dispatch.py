@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 from tilth.cluster.fleet import Call, Fleet, Probe, Reply, place_of
 from tilth.cluster.totals import Totals
-from tilth.core.errors import CallTimeout, TilthError, WorkerLost
+from tilth.core.errors import CallTimeout, WorkerLost
 from tilth.trace.spans import in_phase
 
 GRACE = 0.5
@@ -42,11 +43,11 @@ class Dispatch:
         self.fleet = fleet
         self.timeout = timeout
         self.totals = Totals(fleet.workers)
-        self.failed: TilthError | None = None
+        self.failed: BaseException | None = None
         self._changed = threading.Condition()
         self._flying: list[deque[Flight]] = [deque() for _ in range(fleet.workers)]
         self._since = [0.0] * fleet.workers
-        self._failures: list[TilthError] = []
+        self._failures: list[BaseException] = []
 
     def submit(self, rank: int, call: Call) -> Flight:
         """Send a call to one worker. Raises what failed before, if anything did."""
@@ -69,7 +70,7 @@ class Dispatch:
             self._flying[flight.rank].remove(flight)
             self._since[flight.rank] = time.monotonic()
             flight.landed = True
-            if isinstance(error, TilthError):
+            if error is not None:
                 self._failures.append(error)
             self._changed.notify_all()
         if error is None:
@@ -104,7 +105,7 @@ class Dispatch:
         begun = (since for since, queue in zip(self._since, self._flying) if queue)
         return min(begun, default=math.inf) + self.timeout
 
-    def _first_failure(self) -> TilthError | None:
+    def _first_failure(self) -> BaseException | None:
         """The failure that caused the others: a death, else what was told first. (Called with the lock.)"""
         until = time.monotonic() + GRACE
         while self._failures and not any(isinstance(e, WorkerLost) for e in self._failures) and any(self._flying):
@@ -126,7 +127,7 @@ class Dispatch:
         lines = [f"{places}: no answer within {self.timeout:g} s (cluster.timeout)"]
         return CallTimeout("\n".join([*lines, *map(_told, probes)]))
 
-    def _give_up(self, error: TilthError) -> None:
+    def _give_up(self, error: BaseException) -> NoReturn:
         self.failed = error
         self.fleet.close(kill=True)
         raise error

@@ -25,16 +25,18 @@ class Folder:
         self._lock: IO[bytes] | None = None
 
     @classmethod
-    def create(cls) -> "Folder":
-        """A new one; those that dead controllers left behind are removed. StorageError if none can be made."""
+    def create(cls, name: str = "") -> "Folder":
+        """A new one; those that dead controllers left behind are removed. StorageError if none can be made.
+
+        name: one that others can find it by; "": a name of its own.
+        """
         root, prefix = _root(), f"tilth-{os.getuid()}-"
         for path in root.glob(f"{prefix}*"):
             _remove_if_left(path)
         try:
-            folder = cls(Path(tempfile.mkdtemp(prefix=prefix, dir=root)))
+            folder = cls(_named(root / f"{prefix}{name}") if name else Path(tempfile.mkdtemp(prefix=prefix, dir=root)))
             folder.payload.mkdir()
-            folder._lock = open(folder.path / _ALIVE, "wb")  # noqa: SIM115 - held as long as the folder
-            fcntl.flock(folder._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            folder._lock = _locked(folder.path)
             with open(os.open(folder.path / _KEY, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
                 file.write(secrets.token_bytes(32))
         except OSError as error:
@@ -43,6 +45,12 @@ class Folder:
             folder.remove()
             raise StorageError(f"{folder.socket} is too long for the name of a socket; set TMPDIR to a shorter path")
         return folder
+
+    @classmethod
+    def find(cls, name: str) -> "Folder | None":
+        """The folder that another process has created under this name, if it is there."""
+        places = (root / f"tilth-{os.getuid()}-{name}" for root in (SHARED_MEMORY, Path(tempfile.gettempdir())))
+        return next((cls(path) for path in places if path.exists()), None)
 
     @property
     def key(self) -> bytes:
@@ -88,6 +96,19 @@ def _root() -> Path:
     if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > ROOM:
         return SHARED_MEMORY
     return Path(tempfile.gettempdir())
+
+
+def _named(path: Path) -> Path:
+    path.mkdir(mode=0o700)
+    return path
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """The lock gets its name when it is held, so that nobody finds it free."""
+    lock = open(path / f"{_ALIVE}.new", "wb")  # noqa: SIM115 - held as long as the folder
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.rename(lock.name, path / _ALIVE)
+    return lock
 
 
 def _remove_if_left(path: Path) -> None:

@@ -104,6 +104,11 @@ class Host:
 def failure(error: BaseException) -> Failure:
     """An exception in a form that travels between processes without its objects."""
     text = "".join(traceback.format_exception(error))
-    if isinstance(error, TilthError):
+    if isinstance(error, TilthError) and _can_be_made_again(type(error)):
         return Failure(type(error), str(error), text)
     return Failure(None, f"{type(error).__name__}: {error}", text)
+
+
+def _can_be_made_again(kind: type[TilthError]) -> bool:
+    """Whether another process can import the class and make it from a message."""
+    return kind.__init__ is TilthError.__init__ and "<locals>" not in kind.__qualname__

@@ -12,7 +12,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from tilth.cluster.fleet import Call, Reply, place_of
-from tilth.core.errors import TilthError, WorkerLost
+from tilth.core.errors import TilthError, WorkerError, WorkerLost
 
 
 class Link:
@@ -69,8 +69,8 @@ class Link:
         call, future = self._pending[0]
         try:
             answer = pickle.loads(data)
-        except (pickle.UnpicklingError, AttributeError, ImportError) as error:
-            answer = TilthError(f"{place_of(call, self.rank)}: its answer cannot be read here: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever an answer's class raises; the caller is told
+            answer = WorkerError(f"{place_of(call, self.rank)}: its answer cannot be read here: {error}")
         self._pending.popleft()
         if isinstance(answer, Reply):
             future.set_result(answer)

@@ -69,7 +69,7 @@ class LocalFleet:
         ]
 
     def _start(self, rank: int, timeout: float) -> None:
-        command = [sys.executable, "-u", "-m", "tilth.cluster.local_worker"]
+        command = [sys.executable, "-u", "-P", "-m", "tilth.cluster.local_worker"]
         arguments = [str(self.folder.path), str(rank), str(self.workers), str(timeout)]
         with open(self.folder.log(rank), "ab") as log:
             process = subprocess.Popen(
