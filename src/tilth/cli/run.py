@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from tilth.cluster.launcher import entered
+from tilth.config.checks import pools
 from tilth.config.load import load_recipe, recipe_name
 from tilth.config.schema import Recipe
 from tilth.ui import words
@@ -21,12 +23,20 @@ WORDS = 5
 
 def train(name_or_path: str, overrides: Sequence[str]) -> None:
     """Run to the end. Ctrl-C ends in exit code 130, with everything saved and a line on how to go on."""
-    recipe = load_recipe(name_or_path, overrides)
+    recipe = _launched(name_or_path, overrides)
     result = _watched(recipe, recipe_name(name_or_path))
     from tilth.ui.report import write_report
 
     report = write_report(result.directory)
     typer.echo("\n".join(closing(recipe, name_or_path, result.summary, result.directory, report)))
+
+
+def _launched(name_or_path: str, overrides: Sequence[str]) -> Recipe:
+    """The recipe, in the one process that controls; a process that a launcher started to be a worker ends in here."""
+    recipe = load_recipe(name_or_path, overrides)
+    workers = sum(pools(recipe).values())
+    found = entered(recipe.cluster.backend, workers, recipe.cluster.timeout)
+    return recipe if found == workers else load_recipe(name_or_path, [*overrides, f"cluster.workers={found}"])
 
 
 def _watched(recipe: Recipe, name: str) -> "RunResult":

@@ -146,9 +146,9 @@ def open_cluster(
             raise RecipeError(f"cluster.workers = {workers}: backend inline has one worker; use cluster.backend=local")
         return Cluster(InlineFleet(timeout), timeout)
     if backend == "local":
-        from tilth.cluster.local import LocalFleet
+        from tilth.cluster.launcher import local_fleet
 
-        return Cluster(LocalFleet(workers, timeout, gpus), timeout)
+        return Cluster(local_fleet(workers, timeout, gpus), timeout)
     if backend == "ray":
         from tilth.cluster.ray import RayFleet
 

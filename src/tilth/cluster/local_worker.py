@@ -29,6 +29,17 @@ GONE = 70
 
 def main(folder: Folder, rank: int, workers: int, timeout: float) -> None:
     """Connect to the controller of this folder and serve it until it says ``end``."""
+    with connect(folder) as controller:
+        serve(controller, folder, rank, workers, timeout)
+
+
+def connect(folder: Folder) -> Connection:
+    """FileNotFoundError or ConnectionRefusedError if no controller listens there."""
+    return Client(folder.socket, "AF_UNIX", authkey=folder.key)
+
+
+def serve(controller: Connection, folder: Folder, rank: int, workers: int, timeout: float) -> None:
+    """Be the worker with this rank until the controller says ``end``."""
     show_stacks(folder.stack(rank))
     board = Board(folder.board)
     host = Host(
@@ -40,9 +51,8 @@ def main(folder: Folder, rank: int, workers: int, timeout: float) -> None:
         timeout=timeout,
         note=partial(board.mark, rank),
     )
-    with Client(folder.socket, "AF_UNIX", authkey=folder.key) as controller:
-        controller.send_bytes(f"{rank} {os.getpid()}".encode())
-        Serving(controller, host).run()
+    controller.send_bytes(f"{rank} {os.getpid()}".encode())
+    Serving(controller, host).run()
 
 
 class Serving:
