@@ -1,6 +1,8 @@
 """Roles on ranks and parameters on meshes, against brute force and against what the parallel room does."""
 
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -310,3 +312,32 @@ def test_bytes_of_parameters_are_those_of_the_boxes(sizes):
     asked = load_recipe("addition-grpo")
     found = layouts(parameter_shapes(new_shape(asked.model, 14)), Mesh(NAMES, sizes), 4)
     assert [item(w.memory, "parameters") for w in workers] == [4 * elements(found, w.rank) for w in workers]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("keys", ["fsdp = 2", "tp = 2", "tp = 2, sp = true", "dp = 2"])
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_real_ranks_hold_what_was_predicted(pool, keys, role):
+    overrides = [f"{role}.layout={{{keys}}}", "flow=ppo", "model.kv_heads=1", "model.tied=false"]
+    predicted = [next(s for s in w.seats if s.role == role) for w in workers_of(2, *overrides)]
+    found = pool.run(2, "tests.plan.test_layout:held_by_a_process", role=role, overrides=overrides)
+    assert found == [seat.elements for seat in predicted]
+
+
+def held_by_a_process(rank, role, overrides):
+    from tilth.models.value import ValueModel
+    from tilth.parallel.grid import Grid
+
+    asked = load_recipe(
+        "addition-grpo", ["cluster.backend=local", "optimizer.name=adamw", "cluster.workers=2", *overrides]
+    )
+    config, wanted = config_of(new_shape(asked.model, 14)), getattr(asked, role).layout
+    build = (lambda: ValueModel(Decoder(config))) if role == "critic" else (lambda: Decoder(config))
+    grid = Grid.of(place(asked)[role].mesh, rank)
+    model = sharded.shard(build, grid, sp=wanted.sp, zero=wanted.zero)
+    return sum(p.numel() for p in model.parameters.values())
+
+
+def test_plans_need_no_torch():
+    code = "import sys, tilth.plan.traffic, tilth.plan.steps; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
