@@ -94,6 +94,13 @@ def test_payload_goes_from_worker_to_worker(cluster, echo):
         assert echo.sums(chosen)["sum"].tolist() == [34, 14, 14]
 
 
+def test_fewer_rows_than_ranks_are_read_too(cluster, echo):
+    with cluster.store.scope():
+        batch = echo.think(batch_of(1, length=4))
+        assert echo.sums(batch)["sum"].tolist() == [6]
+        assert echo.sums(batch.select(np.zeros(0, np.int64)))["sum"].tolist() == []
+
+
 def test_a_read_of_the_controller_is_counted(cluster, echo):
     with cluster.store.scope():
         batch = echo.think(batch_of(10, length=4))

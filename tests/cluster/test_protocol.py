@@ -135,6 +135,15 @@ def test_a_part_refers_only_to_the_payload_that_it_needs():
     assert second.assemble(parts_of[2:]).values.tolist() == [20, 21, 30, 31]
 
 
+def test_payload_of_no_rows_still_has_its_kind():
+    column = Column((Handle("a", 8), Handle("b", 8)), np.array([0, 1], np.int16), np.zeros(2, np.int32))
+    batch = Batch({"id": np.arange(2)}, {"tokens": column})
+    dealt = deal(ROWS, Mesh(("dp",), (3,)), evenly, [batch], {})
+    empty = dealt.arguments[2].args[0].payload["tokens"]
+    found = empty.assemble([Ragged.of([np.array([5], np.int32)])] * len(empty.handles))
+    assert len(found.offsets) == 1 and found.values.dtype == np.int32 and not len(found.values)
+
+
 def test_payload_of_parts_is_one_column_again():
     def think(part):
         handle = Handle(f"of-{part['id'].tolist()}", 8)

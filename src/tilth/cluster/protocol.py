@@ -151,7 +151,10 @@ def _part(argument: Any, rows: np.ndarray) -> Any:
 
 
 def _pruned(column: Column) -> Column:
-    """Without the handles that none of the rows needs, so that a worker reads nothing in vain."""
+    """Without the handles that none of the rows needs, so that a worker reads nothing in vain. Of no rows one stays: it
+    says what kind of values they would have."""
+    if not len(column.part):
+        return Column(column.handles[:1], column.part, column.row)
     used, part = np.unique(column.part, return_inverse=True)
     return Column(tuple(column.handles[i] for i in used), part.astype(np.int16), column.row)
 
