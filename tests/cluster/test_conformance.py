@@ -196,6 +196,7 @@ def test_every_worker_writes_its_trace(cluster, echo, tmp_path):
 
     with open_cluster("local", 2) if cluster.workers > 1 else open_cluster("inline", 1) as traced:
         traced.trace(tmp_path, 0)
+        assert traced.rank == (traced.workers if cluster.workers > 1 else 0)
         group = traced.group("echo", f"{HERE}:echo", {}, Mesh(("dp",), (traced.workers,)))
         with traced.store.scope():
             group.think(batch_of(4))

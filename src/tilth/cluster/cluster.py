@@ -52,9 +52,14 @@ class Cluster:
         replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in mesh.ranks])
         return WorkerGroup(role, mesh, self.dispatch, replies[0].value, divide)
 
+    @property
+    def rank(self) -> int:
+        """The controller's number in the trace: that of the worker that it is itself (inline), else the one behind the
+        workers'. Its recorder must be started with it, so that no two processes write the same files."""
+        return 0 if isinstance(self.fleet, InlineFleet) else self.workers
+
     def trace(self, path: str | Path, attempt: int) -> None:
-        """Every worker writes its spans to ``path`` under its rank. The controller's own recorder is not touched: where
-        it is a process beside the workers, start it with rank = ``workers``."""
+        """Every worker writes its spans to ``path`` under its rank. The controller's own recorder is not touched."""
         call = Call("", "trace", (str(path), attempt))
         self.dispatch.wait([self.dispatch.submit(rank, call) for rank in range(self.workers)])
 
