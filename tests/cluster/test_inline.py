@@ -1,37 +1,42 @@
+import os
+import threading
+
 import numpy as np
 import pytest
 
-from tilth.cluster.inline import InlineGroup, InlineStore
-from tilth.cluster.protocol import Transfer, transfer, transfer_of
+from tests.cluster.workers import HERE
+from tilth.cluster.cluster import ALONE
+from tilth.cluster.fleet import Call, Packed
+from tilth.cluster.inline import InlineFleet, InlineStore
+from tilth.cluster.protocol import Transfer
 from tilth.core.batch import Batch, Column, Ragged
-
-
-class Worker:
-    @transfer(split="rows", gather="merge")
-    def total(self, batch: Batch) -> dict[str, float]:
-        return {"total": float(batch["x"].sum())}
-
-    def hidden(self) -> None:
-        """Not declared, so not callable through a group."""
 
 
 def ragged(*rows):
     return Ragged.of([np.array(r, np.int64) for r in rows])
 
 
-def test_a_group_calls_its_worker():
-    group = InlineGroup("adder", Worker())
-    assert group.total(Batch({"x": np.array([1.0, 2.0])})) == {"total": 3.0}
+def test_a_call_runs_in_this_thread_and_its_exception_has_its_own_traceback():
+    """So a debugger stops in the role."""
+    fleet = InlineFleet()
+    fleet.submit(0, Call("", "create", ("faulty", f"{HERE}:faulty", Packed({}), ALONE)))
+    seen = []
+    fleet.host.roles["faulty"].sleep = lambda seconds: seen.append((threading.get_ident(), fleet.probe(0).phase))
+    assert fleet.submit(0, Call("faulty", "sleep", (1,))).done()
+    assert seen == [(threading.get_ident(), "faulty.sleep")] and fleet.probe(0).phase == ""
+    with pytest.raises(ValueError) as raised:
+        fleet.submit(0, Call("faulty", "fail", (0, "value")))
+    assert raised.traceback[-1].name == "fail" and fleet.probe(0).phase == ""
+    assert fleet.probe(0).pid == os.getpid()
 
 
-def test_the_protocol_is_declared_on_the_method():
-    assert transfer_of(Worker.total) == Transfer("rows", "merge")
-    assert transfer_of(Worker.hidden) is None
-
-
-def test_methods_without_a_protocol_are_refused_with_what_is_offered():
-    with pytest.raises(AttributeError, match="role adder has no method 'hidden'; it offers total"):
-        InlineGroup("adder", Worker()).hidden()
+def test_kwargs_are_passed_as_they_are():
+    """No copy is made on the way to a role in this process: a lambda, a lock, a model."""
+    fleet, scale = InlineFleet(), lambda x: x
+    methods = (
+        fleet.submit(0, Call("", "create", ("echo", f"{HERE}:echo", Packed({"scale": scale}), ALONE))).result().value
+    )
+    assert fleet.host.roles["echo"].scale is scale and methods["same"] == Transfer("rows", "rows")
 
 
 def test_fetch_is_counted_and_get_is_not():

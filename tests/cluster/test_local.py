@@ -18,7 +18,7 @@ from tilth.cluster.cluster import open_cluster
 from tilth.cluster.folder import Folder
 from tilth.cluster.local import LocalFleet, environment
 from tilth.core.batch import Batch
-from tilth.core.errors import CallTimeout, DataError, StorageError, WorkerError, WorkerLost
+from tilth.core.errors import CallTimeout, DataError, RecipeError, StorageError, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
 
 pytestmark = pytest.mark.dist
@@ -164,6 +164,7 @@ def test_one_rank_fails_while_the_other_waits_in_a_collective(how, error, who):
     watched.assert_gone()
 
 
+@pytest.mark.slow
 def test_one_rank_stops_while_the_other_waits_in_a_collective():
     watched = Watched(5.0)
     watched.group.meet().wait()
@@ -282,6 +283,15 @@ def test_a_long_temporary_folder_is_named(monkeypatch, tmp_path):
     with pytest.raises(StorageError, match="too long for the name of a socket; set TMPDIR"):
         Folder.create()
     assert not list(deep.iterdir())
+
+
+@pytest.mark.parametrize("there, way", [(0, "use train.device=cpu"), (2, "use at most 2")])
+def test_more_workers_than_gpus_are_refused_with_what_works(monkeypatch, there, way):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    with pytest.raises(RecipeError, match=f"cluster.workers = 3, but this machine has {there} GPUs; {way}"):
+        open_cluster("local", 3, gpus=True)
 
 
 def test_threads_and_interface_of_a_worker(monkeypatch):

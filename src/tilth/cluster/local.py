@@ -189,7 +189,8 @@ def _check(workers: int, gpus: bool) -> None:
         import torch
 
         if workers > (there := torch.cuda.device_count()):
-            raise RecipeError(f"cluster.workers = {workers}, but this machine has {there} GPUs; use at most {there}")
+            way = f"use at most {there}" if there else "use train.device=cpu"
+            raise RecipeError(f"cluster.workers = {workers}, but this machine has {there} GPUs; {way}")
 
 
 def _listen(address: str) -> socket.socket:
