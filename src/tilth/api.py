@@ -68,7 +68,8 @@ def _pool(recipe: Recipe, function: Spec | None) -> "AbstractContextManager[Rewa
 
     if function is None:
         return nullcontext()
-    return RewardPool(function, workers=recipe.reward.workers, timeout=recipe.reward.timeout, wait=False)
+    here = recipe.cluster.backend == "inline"  # otherwise the worker that scores has a pool of its own
+    return RewardPool(function, workers=recipe.reward.workers, timeout=recipe.reward.timeout, wait=False, start=here)
 
 
 def _material(recipe: Recipe, prompts: "PromptSet | None", function: Spec | None) -> "Material":

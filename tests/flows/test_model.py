@@ -288,14 +288,14 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(exported, tmp_pa
     Tokenizer.characters("abcdefghijklmnop+0123456789=").save(tmp_path)
     recipe = tiny.recipe("runs", model={"path": str(out)}, data={"tokenizer": str(tmp_path)})
     with pytest.raises(DataError, match=r"the tokenizer has 30 tokens, the model only 14"):
-        build(recipe, small.PROMPTS, pool=None)
+        build(recipe, small.PROMPTS, None, tiny.inline())
 
 
 def test_a_model_may_have_more_tokens_than_its_tokenizer(tmp_path):
     model = Decoder(replace(small.config(), vocab_size=20))
     model.init_weights_(0)
     save_pretrained(tmp_path, model.config, dict(model.named_parameters()), tokenizer=small.TOKENIZER)
-    parts = build(tiny.recipe("runs", model={"path": str(tmp_path), "context": 16}), small.PROMPTS, pool=None)
+    parts = build(tiny.recipe("runs", model={"path": str(tmp_path), "context": 16}), small.PROMPTS, None, tiny.inline())
     assert parts.config.vocab_size == 20 and parts.tokenizer.vocab_size == 14
 
 
@@ -304,14 +304,14 @@ def test_a_model_may_have_more_tokens_than_its_tokenizer(tmp_path):
 
 def test_a_run_begins_with_the_weights_of_its_model(exported):
     out, model = exported
-    parts = build(tiny.recipe("runs", model={"path": str(out), "context": 16}), small.PROMPTS, pool=None)
-    theirs = dict(parts.policy.weights())
+    parts = build(tiny.recipe("runs", model={"path": str(out), "context": 16}), small.PROMPTS, None, tiny.inline())
+    theirs = dict(tiny.worker(parts.roles.policy).weights())
     assert all(torch.equal(theirs[n], p) for n, p in model.named_parameters())
 
 
 def test_a_run_may_begin_from_any_checkpoint_of_another(several):
     recipe = tiny.recipe("runs", model={"path": f"{several}@5", "context": 16})
-    theirs = dict(build(recipe, small.PROMPTS, pool=None).policy.weights())
+    theirs = dict(tiny.worker(build(recipe, small.PROMPTS, None, tiny.inline()).roles.policy).weights())
     assert {float(t.unique()) for t in theirs.values()} == {5.0}
 
 

@@ -14,6 +14,7 @@ from tilth.core.errors import RecipeError
 from tilth.data.prompts import load_source
 from tilth.flows.build import build
 from tilth.flows.keep import has_spread
+from tilth.flows.metrics import Metrics
 from tilth.flows.readers import read_trajectories
 from tilth.flows.run import EVALUATION_IDS, Progress, Run
 from tilth.flows.rundir import RunDir
@@ -54,14 +55,15 @@ def new_run(tmp_path):
     opened = []
 
     def make(score=None, stop=None, **sections):
-        recipe = tiny.recipe(tmp_path / str(len(opened)), **sections)
-        parts = build(recipe, load_source(recipe.data), Scores(score) if score else Scores())
+        recipe = tiny.recipe(tmp_path / str(len(opened)), policy={"probe_every": 0}, **sections)
+        cluster = tiny.inline()
+        parts = build(recipe, load_source(recipe.data), Scores(score) if score else Scores(), cluster)
         directory = RunDir.create(recipe, "pieces")
         opened.append(directory)
         saved = []
         run = Run(
-            recipe, parts.roles, parts.train, parts.heldout, parts.store, directory, [],
-            save=lambda r: saved.append(r.at.step), stop=stop or StopRequest(),
+            recipe, parts.roles, parts.train, parts.heldout, cluster.store, directory, [],
+            save=lambda r: saved.append(r.at.step), stop=stop or StopRequest(), metrics=Metrics(),
         )  # fmt: skip
         run.saved, run.rollout = saved, Asked(run.rollout)
         return run

@@ -143,7 +143,8 @@ def test_old_values_are_read_once_a_batch_before_any_update(tmp_path, monkeypatc
 
         spy.__tilth_transfer__ = plain.__tilth_transfer__
         monkeypatch.setattr(owner, name, spy)
-    made = recipe(tmp_path, supervised={"steps": 0}, critic={"steps": 1}, algorithm={"steps": 2, "gamma": 0.9})
+    how = {"steps": 2, "gamma": 0.9}
+    made = recipe(tmp_path, supervised={"steps": 0}, critic={"steps": 1}, algorithm=how, policy={"probe_every": 0})
     tiny.run(made)
     names = [c[0] for c in calls]
     alone = ["Critic.values", "Policy.advantages"] + ["Critic.update"] * 4
@@ -331,9 +332,9 @@ def test_what_a_resume_could_forget_would_be_seen(tmp_path, stopped, monkeypatch
     part, whole = stopped
     plain = launch._load
 
-    def forgets(opened, parts):
-        plain(opened, parts)
-        engine = parts.critic.engine
+    def forgets(opened, roles):
+        plain(opened, roles)
+        engine = tiny.worker(roles.critic).engine
         tensors = {
             "critic": dict(engine.model.score.named_parameters()),
             "critic_optimizer": engine.optimizers.state_tensors(),

@@ -114,8 +114,11 @@ def test_a_forgotten_optimizer_would_be_seen(tmp_path, whole, monkeypatch):
     import tilth.flows.launch as launch
 
     assert finish(child(tmp_path, "training", 9))[0] == -signal.SIGKILL
-    plain = launch._tensors
-    monkeypatch.setattr(launch, "_load", lambda c, parts: c.restore("model", plain(parts)["model"]))
+
+    def forgets(checkpoint, roles):
+        checkpoint.restore("model", tiny.worker(roles.policy).engine.sharded.parameters)
+
+    monkeypatch.setattr(launch, "_load", forgets)
     result = tiny.run(tiny.recipe(tmp_path))
     assert tiny.weights(result.directory) != tiny.weights(whole)
 

@@ -74,9 +74,9 @@ def test_the_held_out_loss_is_that_of_transformers(sft, tmp_path):
 
 def test_no_rollout_and_no_reward_role_is_built(tmp_path):
     made = tiny.recipe(tmp_path, flow="sft")
-    assert build(made, PromptSet.of(tiny.SUMS), None).roles.rollout is None
+    assert build(made, PromptSet.of(tiny.SUMS), None, tiny.inline()).roles.rollout is None
     documents = tiny.recipe(tmp_path, flow="pretrain")
-    roles = build(documents, Texts(tiny.TEXTS[10:], tiny.TEXTS[:10]), None).roles
+    roles = build(documents, Texts(tiny.TEXTS[10:], tiny.TEXTS[:10]), None, tiny.inline()).roles
     assert roles.rollout is None and roles.reward is None and roles.reference is None
 
 
@@ -209,7 +209,7 @@ def test_loss_and_bits_per_byte_on_held_out_documents_are_those_of_transformers(
 
 def test_each_epoch_reads_every_piece_once_in_an_order_of_seed_and_epoch(tmp_path):
     made = tiny.recipe(tmp_path, flow="pretrain", model={"context": 24})
-    parts = build(made, Texts(tiny.TEXTS, []), None)
+    parts = build(made, Texts(tiny.TEXTS, []), None, tiny.inline())
     n, base = len(parts.train), stream(3, "documents")
     first, second = parts.train.take(base, 0, n), parts.train.take(base, n, n)
     assert sorted(first) == sorted(second) == list(range(n)) and not np.array_equal(first, second)

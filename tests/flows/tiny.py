@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from tilth.api import run_recipe
+from tilth.cluster.cluster import open_cluster
 from tilth.config.load import from_dict
 from tilth.data.prompts import PromptSet
 from tilth.flows.readers import read_metrics
@@ -32,6 +33,16 @@ def settings(folder: Path, **sections):
 
 def recipe(folder: Path, **sections):
     return from_dict(settings(folder, **sections))
+
+
+def inline():
+    """The one worker of a test that builds the roles itself."""
+    return open_cluster("inline", 1)
+
+
+def worker(group):
+    """The role's own object behind a group of the inline backend."""
+    return group._dispatch.fleet.host.roles[group.role]
 
 
 class Recorder:

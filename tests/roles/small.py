@@ -6,6 +6,7 @@ import torch
 from tilth.cluster.inline import InlineStore
 from tilth.config.schema import Algorithm, Data, Optimizer, Rollout
 from tilth.core.batch import Batch
+from tilth.core.checksum import checksum
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
@@ -35,9 +36,9 @@ def policy(store=None, *, seed=1, dtype=torch.float32, micro_tokens=4096, temper
     return PolicyWorker(engine, store or InlineStore(), temperature=temperature, norm_length=4)
 
 
-def rollout(store, *, prompts: PromptSet = PROMPTS, dtype=torch.float32, **section) -> RolloutWorker:
+def rollout(store, *, prompts: PromptSet = PROMPTS, dtype=torch.float32, model=None, **section) -> RolloutWorker:
     settings = {"max_tokens": 4, "max_rows": 8, **section}
-    engine = Engine(config(), tokenizer=TOKENIZER, dtype=dtype, seed=1, max_rows=8, max_length=CONTEXT)
+    engine = Engine(model or config(), tokenizer=TOKENIZER, dtype=dtype, seed=1, max_rows=8, max_length=CONTEXT)
     return RolloutWorker(engine, TEMPLATE, prompts, Rollout(**settings), store)
 
 
@@ -47,3 +48,8 @@ def experience(worker: PolicyWorker, prompts=(3, 8, 41), group=4, temperature=1.
     speaker.receive(worker.weights(), 0)
     batch = speaker.generate(ask(prompts, group, 0))
     return batch.with_rows(reward=(np.arange(len(batch)) % 3).astype(np.float32) - 0.5)
+
+
+def checksums(tensors, dtype=torch.float32) -> dict[str, int]:
+    """What these tensors amount to in a receiver of this dtype."""
+    return {name: checksum(tensor.detach().to(dtype)) for name, tensor in tensors}

@@ -238,7 +238,7 @@ def test_parts_with_denominators_of_their_own_are_told(policy, batch, monkeypatc
 def test_a_token_used_twice_is_told(policy, batch, monkeypatch):
     import tilth.training.engine as engine
 
-    judge, plain = critic(policy), engine.micros
+    judge, plain = critic(policy), engine.cut
     made = ready(policy, judge, batch)
 
     def twice(*arguments, **options):
@@ -246,7 +246,7 @@ def test_a_token_used_twice_is_told(policy, batch, monkeypatch):
             yield pair
             yield pair
 
-    monkeypatch.setattr(engine, "micros", twice)
+    monkeypatch.setattr(engine, "cut", twice)
     with pytest.raises(TokenCountError, match="used 2 times"):
         judge.update(made, HOW)
 
@@ -272,7 +272,7 @@ def test_it_follows_the_policy_and_forgets(policy, batch):
     judge = critic(policy)
     judge.update(ready(policy, judge, batch), HOW)
     policy.update(policy.advantages(batch, small.HOW), small.HOW)
-    judge.follow(policy.weights())
+    judge.receive(policy.weights(), 0)
     own = dict(judge.model.named_parameters())
     assert all(torch.equal(own[name], tensor) for name, tensor in policy.weights() if name in own)
     assert not column(policy, judge.values(batch), "values").values.any()

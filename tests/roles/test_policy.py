@@ -10,10 +10,14 @@ from tilth.config.schema import Algorithm
 from tilth.core.batch import Ragged
 from tilth.core.errors import TokenCountError, TokenIdentityError
 from tilth.models.attention import PackedContext
+from tilth.models.decoder import Decoder
+from tilth.parallel.grid import Grid
+from tilth.parallel.sharded import Sharded
 from tilth.rl.metrics import Metric
-from tilth.roles.policy import ReferenceWorker, check_weight, options, policy_loss
+from tilth.roles.policy import options, policy_loss
 from tilth.roles.recorder import RecorderWorker
-from tilth.roles.shares import WEIGHT
+from tilth.roles.reference import ReferenceWorker
+from tilth.roles.shares import WEIGHT, check_weight
 
 
 @pytest.fixture
@@ -159,14 +163,14 @@ def test_the_weights_of_parts_must_add_up(worker, batch):
     tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
     _, whole = policy_loss(small.HOW, mask, tokens, 4)
     assert whole == pytest.approx(1.0)  # token-mean: every token weighs 1 / tokens
-    check_weight({WEIGHT: Metric(whole, 1, "sum")}, whole)
+    check_weight({WEIGHT: Metric(whole, 1, "sum")}, whole, Grid.alone())
 
 
 def test_a_dropped_token_is_told(worker, batch):
     tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
     _, whole = policy_loss(small.HOW, mask, tokens, 4)
     with pytest.raises(TokenCountError, match="their whole batch 1: some tokens count twice or not at all"):
-        check_weight({WEIGHT: Metric(whole - 1 / mask.sum(), 1, "sum")}, whole)
+        check_weight({WEIGHT: Metric(whole - 1 / mask.sum(), 1, "sum")}, whole, Grid.alone())
 
 
 def test_a_loss_that_drops_a_token_stops_the_update(worker, batch, monkeypatch):
@@ -189,9 +193,9 @@ def test_a_loss_that_drops_a_token_stops_the_update(worker, batch, monkeypatch):
 
 
 def test_no_metric_of_weight_is_a_weight_of_zero():
-    check_weight({}, 0.0)
+    check_weight({}, 0.0, Grid.alone())
     with pytest.raises(TokenCountError):
-        check_weight({}, 1.0)
+        check_weight({}, 1.0, Grid.alone())
 
 
 def test_options_are_the_recipe_s_keys_that_the_entry_has():
@@ -204,23 +208,40 @@ def test_options_are_the_recipe_s_keys_that_the_entry_has():
 # ---- the reference ----
 
 
-def test_a_reference_stays_where_it_was_until_it_follows(worker, batch):
-    reference = ReferenceWorker(worker)
+def reference(worker) -> ReferenceWorker:
+    sharded = Sharded.alone(Decoder(small.config()).requires_grad_(False))
+    settings = {"temperature": worker.temperature, "micro_tokens": worker.engine.micro_tokens, "parity": False}
+    found = ReferenceWorker(sharded, worker.store, **settings)
+    found.receive(worker.weights(), 0)
+    return found
+
+
+def test_a_reference_stays_where_it_was_until_it_receives_anew(worker, batch):
+    other = reference(worker)
     first = column(worker, worker.logprobs(batch), "old_logprobs").values
     worker.update(worker.advantages(batch, small.HOW), small.HOW)
     moved = column(worker, worker.logprobs(batch), "old_logprobs").values
-    assert np.array_equal(column(worker, reference.logprobs(batch), "ref_logprobs").values, first)
+    assert np.array_equal(column(worker, other.logprobs(batch), "ref_logprobs").values, first)
     assert not np.array_equal(moved, first)
-    reference.follow()
-    assert np.array_equal(column(worker, reference.logprobs(batch), "ref_logprobs").values, moved)
-    assert not any(p.requires_grad for p in reference.model.parameters())
+    other.receive(worker.weights(), 1)
+    assert np.array_equal(column(worker, other.logprobs(batch), "ref_logprobs").values, moved)
+    assert small.checksums(other.live()) == small.checksums(worker.weights())
 
 
-def test_what_the_reference_follows_is_a_copy(worker):
-    reference = ReferenceWorker(worker)
-    reference.follow()
+def test_what_the_reference_holds_is_a_copy(worker):
     mine = {p.data_ptr() for p in worker.engine.model.parameters()}
-    assert not mine & {p.data_ptr() for p in reference.model.parameters()}
+    assert not mine & {p.data_ptr() for p in reference(worker).sharded.parameters.values()}
+
+
+# ---- beside the samples ----
+
+
+def test_log_probs_of_policy_and_samples_are_compared_where_tokens_were_chosen(worker, batch):
+    found = worker.compare(batch)["mismatch/max"]
+    assert found.reduction == "max" and 0 <= float(found) < 1e-5
+    handle = batch.payload["rollout_logprobs"].handles[0]
+    worker.store.get(handle).values[np.flatnonzero(column(worker, batch, "mask").values)[0]] += 0.25
+    assert float(worker.compare(batch)["mismatch/max"]) == pytest.approx(0.25, abs=1e-4)
 
 
 # ---- supervised ----

@@ -1,4 +1,4 @@
-"""The roles of a one-process run, built from its recipe."""
+"""The roles of a run, built from its recipe on the workers of a cluster."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,36 +7,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from tilth.cluster.inline import InlineGroup, InlineStore
-from tilth.config.schema import Optimizer, Recipe
+from tilth.cluster.cluster import Cluster
+from tilth.cluster.group import WorkerGroup
+from tilth.config.schema import Recipe
+from tilth.core.batch import Batch
 from tilth.core.errors import DataError, RecipeError
+from tilth.core.layout import Mesh
 from tilth.data.documents import Corpus
 from tilth.data.examples import check_examples, check_prompts
 from tilth.data.order import Order
 from tilth.data.prompts import PromptSet
-from tilth.data.template import Template, make_template
+from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, new_config
-from tilth.flows.publish import DTYPES
 from tilth.flows.run import Roles, Split
 from tilth.models.config import DecoderConfig
-from tilth.models.decoder import Decoder
-from tilth.models.hf import load_weights
-from tilth.models.value import ValueModel
+from tilth.plan.layout import check_shape, place
+from tilth.plan.packing import divide
 from tilth.plan.steps import RunPlan, plan_run, supervised_steps
-from tilth.roles.critic import CriticWorker
-from tilth.roles.documents import DocumentWorker
-from tilth.roles.policy import PolicyWorker, ReferenceWorker
-from tilth.roles.recorder import RecorderWorker
-from tilth.roles.reward import RewardWorker
 from tilth.roles.reward_pool import RewardPool
-from tilth.roles.rollout import RolloutWorker
-from tilth.rollout.engine import Engine
-from tilth.training.engine import TrainEngine
-from tilth.training.packed import appraise
 
+_WORKERS = "tilth.flows.workers"
 CACHE = ".cache"
 """Folder in run.dir of what can be made again: tokenised documents."""
 
@@ -75,10 +67,6 @@ class Parts:
     train: Split
     heldout: Split
     plan: RunPlan
-    store: InlineStore
-    policy: PolicyWorker
-    reference: ReferenceWorker | None
-    critic: CriticWorker | None
     roles: Roles
     notes: list[str]
     """What is to be told of the data."""
@@ -91,65 +79,88 @@ class Lesson:
     train: Split
     heldout: Split
     longest: int
-    recorder: RecorderWorker | DocumentWorker
-    template: Template | None = None
+    recorder: str
+    """The factory of its recorder, and what that is given."""
+    given: dict[str, Any]
     notes: list[str] = field(default_factory=list)
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of ``train.device``; RecipeError if it is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise RecipeError(f"train.device={name!r} is no device; use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise RecipeError(f"train.device={name!r}, but torch sees no CUDA device; use auto or cpu")
-    return device
-
-
-def build(recipe: Recipe, material: Material, pool: RewardPool | None, earlier: Path | None = None) -> Parts:
-    """Model, engines and roles. Everything that can be wrong with data, tokenizer or shape is found here.
+def build(
+    recipe: Recipe, material: Material, pool: RewardPool | None, cluster: Cluster, earlier: Path | None = None
+) -> Parts:
+    """Model, engines and roles on the workers. All that can be wrong with data, tokenizer or shape is found before.
 
     pool: None where nothing is generated. earlier: model folder of the run that is to go on, with its tokenizer.
     """
     loaded = load_model(recipe.model.path) if recipe.model.path else None
     tokenizer = _tokenizer(recipe, material, loaded, earlier)
     config = _config(recipe, loaded, tokenizer)
-    store = InlineStore()
+    check_shape(recipe, config)
     if isinstance(material, Texts):
-        lesson = _documents(recipe, material, tokenizer, store)
+        lesson = _documents(recipe, material, tokenizer)
     else:
-        lesson = _prompts(recipe, material, tokenizer, store, generates=pool is not None)
-    train, heldout = lesson.train, lesson.heldout
+        lesson = _prompts(recipe, material, tokenizer, generates=pool is not None)
     plan = plan_run(
         recipe,
         config,
-        train_prompts=len(train),
-        heldout_prompts=len(heldout),
+        train_prompts=len(lesson.train),
+        heldout_prompts=len(lesson.heldout),
         longest_prompt=lesson.longest,
         generates=pool is not None,
     )
-    policy = _policy(recipe, config, loaded, store)
-    reference = ReferenceWorker(policy) if recipe.algorithm.kl_coef and recipe.flow in ("grpo", "ppo") else None
-    critic = _critic(recipe, policy.engine.model, store) if recipe.flow == "ppo" else None
-    roles = Roles(
-        policy=InlineGroup("policy", policy),
-        rollout=None,
-        reward=None,
-        reference=InlineGroup("reference", reference) if reference else None,
-        recorder=InlineGroup("recorder", lesson.recorder),
-        critic=InlineGroup("critic", critic) if critic else None,
-    )
-    if pool is not None and lesson.template is not None and isinstance(material, PromptSet):
-        engine = _engine(recipe, config, tokenizer, policy.engine.device)
-        roles.rollout = InlineGroup("rollout", RolloutWorker(engine, lesson.template, material, recipe.rollout, store))
-        roles.reward = InlineGroup("reward", RewardWorker(pool, material, store))
-    counted = _counted(recipe, len(train))
-    return Parts(
-        counted, config, tokenizer, train, heldout, plan, store, policy, reference, critic, roles, lesson.notes
-    )
+    recipe = _counted(recipe, len(lesson.train))
+    team = Team(cluster, recipe, config)
+    team.learners()
+    team.make("recorder", lesson.recorder, **lesson.given)
+    if pool is not None:
+        team.speakers(tokenizer, material, pool)
+    roles = team.roles()
+    return Parts(recipe, config, tokenizer, lesson.train, lesson.heldout, plan, roles, lesson.notes)
+
+
+class Team:
+    """The worker groups of a run, made one after the other: a factory finds those before it in its process."""
+
+    def __init__(self, cluster: Cluster, recipe: Recipe, config: DecoderConfig) -> None:
+        self.cluster = cluster
+        self.places = place(recipe)
+        self.model: dict[str, Any] = {"recipe": recipe, "config": config}
+        self.made: dict[str, WorkerGroup] = {}
+
+    def make(self, role: str, factory: str = "", **given: Any) -> None:
+        """One role on the workers that the recipe gives it; ``factory`` of flows.workers, by default of its name."""
+        where = f"{_WORKERS}:{factory or role}"
+        self.made[role] = self.cluster.group(role, where, given, mesh=self.places[role].mesh, divide=divide_batch)
+
+    def learners(self) -> None:
+        """The policy and what is begun as its copy."""
+        for role in ("policy", "reference", "critic"):
+            if role in self.places:
+                self.make(role, **self.model)
+
+    def speakers(self, tokenizer: Tokenizer, prompts: Material, pool: RewardPool) -> None:
+        """Who generates and who scores."""
+        self.make("rollout", **self.model, tokenizer=tokenizer, prompts=prompts)
+        self.make("reward", pool=pool, prompts=prompts)
+
+    def roles(self) -> Roles:
+        """All of them, with a relay on every worker that holds the policy or a copy of it."""
+        source = self.places["policy"].mesh
+        targets = {role: self.places[role].mesh for role in ("rollout", "reference", "critic") if role in self.made}
+        if targets:
+            ranks = tuple(sorted({rank for mesh in (source, *targets.values()) for rank in mesh.ranks}))
+            given = {**self.model, "source": source, "targets": targets}
+            mesh = Mesh(("to",), (len(ranks),), ranks)
+            self.made["relay"] = self.cluster.group("relay", f"{_WORKERS}:relay", given, mesh=mesh)
+        return Roles(**self.made)
+
+
+def divide_batch(batch: Batch, parts: int) -> list[np.ndarray]:
+    """Rows of a batch for so many workers: balanced by tokens where lengths are known, groups together if that pays."""
+    lengths, groups = batch.rows.get("length"), batch.rows.get("group")
+    if lengths is None and groups is None:
+        return np.array_split(np.arange(len(batch), dtype=np.int64), parts)
+    return divide(lengths, groups, parts)
 
 
 def _counted(recipe: Recipe, examples: int) -> Recipe:
@@ -166,18 +177,16 @@ def _tokenizer(recipe: Recipe, material: Material, loaded: LoadedModel | None, e
     return choose_tokenizer(recipe, material, loaded)
 
 
-def _documents(recipe: Recipe, texts: Texts, tokenizer: Tokenizer, store: InlineStore) -> Lesson:
+def _documents(recipe: Recipe, texts: Texts, tokenizer: Tokenizer) -> Lesson:
     context, folder = recipe.model.context, Path(recipe.run.dir) / CACHE
     train = Corpus.build(texts.train, tokenizer, context, folder)
     heldout = Corpus.build(texts.heldout, tokenizer, context, folder) if texts.heldout else None
     mine, theirs = (Order(np.arange(0 if corpus is None else len(corpus))) for corpus in (train, heldout))
-    recorder = DocumentWorker(train, heldout, tokenizer, store)
-    return Lesson(mine, theirs, context, recorder, notes=[f"documents: {train.note}"])
+    given = {"train": train, "heldout": heldout, "tokenizer": tokenizer}
+    return Lesson(mine, theirs, context, "documents", given, notes=[f"documents: {train.note}"])
 
 
-def _prompts(
-    recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, store: InlineStore, *, generates: bool
-) -> Lesson:
+def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, generates: bool) -> Lesson:
     train, heldout = prompts.split(recipe.data.holdout)
     template = make_template(recipe.data.template, tokenizer)
     context, room = recipe.model.context, recipe.rollout.max_tokens
@@ -192,8 +201,8 @@ def _prompts(
             f"set a larger data.holdout, data.heldout=FILE, or data.holdout=0 for no evaluation"
         )
     told = f"{prompts.copies} prompts are in data.heldout too, word for word, and are left out of training"
-    recorder = RecorderWorker(prompts, template, context, store)
-    return Lesson(train, heldout, longest, recorder, template, [told] if prompts.copies else [])
+    given = {"recipe": recipe, "tokenizer": tokenizer, "prompts": prompts}
+    return Lesson(train, heldout, longest, "recorder", given, [told] if prompts.copies else [])
 
 
 def _config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenizer) -> DecoderConfig:
@@ -206,55 +215,3 @@ def _config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenizer) ->
             f"of model.path = {recipe.model.path}"
         )
     return replace(loaded.config, dropout=recipe.model.dropout)
-
-
-def _policy(recipe: Recipe, config: DecoderConfig, loaded: LoadedModel | None, store: InlineStore) -> PolicyWorker:
-    device = pick_device(recipe.train.device)
-    model = Decoder(config, dtype=DTYPES[recipe.train.precision])
-    model.checkpointing = recipe.train.checkpointing
-    if loaded:
-        load_weights(model, loaded.tensors, str(loaded.source))
-    else:
-        model.init_weights_(recipe.seed)
-    engine = _trainer(recipe, model.to(device), recipe.optimizer, ema=recipe.train.ema, watch=recipe.train.watch)
-    return PolicyWorker(
-        engine, store, temperature=recipe.rollout.temperature or 1.0, norm_length=recipe.rollout.max_tokens
-    )
-
-
-def _critic(recipe: Recipe, policy: Decoder, store: InlineStore) -> CriticWorker:
-    """It gets its weights, those of the policy, again where its first phase begins."""
-    section = recipe.optimizer.model_copy(update={"lr": recipe.critic.lr})
-    engine = _trainer(recipe, ValueModel(policy), section, scorer=appraise)
-    return CriticWorker(engine, store, clip=recipe.critic.clip, norm_length=recipe.rollout.max_tokens)
-
-
-def _trainer(recipe: Recipe, model: Decoder, section: Optimizer, **more: Any) -> TrainEngine:
-    return TrainEngine(
-        model,
-        section,
-        total_steps=recipe.algorithm.steps,
-        micro_tokens=recipe.train.micro_tokens,
-        parity=recipe.train.parity,
-        compile=recipe.train.compile,
-        nonfinite=recipe.train.nonfinite,
-        seed=recipe.seed,
-        **more,
-    )
-
-
-def _engine(recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, device: torch.device) -> Engine:
-    r = recipe.rollout
-    return Engine(
-        config,
-        tokenizer=tokenizer,
-        device=device,
-        dtype=DTYPES[recipe.train.precision],
-        seed=recipe.seed,
-        max_rows=r.max_rows,
-        kv_tokens=r.kv_tokens or r.max_rows * recipe.model.context,
-        step_tokens=r.step_tokens,
-        max_length=recipe.model.context,
-        compile=r.compile,
-        parity=recipe.train.parity,
-    )

@@ -1,34 +1,44 @@
 """From a recipe to a run: set the machine up, build or restore, run the phases, end cleanly."""
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from tilth.checkpoint import Checkpoint, latest, mark_best, open_checkpoint, prune, save
+from tilth.checkpoint import (
+    Checkpoint,
+    abandon_save,
+    begin_save,
+    commit_save,
+    latest,
+    mark_best,
+    open_checkpoint,
+    prune,
+)
+from tilth.cluster.cluster import Cluster, open_cluster
+from tilth.config.checks import pools
 from tilth.config.schema import Recipe
-from tilth.core.errors import CheckpointError
+from tilth.core.errors import CheckpointError, TilthError
 from tilth.data.prompts import PromptSet
 from tilth.flows.build import Material, Parts, build
 from tilth.flows.checks import check_algorithm
 from tilth.flows.grpo import grpo
+from tilth.flows.metrics import Metrics
 from tilth.flows.model import MODEL_FOLDER, save_shape
 from tilth.flows.ppo import ppo, values
 from tilth.flows.pretrain import pretrain
-from tilth.flows.run import PPO, VALUES, WARMUP, Beginner, Observer, Progress, Run
+from tilth.flows.run import PPO, VALUES, WARMUP, Beginner, Observer, Progress, Roles, Run
 from tilth.flows.rundir import RunDir, find, read_state, summarise
 from tilth.flows.seen import seen_before
 from tilth.flows.sft import sft
 from tilth.flows.signals import Interrupted, StopRequest
+from tilth.flows.workers import threads
 from tilth.roles.reward_pool import RewardPool
 from tilth.trace.spans import recorder
-from tilth.training.peak import measured_flops
 
 
 @dataclass(frozen=True)
@@ -49,8 +59,7 @@ class RunResult:
 def machine(recipe: Recipe) -> Iterator[None]:
     """Threads and matmul precision of this process for the time of a run."""
     before = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    threads = recipe.train.threads or psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    torch.set_num_threads(min(threads, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else threads)
+    torch.set_num_threads(threads(recipe, 1))
     torch.set_float32_matmul_precision(recipe.train.matmul)
     try:
         yield
@@ -78,18 +87,19 @@ def launch(
     check_algorithm(recipe)
     fingerprint = material.fingerprint()
     inputs = _inputs(recipe, fingerprint, reward)
-    with machine(recipe):
-        parts = build(recipe, material, pool, _earlier(recipe, name, inputs))
+    with machine(recipe), _cluster(recipe) as cluster:
+        parts = build(recipe, material, pool, cluster, _earlier(recipe, name, inputs))
         if isinstance(parts.heldout, PromptSet):
             parts.notes.extend(seen_before(recipe, parts.heldout))
-        if pool is not None:
-            pool.ready()
+        if parts.roles.reward is not None:
+            parts.roles.reward.ready()
         with RunDir.create(recipe, name, inputs) as directory, recorder.to(directory.events, attempt=directory.attempt):
             with StopRequest() as stop:
-                run = _run(parts, directory, observers, stop)
+                cluster.trace(directory.events, directory.attempt)
+                run = _run(parts, cluster, directory, observers, stop)
                 directory.update(data=fingerprint)
                 _announce(run, parts, reward_file)
-                _restore(run, parts)
+                _restore(run)
                 for observer in observers:
                     if isinstance(observer, Beginner):
                         observer.on_begin(directory.path, run.at.step, run.say)
@@ -120,19 +130,25 @@ def _earlier(recipe: Recipe, name: str, inputs: str) -> Path | None:
     return folder / MODEL_FOLDER if folder and latest(folder / "checkpoints") else None
 
 
-def _run(parts: Parts, directory: RunDir, observers: Sequence[Observer], stop: StopRequest) -> Run:
-    engine = parts.policy.engine
+def _cluster(recipe: Recipe) -> Cluster:
+    """The workers of ``[cluster]``; they start while the data is being read."""
+    c, device = recipe.cluster, recipe.train.device
+    gpus = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    return open_cluster(c.backend, sum(pools(recipe).values()), timeout=c.timeout, address=c.address, gpus=gpus)
+
+
+def _run(parts: Parts, cluster: Cluster, directory: RunDir, observers: Sequence[Observer], stop: StopRequest) -> Run:
     return Run(
         parts.recipe,
         parts.roles,
         parts.train,
         parts.heldout,
-        parts.store,
+        cluster.store,
         directory,
         observers,
-        save=_saver(parts),
+        save=_save,
         stop=stop,
-        peak_flops=measured_flops(engine.device, engine.model.dtype),
+        metrics=Metrics(sum(parts.roles.policy.peak_flops()), cluster.totals),
     )
 
 
@@ -166,16 +182,24 @@ def _announce(run: Run, parts: Parts, reward_file: str) -> None:
         run.say(line)
 
 
-def _saver(parts: Parts) -> Any:
-    def write(run: Run) -> None:
-        state = {"progress": run.state(), "engine": parts.policy.engine.position(), "digest": run.directory.digest}
-        if parts.critic is not None:
-            state["critic_engine"] = parts.critic.engine.position()
-        save(run.directory.checkpoints, run.at.step, _tensors(parts), state)
-        _mark_best(run)
-        prune(run.directory.checkpoints, run.recipe.run.keep)
+_POSITIONS = {"policy": "engine", "critic": "critic_engine"}
+"""Under which name a checkpoint keeps what a role must restore besides tensors."""
 
-    return write
+
+def _save(run: Run) -> None:
+    """Every worker writes its part; the checkpoint counts when the controller has put the parts together."""
+    root, keepers = run.directory.checkpoints, run.roles.keepers()
+    state: dict[str, Any] = {"progress": run.state(), "digest": run.directory.digest}
+    state |= {key: keepers[role].position() for role, key in _POSITIONS.items() if role in keepers}
+    folder = begin_save(root, run.at.step)
+    try:
+        saved = [saved for group in keepers.values() for saved in group.save(str(folder))]
+    except TilthError:
+        abandon_save(folder)
+        raise
+    commit_save(folder, root, run.at.step, [part for parts in saved for part in parts.values()], state)
+    _mark_best(run)
+    prune(root, run.recipe.run.keep)
 
 
 def _mark_best(run: Run) -> None:
@@ -183,27 +207,12 @@ def _mark_best(run: Run) -> None:
     run.directory.update(best=run.at.best)
 
 
-def _tensors(parts: Parts) -> dict[str, dict[str, torch.Tensor]]:
-    groups = {
-        "model": {n: p.detach() for n, p in parts.policy.engine.model.named_parameters()},
-        "optimizer": parts.policy.engine.optimizers.state_tensors(),
-    }
-    if parts.policy.engine.ema.tensors:
-        groups["ema"] = parts.policy.engine.ema.tensors
-    if parts.critic is not None:
-        groups["critic"] = {n: p.detach() for n, p in parts.critic.engine.model.named_parameters()}
-        groups["critic_optimizer"] = parts.critic.engine.optimizers.state_tensors()
-    if parts.reference is not None:
-        groups["reference"] = {n: p.detach() for n, p in parts.reference.model.named_parameters()}
-    return groups
-
-
-def _restore(run: Run, parts: Parts) -> None:
+def _restore(run: Run) -> None:
     """Go back to the newest checkpoint of the directory, or to the very beginning."""
     newest = latest(run.directory.checkpoints)
     step = 0
     if newest is not None:
-        checkpoint = _open(newest, parts)
+        checkpoint = _open(newest, run)
         run.at = Progress(**checkpoint.objects["progress"])
         step = run.at.step
     _mark_best(run)  # a kill may have come between a checkpoint and this
@@ -212,10 +221,10 @@ def _restore(run: Run, parts: Parts) -> None:
         run.say(f"continuing after step {step}")
 
 
-def _open(newest: Path, parts: Parts) -> Checkpoint:
+def _open(newest: Path, run: Run) -> Checkpoint:
     try:
         checkpoint = open_checkpoint(newest)
-        _load(checkpoint, parts)
+        _load(checkpoint, run.roles)
     except CheckpointError as error:
         older = [p for p in sorted(newest.parent.glob("step-*")) if p < newest and p.name.count(".") == 0]
         hint = f"continue from {older[-1].name}" if older else "start again from the beginning"
@@ -223,9 +232,7 @@ def _open(newest: Path, parts: Parts) -> Checkpoint:
     return checkpoint
 
 
-def _load(checkpoint: Checkpoint, parts: Parts) -> None:
-    for group, tensors in _tensors(parts).items():
-        checkpoint.restore(group, tensors)
-    parts.policy.engine.restore(checkpoint.objects["engine"])
-    if parts.critic is not None:
-        parts.critic.engine.restore(checkpoint.objects["critic_engine"])
+def _load(checkpoint: Checkpoint, roles: Roles) -> None:
+    for role, group in roles.keepers().items():
+        position = [checkpoint.objects[_POSITIONS[role]]] if role in _POSITIONS else []
+        group.load(str(checkpoint.path), *position)

@@ -5,7 +5,7 @@ A collector refuses a name that is not declared here, so nothing is reduced by a
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, SupportsFloat
 
@@ -158,9 +158,11 @@ def schema() -> dict[str, dict[str, str]]:
 class Metrics:
     """What one step measured, reduced as declared. A mean is kept as a sum and a count until the step is closed."""
 
-    def __init__(self, peak_flops: float = 0.0) -> None:
-        """peak_flops: of the device, in FLOP/s, for the utilisation; 0: not known."""
+    def __init__(self, peak_flops: float = 0.0, totals: Callable[[], Mapping[str, Total]] = recorder.totals) -> None:
+        """peak_flops: of all devices, in FLOP/s, for the utilisation; 0: not known. totals: of the spans since the last
+        time it was asked."""
         self.peak_flops = peak_flops
+        self._totals = totals
         self._sums: dict[str, tuple[float, float]] = {}
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
@@ -231,7 +233,7 @@ class Metrics:
         phase_step: which step of its phase it is, so that a view that begins in the middle knows how far it is;
         phase_steps: the most that the phase may have.
         """
-        self.take_times(recorder.totals())
+        self.take_times(self._totals())
         self.take_memory()
         known = {"phase_step": phase_step, "phase_steps": phase_steps}
         where = {"step": step, "phase": phase, **{k: v for k, v in known.items() if v is not None}}

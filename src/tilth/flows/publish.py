@@ -1,4 +1,7 @@
-"""The two checks between trainer and rollout engine that are always on: equal weights, agreeing log-probs."""
+"""What trainer and rollout engine must agree on, and the check of their log-probs that is always on.
+
+That their weights are equal is checked where they arrive: ``tilth.roles.relay``.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tilth.config.schema import Recipe
-from tilth.core.errors import LogprobMismatch, WeightMismatch
+from tilth.core.errors import LogprobMismatch
 from tilth.rl.metrics import Metric
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -26,18 +29,6 @@ class Bounds:
         """The recipe's own bound; in parity mode it is 0."""
         t = recipe.train
         return cls(DTYPES[t.precision], 0.0 if t.parity else t.mismatch or DEFAULT_MISMATCH[t.precision])
-
-
-def verify_weights(expected: Mapping[str, int], received: Mapping[str, int]) -> None:
-    """Raise WeightMismatch naming the tensors whose checksum in the engine's live storage is not the trainer's."""
-    wrong = [name for name in expected if received.get(name) != expected[name]]
-    wrong += [name for name in received if name not in expected]
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise WeightMismatch(
-            f"after publishing, {', '.join(wrong[:3])}{more} in the rollout engine differ from the trainer's; "
-            "the run stops before it learns from a wrong policy"
-        )
 
 
 def check_mismatch(metrics: Mapping[str, Metric], bounds: Bounds, step: int) -> None:

@@ -6,7 +6,7 @@ is not committed is dropped on resume, and the step runs again from its start wi
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,14 +14,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from tilth.cluster.inline import InlineGroup
+from tilth.cluster.group import WorkerGroup
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch, Store
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
 from tilth.flows.keep import has_spread
 from tilth.flows.metrics import Metrics
-from tilth.flows.publish import Bounds, check_mismatch, verify_weights
+from tilth.flows.publish import Bounds, check_mismatch
 from tilth.flows.rundir import RunDir
 from tilth.flows.signals import Interrupted, StopRequest
 from tilth.rl.metrics import Metric
@@ -39,7 +39,10 @@ ACCURACY, LOSS = "accuracy/heldout", "loss/heldout"
 CORRECT = "part/correct"
 """Where a reward returns a part of this name, accuracy is its mean; otherwise that of the reward itself."""
 EVALUATION_IDS = -(2**40)
-"""Trajectory ids of evaluations lie below those of training."""
+"""Trajectory ids of evaluations lie below those of training, and those of probes below both."""
+PROBE_IDS = 2 * EVALUATION_IDS
+PROBES = 8
+"""Prompts of a probe."""
 
 
 class Split(Protocol):
@@ -95,14 +98,21 @@ class Progress:
 
 @dataclass
 class Roles:
-    """The worker groups of a run. rollout, reward: None where nothing is generated."""
+    """The worker groups of a run. None where the flow has no such role; rollout, reward: where nothing is generated."""
 
-    policy: InlineGroup
-    rollout: InlineGroup | None
-    reward: InlineGroup | None
-    reference: InlineGroup | None
-    recorder: InlineGroup
-    critic: InlineGroup | None = None
+    policy: WorkerGroup
+    recorder: WorkerGroup
+    rollout: WorkerGroup | None = None
+    reward: WorkerGroup | None = None
+    reference: WorkerGroup | None = None
+    critic: WorkerGroup | None = None
+    relay: WorkerGroup | None = None
+    """What carries the policy's weights to its copies."""
+
+    def keepers(self) -> dict[str, WorkerGroup]:
+        """Those with a state that a checkpoint holds."""
+        named = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
+        return {name: group for name, group in named.items() if group is not None}
 
 
 class Run:
@@ -119,7 +129,7 @@ class Run:
         observers: Sequence[Observer],
         save: Callable[["Run"], None],
         stop: StopRequest,
-        peak_flops: float = 0.0,
+        metrics: Metrics,
     ) -> None:
         self.recipe = recipe
         self.roles = roles
@@ -136,7 +146,7 @@ class Run:
         self.observers = observers
         self.bounds = Bounds.of(recipe)
         self.at = Progress()
-        self.metrics = Metrics(peak_flops)
+        self.metrics = metrics
         self._save = save
         self._stop = stop
         self._sample: dict[str, Any] | None = None
@@ -144,6 +154,8 @@ class Run:
         self._rewarded = False
         self._reasons: set[str] = set()
         self._engine_version: int | None = None
+        self._published = 0
+        self._owed: list[tuple[Mapping[str, Metric], bool]] = []
         self._improved = False
 
     # ---- phases ----
@@ -169,10 +181,10 @@ class Run:
         updates = steps if phase in SUPERVISED else steps * how.epochs * how.minibatches
         self.policy.begin(lr, updates)
         if self.reference is not None:
-            self.reference.follow()
+            self._relay("reference")
         if phase in (VALUES, PPO):
             if VALUES not in self.at.finished:
-                self.critic.follow(self.policy.weights())
+                self._relay("critic")
             self.critic.begin(self.recipe.critic.lr, updates)
 
     def _publish_for(self, phase: str) -> None:
@@ -196,7 +208,7 @@ class Run:
         self.save()
 
     @property
-    def critic(self) -> InlineGroup:
+    def critic(self) -> WorkerGroup:
         """The critic; RecipeError in a flow that has none."""
         if self.roles.critic is None:
             raise RecipeError(f"flow={self.recipe.flow} has no critic; set flow=ppo")
@@ -305,26 +317,49 @@ class Run:
             if len(known):
                 self.metrics.add(f"{prefix}/{name}", float(known.mean(dtype=np.float64)), len(known))
 
-    def learned(self, metrics: dict[str, Metric]) -> None:
-        """Take the metrics of one optimizer step; check trainer against rollout engine."""
-        self.at.optimizer_steps += 1
-        self.at.version += not float(metrics["steps/skipped"])
-        check_mismatch(metrics, self.bounds, self.at.step)
-        self.metrics.take(metrics)
+    def learned(self, metrics: Mapping[str, Metric]) -> None:
+        """One optimizer step of the policy: its metrics are taken, and checked, when they are there."""
+        self._owed.append((metrics, True))
 
-    def valued(self, metrics: dict[str, Metric]) -> None:
-        """Take the metrics of one optimizer step of the critic; the policy stays as it is."""
-        self.metrics.take(metrics)
+    def valued(self, metrics: Mapping[str, Metric]) -> None:
+        """One optimizer step of the critic; the policy stays as it is."""
+        self._owed.append((metrics, False))
 
-    def publish(self, policy: InlineGroup) -> None:
-        """Copy the policy's weights into the rollout engine and check what arrived against what was meant."""
+    def _settle(self) -> None:
+        """Wait for the step's updates, which roles in different pools make at the same time, and take their metrics."""
+        owed, self._owed = self._owed, []
+        for metrics, policy in owed:
+            if policy:
+                self.at.optimizer_steps += 1
+                self.at.version += not float(metrics["steps/skipped"])
+                check_mismatch(metrics, self.bounds, self.at.step)
+            self.metrics.take(metrics)
+
+    def publish(self, policy: WorkerGroup) -> None:
+        """Bring the policy's weights to the rollout engines; each checks what arrived against what was meant."""
         if self.rollout is None:
             return
-        with span("publish"):
-            received = self.rollout.receive(policy.weights(), self.at.version)
-        with span("verify"):
-            verify_weights(policy.checksums(self.bounds.dtype), received)
+        self._settle()
+        self._relay("rollout")
         self._engine_version = self.at.version
+        every = self.recipe.policy.probe_every
+        if every and self._published % every == 0:
+            self._probe(policy)
+        self._published += 1
+
+    def _relay(self, target: str) -> None:
+        if self.roles.relay is None:
+            raise RecipeError(f"flow={self.recipe.flow} has no {target} to bring weights to")
+        self.roles.relay.relay(target, self.at.version)
+
+    def _probe(self, policy: WorkerGroup) -> None:
+        """Let the engines answer a few prompts and the policy say what it thinks of each token: they must agree."""
+        if self.rollout is None or not len(self.train):
+            return
+        with span("verify"), self.store.scope():
+            indices = self.train.draw(stream(self.recipe.seed, "probe"), 0, min(PROBES, len(self.train)))
+            batch = self.rollout.generate(ask(indices.tolist(), 1, PROBE_IDS))
+            check_mismatch(policy.compare(batch), self.bounds, self.at.step - 1)
 
     # ---- what is held out ----
 
@@ -408,6 +443,7 @@ class Run:
     def _step(self) -> Iterator[int]:
         with span("step", step=self.at.step + 1), self.store.scope():
             yield self.at.step
+            self._settle()
             self.at.step += 1
             self.at.phase_step += 1
             if self._due():

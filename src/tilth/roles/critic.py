@@ -1,17 +1,20 @@
 """The critic role: the value model that says how good a state is, its gradients and its position."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
+import torch
 from torch import Tensor
 
 import tilth.rl as rl
 from tilth.cluster.protocol import transfer
 from tilth.config.schema import Algorithm
 from tilth.core.batch import Batch, Ragged, Store
-from tilth.models.value import ValueModel
+from tilth.core.errors import ModelError
+from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.roles.experience import check_identity, put_like
-from tilth.roles.shares import Shares, check_weight
+from tilth.roles.shares import Everyone, Shares, alone, check_weight, everyone, leads
+from tilth.roles.state import Saved, engine_groups, read_state, whole_tensors, write_state
 from tilth.trace.spans import span
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
 from tilth.training.packed import Micro, packed_values
@@ -29,14 +32,28 @@ class CriticWorker:
             raise TypeError(f"a critic's engine trains a ValueModel, not a {type(engine.model).__name__}")
         self.model: ValueModel = engine.model
         self.engine = engine
+        self.grid = engine.sharded.grid
         self.store = store
         self.clip = clip
         self.norm_length = norm_length
 
-    @transfer(split="all", gather="first")
-    def follow(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Begin as a copy of the policy with these weights, every value 0."""
-        self.model.follow(weights)
+    def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Begin as a copy of the policy with these weights, every value 0. ModelError names what does not fit."""
+        sharded = self.engine.sharded
+        missing = {name for name in sharded.layouts if not name.startswith(HEAD)}
+        for name, tensor in weights:
+            if not name.startswith(OUTPUT):
+                sharded.take(name, tensor)
+                missing.discard(name)
+        if missing:
+            raise ModelError(f"{min(missing)} is missing in the weights that the value model should begin with")
+        for name in sharded.layouts:
+            if name.startswith(HEAD):
+                sharded.take(name, torch.zeros(sharded.layouts[name].shape))
+
+    def live(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of the body out of the live storage; a collective call."""
+        return ((name, tensor) for name, tensor in whole_tensors(self.engine.sharded) if not name.startswith(HEAD))
 
     @transfer(split="all", gather="first")
     def begin(self, lr: float, total_steps: int) -> None:
@@ -49,7 +66,7 @@ class CriticWorker:
         with span("values", tokens=int(batch["length"].sum())):
             columns = batch.read(self.store, "tokens", "mask")
             found = packed_values(
-                self.model,
+                self.engine.sharded,
                 columns["tokens"],
                 columns["mask"].values,
                 max_tokens=self.engine.micro_tokens,
@@ -66,20 +83,46 @@ class CriticWorker:
             check_identity(batch, tokens)
             per_token = {name: column.values for name, column in columns.items()}
             mask = per_token.pop("mask")
-            loss, whole = value_loss(how.aggregation, mask, tokens, self.clip, self.norm_length)
-            found = self.engine.update(tokens, mask, per_token, loss, entropy=False)
-            check_weight(found.metrics, whole)
-        return _account(found)
+            loss, whole = value_loss(how.aggregation, mask, tokens, self.clip, self.norm_length, everyone(self.grid))
+            starts = batch.rows.get("start")
+            found = self.engine.update(tokens, mask, per_token, loss, entropy=False, starts=starts)
+            check_weight(found.metrics, whole, self.grid)
+        return self._account(found)
 
     @transfer(split="all", gather="first")
     def compile_seconds(self) -> float:
         """Time that torch.compile and the first pass took; 0 if nothing was compiled."""
         return self.engine.compile_seconds
 
+    @transfer(split="all", gather="all")
+    def save(self, folder: str) -> Saved:
+        """Write this worker's part of weights and optimizer into a checkpoint that is being made."""
+        return write_state(folder, engine_groups(self.engine, "critic", "critic_optimizer"), self.grid)
 
-def value_loss(aggregation: str, mask: np.ndarray, tokens: Ragged, clip: float, norm_length: int) -> tuple[Loss, float]:
-    """The value loss with the denominator of this whole batch, and the weight that all of its tokens have in it."""
-    shares = Shares.of(aggregation, mask, tokens, norm_length)
+    @transfer(split="all", gather="first")
+    def position(self) -> dict[str, float]:
+        """Everything but tensors that a resume must restore."""
+        return self.engine.position()
+
+    @transfer(split="all", gather="first")
+    def load(self, path: str, position: dict[str, float]) -> None:
+        """Go back to a checkpoint of any layout. CheckpointError."""
+        read_state(path, engine_groups(self.engine, "critic", "critic_optimizer"), self.grid)
+        self.engine.restore(position)
+
+    def _account(self, found: UpdateResult) -> Metrics:
+        return found.metrics | {
+            "value/grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
+            "value/lr": rl.Metric(found.lr, 1, "mean"),
+            "value/skipped": rl.Metric(float(found.skipped and leads(self.grid)), 1, "sum"),
+        }
+
+
+def value_loss(
+    aggregation: str, mask: np.ndarray, tokens: Ragged, clip: float, norm_length: int, everyone: Everyone = alone
+) -> tuple[Loss, float]:
+    """The value loss with the denominator of the whole batch, and the weight that all of its tokens have in it."""
+    shares = Shares.of(aggregation, mask, tokens, norm_length, everyone)
 
     def loss(micro: Micro) -> tuple[Tensor, Metrics]:
         found = rl.value_loss(
@@ -96,11 +139,3 @@ def value_loss(aggregation: str, mask: np.ndarray, tokens: Ragged, clip: float, 
         return found.loss, found.metrics | shares.weight(micro)
 
     return loss, shares.whole
-
-
-def _account(found: UpdateResult) -> Metrics:
-    return found.metrics | {
-        "value/grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
-        "value/lr": rl.Metric(found.lr, 1, "mean"),
-        "value/skipped": rl.Metric(float(found.skipped), 1, "sum"),
-    }

@@ -1,6 +1,5 @@
 """The policy role: the model that learns, its gradients and its weights."""
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,16 +11,17 @@ import tilth.rl as rl
 from tilth.cluster.protocol import transfer
 from tilth.config.schema import Algorithm
 from tilth.core.batch import Batch, Ragged, Store
-from tilth.core.checksum import checksum
-from tilth.models.decoder import Decoder
 from tilth.plan.flops import sequence_flops
 from tilth.rl.registry import Kind
 from tilth.roles.experience import check_identity, put_like
-from tilth.roles.shares import Shares, check_weight
+from tilth.roles.scoring import scored
+from tilth.roles.shares import Everyone, Shares, alone, check_weight, everyone, leads
+from tilth.roles.state import Saved, engine_groups, read_state, write_state
 from tilth.trace.spans import span
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
 from tilth.training.losses import negative_log_likelihood
 from tilth.training.packed import Micro, packed_logprobs
+from tilth.training.peak import measured_flops
 
 Metrics = dict[str, rl.Metric]
 
@@ -32,6 +32,7 @@ class PolicyWorker:
     def __init__(self, engine: TrainEngine, store: Store, *, temperature: float = 1.0, norm_length: int = 1) -> None:
         """temperature: of sampling, so of log-probs too; norm_length: fixed length of Dr.GRPO's aggregation."""
         self.engine = engine
+        self.grid = engine.sharded.grid
         self.store = store
         self.temperature = temperature
         self.norm_length = norm_length
@@ -56,30 +57,33 @@ class PolicyWorker:
                 mask=_tensor(columns["mask"].values),
                 groups=torch.from_numpy(batch["group"].copy()),
                 values=_tensor(columns["values"].values) if "values" in columns else None,
+                **self._others(batch),
                 **options("advantages", how.advantage, how),
             )
             if found.returns is not None:
                 batch = put_like(batch, self.store, "returns", found.returns.numpy(), columns["tokens"])
             return put_like(batch, self.store, "advantages", found.advantages.numpy(), columns["tokens"])
 
+    def _others(self, batch: Batch) -> dict[str, Any]:
+        """How an estimator sees the rows of other workers, where there are any."""
+        if self.grid.size("dp", "fsdp") == 1:
+            return {}
+        rows = torch.from_numpy(batch["row"].copy())
+        return {"reduce": self.grid.sum, "gather": self.grid.gather_rows, "row": rows}
+
     @transfer(split="rows", gather="rows")
     def logprobs(self, batch: Batch) -> Batch:
         """Add ``old_logprobs``: the policy before any update on this batch; needed when it is used more than once."""
-        return self.scored(batch, self.engine.model, "old_logprobs", "logprobs")
+        return scored(batch, self.store, self.engine, self.temperature, "old_logprobs", "logprobs")
 
-    def scored(self, batch: Batch, model: Decoder, column: str, op: str) -> Batch:
-        """Add the log-probs of the chosen tokens under ``model`` as a payload column; ``op`` names its time."""
-        with span(op, tokens=int(batch["length"].sum())):
-            columns = batch.read(self.store, "tokens", "mask")
-            values = packed_logprobs(
-                model,
-                columns["tokens"],
-                columns["mask"].values,
-                max_tokens=self.engine.micro_tokens,
-                temperature=self.temperature,
-                parity=self.engine.parity,
-            )
-            return put_like(batch, self.store, column, values, columns["tokens"])
+    @transfer(split="rows", gather="merge")
+    def compare(self, batch: Batch) -> Metrics:
+        """``mismatch/max``: the greatest difference between its log-probs and those that came with the samples."""
+        columns = self.logprobs(batch).read(self.store, "old_logprobs", "rollout_logprobs", "mask")
+        own, theirs, mask = (columns[c].values for c in ("old_logprobs", "rollout_logprobs", "mask"))
+        apart = np.abs(own - theirs)[mask != 0]
+        worst = float(apart.max()) if len(apart) else 0.0
+        return {"mismatch/max": rl.Metric(worst, len(apart), "max")}
 
     @transfer(split="rows", gather="merge")
     def update(self, batch: Batch, how: Algorithm) -> Metrics:
@@ -91,10 +95,12 @@ class PolicyWorker:
             check_identity(batch, tokens)
             per_token = {name: column.values for name, column in columns.items()}
             mask = per_token.pop("mask")
-            loss, weight = policy_loss(how, mask, tokens, self.norm_length)
-            found = self.engine.update(tokens, mask, per_token, loss, temperature=self.temperature)
+            loss, weight = policy_loss(how, mask, tokens, self.norm_length, everyone(self.grid))
+            found = self.engine.update(
+                tokens, mask, per_token, loss, temperature=self.temperature, starts=batch.rows.get("start")
+            )
             spent.set(flops=self._flops(batch, found.computed))
-            check_weight(found.metrics, weight)
+            check_weight(found.metrics, weight, self.grid)
         return self._account(found)
 
     @transfer(split="rows", gather="merge")
@@ -103,8 +109,10 @@ class PolicyWorker:
         with span("update", tokens=int(batch["length"].sum())) as spent:
             columns = batch.read(self.store, "tokens", "mask")
             mask = columns["mask"].values
-            loss = negative_log_likelihood(float(mask.sum()))
-            found = self.engine.update(columns["tokens"], mask, {}, loss, entropy=False)
+            learned = self.grid.sum(torch.tensor([mask.sum()], dtype=torch.float64))
+            loss = negative_log_likelihood(float(learned))
+            starts = batch.rows.get("start")
+            found = self.engine.update(columns["tokens"], mask, {}, loss, entropy=False, starts=starts)
             spent.set(flops=self._flops(batch, found.computed))
         return self._account(found)
 
@@ -114,7 +122,11 @@ class PolicyWorker:
         columns = batch.read(self.store, "tokens", "mask")
         mask = columns["mask"].values
         found = packed_logprobs(
-            self.engine.model, columns["tokens"], mask, max_tokens=self.engine.micro_tokens, parity=self.engine.parity
+            self.engine.sharded,
+            columns["tokens"],
+            mask,
+            max_tokens=self.engine.micro_tokens,
+            parity=self.engine.parity,
         )
         return {"loss": rl.Metric(-float(found.sum(dtype=np.float64)), float(mask.sum(dtype=np.int64)), "mean")}
 
@@ -129,12 +141,11 @@ class PolicyWorker:
             "grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
             "lr": rl.Metric(found.lr, 1, "mean"),
             "tokens/trained": rl.Metric(found.tokens, 1, "sum"),
-            "steps/skipped": rl.Metric(float(found.skipped), 1, "sum"),
+            "steps/skipped": rl.Metric(float(found.skipped and leads(self.grid)), 1, "sum"),
         }
 
-    @transfer(split="all", gather="first")
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and live parameters."""
+        """Names and live parameters of a model that is whole in this process."""
         for name, parameter in self.engine.model.named_parameters():
             yield name, parameter.detach()
 
@@ -143,28 +154,26 @@ class PolicyWorker:
         """Time that torch.compile and the first pass took; 0 if nothing was compiled."""
         return self.engine.compile_seconds
 
-    @transfer(split="all", gather="first")
-    def checksums(self, dtype: torch.dtype) -> dict[str, int]:
-        """Checksum of each parameter as an engine of this dtype must hold it."""
-        return {name: checksum(tensor.to(dtype)) for name, tensor in self.weights()}
+    @transfer(split="all", gather="all")
+    def peak_flops(self) -> float:
+        """What this worker's share of the machine can do, all workers measuring at once: FLOP/s."""
+        return measured_flops(self.engine.device, self.engine.model.dtype)
 
-
-class ReferenceWorker:
-    """A frozen copy of the policy as it was when the phase began, for the KL penalty."""
-
-    def __init__(self, policy: PolicyWorker) -> None:
-        self.policy = policy
-        self.model = copy.deepcopy(policy.engine.model).requires_grad_(False)
+    @transfer(split="all", gather="all")
+    def save(self, folder: str) -> Saved:
+        """Write this worker's part of weights, optimizer and average into a checkpoint that is being made."""
+        return write_state(folder, engine_groups(self.engine, "model", "optimizer"), self.grid)
 
     @transfer(split="all", gather="first")
-    def follow(self) -> None:
-        """Take over the policy's weights of now."""
-        self.model.load_state_dict(self.policy.engine.model.state_dict())
+    def position(self) -> dict[str, float]:
+        """Everything but tensors that a resume must restore."""
+        return self.engine.position()
 
-    @transfer(split="rows", gather="rows")
-    def logprobs(self, batch: Batch) -> Batch:
-        """Add ``ref_logprobs``."""
-        return self.policy.scored(batch, self.model, "ref_logprobs", "reference")
+    @transfer(split="all", gather="first")
+    def load(self, path: str, position: dict[str, float]) -> None:
+        """Go back to a checkpoint of any layout. CheckpointError."""
+        read_state(path, engine_groups(self.engine, "model", "optimizer"), self.grid)
+        self.engine.restore(position)
 
 
 def _tensor(values: np.ndarray) -> Tensor:
@@ -176,9 +185,11 @@ def options(kind: Kind, name: str, how: Algorithm) -> dict[str, Any]:
     return {key: getattr(how, key) for key in rl.options(kind, name) if key in Algorithm.model_fields}
 
 
-def policy_loss(how: Algorithm, mask: np.ndarray, tokens: Ragged, norm_length: int) -> tuple[Loss, float]:
-    """The recipe's loss with the denominator of this whole batch, and the weight that all of its tokens have in it."""
-    shares = Shares.of(how.aggregation, mask, tokens, norm_length)
+def policy_loss(
+    how: Algorithm, mask: np.ndarray, tokens: Ragged, norm_length: int, everyone: Everyone = alone
+) -> tuple[Loss, float]:
+    """The recipe's loss with the denominator of the whole batch, and the weight that all of its tokens have in it."""
+    shares = Shares.of(how.aggregation, mask, tokens, norm_length, everyone)
 
     def loss(micro: Micro) -> tuple[Tensor, Metrics]:
         found = rl.policy_loss(

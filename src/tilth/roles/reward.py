@@ -22,6 +22,11 @@ class RewardWorker:
         self.store = store
         self.outcomes: dict[int, Outcome] = {}
 
+    @transfer(split="all", gather="first")
+    def ready(self) -> None:
+        """Wait until every process of the pool has the function. RewardError if one cannot have it."""
+        self.pool.ready()
+
     @transfer(split="rows", gather="rows")
     def score(self, batch: Batch, *, known: dict[int, dict[str, Any]] | None = None) -> Batch:
         """Fill in the row column ``reward`` (NaN: missing). known: journaled outcomes by id, not tried again."""

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from mmap import mmap
 from pathlib import Path
 from types import TracebackType
@@ -82,6 +83,8 @@ class RewardPool:
         workers: processes. timeout: seconds one call may take.
         log: file to which they append what the function prints; None: standard error.
         wait: return only when every process is ready; otherwise ``ready`` or the first ``score`` waits.
+        start: False: no process is started before ``ready`` or the first ``score``. Pickled (by cloudpickle, to a
+            worker of the run) it is such a pool of the same function.
 
     Raises: RewardError if the function cannot be loaded, sent or rebuilt.
 
@@ -97,12 +100,14 @@ class RewardPool:
         timeout: float = 10.0,
         log: Path | None = None,
         wait: bool = True,
+        start: bool = True,
     ) -> None:
         if os.environ.get(IN_CHILD):
             raise RewardError("the reward's file starts training when it is imported: guard that by __name__")
         if workers < 1 or not timeout > 0:
             raise RewardError(f"a reward pool needs workers >= 1 and timeout > 0, got {workers} and {timeout}")
         self.timeout = timeout
+        self._function = function
         self._greeting = _message(_travelling(function))
         self._members = member_names(function)
         self._workers, self._log = workers, log
@@ -113,13 +118,20 @@ class RewardPool:
         self._failure = ""
         self._proven = False
         self._closed = weakref.finalize(self, _shut_down, self._children, self._starter, os.getpid())
-        self._fill()
-        if wait:
+        if start:
+            self._fill()
+        if start and wait:
             self.ready()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        again = partial(RewardPool, workers=self._workers, timeout=self.timeout, start=False)
+        return again, (self._function,)
 
     def ready(self) -> None:
         """Wait until every process has the function. RewardError, and a closed pool, if one cannot have it."""
         with self._lock:
+            self._failure = ""
+            self._fill()
             job = Job([], {}, self._workers)
             while any(child.state == "starting" for child in self._children) and not self._failure:
                 self._turn(job)

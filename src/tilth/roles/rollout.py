@@ -1,6 +1,6 @@
 """The rollout role: owns the engine that speaks, and answers prompts with batches of experience."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -8,7 +8,6 @@ from torch import Tensor
 from tilth.cluster.protocol import transfer
 from tilth.config.schema import Rollout as RolloutSection
 from tilth.core.batch import Batch, Store
-from tilth.core.checksum import checksum
 from tilth.data.prompts import PromptSet
 from tilth.data.template import Template
 from tilth.roles.experience import to_batch
@@ -66,11 +65,13 @@ class RolloutWorker:
         """Time that torch.compile took so far."""
         return self.engine.stats().compile_seconds
 
-    @transfer(split="all", gather="first")
-    def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, int]:
-        """Copy weights into the live engine; the checksum of each tensor read back from the engine's live storage."""
+    def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy weights into the live engine as they come."""
         self.engine.load_weights(weights, version=version)
-        return {name: checksum(tensor) for name, tensor in self.engine.named_parameters()}
+
+    def live(self) -> Iterator[tuple[str, Tensor]]:
+        """The engine's own storage."""
+        return self.engine.named_parameters()
 
 
 def ask(prompts: Sequence[int], group: int, first_id: int) -> Batch:

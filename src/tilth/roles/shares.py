@@ -1,5 +1,6 @@
 """One denominator for the whole batch: how token losses of micro-batches become shares that add up, and the check."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 import tilth.rl as rl
 from tilth.core.batch import Ragged
 from tilth.core.errors import TokenCountError
+from tilth.parallel.grid import Grid
 from tilth.training.noise import WEIGHT
 from tilth.training.packed import Micro
 
@@ -17,9 +19,21 @@ WEIGHT_TOLERANCE = 1e-5
 """Relative; above the rounding of float32 sums (tokens that are lost one by one are counted by the engine)."""
 
 
+Everyone = Callable[[np.ndarray], np.ndarray]
+"""From numbers of one's own rows [n] to those of the rows of all workers [whole], in any order."""
+
+
+def alone(numbers: np.ndarray) -> np.ndarray:
+    """``Everyone`` where one worker has all rows."""
+    return numbers
+
+
 @dataclass(frozen=True)
 class Shares:
-    """A recipe's aggregation, bound to one batch. whole: the weight that all tokens of the batch have together."""
+    """A recipe's aggregation, bound to one batch. whole: the weight that all tokens of the batch have together.
+
+    Of a batch that is spread over workers, denominator and whole are those of all of it: every worker must ask.
+    """
 
     aggregation: str
     denominator: float
@@ -27,17 +41,22 @@ class Shares:
     whole: float
 
     @classmethod
-    def of(cls, aggregation: str, mask: np.ndarray, tokens: Ragged, norm_length: int) -> "Shares":
-        """mask: [N] over all tokens of the batch; norm_length: fixed length of Dr.GRPO's aggregation."""
-        batch: dict[str, Any] = {
-            "mask": torch.from_numpy(np.ascontiguousarray(mask)),
-            "lengths": torch.from_numpy(np.ascontiguousarray(tokens.lengths)),
-        }
+    def of(
+        cls, aggregation: str, mask: np.ndarray, tokens: Ragged, norm_length: int, everyone: Everyone = alone
+    ) -> "Shares":
+        """mask: [N] over all tokens of this worker's rows; norm_length: fixed length of Dr.GRPO's aggregation."""
+        lengths = torch.from_numpy(np.ascontiguousarray(tokens.lengths))
+        own = rl.token_counts(torch.from_numpy(np.ascontiguousarray(mask)), lengths)
+        counts = torch.from_numpy(everyone(own.numpy()))
         takes_length = "norm_length" in rl.options("aggregations", aggregation)
         options: dict[str, Any] = {"norm_length": norm_length} if takes_length else {}
-        denominator = rl.denominator(aggregation, **batch, **options)
-        ones = torch.ones(len(mask))
-        whole = rl.aggregate(aggregation, ones, denominator=denominator, **batch, **options) if len(mask) else 0.0
+        denominator = rl.row_denominator(aggregation, counts, **options)
+        ones = torch.ones(int(counts.sum()))
+        whole = (
+            rl.aggregate(aggregation, ones, mask=ones, lengths=counts[counts > 0], denominator=denominator, **options)
+            if len(ones)
+            else 0.0
+        )
         return cls(aggregation, denominator, options, float(whole))
 
     def add_up(self, values: Tensor, micro: Micro) -> Tensor:
@@ -57,9 +76,23 @@ class Shares:
         return {WEIGHT: rl.Metric(float(self.add_up(ones, micro)), 1, "sum")}
 
 
-def check_weight(metrics: dict[str, rl.Metric], expected: float) -> None:
-    """Raise TokenCountError unless the micro-batches' shares of the loss add up to the whole; takes the metric out."""
-    found = float(metrics.pop(WEIGHT).total) if WEIGHT in metrics else 0.0
+def everyone(grid: Grid) -> Everyone:
+    """Numbers of the rows of all data-parallel ranks of a grid."""
+    return lambda own: grid.gather_rows({"numbers": own})["numbers"]
+
+
+def leads(grid: Grid) -> bool:
+    """Whether this is the first data-parallel rank: what all of them know alike, it tells."""
+    return grid.coordinate("dp") == grid.coordinate("fsdp") == 0
+
+
+def check_weight(metrics: dict[str, rl.Metric], expected: float, grid: Grid) -> None:
+    """Raise TokenCountError unless all micro-batches of all ranks weigh together what the whole batch does.
+
+    Takes the metric out. Every data-parallel rank must ask.
+    """
+    own = float(metrics.pop(WEIGHT).total) if WEIGHT in metrics else 0.0
+    (found,) = grid.sum(torch.tensor([own], dtype=torch.float64)).tolist()
     if abs(found - expected) > WEIGHT_TOLERANCE * max(abs(expected), 1.0):
         raise TokenCountError(
             f"the micro-batches weigh {found:.6g} in the loss, their whole batch {expected:.6g}: "

@@ -1,0 +1,184 @@
+"""What each role of a run is made of in its worker: factories, called there with the worker's context and the recipe."""
+
+import os
+from typing import Any
+
+import psutil
+import torch
+
+from tilth.cluster.context import Context
+from tilth.config.schema import Layout as LayoutSection
+from tilth.config.schema import Optimizer, Recipe
+from tilth.core.errors import RecipeError
+from tilth.core.layout import Mesh
+from tilth.data.documents import Corpus
+from tilth.data.prompts import PromptSet
+from tilth.data.template import make_template
+from tilth.data.tokenizer import Tokenizer
+from tilth.flows.model import load_model
+from tilth.flows.publish import DTYPES
+from tilth.models.config import DecoderConfig
+from tilth.models.decoder import Decoder
+from tilth.models.hf import parameter_shapes
+from tilth.models.value import ValueModel
+from tilth.parallel.grid import Grid, join
+from tilth.parallel.sharded import Sharded, shard
+from tilth.roles.critic import CriticWorker
+from tilth.roles.documents import DocumentWorker
+from tilth.roles.policy import PolicyWorker
+from tilth.roles.recorder import RecorderWorker
+from tilth.roles.reference import ReferenceWorker
+from tilth.roles.relay import RelayWorker
+from tilth.roles.reward import RewardWorker
+from tilth.roles.reward_pool import RewardPool
+from tilth.roles.rollout import RolloutWorker
+from tilth.rollout.engine import Engine
+from tilth.training.engine import TrainEngine
+from tilth.training.packed import appraise
+
+
+def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWorker:
+    """The model that learns: begun from ``model.path``, or new."""
+    sharded = _sharded(context, recipe, recipe.policy.layout, lambda: _decoder(recipe, config))
+    if recipe.model.path:
+        loaded = load_model(recipe.model.path)
+        sharded.load_(loaded.tensors)
+    else:
+        sharded.init_(recipe.seed)
+    engine = _trainer(recipe, sharded, recipe.optimizer, ema=recipe.train.ema, watch=recipe.train.watch)
+    return PolicyWorker(engine, context.store, temperature=_temperature(recipe), norm_length=recipe.rollout.max_tokens)
+
+
+def critic(context: Context, recipe: Recipe, config: DecoderConfig) -> CriticWorker:
+    """The value model. It gets its weights, those of the policy, where its first phase begins."""
+    sharded = _sharded(context, recipe, recipe.critic.layout, lambda: ValueModel(_decoder(recipe, config)))
+    sharded.init_(recipe.seed)
+    section = recipe.optimizer.model_copy(update={"lr": recipe.critic.lr})
+    engine = _trainer(recipe, sharded, section, scorer=appraise)
+    return CriticWorker(engine, context.store, clip=recipe.critic.clip, norm_length=recipe.rollout.max_tokens)
+
+
+def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> ReferenceWorker:
+    """The policy as it was. It gets its weights where a phase begins."""
+    sharded = _sharded(context, recipe, recipe.reference.layout, lambda: _decoder(recipe, config).requires_grad_(False))
+    sharded.init_(recipe.seed)
+    return ReferenceWorker(
+        sharded,
+        context.store,
+        temperature=_temperature(recipe),
+        micro_tokens=recipe.train.micro_tokens,
+        parity=recipe.train.parity,
+    )
+
+
+def rollout(
+    context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, prompts: PromptSet
+) -> RolloutWorker:
+    """One engine in each worker; it gets its weights by the relay."""
+    prepare(context, recipe)
+    r = recipe.rollout
+    engine = Engine(
+        config,
+        tokenizer=tokenizer,
+        device=pick_device(recipe.train.device, context.local_rank),
+        dtype=DTYPES[recipe.train.precision],
+        seed=recipe.seed,
+        max_rows=r.max_rows,
+        kv_tokens=r.kv_tokens or r.max_rows * recipe.model.context,
+        step_tokens=r.step_tokens,
+        max_length=recipe.model.context,
+        compile=r.compile,
+        parity=recipe.train.parity,
+    )
+    template = make_template(recipe.data.template, tokenizer)
+    return RolloutWorker(engine, template, prompts, r, context.store)
+
+
+def reward(context: Context, pool: RewardPool, prompts: PromptSet) -> RewardWorker:
+    """The pool of processes that score."""
+    return RewardWorker(pool, prompts, context.store)
+
+
+def recorder(context: Context, recipe: Recipe, tokenizer: Tokenizer, prompts: PromptSet) -> RecorderWorker:
+    """What turns payload into tables, and prompts with answers into payload."""
+    template = make_template(recipe.data.template, tokenizer)
+    return RecorderWorker(prompts, template, recipe.model.context, context.store)
+
+
+def documents(context: Context, train: Corpus, heldout: Corpus | None, tokenizer: Tokenizer) -> DocumentWorker:
+    """What turns pieces of documents into payload."""
+    return DocumentWorker(train, heldout, tokenizer, context.store)
+
+
+def relay(
+    context: Context, recipe: Recipe, config: DecoderConfig, source: Mesh, targets: dict[str, Mesh]
+) -> RelayWorker:
+    """What carries the policy's weights to its copies: an engine's in its dtype, the others' as they are."""
+    prepare(context, recipe)
+    dtypes = {name: DTYPES[recipe.train.precision] if name == "rollout" else torch.float32 for name in targets}
+    return RelayWorker(context, parameter_shapes(config), dtypes, source, targets)
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of ``train.device`` for a worker of this number on its machine; RecipeError if it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise RecipeError(f"train.device={name!r} is no device; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RecipeError(f"train.device={name!r}, but torch sees no CUDA device; use auto or cpu")
+    if device.type == "cuda" and device.index is None:
+        if local_rank >= torch.cuda.device_count():
+            raise RecipeError(
+                f"worker {local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; "
+                "set cluster.workers to at most that many, or train.device=cpu"
+            )
+        device = torch.device("cuda", local_rank)
+    return device
+
+
+def prepare(context: Context, recipe: Recipe) -> None:
+    """Threads and matmul precision of this process, and its place among the workers. Doing it again changes nothing."""
+    torch.set_num_threads(threads(recipe, context.workers))
+    torch.set_float32_matmul_precision(recipe.train.matmul)
+    device = pick_device(recipe.train.device, context.local_rank)
+    join(context.rank, context.workers, context.meeting, context.timeout, device=device.type)
+
+
+def threads(recipe: Recipe, workers: int) -> int:
+    """CPU threads of one of so many workers: what the recipe says, or the physical cores shared out."""
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    wanted = recipe.train.threads or max(1, cores // workers)
+    return min(wanted, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else wanted
+
+
+def _decoder(recipe: Recipe, config: DecoderConfig) -> Decoder:
+    model = Decoder(config, dtype=DTYPES[recipe.train.precision])
+    model.checkpointing = recipe.train.checkpointing
+    return model
+
+
+def _sharded(context: Context, recipe: Recipe, layout: LayoutSection, build: Any) -> Sharded:
+    prepare(context, recipe)
+    device = pick_device(recipe.train.device, context.local_rank)
+    return shard(build, Grid.of(context.mesh, context.rank), sp=layout.sp, zero=layout.zero, device=str(device))
+
+
+def _temperature(recipe: Recipe) -> float:
+    return recipe.rollout.temperature or 1.0
+
+
+def _trainer(recipe: Recipe, sharded: Sharded, section: Optimizer, **more: Any) -> TrainEngine:
+    return TrainEngine(
+        sharded,
+        section,
+        total_steps=recipe.algorithm.steps,
+        micro_tokens=recipe.train.micro_tokens,
+        parity=recipe.train.parity,
+        compile=recipe.train.compile,
+        nonfinite=recipe.train.nonfinite,
+        seed=recipe.seed,
+        **more,
+    )
