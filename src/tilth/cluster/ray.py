@@ -7,6 +7,7 @@ backend. Ray is imported when a fleet is made, never before (extra ``tilth[ray]`
 import os
 import pickle
 import secrets
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -235,18 +236,28 @@ def connect(ray: ModuleType, workers: int, address: str) -> bool:
         with _loopback(True):
             ray.init(address="local", num_cpus=max(workers, os.cpu_count() or 1), include_dashboard=False, **quiet)
         return True
+    _knock(address)
     try:
         ray.init(address=address, **quiet)
-    except ray.exceptions.AuthenticationError:
+    except RuntimeError as error:  # its own sentence: which versions meet
+        raise RecipeError(f"cluster.address = {address!r}: {_first(error)}") from None
+    except (ConnectionError, ValueError, ray.exceptions.RayError) as error:
         raise RecipeError(
-            f"cluster.address = {address!r}: the Ray cluster refuses this process; set RAY_AUTH_MODE=token and "
-            "RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to what its nodes were started with"
+            f"cluster.address = {address!r}: the Ray cluster does not take this process: {_first(error)}; set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to what its nodes were started with"
         ) from None
-    except (ConnectionError, ValueError) as error:
-        raise RecipeError(f"cluster.address = {address!r}: no Ray cluster there: {_first_line(error)}") from None
-    except RuntimeError as error:
-        raise RecipeError(f"cluster.address = {address!r}: {_first_line(error)}") from None
     return False
+
+
+def _knock(address: str) -> None:
+    """See whether anybody listens at "host:port": Ray itself takes minutes to find out."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), LOOK).close()
+    except OSError as error:
+        raise RecipeError(f"cluster.address = {address!r}: no Ray cluster answers there: {error}") from None
 
 
 def nodes_of(table: Sequence[Mapping[str, Any]], gpus: bool) -> list[Node]:
@@ -277,5 +288,5 @@ def spread(room: Sequence[int], workers: int, what: str = "CPUs") -> list[int]:
     return [i for i, share in enumerate(shares) for _ in range(share)]
 
 
-def _first_line(error: BaseException) -> str:
+def _first(error: BaseException) -> str:
     return " ".join(str(error).split("\n\n")[0].split())
