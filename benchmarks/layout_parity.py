@@ -289,7 +289,6 @@ def main() -> int:
     table: list[dict[str, Any]] = []
     ones: dict[bool, Found] = {}
     with open_cluster("local" if workers > 1 else "inline", workers) as cluster:
-        cluster.group("world", "layout_parity:Trial", {}, mesh=Mesh(("dp",), (workers,)))  # all join before some work
         for name in names:
             table.append(row(cluster, name, size, options.steps, ones))
             print(line(table[-1]), flush=True)

@@ -83,7 +83,12 @@ class Pool:
 
     def _start(self, size: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tilth-pool-")
-        quiet = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", "GLOO_SOCKET_IFNAME": "lo"}
+        quiet = {
+            "OMP_NUM_THREADS": "1",
+            "GOMP_SPINCOUNT": "1000",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TORCH_GLOO_LAZY_INIT": "1",
+        }
         environment = {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), *sys.path])}
         for rank in range(size):
             ours, theirs = Pipe()

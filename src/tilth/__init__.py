@@ -18,6 +18,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # shapes: with packed batches, whose sizes hardly ever repeat, that is gigabytes. Only one layer's are used again.
 for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_cache, "32")
+# Processes of gloo connect when they first speak to each other, not all with all when they join (also read once): so a
+# role can be made on some workers before the others have joined.
+os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -59,6 +61,20 @@ def test_groups_of_four_along_each_dimension(pool):
 
 
 @pytest.mark.dist
+def test_members_that_have_made_other_numbers_of_groups_meet_all_the_same(pool):
+    assert pool.run(4, HERE + "groups_of_pools") == [6.0] * 4
+
+
+def groups_of_pools(rank):
+    for mesh in ((0, 1), (0, 1, 3), (0, 3)):
+        if rank in mesh:
+            Grid.of(Mesh(("dp",), (len(mesh),), mesh), rank).most(rank)
+    grid = Grid.of(Mesh(("dp",), (4,), (3, 1, 2, 0)), rank)
+    assert grid.group("dp")._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 60.0
+    return float(grid.sum(torch.tensor([float(rank)], dtype=torch.float64)))
+
+
+@pytest.mark.dist
 def test_joining_another_world_is_refused(pool):
     assert all("is rank" in said for said in pool.run(2, HERE + "join_twice"))
 
@@ -73,6 +89,29 @@ def test_what_raises_dies_or_hangs_fails_with_its_rank_and_leaves_nothing(pool):
         assert not any(os.path.exists(f"/proc/{pid}") for pid in before) and not pool.processes
         if function == "raises":
             assert pool.run(2, HERE + "fine") == [0, 1]
+
+
+@pytest.mark.dist
+def test_some_processes_of_a_world_work_before_the_others_join(tmp_path):
+    """A role on one pool of workers is made before the role on another."""
+    code = "import sys; import tilth; from tests.parallel.test_grid import early; early(int(sys.argv[1]), sys.argv[2])"
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    pair = [
+        subprocess.Popen([*command, rank, tmp_path / "meeting"], env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in "12"
+    ]
+    try:
+        assert [process.communicate(timeout=60)[0] for process in pair] == ["3.0\n"] * 2
+    finally:
+        for process in pair:
+            process.kill()
+            process.wait()
+
+
+def early(rank, meeting):
+    join(rank, 4, f"file://{meeting}", 30.0)
+    print(float(Grid.of(Mesh(("dp",), (2,), (1, 2)), rank).sum(torch.tensor([float(rank)], dtype=torch.float64))))
 
 
 def fine(rank):

@@ -7,6 +7,7 @@ divided over dp and fsdp; ranks along tp see the same rows.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ _limits: dict[str, timedelta] = {}
 def join(rank: int, workers: int, meeting: str, timeout: float, device: str = "cpu") -> None:
     """Join the world of ``workers`` processes as number ``rank``; nothing happens if this process is in it already.
 
+    Does not wait for the others: on gloo two processes connect when they first have something to tell each other, so a
+    role can be made, and work, on some of the workers before the others know of the world.
     meeting: an ``init_method`` of torch.distributed (file://..., tcp://...); timeout: seconds for one collective.
     """
     if dist.is_initialized():
@@ -156,6 +159,22 @@ def _new_group(ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup:
         len(ranks), place, members, kind, store, name, timeout=_limits.get("group", _NO_LIMIT)
     )
     world.pg_group_ranks[made] = {member: i for i, member in enumerate(ranks)}
+    return made
+
+
+def _make_group(ranks: list[int]) -> dist.ProcessGroup:
+    """A group that its members alone make. ``dist.new_group`` would name it after the number of groups that a process
+    has made so far, which differs between members that are in different pools, and they would wait for ever."""
+    world = distributed_c10d._world
+    whole = dist.group.WORLD
+    assert whole is not None
+    backend, store = world.pg_map[whole]
+    name: Any = "tilth-" + "-".join(map(str, ranks))
+    limit = whole._get_backend(torch.device("cpu")).options._timeout  # as the world's
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks), ranks.index(dist.get_rank()), ranks, dist.Backend(backend), store, name, timeout=limit
+    )
+    world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made
 
 
