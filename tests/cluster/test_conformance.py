@@ -19,7 +19,12 @@ from tilth.core.errors import DataError, RecipeError, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
 from tilth.trace.spans import recorder
 
-BACKENDS = [("inline", 1), *(pytest.param(("local", n), marks=pytest.mark.dist) for n in (1, 4))]
+BACKENDS = [
+    ("inline", 1),
+    *(pytest.param(("local", n), marks=pytest.mark.dist) for n in (1, 4)),
+    pytest.param(("ray", 2), marks=[pytest.mark.dist, pytest.mark.ray]),
+    pytest.param(("ray", 4), marks=[pytest.mark.dist, pytest.mark.ray, pytest.mark.slow]),
+]
 FACTOR = 2.5
 
 
@@ -29,6 +34,8 @@ def mesh_of(workers):
 
 @pytest.fixture(scope="module", params=BACKENDS, ids=lambda p: f"{p[0]}-{p[1]}")
 def backend(request):
+    if request.param[0] == "ray":
+        request.getfixturevalue("ray_here")
     return request.param
 
 
@@ -205,10 +212,9 @@ def test_every_worker_writes_its_trace(cluster, echo, tmp_path):
     assert {e["rank"] for e in events if e["op"] == "think"} == set(range(traced.workers))
 
 
-def test_roles_are_closed_at_the_end(backend, tmp_path, monkeypatch):
-    monkeypatch.setenv("TILTH_TEST_CLOSED", str(tmp_path))
+def test_roles_are_closed_at_the_end(backend, tmp_path):
     with open_cluster(*backend) as cluster:
-        cluster.group("faulty", f"{HERE}:faulty", {}, Mesh(("dp",), (cluster.workers,)))
+        cluster.group("faulty", f"{HERE}:faulty", {"closed": str(tmp_path)}, Mesh(("dp",), (cluster.workers,)))
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"closed-faulty-{r}" for r in range(cluster.workers)]
     cluster.close()  # twice is fine
 
@@ -247,7 +253,7 @@ def test_payload_outlives_the_rank_that_made_it(backend):
 
 
 def test_roles_in_disjoint_pools_overlap_and_lazy_answers_wait(backend):
-    if backend[1] == 1:
+    if backend[1] < 4:
         pytest.skip("one pool")
     with open_cluster(*backend, timeout=60.0) as cluster:
         left = cluster.group("left", f"{HERE}:echo", {}, Mesh(("dp",), (2,), (0, 1)))

@@ -118,8 +118,8 @@ class Echo:
 class Faulty:
     """Goes wrong in every way, on one of its ranks."""
 
-    def __init__(self, context: Context) -> None:
-        self.context = context
+    def __init__(self, context: Context, closed: str) -> None:
+        self.context, self.closed = context, closed
 
     def _other(self, rank: int) -> bool:
         return self.context.rank != rank
@@ -191,8 +191,8 @@ class Faulty:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid
 
     def close(self) -> None:
-        if folder := os.environ.get("TILTH_TEST_CLOSED"):
-            Path(folder, f"closed-{self.context.role}-{self.context.rank}").touch()
+        if self.closed:
+            Path(self.closed, f"closed-{self.context.role}-{self.context.rank}").touch()
 
 
 def echo(context: Context, scale: Callable[[float], float] = float) -> Echo:
@@ -200,8 +200,9 @@ def echo(context: Context, scale: Callable[[float], float] = float) -> Echo:
         return Echo(context, scale)
 
 
-def faulty(context: Context) -> Faulty:
-    return Faulty(context)
+def faulty(context: Context, closed: str = "") -> Faulty:
+    """closed: a folder in which each rank leaves a file when it is closed."""
+    return Faulty(context, closed)
 
 
 def broken(context: Context) -> None:
