@@ -154,27 +154,11 @@ def _new_group(ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup:
     world = distributed_c10d._world
     backend, store = world.pg_map[distributed_c10d._get_default_group()]
     place, members, kind = ranks.index(rank), list(ranks), dist.Backend(backend)
-    name = distributed_c10d.GroupName("tilth-" + "-".join(map(str, ranks)))
+    name: Any = "tilth-" + "-".join(map(str, ranks))
     made, _ = distributed_c10d._new_process_group_helper(
         len(ranks), place, members, kind, store, name, timeout=_limits.get("group", _NO_LIMIT)
     )
     world.pg_group_ranks[made] = {member: i for i, member in enumerate(ranks)}
-    return made
-
-
-def _make_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A group that its members alone make. ``dist.new_group`` would name it after the number of groups that a process
-    has made so far, which differs between members that are in different pools, and they would wait for ever."""
-    world = distributed_c10d._world
-    whole = dist.group.WORLD
-    assert whole is not None
-    backend, store = world.pg_map[whole]
-    name: Any = "tilth-" + "-".join(map(str, ranks))
-    limit = whole._get_backend(torch.device("cpu")).options._timeout  # as the world's
-    made, _ = distributed_c10d._new_process_group_helper(
-        len(ranks), ranks.index(dist.get_rank()), ranks, dist.Backend(backend), store, name, timeout=limit
-    )
-    world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made
 
 
