@@ -53,7 +53,7 @@ def shard(
 
 
 def _fully_shard(model: Decoder, grid: Grid, zero: Zero, device: str) -> None:
-    mesh = grid.device_mesh(*DATA, device=device)
+    mesh = grid.device_mesh(*DATA, device=torch.device(device).type)
     empty = {p for p in model.parameters() if not p.numel()}  # of a small vocabulary; fully_shard cannot reduce it
     for module in [*model.model.layers, model]:
         # The root stays gathered after its forward pass: its embedding and head are used again for the loss.
