@@ -4,20 +4,22 @@ import inspect
 
 import numpy as np
 import pytest
-import torch
 
 from tests.roles import small
-from tilth.cluster.inline import InlineGroup, InlineStore
+from tilth.cluster.inline import InlineStore
 from tilth.cluster.protocol import transfer_of
 from tilth.core.batch import concat
-from tilth.roles.policy import PolicyWorker, ReferenceWorker
+from tilth.roles.critic import CriticWorker
+from tilth.roles.policy import PolicyWorker
 from tilth.roles.recorder import RecorderWorker
+from tilth.roles.reference import ReferenceWorker
+from tilth.roles.relay import RelayWorker
 from tilth.roles.reward import RewardWorker
 from tilth.roles.reward_pool import Outcome
 from tilth.roles.rollout import RolloutWorker, ask
 
-ROLES = (PolicyWorker, ReferenceWorker, RecorderWorker, RewardWorker, RolloutWorker)
-LOCAL = {"scored"}
+ROLES = (PolicyWorker, CriticWorker, ReferenceWorker, RecorderWorker, RewardWorker, RolloutWorker, RelayWorker)
+LOCAL = {"weights", "receive", "live"}
 """Methods that a role keeps to its own process."""
 
 
@@ -27,7 +29,7 @@ def test_every_public_method_of_a_role_says_how_it_is_split_and_gathered(role):
     assert {n for n, m in public.items() if transfer_of(m) is None} <= LOCAL
     for method in (m for m in public.values() if transfer_of(m)):
         found = transfer_of(method)
-        assert found.split in ("rows", "all") and found.gather in ("rows", "first", "merge")
+        assert found.split in ("rows", "all") and found.gather in ("rows", "first", "merge", "all")
         if found.gather == "rows":
             assert found.split == "rows" and inspect.signature(method).return_annotation.__name__ == "Batch"
 
@@ -80,25 +82,6 @@ def test_scoring_in_halves_is_scoring(worker, batch):
     whole, halves = role.score(batch), in_halves(role.score, batch)
     for name in ("reward", "part/id"):
         assert np.array_equal(whole[name], halves[name], equal_nan=True)
-
-
-def test_calls_that_every_rank_answers_alike_have_no_side_of_their_own(worker):
-    assert worker.checksums(torch.float32) == worker.checksums(torch.float32)
-    assert [n for n, _ in worker.weights()] == [n for n, _ in worker.engine.model.named_parameters()]
-
-
-def test_what_a_worker_raises_reaches_the_caller_as_it_is():
-    class Broken:
-        generate = RolloutWorker.generate
-
-    with pytest.raises(AttributeError, match="_params"):
-        InlineGroup("rollout", Broken()).generate(ask([1], 1, 0))
-
-
-def test_a_call_through_a_group_is_the_worker_s_own(worker):
-    group = InlineGroup("policy", worker)
-    assert group.world_size == 1
-    assert group.weights.__func__ is PolicyWorker.weights
 
 
 def test_payload_behind_a_batch_is_freed_with_the_scope_of_its_step():

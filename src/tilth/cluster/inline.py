@@ -1,14 +1,12 @@
 """The ``inline`` backend: one worker in this process, plain calls, breakpoints work."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
 
 from tilth.cluster.fleet import Call, Probe, Reply
 from tilth.cluster.host import Host
-from tilth.cluster.protocol import transfer_of
 from tilth.core.batch import Handle, Ragged
 
 
@@ -77,20 +75,3 @@ class InlineFleet:
 
     def close(self, kill: bool) -> None:
         """Nothing to free: the payload goes with the store."""
-
-
-class InlineGroup:
-    """A worker group of world size 1: method calls go straight to the worker."""
-
-    world_size = 1
-
-    def __init__(self, role: str, worker: object) -> None:
-        self.role = role
-        self._worker = worker
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._worker, name, None)
-        if method is None or transfer_of(method) is None:
-            offered = sorted(n for n in dir(self._worker) if transfer_of(getattr(self._worker, n)) is not None)
-            raise AttributeError(f"role {self.role} has no method {name!r}; it offers {', '.join(offered)}")
-        return method  # type: ignore[no-any-return]
