@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -245,17 +246,23 @@ def test_a_killed_controller_leaves_nothing(how):
         time.sleep(0.02)
 
 
-def test_leftovers_of_a_dead_controller_are_removed_at_the_next_start():
-    code = "from tilth.cluster.folder import Folder; f = Folder.create(); print(f.path); import os; os._exit(1)"
-    left = Path(
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(1)).stdout.strip()
-    )
-    assert left.is_dir()
-    with open_cluster("local", 1) as cluster:
+def test_leftovers_of_a_dead_controller_are_removed_at_the_next_start(monkeypatch):
+    """In a place of its own: any start of a cluster on this machine would remove them."""
+    with tempfile.TemporaryDirectory() as place:
+        code = (
+            "import os, pathlib, tilth.cluster.folder as f; "
+            f"f._root = lambda: pathlib.Path({place!r}); print(f.Folder.create().path); os._exit(1)"
+        )
+        dead = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(1))
+        left = Path(dead.stdout.strip())
+        assert left.is_dir() and left.parent == Path(place)
+        monkeypatch.setattr("tilth.cluster.folder._root", lambda: Path(place))
+        one = Folder.create()
         assert not left.exists()
-        other = Folder.create()  # a living one is left alone, of this process too
-        assert cluster.fleet.folder.path.is_dir()
-        other.remove()
+        two = Folder.create()  # a living one is left alone, of this process too
+        assert one.path.is_dir() and two.path.is_dir()
+        one.remove()
+        two.remove()
 
 
 def test_the_folder_is_private():
