@@ -13,7 +13,7 @@ def ray_here():
 
     before = dict(os.environ)
     ray = import_ray()
-    assert connect(ray, 4, "")
+    assert connect(ray, 8, "")  # room for two fleets at a time
     yield ray
     ray.shutdown()
     for name in os.environ.keys() - before.keys():

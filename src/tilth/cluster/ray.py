@@ -133,8 +133,8 @@ class RayFleet:
             return
         try:
             found = pickle.loads(answer.result())
-        except (pickle.UnpicklingError, AttributeError, ImportError) as unread:
-            found = TilthError(f"{place_of(call, rank)}: its answer cannot be read here: {unread}")
+        except Exception as unread:  # noqa: BLE001 - whatever an answer's class raises; the caller is told
+            found = WorkerError(f"{place_of(call, rank)}: its answer cannot be read here: {unread}")
         if isinstance(found, Reply):
             future.set_result(found)
         else:
