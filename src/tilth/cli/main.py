@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tilth.config.errors import TilthError
+from tilth.core.errors import CallTimeout, TilthError, WorkerError, WorkerLost
 
 USAGE: Any = typer.BadParameter.__mro__[1]
 """click's UsageError, wherever this version of typer has it from."""
@@ -22,6 +22,9 @@ class Commands(TyperGroup):
         """Run the command that was asked for. ctx: click's context, which typer has of its own in recent versions."""
         try:
             return super().invoke(ctx)
+        except (WorkerError, WorkerLost, CallTimeout) as error:
+            typer.echo(f"error: {error}", err=True)  # with the worker's traceback, the tail of its log or the stacks
+            raise typer.Exit(2) from None
         except TilthError as error:
             typer.echo("error: " + " ".join(str(error).split()), err=True)
             raise typer.Exit(2) from None

@@ -22,7 +22,7 @@ from tilth.checkpoint import (
 from tilth.cluster.cluster import Cluster, open_cluster
 from tilth.config.checks import pools
 from tilth.config.schema import Recipe
-from tilth.core.errors import CheckpointError, TilthError
+from tilth.core.errors import CallTimeout, CheckpointError, TilthError, WorkerLost
 from tilth.data.prompts import PromptSet
 from tilth.flows.build import Material, Parts, build
 from tilth.flows.checks import check_algorithm
@@ -93,7 +93,11 @@ def launch(
             parts.notes.extend(seen_before(recipe, parts.heldout))
         if parts.roles.reward is not None:
             parts.roles.reward.ready()
-        with RunDir.create(recipe, name, inputs) as directory, recorder.to(directory.events, attempt=directory.attempt):
+        with (
+            RunDir.create(recipe, name, inputs) as directory,
+            recorder.to(directory.events, cluster.rank, directory.attempt),
+            _told_how_to_go_on(directory.path),
+        ):
             with StopRequest() as stop:
                 cluster.trace(directory.events, directory.attempt)
                 run = _run(parts, cluster, directory, observers, stop)
@@ -113,6 +117,17 @@ def launch(
     for observer in observers:
         observer.on_end(summary)
     return RunResult(directory.path, summary)
+
+
+@contextmanager
+def _told_how_to_go_on(directory: Path) -> Iterator[None]:
+    """A lost or silent worker is no fault of the run's own: what was committed is intact."""
+    try:
+        yield
+    except (WorkerLost, CallTimeout) as error:
+        kept = latest(directory / "checkpoints")
+        where = f"from {kept.name}" if kept else "from its beginning: it had not come to a checkpoint"
+        raise type(error)(f"{error}\nthe same command continues in {directory} {where}") from error
 
 
 def _inputs(recipe: Recipe, fingerprint: str, reward: str) -> str:
@@ -188,7 +203,7 @@ _POSITIONS = {"policy": "engine", "critic": "critic_engine"}
 
 def _save(run: Run) -> None:
     """Every worker writes its part; the checkpoint counts when the controller has put the parts together."""
-    root, keepers = run.directory.checkpoints, run.roles.keepers()
+    root, keepers = run.directory.checkpoints.resolve(), run.roles.keepers()
     state: dict[str, Any] = {"progress": run.state(), "digest": run.directory.digest}
     state |= {key: keepers[role].position() for role, key in _POSITIONS.items() if role in keepers}
     folder = begin_save(root, run.at.step)
@@ -197,7 +212,7 @@ def _save(run: Run) -> None:
     except TilthError:
         abandon_save(folder)
         raise
-    commit_save(folder, root, run.at.step, [part for parts in saved for part in parts.values()], state)
+    commit_save(folder, root, run.at.step, [part for parts in saved for part in parts.values()], state, run.policy.mesh)
     _mark_best(run)
     prune(root, run.recipe.run.keep)
 
@@ -235,4 +250,4 @@ def _open(newest: Path, run: Run) -> Checkpoint:
 def _load(checkpoint: Checkpoint, roles: Roles) -> None:
     for role, group in roles.keepers().items():
         position = [checkpoint.objects[_POSITIONS[role]]] if role in _POSITIONS else []
-        group.load(str(checkpoint.path), *position)
+        group.load(str(checkpoint.path.resolve()), *position)

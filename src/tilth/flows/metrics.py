@@ -118,6 +118,7 @@ _DECLARED = (
         "mean",
         "variance of the returns that the values explain: 1 all, 0 no more than a constant would",
     ),
+    Metric("micro_batches/padded", "1", "sum", "empty micro-batches that ranks ran since another one had more"),
     Metric("value/grad_norm", "1", "mean", "global gradient norm of the critic before clipping"),
     Metric("value/lr", "1", "mean", "learning rate of the critic"),
     Metric("value/skipped", "steps", "sum", "optimizer steps of the critic left out, as in steps/skipped"),

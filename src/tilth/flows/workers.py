@@ -1,4 +1,4 @@
-"""What each role of a run is made of in its worker: factories, called there with the worker's context and the recipe."""
+"""What each role of a run is made of in its worker: factories, called there with its context and the recipe."""
 
 import os
 from typing import Any

@@ -107,7 +107,7 @@ class CriticWorker:
     @transfer(split="all", gather="first")
     def load(self, path: str, position: dict[str, float]) -> None:
         """Go back to a checkpoint of any layout. CheckpointError."""
-        read_state(path, engine_groups(self.engine, "critic", "critic_optimizer"), self.grid)
+        read_state(path, engine_groups(self.engine, "critic", "critic_optimizer"), self.engine.sharded)
         self.engine.restore(position)
 
     def _account(self, found: UpdateResult) -> Metrics:

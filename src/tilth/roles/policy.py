@@ -136,13 +136,18 @@ class PolicyWorker:
         return sequence_flops(self.engine.model.config, batch["length"]).both * computed / max(tokens, 1)
 
     def _account(self, found: UpdateResult) -> Metrics:
-        return found.metrics | {
-            "loss": rl.Metric(found.loss, 1, "mean"),
-            "grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
-            "lr": rl.Metric(found.lr, 1, "mean"),
-            "tokens/trained": rl.Metric(found.tokens, 1, "sum"),
-            "steps/skipped": rl.Metric(float(found.skipped and leads(self.grid)), 1, "sum"),
-        }
+        padded = {"micro_batches/padded": rl.Metric(found.padded, 1, "sum")} if found.padded else {}
+        return (
+            found.metrics
+            | padded
+            | {
+                "loss": rl.Metric(found.loss, 1, "mean"),
+                "grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
+                "lr": rl.Metric(found.lr, 1, "mean"),
+                "tokens/trained": rl.Metric(found.tokens, 1, "sum"),
+                "steps/skipped": rl.Metric(float(found.skipped and leads(self.grid)), 1, "sum"),
+            }
+        )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and live parameters of a model that is whole in this process."""
@@ -172,7 +177,7 @@ class PolicyWorker:
     @transfer(split="all", gather="first")
     def load(self, path: str, position: dict[str, float]) -> None:
         """Go back to a checkpoint of any layout. CheckpointError."""
-        read_state(path, engine_groups(self.engine, "model", "optimizer"), self.grid)
+        read_state(path, engine_groups(self.engine, "model", "optimizer"), self.engine.sharded)
         self.engine.restore(position)
 
 

@@ -44,7 +44,7 @@ class ReferenceWorker:
     @transfer(split="all", gather="first")
     def load(self, path: str) -> None:
         """Go back to a checkpoint of any layout. CheckpointError."""
-        read_state(path, self._groups(), self.grid)
+        read_state(path, self._groups(), self.sharded)
 
     def _groups(self) -> Groups:
         return {"reference": Group(dict(self.sharded.parameters), self.sharded.layouts)}

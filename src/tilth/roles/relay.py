@@ -18,6 +18,7 @@ from tilth.cluster.protocol import transfer
 from tilth.core.checksum import checksum
 from tilth.core.errors import WeightMismatch
 from tilth.core.layout import Mesh, Shape
+from tilth.models.value import OUTPUT
 from tilth.parallel.grid import Grid
 from tilth.parallel.sharded import Sharded
 from tilth.trace.spans import span
@@ -73,7 +74,7 @@ class RelayWorker:
         *,
         bucket: int = BUCKET,
     ) -> None:
-        """shapes: of the policy's parameters; dtypes: in which each target wants them; source, targets: their meshes."""
+        """shapes: of the policy's parameters; dtypes: what each target wants; source, targets: their meshes."""
         self.context = context
         self.shapes = dict(shapes)
         self.dtypes = dict(dtypes)
@@ -113,14 +114,12 @@ class RelayWorker:
             self._tell(route, expected)
             if receiver is not None:
                 found = {name: checksum(tensor.to(dtype)) for name, tensor in receiver.live()}
-                verify_weights(
-                    {name: expected[name] for name in expected if name in self._wanted(target)}, found, target
-                )
+                verify_weights({name: expected[name] for name in self._wanted(target)}, found, target)
         return Delivery(self.context.rank, len(expected) if receiver is not None else 0, self._bytes)
 
-    def _wanted(self, target: str) -> set[str]:
-        """What a critic does not take is no loss: the policy's output head."""
-        return {name for name in self.shapes if target != "critic" or not name.startswith("lm_head.")}
+    def _wanted(self, target: str) -> list[str]:
+        """What a target must hold afterwards: a critic has no use for the policy's output head."""
+        return [name for name in self.shapes if target != "critic" or not name.startswith(OUTPUT)]
 
     def _stream(self, route: Route, dtype: torch.dtype, expected: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in the target's dtype; ``expected`` gets the checksums of the policy's own."""

@@ -46,11 +46,12 @@ def write_state(folder: str, groups: Groups, grid: Grid) -> Saved:
     }
 
 
-def read_state(path: str, groups: Groups, grid: Grid) -> None:
-    """Fill these tensors, in place, from a checkpoint of any layout. CheckpointError."""
+def read_state(path: str, groups: Groups, sharded: Sharded) -> None:
+    """Fill these tensors of a model's, in place, from a checkpoint of any layout. CheckpointError."""
     checkpoint = open_checkpoint(Path(path))
     for name, group in groups.items():
-        checkpoint.restore(name, group.tensors, group.layouts, grid.rank)
+        checkpoint.restore(name, group.tensors, group.layouts, sharded.grid.rank)
+    sharded.reshard()
 
 
 def whole_tensors(sharded: Sharded) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,259 @@
+"""A recipe on several workers is the recipe on one: the same pages, and the same numbers up to rounding."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from tests.flows import tiny
+from tilth.cluster.cluster import Cluster
+from tilth.cluster.local import LocalFleet
+from tilth.core.errors import WeightMismatch, WorkerError, WorkerLost
+from tilth.flows import launch
+from tilth.flows.model import load_model
+from tilth.flows.readers import read_metrics, read_state, read_trajectories
+
+pytestmark = pytest.mark.dist
+LOCAL = {"backend": "local", "workers": 2}
+SPLIT = {"backend": "local", "pools": {"learn": 1, "speak": 1}}
+ELSEWHERE = {"pool": "speak"}
+LAYOUTS = {
+    "dp": {"cluster": LOCAL},
+    "fsdp": {"cluster": LOCAL, "policy": {"layout": {"fsdp": 2}}},
+    "fsdp, gathered once": {"cluster": LOCAL, "policy": {"layout": {"fsdp": 2, "zero": 2}}},
+    "tp": {"cluster": LOCAL, "policy": {"layout": {"tp": 2}}},
+    "tp, sp": {"cluster": LOCAL, "policy": {"layout": {"tp": 2, "sp": True}}},
+    "split": {"cluster": SPLIT, "rollout": ELSEWHERE, "reward": ELSEWHERE},
+}
+NEAR = ("loss", "grad_norm", "entropy", "kl", "value/loss", "loss/heldout")
+"""Metrics that differ by rounding; those of rows (rewards, lengths, counts) are equal."""
+COUNTED = ("reward/mean", "length/mean", "tokens/generated", "samples/trained", "accuracy/heldout", "tokens/trained")
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """Two worker processes that all runs of this file share, one after the other."""
+    cluster = Cluster(LocalFleet(2, timeout=60.0), 60.0)
+    yield cluster
+    cluster.close()
+
+
+class Lent:
+    """A cluster that a run may use and must not close."""
+
+    def __init__(self, cluster):
+        self._cluster = cluster
+
+    def __getattr__(self, name):
+        return getattr(self._cluster, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def trace(self, path, attempt):
+        """They write no events: a worker writes to one place in its life."""
+
+
+@pytest.fixture
+def shared(workers, monkeypatch):
+    monkeypatch.setattr(launch, "open_cluster", lambda *_, **__: Lent(workers))
+
+
+def sections(flow, **more):
+    found = {
+        "grpo": {"algorithm": {"minibatches": 2, "kl_coef": 0.05}},
+        "ppo": {"flow": "ppo", "algorithm": {"advantage": "gae", "steps": 4, "lam": 0.9}, "critic": {"steps": 2}},
+    }[flow]
+    return {**found, **more}
+
+
+def assert_near(ours, theirs, **tolerance):
+    ours, theirs = read_metrics(ours.directory), read_metrics(theirs.directory)
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs):
+        assert {k for k in a if k in COUNTED} == {k for k in b if k in COUNTED}
+        for name in (n for n in COUNTED if n in b):
+            assert a[name] == pytest.approx(b[name], rel=1e-6), f"step {b['step']}: {name}"
+        for name in (n for n in NEAR if n in b):
+            assert a[name] == pytest.approx(b[name], **tolerance), f"step {b['step']}: {name}"
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """Runs of one process, by flow."""
+    made = {}
+
+    def run(flow):
+        if flow not in made:
+            made[flow] = tiny.run(tiny.recipe(tmp_path_factory.mktemp(flow), **sections(flow)))
+        return made[flow]
+
+    return run
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_grpo_learns_in_every_layout_as_on_one_process(tmp_path, shared, one, layout):
+    ours = tiny.run(tiny.recipe(tmp_path, **sections("grpo", **LAYOUTS[layout])))
+    assert_near(ours, one("grpo"), rel=2e-4, abs=2e-5)
+    columns = ["step", "id", "prompt", "text", "reward"]
+    theirs = read_trajectories(one("grpo").directory).select(columns)
+    assert read_trajectories(ours.directory).select(columns).sort_by("id").equals(theirs.sort_by("id"))
+    final, wanted = (load_model(run.directory).tensors for run in (ours, one("grpo")))
+    for name, tensor in wanted.items():
+        assert torch.allclose(final[name], tensor, atol=2e-4), name
+
+
+CRITICS = {
+    "all on both": {"cluster": LOCAL, "policy": {"layout": {"fsdp": 2}}, "critic": {"steps": 2, "layout": {"tp": 2}}},
+    "critic elsewhere": {"cluster": SPLIT, "critic": {"steps": 2, **ELSEWHERE}, "rollout": ELSEWHERE},
+}
+
+
+@pytest.mark.parametrize("layout", CRITICS)
+def test_ppo_learns_with_a_critic_in_another_layout_or_place(tmp_path, shared, one, layout):
+    ours = tiny.run(tiny.recipe(tmp_path, **sections("ppo", **CRITICS[layout])))
+    assert_near(ours, one("ppo"), rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("rollout", [{}, ELSEWHERE])
+def test_in_parity_mode_rollouts_are_the_same_token_for_token_wherever_they_are_made(tmp_path, shared, rollout):
+    """The weights of each step are those of one process: the first step's samples, before any update differs."""
+    short = {"supervised": {"steps": 0}, "algorithm": {"steps": 1}, "train": {"parity": True}}
+    alone = tiny.run(tiny.recipe(tmp_path / "one", **short))
+    where = {"cluster": SPLIT if rollout else LOCAL, "rollout": rollout}
+    several = tiny.run(tiny.recipe(tmp_path / "several", **short, **where))
+    a, b = (read_trajectories(run.directory).sort_by("id") for run in (alone, several))
+    assert a.select(["id", "tokens", "logprobs"]).equals(b.select(["id", "tokens", "logprobs"]))
+    assert [r["mismatch/max"] for r in read_metrics(several.directory)] == [0.0]
+
+
+@pytest.mark.parametrize("flow", ["sft", "pretrain"])
+def test_supervised_flows_on_two_workers(tmp_path, shared, flow):
+    alone = tiny.learn(tmp_path / "one", flow)
+    spread = tiny.learn(tmp_path / "two", flow, cluster=LOCAL, policy={"layout": {"fsdp": 2}})
+    assert_near(spread, alone, rel=1e-4, abs=1e-5)
+
+
+# ---- from one layout into another ----
+
+
+def test_a_run_begins_with_a_model_that_was_trained_in_another_layout(tmp_path, shared):
+    first = tiny.run(tiny.recipe(tmp_path / "first", **LAYOUTS["fsdp"]))
+    again = {"model": {"path": str(first.directory)}, "supervised": {"steps": 0}, "algorithm": {"steps": 2}}
+    on_two = tiny.run(tiny.recipe(tmp_path / "two", **LAYOUTS["tp"], **again))
+    on_one = tiny.run(tiny.recipe(tmp_path / "one", **again))
+    assert_near(on_two, on_one, rel=2e-4, abs=2e-5)
+
+
+def test_an_interrupted_run_on_two_workers_goes_on_bit_for_bit(tmp_path, shared):
+    layout = LAYOUTS["fsdp"]
+    whole = tiny.run(tiny.recipe(tmp_path / "whole", **layout))
+    stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 9 else None)
+    with pytest.raises(launch.Interrupted):
+        tiny.run(tiny.recipe(tmp_path / "part", **layout), observers=[stop])
+    again = tiny.run(tiny.recipe(tmp_path / "part", **layout))
+    ours, theirs = (load_model(run.directory).tensors for run in (again, whole))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    assert tiny.same(tiny.numbers(again.directory), tiny.numbers(whole.directory))
+
+
+# ---- what goes wrong ----
+
+
+def harmed(context, damage, **given):
+    """A rollout worker whose engine harms a tensor from the second publish on; a factory for the workers."""
+    from tilth.flows import workers
+
+    made = workers.rollout(context, **given)
+    load = made.engine.load_weights
+
+    def damages(weights, version):
+        weight = dict(made.engine.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+        before = weight.clone()
+        load(weights, version=version)
+        if version and context.rank == 1:
+            weight.copy_({"drop": before, "permute": weight.flip(0), "corrupt": weight + 1e-6}[damage])
+
+    made.engine.load_weights = damages
+    return made
+
+
+def dies(context, **given):
+    """A rollout worker that is killed in its second call."""
+    from tilth.flows import workers
+
+    made, calls = workers.rollout(context, **given), []
+    whole = made.engine.generate
+
+    def generate(requests):
+        calls.append(1)
+        if len(calls) == 2 and context.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(requests)
+
+    made.engine.generate = generate
+    return made
+
+
+def raises(context, **given):
+    """A rollout worker with an ordinary mistake."""
+    from tilth.flows import workers
+
+    made = workers.rollout(context, **given)
+    made.engine.generate = lambda requests: requests[0].nothing
+    return made
+
+
+def replace_rollout(monkeypatch, factory, **more):
+    whole = Cluster.group
+
+    def group(self, role, where, kwargs, **options):
+        if role == "rollout":
+            where, kwargs = f"tests.flows.test_cluster:{factory}", {**kwargs, **more}
+        return whole(self, role, where, kwargs, **options)
+
+    monkeypatch.setattr(Cluster, "group", group)
+
+
+WRONG = {"supervised": {"steps": 0}, "cluster": {**LOCAL, "timeout": 60.0}}
+
+
+@pytest.mark.parametrize("damage", ["drop", "permute", "corrupt"])
+def test_a_tensor_that_one_engine_holds_wrongly_stops_the_run_in_that_step(tmp_path, monkeypatch, damage):
+    replace_rollout(monkeypatch, "harmed", damage=damage)
+    watcher = tiny.Recorder()
+    with pytest.raises(WeightMismatch, match=r"rank 1.* model\.layers\.1\.mlp\.up_proj\.weight in the rollout engine"):
+        tiny.run(tiny.recipe(tmp_path, **WRONG), observers=[watcher])
+    assert not watcher.records  # the publish at the end of the first step is the first with a version above 0
+
+
+def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path, monkeypatch):
+    with monkeypatch.context() as once:
+        replace_rollout(once, "dies")
+        with pytest.raises(
+            WorkerLost, match=r"role rollout, rank 1, generate: .*SIGKILL(.|\n)*the same command continues in"
+        ):
+            tiny.run(tiny.recipe(tmp_path, **WRONG))
+    (directory,) = [p for p in tmp_path.iterdir() if p.name.startswith("tiny")]
+    assert read_state(directory)["state"] != "finished"
+    assert tiny.run(tiny.recipe(tmp_path, **WRONG)).directory == directory
+
+
+def test_a_mistake_in_a_worker_comes_with_its_traceback(tmp_path, monkeypatch):
+    replace_rollout(monkeypatch, "raises")
+    said = r"role rollout, rank \d, generate: AttributeError(.|\n)*requests\[0\]\.nothing"
+    with pytest.raises(WorkerError, match=said):
+        tiny.run(tiny.recipe(tmp_path, **WRONG))
+
+
+def test_rewards_of_the_script_itself_travel_to_the_worker_that_scores(tmp_path, shared):
+    factor = 0.5
+    made = tiny.recipe(tmp_path, **LAYOUTS["split"], supervised={"steps": 0}, algorithm={"steps": 1})
+    result = tiny.run(made, reward=lambda prompt, completion, info: factor * len(completion))
+    rewards = read_trajectories(result.directory).column("reward").to_numpy()
+    assert set(np.unique(rewards)) <= {0.0, 0.5, 1.0, 1.5, 2.0}
