@@ -6,18 +6,22 @@ import torch
 
 import tilth.rl as rl
 from tests.roles import small
-from tilth.config.schema import Algorithm
+from tilth.cluster.inline import InlineStore
+from tilth.config.schema import Algorithm, Optimizer
 from tilth.core.batch import Ragged
 from tilth.core.errors import TokenCountError, TokenIdentityError
+from tilth.core.layout import Mesh
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.parallel.grid import Grid
-from tilth.parallel.sharded import Sharded
+from tilth.parallel.sharded import Sharded, shard
 from tilth.rl.metrics import Metric
-from tilth.roles.policy import options, policy_loss
+from tilth.roles import policy as roles_policy
+from tilth.roles.policy import PolicyWorker, options, policy_loss
 from tilth.roles.recorder import RecorderWorker
 from tilth.roles.reference import ReferenceWorker
-from tilth.roles.shares import WEIGHT, check_weight
+from tilth.roles.shares import WEIGHT, alone, check_weight, everyone
+from tilth.training.engine import TrainEngine
 
 
 @pytest.fixture
@@ -164,6 +168,33 @@ def test_the_weights_of_parts_must_add_up(worker, batch):
     _, whole = policy_loss(small.HOW, mask, tokens, 4)
     assert whole == pytest.approx(1.0)  # token-mean: every token weighs 1 / tokens
     check_weight({WEIGHT: Metric(whole, 1, "sum")}, whole, Grid.alone())
+
+
+def divided(rank: int, own: bool) -> str:
+    """An update on two ranks; own: each divides by what it has itself."""
+    mesh = Mesh(("dp", "fsdp", "tp"), (2, 1, 1))
+    model = shard(lambda: Decoder(small.config()), Grid.of(mesh, rank))
+    model.init_(1)
+    store = InlineStore()
+    worker = PolicyWorker(TrainEngine(model, Optimizer(), total_steps=1, micro_tokens=64), store, norm_length=4)
+    batch = small.experience(small.policy(store))
+    part = batch.with_rows(row=np.arange(len(batch))).select(np.arange(len(batch)) % 3 == rank)  # 4 rows each
+    if own:
+        roles_policy.everyone = lambda grid: alone
+    try:
+        worker.update(worker.advantages(part, small.HOW), small.HOW)
+    except TokenCountError as error:
+        return str(error)
+    finally:
+        roles_policy.everyone = everyone
+    return ""
+
+
+@pytest.mark.dist
+def test_a_denominator_of_one_s_own_is_told_on_every_rank(pool):
+    assert pool.run(2, "tests.roles.test_policy:divided", own=False) == ["", ""]
+    for said in pool.run(2, "tests.roles.test_policy:divided", own=True):
+        assert "weigh 2 in the loss, their whole batch 1" in said
 
 
 def test_a_dropped_token_is_told(worker, batch):
