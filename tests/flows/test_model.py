@@ -14,7 +14,7 @@ from tilth.checkpoint import mark_best, save
 from tilth.core.errors import DataError, ModelError, RecipeError
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.build import build
+from tilth.flows.build import build, rooted
 from tilth.flows.checks import check_algorithm
 from tilth.flows.model import MODEL_FOLDER, LoadedModel, choose_tokenizer, load_model, new_config, save_shape
 from tilth.models.decoder import Decoder
@@ -337,3 +337,12 @@ def test_pre_training_refuses_a_reward():
     recipe = tiny.recipe("x", flow="pretrain", reward={"function": "exact"})
     with pytest.raises(RecipeError, match=r"leave reward\.function out"):
         check_algorithm(recipe)
+
+
+def test_workers_get_whole_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    found = rooted(tiny.recipe("runs", model={"path": "runs/one@best"}, data={"template": "chat.jinja"}))
+    assert found.model.path == f"{tmp_path}/runs/one@best" and found.data.template == f"{tmp_path}/chat.jinja"
+    plain = tiny.recipe("runs", data={"template": "chatml"})
+    assert rooted(plain) == plain

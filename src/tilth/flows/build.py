@@ -20,7 +20,7 @@ from tilth.data.order import Order
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, new_config
+from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, new_config, split_spec
 from tilth.flows.run import Roles, Split
 from tilth.models.config import DecoderConfig
 from tilth.plan.layout import check_shape, place
@@ -124,7 +124,7 @@ class Team:
     def __init__(self, cluster: Cluster, recipe: Recipe, config: DecoderConfig) -> None:
         self.cluster = cluster
         self.places = place(recipe)
-        self.model: dict[str, Any] = {"recipe": recipe, "config": config}
+        self.model: dict[str, Any] = {"recipe": rooted(recipe), "config": config}
         self.made: dict[str, WorkerGroup] = {}
 
     def make(self, role: str, factory: str = "", **given: Any) -> None:
@@ -153,6 +153,19 @@ class Team:
             mesh = Mesh(("to",), (len(ranks),), ranks)
             self.made["relay"] = self.cluster.group("relay", f"{_WORKERS}:relay", given, mesh=mesh)
         return Roles(**self.made)
+
+
+def rooted(recipe: Recipe) -> Recipe:
+    """With whole paths where workers read files: their working directory may be another one."""
+    changed: dict[str, Any] = {}
+    if recipe.model.path:
+        folder, which = split_spec(recipe.model.path)
+        path = f"{folder.resolve()}@{which}" if which else str(folder.resolve())
+        changed["model"] = recipe.model.model_copy(update={"path": path})
+    template = Path(recipe.data.template)
+    if recipe.data.template and template.is_file():
+        changed["data"] = recipe.data.model_copy(update={"template": str(template.resolve())})
+    return recipe.model_copy(update=changed)
 
 
 def divide_batch(batch: Batch, parts: int) -> list[np.ndarray]:
@@ -201,7 +214,7 @@ def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, genera
             f"set a larger data.holdout, data.heldout=FILE, or data.holdout=0 for no evaluation"
         )
     told = f"{prompts.copies} prompts are in data.heldout too, word for word, and are left out of training"
-    given = {"recipe": recipe, "tokenizer": tokenizer, "prompts": prompts}
+    given = {"recipe": rooted(recipe), "tokenizer": tokenizer, "prompts": prompts}
     return Lesson(train, heldout, longest, "recorder", given, [told] if prompts.copies else [])
 
 

@@ -99,7 +99,7 @@ def launch(
             _told_how_to_go_on(directory.path),
         ):
             with StopRequest() as stop:
-                cluster.trace(directory.events, directory.attempt)
+                cluster.trace(directory.events.resolve(), directory.attempt)
                 run = _run(parts, cluster, directory, observers, stop)
                 directory.update(data=fingerprint)
                 _announce(run, parts, reward_file)
