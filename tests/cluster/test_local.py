@@ -33,12 +33,13 @@ class Watched:
     """A cluster of two workers, of which nothing may be left afterwards."""
 
     def __init__(self, timeout):
+        before = set(psutil.Process().children(recursive=True))  # other tests' pools
         self.cluster = open_cluster("local", 2, timeout=timeout)
         self.group = self.cluster.group("faulty", f"{HERE}:faulty", {}, BOTH)
         self.echo = self.cluster.group("echo", f"{HERE}:echo", {}, BOTH)
         self.folder = self.cluster.fleet.folder.path
         self.pids = [link.pid for link in self.cluster.fleet.links]
-        self.processes = psutil.Process().children(recursive=True)
+        self.processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
 
     def assert_gone(self):
         gone(self.processes)
@@ -274,13 +275,14 @@ def test_the_folder_is_private():
 
 
 def test_a_worker_that_cannot_start_is_named_with_its_log(monkeypatch, tmp_path):
+    before = set(psutil.Process().children(recursive=True))
     (tmp_path / "tilth").mkdir()
     (tmp_path / "tilth" / "__init__.py").write_text("raise ImportError('half of an installation')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(WorkerLost, match=r"^rank \d, start: the worker .* ended with exit code 1") as raised:
         LocalFleet(2)
     assert str(raised.value).endswith("ImportError: half of an installation")
-    gone(psutil.Process().children(recursive=True))
+    gone([p for p in psutil.Process().children(recursive=True) if p not in before])
 
 
 def test_a_long_temporary_folder_is_named(monkeypatch, tmp_path):
