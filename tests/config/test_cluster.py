@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tilth.config.checks import learners, pool_of, pools
 from tilth.config.errors import RecipeError
-from tilth.config.load import digest, dump_toml, from_dict, load_recipe
+from tilth.config.load import differences, digest, dump_toml, from_dict, load_recipe
 from tilth.config.schema import Layout, Recipe
 
 LOCAL, ADAMW = "cluster.backend=local", "optimizer.name=adamw"
@@ -114,7 +114,10 @@ def test_wrong_words_and_values(overrides, message):
             [LOCAL, "cluster.pools={train=2,gen=2}", "reward.pool=xyz"],
             "reward.pool = 'xyz' is not in cluster.pools; there is train, gen",
         ),
-        (["critic.pool=a"], "critic.pool = 'a' is not in cluster.pools; set cluster.pools.NAME=WORKERS"),
+        (
+            ["critic.pool=a"],
+            "critic.pool = 'a' is not in cluster.pools; set cluster.pools.a = WORKERS, or leave critic.pool out",
+        ),
         (
             [LOCAL, "cluster.workers=6", "policy.layout.fsdp=4"],
             "policy.layout.fsdp = 4 does not divide cluster.workers = 6; fsdp may be 1, 2, 3 or 6",
@@ -219,8 +222,32 @@ def test_a_layout_is_taken_exactly_if_it_fills_the_pool(workers, dp, fsdp, tp):
 
 def test_digest_counts_the_division_and_neither_patience_nor_address():
     base = load_recipe("addition-grpo", [LOCAL, "cluster.pools={a=1,b=1}"])
-    for same in ("cluster.timeout=5.0", "cluster.address=auto"):
+    for same in ("cluster.timeout=25.0", "cluster.address=auto"):
         assert digest(load_recipe("addition-grpo", [LOCAL, "cluster.pools={a=1,b=1}", same])) == digest(base)
     others = [["cluster.pools={b=1,a=1}"], ["cluster.pools={a=1,b=1}", "rollout.pool=b"], ["cluster.workers=2"]]
     digests = {digest(load_recipe("addition-grpo", [LOCAL, *o])) for o in others}
     assert len(digests | {digest(base)}) == 4
+
+
+def test_a_call_must_leave_room_for_the_slowest_reward():
+    tight = {"backend": "local", "workers": 2, "timeout": 8.0}
+    with pytest.raises(
+        RecipeError, match=r"cluster\.timeout = 8 s .* reward\.timeout = 10 s; set cluster\.timeout to 20"
+    ):
+        from_dict({"cluster": tight})
+    from_dict({"cluster": tight, "reward": {"timeout": 4.0}})
+    from_dict({"cluster": {"timeout": 8.0}})
+
+
+def test_what_differs_between_two_recipes_is_named():
+    one, two = (
+        from_dict({"cluster": {"backend": "local", "workers": 2}}),
+        from_dict({"seed": 1, "cluster": {"timeout": 5.0}}),
+    )
+    found = differences(one, two)
+    assert found == [
+        "seed was 0 and is 1",
+        'cluster.backend was "local" and is "inline"',
+        "cluster.workers was 2 and is 1",
+    ]
+    assert differences(one, one) == []

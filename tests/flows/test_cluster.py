@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tests.flows import tiny
 from tilth.cluster.cluster import Cluster
 from tilth.cluster.local import LocalFleet
-from tilth.core.errors import WeightMismatch, WorkerError, WorkerLost
+from tilth.core.errors import RecipeError, WeightMismatch, WorkerError, WorkerLost
 from tilth.flows import launch
 from tilth.flows.model import load_model
 from tilth.flows.readers import read_metrics, read_state, read_trajectories
@@ -257,3 +258,28 @@ def test_rewards_of_the_script_itself_travel_to_the_worker_that_scores(tmp_path,
     result = tiny.run(made, reward=lambda prompt, completion, info: factor * len(completion))
     rewards = read_trajectories(result.directory).column("reward").to_numpy()
     assert set(np.unique(rewards)) <= {0.0, 0.5, 1.0, 1.5, 2.0}
+
+
+# ---- before anything starts ----
+
+
+def test_a_run_on_other_workers_is_refused_before_any_starts_and_says_what_differs(tmp_path, monkeypatch):
+    short = {"supervised": {"steps": 1}, "algorithm": {"steps": 0}}
+    one = tiny.recipe(tmp_path, **short, run={"name": "mine"})
+    tiny.run(one)
+    monkeypatch.setattr(launch, "open_cluster", None)
+    with pytest.raises(
+        RecipeError, match=r'cluster\.backend was "inline" and is "local"; cluster\.workers was 1 and is 2'
+    ):
+        tiny.run(tiny.recipe(tmp_path, **short, run={"name": "mine"}, cluster=LOCAL))
+    with pytest.raises(RecipeError, match=r"run\.name=mine: .* is finished; choose another name"):
+        tiny.run(one)
+
+
+def test_rewards_that_are_slow_together_end_within_the_limit_of_a_call(tmp_path, shared):
+    """24 rewards of 30 ms, asked for so many at a time that even the slowest fit."""
+    slow = {"reward": {"timeout": 0.5}, "cluster": {**LOCAL, "timeout": 2.0}}
+    made = tiny.recipe(tmp_path, supervised={"steps": 0}, algorithm={"steps": 1}, **slow)
+    result = tiny.run(made, reward=lambda prompt, completion, info: time.sleep(0.03) or float(len(completion)))
+    assert len(read_trajectories(result.directory)) == 24
+    assert read_metrics(result.directory)[0]["reward/missing"] == 0

@@ -104,12 +104,12 @@ def test_a_named_run(tmp_path):
     r = recipe(tmp_path, name="mine")
     with RunDir.create(r, "demo") as run:
         assert run.path == tmp_path / "runs" / "mine"
-    with pytest.raises(RecipeError, match=r"run\.name=mine: .* is a run of another recipe"):
+    with pytest.raises(RecipeError, match=r"run\.name=mine: .* is finished or another run"):
         RunDir.create(recipe(tmp_path, name="mine", seed=3), "demo")
     with RunDir.create(r, "demo") as run:
         assert run.resumed
         run.end("finished")
-    with pytest.raises(RecipeError, match="is finished; choose another name"):
+    with pytest.raises(RecipeError, match="is finished or another run; choose another name"):
         RunDir.create(r, "demo")
 
 

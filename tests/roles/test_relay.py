@@ -134,6 +134,8 @@ def broken(rank: int, name: str, damage: str) -> str:
 def harm(worker, tensor: str, damage: str) -> None:
     live, load = dict(worker.engine.named_parameters())[tensor], worker.engine.load_weights
 
+    live.zero_()  # it is uninitialised, and could hold what lay there before: these very weights
+
     def damages(weights, version):
         before = live.clone()
         load(weights, version=version)

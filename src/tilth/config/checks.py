@@ -21,7 +21,7 @@ def check(recipe: Recipe) -> None:
 
 def check_cluster(recipe: Recipe) -> None:
     """Raise ``RecipeError`` where workers, pools and layouts contradict each other or what else the recipe asks for."""
-    for rule in (_workers, _pools, _fill, _divided):
+    for rule in (_workers, _pools, _fill, _divided, _limits):
         for problem in rule(recipe):
             raise RecipeError(problem)
 
@@ -145,8 +145,17 @@ def _pools(recipe: Recipe) -> Iterator[str]:
             continue
         near = difflib.get_close_matches(wanted, known, 1)
         meant = f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"
-        right = meant if known else "set cluster.pools.NAME=WORKERS"
+        right = meant if known else f"set cluster.pools.{wanted} = WORKERS, or leave {role}.pool out"
         yield f"{role}.pool = {wanted!r} is not in cluster.pools; {right}"
+
+
+def _limits(recipe: Recipe) -> Iterator[str]:
+    c, r = recipe.cluster, recipe.reward
+    if c.backend != "inline" and recipe.flow != "pretrain" and c.timeout < 2 * r.timeout:
+        yield (
+            f"cluster.timeout = {c.timeout:g} s for a call does not leave room for a reward of reward.timeout = "
+            f"{r.timeout:g} s; set cluster.timeout to {2 * r.timeout:g} or more, or a smaller reward.timeout"
+        )
 
 
 def _fill(recipe: Recipe) -> Iterator[str]:

@@ -119,17 +119,31 @@ def digest(recipe: Recipe) -> str:
     Nor does how long a call may take and which Ray cluster it runs on. The division over workers counts: the last bits
     of a sum depend on it.
     """
+    return hashlib.blake2b(json.dumps(_work(recipe), sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def differences(before: Recipe, now: Recipe) -> list[str]:
+    """ "KEY was OLD and is NEW" for every key in which two recipes ask for different work."""
+    old, new = _flat(_work(before)), _flat(_work(now))
+    changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return [f"{name} was {json.dumps(old.get(name))} and is {json.dumps(new.get(name))}" for name in changed]
+
+
+def _work(recipe: Recipe) -> dict[str, Any]:
+    """What decides the numbers of a run."""
     data = recipe.dump()
-    for section, name in (
-        ("run", "dir"),
-        ("run", "name"),
-        ("run", "track"),
-        ("cluster", "timeout"),
-        ("cluster", "address"),
-    ):
-        del data[section][name]
+    for section, names in _SAME_WORK.items():
+        for name in names:
+            del data[section][name]
     data["cluster"]["pools"] = list(data["cluster"]["pools"].items())  # the first one is where roles are by default
-    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return data
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in data.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+    return found
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

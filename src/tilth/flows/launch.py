@@ -32,7 +32,7 @@ from tilth.flows.model import MODEL_FOLDER, save_shape
 from tilth.flows.ppo import ppo, values
 from tilth.flows.pretrain import pretrain
 from tilth.flows.run import PPO, VALUES, WARMUP, Beginner, Observer, Progress, Roles, Run
-from tilth.flows.rundir import RunDir, find, read_state, summarise
+from tilth.flows.rundir import RunDir, check_name, find, read_state, summarise
 from tilth.flows.seen import seen_before
 from tilth.flows.sft import sft
 from tilth.flows.signals import Interrupted, StopRequest
@@ -87,6 +87,7 @@ def launch(
     check_algorithm(recipe)
     fingerprint = material.fingerprint()
     inputs = _inputs(recipe, fingerprint, reward)
+    check_name(recipe, inputs)
     with machine(recipe), _cluster(recipe) as cluster:
         parts = build(recipe, material, pool, cluster, _earlier(recipe, name, inputs))
         if isinstance(parts.heldout, PromptSet):

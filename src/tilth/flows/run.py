@@ -16,7 +16,7 @@ import numpy as np
 
 from tilth.cluster.group import WorkerGroup
 from tilth.config.schema import Recipe
-from tilth.core.batch import Batch, Store
+from tilth.core.batch import Batch, Store, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
 from tilth.flows.keep import has_spread
@@ -264,13 +264,24 @@ class Run:
         if self.rollout is None or self.reward is None:
             raise RecipeError(f"flow={self.recipe.flow} without a reward generates nothing; set reward.function")
         batch = self.rollout.generate(asked, greedy=greedy)
-        scored = self.reward.score(batch, known=self.directory.journal(self.at.step))
-        failures = self.reward.failures()
+        scored, failures = self._score(self.reward, batch)
         self.directory.log_outcomes(self.at.step, {i: o for i, o in failures.items() if Outcome(**o).by_chance})
         self.metrics.add("accuracy/missing" if greedy else "reward/missing", float(len(failures)))
         self.metrics.add("reward/timeout", float(sum(o["status"] == "timeout" for o in failures.values())))
         self._tell_failures(failures, len(scored))
         return scored
+
+    def _score(self, reward: WorkerGroup, batch: Batch) -> tuple[Batch, dict[int, dict[str, Any]]]:
+        """Rewards, and those that are missing: in calls that end within the limit of a call even if each reward takes
+        all of its own."""
+        parts, failures = list[Batch](), dict[int, dict[str, Any]]()
+        how, limit = self.recipe.reward, self.recipe.cluster.timeout / 2
+        rows = len(batch) if self.recipe.cluster.backend == "inline" else how.workers * int(limit / how.timeout)
+        for start in range(0, max(len(batch), 1), max(rows, 1)):
+            some = batch.select(np.arange(start, min(start + rows, len(batch))))
+            parts.append(reward.score(some, known=self.directory.journal(self.at.step)))
+            failures |= reward.failures()
+        return concat(parts) if len(parts) > 1 else parts[0], failures
 
     def _tell_failures(self, failures: dict[int, dict[str, Any]], asked: int) -> None:
         """The first reason is said aloud; a reward that has never worked ends the run."""

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import psutil
 import pyarrow as pa
 
-from tilth.config.load import digest, dump_toml
+from tilth.config.load import differences, digest, dump_toml, load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, RecipeError, StorageError
 from tilth.flows.environment import environment
@@ -267,9 +267,27 @@ def _named(path: Path, mine: str) -> tuple[Path, Lock]:
     state = read_state(path) if (path / "run.json").exists() else None
     if state and (state["digest"] != mine or state["state"] == "finished"):
         lock.release()
-        why = "is finished" if state["digest"] == mine else "is a run of another recipe or other data"
-        raise RecipeError(f"run.name={path.name}: {path} {why}; choose another name")
+        raise RecipeError(f"run.name={path.name}: {path} is finished or another run; choose another name")
     return path, lock
+
+
+def check_name(recipe: Recipe, inputs: str = "") -> None:
+    """RecipeError, before anything is started, if ``run.name`` is taken by a run that this one cannot go on with."""
+    path = Path(recipe.run.dir) / recipe.run.name
+    if not recipe.run.name or not (path / "run.json").exists():
+        return
+    state, name = read_state(path), f"run.name={recipe.run.name}: {path}"
+    if state["digest"] == _digest(recipe, inputs):
+        if state["state"] == "finished":
+            raise RecipeError(f"{name} is finished; choose another name")
+        return
+    changed = differences(load_recipe(str(path / "recipe.toml")), recipe) if (path / "recipe.toml").exists() else []
+    what = "; ".join(changed[:3]) or "its data, reward or template is another one"
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    raise RecipeError(
+        f"{name} is another run: {what}{more}. Give the same values to go on with it, or choose another name"
+        f" (model.path={path} would begin with its weights)"
+    )
 
 
 def _unfinished(root: Path, name: str, mine: str) -> tuple[Path, Lock] | None:
