@@ -157,10 +157,6 @@ def test_wrong_words_and_values(overrides, message):
             "train.parity = true needs policy.layout.tp = 1, not 2: partial sums round differently",
         ),
         (
-            [LOCAL, "cluster.workers=2", "policy.layout.fsdp=2", "optimizer.name=muon"],
-            "optimizer.name = muon needs whole matrices: policy.layout.fsdp = 1 and tp = 1; or set optimizer.name=",
-        ),
-        (
             [LOCAL, ADAMW, "cluster.workers=2", "policy.layout.tp=2", 'train.watch=["noise_scale"]'],
             "train.watch noise_scale needs whole gradients: policy.layout.fsdp = 1 and tp = 1; or leave it out",
         ),
@@ -177,7 +173,7 @@ def test_contradictions_say_what_would_work(overrides, message):
         ["flow=grpo", "reference.layout.fsdp=2"],
         ["flow=pretrain", "rollout.layout.tp=2"],
         [LOCAL],
-        [LOCAL, "cluster.workers=2", "optimizer.name=muon"],
+        [LOCAL, "cluster.workers=2", "policy.layout.fsdp=2", "optimizer.name=muon"],
         [LOCAL, ADAMW, "cluster.workers=2", "train.parity=true", "policy.layout.fsdp=2"],
         [LOCAL, ADAMW, "cluster.workers=4", "policy.layout={dp=2,tp=2}"],
     ],

@@ -201,7 +201,5 @@ def _divided(recipe: Recipe) -> Iterator[str]:
             yield f"train.parity = true needs {name}.tp = 1, not {layout.tp}: partial sums round differently"
         if role == "reference" or inner == 1:
             continue
-        if recipe.optimizer.name == "muon":
-            yield f"optimizer.name = muon needs whole matrices: {name}.fsdp = 1 and tp = 1; or set optimizer.name=adamw"
         if "noise_scale" in recipe.train.watch and role == "policy":
             yield f"train.watch noise_scale needs whole gradients: {name}.fsdp = 1 and tp = 1; or leave it out"

@@ -6,7 +6,8 @@ the model, so no operation is dispatched through DTensor. Gradients are sums ove
 loss of each rank is already divided by denominators of the whole batch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tilth.core.errors import ModelError
-from tilth.core.layout import Box, Layout, Placement, Replicate, Shard
+from tilth.core.layout import Box, Layout, Placement, Replicate, Shape, Shard
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.hf import LazyTensors, check_tensors
@@ -29,6 +30,8 @@ Zero = Literal[2, 3]
 Partial = Sequence[tuple[dist.ProcessGroup, Sequence[str]]]
 BUCKET = 1 << 25
 """Bytes of gradients that are added up in one collective."""
+WHOLE = 64 * 2**20
+"""Bytes of whole tensors that are put together at a time."""
 
 
 def shard(
@@ -290,3 +293,17 @@ def _add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
             for t, summed in zip(bucket, flat.split([t.numel() for t in bucket])):
                 t.copy_(summed.view_as(t))
             bucket = []
+
+
+def buckets(shapes: Mapping[str, Shape], most: int = WHOLE) -> Iterator[list[str]]:
+    """Names in order, so many at a time that their fp32 tensors have at most ``most`` bytes; a greater one is alone."""
+    names, size = list[str](), 0
+    for name, shape in shapes.items():
+        nbytes = 4 * math.prod(shape)
+        if names and size + nbytes > most:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += nbytes
+    if names:
+        yield names

@@ -5,6 +5,7 @@ workers, and the policy's first worker sends them to the receivers that do not. 
 read from its live storage, must have the checksums of what the policy meant to send.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -20,11 +21,8 @@ from tilth.core.errors import WeightMismatch
 from tilth.core.layout import Mesh, Shape
 from tilth.models.value import OUTPUT
 from tilth.parallel.grid import Grid
-from tilth.parallel.sharded import Sharded
+from tilth.parallel.sharded import WHOLE, Sharded, buckets
 from tilth.trace.spans import span
-
-BUCKET = 64 * 2**20
-"""Bytes of tensors that are put together and sent at a time; a greater tensor is alone."""
 
 
 class Receiver(Protocol):
@@ -72,7 +70,7 @@ class RelayWorker:
         source: Mesh,
         targets: Mapping[str, Mesh],
         *,
-        bucket: int = BUCKET,
+        bucket: int = WHOLE,
     ) -> None:
         """shapes: of the policy's parameters; dtypes: what each target wants; source, targets: their meshes."""
         self.context = context
@@ -123,7 +121,7 @@ class RelayWorker:
 
     def _stream(self, route: Route, dtype: torch.dtype, expected: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in the target's dtype; ``expected`` gets the checksums of the policy's own."""
-        for names in _buckets(self.shapes, self.bucket):
+        for names in buckets(self.shapes, self.bucket):
             whole: dict[str, Tensor] = {}
             if route.gathers:
                 policy: Sharded = self.context.roles["policy"].engine.sharded  # type: ignore[attr-defined]
@@ -137,7 +135,7 @@ class RelayWorker:
         self, grid: Grid, names: list[str], whole: Mapping[str, Tensor], dtype: torch.dtype
     ) -> dict[str, Tensor]:
         """One flat buffer of a bucket, from the first of the grid to all."""
-        sizes = [_numel(self.shapes[name]) for name in names]
+        sizes = [math.prod(self.shapes[name]) for name in names]
         if whole:
             flat = torch.cat([whole[name].reshape(-1) for name in names])
         else:
@@ -170,21 +168,3 @@ def verify_weights(expected: Mapping[str, int], received: Mapping[str, int], tar
             f"after publishing, {', '.join(wrong[:3])}{more} in {where} differ from the trainer's; "
             "the run stops before it learns from a wrong policy"
         )
-
-
-def _buckets(shapes: Mapping[str, Shape], most: int) -> Iterator[list[str]]:
-    """Names in order, so many at a time that their fp32 tensors have at most ``most`` bytes."""
-    names, size = list[str](), 0
-    for name, shape in shapes.items():
-        nbytes = 4 * _numel(shape)
-        if names and size + nbytes > most:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += nbytes
-    if names:
-        yield names
-
-
-def _numel(shape: Shape) -> int:
-    return torch.Size(shape).numel()

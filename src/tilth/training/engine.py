@@ -86,10 +86,12 @@ class TrainEngine:
         self.sharded = Sharded.of(model)
         self.grid = self.sharded.grid
         self.model = model = self.sharded.model
-        _check_layout(self.grid, optimizer, watch)
+        _check_layout(self.grid, watch)
         self.scorer = scorer
         self.section = optimizer
-        self.optimizers = Optimizers(self.sharded.parameters, optimizer)
+        self.optimizers = Optimizers(
+            self.sharded.parameters, optimizer, self.sharded if self.grid.size(*MODEL) > 1 else None
+        )
         self.ema = Average(self.optimizers.parameters, ema)
         self.noise = NoiseScale() if "noise_scale" in watch else None
         self.norms = LayerNorms(list(self.optimizers.parameters)) if "layer_norms" in watch else None
@@ -257,13 +259,11 @@ def _places(tokens: Ragged, starts: np.ndarray | None) -> np.ndarray:
     return own if starts is None else own + np.repeat(starts - tokens.offsets[:-1], tokens.lengths)
 
 
-def _check_layout(grid: Grid, section: OptimizerSection, watch: Collection[str]) -> None:
-    """RecipeError for what needs whole matrices or whole gradients where a rank has parts of them."""
+def _check_layout(grid: Grid, watch: Collection[str]) -> None:
+    """RecipeError for what needs whole gradients where a rank has parts of them."""
     if grid.size(*MODEL) == 1:
         return
     layout = f"with fsdp={grid.size('fsdp')} and tp={grid.size('tp')} no rank has one: use dp alone"
-    if section.name == "muon":
-        raise RecipeError(f"optimizer.name=muon orthogonalises whole matrices, and {layout}, or optimizer.name=adamw")
     if "noise_scale" in watch:
         raise RecipeError(f"train.watch=noise_scale needs whole gradients of a micro-batch, and {layout}")
 

@@ -4,12 +4,13 @@ Parameters are fp32 masters whatever the compute dtype, so no second copy is kep
 construction as named tensors: a checkpoint can be restored in place before the first step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tilth.config.schema import Optimizer as OptimizerSection
+from tilth.parallel.sharded import Sharded, buckets
 
 
 def is_block_matrix(name: str, parameter: Tensor) -> bool:
@@ -17,12 +18,55 @@ def is_block_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim == 2 and ".layers." in name
 
 
+class ShardedMuon(torch.optim.Muon):
+    """Muon on this rank's parts of matrices: momentum stays divided, whole ones are orthogonalised bucket by bucket.
+
+    Every rank does so for all of them, by torch's own Muon, and takes its part of the result.
+    """
+
+    def __init__(self, sharded: Sharded, names: Sequence[str], lr: float, weight_decay: float) -> None:
+        super().__init__([sharded.parameters[n] for n in names], lr=lr, weight_decay=weight_decay)
+        self.sharded = sharded
+        self.names = list(names)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update; a collective call of the replica."""
+        group, shapes = self.param_groups[0], {n: self.sharded.layouts[n].shape for n in self.names}
+        for names in buckets(shapes):
+            wanted = {n: self._momentum(self.sharded.parameters[n], group["momentum"]) for n in names}
+            for name, update in self.sharded.assemble(names, wanted).items():
+                p, moved = self.sharded.parameters[name], _orthogonal_step(update, group["lr"])
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                for box in self.sharded.boxes(name):
+                    p.add_(moved[box.slices])
+
+    def _momentum(self, p: Tensor, momentum: float) -> Tensor:
+        """This rank's part of what is to be orthogonalised: the gradient with Nesterov's momentum, as in torch's."""
+        assert p.grad is not None
+        buffer = self.state[p]["momentum_buffer"]
+        buffer.lerp_(p.grad, 1 - momentum)
+        return p.grad.lerp(buffer, momentum)
+
+
+def _orthogonal_step(update: Tensor, lr: float) -> Tensor:
+    """What Muon without momentum of its own adds to a matrix for this update."""
+    moved = nn.Parameter(torch.zeros_like(update))
+    moved.grad = update
+    torch.optim.Muon([moved], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    return moved.detach()
+
+
 class Optimizers:
     """One or two torch optimizers that step together. ``lr`` may be changed for each step."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], section: OptimizerSection) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], section: OptimizerSection, sharded: Sharded | None = None
+    ) -> None:
+        """sharded: whose parts the parameters are; None: they are whole."""
         self.parameters = dict(parameters)
         self.section = section
+        self.sharded = sharded
         use_muon = section.name == "muon"
         blocks = {n: p for n, p in parameters.items() if use_muon and is_block_matrix(n, p)}
         rest = {n: p for n, p in parameters.items() if n not in blocks}
@@ -44,6 +88,8 @@ class Optimizers:
 
     def _muon(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         lr = self.section.lr * self.section.muon_lr_ratio
+        if self.sharded is not None:
+            return ShardedMuon(self.sharded, list(parameters), lr, self.section.weight_decay)
         return torch.optim.Muon(list(parameters.values()), lr=lr, weight_decay=self.section.weight_decay)
 
     def _materialise(self) -> None:
