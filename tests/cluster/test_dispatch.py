@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from tilth.cluster import dispatch
+from tilth.cluster.cluster import Cluster
 from tilth.cluster.dispatch import Dispatch
 from tilth.cluster.fleet import Call, Failure, Packed, Probe, Reply, place_of
 from tilth.cluster.host import failure
@@ -29,7 +30,7 @@ class ByHand:
         return future
 
     def probe(self, rank):
-        return Probe(rank, 100 + rank, "running", "policy.update for 3.1 s" if rank else "", "File one\nFile two")
+        return Probe(rank, 100 + rank, "running", "policy.update (for 3.1 s)" if rank else "", "File one\nFile two")
 
     def close(self, kill):
         self.closed.append(kill)
@@ -112,10 +113,10 @@ def test_a_call_that_exceeds_its_limit_tells_what_every_rank_does(fleet, monkeyp
         calls.wait(flights)
     assert str(raised.value).splitlines() == [
         "role policy, rank 1, update: no answer within 0.2 s (cluster.timeout)",
-        "  rank 0 (process 100, running): between calls",
+        "  rank 1 (process 101, running): in policy.update (for 3.1 s)",
         "    File one",
         "    File two",
-        "  rank 1 (process 101, running): in policy.update for 3.1 s",
+        "  rank 0 (process 100, running): between calls",
         "    File one",
         "    File two",
     ]
@@ -216,4 +217,63 @@ def test_what_a_backend_raises_itself_ends_the_cluster_too(fleet):
     fleet.sent[0].set_exception(OSError("the network is gone"))
     with pytest.raises(OSError, match="the network is gone"):
         calls.wait(flights)
+    assert fleet.closed == [True]
+
+
+def done(_):
+    future = Future()
+    future.set_result(Reply(None, {}))
+    return future
+
+
+def test_idle_workers_end_in_good_order(fleet):
+    fleet.submit = lambda rank, call: done(fleet.sent.append(call))
+    assert Dispatch(fleet, 60).end(5.0)
+    assert [call.name for call in fleet.sent] == ["end", "end"] and not fleet.closed
+
+
+def test_workers_that_are_at_work_or_have_failed_are_not_asked_to_end(fleet):
+    calls = Dispatch(fleet, 60)
+    calls.submit(0, CALL)
+    assert not calls.end(5.0) and len(fleet.sent) == 1
+    fleet.sent[0].set_exception(DataError("first"))  # nobody has waited for it
+    assert not calls.end(5.0) and len(fleet.sent) == 1
+
+
+def test_workers_that_do_not_end_in_time_are_not_waited_for(fleet):
+    began = time.monotonic()
+    assert not Dispatch(fleet, 60).end(0.3)
+    assert 0.3 <= time.monotonic() - began < 5 and len(fleet.sent) == 2
+
+
+def test_workers_that_take_no_message_are_an_end_out_of_order_and_no_other_error(fleet):
+    def full(rank, call):
+        raise TimeoutError
+
+    fleet.submit = full
+    assert not Dispatch(fleet, 60).end(5.0)
+
+
+class Interrupt(Exception):
+    """What a flow raises when it has saved."""
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_exception_of_the_controller_kills_only_workers_that_are_at_work(fleet, busy):
+    with pytest.raises(Interrupt), Cluster(fleet) as cluster:
+        if busy:
+            cluster.dispatch.submit(0, CALL)
+        fleet.submit = lambda rank, call: done(fleet.sent.append(call))
+        raise Interrupt
+    cluster.close()
+    assert fleet.closed == [busy]
+
+
+def test_a_second_interrupt_while_they_end_kills(fleet):
+    def again(rank, call):
+        raise KeyboardInterrupt
+
+    fleet.submit = again
+    with pytest.raises(KeyboardInterrupt), Cluster(fleet):
+        raise Interrupt
     assert fleet.closed == [True]

@@ -75,7 +75,7 @@ def within(seconds, error, call, match):
 
 def test_a_worker_killed_in_a_call(watched):
     told = within(SLACK, WorkerLost, watched.group.kill(1).wait, "^role faulty, rank 1, kill: ")
-    assert re.search(r"process \d+\) was killed by SIGKILL .* in faulty.kill for \d", told)
+    assert re.search(r"process \d+\) was killed by SIGKILL .* while in faulty.kill \(for \d", told)
     watched.assert_gone()
     with pytest.raises(WorkerLost, match="role faulty, rank 1, kill"):  # the cluster is over, and says why
         watched.echo.pid()
@@ -116,7 +116,10 @@ def test_a_stopped_worker(watched):
     told = within(
         LIMIT + SLACK, CallTimeout, watched.group.stop(1).wait, r"^role faulty, rank 1, stop: no answer within 1 s"
     )
-    assert re.search(r"rank 1 \(process \d+, stopped\): in faulty.stop for \d", told)
+    assert re.search(
+        r"rank 1 \(process \d+, stopped\): in faulty.stop \(for \d.*\); stopped by a signal; kill -CONT \d+ lets it",
+        told,
+    )
     assert re.search(r"rank 0 \(process \d+, \w+\): between calls\n", told)
     watched.assert_gone()
 
@@ -125,14 +128,14 @@ def test_a_stopped_worker(watched):
 def test_a_worker_stopped_between_calls(watched):
     os.kill(watched.pids[1], signal.SIGSTOP)
     told = within(LIMIT + SLACK, CallTimeout, watched.echo.pid, "^role echo, rank 1, pid: no answer")
-    assert re.search(r"rank 1 \(process \d+, stopped\): between calls", told)
+    assert re.search(r"rank 1 \(process \d+, stopped\): has not begun echo.pid; stopped by a signal; kill -CONT", told)
     watched.assert_gone()
 
 
 @short
 def test_a_worker_that_holds_the_gil_shows_its_stack(watched):
     told = within(LIMIT + SLACK, CallTimeout, watched.group.hold(0, 600).wait, "^role faulty, rank 0, hold: no answer")
-    assert re.search(r"rank 0 .*: in faulty.hold for \d", told) and re.search(r"workers.py\", line \d+ in hold", told)
+    assert re.search(r"rank 0 .*: in faulty.hold \(for \d", told) and re.search(r"workers.py\", line \d+ in hold", told)
     watched.assert_gone()
 
 
@@ -142,7 +145,7 @@ def test_a_message_that_a_stuck_worker_does_not_take(watched):
     watched.group.hold(0, 600)
     big = [bytes(4_000_000)] * 2
     told = within(LIMIT + SLACK, CallTimeout, lambda: watched.echo.each(big), "rank 0, .*: no answer within 1 s")
-    assert re.search(r"rank 0 .*: in faulty.hold for \d", told)
+    assert re.search(r"rank 0 .*: in faulty.hold \(for \d.*\); has not begun echo.each\n", told)
     watched.assert_gone()
 
 
@@ -171,7 +174,8 @@ def test_one_rank_stops_while_the_other_waits_in_a_collective():
     watched = Watched(5.0)
     watched.group.meet().wait()
     told = within(5.0 + SLACK, CallTimeout, watched.group.reduce(1, "stop").wait, "rank 1, reduce.*: no answer")
-    assert "all_reduce" in told.split("rank 1 (")[0] and re.search(r"rank 1 .*stopped\): in faulty.reduce", told)
+    one, zero = told.split("\n  rank ")[1:]  # the one to look at comes first
+    assert "all_reduce" in zero and re.match(r"1 .*stopped\): in faulty.reduce .*; stopped by a signal", one)
     watched.assert_gone()
 
 
@@ -328,3 +332,60 @@ def test_a_row_is_at_most_200_bytes_through_the_controller_whatever_its_tokens(w
             sizes.append(sum(link.sent_bytes + link.received_bytes for link in links) - sum(before))
             assert watched.cluster.store.nbytes >= 512 * length * 8 and len(batch) == 512
     assert sizes[1] - sizes[0] < 64 and max(sizes) / 512 <= 200
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_keeper_does_not_break_the_end_and_is_told_in_a_line(monkeypatch, capfd, how):
+    monkeypatch.setattr("tilth.cluster.local.END", 2.0)
+    watched = Watched(60.0)
+    with watched.cluster:
+        os.kill(watched.cluster.fleet._keeper.pid, how)
+        time.sleep(0.1)
+        assert len(watched.echo.pid()) == 2
+    watched.assert_gone()
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == 1 and told[0].startswith("tilth: the keeper of the workers (process ")
+    assert ("killed by SIGKILL" if how == signal.SIGKILL else "has not ended within 2 s") in told[0]
+
+
+def test_a_worker_leaves_an_interrupt_to_the_controller(watched):
+    pids = watched.echo.pid()
+    for pid in pids:
+        os.kill(pid, signal.SIGINT)
+    time.sleep(0.1)
+    assert watched.echo.pid() == pids
+
+
+def test_no_room_where_process_groups_meet_ends_with_the_advice(watched):
+    (watched.folder / "meeting").symlink_to("/dev/full")
+    told = within(60.0, StorageError, watched.group.meet().wait, r"^role faulty, rank \d, meet: process groups could")
+    assert told.endswith("No space left on device; free memory there or set TMPDIR to a larger place")
+
+
+INTERRUPTED = """
+import sys, time
+from tilth.cluster.cluster import open_cluster
+from tilth.core.layout import Mesh
+with open_cluster("local", 2, timeout=600.0) as cluster:
+    group = cluster.group("faulty", "tests.cluster.workers:faulty", {"closed": sys.argv[1]}, Mesh(("dp",), (2,)))
+    print(cluster.fleet.folder.path, *(link.pid for link in cluster.fleet.links), flush=True)
+    HOW
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how, closed", [("pass", 2), ("group.sleep(600)", 0)])
+def test_an_interrupted_controller_leaves_nothing(tmp_path, how, closed):
+    """Idle workers close their roles; those that are at work are killed."""
+    program = [sys.executable, "-c", INTERRUPTED.replace("HOW", how), str(tmp_path)]
+    controller = subprocess.Popen(
+        program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(2)
+    )
+    folder, *pids = controller.stdout.readline().split()
+    processes = [psutil.Process(int(pid)) for pid in pids] + psutil.Process(controller.pid).children()
+    time.sleep(0.3)
+    controller.send_signal(signal.SIGINT)
+    _, told = controller.communicate(timeout=30)
+    gone(processes)
+    assert told.strip().endswith("KeyboardInterrupt") and not Path(folder).exists()
+    assert len(list(tmp_path.iterdir())) == closed

@@ -160,7 +160,9 @@ class TestWithRay:
             child = faulty.child("")[0]
             dict(faulty.reduce(1, "kill"))
         told = str(raised.value)
-        assert re.search(r"^role faulty, rank 1, reduce: the worker \(process \d+\) has died in faulty.reduce", told)
+        assert re.search(
+            r"^role faulty, rank 1, reduce: the worker \(process \d+\) has died while in faulty.reduce", told
+        )
         self.assert_gone(child)
 
     def test_last_words(self):
@@ -178,7 +180,7 @@ class TestWithRay:
         assert time.monotonic() - began < 2 + SLACK
         told = str(raised.value)
         assert told.startswith(f"role faulty, rank 1, {how}: no answer within 2 s (cluster.timeout)")
-        assert re.search(rf"rank 1 \(process \d+, {state}\): in faulty.{how} for \d", told)
+        assert re.search(rf"rank 1 \(process \d+, {state}\): in faulty.{how} \(for \d", told)
         assert re.search(r"rank 0 \(process \d+, \w+\): between calls\n", told)
         assert (f"in {how}\n" in told) == (how == "hold")  # a stopped process cannot show its stack
         self.assert_gone()

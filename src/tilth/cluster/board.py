@@ -8,6 +8,9 @@ import struct
 import time
 from pathlib import Path
 
+from tilth.cluster.room import advice
+from tilth.core.errors import StorageError
+
 SLOT = 256
 """Bytes a worker: when the call began (float64, monotonic seconds), the length of its name (uint16), the name."""
 _HEAD = struct.Struct("<dH")
@@ -22,8 +25,11 @@ class Board:
 
     @classmethod
     def create(cls, path: Path, workers: int) -> "Board":
-        """A new board, all workers between calls."""
-        path.write_bytes(bytes(SLOT * workers))
+        """A new board, all workers between calls. StorageError if there is no room for it."""
+        try:
+            path.write_bytes(bytes(SLOT * workers))
+        except OSError as error:
+            raise StorageError(f"{path} could not be written: {error.strerror}{advice(error)}") from None
         return cls(path)
 
     def mark(self, rank: int, phase: str) -> None:
@@ -33,11 +39,11 @@ class Board:
         self._map[start : start + _HEAD.size + len(name)] = _HEAD.pack(time.monotonic(), len(name)) + name
 
     def read(self, rank: int) -> str:
-        """ "policy.update for 3.1 s", or "" between calls."""
+        """ "policy.update (for 3.1 s)", or "" between calls."""
         start = rank * SLOT
         since, length = _HEAD.unpack_from(self._map, start)
         name = self._map[start + _HEAD.size : start + _HEAD.size + length].decode(errors="replace")
-        return f"{name} for {time.monotonic() - since:.1f} s" if name else ""
+        return f"{name} (for {time.monotonic() - since:.1f} s)" if name else ""
 
     def close(self) -> None:
         """Unmap."""

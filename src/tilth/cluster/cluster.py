@@ -18,6 +18,8 @@ from tilth.core.layout import Mesh
 from tilth.trace.spans import Total, recorder
 
 BACKENDS = ("inline", "local", "ray")
+LEAVE = 10.0
+"""Seconds that roles have to close when the controller leaves with an exception."""
 ALONE = Mesh(("dp", "fsdp", "tp"), (1, 1, 1))
 """Worker 0 alone."""
 
@@ -88,8 +90,18 @@ class Cluster:
         if error is None or isinstance(self.fleet, InlineFleet):
             self.close()
         else:
-            self._open = False
-            self.fleet.close(kill=True)  # workers may be in the middle of anything: waiting for them could hang
+            self._leave()
+
+    def _leave(self) -> None:
+        """End after an exception of the controller: in good order where the workers are idle (an interrupt between two
+        steps), else at once: they may be in the middle of anything, waiting for them could hang."""
+        if not self._open:
+            return
+        self._open, kill = False, True
+        try:
+            kill = not self.dispatch.end(LEAVE)
+        finally:  # an interrupt while they end kills them
+            self.fleet.close(kill)
 
 
 class SettledStore:

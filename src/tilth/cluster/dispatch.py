@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from tilth.cluster.fleet import Call, Fleet, Probe, Reply, place_of
+from tilth.cluster.fleet import Call, Fleet, Reply
+from tilth.cluster.report import timeout_report
 from tilth.cluster.totals import Totals
-from tilth.core.errors import CallTimeout, WorkerLost
+from tilth.core.errors import CallTimeout, TilthError, WorkerLost
 from tilth.trace.spans import in_phase
 
 GRACE = 0.5
@@ -100,6 +101,21 @@ class Dispatch:
             flights = [flight for queue in self._flying for flight in queue]
         self.wait(flights)
 
+    def end(self, seconds: float) -> bool:
+        """Let the roles of idle workers close. False, and no error, if a call has failed or is in flight, or if not all
+        workers have answered within ``seconds``."""
+        with self._changed:
+            if self.failed is not None or self._failures or any(self._flying):
+                return False
+        call = Call("", "end")
+        try:
+            flights = [self.submit(rank, call) for rank in range(self.fleet.workers)]
+        except TilthError:
+            return False
+        with self._changed:
+            self._changed.wait_for(lambda: self._failures or all(flight.landed for flight in flights), seconds)
+            return not self._failures and all(flight.landed for flight in flights)
+
     def _limit(self) -> float:
         """When the first of the calls that are being executed is overdue. (Called with the lock.)"""
         begun = (since for since, queue in zip(self._since, self._flying) if queue)
@@ -123,17 +139,9 @@ class Dispatch:
         ranks = range(self.fleet.workers)
         with ThreadPoolExecutor(min(16, self.fleet.workers)) as pool:
             probes = list(pool.map(self.fleet.probe, ranks))
-        places = "; ".join(place_of(call, rank) for rank, call in late)
-        lines = [f"{places}: no answer within {self.timeout:g} s (cluster.timeout)"]
-        return CallTimeout("\n".join([*lines, *map(_told, probes)]))
+        return CallTimeout(timeout_report(dict(late), probes, self.timeout))
 
     def _give_up(self, error: BaseException) -> NoReturn:
         self.failed = error
         self.fleet.close(kill=True)
         raise error
-
-
-def _told(probe: Probe) -> str:
-    doing = f"in {probe.phase}" if probe.phase else "between calls"
-    stack = "".join(f"\n    {line}" for line in probe.stack.splitlines())
-    return f"  rank {probe.rank} (process {probe.pid}, {probe.state}): {doing}{stack}"

@@ -73,7 +73,7 @@ class Probe:
     state: str
     """As the operating system says (running, sleeping, stopped, zombie, ...), or "gone"."""
     phase: str
-    """"policy.update for 3.1 s", or "" between calls."""
+    """The call and how long it runs, "policy.update (for 3.1 s)", or "" between calls."""
     stack: str
     """Stacks of all threads, "" if they could not be had."""
 

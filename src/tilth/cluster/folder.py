@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
+from tilth.cluster.room import advice
 from tilth.core.errors import StorageError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -40,7 +41,9 @@ class Folder:
             with open(os.open(folder.path / _KEY, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
                 file.write(secrets.token_bytes(32))
         except OSError as error:
-            raise StorageError(f"cluster.backend=local needs a folder in {root}: {error.strerror}") from None
+            raise StorageError(
+                f"cluster.backend=local needs a folder in {root}: {error.strerror}{advice(error)}"
+            ) from None
         if len(os.fsencode(folder.socket)) > _SOCKET_PATH:
             folder.remove()
             raise StorageError(f"{folder.socket} is too long for the name of a socket; set TMPDIR to a shorter path")

@@ -1,17 +1,21 @@
 """The worker's side of every backend: holds the roles of one process and executes calls."""
 
+import errno
 import importlib
+import os
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from tilth.cluster.context import Context
 from tilth.cluster.fleet import Call, Failure, Packed, Reply
 from tilth.cluster.protocol import Transfer, offered
+from tilth.cluster.room import MORE_ROOM
 from tilth.core.batch import Store
-from tilth.core.errors import TilthError
+from tilth.core.errors import StorageError, TilthError
 from tilth.core.layout import Mesh
 from tilth.trace.spans import recorder
 
@@ -55,7 +59,16 @@ class Host:
         try:
             return self.handle(call)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a role raises is reported, not swallowed
-            return failure(error)
+            return failure(self._no_room(error) or error)
+
+    def _no_room(self, error: BaseException) -> StorageError | None:
+        """torch's error (known here by its name alone) when the file where process groups meet cannot be written."""
+        full = type(error).__name__ == "DistStoreError" and os.strerror(errno.ENOSPC) in str(error)
+        if not full or not self.meeting.startswith("file://"):
+            return None
+        place = Path(self.meeting.removeprefix("file://")).parent
+        told = StorageError(f"process groups could not meet in {place}: {os.strerror(errno.ENOSPC)}{MORE_ROOM}")
+        return told.with_traceback(error.__traceback__)
 
     def _mark(self, phase: str) -> None:
         self.phase, self.since = phase, time.monotonic()

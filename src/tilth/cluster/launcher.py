@@ -106,8 +106,7 @@ def local_fleet(workers: int, timeout: float, gpus: bool) -> LocalFleet:
 
 def _serve(launch: Launch, timeout: float) -> None:
     """Be a worker. What the terminal or the launcher sends to all processes is the controller's to handle."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
+    local_worker.leave_to_controller(signal.SIGINT, signal.SIGTERM)
     os.environ.update(environment(launch.size))
     folder, controller = _controller(launch)
     with controller:

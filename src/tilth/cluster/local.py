@@ -23,9 +23,10 @@ from tilth.cluster import keeper
 from tilth.cluster.fleet import Call, Probe, Reply
 from tilth.cluster.folder import Folder
 from tilth.cluster.link import Link
+from tilth.cluster.room import check_room, cores
 from tilth.cluster.store import FolderStore
 from tilth.cluster.watch import Watch
-from tilth.core.errors import RecipeError, WorkerLost
+from tilth.core.errors import RecipeError, StorageError, WorkerLost
 
 START = 120.0
 """Seconds in which every worker must have connected: on a busy machine imports are slow."""
@@ -46,16 +47,16 @@ class LocalFleet:
         folder: Folder | None = None,
         start: Sequence[int] | None = None,
     ) -> None:
-        _check(workers, gpus)
+        _check(workers, gpus, start is None)
         self.workers = workers
         self.folder = folder or Folder.create()
         self.store = FolderStore(self.folder.payload, "controller")
         self.links: list[Link] = []
-        self.watch = Watch(self.folder, workers)
+        self.watch = self._watch()
         self._encoded: tuple[Call | None, bytes] = None, b""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._keeper = _start_keeper(self.folder)
-        self._closed = False
+        self._unkept = self._closed = False
         try:
             with _listen(self.folder.socket) as door:
                 for rank in range(workers) if start is None else start:
@@ -67,6 +68,13 @@ class LocalFleet:
         self.links = [
             Link(rank, found[rank][0], found[rank][1], partial(self._ending, rank)) for rank in range(workers)
         ]
+
+    def _watch(self) -> Watch:
+        try:
+            return Watch(self.folder, self.workers)
+        except StorageError:
+            self.folder.remove()
+            raise
 
     def _start(self, rank: int, timeout: float) -> None:
         command = [sys.executable, "-u", "-P", "-m", "tilth.cluster.local_worker"]
@@ -87,9 +95,27 @@ class LocalFleet:
         self._tell(f"{pid}\n")
 
     def _tell(self, line: str) -> None:
+        """A keeper that is lost is told about once, and missed only if this process is killed."""
         pipe: IO[bytes] = self._keeper.stdin  # type: ignore[assignment]
-        pipe.write(line.encode())
-        pipe.flush()
+        try:
+            pipe.write(line.encode())
+            pipe.flush()
+        except BrokenPipeError:
+            self._keeper_lost(f"(process {self._keeper.pid}) {_told(self._keeper.wait())}")
+
+    def _keeper_lost(self, how: str) -> None:
+        if not self._unkept:
+            self._unkept = True
+            print(f"tilth: the keeper of the workers {how}; the run itself is not affected", file=sys.stderr)
+
+    def _end_keeper(self) -> None:
+        self._tell("done\n")
+        try:
+            self._keeper.communicate(timeout=END)
+        except subprocess.TimeoutExpired:
+            self._keeper_lost(f"(process {self._keeper.pid}) has not ended within {END:g} s and was killed")
+            self._keeper.kill()
+            self._keeper.wait()
 
     def _accept(self, door: socket.socket, timeout: float) -> dict[int, tuple[int, Connection]]:
         """(process id, connection) of every rank. WorkerLost if one ends, or has not come in time."""
@@ -158,8 +184,7 @@ class LocalFleet:
                 process.wait(END)
             except subprocess.TimeoutExpired:
                 self._kill()
-        self._tell("done\n")
-        self._keeper.communicate()
+        self._end_keeper()
         self.watch.board.close()
         self.folder.remove()
 
@@ -172,19 +197,19 @@ class LocalFleet:
 def environment(workers: int) -> dict[str, str]:
     """The environment of each of so many workers of this machine: the controller's own and its import path, threads
     such that they do not exceed the cores together, collectives on the loopback interface. What the user set holds."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
     ours = {
         "GOMP_SPINCOUNT": "1000",
-        "OMP_NUM_THREADS": str(max(1, cores // workers)),
+        "OMP_NUM_THREADS": str(max(1, cores() // workers)),
         "GLOO_SOCKET_IFNAME": loopback,
     }
     return {**ours, **os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
-def _check(workers: int, gpus: bool) -> None:
-    if workers < 1:
-        raise RecipeError(f"cluster.workers = {workers}: at least 1 is needed")
+def _check(workers: int, gpus: bool, ours: bool) -> None:
+    """ours: all of them are to be started here; a launcher's are there already."""
+    if ours:
+        check_room(workers)
     if gpus:
         import torch
 

@@ -6,6 +6,7 @@ socket, multiprocessing.connection); the main thread executes the calls in the o
 
 import os
 import pickle
+import signal
 import sys
 import threading
 from functools import partial
@@ -29,8 +30,18 @@ GONE = 70
 
 def main(folder: Folder, rank: int, workers: int, timeout: float) -> None:
     """Connect to the controller of this folder and serve it until it says ``end``."""
+    leave_to_controller(signal.SIGINT)
     with connect(folder) as controller:
         serve(controller, folder, rank, workers, timeout)
+
+
+def leave_to_controller(*signals: int) -> None:
+    """Do nothing on these signals, which a terminal or a launcher sends to all: the controller saves and ends.
+
+    By a handler, which processes that a role starts do not inherit, as they would SIG_IGN.
+    """
+    for number in signals:
+        signal.signal(number, lambda *_: None)
 
 
 def connect(folder: Folder) -> Connection:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from tilth.cluster.fleet import Call, Probe, Reply, place_of
 from tilth.cluster.ray_actors import Machine, RayStore, Worker
+from tilth.cluster.room import check_room
 from tilth.core.errors import RecipeError, TilthError, WorkerError, WorkerLost
 
 START = 120.0
@@ -221,7 +222,8 @@ def _loopback(wanted: bool) -> Iterator[None]:
 
 def connect(ray: ModuleType, workers: int, address: str) -> bool:
     """Connect this process to a Ray cluster; True if it was started for it. RecipeError if there is none at the
-    address, if it does not let us in, or if it runs another version."""
+    address, if it does not let us in, or if it runs another version; without an address if this machine has no room for
+    so many workers."""
     if ray.is_initialized():
         return False
     if address.startswith("ray://"):
@@ -231,6 +233,7 @@ def connect(ray: ModuleType, workers: int, address: str) -> bool:
         )
     quiet = {"log_to_driver": False, "configure_logging": False}
     if not address:
+        check_room(workers)
         if "RAY_AUTH_TOKEN_PATH" not in os.environ:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         with _loopback(True):

@@ -3,7 +3,6 @@
 The files belong to no process: what a rank has put outlives it. In /dev/shm they are shared memory.
 """
 
-import errno
 import itertools
 import mmap
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from tilth.cluster.room import advice
 from tilth.core.batch import Handle, Ragged
 from tilth.core.errors import StorageError
 
@@ -95,7 +95,6 @@ class FolderStore:
 
 
 def _no_room(folder: Path, column: str, size: int, error: OSError) -> StorageError:
-    hint = "; free memory there or set TMPDIR to a larger place" if error.errno == errno.ENOSPC else ""
     return StorageError(
-        f"payload column {column!r} of {size} bytes could not be put in {folder}: {error.strerror}{hint}"
+        f"payload column {column!r} of {size} bytes could not be put in {folder}: {error.strerror}{advice(error)}"
     )

@@ -55,7 +55,7 @@ class Watch:
     def ending(self, rank: int, pid: int, how: str) -> str:
         """A lost worker in words: how it ended, what it was in, the end of its log."""
         phase = self.board.read(rank)
-        doing = f"in {phase}" if phase else "between calls"
+        doing = f"while in {phase}" if phase else "between calls"
         return f"the worker (process {pid}) {how} {doing}{self.log_end(rank)}"
 
     def log_end(self, rank: int) -> str:

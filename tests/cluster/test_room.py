@@ -1,0 +1,65 @@
+"""How many workers a machine can take: refused before anything is started."""
+
+import errno
+import os
+import subprocess
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from tilth.cluster import local, room
+from tilth.cluster.board import Board
+from tilth.cluster.cluster import open_cluster
+from tilth.cluster.folder import Folder
+from tilth.cluster.ray import connect
+from tilth.cluster.room import MORE_ROOM, PER_CORE, WORKER, check_room, most_workers
+from tilth.core.errors import RecipeError, StorageError
+
+
+@pytest.mark.parametrize("cores, memory, most", [
+    (2, 10**12, 2 * PER_CORE), (64, 10 * WORKER, 10), (64, 10 * WORKER - 1, 9), (1, 0, 1)
+])  # fmt: skip
+def test_the_most_is_what_cores_and_memory_allow(monkeypatch, cores, memory, most):
+    monkeypatch.setattr(room, "cores", lambda: cores)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))
+    assert most_workers() == most
+    check_room(most)
+    with pytest.raises(RecipeError, match=rf"^cluster.workers = {most + 1}: .* {cores} CPU .* cluster.workers={most} "):
+        check_room(most + 1)
+
+
+def test_a_storm_of_processes_is_refused_before_the_first(monkeypatch):
+    def started(*_, **__):
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.setattr(Folder, "create", started)
+    with pytest.raises(RecipeError, match=r"^cluster.workers = 100000: this machine has \d+ CPU cores and .* GB"):
+        open_cluster("local", 100_000)
+    ray = SimpleNamespace(is_initialized=lambda: False, init=started)
+    with pytest.raises(RecipeError, match=r"^cluster.workers = 100000: this machine has \d+ CPU cores and .* GB"):
+        connect(ray, 100_000, "")
+
+
+def test_workers_that_others_have_started_are_not_measured_by_this_machine():
+    assert not connect(SimpleNamespace(is_initialized=lambda: True), 100_000, "")
+    local._check(100_000, False, ours=False)
+
+
+@pytest.mark.parametrize("number, end", [(errno.ENOSPC, MORE_ROOM), (errno.EROFS, os.strerror(errno.EROFS))])
+def test_a_folder_without_room_ends_with_the_advice(monkeypatch, tmp_path, number, end):
+    def full(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("tilth.cluster.folder._root", lambda: tmp_path)
+    monkeypatch.setattr(type(tmp_path), "write_bytes", full)
+    with pytest.raises(StorageError, match="board could not be written") as raised:
+        local.LocalFleet(1)
+    assert str(raised.value).endswith(end) and not list(tmp_path.iterdir())
+    with pytest.raises(StorageError, match="board could not be written"):
+        Board.create(tmp_path / "board", 2)
+    monkeypatch.setattr("tilth.cluster.folder.tempfile.mkdtemp", full)
+    with pytest.raises(StorageError, match="needs a folder in") as raised:
+        Folder.create()
+    assert str(raised.value).endswith(end)
