@@ -92,7 +92,7 @@ def test_the_board_shows_each_worker_to_every_process(tmp_path):
     assert [board.read(rank) for rank in range(3)] == ["", "", ""]
     Board(tmp_path / "board").mark(1, "policy.update")
     time.sleep(0.11)
-    assert board.read(1).startswith("policy.update for 0.") and board.read(0) == board.read(2) == ""
+    assert board.read(1).startswith("policy.update (for 0.") and board.read(0) == board.read(2) == ""
     board.mark(1, "")
     assert board.read(1) == ""
     board.close()
@@ -104,7 +104,7 @@ def test_any_name_fits_into_its_own_slot(tmp_path_factory, name):
     for rank in range(3):
         board.mark(rank, f"{rank}{name}")
     for rank in range(3):
-        shown = board.read(rank).rsplit(" for ", 1)[0]
+        shown = board.read(rank).rsplit(" (for ", 1)[0]
         cut = f"{rank}{name}".encode()[: SLOT - 10].decode(errors="replace")
         assert shown == cut
     board.close()
