@@ -111,7 +111,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(tmp_path):
     assert steps["state"] == "interrupted" and steps["steps"] > 6
 
     code, _, err = tilth(tmp_path, *command, "algorithm.steps=3")
-    assert code == 2 and "another recipe" in err  # other keys, other run
+    assert code == 2 and "is another run: " in err  # other keys, other run
 
     process = start(tmp_path, *command, "algorithm.steps=2000")
     line = process.stdout.readline()
