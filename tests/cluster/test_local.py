@@ -363,7 +363,8 @@ def test_no_room_where_process_groups_meet_ends_with_the_advice(watched):
 
 
 INTERRUPTED = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
 from tilth.cluster.cluster import open_cluster
 from tilth.core.layout import Mesh
 with open_cluster("local", 2, timeout=600.0) as cluster:

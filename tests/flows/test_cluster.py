@@ -97,7 +97,10 @@ def one(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SELDOM = ("fsdp, gathered once", "tp")
+
+
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] * (n in SELDOM)) for n in LAYOUTS])
 def test_grpo_learns_in_every_layout_as_on_one_process(tmp_path, shared, one, layout):
     ours = tiny.run(tiny.recipe(tmp_path, **sections("grpo", **LAYOUTS[layout])))
     assert_near(ours, one("grpo"), rel=2e-4, abs=2e-5)
@@ -115,7 +118,7 @@ CRITICS = {
 }
 
 
-@pytest.mark.parametrize("layout", CRITICS)
+@pytest.mark.parametrize("layout", ["all on both", pytest.param("critic elsewhere", marks=pytest.mark.slow)])
 def test_ppo_learns_with_a_critic_in_another_layout_or_place(tmp_path, shared, one, layout):
     ours = tiny.run(tiny.recipe(tmp_path, **sections("ppo", **CRITICS[layout])))
     assert_near(ours, one("ppo"), rel=1e-3, abs=1e-4)
@@ -133,7 +136,24 @@ def test_in_parity_mode_rollouts_are_the_same_token_for_token_wherever_they_are_
     assert [r["mismatch/max"] for r in read_metrics(several.directory)] == [0.0]
 
 
-@pytest.mark.parametrize("flow", ["sft", "pretrain"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"cluster": {"backend": "local", "workers": 4}},
+        {"cluster": {"backend": "local", "pools": {"learn": 1, "speak": 4}}, "rollout": ELSEWHERE},
+        {"cluster": {"backend": "local", "workers": 4}, "policy": {"layout": {"dp": 2, "fsdp": 2}}},
+    ],
+    ids=["colocated", "split", "under hsdp"],
+)
+def test_four_engines_say_what_one_says_token_for_token(tmp_path, where):
+    short = {"supervised": {"steps": 0}, "algorithm": {"steps": 1}, "train": {"parity": True, "threads": 1}}
+    alone, several = (tiny.run(tiny.recipe(tmp_path / n, **short, **how)) for n, how in (("1", {}), ("4", where)))
+    a, b = (read_trajectories(run.directory).sort_by("id") for run in (alone, several))
+    assert a.select(["id", "tokens", "logprobs"]).equals(b.select(["id", "tokens", "logprobs"]))
+
+
+@pytest.mark.parametrize("flow", [pytest.param("sft", marks=pytest.mark.slow), "pretrain"])
 def test_supervised_flows_on_two_workers(tmp_path, shared, flow):
     alone = tiny.learn(tmp_path / "one", flow)
     spread = tiny.learn(tmp_path / "two", flow, cluster=LOCAL, policy={"layout": {"fsdp": 2}})
@@ -224,7 +244,7 @@ def replace_rollout(monkeypatch, factory, **more):
 WRONG = {"supervised": {"steps": 0}, "cluster": {**LOCAL, "timeout": 60.0}}
 
 
-@pytest.mark.parametrize("damage", ["drop", "permute", "corrupt"])
+@pytest.mark.parametrize("damage", [*(pytest.param(d, marks=pytest.mark.slow) for d in ("drop", "permute")), "corrupt"])
 def test_a_tensor_that_one_engine_holds_wrongly_stops_the_run_in_that_step(tmp_path, monkeypatch, damage):
     replace_rollout(monkeypatch, "harmed", damage=damage)
     watcher = tiny.Recorder()

@@ -6,6 +6,7 @@ from typing import Any
 
 from tilth.cluster.dispatch import Dispatch, Flight
 from tilth.cluster.fleet import Call
+from tilth.cluster.inline import InlineFleet
 from tilth.cluster.lazy import LazyBatch, LazyMap, resolved
 from tilth.cluster.protocol import Deal, Divide, Transfer, deal, evenly, gather
 from tilth.core.layout import Mesh
@@ -26,6 +27,7 @@ class WorkerGroup:
         self._dispatch = dispatch
         self._methods = methods
         self._divide = divide or evenly
+        self._inline = isinstance(dispatch.fleet, InlineFleet)
 
     @property
     def world_size(self) -> int:
@@ -44,7 +46,7 @@ class WorkerGroup:
         plain = [resolved(a) for a in args], {k: resolved(a) for k, a in kwargs.items()}
         dealt = deal(how, self.mesh, self._divide, *plain)
         flights = self._send(method, dealt)
-        if how.gather in ("first", "all") or all(flight.landed for flight in flights):
+        if how.gather in ("first", "all") or self._inline:
             return self._gather(how, dealt, flights)
         resolve = partial(self._gather, how, dealt, flights)
         return LazyBatch(resolve) if how.gather == "rows" else LazyMap(resolve)
