@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.hf import parameter_shapes as those_of_the_decoder
 from tilth.parallel import sharded, tensor
-from tilth.plan.layout import NAMES, Placed, check_shape, elements, layouts, misfit, per_rank, place, ranks_of
+from tilth.plan.layout import NAMES, Placed, check_shape, elements, layouts, misfit, nested, per_rank, place, ranks_of
 from tilth.plan.memory import BASE, predict, value_parameters
 from tilth.plan.shape import Shape, new_shape, parameter_shapes, parameters
 
@@ -164,10 +163,7 @@ MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1), (1, 
 def test_layouts_are_those_of_the_parallel_room(sizes, kv_heads):
     shape, mesh = shape_of(4, kv_heads, vocab=13, tied=False, family="qwen2"), Mesh(NAMES, sizes)
     copies = max(1, sizes[2] // kv_heads)
-    grid: Any = SimpleNamespace(mesh=mesh)
-    expected = {
-        name: sharded._layout(grid, s, tensor._placement(name, copies)) for name, s in parameter_shapes(shape).items()
-    }
+    expected = {name: nested(mesh, s, tensor._placement(name, copies)) for name, s in parameter_shapes(shape).items()}
     found = layouts(parameter_shapes(shape), mesh, kv_heads)
     for name in found:
         assert [found[name].boxes(r) for r in mesh.ranks] == [expected[name].boxes(r) for r in mesh.ranks], name

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tilth.core.errors import ModelError
-from tilth.core.layout import Box, Layout, Placement, Replicate, Shape, Shard
+from tilth.core.layout import Box, Layout, Replicate, Shape
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.hf import LazyTensors, check_tensors
@@ -25,6 +25,7 @@ from tilth.models.rope import Rope
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.parallel.grid import DATA, MODEL, Grid
 from tilth.parallel.tensor import TensorPlan, apply_tensor
+from tilth.plan.layout import nested
 
 Zero = Literal[2, 3]
 Partial = Sequence[tuple[dist.ProcessGroup, Sequence[str]]]
@@ -51,7 +52,7 @@ def shard(
     if grid.size("fsdp") > 1:
         _fully_shard(model, grid, zero, device)
     model.to_empty(device=device)
-    layouts = {name: _layout(grid, shape, plan.placements.get(name, Replicate())) for name, shape in shapes.items()}
+    layouts = {name: nested(grid.mesh, shape, plan.placements.get(name, Replicate())) for name, shape in shapes.items()}
     return Sharded(model, grid, layouts, plan.partial, zero)
 
 
@@ -66,17 +67,6 @@ def _fully_shard(model: Decoder, grid: Grid, zero: Zero, device: str) -> None:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_reshard_after_backward(zero == 3, recurse=False)
-
-
-def _layout(grid: Grid, shape: tuple[int, ...], tp: Placement) -> Layout:
-    """dp copies; tp splits first, fsdp splits the rows of what tp left."""
-    kinds: dict[str, Placement] = {"fsdp": Shard(0), "tp": tp}
-    mesh = grid.mesh
-    placements = tuple(
-        kinds.get(n, Replicate()) if size > 1 else Replicate() for n, size in zip(mesh.names, mesh.sizes)
-    )
-    order = sorted(range(len(mesh.names)), key=lambda i: (mesh.names[i] != "tp", mesh.names[i] != "fsdp", i))
-    return Layout(mesh, placements, shape, tuple(order))
 
 
 class Sharded:
@@ -101,7 +91,9 @@ class Sharded:
     def alone(cls, model: Decoder) -> "Sharded":
         """A model on one device, as it is."""
         grid = Grid.alone()
-        return cls(model, grid, {n: _layout(grid, tuple(p.shape), Replicate()) for n, p in model.named_parameters()})
+        return cls(
+            model, grid, {n: nested(grid.mesh, tuple(p.shape), Replicate()) for n, p in model.named_parameters()}
+        )
 
     @classmethod
     def of(cls, model: "Decoder | Sharded") -> "Sharded":

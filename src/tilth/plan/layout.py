@@ -123,11 +123,13 @@ def layouts(shapes: dict[str, Sizes], mesh: Mesh, kv_heads: int) -> dict[str, La
     shapes: as ``parameter_shapes`` gives them; kv_heads: of the whole model. Agrees with what ``parallel`` does.
     """
     tp = mesh.sizes[mesh.names.index("tp")]
-    return {name: _layout(name, shape, mesh, max(1, tp // kv_heads)) for name, shape in shapes.items()}
+    copies = max(1, tp // kv_heads)
+    return {name: nested(mesh, shape, _along_tp(name, copies)) for name, shape in shapes.items()}
 
 
-def _layout(name: str, shape: Sizes, mesh: Mesh, copies: int) -> Layout:
-    kinds: dict[str, Placement] = {"fsdp": Shard(0), "tp": _along_tp(name, copies)}
+def nested(mesh: Mesh, shape: Sizes, along_tp: Placement) -> Layout:
+    """dp copies; tp splits first, as it is told; fsdp splits the rows of what tp left."""
+    kinds: dict[str, Placement] = {"fsdp": Shard(0), "tp": along_tp}
     split = (kinds.get(n, Replicate()) if size > 1 else Replicate() for n, size in zip(mesh.names, mesh.sizes))
     order = sorted(range(len(mesh.names)), key=lambda i: (mesh.names[i] != "tp", mesh.names[i] != "fsdp", i))
     return Layout(mesh, tuple(split), shape, tuple(order))

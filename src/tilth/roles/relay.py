@@ -49,10 +49,8 @@ class Delivery(NamedTuple):
 class Route:
     """How one target gets its weights, seen from this worker."""
 
-    source: bool
-    """This worker holds a part of the policy."""
     target: bool
-    """It holds a receiver."""
+    """This worker holds a receiver."""
     gathers: bool
     """It puts whole tensors together: for itself, for its peers or to send them."""
     outside: Grid | None
@@ -89,7 +87,6 @@ class RelayWorker:
         shared = any(r in inside for r in target.ranks)
         first_replica = source and self.source.coordinates(rank)[0] == 0
         return Route(
-            source=source,
             target=rank in target.ranks,
             gathers=source and (shared or first_replica),
             outside=Grid.of(Mesh(("to",), (len(members),), members), rank) if strangers and rank in members else None,
