@@ -1,0 +1,34 @@
+"""The stages of a save: each is timed, and what fails in one is told with its name."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tilth.core.errors import StorageError
+from tilth.trace.spans import span
+
+STAGES = ("begin", "snapshot", "checksum", "write", "sync", "report", "manifest", "publish", "retention")
+
+
+class StageError(StorageError):
+    """A stage of a save failed at a path, for a reason."""
+
+    def __init__(self, stage: str, path: str, reason: str) -> None:
+        super().__init__(f"{stage} of {path} failed: {reason}")
+        self.stage, self.path, self.reason = stage, path, reason
+
+
+def stage(name: str, path: str) -> None:
+    """Called as a stage begins, and while writing before each part. It does nothing: a test fails or ends it here."""
+
+
+@contextmanager
+def staged(name: str, path: str, nbytes: int = 0) -> Iterator[span]:
+    """A span ``save.NAME`` around a stage; StageError where the disk, a store or the memory refuses."""
+    try:
+        with span(f"save.{name}", bytes=nbytes) as timed:
+            stage(name, path)
+            yield timed
+    except OSError as error:
+        raise StageError(name, str(error.filename or path), error.strerror or str(error)) from error
+    except MemoryError as error:
+        raise StageError(name, path, "out of memory") from error
