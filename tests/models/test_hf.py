@@ -1,6 +1,7 @@
 """Hugging Face directories: transformers loads what we write, we load what it writes, bad ones are named."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,17 @@ from tests.models.tiny import FAMILIES, decoder, reference, shape, tokens
 from tilth.core.errors import ModelError, StorageError
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
-from tilth.models.hf import load_pretrained, load_weights, parameter_shapes, read_config, save_pretrained
+from tilth.models.hf import (
+    Unread,
+    load_pretrained,
+    load_weights,
+    open_tensors,
+    parameter_shapes,
+    read_config,
+    save_pretrained,
+    shapes,
+)
+from tilth.models.value import ValueModel
 
 
 def logits(model: Decoder, ids: torch.Tensor) -> torch.Tensor:
@@ -261,3 +272,104 @@ def test_writing_that_fails_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"cannot write model to .*file"):
         save_pretrained(tmp_path / "file" / "out", model.config, model.state_dict())
+
+
+class Counted(Unread):
+    """Tensors that come into being when asked for; how many of them there were at once."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors, self.alive, self.most, self.read = tensors, 0, 0, list[str]()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        made = self.tensors[name].clone()
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        self.read.append(name)
+        weakref.finalize(made, self._gone)
+        return made
+
+    def _gone(self) -> None:
+        self.alive -= 1
+
+    def __iter__(self):
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 30_000])
+def test_a_model_is_written_without_being_in_memory(shard_bytes: int, tmp_path: Path) -> None:
+    model = decoder(FAMILIES["qwen3"])
+    state = Counted({name: p.detach() for name, p in model.named_parameters()})
+    save_pretrained(tmp_path, model.config, state, dtype=torch.bfloat16, shard_bytes=shard_bytes)
+    assert state.most <= 2 and sorted(state.read) == sorted(state)  # the last one goes when the next one is there
+    config, tensors = load_pretrained(tmp_path)
+    assert config == model.config
+    assert all(torch.equal(tensors[name], tensor.bfloat16()) for name, tensor in state.tensors.items())
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 1) == (shard_bytes < 10**9)
+    assert {name for file in files for name in load_file(file)} == set(state)
+
+
+def test_an_index_names_the_file_of_each_tensor_and_their_size(tmp_path: Path) -> None:
+    model = decoder(FAMILIES["llama-none"])
+    save_pretrained(tmp_path, model.config, model.state_dict(), shard_bytes=30_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in model.parameters())
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], model.state_dict()[name])
+
+
+@pytest.mark.parametrize("name", ["llama-llama3", "qwen2", "qwen3", "mistral"])
+def test_a_value_model_is_a_classifier_of_tokens(name: str, tmp_path: Path) -> None:
+    model = ValueModel(decoder(FAMILIES[name]))
+    with torch.no_grad():
+        model.score.weight.normal_(generator=torch.Generator().manual_seed(1))
+        model.score.bias.fill_(0.25)
+    save_pretrained(tmp_path, FAMILIES[name], dict(model.named_parameters()), values=True)
+    theirs = transformers.AutoModelForTokenClassification.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float32
+    )
+    ids = tokens([40])
+    with torch.no_grad():
+        ours = model.score(model(ids, PackedContext([40])))
+        found = theirs(ids[None]).logits[0]
+    assert found.shape == (40, 1) and (found[:, 0] - ours).abs().max() <= 1e-4 * ours.abs().max()
+    assert theirs.config.id2label == {0: "value"}
+    assert shapes(open_tensors(tmp_path)) == parameter_shapes(FAMILIES[name], values=True)
+    with pytest.raises(ModelError, match="ForTokenClassification' is not supported"):
+        load_pretrained(tmp_path)
+
+
+def test_weights_of_a_policy_are_no_value_model(tmp_path: Path) -> None:
+    model = decoder(FAMILIES["qwen3"])
+    with pytest.raises(ModelError, match=r"missing: score\.weight, score\.bias"):
+        save_pretrained(tmp_path, model.config, model.state_dict(), values=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_block_of_a_tensor_is_read_alone(exported: Path) -> None:
+    tensors = open_tensors(exported)
+    name = "model.embed_tokens.weight"
+    assert torch.equal(tensors.part(name, (slice(3, 7), slice(0, 2))), tensors[name][3:7, :2])
+    assert torch.equal(tensors.part(name, (slice(5, 6),)), tensors[name][5:6])
+    assert tensors.files[name] == "model.safetensors"
+
+
+def test_a_head_that_is_the_embedding_once_more_is_no_tensor_of_its_own(exported: Path) -> None:
+    state = load_file(exported / "model.safetensors")
+    embedding = state["model.embed_tokens.weight"]
+    save_file({**state, "lm_head.weight": embedding.clone()}, exported / "model.safetensors", {"format": "pt"})
+    assert "lm_head.weight" not in open_tensors(exported)
+    save_file({**state, "lm_head.weight": embedding + 1}, exported / "model.safetensors", {"format": "pt"})
+    assert "lm_head.weight" in open_tensors(exported)
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    model = decoder(FAMILIES["qwen3"])
+    with pytest.raises(ModelError, match=r"torch\.int8 cannot be exported; one of torch\.float64"):
+        save_pretrained(tmp_path, model.config, model.state_dict(), dtype=torch.int8)

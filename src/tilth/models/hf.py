@@ -1,20 +1,22 @@
 """Hugging Face directories: read and written so that transformers and vLLM load what Tilth trains, and the reverse."""
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tilth.core.errors import ModelError, StorageError
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.models.value import ValueModel
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -32,6 +34,7 @@ TOKENIZER_FILES = (
 )
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_STORED = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class SavesTokenizer(Protocol):
@@ -42,7 +45,15 @@ class SavesTokenizer(Protocol):
         ...
 
 
-class LazyTensors(Mapping[str, Tensor]):
+class Unread(Mapping[str, Tensor]):
+    """Tensors by name that are read when they are asked for, one at a time; their shapes are known before."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+
+
+class LazyTensors(Unread):
     """Tensors of a directory by name, read from their file when asked for. dtype: cast to it; None: as stored."""
 
     def __init__(self, directory: Path, files: Mapping[str, str], dtype: torch.dtype | None = None) -> None:
@@ -55,6 +66,19 @@ class LazyTensors(Mapping[str, Tensor]):
         except SafetensorError as error:
             raise ModelError(f"{self._directory / self._files[name]}: cannot read tensor {name}: {error}") from error
         return tensor if self._dtype is None else tensor.to(self._dtype)
+
+    def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """One block of a tensor; only its bytes are read."""
+        try:
+            found: Tensor = self._file(name).get_slice(name)[slices] if slices else self[name]
+        except SafetensorError as error:
+            raise ModelError(f"{self._directory / self._files[name]}: cannot read tensor {name}: {error}") from error
+        return found if self._dtype is None else found.to(self._dtype)
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """Name of a tensor -> name of its file."""
+        return self._files
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -112,17 +136,35 @@ def load_pretrained(
 def load_weights(model: Decoder, tensors: Mapping[str, Tensor], source: str = "state") -> None:
     """Copy tensors into the model's parameters, cast to their dtype. Raises ModelError that names what does not fit."""
     own = dict(model.named_parameters())
-    shape_of = tensors.shape if isinstance(tensors, LazyTensors) else (lambda name: tuple(tensors[name].shape))
-    check_tensors(source, {k: tuple(p.shape) for k, p in own.items()}, {k: shape_of(k) for k in tensors})
+    check_tensors(source, {k: tuple(p.shape) for k, p in own.items()}, shapes(tensors))
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(tensors[name])
 
 
-def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter of a decoder of this config; nothing is allocated."""
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each of these tensors; those that are not read yet stay so."""
+    shape_of = tensors.shape if isinstance(tensors, Unread) else (lambda name: tuple(tensors[name].shape))
+    return {name: shape_of(name) for name in tensors}
+
+
+def parameter_shapes(config: DecoderConfig, *, values: bool = False) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter of a decoder of this config, or of its value model; nothing is allocated."""
     with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
+        model = ValueModel(Decoder(config)) if values else Decoder(config)
+        return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def open_tensors(directory: str | os.PathLike[str]) -> LazyTensors:
+    """The tensors of a Hugging Face directory by name, whatever its architecture; ModelError if it has none.
+
+    A head that config.json ties to the embedding is left out if its values are the same, as it is elsewhere.
+    """
+    folder = Path(directory)
+    tied = bool(read_config(folder).get("tie_word_embeddings"))
+    tensors = _tensors(folder, None)
+    doubled = tied and _HEAD in tensors and _EMBEDDING in tensors
+    return tensors.without(_HEAD) if doubled and torch.equal(tensors[_HEAD], tensors[_EMBEDDING]) else tensors
 
 
 def check_tensors(source: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
@@ -153,20 +195,26 @@ def save_pretrained(
     generation: Mapping[str, Any] | None = None,
     token_ids: Mapping[str, int | list[int]] | None = None,
     shard_bytes: int = 5 * 10**9,
+    values: bool = False,
 ) -> None:
     """Write a directory that ``AutoModelForCausalLM.from_pretrained`` and vLLM load.
 
-    state: parameter name -> tensor. dtype: of the file; None: as in ``state``. Tokenizer files come from ``tokenizer``
-    or else from ``source`` (a directory the model was loaded from), which also gives the special token ids and
-    generation_config.json; ``token_ids`` (bos_token_id, ...), ``generation`` and ``chat_template`` (Jinja) override.
+    state: parameter name -> tensor, taken one at a time, so that ``Unread`` ones need no memory for the whole. dtype:
+    of the file; None: as in ``state``. shard_bytes: weights above that size are in several files with an index. values:
+    it is a value model, which ``AutoModelForTokenClassification`` loads; its one label is the value. Tokenizer files
+    come from ``tokenizer`` or else from ``source`` (a directory the model was loaded from), which also gives the special
+    token ids and generation_config.json; ``token_ids`` (bos_token_id, ...), ``generation`` and ``chat_template`` (Jinja)
+    override.
     config.json is written last, so that an interrupted export is not a model directory. Raises ModelError if the state
     does not fit the config, StorageError if writing fails.
     """
-    check_tensors("export", parameter_shapes(config), {name: tuple(t.shape) for name, t in state.items()})
-    hf, out = config.to_hf(), Path(directory)
+    check_tensors("export", parameter_shapes(config, values=values), shapes(state))
+    hf, out = _of_values(config) if values else config.to_hf(), Path(directory)
     inherited = {} if source is None else _read_json(Path(source) / "config.json")
     ids = {**{k: inherited[k] for k in _TOKEN_IDS if inherited.get(k) is not None}, **(token_ids or {})}
     kept = dtype or next(iter(state.values())).dtype
+    if kept not in _STORED:
+        raise ModelError(f"a model of {kept} cannot be exported; one of {', '.join(map(str, _STORED))} can")
     try:
         _clear(out)
         _write_weights(out, state, kept, shard_bytes)
@@ -184,17 +232,43 @@ def _clear(out: Path) -> None:
         old.unlink(missing_ok=True)
 
 
+def _of_values(config: DecoderConfig) -> dict[str, Any]:
+    """config.json of a value model: a classifier of tokens with one label."""
+    hf = config.to_hf()
+    kind = str(hf["architectures"][0]).replace("ForCausalLM", "ForTokenClassification")
+    labels = {"num_labels": 1, "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    return hf | {"architectures": [kind], "classifier_dropout": 0.0, "tie_word_embeddings": True, **labels}
+
+
 def _write_weights(out: Path, state: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int) -> None:
-    shards = _shards({name: t.numel() * dtype.itemsize for name, t in state.items()}, shard_bytes)
+    known = shapes(state)
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in known.items()}
+    shards = _shards(sizes, shard_bytes)
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: state[name].detach().to("cpu", dtype).contiguous() for name in names}
-        save_file(tensors, out / file, metadata={"format": "pt"})
+        _write_file(out / file, {name: known[name] for name in names}, state, dtype)
         weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
-        total = sum(t.numel() * dtype.itemsize for t in state.values())
-        _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        _write_json(out / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+
+
+def _write_file(
+    path: Path, known: Mapping[str, Sequence[int]], state: Mapping[str, Tensor], dtype: torch.dtype
+) -> None:
+    """A safetensors file, one tensor after another: the library wants all of a file in memory."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in known.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        table[name] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    header = json.dumps(table, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name in known:
+            values = state[name].detach().to("cpu", dtype).contiguous()
+            file.write(values.view(-1).view(torch.uint8).numpy().data)
 
 
 def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:

@@ -20,7 +20,7 @@ from tilth.core.errors import ModelError
 from tilth.core.layout import Box, Layout, Replicate, Shape
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
-from tilth.models.hf import LazyTensors, check_tensors
+from tilth.models.hf import check_tensors, shapes
 from tilth.models.rope import Rope
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.parallel.grid import DATA, MODEL, Grid
@@ -123,9 +123,8 @@ class Sharded:
         begins = isinstance(self.model, ValueModel) and not any(name.startswith(HEAD) for name in tensors)
         left_out = (HEAD, OUTPUT) if begins else ()
         wanted = {n: layout.shape for n, layout in self.layouts.items() if not (begins and n.startswith(HEAD))}
-        shape_of = tensors.shape if isinstance(tensors, LazyTensors) else (lambda name: tuple(tensors[name].shape))
-        names = [name for name in tensors if not name.startswith(left_out)]
-        check_tensors(source, wanted, {name: shape_of(name) for name in names})
+        found = {name: shape for name, shape in shapes(tensors).items() if not name.startswith(left_out)}
+        check_tensors(source, wanted, found)
         for name, local in self.parameters.items():
             if name in wanted:
                 self._copy(name, tensors[name])
