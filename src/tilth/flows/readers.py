@@ -13,7 +13,7 @@ from tilth.core.errors import DataError
 from tilth.flows.files import read_lines
 from tilth.flows.trajectories import read_trajectories, steps_of
 
-__all__ = ["curve", "read_metrics", "read_state", "read_trajectories", "steps_of", "summarise"]
+__all__ = ["checkpoints_of", "curve", "read_metrics", "read_state", "read_trajectories", "steps_of", "summarise"]
 
 Record = dict[str, Any]
 
@@ -43,6 +43,12 @@ def read_state(run: str | Path) -> Record:
     if state["state"] == "running" and _gone(state):
         state["state"] = "interrupted"
     return state
+
+
+def checkpoints_of(run: str | Path) -> str:
+    """Where the checkpoints of a run are: a folder of its own, or what ``run.checkpoints`` said: a folder, or a URL."""
+    elsewhere: str = read_state(run).get("checkpoints", "")
+    return elsewhere or str((Path(run) / "checkpoints").resolve())
 
 
 def _gone(state: Record) -> bool:
