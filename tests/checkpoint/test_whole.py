@@ -41,7 +41,7 @@ def runs(tmp_path_factory):
     found = []
     for name in ("one", "four"):
         run = tmp_path_factory.mktemp(name)
-        (run / "run.json").write_text(json.dumps({"state": "finished"}))
+        (run / "run.json").write_text(json.dumps({"state": "finished", "digest": "0"}))
         (run / "recipe.toml").write_text('[data]\nsource = "addition"\ndigits = 1\n[reward]\nfunctions = ["math"]\n')
         save_shape(run / MODEL_FOLDER, small.config(), small.TOKENIZER)
         if name == "one":

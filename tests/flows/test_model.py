@@ -101,7 +101,7 @@ def several(tmp_path):
     """A run whose weights say which checkpoint they are of."""
     run = tmp_path / "run@home"
     (run / "checkpoints").mkdir(parents=True)
-    (run / "run.json").write_text(json.dumps({"state": "finished"}))
+    (run / "run.json").write_text(json.dumps({"state": "finished", "digest": "0"}))
     (run / "recipe.toml").write_text('[data]\ntemplate = "chatml"\n[rollout]\nstop = ["END"]\n[warmup]\nsteps = 3\n')
     save_shape(run / MODEL_FOLDER, CONFIG, small.TOKENIZER)
     for step in (2, 5, 9):

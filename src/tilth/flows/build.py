@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tilth.checkpoint.storage import is_url
 from tilth.cluster.cluster import Cluster
 from tilth.cluster.group import WorkerGroup
 from tilth.config.schema import Recipe
@@ -20,7 +21,8 @@ from tilth.data.order import Order
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, new_config, split_spec
+from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, new_config
+from tilth.flows.named import split_spec
 from tilth.flows.run import Roles, Split
 from tilth.models.config import DecoderConfig
 from tilth.plan.layout import check_shape, place
@@ -160,7 +162,8 @@ def rooted(recipe: Recipe) -> Recipe:
     changed: dict[str, Any] = {}
     if recipe.model.path:
         folder, which = split_spec(recipe.model.path)
-        path = f"{folder.resolve()}@{which}" if which else str(folder.resolve())
+        whole = folder if is_url(folder) else Path(folder).resolve()
+        path = f"{whole}@{which}" if which else str(whole)
         changed["model"] = recipe.model.model_copy(update={"path": path})
     template = Path(recipe.data.template)
     if recipe.data.template and template.is_file():

@@ -3,7 +3,7 @@
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,22 +11,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilth.checkpoint import Checkpoint, open_checkpoint, read_best
-from tilth.checkpoint.directory import complete, step_of
-from tilth.checkpoint.manifest import NAME as MANIFEST
+from tilth.checkpoint import Checkpoint, open_checkpoint
+from tilth.checkpoint.storage import is_url
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, ModelError
 from tilth.data.prompts import PromptSet
 from tilth.data.tokenizer import Tokenizer, check_vocabulary
 from tilth.flows.files import writing
+from tilth.flows.named import EMA, Named, explained, find_checkpoint
 from tilth.models.config import DecoderConfig
-from tilth.models.hf import check_tensors, load_pretrained, parameter_shapes, read_config
+from tilth.models.hf import Unread, check_tensors, load_pretrained, parameter_shapes, read_config, shapes
 from tilth.plan.shape import new_shape
 from tilth.rollout.engine import Engine
 
 MODEL_FOLDER = "model"
 """Folder of a run with its config.json and tokenizer: the weights are in the checkpoints."""
-EMA = "ema"
 
 
 class LoadedModel(NamedTuple):
@@ -61,82 +60,78 @@ class LoadedModel(NamedTuple):
 # ---- by path ----
 
 
-def load_model(spec: str | Path) -> LoadedModel:
-    """The model that a text names.
+MODELS = ("model", EMA, "critic", "reference")
+"""Groups of tensors of a checkpoint that are weights of a model."""
+
+
+class StoredTensors(Unread):
+    """Tensors of a group of a checkpoint, read and checked when they are asked for. CheckpointError: damaged."""
+
+    def __init__(self, checkpoint: Checkpoint, group: str, named: Named) -> None:
+        self._checkpoint, self._group, self._named = checkpoint, group, named
+        self._names = dict.fromkeys(checkpoint.names(group))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        with explained(self._named):
+            return self._checkpoint.read(self._group, name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return self._checkpoint.entry(self._group, name).shape
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def load_model(spec: str | Path, group: str = "") -> LoadedModel:
+    """The model that a text names; its tensors are read, one at a time, when they are used.
 
     ``RUN``: its newest checkpoint; ``RUN@best``: the best by evaluation; ``RUN@STEP``: the one of a step; ``RUN@ema``:
-    the moving average of the weights, from the newest; a checkpoint's own directory; a Hugging Face directory.
+    the moving average of the weights, from the newest; a checkpoint's own directory; a Hugging Face directory; for all
+    forms see ``named.find_checkpoint``. group: of the checkpoint's tensors (``MODELS``); empty: as the text says.
     ModelError in one line if there is no such thing, with what there is; CheckpointError for a damaged one.
     """
-    folder, which = split_spec(str(spec))
-    if (folder / "run.json").is_file():
-        return _from_checkpoint(*_chosen(folder, which))
-    if which:
-        raise ModelError(f"{str(folder)!r} is no run, so it has no @{which}")
-    if (folder / MANIFEST).is_file():
-        return _from_checkpoint(folder, "model")
-    config, tensors = load_pretrained(folder)
-    return LoadedModel(config, tensors, _tokenizer(folder), folder)
+    named = find_checkpoint(str(spec))
+    if named is not None:
+        return _from_checkpoint(named._replace(group=group or named.group))
+    if group not in ("", "model"):
+        raise ModelError(f"{str(spec)!r} is no checkpoint, so it has no group {group}")
+    config, tensors = load_pretrained(spec)
+    return LoadedModel(config, tensors, _tokenizer(Path(spec)), Path(spec))
 
 
-def split_spec(spec: str) -> tuple[Path, str]:
-    """Folder and what follows its last ``@``; a folder that has one in its name is that folder."""
-    before, at, which = spec.rpartition("@")
-    if not at or "/" in which or Path(spec).exists():
-        return Path(spec), ""
-    if not which:
-        raise ModelError(f"model {spec!r} ends in @; after it comes best, ema or a step, as in {before}@best")
-    return Path(before), which
-
-
-def _chosen(run: Path, which: str) -> tuple[Path, str]:
-    """The checkpoint of a run that is meant, and the group of tensors in it."""
-    kept = {step_of(path): path for path in complete(run / "checkpoints")}
-    if not kept:
-        raise ModelError(f"run {run} has no checkpoint yet; let it reach its first save (run.save_every)")
-    newest = list(kept.values())[-1]
-    if which in ("", EMA):
-        return newest, which or "model"
-    if which == "best":
-        return kept[_best_step(run, kept)], "model"
-    if not which.isdecimal():
-        raise ModelError(f"{run}@{which}: after the @ comes best, ema or a step ({_steps(kept)})")
-    if int(which) not in kept:
-        raise ModelError(f"run {run} keeps no checkpoint of step {int(which)}; it has {_steps(kept)} (run.keep)")
-    return kept[int(which)], "model"
-
-
-def _best_step(run: Path, kept: Mapping[int | None, Path]) -> int:
-    best = read_best(run / "checkpoints")
-    if best is None:
-        raise ModelError(f"run {run} has no best checkpoint: none was evaluated yet (run.eval_every); say {run}")
-    step = int(best["step"])
-    if step not in kept:
-        raise ModelError(f"the best checkpoint of run {run}, step {step}, is gone; it has {_steps(kept)}")
-    return step
-
-
-def _steps(kept: Iterable[int | None]) -> str:
-    return "steps " + ", ".join(map(str, kept))
-
-
-def _from_checkpoint(path: Path, group: str) -> LoadedModel:
-    run = Path(os.path.normpath(path / ".." / ".."))
-    source = run / MODEL_FOLDER
-    if not (source / "config.json").is_file():
-        raise ModelError(f"{path} is a checkpoint, but {source / 'config.json'}, which says its shape, is not there")
+def _from_checkpoint(named: Named) -> LoadedModel:
+    run = named.run
+    if run is None and not is_url(named.path):
+        run = Path(os.path.normpath(Path(named.path) / ".." / ".."))
+    source = run / MODEL_FOLDER if run is not None else None
+    if run is None or source is None or not (source / "config.json").is_file():
+        wanted = f"{source / 'config.json'}, which says its shape, is not there" if source else "not its run's folder"
+        raise ModelError(f"{named.path} is a checkpoint, but {wanted}; name it as RUN@STEP")
     config = DecoderConfig.from_hf(read_config(source))
-    checkpoint = open_checkpoint(path)
-    tensors = _tensors(checkpoint, group)
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    check_tensors(f"group {group} of {path}", parameter_shapes(config), found)
+    with explained(named):
+        checkpoint = open_checkpoint(named.path)
+    tensors = _tensors(checkpoint, named)
+    wanted_shapes = parameter_shapes(config, values=named.group == "critic")
+    check_tensors(f"group {named.group} of {named.path}", wanted_shapes, shapes(tensors))
     return LoadedModel(config, tensors, _tokenizer(source), source, run, _settings(run), checkpoint.step)
 
 
-def _tensors(checkpoint: Checkpoint, group: str) -> dict[str, Tensor]:
-    if group == EMA and EMA not in checkpoint.groups:
-        raise ModelError(f"{checkpoint.path} has no moving average of the weights; train.ema = 0.999 would keep one")
-    return {name: checkpoint.read(group, name) for name in checkpoint.names(group)}
+def _tensors(checkpoint: Checkpoint, named: Named) -> StoredTensors:
+    if named.group == EMA and EMA not in checkpoint.groups:
+        raise ModelError(f"{named.path} has no moving average of the weights; train.ema = 0.999 would keep one")
+    if named.group not in MODELS or named.group not in checkpoint.groups:
+        there = ", ".join(name for name in checkpoint.groups if name in MODELS) or "none"
+        raise ModelError(f"{named.path} has no weights in a group {named.group}; weights are in: {there}")
+    return StoredTensors(checkpoint, named.group, named)
 
 
 def _settings(run: Path) -> dict[str, Any]:
@@ -172,7 +167,7 @@ def make_engine(loaded: LoadedModel, *, seed: int, max_rows: int, max_length: in
         max_rows=max_rows,
         max_length=max_length,
     )
-    engine.load_weights(loaded.tensors, version=0)
+    engine.load_weights(loaded.tensors.items(), version=0)  # one after another: they were compared with the config
     return engine
 
 

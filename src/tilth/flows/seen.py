@@ -6,7 +6,7 @@ from tilth.config.load import load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.errors import TilthError
 from tilth.data.prompts import TASKS, PromptSet, load_documents, load_source
-from tilth.flows.model import split_spec
+from tilth.flows.named import split_spec
 
 _MOST = 2**28
 """Bytes of a file that is read again for this."""
@@ -17,7 +17,7 @@ def seen_before(recipe: Recipe, heldout: PromptSet) -> list[str]:
 
     Only the run itself is looked at, not those that it began with in turn. Data that cannot be read again soon is said.
     """
-    folder, _ = split_spec(recipe.model.path)
+    folder = Path(split_spec(recipe.model.path)[0])
     if not recipe.model.path or not len(heldout) or not (folder / "recipe.toml").is_file():
         return []
     try:

@@ -200,11 +200,11 @@ def save_pretrained(
     """Write a directory that ``AutoModelForCausalLM.from_pretrained`` and vLLM load.
 
     state: parameter name -> tensor, taken one at a time, so that ``Unread`` ones need no memory for the whole. dtype:
-    of the file; None: as in ``state``. shard_bytes: weights above that size are in several files with an index. values:
-    it is a value model, which ``AutoModelForTokenClassification`` loads; its one label is the value. Tokenizer files
-    come from ``tokenizer`` or else from ``source`` (a directory the model was loaded from), which also gives the special
-    token ids and generation_config.json; ``token_ids`` (bos_token_id, ...), ``generation`` and ``chat_template`` (Jinja)
-    override.
+    of the file; None: as in ``state``. shard_bytes: weights above it are in several files with an index. values: it is
+    a value model, which ``AutoModelForTokenClassification`` loads; its one label is the value. Tokenizer files come
+    from ``tokenizer`` or else from ``source`` (a directory the model was loaded from), which also gives the special
+    token ids and generation_config.json; ``token_ids`` (bos_token_id, ...), ``generation`` and ``chat_template``
+    (Jinja) override.
     config.json is written last, so that an interrupted export is not a model directory. Raises ModelError if the state
     does not fit the config, StorageError if writing fails.
     """

@@ -1,0 +1,154 @@
+"""Checkpoints by name: a run, one of its checkpoints, a checkpoint itself, a folder of them; those two also by URL."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from tilth.checkpoint import read_best
+from tilth.checkpoint.directory import complete, step_of
+from tilth.checkpoint.manifest import NAME as MANIFEST
+from tilth.checkpoint.storage import Location, is_url, split, storage_of
+from tilth.core.errors import CheckpointError, ModelError, StorageError
+from tilth.flows.readers import checkpoints_of
+
+EMA = "ema"
+
+
+class Named(NamedTuple):
+    """A checkpoint that somebody named."""
+
+    path: Location
+    group: str = "model"
+    """The tensors that are meant where a model is wanted."""
+    run: Path | None = None
+    """Directory of its run, where that is known."""
+
+    def __str__(self) -> str:
+        step = step_of(self.path)
+        return str(self.path) if self.run is None or step is None else f"{self.run}@{step}"
+
+
+def find_checkpoint(spec: str) -> Named | None:
+    """The checkpoint that a text names; None for a path that is neither run nor checkpoint (a Hugging Face directory).
+
+    ``RUN``: its newest; ``RUN@best``: the best by evaluation; ``RUN@STEP``: the one of a step; ``RUN@ema``: the newest,
+    of it the moving average of the weights. A folder of checkpoints, or its URL, stands in place of RUN as well.
+    ModelError in one line if there is no such one, with what there is; StorageError where a store cannot be reached.
+    """
+    where, which = split_spec(spec)
+    with reaching(where):
+        if is_run(where):
+            run = Path(where)
+            return _chosen(root_of(run), which, run, f"run {run}")
+        if is_checkpoint(where) and not which:
+            return Named(where, run=_run_of(where))
+        if not is_checkpoint(where) and complete(where):
+            return _chosen(where, which, None, str(where))
+    if which:
+        raise ModelError(f"{str(where)!r} is no run, so it has no @{which}")
+    if is_url(where):
+        raise ModelError(f"{where} is neither a checkpoint nor a folder of checkpoints")
+    return None
+
+
+def split_spec(spec: str) -> tuple[Location, str]:
+    """Place and what follows its last ``@``; a folder that has one in its name is that folder."""
+    before, at, which = spec.rpartition("@")
+    if not at or "/" in which or (not is_url(spec) and Path(spec).exists()):
+        return _place(spec), ""
+    if not which:
+        raise ModelError(f"model {spec!r} ends in @; after it comes best, ema or a step, as in {before}@best")
+    return _place(before), which
+
+
+def is_run(where: Location) -> bool:
+    """Whether it is the directory of a run."""
+    return not is_url(where) and (Path(where) / "run.json").is_file()
+
+
+def is_checkpoint(where: Location) -> bool:
+    """Whether it is one checkpoint."""
+    return storage_of(where).size(MANIFEST) is not None
+
+
+def root_of(run: Path) -> Location:
+    """Where the checkpoints of a run are; a path as short as the run's own if they are in it."""
+    found, own = checkpoints_of(run), run / "checkpoints"
+    return own if found == str(own.resolve()) else _place(found)
+
+
+@contextmanager
+def reaching(where: Location) -> Iterator[None]:
+    """A store that does not answer, or whose client is not installed, is a StorageError in one line."""
+    try:
+        yield
+    except (OSError, ImportError) as error:
+        raise StorageError(f"cannot read {where}: {error}") from error
+
+
+@contextmanager
+def explained(named: Named) -> Iterator[None]:
+    """To an error of a damaged checkpoint: which command says more, and which one could be taken in its place."""
+    try:
+        with reaching(named.path):
+            yield
+    except CheckpointError as error:
+        more = f"'tilth ckpt verify {named}' says all that is wrong with it"
+        raise CheckpointError(f"{error}; {more}; {_instead(named)}") from error
+
+
+def _instead(named: Named) -> str:
+    root, step = split(named.path)[0], step_of(named.path)
+    older = [path for path in complete(root) if step is not None and (step_of(path) or 0) < step]
+    return f"the one before it is {named._replace(path=older[-1])}" if older else "there is none before it"
+
+
+def _place(text: str) -> Location:
+    return text.rstrip("/") if is_url(text) else Path(text)
+
+
+def _run_of(checkpoint: Location) -> Path | None:
+    """The run in whose folder a checkpoint lies."""
+    if is_url(checkpoint):
+        return None
+    root = Path(checkpoint).resolve().parent
+    run = root.parent
+    return _as_said(Path(checkpoint), run) if root.name == "checkpoints" and is_run(run) else None
+
+
+def _as_said(checkpoint: Path, run: Path) -> Path:
+    """A path as a person would write it: without what they did not say, where that names the same."""
+    said = checkpoint.parent.parent
+    return said if said.resolve() == run else run
+
+
+def _chosen(root: Location, which: str, run: Path | None, who: str) -> Named:
+    """The checkpoint that is meant of those under a root."""
+    kept = {step_of(path) or 0: path for path in complete(root)}
+    if not kept:
+        raise ModelError(f"{who} has no checkpoint yet; let it reach its first save (run.save_every)")
+    newest = list(kept.values())[-1]
+    if which in ("", EMA):
+        return Named(newest, which or "model", run)
+    if which == "best":
+        return Named(kept[_best_step(root, kept, who)], run=run)
+    if not which.isdecimal():
+        raise ModelError(f"{who.removeprefix('run ')}@{which}: after the @ comes best, ema or a step ({_steps(kept)})")
+    if int(which) not in kept:
+        raise ModelError(f"{who} keeps no checkpoint of step {int(which)}; it has {_steps(kept)} (run.keep)")
+    return Named(kept[int(which)], run=run)
+
+
+def _best_step(root: Location, kept: Mapping[int, Location], who: str) -> int:
+    best = read_best(root)
+    if best is None:
+        raise ModelError(f"{who} has no best checkpoint: none was evaluated yet (run.eval_every); say no @best")
+    step = int(best["step"])
+    if step not in kept:
+        raise ModelError(f"the best checkpoint of {who}, step {step}, is gone; it has {_steps(kept)}")
+    return step
+
+
+def _steps(kept: Iterable[int]) -> str:
+    return "steps " + ", ".join(map(str, kept))
