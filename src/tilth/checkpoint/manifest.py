@@ -1,56 +1,109 @@
 """The manifest of a checkpoint: which bytes of which file are which box of which tensor. JSON, never code.
 
-``manifest.json`` holds the fields of ``Manifest`` and ``checksum``, the CRC-32 of their canonical JSON. Every byte of
-every file is under some checksum: the boxes cover the data, the file entries the safetensors headers.
+``manifest.json`` starts with the XXH3 of all that follows its first line. Every byte of every file is under some
+checksum: those of tiles cover the data, those of files the safetensors headers. Tensors have columns instead of
+objects, one number or more for each box, since thousands of ranks make millions of boxes.
 """
 
 import json
-import zlib
-from pathlib import Path
-from typing import Any, Literal
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+import xxhash
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from tilth.checkpoint.planning import (
+    DTYPES,
+    SAFETENSORS_NAMES,
+    GroupPlan,
+    plan_group,
+    spec_table,
+    specs_of,
+    tile_counts,
+    tiles,
+)
 from tilth.core.errors import CheckpointError
-from tilth.core.layout import Box, Shape
+from tilth.core.layout import Box, Mesh, Shape
+
+if TYPE_CHECKING:
+    from tilth.checkpoint.storage import Storage
+
+__all__ = [
+    "NAME",
+    "SAFETENSORS_NAMES",
+    "FileEntry",
+    "Manifest",
+    "Piece",
+    "Report",
+    "TensorEntry",
+    "assemble",
+    "load_manifest",
+    "parse_report",
+    "report_of",
+    "tiles",
+]
 
 NAME = "manifest.json"
+FORMAT = "tilth-checkpoint"
+VERSION = 2
 
-SAFETENSORS_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_NAMES}
+_FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{16})",\n')
+_SHOWN = 20
+_COLUMNS = ("offset", "size", "file", "byte0")
+
+
+def _as_hex(checksums: Any) -> Any:
+    """Numbers of 64 bits as text of 16 digits each: a quarter shorter than decimals and copied, not parsed."""
+    if isinstance(checksums, str):
+        return checksums
+    return np.array(checksums, ">u8").tobytes().hex()
 
 
 class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Piece(_Entry):
-    """One box of a tensor: bytes ``byte0 .. byte0 + nbytes`` of a file, row-major, with their CRC-32."""
+class FileEntry(_Entry):
+    """A data file: its group, its size, and what its bytes are checked against."""
+
+    group: str
+    nbytes: int = Field(ge=0)
+    header_nbytes: int = Field(ge=0)
+    """Bytes before the data."""
+    header_checksum: int = Field(ge=0, lt=1 << 64)
+    """xxh3_64 of those."""
+    checksums: Annotated[str, BeforeValidator(_as_hex), Field(pattern=r"^([0-9a-f]{16})*$")]
+    """xxh3_64 of all tiles of all its pieces in the order of their bytes, 16 hex digits each; may be given as ints."""
+
+    @property
+    def tiles(self) -> int:
+        """Number of checksums."""
+        return len(self.checksums) // 16
+
+    @cached_property
+    def tile_checksums(self) -> np.ndarray:
+        """uint64 [tiles]."""
+        return np.frombuffer(bytes.fromhex(self.checksums), ">u8").astype(np.uint64)
+
+
+class Piece(NamedTuple):
+    """One box of a tensor: bytes ``byte0 .. byte0 + nbytes`` of a file, row-major."""
 
     offset: Shape
     size: Shape
     file: str
     byte0: int
+    """From the start of the file."""
     nbytes: int
-    checksum: int
+    checksums: list[int]
+    """Of its tiles, see ``tiles``."""
 
     @property
     def box(self) -> Box:
@@ -58,29 +111,330 @@ class Piece(_Entry):
         return Box(self.offset, self.size)
 
 
-class TensorEntry(_Entry):
-    """A tensor: its global shape, its dtype by torch's name, and boxes that tile it."""
+class _Row(NamedTuple):
+    """A tensor as the file has it. B: boxes, D: dimensions."""
 
     shape: Shape
     dtype: str
-    boxes: tuple[Piece, ...]
+    offset: np.ndarray
+    """int64 [B, D]."""
+    size: np.ndarray
+    """int64 [B, D]."""
+    file: np.ndarray
+    """int64 [B]: number of the file in the order of ``files``."""
+    byte0: np.ndarray
+    """int64 [B]: from the start of the file's data section."""
+
+
+_Tables = Mapping[str, Mapping[str, _Row]]
+
+
+@dataclass(frozen=True, eq=False)
+class TensorEntry:
+    """A tensor: its global shape, its dtype by torch's name, and boxes that tile it, sorted by offset.
+
+    B: boxes, D: dimensions.
+    """
+
+    shape: Shape
+    dtype: str
+    offset: np.ndarray
+    """int64 [B, D]."""
+    size: np.ndarray
+    """int64 [B, D]."""
+    _manifest: "Manifest"
+    _row: _Row
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype itself."""
         return DTYPES[self.dtype]
 
+    def __len__(self) -> int:
+        """Number of boxes."""
+        return len(self.offset)
 
-class FileEntry(_Entry):
-    """A data file: its size and, for the bytes before the tensors, their number and CRC-32."""
+    def piece(self, i: int) -> Piece:
+        """Box number ``i``; cheap, so that of thousands only those are made that are wanted."""
+        manifest, row = self._manifest, self._row
+        name = manifest.file_names[row.file[i]]
+        file, size = manifest.files[name], tuple(row.size[i].tolist())
+        itemsize, first = self.torch_dtype.itemsize, int(manifest.first_tiles[id(row)][i])
+        sums = file.tile_checksums[first : first + tiles(size, itemsize).total].tolist()
+        start = file.header_nbytes + int(row.byte0[i])
+        return Piece(tuple(row.offset[i].tolist()), size, name, start, math.prod(size) * itemsize, sums)
 
-    nbytes: int
-    header_nbytes: int
-    header_checksum: int
+    @cached_property
+    def boxes(self) -> tuple[Piece, ...]:
+        """All of them."""
+        return tuple(map(self.piece, range(len(self))))
 
 
-class PartEntry(_Entry):
-    """What one rank wrote of one group of tensors in one save: what a worker reports to the controller, as JSON."""
+class _Head(_Entry):
+    """What of the manifest is not columns."""
+
+    format: Literal["tilth-checkpoint"]
+    version: Literal[2]
+    step: int
+    saved: str
+    layout: dict[str, Any]
+    files: dict[str, FileEntry]
+    groups: dict[str, dict[str, Any]]
+    objects: dict[str, Any]
+    total_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """The whole table. Made by ``assemble`` and ``load_manifest``, which check it."""
+
+    step: int
+    saved: str
+    """When, UTC, as ISO 8601."""
+    layout: dict[str, Any]
+    """``mesh``: that of the writers."""
+    files: dict[str, FileEntry]
+    tables: Mapping[str, "_Table"]
+    objects: dict[str, Any]
+    """Whatever JSON the controller keeps."""
+    total_bytes: int
+    """Of all data files."""
+
+    @cached_property
+    def file_names(self) -> list[str]:
+        """In order: columns have numbers of these."""
+        return list(self.files)
+
+    @cached_property
+    def groups(self) -> dict[str, dict[str, TensorEntry]]:
+        """Tensors by group and name, in the order in which they were saved."""
+        return {
+            group: {name: TensorEntry(*row[:4], self, row) for name, row in table.rows.items()}
+            for group, table in self.tables.items()
+        }
+
+    def entry(self, group: str, name: str) -> TensorEntry:
+        """A tensor; KeyError."""
+        return self.groups[group][name]
+
+    @cached_property
+    def first_tiles(self) -> dict[int, np.ndarray]:
+        """For each row of a table, by its id, the number of each box's first tile in its file: int64 [B]."""
+        rows = [row for table in self.tables.values() for row in table.rows.values()]
+        cuts = np.cumsum([len(row.file) for row in rows])[:-1]
+        return dict(zip(map(id, rows), np.split(_Pieces.of(rows).first_tile, cuts)))
+
+    def dump(self) -> bytes:
+        """The contents of ``manifest.json``: one line for each file and each tensor."""
+        files = [f"{json.dumps(name)}: {entry.model_dump_json()}" for name, entry in self.files.items()]
+        groups = [f"{json.dumps(group)}: {table.text}" for group, table in self.tables.items()]
+        body = (
+            f'"format": "{FORMAT}", "version": {VERSION}, "step": {self.step}, "saved": {json.dumps(self.saved)},\n'
+            f'"layout": {json.dumps(self.layout)},\n"files": {_lines(files)},\n"groups": {_lines(groups)},\n'
+            f'"objects": {json.dumps(self.objects)},\n"total_bytes": {self.total_bytes}}}\n'
+        ).encode()
+        return b'{"checksum": "%s",\n' % xxhash.xxh3_64_hexdigest(body).encode() + body
+
+
+def _lines(entries: Sequence[str]) -> str:
+    inner = ",\n".join(entries)
+    return f"{{\n{inner}\n}}" if entries else "{}"
+
+
+class _Table:
+    """The tensors of a group."""
+
+    def __init__(self, rows: dict[str, _Row]) -> None:
+        self.rows = rows
+
+    @cached_property
+    def text(self) -> str:
+        """As JSON, a line for each tensor."""
+        texts: dict[bytes, str] = {}
+
+        def column(values: np.ndarray) -> str:
+            key = values.tobytes()
+            if key not in texts:
+                texts[key] = json.dumps(values.reshape(-1).tolist(), separators=(",", ":"))
+            return texts[key]
+
+        return _lines(
+            [
+                f'{json.dumps(name)}: {{"shape": {json.dumps(row.shape)}, "dtype": "{row.dtype}", '
+                f'"offset": {column(row.offset)}, "size": {column(row.size)}, '
+                f'"file": {column(row.file)}, "byte0": {column(row.byte0)}}}'
+                for name, row in self.rows.items()
+            ]
+        )
+
+
+# ---- all pieces ----
+
+
+@dataclass(frozen=True, eq=False)
+class _Pieces:
+    """All boxes of all tensors one after another. N: boxes."""
+
+    file: np.ndarray
+    byte0: np.ndarray
+    nbytes: np.ndarray
+    tiles: np.ndarray
+    """All int64 [N]."""
+
+    @classmethod
+    def of(cls, rows: Sequence[_Row]) -> "_Pieces":
+        known: dict[tuple[bytes, int], np.ndarray] = {}
+        counts, nbytes = [], []
+        for row in rows:
+            key = row.size.tobytes(), DTYPES[row.dtype].itemsize
+            if key not in known:
+                known[key] = tile_counts(row.size, key[1])
+            counts.append(known[key])
+            nbytes.append(row.size.prod(1) * key[1])
+        none = [np.zeros(0, np.int64)]
+        columns = ([row.file for row in rows], [row.byte0 for row in rows], nbytes, counts)
+        return cls(*(np.concatenate(none + column) for column in columns))
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """By file and then by byte: int64 [N]."""
+        return np.lexsort((self.nbytes, self.byte0, self.file))
+
+    @property
+    def first_tile(self) -> np.ndarray:
+        """int64 [N]: number of each piece's first tile in its file."""
+        file, count = self.file[self.order], self.tiles[self.order]
+        first = np.cumsum(count) - count
+        starts = np.flatnonzero(np.diff(file, prepend=-1))
+        found = np.empty(len(first), np.int64)
+        found[self.order] = first - np.repeat(first[starts], np.diff(starts, append=len(file)))
+        return found
+
+    def gap(self) -> int:
+        """The number of a piece that does not start where the one before it in its file ends; -1: there is none."""
+        file, byte0, nbytes = (column[self.order] for column in (self.file, self.byte0, self.nbytes))
+        ends = np.concatenate([[0], (byte0 + nbytes)[:-1]])
+        ends[np.flatnonzero(np.diff(file, prepend=-1))] = 0
+        wrong = np.flatnonzero(byte0 != ends)
+        return int(self.order[wrong[0]]) if len(wrong) else -1
+
+
+# ---- reading ----
+
+
+def load_manifest(storage: "Storage", folder: str) -> Manifest:
+    """Read and check ``manifest.json`` of a folder; CheckpointError names the folder and what is wrong with it."""
+    place = f"{storage.where}/{folder}".rstrip("/")
+    try:
+        data = storage.read(f"{folder}/{NAME}".lstrip("/"))
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or error
+        raise CheckpointError(f"{place} is not a complete checkpoint: {NAME}: {reason}") from error
+    return parse_manifest(data, f"{place}/{NAME}")
+
+
+def parse_manifest(data: bytes, path: str) -> Manifest:
+    """A manifest from its bytes; CheckpointError names ``path`` and the first thing that is wrong."""
+    first = _FIRST_LINE.match(data)
+    sound = first is not None and xxhash.xxh3_64_hexdigest(memoryview(data)[first.end() :]).encode() == first[1]
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is corrupt: not readable as JSON ({error})") from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not the manifest of a Tilth checkpoint")
+    if body.get("version") != VERSION:
+        raise CheckpointError(f"{path} has format version {body.get('version')}; this Tilth reads version {VERSION}")
+    if not sound:
+        raise CheckpointError(f"{path} is corrupt: its checksum does not match its contents")
+    del body["checksum"]
+    try:
+        head = _Head(**body)
+        tables = {group: _Table(_rows(group, tensors, len(head.files))) for group, tensors in head.groups.items()}
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(map(str, found["loc"]))
+        raise CheckpointError(f"{path} is not a valid manifest: {where}: {found['msg']}") from error
+    except _WrongField as error:
+        raise CheckpointError(f"{path} is not a valid manifest: groups.{error}") from error
+    manifest = Manifest(head.step, head.saved, head.layout, head.files, tables, head.objects, head.total_bytes)
+    problem = next(_inconsistent(manifest), "")
+    if problem:
+        raise CheckpointError(f"{path} is not a valid manifest: {problem}")
+    return manifest
+
+
+class _WrongField(Exception):
+    """Where and what."""
+
+
+def _rows(group: str, tensors: Mapping[str, Any], files: int) -> dict[str, _Row]:
+    return {name: _row(f"{group}.{name}", entry, files) for name, entry in tensors.items()}
+
+
+def _row(where: str, entry: Any, files: int) -> _Row:
+    fields = ("shape", "dtype", *_COLUMNS)
+    if not isinstance(entry, dict) or sorted(entry) != sorted(fields):
+        raise _WrongField(f"{where}: its fields should be {', '.join(fields)}")
+    if entry["dtype"] not in DTYPES:
+        raise _WrongField(f"{where}.dtype: {entry['dtype']!r} is none of {', '.join(DTYPES)}")
+    columns = {name: _integers(f"{where}.{name}", entry[name]) for name in ("shape", *_COLUMNS)}
+    boxes, shape = len(columns["file"]), columns.pop("shape")
+    for name, column in columns.items():
+        expected = boxes * (len(shape) if name in ("offset", "size") else 1)
+        if len(column) != expected:
+            raise _WrongField(f"{where}.{name}: {len(column)} numbers, {boxes} boxes of it need {expected}")
+    if boxes and int(columns["file"].max()) >= files:
+        raise _WrongField(f"{where}.file: there is no file number {columns['file'].max()}, only {files} files")
+    offset, size = (columns[name].reshape(boxes, len(shape)) for name in ("offset", "size"))
+    if (offset + size > shape).any():
+        raise _WrongField(f"{where}: a box is not in its shape {tuple(shape.tolist())}")
+    if size.prod(1).sum() != shape.prod():
+        have, want = size.prod(1).sum(), shape.prod()
+        raise _WrongField(f"{where}: its boxes have {have} elements, its shape {tuple(shape.tolist())} has {want}")
+    return _Row(tuple(shape.tolist()), entry["dtype"], offset, size, columns["file"], columns["byte0"])
+
+
+def _integers(where: str, values: Any) -> np.ndarray:
+    """Numbers from 0 on as int64."""
+    try:
+        column = np.array(values)
+        if not isinstance(values, list) or column.ndim != 1 or (len(column) and column.dtype != np.int64):
+            raise ValueError
+    except ValueError:
+        raise _WrongField(f"{where}: a list of integers is needed") from None
+    if len(column) and column.min() < 0:
+        raise _WrongField(f"{where}: {column.min()} is negative")
+    return column.astype(np.int64)
+
+
+def _inconsistent(manifest: Manifest) -> Iterator[str]:
+    """What of files and tensors does not fit together."""
+    named = [(f"{group}.{name}", row) for group, table in manifest.tables.items() for name, row in table.rows.items()]
+    pieces = _Pieces.of([row for _, row in named])
+    files = list(manifest.files.items())
+    at = pieces.gap()
+    if at >= 0:
+        owner = np.searchsorted(np.cumsum([len(row.file) for _, row in named]), at, side="right")
+        name = files[pieces.file[at]][0]
+        yield f"groups.{named[owner][0]}.byte0: {pieces.byte0[at]} of file {name} is not where the piece before it ends"
+    counts = np.bincount(pieces.file, pieces.tiles, len(files)).astype(np.int64)
+    ends = np.bincount(pieces.file, pieces.nbytes, len(files)).astype(np.int64)
+    for (name, entry), count, end in zip(files, counts.tolist(), ends.tolist()):
+        if entry.nbytes != entry.header_nbytes + end:
+            yield f"files.{name}.nbytes: {entry.nbytes}, its tensors and header need {entry.header_nbytes + end}"
+        if entry.tiles != count:
+            yield f"files.{name}.checksums: there are {entry.tiles}, its tensors need {count}"
+    total = sum(entry.nbytes for entry in manifest.files.values())
+    if total != manifest.total_bytes:
+        yield f"total_bytes: {manifest.total_bytes}, the files have {total}"
+
+
+# ---- reports of ranks ----
+
+
+class Report(_Entry):
+    """What one rank wrote of one group of tensors in one save: what a worker tells the controller, as JSON."""
 
     folder: str
     """Name of the temporary folder, so that no part of another save is taken for one of this."""
@@ -88,52 +442,163 @@ class PartEntry(_Entry):
     rank: int
     ranks: tuple[tuple[int, int], ...]
     """All ranks that hold some of the group, as intervals [start, stop)."""
-    files: dict[str, FileEntry]
-    """The file, if there was something to write."""
-    tensors: dict[str, TensorEntry]
-    """Those with a box in the file; of the first rank of a mesh all, so that none can be forgotten."""
+    digest: str
+    """Of the plan that it followed."""
+    file: str
+    """Its name; empty: there was nothing to write."""
+    entry: FileEntry | None
+    table: dict[str, Any] | None
+    """Of the lowest rank: the specs of all tensors, see ``spec_table``."""
 
 
-class Manifest(_Entry):
-    """The whole table. ``layout`` holds the mesh that wrote it, ``objects`` whatever JSON the controller keeps."""
-
-    format: Literal["tilth-checkpoint"] = "tilth-checkpoint"
-    version: Literal[1] = 1
-    step: int
-    layout: dict[str, Any]
-    files: dict[str, FileEntry]
-    groups: dict[str, dict[str, TensorEntry]]
-    objects: dict[str, Any]
-    total_bytes: int
-
-    def dump(self) -> bytes:
-        """The contents of ``manifest.json``."""
-        body = self.model_dump(mode="json", exclude={"objects"}) | {"objects": self.objects}  # as they are, bit for bit
-        return json.dumps({**body, "checksum": _checksum(body)}, indent=1).encode()
+def report_of(
+    folder: str, group: str, rank: int, plan: GroupPlan, file: str = "", entry: FileEntry | None = None
+) -> Report:
+    """What a rank reports that followed this plan; ``file`` and ``entry`` if it wrote something."""
+    ranks = plan.ranks or (rank,)
+    table = spec_table(plan.specs) if rank == ranks[0] else None
+    return Report(
+        folder=folder, group=group, rank=rank, ranks=intervals(ranks), digest=plan.digest, file=file, entry=entry,
+        table=table,
+    )  # fmt: skip
 
 
-def _checksum(body: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
-
-
-def load_manifest(directory: Path) -> Manifest:
-    """Read and check ``manifest.json``; CheckpointError names the directory and what is wrong with it."""
-    path = directory / NAME
+def parse_report(data: bytes | str, where: str) -> Report:
+    """A report from its JSON; CheckpointError names ``where`` and the first field that is wrong."""
     try:
-        body = json.loads(path.read_bytes())
-        if not isinstance(body, dict) or body.get("format") != "tilth-checkpoint":
-            raise CheckpointError(f"{path} is not the manifest of a Tilth checkpoint")
-        if body.get("version") != 1:
-            raise CheckpointError(f"{path} has format version {body.get('version')}; this Tilth reads version 1")
-        if body.pop("checksum", None) != _checksum(body):
-            raise CheckpointError(f"{path} is corrupt: its checksum does not match its contents")
-        return Manifest(**body)
-    except OSError as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        raise CheckpointError(f"{directory} is not a complete checkpoint: {NAME}: {reason}") from error
+        return Report.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path} is not a valid manifest: {where}: {first['msg']}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is corrupt: not readable as JSON ({error})") from error
+        found = error.errors()[0]
+        field = ".".join(map(str, found["loc"]))
+        raise CheckpointError(f"{where} is not a report of a rank: {field}: {found['msg']}") from error
+
+
+def intervals(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Numbers as the fewest intervals [start, stop)."""
+    found: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        start = found.pop()[0] if found and found[-1][1] == rank else rank
+        found.append((start, rank + 1))
+    return tuple(found)
+
+
+# ---- all reports together ----
+
+
+def assemble(
+    folder: str,
+    step: int,
+    reports: Iterable[Report],
+    objects: Mapping[str, Any],
+    *,
+    saved: str,
+    layout: Mesh | None = None,
+    expected: Mapping[str, Collection[int]] | None = None,
+) -> Manifest:
+    """The table of what all ranks wrote in ``folder``, from their reports in any order.
+
+    expected: the groups, in their order, and the ranks of each (default: those that the reports name). layout: the
+    mesh of the writers (default: their ranks as they are). Every rank's plan is made again, from the table that the
+    lowest one tells, so that a rank says only what is its own: sizes and checksums. CheckpointError unless there is one
+    report of each rank, all of this save, all of one plan, with the files that it wants.
+    """
+    reports = list(reports)
+    raise_problems(
+        folder, (f"the report of {_who(r)} was written for {r.folder}" for r in reports if r.folder != folder)
+    )
+    groups: dict[str, list[Report]] = {group: [] for group in expected or {}}
+    for report in reports:
+        groups.setdefault(report.group, []).append(report)
+    files: dict[str, FileEntry] = {}
+    tables: dict[str, _Table] = {}
+    for group, members in groups.items():
+        members.sort(key=lambda report: report.rank)
+        raise_problems(folder, _wrong_ranks(group, members, None if expected is None else expected.get(group, ())))
+        plan = _agreed(folder, members)
+        written = [(report.file, report.entry) for report in members if report.entry]
+        raise_problems(folder, (f"two ranks wrote a file {name}" for name, _ in written if name in files))
+        tables[group] = _planned_table(plan, len(files))
+        raise_problems(folder, _wrong_files(plan, members))
+        files |= dict(written)
+    mesh = layout or _world(reports)
+    total = sum(entry.nbytes for entry in files.values())
+    return Manifest(step, saved, {"mesh": mesh.to_json()}, files, tables, dict(objects), total)
+
+
+def raise_problems(place: object, problems: Iterable[str]) -> None:
+    """CheckpointError if there are any. One line that names every problem, up to a number that a person reads."""
+    found = list(problems)
+    if found:
+        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise CheckpointError(f"checkpoint {place}: {'; '.join(found[:_SHOWN])}{more}")
+
+
+def _who(report: Report) -> str:
+    return f"rank {report.rank} of group {report.group}"
+
+
+def _world(reports: Sequence[Report]) -> Mesh:
+    ranks = tuple(sorted({report.rank for report in reports})) or (0,)
+    return Mesh(("world",), (len(ranks),), ranks)
+
+
+def _wrong_ranks(group: str, reports: Sequence[Report], expected: Collection[int] | None) -> Iterator[str]:
+    there = Counter(report.rank for report in reports)
+    named = {rank for interval in {i for report in reports for i in report.ranks} for rank in range(*interval)}
+    for rank in sorted(named.union(expected or ()) - there.keys()):
+        yield f"group {group} has no part of rank {rank}"
+    for rank, count in there.items():
+        if count > 1:
+            yield f"group {group} has {count} parts of rank {rank}"
+        if expected is not None and rank not in expected:
+            yield f"group {group} has a part of rank {rank}, of which none was expected"
+
+
+def _agreed(folder: str, reports: Sequence[Report]) -> GroupPlan:
+    """The plan that all of these followed; sorted by rank."""
+    first = reports[0]
+    if first.table is None:
+        raise CheckpointError(f"checkpoint {folder}: the report of {_who(first)} has no table of its tensors")
+    plan = plan_group(specs_of(first.table))
+    raise_problems(
+        folder,
+        (
+            f"the plan of {_who(report)} is {report.digest}, the one of rank {first.rank} is {plan.digest}: "
+            "names, shapes, dtypes or layouts differ between them"
+            for report in reports
+            if report.digest != plan.digest
+        ),
+    )
+    raise_problems(
+        folder, (f"{_who(r)} is in no mesh of the group" for r in reports if r.rank not in (plan.ranks or [r.rank]))
+    )
+    return plan
+
+
+def _wrong_files(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[str]:
+    """What of the files of these ranks, sorted, is not as planned."""
+    planned = zip(reports, plan.writes, plan.nbytes, plan.tiles)
+    for report, writes, nbytes, count in planned:
+        entry = report.entry
+        if entry is None or not report.file:
+            if writes:
+                yield f"{_who(report)} wrote no file; it has {nbytes} bytes to write"
+        elif not writes:
+            yield f"{_who(report)} wrote {report.file}; it has nothing to write"
+        elif entry.group != report.group:
+            yield f"file {report.file} of {_who(report)} is said to be of group {entry.group}"
+        elif entry.nbytes - entry.header_nbytes != nbytes:
+            yield f"file {report.file} has {entry.nbytes - entry.header_nbytes} bytes of data, planned are {nbytes}"
+        elif entry.tiles != count:
+            yield f"file {report.file} has {entry.tiles} checksums, planned are {count}"
+
+
+@lru_cache(maxsize=8)
+def _planned_table(plan: GroupPlan, files: int) -> _Table:
+    """The tensors of a plan whose files come behind so many others; with its text made once."""
+    number = files + np.cumsum(plan.writes) - 1
+    rows = {
+        spec.name: _Row(spec.layout.shape, spec.dtype, c.offset, c.size, number[c.writer], c.byte0)
+        for spec, c in zip(plan.specs, plan.columns())
+    }
+    return _Table(rows)

@@ -1,0 +1,561 @@
+"""Which rank writes what of a group of tensors, and where in its file: a pure function of symbolic layouts.
+
+Nothing here communicates. Every rank computes the same plan alone, and ranks compare only its digest (section 4 of
+ByteCheckpoint, arXiv 2407.20143, gathers plans instead: placements are deterministic, so nobody has to ask). Work is
+done on arrays over ranks, once for each different layout, so that a plan costs little more for thousands of ranks.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from tilth.core.errors import CheckpointError
+from tilth.core.layout import Box, Layout, Mesh, Ragged, Shape, Shard, interval_boxes
+
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_NAMES}
+"""By torch's names without ``torch.``, as specs and manifests have them."""
+METADATA = "__metadata__"
+"""The key that safetensors keeps for itself."""
+
+ALIGNMENT = 64
+"""The data section of a file starts at a multiple of so many bytes, for copies and direct reads."""
+LARGEST_TILE = 1 << 20
+ROW_TILE = 1 << 16
+"""Rows are cut into four bands while the tiles have at least so many bytes."""
+COLUMN_TILE = 1 << 14
+"""Columns are cut while the tiles have at least so many bytes."""
+SEGMENT = 256
+"""Bytes of a row in a tile, at least, where columns are cut."""
+
+_PLANS = 16
+_SMALL_GRID = 1 << 20
+
+
+class Spec(NamedTuple):
+    """A tensor of a group: where each rank's share of it lies, and its dtype by torch's name (``float32``)."""
+
+    name: str
+    layout: Layout
+    dtype: str
+
+
+class Planned(NamedTuple):
+    """A piece that a rank writes: bytes ``byte0 .. byte0 + nbytes`` of its file's data section are this box."""
+
+    name: str
+    key: str
+    """Its name in the safetensors file: the tensor's, with the box where it is not the whole."""
+    box: Box
+    byte0: int
+    nbytes: int
+    dtype: str
+
+
+class Columns(NamedTuple):
+    """All boxes of a tensor, sorted by offset. B: boxes, D: dimensions."""
+
+    offset: np.ndarray
+    """int64 [B, D]."""
+    size: np.ndarray
+    """int64 [B, D]."""
+    writer: np.ndarray
+    """int64 [B]: place in ``GroupPlan.ranks`` of the rank that writes it."""
+    byte0: np.ndarray
+    """int64 [B]: where it starts in the data section of the rank's file."""
+
+
+class Tiles(NamedTuple):
+    """A piece as a matrix [elements / last, last] under a grid of tiles: where it is cut, from 0 to the end."""
+
+    rows: list[int]
+    columns: list[int]
+
+    @property
+    def total(self) -> int:
+        """Number of tiles: row bands outer, column bands inner. None of a piece without elements."""
+        return (len(self.rows) - 1) * (len(self.columns) - 1)
+
+
+# ---- symbolic tables ----
+
+
+def spec_table(specs: Sequence[Spec]) -> dict[str, Any]:
+    """The specs as JSON, each different layout once: ``{"layouts": [...], "specs": [[name, layout, dtype], ...]}``."""
+    numbers, layouts = _numbered([spec.layout for spec in specs])
+    rows = [[spec.name, number, spec.dtype] for spec, number in zip(specs, numbers)]
+    return {"layouts": [layout.to_json() for layout in layouts], "specs": rows}
+
+
+def specs_of(table: Mapping[str, Any]) -> list[Spec]:
+    """The inverse of ``spec_table``. CheckpointError for what is none."""
+    try:
+        layouts = [Layout.from_json(layout) for layout in table["layouts"]]
+        return [Spec(str(name), layouts[number], str(dtype)) for name, number, dtype in table["specs"]]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise CheckpointError(f"a table of layouts cannot be read: {type(error).__name__}: {error}") from error
+
+
+def digest_of(table: Mapping[str, Any]) -> str:
+    """128 bits, in hex, of all that a plan follows from: names, shapes, dtypes, meshes, placements and their order."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(table, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _numbered(layouts: Sequence[Layout]) -> tuple[list[int], list[Layout]]:
+    """A number for each, and the different ones. Meshes of thousands of ranks are hashed once, not for each tensor."""
+    meshes: dict[Mesh, int] = {}
+    seen: dict[int, int] = {}
+    known: dict[Any, int] = {}
+    numbers: list[int] = []
+    different: list[Layout] = []
+    for layout in layouts:
+        mesh = layout.mesh
+        if id(mesh) not in seen:
+            seen[id(mesh)] = meshes.setdefault(mesh, len(meshes))
+        key = (seen[id(mesh)], layout.placements, layout.shape, layout.order)
+        if key not in known:
+            known[key] = len(different)
+            different.append(layout)
+        numbers.append(known[key])
+    return numbers, different
+
+
+# ---- tiles ----
+
+
+def tiles(size: Shape, itemsize: int) -> Tiles:
+    """The tiles of a piece of this size, each under one checksum: of its rows' bytes one after another.
+
+    Columns are cut into 8, 4, 2 or 1 equal bands: the most that leave a row of a tile ``SEGMENT`` bytes and a column
+    of tiles ``COLUMN_TILE``. Rows are cut into bands of at most ``LARGEST_TILE`` bytes a tile, and into at least four
+    where that leaves ``ROW_TILE``. What is one row is cut by elements, as if they were rows. So who reads some rows or
+    a quarter of the columns of a large piece can check just that, and small pieces have one checksum.
+    """
+    numel, last = math.prod(size), size[-1] if size else 1
+    if not numel:
+        return Tiles([0], [0])
+    rows = numel // last
+    if rows == 1:
+        return Tiles([0, 1], _bands(last, itemsize))
+    width = last // next(n for n in (8, 4, 2, 1) if n == 1 or _divides(n, rows, last, itemsize))
+    return Tiles(_bands(rows, width * itemsize), list(range(0, last + 1, width)))
+
+
+def _divides(bands: int, rows: int, last: int, itemsize: int) -> bool:
+    nbytes = last // bands * itemsize
+    return last % bands == 0 and nbytes >= SEGMENT and rows * nbytes >= COLUMN_TILE
+
+
+def _bands(rows: int, nbytes: int) -> list[int]:
+    """Cuts of so many rows of ``nbytes`` each."""
+    height = max(1, min(LARGEST_TILE // nbytes, max(-(-rows // 4), -(-ROW_TILE // nbytes))))
+    return [*range(0, rows, height), rows]
+
+
+def tile_counts(size: np.ndarray, itemsize: int) -> np.ndarray:
+    """Number of tiles of pieces of these sizes, int64 [B, D]; int64 [B]."""
+    if not size.shape[1]:
+        return np.ones(len(size), np.int64)
+    unique, number = np.unique(size, axis=0, return_inverse=True)
+    counts = [tiles(tuple(one), itemsize).total for one in unique.tolist()]
+    return np.array(counts, np.int64)[number.reshape(-1)]
+
+
+# ---- what ranks hold ----
+
+
+@dataclass(frozen=True, eq=False)
+class _Shares:
+    """What the places of a mesh hold of a tensor. P: places in the mesh's order; S: different shares; B: boxes."""
+
+    of: np.ndarray
+    """int64 [P]: number of the share that a place holds; -1 for none."""
+    numel: np.ndarray
+    """int64 [S]: its elements."""
+    offset: np.ndarray
+    """int64 [B, D]: boxes of all shares, sorted by offset."""
+    size: np.ndarray
+    """int64 [B, D]."""
+    share: np.ndarray
+    """int64 [B]: to which share a box belongs."""
+    before: np.ndarray
+    """int64 [B]: elements of the share in boxes before this one."""
+    holders: np.ndarray = field(init=False)
+    """int64: places that hold something, by share and then by place."""
+    starts: np.ndarray = field(init=False)
+    """int64 [S]: where in ``holders`` each share starts."""
+    copies: int = field(init=False)
+    """Places of the share that most hold."""
+    members: list[np.ndarray] = field(init=False)
+    """For each share its rows of ``offset`` and ``size``."""
+
+    def __post_init__(self) -> None:
+        counts = np.bincount(self.of[self.of >= 0], minlength=len(self.numel))
+        by_share = np.argsort(self.share, kind="stable")
+        cuts = np.cumsum(np.bincount(self.share, minlength=len(self.numel)))[:-1]
+        object.__setattr__(self, "holders", np.argsort(self.of, kind="stable")[np.count_nonzero(self.of < 0) :])
+        object.__setattr__(self, "starts", np.cumsum(counts) - counts)
+        object.__setattr__(self, "copies", int(counts.max()))
+        object.__setattr__(self, "members", np.split(by_share, cuts))
+
+    def writers(self, load: np.ndarray) -> np.ndarray:
+        """For each share the place with the smallest load of those that hold it, the first of several; int64 [S].
+
+        load: int64 [P].
+        """
+        if self.copies == 1:
+            return self.holders
+        loads = load[self.holders]
+        counts = np.diff(self.starts, append=len(loads))
+        least = np.repeat(np.minimum.reduceat(loads, self.starts), counts)
+        hits = np.flatnonzero(loads == least)
+        return self.holders[hits[np.searchsorted(hits, self.starts)]]
+
+    def boxes(self, share: int) -> list[tuple[Box, int]]:
+        """The boxes of a share in order, each with the elements before it."""
+        return [
+            (Box(tuple(self.offset[row].tolist()), tuple(self.size[row].tolist())), int(self.before[row]))
+            for row in self.members[share]
+        ]
+
+
+@lru_cache(maxsize=256)
+def _shares(layout: Layout) -> _Shares:
+    """What each place of the layout's mesh holds; CheckpointError if that is not every element exactly once."""
+    places = len(layout.mesh)
+    if not math.prod(layout.shape):  # everyone holds the whole
+        whole, one = np.array([layout.shape], np.int64), np.zeros(1, np.int64)
+        return _Shares(np.zeros(places, np.int64), one, whole * 0, whole, one, one)
+    place, offset, size = _held(layout)
+    rows, number = np.unique(np.hstack([0 * place[:, None], offset, size]), axis=0, return_inverse=True)
+    number, dimensions = number.reshape(-1), len(layout.shape)
+    offset, size = rows[:, 1 : 1 + dimensions], rows[:, 1 + dimensions :]
+    problem = tiling_problem(layout.shape, offset, size)
+    if problem:
+        raise CheckpointError(f"{problem} in the pieces of {layout}")
+    holders, firsts = np.unique(place, return_index=True)  # a share is known by its first box
+    kinds, share_of = np.unique(number[firsts], return_inverse=True)
+    of = np.full(places, -1, np.int64)
+    of[holders] = share_of.reshape(-1)
+    share = np.empty(len(rows), np.int64)
+    share[number] = of[place]
+    numels = size.prod(1)
+    order = np.argsort(share, kind="stable")
+    cumulative = np.cumsum(numels[order]) - numels[order]
+    numel = np.bincount(share, numels, len(kinds)).astype(np.int64)
+    before = np.empty(len(rows), np.int64)
+    before[order] = cumulative - (np.cumsum(numel) - numel)[share[order]]
+    return _Shares(of, numel, offset, size, share, before)
+
+
+def _held(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All boxes with elements, by place: the place, int64 [N], offset and size, int64 [N, D]. As ``Layout.boxes``."""
+    sizes, shape = layout.mesh.sizes, layout.shape
+    coordinates = np.indices(sizes).reshape(len(sizes), -1)
+    place = np.arange(coordinates.shape[1])
+    offset = np.zeros((len(place), len(shape)), np.int64)
+    size = np.tile(np.array(shape, np.int64), (len(place), 1))
+    for i in layout.order:
+        placement = layout.placements[i]
+        placement.piece(Box.whole(shape), 0, sizes[i])  # a ValueError in its own words
+        match placement:
+            case Shard(dim, copies):
+                length = size[:, dim].copy()
+                chunk, part = -(-length // (sizes[i] // copies)), coordinates[i] // copies
+                start = np.minimum(length, part * chunk)
+                offset[:, dim] += start
+                size[:, dim] = np.minimum(length, start + chunk) - start
+            case Ragged():
+                place, offset, size = _ragged(placement, coordinates[i], offset, size)
+    some = size.prod(1) > 0
+    return place[some], offset[some], size[some]
+
+
+def _ragged(
+    ragged: Ragged, part: np.ndarray, offset: np.ndarray, size: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The last split: an interval of the flat block of each place, as boxes."""
+    ends = [0, *accumulate(ragged.units)]
+    found: dict[tuple[int, Shape, Shape], list[Box]] = {}
+    place, rows = [], []
+    for p, key in enumerate(zip(part.tolist(), map(tuple, offset.tolist()), map(tuple, size.tolist()))):
+        if key not in found:
+            at, first, block = key
+            unit, rest = divmod(math.prod(block), ends[-1])
+            if rest:
+                ragged.piece(Box(first, block), at, len(ragged.units))  # says why not
+            found[key] = [b.shifted(first) for b in interval_boxes(block, unit * ends[at], unit * ends[at + 1])]
+        place += [p] * len(found[key])
+        rows += [(box.offset, box.size) for box in found[key]]
+    table = np.array(rows, np.int64).reshape(len(rows), 2, offset.shape[1])
+    return np.array(place, np.int64), table[:, 0], table[:, 1]
+
+
+# ---- whether it is whole ----
+
+
+def tiling_problem(shape: Sequence[int], offset: np.ndarray, size: np.ndarray) -> str:
+    """What is wrong with boxes that should hold every element of a tensor exactly once; empty if they do.
+
+    offset, size: int64 [B, D]. Regular boxes are counted on the grid of their bounds; others are taken out of what is
+    left one after another, which costs about as much as sorting them.
+    """
+    stop, end = offset + size, np.array(shape, np.int64)
+    inside = offset.shape[1] == len(shape) and ((offset >= 0) & (size >= 0) & (stop <= end)).all()
+    if inside:
+        cuts = [np.unique(np.concatenate([[0, n], a, b])) for n, a, b in zip(shape, offset.T, stop.T)]
+        if math.prod(map(len, cuts)) <= _SMALL_GRID and _covered(cuts, offset, stop):
+            return ""
+    boxes = [Box(tuple(o), tuple(s)) for o, s in zip(offset.tolist(), size.tolist())]
+    return _slow_tiling_problem(shape, boxes)
+
+
+def _covered(cuts: Sequence[np.ndarray], offset: np.ndarray, stop: np.ndarray) -> bool:
+    """Whether every cell of the grid of these cuts is in exactly one box: sums of +1 and -1 at the boxes' corners."""
+    count = np.zeros([len(c) for c in cuts], np.int64)
+    bounds = [(np.searchsorted(c, a), np.searchsorted(c, b)) for c, a, b in zip(cuts, offset.T, stop.T)]
+    for corner in np.ndindex(*(2,) * len(cuts)):
+        at = tuple(bound[side] for bound, side in zip(bounds, corner))
+        np.add.at(count, at, (-1) ** sum(corner))
+    for d in range(len(cuts)):
+        count = count.cumsum(d)
+    cells = count[tuple(slice(0, -1) for _ in cuts)]
+    return bool((cells == 1).all()) if cuts else len(offset) == 1
+
+
+def _slow_tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
+    left = [Box.whole(shape)] if math.prod(shape) else []
+    for box in sorted(boxes):
+        if len(box.size) != len(shape) or not Box.whole(shape).contains(box):
+            return f"{box} is not in a tensor of shape {tuple(shape)}"
+        common = [(piece, piece.intersect(box)) for piece in left]
+        if sum(c.numel for _, c in common if c) != box.numel:
+            return f"{_doubled(box, boxes)} is there twice"
+        left = [part for piece, c in common for part in (_without(piece, c) if c else [piece])]
+    return f"{left[0]} is missing" if left else ""
+
+
+def _doubled(box: Box, boxes: Sequence[Box]) -> Box:
+    """A common block of this box and another one."""
+    others = list(boxes)
+    others.remove(box)
+    return next(common for common in map(box.intersect, others) if common)
+
+
+def _without(piece: Box, hole: Box) -> list[Box]:
+    """``piece`` without ``hole``, which lies in it: the slabs before and behind it, dimension by dimension."""
+    slabs, offset, size = [], list(piece.offset), list(piece.size)
+    for d in range(len(size)):
+        start, stop, end = hole.offset[d], hole.stop[d], offset[d] + size[d]
+        for first, last in ((offset[d], start), (stop, end)):
+            if last > first:
+                slab = Box((*offset[:d], first, *offset[d + 1 :]), (*size[:d], last - first, *size[d + 1 :]))
+                slabs.append(slab)
+        offset[d], size[d] = start, stop - start
+    return slabs
+
+
+# ---- who writes ----
+
+
+def plan_group(specs: Sequence[Spec]) -> "GroupPlan":
+    """The plan for a group of tensors, from the cache if these very specs were planned before.
+
+    Kept are the plans used last, by ``digest``. CheckpointError names the tensor that cannot be stored, that is there
+    twice, or whose layout does not split it.
+    """
+    specs = tuple(specs)
+    return _plan(_Wanted(digest_of(spec_table(specs)), specs))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    digest: str
+    specs: tuple[Spec, ...] = field(compare=False)
+
+
+@lru_cache(maxsize=_PLANS)
+def _plan(wanted: _Wanted) -> "GroupPlan":
+    return GroupPlan(wanted.digest, wanted.specs)
+
+
+class GroupPlan:
+    """Who writes what of a group and where. Made by ``plan_group``; the same on every rank.
+
+    Every share is written by one of the ranks that hold it: the one with the fewest bytes so far, the lowest place of
+    several; what few hold first, then the large before the small. So the most loaded rank has at most the mean and one
+    share where everybody may take everything (the worst-fit rule of ByteCheckpoint, arXiv 2407.20143). In a file wide
+    dtypes come first, then names, then boxes, so every piece is aligned without gaps.
+    """
+
+    def __init__(self, digest: str, specs: tuple[Spec, ...]) -> None:
+        _check(specs)
+        self.digest = digest
+        self.specs = specs
+        self._itemsize = [DTYPES[spec.dtype].itemsize for spec in specs]
+        numbers, different = _numbered([spec.layout for spec in specs])
+        first = {number: spec.name for spec, number in zip(reversed(specs), reversed(numbers))}
+        tables = [_named_shares(first[number], layout) for number, layout in enumerate(different)]
+        self._shares = [tables[number] for number in numbers]
+        everyone = [np.array(layout.mesh.ranks, np.int64) for layout in different]
+        ranks = np.unique(np.concatenate(everyone)) if everyone else np.zeros(0, np.int64)
+        self.ranks: tuple[int, ...] = tuple(ranks.tolist())
+        self._index = [np.searchsorted(ranks, mine) for mine in everyone]
+        self._number = numbers
+        self._load = np.zeros(len(ranks), np.int64)
+        self._writes = np.zeros(len(ranks), bool)
+        self._writers = self._distribute()
+
+    def _distribute(self) -> list[np.ndarray]:
+        """For each tensor and each of its shares the writer's place in ``ranks``."""
+        shares, itemsize, specs = self._shares, self._itemsize, self.specs
+        largest = [int(share.numel.max()) * size for share, size in zip(shares, itemsize)]
+        order = sorted(range(len(specs)), key=lambda i: (shares[i].copies, -largest[i], specs[i].name))
+        found: list[np.ndarray] = [self._load] * len(specs)
+        for i in order:
+            index = self._index[self._number[i]]
+            found[i] = index[shares[i].writers(self._load[index])]
+            self._load[found[i]] += shares[i].numel * itemsize[i]
+            self._writes[found[i]] = True
+        return found
+
+    @cached_property
+    def _file_order(self) -> list[int]:
+        return sorted(range(len(self.specs)), key=lambda i: (-self._itemsize[i], self.specs[i].name))
+
+    def place(self, rank: int) -> int:
+        """The rank's number in ``ranks``; CheckpointError if it is not there."""
+        try:
+            return self.ranks.index(rank)
+        except ValueError:
+            raise CheckpointError(f"rank {rank} is in no mesh of this plan; its ranks are {self.ranks}") from None
+
+    @property
+    def writes(self) -> list[bool]:
+        """For each of ``ranks`` whether it has a file at all."""
+        return self._writes.tolist()
+
+    @property
+    def nbytes(self) -> list[int]:
+        """For each of ``ranks`` the bytes of its data section."""
+        return self._load.tolist()
+
+    @cached_property
+    def tiles(self) -> list[int]:
+        """For each of ``ranks`` the tiles of all its pieces."""
+        found, known = np.zeros(len(self.ranks), np.int64), {}
+        for shares, writers, itemsize in zip(self._shares, self._writers, self._itemsize):
+            if (id(shares), itemsize) not in known:
+                counts = tile_counts(shares.size, itemsize)
+                known[id(shares), itemsize] = np.bincount(shares.share, counts).astype(np.int64)
+            found[writers] += known[id(shares), itemsize]
+        return found.tolist()
+
+    def data_nbytes(self, rank: int) -> int:
+        """Bytes of the data section of the rank's file."""
+        return 0 if not self.specs else int(self._load[self.place(rank)])
+
+    def pieces(self, rank: int) -> tuple[Planned, ...]:
+        """What the rank writes, in the order of its file; empty: it has none."""
+        if not self.specs:
+            return ()
+        me, end = self.place(rank), 0
+        found = []
+        places = [np.flatnonzero(index == me) for index in self._index]
+        for i in self._file_order:
+            shares, spec, itemsize = self._shares[i], self.specs[i], self._itemsize[i]
+            at = places[self._number[i]]
+            share = int(shares.of[at[0]]) if len(at) else -1
+            if share < 0 or self._writers[i][share] != me:
+                continue
+            for box, before in shares.boxes(share):
+                key = piece_key(spec.name, box, spec.layout.shape)
+                start = end + before * itemsize
+                found.append(Planned(spec.name, key, box, start, box.numel * itemsize, spec.dtype))
+            end += int(shares.numel[share]) * itemsize
+        return tuple(found)
+
+    def header(self, rank: int) -> bytes:
+        """What stands before the data in the rank's file: a safetensors header with its length before it.
+
+        Filled up with spaces to a multiple of ``ALIGNMENT``. CheckpointError if two pieces need the same key.
+        """
+        return safetensors_header(self.pieces(rank))
+
+    def columns(self) -> list[Columns]:
+        """Where all boxes of all tensors lie in the files of all ranks; in the order of the specs."""
+        end = np.zeros(len(self.ranks), np.int64)
+        found: list[Columns | None] = [None] * len(self.specs)
+        for i in self._file_order:
+            shares, writers, itemsize = self._shares[i], self._writers[i], self._itemsize[i]
+            writer = writers[shares.share]
+            found[i] = Columns(shares.offset, shares.size, writer, end[writer] + shares.before * itemsize)
+            end[writers] += shares.numel * itemsize
+        return [columns for columns in found if columns is not None]
+
+
+def _check(specs: Iterable[Spec]) -> None:
+    seen = set()
+    for name, _, dtype in specs:
+        if dtype not in DTYPES:
+            raise CheckpointError(f"tensor {name} of dtype {dtype} cannot be stored in safetensors")
+        if name == METADATA:
+            raise CheckpointError(f"tensor {name}: safetensors keeps this name for itself")
+        if name in seen:
+            raise CheckpointError(f"tensor {name} is there twice")
+        seen.add(name)
+
+
+def _named_shares(name: str, layout: Layout) -> _Shares:
+    try:
+        return _shares(layout)
+    except (ValueError, CheckpointError) as error:
+        raise CheckpointError(f"tensor {name} cannot be planned: {error}") from error
+
+
+def piece_key(name: str, box: Box, shape: Shape) -> str:
+    """What a box is called in a safetensors file: the tensor's name, with its bounds where it is not the whole."""
+    if box == Box.whole(shape):
+        return name
+    return f"{name}[{','.join(f'{start}:{stop}' for start, stop in zip(box.offset, box.stop))}]"
+
+
+def safetensors_header(pieces: Iterable[Planned]) -> bytes:
+    """The header of a safetensors file of these pieces, see ``GroupPlan.header``."""
+    table: dict[str, Any] = {METADATA: {"format": "pt"}}
+    for piece in pieces:
+        if piece.key in table:
+            raise CheckpointError(f"tensor {piece.name}: another one has the name {piece.key!r}, which its part needs")
+        table[piece.key] = {
+            "dtype": SAFETENSORS_NAMES[DTYPES[piece.dtype]],
+            "shape": list(piece.box.size),
+            "data_offsets": [piece.byte0, piece.byte0 + piece.nbytes],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
