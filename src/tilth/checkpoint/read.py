@@ -1,61 +1,94 @@
-"""Reading: tensors by name and box straight from the mapped files, checked against the manifest."""
+"""Reading: tensors by name and box, only the tiles that are wanted, each checked while it is read."""
 
-import mmap
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+import errno
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
-from tilth.checkpoint.directory import step_of
-from tilth.checkpoint.manifest import Manifest, Piece, TensorEntry, load_manifest
+from tilth.checkpoint.directory import complete, quarantine, step_of
+from tilth.checkpoint.exchange import Share, together
+from tilth.checkpoint.manifest import Manifest, Piece, TensorEntry, load_manifest, raise_problems
 from tilth.checkpoint.shards import held, views
-from tilth.core.errors import CheckpointError
+from tilth.checkpoint.storage import Location, Storage, storage_of
+from tilth.checkpoint.tiled import REQUESTS, Want, fetch
+from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Box, Layout
 
-_SHOWN = 20
+_THREADS = 4
+_FEW = 8
+"""So many pieces are looked at one by one."""
+
+Progress = Callable[[int, int], None]
+"""Told how many bytes have been read, of how many."""
 
 
-def open_checkpoint(path: str | Path) -> "Checkpoint":
-    """Open a checkpoint directory. Reads the manifest only; CheckpointError if it or a file is missing or torn."""
-    path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a checkpoint: no such directory")
-    manifest = load_manifest(path)
-    promised = step_of(path)
-    if promised is not None and promised != manifest.step:
-        raise CheckpointError(f"{path} holds the manifest of step {manifest.step}, not of step {promised}")
-    raise_problems(path, damaged_files(path, manifest))
-    return Checkpoint(path, manifest)
+def open_checkpoint(path: Location) -> "Checkpoint":
+    """Open a checkpoint: a directory or a URL. Reads the manifest only, and looks at the sizes of the files.
+
+    CheckpointError if the manifest or a file is missing, torn or another's; StorageError if the store fails.
+    """
+    storage = storage_of(path)
+    with _reading(path):
+        manifest = load_manifest(storage, "")
+        promised = step_of(path)
+        if promised is not None and promised != manifest.step:
+            raise CheckpointError(f"{path} holds the manifest of step {manifest.step}, not of step {promised}")
+        raise_problems(path, list(damaged_files(storage, manifest).values()))
+    return Checkpoint(path, storage, manifest)
 
 
-def damaged_files(path: Path, manifest: Manifest) -> Iterator[str]:
-    """A line for each data file that is missing or not of the size that the manifest says."""
-    for name, entry in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            yield f"file {name} is missing"
-        elif file.stat().st_size != entry.nbytes:
-            yield f"file {name} has {file.stat().st_size} bytes, expected {entry.nbytes}"
+def newest_valid(root: Location, say: Callable[[str], None]) -> "Checkpoint":
+    """The newest checkpoint under ``root`` of which every byte is what was saved.
+
+    A newer one that fails is put aside (``quarantine``), so that it is never taken again, and told to ``say`` with file
+    and tensor. CheckpointError if none is left; StorageError, and nothing put aside, if the store itself fails.
+    """
+    for path in reversed(complete(root)):
+        try:
+            checkpoint = open_checkpoint(path)
+            checkpoint.verify()
+        except CheckpointError as error:
+            aside = quarantine(path, str(error))
+            say(f"{error}; it is put aside as {aside}")
+            continue
+        return checkpoint
+    raise CheckpointError(f"there is no valid checkpoint under {root}")
 
 
-def raise_problems(path: Path, problems: Iterator[str]) -> None:
-    """CheckpointError if there are any. One line that names every problem, up to a number that a person reads."""
-    found = list(problems)
-    if found:
-        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise CheckpointError(f"checkpoint {path}: {'; '.join(found[:_SHOWN])}{more}")
+def damaged_files(storage: Storage, manifest: Manifest) -> dict[str, str]:
+    """A line for each data file that is missing or not of the size that the manifest says, by its name."""
+    names = list(manifest.files)
+    if storage.remote:
+        with ThreadPoolExecutor(REQUESTS, "tilth-read") as pool:
+            sizes = list(pool.map(storage.size, names))
+    else:
+        sizes = list(map(storage.size, names))
+    found = {}
+    for name, size in zip(names, sizes):
+        if size is None:
+            found[name] = f"file {name} is missing"
+        elif size != manifest.files[name].nbytes:
+            found[name] = f"file {name} has {size} bytes, expected {manifest.files[name].nbytes}"
+    return found
 
 
 class Checkpoint:
     """An open checkpoint; tensors are read when they are asked for."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Location, storage: Storage, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
-        self._maps: dict[str, memoryview] = {}
+        self.bytes_read = 0
+        """Bytes of data files that were asked of the storage since it was opened."""
+        self._storage = storage
+        self._indices: dict[tuple[str, str], _Index] = {}
 
     @property
     def step(self) -> int:
@@ -78,25 +111,21 @@ class Checkpoint:
 
     def entry(self, group: str, name: str) -> TensorEntry:
         """Shape, dtype and boxes of a tensor."""
-        tensors = self._group(group)
-        if name not in tensors:
+        if name not in self._group(group):
             raise CheckpointError(f"checkpoint {self.path}: no tensor {name} in group {group}")
-        return tensors[name]
+        return self.manifest.entry(group, name)
 
     def read(self, group: str, name: str, box: Box | None = None) -> Tensor:
-        """A tensor, or one box of it, as a new CPU tensor of the stored dtype.
+        """A tensor, or one box of it, as a new CPU tensor of the stored dtype. CheckpointError if it is corrupt.
 
-        A whole tensor is checked (CheckpointError if it is corrupt). For a box only its pages are read from the file,
-        so its bytes are not: ``verify`` checks them all.
+        Of a box only the tiles that meet it are read.
         """
         entry = self.entry(group, name)
-        if box is None:
-            raise_problems(self.path, self._corrupt(group, name))
         wanted = box or Box.whole(entry.shape)
         if len(wanted.size) != len(entry.shape) or not Box.whole(entry.shape).contains(wanted):
             raise CheckpointError(f"checkpoint {self.path}: {wanted} is not in {group}/{name} of shape {entry.shape}")
         out = torch.empty(wanted.size, dtype=entry.torch_dtype)
-        self._fill(out, entry, wanted)
+        self._fetch(list(self._wants(group, name, [wanted], [out])))
         return out
 
     def restore(
@@ -105,96 +134,188 @@ class Checkpoint:
         into: Mapping[str, Tensor],
         layouts: Mapping[str, Layout] | None = None,
         rank: int = 0,
+        share: Share | None = None,
     ) -> None:
-        """Copy a group into these tensors, in place, on any device; nothing is copied unless all of it fits.
+        """Copy a group into these tensors, in place, on any device.
 
-        layouts: of every tensor of the group; ``into`` then holds what ``rank`` has of them (as in ``write_part``) and
-        gets that out of whatever boxes were saved. Without layouts each target is a whole tensor.
+        layouts: of every tensor of the group; ``into`` then holds what ``rank`` has of them and gets that out of
+        whatever boxes were saved. Without layouts each target is a whole tensor. share: replicas, ranks that restore
+        the same at the same time; together they read it once.
 
-        Strict: names, shapes and dtypes must be the same. CheckpointError names every tensor that is missing in the
-        checkpoint, not expected by ``into``, of another shape or dtype, or corrupt. The checksum of a stored box is
-        over all of it, so whoever wants some of a box reads all of it: N ranks that each want a part of a tensor that
-        one process saved read it N times in all (from the page cache where they share a machine).
+        Strict: names, shapes and dtypes must be the same, else nothing is copied. CheckpointError names every tensor
+        that is missing in the checkpoint, not expected by ``into``, of another shape or dtype, or corrupt. Tiles are
+        checked as they arrive, so after damage was found the targets hold anything.
         """
         tensors = self._group(group)
-        whole = {name: Layout.single(target.shape) for name, target in into.items()} if layouts is None else layouts
-        raise_problems(self.path, _mismatches(group, tensors, into, whole, rank))
-        wanted = {name: held(whole[name], rank) for name in into}
-        raise_problems(self.path, (p for name, boxes in wanted.items() for p in self._corrupt(group, name, boxes)))
+        parts = _held(into, layouts, rank)
+        problems = list(_mismatches(group, self.manifest, into, layouts, rank, parts))
+        targets = {name: parts[name][1] or () for name in tensors if name in parts}
+
+        def read(names: Collection[str]) -> None:
+            raise_problems(self.path, problems)
+            found = (self._wants(group, name, parts[name][0], targets[name]) for name in targets if name in names)
+            self._fetch([want for wants in found for want in wants])
+
         with torch.no_grad():
-            for name, boxes in wanted.items():
-                for box, part in zip(boxes, views(into[name], boxes) or (), strict=True):
-                    self._fill(part, tensors[name], box)
+            if share is None:
+                read(targets.keys())
+            else:
+                text = f"step {self.step} " + "".join(f"{group}/{name} {parts[name][0]} " for name in targets)
+                together(share, xxhash.xxh3_64_intdigest(text.encode()), targets, read)
 
-    def verify(self) -> None:
-        """Check every byte of every file; CheckpointError names each damaged file and tensor."""
-        raise_problems(self.path, damaged_files(self.path, self.manifest))
-        raise_problems(self.path, self._damage())
+    def verify(self, progress: Progress | None = None) -> None:
+        """Check every byte of every file; CheckpointError names each damaged file and tensor.
 
-    def _damage(self) -> Iterator[str]:
-        for name, entry in self.manifest.files.items():
-            header = self._bytes(name)[: entry.header_nbytes]
-            if zlib.crc32(header) != entry.header_checksum:
-                yield f"file {name}: the header is corrupt"
-        for group, tensors in self.manifest.groups.items():
-            for name in tensors:
-                yield from self._corrupt(group, name)
+        progress: told from time to time how many bytes of the data have been read, of how many.
+        """
+        with _reading(self.path):
+            damaged = damaged_files(self._storage, self.manifest)
+            there = [name for name in self.manifest.files if name not in damaged]
+            problems = [*damaged.values(), *filter(None, map(self._header, there))]
+            wants = [want for group in self.groups for name in self.names(group) for want in self._pieces(group, name)]
+            wants = [want for want in wants if want.piece.file not in damaged]
+            told = _Told(progress, sum(want.piece.nbytes for want in wants)) if progress else None
+            fetched = fetch(self._storage, wants, _threads(), told)
+        self.bytes_read += fetched.nbytes + sum(self.manifest.files[name].header_nbytes for name in there)
+        raise_problems(self.path, problems + fetched.problems)
 
-    def _group(self, group: str) -> dict[str, TensorEntry]:
+    # ---- what is read ----
+
+    def _group(self, group: str) -> Collection[str]:
         if group not in self.manifest.groups:
-            raise CheckpointError(
-                f"checkpoint {self.path}: no group {group}; it has {', '.join(self.groups) or 'none'}"
-            )
-        return self.manifest.groups[group]
+            known = ", ".join(self.groups) or "none"
+            raise CheckpointError(f"checkpoint {self.path}: no group {group}; it has {known}")
+        return self.manifest.groups[group].keys()
 
-    def _corrupt(self, group: str, name: str, boxes: Sequence[Box] | None = None) -> Iterator[str]:
-        """A line for each stored piece that is not what was saved; of those only that meet ``boxes``."""
-        for piece in self.entry(group, name).boxes:
-            if boxes is not None and not any(map(piece.box.intersect, boxes)):
-                continue
-            data = self._bytes(piece.file)[piece.byte0 : piece.byte0 + piece.nbytes]
-            if len(data) != piece.nbytes or zlib.crc32(data) != piece.checksum:
-                yield f"tensor {group}/{name} is corrupt in file {piece.file}"
+    def _index(self, group: str, name: str) -> "_Index":
+        if (group, name) not in self._indices:
+            self._indices[group, name] = _Index(self.manifest.entry(group, name))
+        return self._indices[group, name]
 
-    def _bytes(self, file: str) -> memoryview:
-        """A file mapped copy-on-write: torch wants writable memory, the file stays as it is."""
-        if file not in self._maps:
-            try:
-                with open(self.path / file, "rb") as opened:
-                    self._maps[file] = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY))
-            except OSError as error:
-                raise CheckpointError(f"checkpoint {self.path}: file {file}: {error.strerror}") from error
-        return self._maps[file]
+    def _wants(self, group: str, name: str, boxes: Sequence[Box], targets: Sequence[Tensor]) -> Iterator[Want]:
+        """The parts of stored pieces that make up these boxes."""
+        index, what = self._index(group, name), f"{group}/{name}"
+        for box, target in zip(boxes, targets):
+            for piece in index.meeting(box):
+                if piece.offset == box.offset and piece.size == box.size and piece.nbytes:
+                    yield Want(what, piece, index.itemsize, Box.whole(box.size), target)
+                elif common := piece.box.intersect(box):
+                    part = target[common.within(box).slices]
+                    yield Want(what, piece, index.itemsize, common.within(piece.box), part)
 
-    def _fill(self, out: Tensor, entry: TensorEntry, box: Box) -> None:
-        """Copy what every stored piece has of ``box`` to its place in ``out``, a tensor of the box's size."""
+    def _pieces(self, group: str, name: str) -> Iterator[Want]:
+        """All of a tensor, to be checked."""
+        entry = self.manifest.entry(group, name)
         for piece in entry.boxes:
-            common = piece.box.intersect(box)
-            if common is not None:
-                stored = self._stored(piece, entry.torch_dtype)
-                out[common.within(box).slices].copy_(stored[common.within(piece.box).slices])
+            if piece.nbytes:
+                yield Want(f"{group}/{name}", piece, entry.torch_dtype.itemsize, Box.whole(piece.size), None)
 
-    def _stored(self, piece: Piece, dtype: torch.dtype) -> Tensor:
-        """A piece as a view of the mapped file: pages are read when they are touched."""
-        count = piece.nbytes // dtype.itemsize
-        return torch.frombuffer(self._bytes(piece.file), dtype=dtype, count=count, offset=piece.byte0).view(piece.size)
+    def _fetch(self, wants: Sequence[Want]) -> None:
+        with _reading(self.path):
+            fetched = fetch(self._storage, wants, _threads())
+        self.bytes_read += fetched.nbytes
+        raise_problems(self.path, fetched.problems)
+
+    def _header(self, name: str) -> str:
+        """What is wrong with the header of a file."""
+        entry = self.manifest.files[name]
+        header = bytearray(entry.header_nbytes)
+        with self._storage.ranges(name) as ranges:
+            ranges.read_into(0, memoryview(header))
+        sound = xxhash.xxh3_64_intdigest(header) == entry.header_checksum
+        return "" if sound else f"file {name}: the header is corrupt"
+
+
+class _Told:
+    """Adds up what several threads have read."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+        self._lock = threading.Lock()
+
+    def __call__(self, more: int) -> None:
+        with self._lock:
+            self._done += more
+            self._progress(self._done, self._total)
+
+
+class _Index:
+    """The pieces of a tensor, found by what they hold; they are sorted by their first rows."""
+
+    def __init__(self, entry: TensorEntry) -> None:
+        self.itemsize = entry.torch_dtype.itemsize
+        self._entry = entry
+        self._few = entry.boxes if len(entry) <= _FEW else None
+        if self._few is None:
+            self._stop = entry.offset + entry.size
+            self._reach = np.maximum.accumulate(self._stop[:, 0])  # the last row of all pieces up to each
+
+    def meeting(self, box: Box) -> Iterable[Piece]:
+        """Pieces that may have some of a box: all that do, and where there are few in all also others."""
+        if self._few is not None:
+            return self._few
+        offset = self._entry.offset
+        first = int(np.searchsorted(self._reach, box.offset[0], "right"))
+        last = int(np.searchsorted(offset[:, 0], box.stop[0], "left"))
+        rows = slice(first, max(first, last))
+        hits = ((offset[rows] < box.stop) & (self._stop[rows] > box.offset)).all(1)
+        return [self._entry.piece(first + i) for i in np.flatnonzero(hits).tolist()]
+
+
+def _threads() -> int:
+    return min(_THREADS, torch.get_num_threads())
+
+
+@contextmanager
+def _reading(path: Location) -> Iterator[None]:
+    """One line of a file that is not there or torn, which is damage, and of a disk or a store that fails."""
+    try:
+        yield
+    except OSError as error:
+        line = f"checkpoint {path}: file {error.filename or '?'}: {error.strerror or error}"
+        damage = error.errno in (errno.ENOENT, errno.ENODATA)
+        raise (CheckpointError if damage else StorageError)(line) from error
+
+
+# ---- what fits ----
+
+
+def _held(
+    into: Mapping[str, Tensor], layouts: Mapping[str, Layout] | None, rank: int
+) -> dict[str, tuple[list[Box], list[Tensor] | None]]:
+    """By name the boxes that are wanted and the memory of each; None for memory that is not that of the boxes."""
+    if layouts is None:
+        return {name: ([Box.whole(target.shape)], [target]) for name, target in into.items()}
+    here = {name for name in into if name in layouts and rank in layouts[name].mesh.ranks}
+    boxes = {name: held(layouts[name], rank) for name in here}
+    return {name: (boxes[name], views(into[name], boxes[name])) for name in here}
 
 
 def _mismatches(
-    group: str, tensors: Mapping[str, TensorEntry], into: Mapping[str, Tensor], layouts: Mapping[str, Layout], rank: int
+    group: str,
+    manifest: Manifest,
+    into: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout] | None,
+    rank: int,
+    parts: Mapping[str, tuple[list[Box], list[Tensor] | None]],
 ) -> Iterator[str]:
-    here = {name for name, layout in layouts.items() if rank in layout.mesh.ranks}
-    for name in sorted((into.keys() | here) - tensors.keys()):
+    """A line for each tensor that is not on both sides, or is another one."""
+    tensors = manifest.groups[group].keys()
+    known = into.keys() if layouts is None else layouts.keys()
+    here = known if layouts is None else {name for name, layout in layouts.items() if rank in layout.mesh.ranks}
+    for name in sorted((into.keys() | here) - tensors):
         yield f"tensor {group}/{name} is missing"
-    for name in sorted((tensors.keys() - layouts.keys()) | (here - into.keys())):
+    for name in sorted((tensors - known) | (here - into.keys())):
         yield f"tensor {group}/{name} is extra: nothing takes it"
     for name in sorted(into.keys() - here):
         yield f"tensor {group}/{name} has no layout on rank {rank}"
-    for name in sorted(tensors.keys() & into.keys() & here):
-        stored, target, layout = tensors[name], into[name], layouts[name]
-        if stored.shape != layout.shape:
-            yield f"tensor {group}/{name} has shape {stored.shape}, expected {layout.shape}"
+    for name in tensors & parts.keys():
+        stored, target = manifest.entry(group, name), into[name]
+        shape = tuple(target.shape) if layouts is None else layouts[name].shape
+        if stored.shape != shape:
+            yield f"tensor {group}/{name} has shape {stored.shape}, expected {shape}"
         elif stored.torch_dtype != target.dtype:
             yield f"tensor {group}/{name} has dtype {stored.dtype}, expected {target.dtype}"
-        elif views(target, boxes := held(layout, rank)) is None:
+        elif parts[name][1] is None:
+            boxes = parts[name][0]
             yield f"tensor {group}/{name} of rank {rank} has shape {tuple(target.shape)}, its layout says {boxes}"
