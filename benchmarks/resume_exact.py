@@ -9,8 +9,8 @@ after it, so that a busy machine moves them little. Every second kill is aimed: 
 process is in a given phase (saving, generating, publishing, training in turn) and strikes there. A kill is SIGKILL for
 the controller's process group and its workers at once.
 
-Where the process was is read from outside, from the stacks that a signal handler of each process writes. The last
-column says what follows from the comparison of: weights, optimizer state, average and all objects of the last
+Where a run was when it was killed is what a thread of each of its processes had said (``watch/sitecustomize.py``). The
+last column says what follows from the comparison of: weights, optimizer state, average and all objects of the last
 checkpoint, bit for bit; the best evaluation; metrics.jsonl but for times, rates, memory and number of the attempt;
 trajectories; the files of the model. Exit status 1 unless every run is equal.
 
@@ -21,7 +21,7 @@ import argparse
 import json
 import os
 import random
-import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +41,7 @@ from tilth.checkpoint import latest, open_checkpoint, read_best
 from tilth.flows.readers import read_metrics, read_state, read_trajectories
 
 ROOT = Path(__file__).parent.parent
+WATCH = Path(__file__).parent / "watch"
 COMMAND = [sys.executable, "-m", "tilth", "run", "addition-grpo"]
 RUN = ("train.threads=1", "train.ema=0.99", "supervised.until=1", "run.name=run")
 FULL = ("supervised.steps=80", "algorithm.steps=60", "run.save_every=5", "run.eval_every=10", "run.eval_prompts=128")
@@ -54,21 +55,7 @@ TIMELIKE = ("seconds", "attempt", "mfu", "memory/")
 TIME_UNITS = ("s", "tokens/s", "bytes/s")
 LIMIT = 600.0
 """Seconds after which a run counts as hanging."""
-SITE = """import faulthandler, os, signal
-faulthandler.register(signal.SIGUSR2, file=open(os.environ["STACKS"] + f"/{os.getpid()}", "w"), all_threads=True)
-"""
-"""Imported by every Python process of a run when it starts: SIGUSR2 makes it write the stacks of its threads."""
-PHASES = (
-    ("saving", r"flows/launch\.py.* in _save|flows/run\.py.* in save|/tilth/checkpoint/"),
-    ("publishing", r"flows/run\.py.* in publish|roles/relay\.py|rollout/engine\.py.* in load_weights"),
-    ("evaluating", r"flows/run\.py.* in (evaluate|heldout_loss)"),
-    ("generating", r"flows/run\.py.* in collect|roles/rollout\.py|rollout/engine\.py"),
-    ("training", r"flows/run\.py.* in _settle|training/engine\.py|roles/(policy|critic)\.py"),
-    ("between", r"flows/run\.py|flows/(grpo|sft)\.py"),
-)
-"""Phase -> frames that stand for it, the first that is found; whatever is in none of them is starting or ending."""
 AIMS = ("saving", "generating", "publishing", "training")
-IDLE = re.compile(r"/(threading|queue|selectors|socket)\.py")
 
 
 @dataclass(frozen=True)
@@ -100,11 +87,11 @@ class Child:
 
     def __init__(self, folder: Path, keys: Sequence[str]) -> None:
         self.folder, self.run = folder, folder / "run"
-        self.stacks = folder / "stacks"
-        self.stacks.mkdir(parents=True, exist_ok=True)
-        (self.stacks / "sitecustomize.py").write_text(SITE)
-        paths = [str(self.stacks), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-        more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "STACKS": str(self.stacks), "OMP_NUM_THREADS": "1"}
+        self.watch = folder / "watch"
+        shutil.rmtree(self.watch, ignore_errors=True)
+        self.watch.mkdir(parents=True)
+        paths = [str(WATCH), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "WATCH": str(self.watch), "OMP_NUM_THREADS": "1"}
         with open(folder / "output.txt", "ab") as output:
             self.process = subprocess.Popen(
                 [*COMMAND, f"run.dir={folder}", *keys],
@@ -163,31 +150,11 @@ class Child:
         return []
 
     def phase(self) -> str:
-        """What the run is doing, in words: the controller's main thread, and what its threads and workers write."""
-        processes = [p for p in self.members() if p.pid == self.process.pid or _is_worker(p)]
-        stacks = {p.pid: found for p in processes if (found := self._stacks(p.pid))}
-        if self.process.pid not in stacks:
-            return "starting"
-        main = phase_of(stacks[self.process.pid][-1])
-        if any(writes(thread) for found in stacks.values() for thread in found[:-1]) and main != "saving":
-            return f"{main}, saving behind"
-        return main
-
-    def _stacks(self, pid: int) -> list[str]:
-        """Frames of each thread, the main thread last; none while its handler is not there yet."""
-        path = self.stacks / str(pid)
-        try:
-            before = size = path.stat().st_size
-            os.kill(pid, signal.SIGUSR2)
-            for _ in range(200):
-                time.sleep(0.0005)
-                size, last = path.stat().st_size, size
-                if size == last > before:
-                    break
-        except (FileNotFoundError, ProcessLookupError):
-            return []
-        text = path.read_bytes()[before:].decode(errors="replace")
-        return [part for part in re.split(r"^(?:Current t|T)hread 0x.*$", text, flags=re.M) if part.strip()]
+        """What the run is doing, in words: the controller's main thread, and whether anybody writes behind it."""
+        said = {file.name: file.read_text().strip() for file in self.watch.iterdir()}
+        found = said.get(str(self.process.pid)) or "starting"
+        behind = any("saving behind" in text for text in said.values()) and "saving" not in found
+        return f"{found}, saving behind" if behind else found
 
     def kill(self) -> None:
         """SIGKILL for all of it; returns when none is left."""
@@ -205,25 +172,11 @@ def _is_keeper(process: psutil.Process) -> bool:
     return any(part.endswith("keeper.py") for part in _arguments(process))
 
 
-def _is_worker(process: psutil.Process) -> bool:
-    return "tilth.cluster.local_worker" in _arguments(process)
-
-
 def _arguments(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.Error:
         return []
-
-
-def phase_of(thread: str) -> str:
-    """The phase that a thread's frames belong to."""
-    return next((phase for phase, frames in PHASES if re.search(frames, thread)), "starting or ending")
-
-
-def writes(thread: str) -> bool:
-    """Whether a thread in the background is at work on a checkpoint, not waiting for one."""
-    return "/tilth/checkpoint/" in thread and not IDLE.search(thread.strip().splitlines()[0])
 
 
 # The comparison
@@ -337,7 +290,7 @@ def kill_and_resume(folder: Path, keys: Sequence[str], moment: Moment) -> tuple[
     finally:
         first.kill()
     if not phase and first.process.returncode:
-        raise RuntimeError(f"{folder}: ended before its kill\n{first.said()}")
+        raise RuntimeError(f"{folder}: ended with {first.process.returncode} before its kill\n{first.said()}")
     if not (first.run / "run.json").exists() or read_state(first.run)["state"] != "finished":
         Child(folder, keys).end()
     return step, phase or "ended before"
