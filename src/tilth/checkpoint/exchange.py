@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tilth.checkpoint.tiled import as_bytes
 from tilth.core.errors import CheckpointError, TilthError
 
 if TYPE_CHECKING:
@@ -118,13 +119,13 @@ def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def _send(share: Share, message: list[Tensor], rank: int) -> None:
     if len(message) == 1 and message[0].is_contiguous():
-        share.broadcast(message[0].view(-1).view(torch.uint8), rank)
+        share.broadcast(as_bytes(message[0]), rank)
         return
     if rank == share.me:
         flat = torch.cat([tensor.reshape(-1) for tensor in message])
     else:
         flat = message[0].new_empty(sum(tensor.numel() for tensor in message))
-    share.broadcast(flat.view(torch.uint8), rank)
+    share.broadcast(as_bytes(flat), rank)
     if rank != share.me:
         for tensor, part in zip(message, flat.split([tensor.numel() for tensor in message])):
             tensor.copy_(part.view(tensor.shape))

@@ -313,11 +313,16 @@ def _is_one_tile(want: Want) -> bool:
     return len(want.piece.checksums) == 1 and want.common.size == want.piece.size
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's bytes: a view, uint8 [nbytes]. Of a single element ``view`` would keep a stride."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def _memory(target: Tensor | None) -> memoryview | None:
     """The bytes of a tensor, if they lie in this process's memory one after another."""
     if target is None or not target.is_contiguous() or target.device.type != "cpu":
         return None
-    return target.view(-1).view(torch.uint8).numpy().data
+    return as_bytes(target).numpy().data
 
 
 def _rows(straight: memoryview | None, cut: _Cut, rows: slice) -> memoryview | None:
