@@ -64,6 +64,8 @@ def _as_hex(checksums: Any) -> Any:
     """Numbers of 64 bits as text of 16 digits each: a quarter shorter than decimals and copied, not parsed."""
     if isinstance(checksums, str):
         return checksums
+    if not isinstance(checksums, list | tuple) or not all(type(c) is int and 0 <= c < 1 << 64 for c in checksums):
+        raise ValueError("integers or a text of 16 digits each are needed")
     return np.array(checksums, ">u8").tobytes().hex()
 
 
@@ -399,7 +401,7 @@ def _row(where: str, entry: Any, files: int) -> _Row:
     fields = ("shape", "dtype", *_COLUMNS)
     if not isinstance(entry, dict) or sorted(entry) != sorted(fields):
         raise _WrongField(f"{where}: its fields should be {', '.join(fields)}")
-    if entry["dtype"] not in DTYPES:
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise _WrongField(f"{where}.dtype: {entry['dtype']!r} is none of {', '.join(DTYPES)}")
     columns = {name: _integers(f"{where}.{name}", entry[name]) for name in ("shape", *_COLUMNS)}
     boxes, shape = len(columns["file"]), columns.pop("shape")
@@ -410,7 +412,7 @@ def _row(where: str, entry: Any, files: int) -> _Row:
     if boxes and int(columns["file"].max()) >= files:
         raise _WrongField(f"{where}.file: there is no file number {columns['file'].max()}, only {files} files")
     offset, size = (columns[name].reshape(boxes, len(shape)) for name in ("offset", "size"))
-    if (offset + size > shape).any():
+    if (offset > shape - size).any():
         raise _WrongField(f"{where}: a box is not in its shape {tuple(shape.tolist())}")
     if size.prod(1).sum() != shape.prod():
         have, want = size.prod(1).sum(), shape.prod()
@@ -538,11 +540,11 @@ def assemble(
         members.sort(key=lambda report: report.rank)
         raise_problems(folder, _wrong_ranks(group, members, None if expected is None else expected.get(group, ())))
         plan = _agreed(folder, members)
-        written = [(report.file, report.entry) for report in members if report.entry]
-        raise_problems(folder, (f"two ranks wrote a file {name}" for name, _ in written if name in files))
-        tables[group] = _planned_table(plan, len(files))
+        for report in members:
+            if report.entry and files.setdefault(report.file, report.entry) is not report.entry:
+                raise CheckpointError(f"checkpoint {folder}: two ranks wrote a file {report.file}")
         raise_problems(folder, _wrong_files(plan, members))
-        files |= dict(written)
+        tables[group] = _planned_table(plan, len(files) - sum(plan.writes))
     mesh = layout or _world(reports)
     total = sum(entry.nbytes for entry in files.values())
     return Manifest(step, saved, {"mesh": mesh.to_json()}, files, tables, dict(objects), total)
