@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tilth.cli.tables import WIDTH, new_table
 from tilth.config.load import load_recipe
 from tilth.config.schema import Recipe
 from tilth.data.prompts import PromptSet, load_source, load_texts
@@ -25,7 +25,6 @@ from tilth.plan.steps import size
 from tilth.plan.traffic import Talk, tokens_of_rank, traffic, work
 from tilth.rl.verifiers import TASKS
 
-WIDTH = 100
 MOST = 20_000
 """Prompts that are tokenised to find the longest; of a larger source, so many spread evenly."""
 SHOWN = 32
@@ -176,15 +175,8 @@ def tables(plan: Plan) -> list[Table | str]:
     return [*parts, "", _talks(plan) if plan.talks else "no rank talks with another about tensors"]
 
 
-def _table(*columns: str, right: Sequence[str] = ()) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    return table
-
-
 def _roles(plan: Plan) -> Table:
-    table = _table("role", "pool", "ranks", *NAMES, "tokens a rank", right=(*NAMES, "tokens a rank"))
+    table = new_table("role", "pool", "ranks", *NAMES, "tokens a rank", right=(*NAMES, "tokens a rank"))
     for role, placed in plan.placed.items():
         tokens = tokens_of_rank(plan.recipe, placed, plan.longest)
         sizes = map(str, placed.mesh.sizes)
@@ -194,7 +186,7 @@ def _roles(plan: Plan) -> Table:
 
 def _ranks(plan: Plan) -> Table:
     numbers = ("parameters", "weights", "gradients", "optimizer", "activations", "KV")
-    table = _table("rank", "role", "dp,fsdp,tp", *numbers, right=("rank", *numbers))
+    table = new_table("rank", "role", "dp,fsdp,tp", *numbers, right=("rank", *numbers))
     for worker in plan.workers[:SHOWN]:
         for seat in worker.seats:
             if seat.elements:
@@ -215,7 +207,7 @@ def _shares(seat: Seat) -> tuple[int, ...]:
 
 
 def _talks(plan: Plan) -> Table:
-    table = _table("role", "axis", "ranks that talk", "what", "bytes a step", right=("bytes a step",))
+    table = new_table("role", "axis", "ranks that talk", "what", "bytes a step", right=("bytes a step",))
     for talk in plan.talks:
         table.add_row(talk.role, talk.axis, _groups(talk), talk.what, size(talk.bytes))
     return table

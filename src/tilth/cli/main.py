@@ -179,7 +179,7 @@ def evaluate(
 
 @app.command()
 def export(model: ModelArgument, out: Annotated[Path, typer.Argument(metavar="OUT", help="a new directory")]) -> None:
-    """Write a model for transformers and vLLM."""
+    """Write a model for transformers and vLLM; tilth ckpt export has more to choose."""
     from tilth.cli.export import write_model
 
     write_model(model, out)
@@ -253,6 +253,133 @@ def data_show(
     from tilth.cli.data import show
 
     show(recipe, overrides or [], n, as_json=as_json)
+
+
+ckpt = typer.Typer(
+    help="Look at checkpoints, compare, export and remove them. Exit code 1: something is damaged or different.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(ckpt, name="ckpt")
+
+CheckpointArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="CKPT", help="RUN, RUN@best, RUN@STEP, a checkpoint's directory or URL, a folder of them (its newest)"
+    ),
+]
+WhereArgument = Annotated[
+    str, typer.Argument(metavar="WHERE", help="a run, a folder of checkpoints or of runs, or the URL of a folder")
+]
+AnyArgument = "any checkpoint (RUN, RUN@STEP, a directory, a URL) or a Hugging Face directory"
+
+
+@ckpt.command(name="ls")
+def ckpt_ls(
+    where: WhereArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="a list with an object for each")] = False,
+) -> None:
+    """List checkpoints: step, when saved, by which layout, tensors, bytes, state.
+
+    States: complete, damaged (and why), unfinished (a save under way, or cut off), replaced (by one of the same step).
+    A run goes on from the newest. Keys of --json: run, checkpoint, step, state, reason, newest, best, bytes, saved,
+    layout, tensors.
+    """
+    from tilth.cli.ckpt import ls
+
+    ls(where, as_json=as_json)
+
+
+@ckpt.command(name="show")
+def ckpt_show(
+    checkpoint: CheckpointArgument,
+    tensors: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="list the tensors that are called so, as in 'model/*norm*'")
+    ] = None,
+    boxes: Annotated[bool, typer.Option("--boxes", help="and the boxes that each consists of")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="everything as one JSON object")] = False,
+) -> None:
+    """Say what is in a checkpoint, or in a Hugging Face directory. No data is read.
+
+    Keys of --json: path, kind, step, saved, layout, bytes, groups (group, tensors, elements, bytes, dtypes), files
+    (name, group, bytes), objects, and where asked for tensors (group, name, shape, dtype, bytes, files, boxes).
+    """
+    from tilth.cli.ckpt_show import show
+
+    show(checkpoint, pattern=tensors, boxes=boxes, as_json=as_json)
+
+
+@ckpt.command(name="verify")
+def ckpt_verify(
+    where: Annotated[str, typer.Argument(metavar="WHERE", help="as for ls, or one checkpoint as for show")],
+    everything: Annotated[bool, typer.Option("--all", help="all checkpoints, not the newest only")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="a list with an object for each")] = False,
+) -> None:
+    """Compare every byte with its checksum; names files and tensors that are damaged.
+
+    Exit code 1: there are some. Keys of --json: run, checkpoint, step, intact, bytes, seconds, problems.
+    """
+    from tilth.cli.ckpt import verify
+
+    verify(where, everything=everything, as_json=as_json)
+
+
+@ckpt.command(name="diff")
+def ckpt_diff(
+    a: Annotated[str, typer.Argument(metavar="A", help=AnyArgument)],
+    b: Annotated[str, typer.Argument(metavar="B", help="likewise")],
+    tolerance: Annotated[
+        float | None, typer.Option(help="greatest difference of a value that is none; default: bit for bit")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="everything as one JSON object")] = False,
+) -> None:
+    """Say in which tensors, values and objects two checkpoints differ; with a Hugging Face directory, in weights only.
+
+    Exit code 1: they do. Keys of --json: equal, a, b, tensors (group, name, kind, a, b, count, share, max_abs, max_rel,
+    first), objects (key, a, b, there), compared, bytes, left_out.
+    """
+    from tilth.cli.ckpt_diff import diff
+
+    diff(a, b, tolerance=tolerance, as_json=as_json)
+
+
+@ckpt.command(name="export")
+def ckpt_export(
+    checkpoint: CheckpointArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="a new directory")],
+    group: Annotated[str, typer.Option(help="weights to write: model, ema, critic or reference")] = "",
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16; default: as they are kept")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="what was written as one JSON object")] = False,
+) -> None:
+    """Write weights for transformers and vLLM; model.path=OUT reads them back.
+
+    Keys of --json: path, step, files, bytes.
+    """
+    from tilth.cli.export import write_model
+
+    write_model(checkpoint, out, group=group, dtype=dtype, as_json=as_json)
+
+
+@ckpt.command(name="prune")
+def ckpt_prune(
+    where: WhereArgument,
+    keep: Annotated[int | None, typer.Option(min=1, help="newest ones that stay; default: run.keep of the run")] = None,
+    every: Annotated[
+        int | None, typer.Option(min=0, help="steps that are a multiple stay too; default: run.keep_every of the run")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+    damaged: Annotated[
+        bool, typer.Option("--damaged", help="what is damaged, unfinished or replaced goes too")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="everything as one JSON object")] = False,
+) -> None:
+    """Remove old checkpoints, never the newest nor the best. Refused while a process writes the run.
+
+    Keys of --json: dry_run, removed (run, checkpoint, step, state, bytes), bytes, kept.
+    """
+    from tilth.cli.ckpt import prune
+
+    prune(where, keep=keep, every=every, dry=dry_run, damaged=damaged, as_json=as_json)
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from tilth.core.errors import DataError, ModelError
 from tilth.data.prompts import PromptSet
 from tilth.data.tokenizer import Tokenizer, check_vocabulary
 from tilth.flows.files import writing
-from tilth.flows.named import EMA, Named, explained, find_checkpoint
+from tilth.flows.named import EMA, Named, explained, find_checkpoint, run_settings
 from tilth.models.config import DecoderConfig
 from tilth.models.hf import Unread, check_tensors, load_pretrained, parameter_shapes, read_config, shapes
 from tilth.plan.shape import new_shape
@@ -122,7 +121,7 @@ def _from_checkpoint(named: Named) -> LoadedModel:
     tensors = _tensors(checkpoint, named)
     wanted_shapes = parameter_shapes(config, values=named.group == "critic")
     check_tensors(f"group {named.group} of {named.path}", wanted_shapes, shapes(tensors))
-    return LoadedModel(config, tensors, _tokenizer(source), source, run, _settings(run), checkpoint.step)
+    return LoadedModel(config, tensors, _tokenizer(source), source, run, run_settings(run), checkpoint.step)
 
 
 def _tensors(checkpoint: Checkpoint, named: Named) -> StoredTensors:
@@ -132,15 +131,6 @@ def _tensors(checkpoint: Checkpoint, named: Named) -> StoredTensors:
         there = ", ".join(name for name in checkpoint.groups if name in MODELS) or "none"
         raise ModelError(f"{named.path} has no weights in a group {named.group}; weights are in: {there}")
     return StoredTensors(checkpoint, named.group, named)
-
-
-def _settings(run: Path) -> dict[str, Any]:
-    """The run's recipe as it stands, also one whose other keys have changed their names since."""
-    file = run / "recipe.toml"
-    try:
-        return tomllib.loads(file.read_text("utf-8")) if file.is_file() else {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from None
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:

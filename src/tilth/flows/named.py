@@ -1,9 +1,10 @@
 """Checkpoints by name: a run, one of its checkpoints, a checkpoint itself, a folder of them; those two also by URL."""
 
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tilth.checkpoint import read_best
 from tilth.checkpoint.directory import complete, step_of
@@ -76,6 +77,15 @@ def root_of(run: Path) -> Location:
     """Where the checkpoints of a run are; a path as short as the run's own if they are in it."""
     found, own = checkpoints_of(run), run / "checkpoints"
     return own if found == str(own.resolve()) else _place(found)
+
+
+def run_settings(run: Path) -> dict[str, Any]:
+    """The run's recipe as it stands, also one whose other keys have changed their names since."""
+    file = run / "recipe.toml"
+    try:
+        return tomllib.loads(file.read_text("utf-8")) if file.is_file() else {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from None
 
 
 @contextmanager

@@ -1,0 +1,353 @@
+"""The checkpoints of a run: which are there, whether their bytes are what was saved, which go."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from tilth.checkpoint import latest, open_checkpoint, read_best
+from tilth.checkpoint.directory import Entry, complete, discard, listing, step_of, superfluous
+from tilth.checkpoint.storage import Location, is_url, split, storage_of
+from tilth.cli.tables import new_table
+from tilth.cli.tables import show as show_tables
+from tilth.core.errors import CheckpointError, DataError, StorageError
+from tilth.flows.files import Lock
+from tilth.flows.named import find_checkpoint, is_checkpoint, is_run, reaching, root_of, run_settings, split_spec
+from tilth.ui import words
+
+_DAMAGED = ("damaged", "unfinished", "replaced")
+
+
+class Place(NamedTuple):
+    """A folder of checkpoints."""
+
+    root: Location
+    run: Path | None = None
+    """The run that they are of."""
+    only: Location | None = None
+    """The one that was named."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return str(self.only or self.run or self.root)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A checkpoint, or what is left of one, as ``tilth ckpt ls --json`` says it."""
+
+    run: str | None
+    checkpoint: str
+    step: int
+    state: str
+    """complete, damaged, unfinished (a save that is under way or was cut off), replaced (by one of the same step)."""
+    reason: str
+    """Why it is damaged."""
+    newest: bool
+    """A run would go on from it."""
+    best: bool
+    """By evaluation."""
+    bytes: int
+    saved: str | None = None
+    """When, UTC, ISO 8601."""
+    layout: dict[str, int] | None = None
+    """Of the processes that wrote it: how many in each dimension."""
+    tensors: int | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What ``tilth ckpt verify --json`` says of a checkpoint."""
+
+    run: str | None
+    checkpoint: str
+    step: int | None
+    intact: bool
+    bytes: int
+    """That were read and compared with their checksums."""
+    seconds: float
+    problems: list[str] = field(default_factory=list)
+    """A line for each damaged file or tensor."""
+
+
+# ---- where ----
+
+
+def places(where: str) -> list[Place]:
+    """The folders of checkpoints that a text means: a run's, of all runs in a folder, a folder or URL itself.
+
+    DataError if there is no such thing.
+    """
+    place, which = split_spec(where)
+    if which:
+        named = find_checkpoint(where)
+        if named is not None:
+            return [Place(split(named.path)[0], named.run, named.path)]
+    with reaching(place):
+        if is_run(place):
+            return [Place(root_of(Path(place)), Path(place))]
+        if is_checkpoint(place):
+            named = find_checkpoint(where)
+            return [Place(split(place)[0], named.run if named else None, place)]
+        if listing(place):
+            above = Path(place).resolve().parent if not is_url(place) else None
+            return [Place(place, above if above and is_run(above) else None)]
+    runs = [] if is_url(place) or not Path(place).is_dir() else sorted(p for p in Path(place).iterdir() if is_run(p))
+    if not runs:
+        raise DataError(f"{where!r} is neither a run nor a checkpoint, and no folder of those; runs lie in runs/")
+    return [Place(root_of(run), run) for run in runs]
+
+
+# ---- ls ----
+
+
+def ls(where: str, *, as_json: bool) -> None:
+    """Print what is there; no data is read."""
+    found = {place: rows(place) for place in places(where)}
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for some in found.values() for row in some]))
+        return
+    for i, (place, some) in enumerate(found.items()):
+        show_tables(*([""] if i else []), place.name, _listed(some) if some else "  no checkpoint yet (run.save_every)")
+
+
+def rows(place: Place) -> list[Row]:
+    """All checkpoints and leftovers of a place, the oldest first."""
+    with reaching(place.root):
+        entries, newest, best = listing(place.root), latest(place.root), read_best(place.root)
+        return [
+            _row(place, entry, newest=entry.path == newest, best=bool(best and best["step"] == entry.step))
+            for entry in entries
+            if place.only is None or _same(entry.path, place.only)
+        ]
+
+
+def _same(a: Location, b: Location) -> bool:
+    return a == b or (not is_url(a) and Path(a).resolve() == Path(b).resolve())
+
+
+def _row(place: Place, entry: Entry, *, newest: bool, best: bool) -> Row:
+    who = str(place.run) if place.run else None
+    best = best and entry.state == "complete"
+    row = Row(who, str(entry.path), entry.step, entry.state, entry.reason, newest, best, _nbytes(entry.path))
+    if entry.state == "unfinished":
+        return row
+    try:
+        manifest = open_checkpoint(entry.path).manifest
+    except CheckpointError as error:
+        state = "damaged" if entry.state == "complete" else entry.state
+        return _with(row, state=state, reason=entry.reason or _without_place(error, entry.path))
+    tensors = sum(map(len, manifest.groups.values()))
+    return _with(row, saved=manifest.saved, layout=sizes(manifest.layout), tensors=tensors)
+
+
+def _with(row: Row, **changes: Any) -> Row:
+    return Row(**{**asdict(row), **changes})
+
+
+def sizes(layout: dict[str, Any]) -> dict[str, int]:
+    """Dimensions of the mesh of the writers, with their sizes."""
+    mesh = layout["mesh"]
+    return dict(zip(mesh["names"], mesh["sizes"]))
+
+
+def _nbytes(path: Location) -> int:
+    """Of all files in a folder."""
+    storage = storage_of(path)
+    return sum(storage.size(name) or 0 for name in storage.names())
+
+
+def _without_place(error: Exception, path: Location) -> str:
+    """What is wrong, of a line that says of which checkpoint too."""
+    text = str(error)
+    for start in (f"checkpoint {path}: ", f"{path} "):
+        text = text.removeprefix(start)
+    return text
+
+
+def _listed(found: list[Row]) -> Table:
+    made = new_table("step", "saved (UTC)", "layout", "tensors", "size", "state", right=("step", "tensors", "size"))
+    for row in found:
+        state = ", ".join([row.state, *(["best"] if row.best else []), *(["newest"] if row.newest else [])])
+        saved = "–" if row.saved is None else row.saved[:19].replace("T", " ")
+        tensors = "–" if row.tensors is None else f"{row.tensors:,}"
+        reason = f": {row.reason}" if row.reason else ""
+        made.add_row(f"{row.step:,}", saved, mesh_text(row.layout), tensors, words.size(row.bytes), state + reason)
+    return made
+
+
+def mesh_text(layout: dict[str, int] | None) -> str:
+    """``fsdp 2 x tp 2``; ``1 process``."""
+    if layout is None:
+        return "–"
+    if list(layout) == ["world"] and layout["world"] > 1:
+        return f"{layout['world']} processes"
+    several = [f"{name} {size}" for name, size in layout.items() if size > 1]
+    return " x ".join(several) or "1 process"
+
+
+# ---- verify ----
+
+
+def verify(where: str, *, everything: bool, as_json: bool) -> None:
+    """Compare every byte with its checksum; exit code 1 if something is damaged, 2 if there is nothing to look at."""
+    found = [(place, path) for place in places(where) for path in _chosen(place, everything)]
+    if not found:
+        raise CheckpointError(f"there is no complete checkpoint in {where}")
+    verdicts = []
+    with bar() as progress:
+        for place, path in found:
+            verdicts.append(examine(place, path, progress))
+            if not as_json:
+                typer.echo("\n".join(_said(verdicts[-1])))
+    if as_json:
+        typer.echo(json.dumps([asdict(verdict) for verdict in verdicts]))
+    elif not all(verdict.intact for verdict in verdicts):
+        typer.echo(_advice(found, verdicts))
+    raise typer.Exit(0 if all(verdict.intact for verdict in verdicts) else 1)
+
+
+def _chosen(place: Place, everything: bool) -> list[Location]:
+    if place.only is not None:
+        return [place.only]
+    with reaching(place.root):
+        there: list[Location] = complete(place.root)
+    return there if everything else there[-1:]
+
+
+Told = Callable[[str, int, int], None]
+"""What is being read; bytes so far; bytes in all."""
+
+
+def examine(place: Place, path: Location, told: Told) -> Verdict:
+    """Read and check one checkpoint."""
+    start, read, problems = time.monotonic(), 0, list[str]()
+    try:
+        with reaching(path):
+            checkpoint = open_checkpoint(path)
+            try:
+                checkpoint.verify(lambda done, total: told(Path(str(path)).name, done, total))
+            finally:
+                read = checkpoint.bytes_read
+    except CheckpointError as error:
+        problems = _without_place(error, path).split("; ")
+    run = str(place.run) if place.run else None
+    seconds = round(time.monotonic() - start, 3)
+    return Verdict(run, str(path), step_of(path), not problems, read, seconds, problems)
+
+
+@contextmanager
+def bar() -> Iterator[Told]:
+    """A bar on a terminal, nothing elsewhere."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with ExitStack() as stack:
+        if not sys.stderr.isatty():
+            yield lambda what, done, total: None
+            return
+        from rich.console import Console
+
+        shown = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
+        task = shown.add_task("", total=None)
+        yield lambda what, done, total: shown.update(task, description=what, completed=done, total=total)
+
+
+def _said(verdict: Verdict) -> list[str]:
+    if verdict.intact:
+        return [f"{verdict.checkpoint}: intact, {words.size(verdict.bytes)} read and compared"]
+    return [f"{verdict.checkpoint}: damaged", *(f"  {problem}" for problem in verdict.problems)]
+
+
+def _advice(found: list[tuple[Place, Location]], verdicts: list[Verdict]) -> str:
+    good = {verdict.checkpoint for verdict in verdicts if verdict.intact}
+    bad = next(place for (place, _), verdict in zip(found, verdicts) if not verdict.intact)
+    older = [path for path in complete(bad.root) if str(path) in good]
+    if older:
+        return f"the newest intact one is {older[-1]}; 'tilth run ... --fallback' goes on from there"
+    return "'tilth ckpt verify WHERE --all' finds one that is intact; 'tilth run ... --fallback' goes on from it"
+
+
+# ---- prune ----
+
+
+@dataclass(frozen=True)
+class Removal:
+    """A checkpoint that goes, as ``tilth ckpt prune --json`` says it."""
+
+    run: str | None
+    checkpoint: str
+    step: int
+    state: str
+    bytes: int
+
+
+def prune(where: str, *, keep: int | None, every: int | None, dry: bool, damaged: bool, as_json: bool) -> None:
+    """Remove what need not be kept, or say what that is; never the last one, never the best."""
+    removed, stay = list[Removal](), list[str]()
+    for place in places(where):
+        if place.only is not None:
+            raise DataError(f"{where!r} is one checkpoint; prune wants its run, or the folder that it is in")
+        with ExitStack() as stack:
+            if place.run is not None and not dry:
+                stack.callback(_lock(place.run).release)
+            gone = _superfluous(place, *_retention(place, keep, every), damaged=damaged)
+            for row in gone if not dry else ():
+                _discard(row)
+            removed += gone
+            stay += [str(p) for p in complete(place.root) if str(p) not in {row.checkpoint for row in gone}]
+    freed = sum(row.bytes for row in removed)
+    if as_json:
+        rows = [asdict(row) for row in removed]
+        typer.echo(json.dumps({"dry_run": dry, "removed": rows, "bytes": freed, "kept": stay}))
+        return
+    for row in removed:
+        typer.echo(f"{'would remove' if dry else 'removed'} {row.checkpoint} ({row.state}, {words.size(row.bytes)})")
+    verb = "would be freed" if dry else "freed"
+    typer.echo(f"{len(removed)} of {len(removed) + len(stay)}, {words.size(freed)} {verb}; {len(stay)} stay")
+
+
+def _lock(run: Path) -> Lock:
+    """As a process has it that writes the run. StorageError while one does."""
+    if not os.access(run, os.W_OK):
+        raise StorageError(f"{run} cannot be written to, so nothing can be removed from it")
+    return Lock(run / "run.lock")
+
+
+def _retention(place: Place, keep: int | None, every: int | None) -> tuple[int, int]:
+    """As asked, else as the run keeps them itself."""
+    own = run_settings(place.run).get("run", {}) if place.run is not None else {}
+    if keep is None and place.run is None:
+        raise DataError(f"{place.name} is no run, whose recipe would say how many to keep: say it with --keep")
+    return own.get("keep", 2) if keep is None else keep, own.get("keep_every", 0) if every is None else every
+
+
+def _superfluous(place: Place, keep: int, every: int, *, damaged: bool) -> list[Removal]:
+    """What goes; one that opens stays where there is any, and otherwise the newest."""
+    with reaching(place.root):
+        goes = {str(path) for path in superfluous(place.root, keep, every)}
+    found = rows(place)
+    goes |= {row.checkpoint for row in found if damaged and row.state in _DAMAGED}
+    sound = [row.checkpoint for row in found if row.state == "complete"] or [r.checkpoint for r in found if r.newest]
+    if goes.issuperset(sound):
+        goes -= set(sound[-1:])
+    return [Removal(r.run, r.checkpoint, r.step, r.state, r.bytes) for r in found if r.checkpoint in goes]
+
+
+def _discard(row: Removal) -> None:
+    path: Location = row.checkpoint if is_url(row.checkpoint) else Path(row.checkpoint)
+    discard(path)

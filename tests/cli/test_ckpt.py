@@ -1,0 +1,360 @@
+"""Which checkpoints are there, whether they are intact, which go."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from tests.cli.kept import MESH, add, call, flip, make_run, refused, said, shell, upload
+from tilth.checkpoint import mark_best, open_checkpoint
+from tilth.checkpoint.directory import complete, quarantine
+from tilth.checkpoint.storage import Local
+from tilth.flows.files import Lock
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "runs" / "one", best=2)
+
+
+@pytest.fixture
+def url():
+    place = f"memory://{uuid.uuid4().hex}"
+    yield place
+    fsspec.filesystem("memory").rm(place, recursive=True)
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def place_of(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+# ---- ls ----
+
+
+def test_ls_says_what_is_there(run):
+    rows = said("ckpt", "ls", run)
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert [row["checkpoint"] for row in rows] == [str(run / "checkpoints" / f"step-00000{i}") for i in (2, 4, 6)]
+    assert [(row["best"], row["newest"]) for row in rows] == [(True, False), (False, False), (False, True)]
+    assert {row["state"] for row in rows} == {"complete"} and {row["run"] for row in rows} == {str(run)}
+    assert [row["layout"] for row in rows] == [{"world": 1}, {"world": 4}, {"world": 1}]
+    for row in rows:
+        checkpoint = open_checkpoint(row["checkpoint"])
+        assert row["tensors"] == sum(len(checkpoint.names(group)) for group in checkpoint.groups)
+        assert row["bytes"] == sum(file.stat().st_size for file in Path(row["checkpoint"]).iterdir())
+        assert row["saved"] == checkpoint.manifest.saved
+
+
+def test_ls_for_people(run):
+    text = call("ckpt", "ls", run).stdout
+    lines = [line.split() for line in text.splitlines()]
+    assert text.startswith(str(run)) and lines[1][0] == "step"
+    assert [line[0] for line in lines[3:]] == ["2", "4", "6"]
+    assert "complete, best" in text and "complete, newest" in text and "4 processes" in text and "1 process " in text
+
+
+def test_ls_of_a_folder_of_runs_has_a_table_for_each(run, tmp_path):
+    make_run(tmp_path / "runs" / "two", (8,))
+    shell(tmp_path / "runs" / "three")
+    (tmp_path / "runs" / "no-run").mkdir()
+    rows = said("ckpt", "ls", tmp_path / "runs")
+    assert [(Path(row["run"]).name, row["step"]) for row in rows] == [("one", 2), ("one", 4), ("one", 6), ("two", 8)]
+    text = call("ckpt", "ls", tmp_path / "runs").stdout
+    assert text.count("saved (UTC)") == 2 and "no checkpoint yet (run.save_every)" in text
+    assert said("ckpt", "ls", tmp_path / "runs" / "three") == []
+
+
+def test_ls_of_a_folder_of_checkpoints_and_of_one(run, tmp_path):
+    rows = said("ckpt", "ls", run)
+    assert said("ckpt", "ls", run / "checkpoints") == rows
+    assert said("ckpt", "ls", run / "checkpoints" / "step-000004") == said("ckpt", "ls", f"{run}@4") == [rows[1]]
+    shutil.copytree(run / "checkpoints", tmp_path / "elsewhere")
+    alone = said("ckpt", "ls", tmp_path / "elsewhere")
+    assert [row["run"] for row in alone] == [None] * 3 and [row["bytes"] for row in alone] == [r["bytes"] for r in rows]
+
+
+def test_ls_of_a_store(run, url):
+    upload(run / "checkpoints", url)
+    rows = said("ckpt", "ls", url)
+    assert [(row["step"], row["checkpoint"]) for row in rows] == [(i, f"{url}/step-00000{i}") for i in (2, 4, 6)]
+    assert [{**row, "run": None, "checkpoint": ""} for row in said("ckpt", "ls", run)] == [
+        {**row, "checkpoint": ""} for row in rows
+    ]
+
+
+def test_a_run_may_keep_its_checkpoints_elsewhere(run, url, tmp_path):
+    away = shell(tmp_path / "away")
+    upload(run / "checkpoints", url)
+    (away / "run.json").write_text(json.dumps({"state": "finished", "digest": "0", "checkpoints": url}))
+    assert [row["checkpoint"] for row in said("ckpt", "ls", away)] == [f"{url}/step-00000{i}" for i in (2, 4, 6)]
+    assert [row["run"] for row in said("ckpt", "ls", away)] == [str(away)] * 3
+    assert said("ckpt", "verify", f"{away}@4")[0]["intact"]
+
+
+def test_ls_tells_what_is_no_checkpoint(run):
+    root = run / "checkpoints"
+    quarantine(root / "step-000002", "tensor model/x is corrupt")
+    (root / "step-000004" / "model.000.safetensors").unlink()
+    shutil.copytree(root / "step-000006", root / "step-000006.replaced")
+    (root / "step-000008.tmp-abc").mkdir()
+    (root / "step-000008.tmp-abc" / "model.safetensors").write_bytes(b"1234")
+    (root / "notes.txt").write_text("")
+    rows = {Path(row["checkpoint"]).name: row for row in said("ckpt", "ls", run)}
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "step-000002.damaged": "damaged",
+        "step-000004": "damaged",
+        "step-000006": "complete",
+        "step-000006.replaced": "replaced",
+        "step-000008.tmp-abc": "unfinished",
+    }
+    assert rows["step-000002.damaged"]["reason"] == "tensor model/x is corrupt"
+    assert rows["step-000004"]["reason"] == "file model.000.safetensors is missing"
+    assert rows["step-000008.tmp-abc"]["bytes"] == 4 and rows["step-000008.tmp-abc"]["tensors"] is None
+    assert not any(row["best"] for row in rows.values())
+    assert "file model.000.safetensors is" in " ".join(call("ckpt", "ls", run).stdout.split())
+
+
+def test_ls_reads_no_data(run, monkeypatch):
+    monkeypatch.setattr(Local, "ranges", None)
+    assert len(said("ckpt", "ls", run)) == 3
+    assert said("ckpt", "show", run, "--boxes")["step"] == 6
+
+
+def test_many_tensors_are_listed_soon(tmp_path, capsys):
+    whole = {"model": {f"layers.{i}.weight": torch.zeros(4, 4) for i in range(2500)}}
+    add(tmp_path / "checkpoints", 2, whole=whole)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        checkpoint = open_checkpoint(tmp_path / "checkpoints" / "step-000002")
+        times.append(time.perf_counter() - start)
+    with capsys.disabled():
+        print(f"\nopening a checkpoint of 2,500 tensors: {1000 * min(times):.0f} ms")
+    assert len(checkpoint.names("model")) == said("ckpt", "ls", tmp_path / "checkpoints")[0]["tensors"] == 2500
+    assert min(times) < 0.4  # 0.2 s on a machine that does nothing else
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "prune"])
+def test_where_there_is_nothing(command, tmp_path):
+    assert "is neither a run nor a checkpoint, and no folder of those" in refused("ckpt", command, tmp_path)
+    assert "nowhere" in refused("ckpt", command, tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    assert "file" in refused("ckpt", command, tmp_path / "file")
+
+
+def test_a_store_that_is_not_there():
+    assert "is neither a run nor a checkpoint" in refused("ckpt", "ls", "memory://never-was")
+    assert "nosuch://x" in refused("ckpt", "ls", "nosuch://x")
+    assert "nosuch://x" in refused("ckpt", "show", "nosuch://x@5")
+
+
+# ---- verify ----
+
+
+def test_what_is_intact(run):
+    rows = said("ckpt", "verify", run, "--all")
+    assert [(row["step"], row["intact"], row["problems"]) for row in rows] == [(i, True, []) for i in (2, 4, 6)]
+    for row in rows:
+        assert row["bytes"] >= sum(f.stat().st_size for f in Path(row["checkpoint"]).glob("*.safetensors"))
+    result = call("ckpt", "verify", run)
+    assert result.exit_code == 0 and result.stdout.startswith(f"{run}/checkpoints/step-000006: intact, ")
+
+
+def test_only_the_newest_is_looked_at_unless_all_are_asked_for(run):
+    name = flip(run / "checkpoints" / "step-000004")
+    assert call("ckpt", "verify", run).exit_code == 0
+    result = call("ckpt", "verify", run, "--all")
+    assert result.exit_code == 1 and f"tensor model/{name} is corrupt in file model.000.safetensors" in result.stdout
+    assert "the newest intact one is" in result.stdout and "step-000006; 'tilth run ... --fallback'" in result.stdout
+    assert (
+        call("ckpt", "verify", f"{run}@4").exit_code
+        == call("ckpt", "verify", run / "checkpoints/step-000004").exit_code
+    )
+    assert call("ckpt", "verify", f"{run}@4").exit_code == 1 and call("ckpt", "verify", f"{run}@2").exit_code == 0
+
+
+def test_every_damage_is_named(run):
+    newest = run / "checkpoints" / "step-000006"
+    tensor = flip(newest, "model"), flip(newest, "optimizer")
+    data = (newest / "ema.safetensors").read_bytes()
+    (newest / "ema.safetensors").write_bytes(data[:-1])
+    (newest / "critic.safetensors").unlink()
+    found = said("ckpt", "verify", run)[0]
+    assert not found["intact"] and found["problems"] == [
+        f"file ema.safetensors has {len(data) - 1} bytes, expected {len(data)}",
+        "file critic.safetensors is missing",
+    ]  # such a checkpoint is not opened
+    (newest / "ema.safetensors").write_bytes(data)
+    shutil.copy(run / "checkpoints" / "step-000002" / "critic.safetensors", newest)
+    problems = said("ckpt", "verify", run)[0]["problems"]
+    assert f"tensor model/{tensor[0]} is corrupt in file model.safetensors" in problems
+    assert f"tensor optimizer/{tensor[1]} is corrupt in file optimizer.safetensors" in problems
+    assert any(p.startswith("tensor critic/") for p in problems) and not any("ema" in p for p in problems)
+
+
+def test_a_manifest_that_is_none(run):
+    manifest = run / "checkpoints" / "step-000006" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"step": 6', b'"step": 7'))
+    result = call("ckpt", "verify", run)
+    assert result.exit_code == 1 and "manifest.json is corrupt" in result.stdout
+    assert said("ckpt", "ls", run)[-1]["state"] == "damaged"
+
+
+def test_verify_in_a_store(run, url):
+    flip(run / "checkpoints" / "step-000002")
+    upload(run / "checkpoints", url)
+    assert [row["intact"] for row in said("ckpt", "verify", url, "--all")] == [False, True, True]
+    assert said("ckpt", "verify", f"{url}/step-000002")[0]["problems"]
+
+
+def test_a_run_without_a_checkpoint_cannot_be_verified(tmp_path):
+    assert "there is no complete checkpoint in" in refused("ckpt", "verify", shell(tmp_path / "run"))
+
+
+# ---- damage, elsewhere ----
+
+
+READERS = {
+    "generate": ["generate", "RUN", "1+2"],
+    "chat": ["chat", "RUN"],
+    "eval": ["eval", "RUN", "DATA", "--reward", "exact", "--max-tokens", "2", "--template", ""],
+    "export": ["export", "RUN", "OUT"],
+    "ckpt export": ["ckpt", "export", "RUN", "OUT"],
+}
+
+
+@pytest.mark.parametrize("command", READERS.values(), ids=READERS)
+def test_who_reads_what_is_damaged_is_told_what_to_do(command, run, tmp_path):
+    name = flip(run / "checkpoints" / "step-000006")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    given = {"RUN": run, "DATA": tmp_path / "data.jsonl", "OUT": tmp_path / "out"}
+    error = refused(*(given.get(word, word) for word in command))
+    assert f"tensor model/{name} is corrupt in file model.safetensors" in error
+    assert f"'tilth ckpt verify {run}@6' says all" in error and f"the one before it is {run}@4" in error
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_the_oldest_has_none_before_it(run):
+    flip(run / "checkpoints" / "step-000002")
+    assert "there is none before it" in refused("generate", f"{run}@2", "1+2")
+    (run / "checkpoints" / "step-000004" / "model.000.safetensors").unlink()
+    error = refused("ckpt", "show", f"{run}@4")
+    assert "file model.000.safetensors is missing" in error and f"the one before it is {run}@2" in error
+
+
+# ---- prune ----
+
+
+def test_prune_keeps_as_the_run_does(run):
+    add(run / "checkpoints", 8)
+    dry = said("ckpt", "prune", run, "--dry-run")
+    assert names(run) == ["best.json", *(f"step-00000{i}" for i in (2, 4, 6, 8))]
+    done = said("ckpt", "prune", run)
+    assert dry == {**done, "dry_run": True} and not done["dry_run"]
+    assert [row["step"] for row in done["removed"]] == [4]  # 2 is the best
+    assert done["bytes"] == done["removed"][0]["bytes"] > 0
+    assert names(run) == ["best.json", *(f"step-00000{i}" for i in (2, 6, 8))]
+    assert done["kept"] == [str(path) for path in complete(run / "checkpoints")]
+
+
+def test_prune_as_asked(run):
+    assert [row["step"] for row in said("ckpt", "prune", run, "--keep", 1, "--every", 4, "--dry-run")["removed"]] == []
+    assert [row["step"] for row in said("ckpt", "prune", run, "--keep", 1)["removed"]] == [4]
+    text = call("ckpt", "prune", run, "--keep", 1).stdout
+    assert text == "0 of 2, 0 bytes freed; 2 stay\n"
+
+
+def test_every_nth_as_the_recipe_says(run):
+    (run / "recipe.toml").write_text("[run]\nkeep = 1\nkeep_every = 4\n")
+    mark_best(run / "checkpoints", None)
+    assert [row["step"] for row in said("ckpt", "prune", run)["removed"]] == [2]
+
+
+def test_prune_says_what_goes(run):
+    text = call("ckpt", "prune", run, "--keep", 1, "--dry-run").stdout.splitlines()
+    assert text[0].startswith(f"would remove {run}/checkpoints/step-000004 (complete, ") and "would be freed" in text[1]
+
+
+def test_what_is_damaged_goes_when_asked(run):
+    root = run / "checkpoints"
+    quarantine(root / "step-000006", "bits")
+    (root / "step-000008.tmp-abc").mkdir()
+    assert said("ckpt", "prune", run)["removed"] == []
+    assert [(r["step"], r["state"]) for r in said("ckpt", "prune", run, "--damaged")["removed"]] == [
+        (6, "damaged"),
+        (8, "unfinished"),
+    ]
+    assert names(run) == ["best.json", "step-000002", "step-000004"]
+
+
+def test_one_that_opens_stays(run):
+    """The newest is torn: by its name it would be the one that is kept."""
+    root = run / "checkpoints"
+    mark_best(root, None)
+    (root / "step-000006" / "model.safetensors").unlink()
+    assert [row["step"] for row in said("ckpt", "prune", run, "--keep", 1)["removed"]] == [2]
+    assert [row["step"] for row in said("ckpt", "prune", run, "--keep", 1, "--damaged")["removed"]] == [6]
+    assert names(run) == ["step-000004"]
+    (root / "step-000004" / "model.000.safetensors").unlink()
+    assert said("ckpt", "prune", run, "--damaged")["removed"] == [] and names(run) == ["step-000004"]
+
+
+def test_prune_of_a_run_that_is_being_written(run):
+    lock = Lock(run / "run.lock")
+    try:
+        assert "is being written by process" in refused("ckpt", "prune", run, "--keep", 1)
+        assert "is being written by process" in refused("ckpt", "prune", run / "checkpoints", "--keep", 1)
+        assert said("ckpt", "prune", run, "--keep", 1, "--dry-run")["removed"]  # only looks
+    finally:
+        lock.release()
+    assert len(names(run)) == 4
+    assert [row["step"] for row in said("ckpt", "prune", run, "--keep", 1)["removed"]] == [4]
+
+
+def test_prune_of_a_folder_wants_a_number(run, tmp_path, url):
+    shutil.copytree(run / "checkpoints", tmp_path / "elsewhere")
+    assert "say it with --keep" in refused("ckpt", "prune", tmp_path / "elsewhere")
+    assert "prune wants its run" in refused("ckpt", "prune", run / "checkpoints" / "step-000002")
+    assert [r["step"] for r in said("ckpt", "prune", tmp_path / "elsewhere", "--keep", 1)["removed"]] == [4]
+    upload(run / "checkpoints", url)
+    assert [r["step"] for r in said("ckpt", "prune", url, "--keep", 1)["removed"]] == [4]
+    assert [row["step"] for row in said("ckpt", "ls", url)] == [2, 6]
+
+
+def test_prune_of_several_runs(run, tmp_path):
+    make_run(tmp_path / "runs" / "two", (8, 10, 12))
+    found = said("ckpt", "prune", tmp_path / "runs", "--keep", 1)
+    assert [(Path(row["run"]).name, row["step"]) for row in found["removed"]] == [("one", 4), ("two", 8), ("two", 10)]
+
+
+# ---- the commands themselves ----
+
+
+def test_start_is_light():
+    code = "import sys; from tilth.cli import ckpt; print('tilth.models.decoder' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "False\n", result.stderr
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "diff", "export", "prune"])
+def test_help_names_the_keys(command):
+    text = call("ckpt", command, "--help").stdout
+    assert "Keys of --json:" in " ".join(text.split())
+
+
+def test_the_mesh_of_the_writers_is_named(tmp_path, monkeypatch):
+    from tilth.cli.ckpt import mesh_text
+
+    assert mesh_text(dict(zip(MESH.names, MESH.sizes))) == "fsdp 2 x tp 2"
+    assert mesh_text({"dp": 1, "fsdp": 1, "tp": 1}) == "1 process" and mesh_text(None) == "–"

@@ -1,0 +1,269 @@
+"""What is different: against counting element by element with numpy, whatever the dtype, in blocks of any size."""
+
+import json
+import math
+import tracemalloc
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoint.make import DTYPES, tensor
+from tests.cli.kept import add, call, flip, groups, make_run, objects, refused, said, shell, upload, weights
+from tests.roles import small
+from tilth.cli import ckpt_diff
+from tilth.cli.ckpt_diff import blocks, compare, different, distances
+from tilth.core.layout import Box
+from tilth.models.hf import save_pretrained
+
+
+class Given:
+    """A source of tensors in memory."""
+
+    def __init__(self, model: dict[str, torch.Tensor], objects: Mapping[str, Any] | None = None) -> None:
+        self.name, self.model = "given", model
+        self.objects: Mapping[str, Any] | None = objects or {}
+        self.asked: list[Box] = []
+
+    def groups(self):
+        return ["model"]
+
+    def names(self, group):
+        return list(self.model)
+
+    def kind(self, group, name):
+        return tuple(self.model[name].shape), self.model[name].dtype
+
+    def read(self, group, name, box):
+        self.asked.append(box)
+        return self.model[name][box.slices]
+
+
+# ---- blocks ----
+
+
+@given(st.lists(st.integers(0, 9), max_size=4).map(tuple), st.integers(1, 40))
+def test_blocks_tile_a_tensor_in_order(shape, most):
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    found = list(blocks(shape, most))
+    assert np.array_equal(np.concatenate([whole[box.slices].reshape(-1) for box in found]), whole.reshape(-1))
+    assert all(box.numel <= most for box in found)
+    assert len(found) <= max(1, 2 * math.prod(shape) // most + math.prod(shape[:-1]) + 1)
+
+
+# ---- one tensor ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_of_every_dtype(dtype):
+    """Arbitrary bits, NaNs too: what counts is whether the bytes are the same."""
+    a = tensor((6, 5), dtype, "a")
+    assert not different(a, a.clone(), None).any()
+    b = tensor((6, 5), dtype, "b")
+    size = dtype.itemsize
+    raw = [t.contiguous().view(-1).view(torch.uint8).numpy().reshape(30, size) for t in (a, b)]
+    wanted = (raw[0] != raw[1]).any(-1).reshape(6, 5)
+    assert np.array_equal(different(a, b, None).numpy(), wanted)
+    most, relative = distances(a, a.clone())
+    assert (most, relative) == (0.0, 0.0)
+    distances(a, b)  # of every dtype
+
+
+numbers = st.floats(allow_nan=True, allow_infinity=True, width=32)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=12), st.sampled_from([0.0, 1e-3, 0.5]))
+def test_values_against_counting(pairs, tolerance):
+    """No outcome but by the rule: equal, both NaN, or apart by at most the tolerance."""
+
+    def same(x: float, y: float) -> bool:
+        return x == y or (math.isnan(x) and math.isnan(y)) or abs(x - y) <= tolerance
+
+    a, b = (torch.tensor(column, dtype=torch.float32) for column in zip(*pairs))
+    wanted = [not same(float(x), float(y)) for x, y in zip(a, b)]
+    assert different(a, b, tolerance).tolist() == wanted
+    apart = [abs(x - y) for x, y in pairs if x != y and not (math.isnan(x) and math.isnan(y))]
+    if all(map(math.isfinite, apart)):
+        scale = [max(abs(x), abs(y)) for x, y in pairs if x != y and not (math.isnan(x) and math.isnan(y))]
+        most, relative = distances(a, b)
+        assert most == max(apart, default=0.0)
+        assert relative == pytest.approx(max((d / s for d, s in zip(apart, scale)), default=0.0))
+
+
+def test_minus_zero_has_other_bits_and_the_same_value():
+    a, b = torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])
+    assert different(a, b, None).tolist() == [True, False] and not different(a, b, 0.0).any()
+
+
+def one(a: torch.Tensor, b: torch.Tensor, tolerance: float | None = None):
+    found = compare(Given({"x": a}), Given({"x": b}), tolerance)
+    return found.tensors[0] if found.tensors else None
+
+
+def test_numbers_of_a_difference():
+    a = torch.zeros(4, 5)
+    b = a.clone()
+    a[2, 3], b[3, 1] = 2.0, -0.5
+    found = one(a, b)
+    assert (found.kind, found.count, found.share, found.first) == ("values", 2, 0.1, [2, 3])
+    assert (found.max_abs, found.max_rel) == (2.0, 1.0) and found.a == found.b == "float32 [4, 5]"
+    assert one(a, b, 1.0).count == 1 and one(a, b, 2.0) is None
+    assert one(torch.tensor(1.0), torch.tensor(1.5)).first == []
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 100])
+def test_the_size_of_blocks_changes_nothing(most, monkeypatch):
+    a, b = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(1)), torch.zeros(5, 4, 3)
+    b[:2] = a[:2]
+    b[2, 0] = a[2, 0]
+    whole = one(a, b)
+    monkeypatch.setattr(ckpt_diff, "BLOCK", most)
+    assert one(a, b) == whole and whole.first == [2, 1, 0] and whole.count == 33
+
+
+def test_not_finite_is_said():
+    found = one(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]))
+    assert (found.count, found.max_abs, found.first) == (1, None, [1])
+    assert one(torch.tensor([math.inf, math.nan]), torch.tensor([math.inf, math.nan]), 0.0) is None
+    assert one(torch.tensor([math.inf]), torch.tensor([-math.inf]), 1e9).max_abs is None
+    json.dumps(found.__dict__, allow_nan=False)
+
+
+def test_other_dtypes_are_compared_by_value():
+    a = torch.tensor([1.0, 0.1])
+    found = one(a, a.bfloat16())
+    assert (found.kind, found.count, found.first) == ("dtype", 1, [1]) and found.b == "bfloat16 [2]"
+    assert found.max_abs == abs(float(a[1]) - float(a.bfloat16()[1]))
+    assert one(a, a.bfloat16(), 0.01).count == 0 and one(a, a.bfloat16(), 0.01).kind == "dtype"
+
+
+def test_memory_is_bounded(monkeypatch):
+    """A tensor of 2^20 elements in blocks of 2^12: no more than those are alive at once."""
+
+    class Made(Given):
+        def read(self, group, name, box):
+            assert box.numel <= 2**12
+            return torch.full(box.size, float(self.model["x"].numel()))
+
+    huge = torch.zeros(1).expand(2**10, 2**10)
+    monkeypatch.setattr(ckpt_diff, "BLOCK", 2**12)
+    tracemalloc.start()
+    assert compare(Made({"x": huge}), Made({"x": huge}), None).equal
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
+# ---- checkpoints ----
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "one")
+
+
+def test_the_same_in_another_layout(tmp_path):
+    whole = groups(3)
+    one = add(tmp_path / "one", 4, whole=whole)
+    four = add(tmp_path / "four", 4, whole=whole, layouts=True)
+    result = call("ckpt", "diff", one, four)
+    assert result.exit_code == 0 and result.stdout.endswith("are the same: no difference\n")
+    found = said("ckpt", "diff", one, four)
+    assert found["equal"] and found["compared"] == sum(map(len, whole.values())) and not found["tensors"]
+    assert found["bytes"] == 2 * sum(t.numel() * 4 for some in whole.values() for t in some.values())
+
+
+def test_two_steps(run):
+    found = said("ckpt", "diff", f"{run}@2", f"{run}@4")
+    a, b = groups(2), groups(4)
+    wanted = [(group, name) for group in a for name in a[group] if not torch.equal(a[group][name], b[group][name])]
+    assert [(one["group"], one["name"]) for one in found["tensors"]] == wanted and not found["equal"]
+    for one in found["tensors"]:
+        x, y = (t[one["group"]][one["name"]].double().numpy() for t in (a, b))
+        assert one["count"] == (x != y).sum() and one["share"] == (x != y).mean()
+        assert one["max_abs"] == np.abs(x - y).max() and one["first"] == np.argwhere(x != y)[0].tolist()
+        with np.errstate(invalid="ignore"):
+            assert one["max_rel"] == pytest.approx(np.nanmax(np.abs(x - y) / np.maximum(np.abs(x), np.abs(y))))
+    assert found["objects"] == [
+        {"key": "progress.step", "a": 2, "b": 4, "there": "both"},
+        {"key": "order", "a": [2] * 300, "b": [4] * 300, "there": "both"},
+    ]
+    result = call("ckpt", "diff", f"{run}@2", f"{run}@4")
+    assert result.exit_code == 1 and "progress.step" in result.stdout and "2 values beside them differ" in result.stdout
+    assert call("ckpt", "diff", f"{run}@2", f"{run}@4", "--tolerance", 1e9).exit_code == 1  # the objects
+
+
+def test_tensors_and_groups_that_only_one_has(tmp_path):
+    whole = groups(3)
+    less = {group: dict(tensors) for group, tensors in whole.items() if group != "critic"}
+    name = list(whole["model"])[3]
+    del less["model"][name]
+    less["model"]["more"] = torch.zeros(2)
+    shaped = next(iter(whole["ema"]))
+    less["ema"][shaped] = torch.zeros(3)
+    a, b = add(tmp_path / "a", 2, whole=whole), add(tmp_path / "b", 2, whole=less, said={"new": 1, "digest": "abc"})
+    found = said("ckpt", "diff", a, b)
+    kinds = {(one["group"], one["name"]): one["kind"] for one in found["tensors"]}
+    assert kinds == {
+        ("model", name): "only in a",
+        ("model", "more"): "only in b",
+        ("ema", shaped): "shape",
+        **{("critic", n): "only in a" for n in whole["critic"]},
+    }
+    assert found["tensors"][0]["name"] == name  # in the order in which they were saved
+    assert {one["key"]: one["there"] for one in found["objects"]} == {
+        "new": "b", **dict.fromkeys(["progress.step", "progress.phase", "progress.finished", "order"], "a")
+    }  # fmt: skip
+    text = call("ckpt", "diff", a, b).stdout
+    assert "only in a" in text and "float32 [3]" in text and "–" in text
+
+
+def test_a_store_and_a_disk(run):
+    url = upload(run / "checkpoints", "memory://diff/checkpoints")
+    assert said("ckpt", "diff", f"{url}@4", f"{run}@4")["equal"]
+    assert said("ckpt", "diff", url, f"{url}/step-000006")["equal"]
+
+
+# ---- Hugging Face ----
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 8000])
+def test_weights_of_a_directory(run, tmp_path, shard_bytes):
+    save_pretrained(tmp_path / "out", small.config(), weights(4), shard_bytes=shard_bytes)
+    found = said("ckpt", "diff", f"{run}@4", tmp_path / "out")
+    assert found["equal"] and found["compared"] == len(weights(4))
+    assert found["left_out"] == ["optimizer", "ema", "critic"]
+    assert "not compared, since a Hugging Face" in call("ckpt", "diff", tmp_path / "out", f"{run}@4").stdout
+    assert not said("ckpt", "diff", f"{run}@2", tmp_path / "out")["equal"]
+    assert said("ckpt", "diff", tmp_path / "out", tmp_path / "out")["equal"]
+
+
+def test_the_average_against_a_directory(run, tmp_path):
+    save_pretrained(tmp_path / "out", small.config(), groups(6)["ema"], dtype=torch.bfloat16)
+    found = said("ckpt", "diff", f"{run}@ema", tmp_path / "out", "--tolerance", 0.01)
+    assert not found["equal"] and found["left_out"] == []
+    assert {(one["kind"], one["count"]) for one in found["tensors"]} == {("dtype", 0)}
+
+
+# ---- what cannot be ----
+
+
+def test_damage_is_named(tmp_path):
+    run = make_run(tmp_path / "run")
+    name = flip(run / "checkpoints" / "step-000006", "optimizer")
+    error = refused("ckpt", "diff", run, f"{run}@4")
+    assert f"tensor optimizer/{name} is corrupt" in error and "tilth ckpt verify" in error
+
+
+def test_what_is_not_there(run, tmp_path):
+    assert "keeps no checkpoint of step 3" in refused("ckpt", "diff", run, f"{run}@3")
+    assert "no model directory" in refused("ckpt", "diff", run, tmp_path / "nowhere")
+    assert "has no checkpoint yet" in refused("ckpt", "diff", run, shell(tmp_path / "empty"))
+    assert "--tolerance -1.0" in refused("ckpt", "diff", run, run, "--tolerance", -1)
+    assert "--tolerance nan" in refused("ckpt", "diff", run, run, "--tolerance", "nan")
+    add(tmp_path / "plain", 2, whole={"model": weights(2)}, said=objects(2))
+    assert "has no group ema" in refused("ckpt", "diff", f"{tmp_path}/plain@ema", run)
