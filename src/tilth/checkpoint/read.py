@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from tilth.checkpoint.directory import complete, quarantine, step_of
 from tilth.checkpoint.exchange import Share, together
 from tilth.checkpoint.manifest import Manifest, Piece, TensorEntry, load_manifest, raise_problems
 from tilth.checkpoint.shards import held, views
-from tilth.checkpoint.storage import Location, Storage, storage_of
+from tilth.checkpoint.storage import Location, Storage, is_url, storage_of
 from tilth.checkpoint.tiled import REQUESTS, Want, fetch
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Box, Layout
@@ -35,6 +36,8 @@ def open_checkpoint(path: Location) -> "Checkpoint":
     CheckpointError if the manifest or a file is missing, torn or another's; StorageError if the store fails.
     """
     storage = storage_of(path)
+    if not is_url(path) and not Path(path).is_dir():
+        raise CheckpointError(f"{path} is not a checkpoint: no such directory")
     with _reading(path):
         manifest = load_manifest(storage, "")
         promised = step_of(path)
