@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from tilth.checkpoint.storage import Location, Storage, is_url, storage_of
 from tilth.checkpoint.tiled import REQUESTS, Want, fetch
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Box, Layout
+
+_T = TypeVar("_T")
 
 _THREADS = 4
 _FEW = 8
@@ -68,11 +70,7 @@ def newest_valid(root: Location, say: Callable[[str], None]) -> "Checkpoint":
 def damaged_files(storage: Storage, manifest: Manifest) -> dict[str, str]:
     """A line for each data file that is missing or not of the size that the manifest says, by its name."""
     names = list(manifest.files)
-    if storage.remote:
-        with ThreadPoolExecutor(REQUESTS, "tilth-read") as pool:
-            sizes = list(pool.map(storage.size, names))
-    else:
-        sizes = list(map(storage.size, names))
+    sizes = _each(storage, storage.size, names)
     found = {}
     for name, size in zip(names, sizes):
         if size is None:
@@ -80,6 +78,14 @@ def damaged_files(storage: Storage, manifest: Manifest) -> dict[str, str]:
         elif size != manifest.files[name].nbytes:
             found[name] = f"file {name} has {size} bytes, expected {manifest.files[name].nbytes}"
     return found
+
+
+def _each(storage: Storage, ask: Callable[[str], _T], names: Sequence[str]) -> list[_T]:
+    """What is asked about each file; of a store about several at a time."""
+    if not storage.remote:
+        return list(map(ask, names))
+    with ThreadPoolExecutor(REQUESTS, "tilth-read") as pool:
+        return list(pool.map(ask, names))
 
 
 class Checkpoint:
@@ -174,7 +180,7 @@ class Checkpoint:
         with _reading(self.path):
             damaged = damaged_files(self._storage, self.manifest)
             there = [name for name in self.manifest.files if name not in damaged]
-            problems = [*damaged.values(), *filter(None, map(self._header, there))]
+            problems = [*damaged.values(), *filter(None, _each(self._storage, self._header, there))]
             wants = [want for group in self.groups for name in self.names(group) for want in self._pieces(group, name)]
             wants = [want for want in wants if want.piece.file not in damaged]
             told = _Told(progress, sum(want.piece.nbytes for want in wants)) if progress else None

@@ -405,7 +405,7 @@ class _Near:
         self._ranges = ranges
         small = (extent for extent in _small(wants) if extent[1] - extent[0] <= SMALL)
         self._blocks = _joined(small, gap, STEP)
-        self._data = memoryview(bytearray(STEP))
+        self._data = np.empty(STEP, np.uint8).data
         self._start, self._stop = next(self._blocks, _NONE)
         self._loaded = False
 
