@@ -16,6 +16,7 @@ from tests.cli.kept import MESH, add, call, flip, make_run, refused, said, shell
 from tilth.checkpoint import mark_best, open_checkpoint
 from tilth.checkpoint.directory import complete, quarantine
 from tilth.checkpoint.storage import Local
+from tilth.cli import ckpt
 from tilth.flows.files import Lock
 
 
@@ -222,6 +223,20 @@ def test_a_run_without_a_checkpoint_cannot_be_verified(tmp_path):
     assert "there is no complete checkpoint in" in refused("ckpt", "verify", shell(tmp_path / "run"))
 
 
+def test_a_terminal_gets_a_bar(run, capsys, monkeypatch):
+    """Of a terminal that is asked for; what is piped has none."""
+    with ckpt.bar() as told:
+        told("x", 1, 2)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    seen = []
+    with ckpt.bar() as told:
+        place = ckpt.places(str(run))[0]
+        verdict = ckpt.examine(place, complete(run / "checkpoints")[-1], lambda *a: (seen.append(a), told(*a)))
+    assert verdict.intact and seen[-1][0] == "step-000006" and seen[-1][1] == seen[-1][2] > 0
+
+
 # ---- damage, elsewhere ----
 
 
@@ -353,8 +368,6 @@ def test_help_names_the_keys(command):
     assert "Keys of --json:" in " ".join(text.split())
 
 
-def test_the_mesh_of_the_writers_is_named(tmp_path, monkeypatch):
-    from tilth.cli.ckpt import mesh_text
-
-    assert mesh_text(dict(zip(MESH.names, MESH.sizes))) == "fsdp 2 x tp 2"
-    assert mesh_text({"dp": 1, "fsdp": 1, "tp": 1}) == "1 process" and mesh_text(None) == "–"
+def test_the_mesh_of_the_writers_is_named():
+    assert ckpt.mesh_text(dict(zip(MESH.names, MESH.sizes))) == "fsdp 2 x tp 2"
+    assert ckpt.mesh_text({"dp": 1, "fsdp": 1, "tp": 1}) == "1 process" and ckpt.mesh_text(None) == "–"

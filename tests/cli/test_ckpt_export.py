@@ -122,7 +122,9 @@ def test_what_cannot_be_exported(run, tmp_path):
 
 def test_a_checkpoint_in_a_store_needs_its_run(run, tmp_path):
     url = upload(run / "checkpoints", "memory://export/checkpoints")
-    assert "name it as RUN@STEP" in refused("ckpt", "export", f"{url}@4", tmp_path / "out")
+    assert "its run's config.json is not beside it; say RUN@STEP" in refused(
+        "ckpt", "export", f"{url}@4", tmp_path / "out"
+    )
     away = tmp_path / "away"
     away.mkdir()
     for name in ("recipe.toml", "model"):

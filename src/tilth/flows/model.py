@@ -109,12 +109,14 @@ def load_model(spec: str | Path, group: str = "") -> LoadedModel:
 
 def _from_checkpoint(named: Named) -> LoadedModel:
     run = named.run
-    if run is None and not is_url(named.path):
-        run = Path(os.path.normpath(Path(named.path) / ".." / ".."))
-    source = run / MODEL_FOLDER if run is not None else None
-    if run is None or source is None or not (source / "config.json").is_file():
-        wanted = f"{source / 'config.json'}, which says its shape, is not there" if source else "not its run's folder"
-        raise ModelError(f"{named.path} is a checkpoint, but {wanted}; name it as RUN@STEP")
+    if run is None and is_url(named.path):
+        raise ModelError(f"{named.path} is a checkpoint, but its run's config.json is not beside it; say RUN@STEP")
+    run = run or Path(os.path.normpath(Path(named.path) / ".." / ".."))
+    source = run / MODEL_FOLDER
+    if not (source / "config.json").is_file():
+        raise ModelError(
+            f"{named.path} is a checkpoint, but {source / 'config.json'}, which says its shape, is not there"
+        )
     config = DecoderConfig.from_hf(read_config(source))
     with explained(named):
         checkpoint = open_checkpoint(named.path)
