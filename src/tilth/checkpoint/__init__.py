@@ -1,19 +1,33 @@
 """How state survives: checkpoints of safetensors and JSON that are complete or absent, and checked when read."""
 
-from tilth.checkpoint.directory import latest, mark_best, prune, read_best
-from tilth.checkpoint.read import Checkpoint, open_checkpoint
+from tilth.checkpoint.directory import complete, latest, listing, mark_best, prune, quarantine, read_best
+from tilth.checkpoint.exchange import Share
+from tilth.checkpoint.image import Group
+from tilth.checkpoint.read import Checkpoint, newest_valid, open_checkpoint
+from tilth.checkpoint.saver import Commit, Saver, Snapshot, abandon_save, begin_save, commit_save
 from tilth.checkpoint.shards import state_layouts
-from tilth.checkpoint.write import abandon_save, begin_save, commit_save, save, write_part
+from tilth.checkpoint.storage import Location
+from tilth.checkpoint.write import save, write_part
 
 __all__ = [
     "Checkpoint",
+    "Commit",
+    "Group",
+    "Location",
+    "Saver",
+    "Share",
+    "Snapshot",
     "abandon_save",
     "begin_save",
     "commit_save",
+    "complete",
     "latest",
+    "listing",
     "mark_best",
+    "newest_valid",
     "open_checkpoint",
     "prune",
+    "quarantine",
     "read_best",
     "save",
     "state_layouts",

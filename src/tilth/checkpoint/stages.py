@@ -12,8 +12,8 @@ STAGES = ("begin", "snapshot", "checksum", "write", "sync", "report", "manifest"
 class StageError(StorageError):
     """A stage of a save failed at a path, for a reason."""
 
-    def __init__(self, stage: str, path: str, reason: str) -> None:
-        super().__init__(f"{stage} of {path} failed: {reason}")
+    def __init__(self, message: str, stage: str = "", path: str = "", reason: str = "") -> None:
+        super().__init__(message)
         self.stage, self.path, self.reason = stage, path, reason
 
 
@@ -29,6 +29,11 @@ def staged(name: str, path: str, nbytes: int = 0) -> Iterator[span]:
             stage(name, path)
             yield timed
     except OSError as error:
-        raise StageError(name, str(error.filename or path), error.strerror or str(error)) from error
+        raise failed(name, str(error.filename or path), error.strerror or str(error)) from error
     except MemoryError as error:
-        raise StageError(name, path, "out of memory") from error
+        raise failed(name, path, "out of memory") from error
+
+
+def failed(stage: str, path: str, reason: str) -> StageError:
+    """The error of a stage, before it is known of which save."""
+    return StageError(f"{stage} of {path} failed: {reason}", stage, path, reason)

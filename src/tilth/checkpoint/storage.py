@@ -76,7 +76,7 @@ class Storage(Protocol):
         """Write a new file, durable when this returns (stages "write" and "sync"). FileExistsError on a local disk."""
         ...
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes, durable: bool = True) -> None:
         """Make a small file or replace it: the old or the new one is there at any moment, the new one at the end."""
         ...
 
@@ -162,7 +162,7 @@ class Local:
             with staged("sync", str(file)):
                 os.fsync(writer.descriptor)
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes, durable: bool = True) -> None:
         """As in ``Storage``."""
         file = self.root / path
         temporary = file.with_name(f"{file.name}.tmp")
@@ -170,9 +170,11 @@ class Local:
         with open(temporary, "wb") as opened:
             opened.write(data)
             opened.flush()
-            os.fsync(opened.fileno())
+            if durable:
+                os.fsync(opened.fileno())
         os.rename(temporary, file)
-        sync_directory(file.parent)
+        if durable:
+            sync_directory(file.parent)
 
     def begin(self, folder: str) -> None:
         """As in ``Storage``."""
@@ -348,7 +350,7 @@ class Remote:
                     opened.write(part)
                     timed.bytes += len(part)
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes, durable: bool = True) -> None:
         """As in ``Storage``."""
         place = self._path(path)
         with _translated(place):
@@ -407,5 +409,5 @@ def _translated(path: str) -> Iterator[None]:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
     except OSError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a store's client raises; the caller is told
+    except Exception as error:
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}".splitlines()[0], path) from error

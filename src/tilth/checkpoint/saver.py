@@ -1,0 +1,392 @@
+"""Saving without stalling: in every worker a ``Saver``, in the controller a ``Commit``.
+
+A worker copies its values (the snapshot), and training goes on while a thread computes checksums, writes, synchronises
+and reports. The controller waits for the reports of all ranks, also in a thread, and then makes a checkpoint of them.
+Each report is a small file beside the data, so that no message of the training has to carry it.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from functools import partial
+from threading import Event, Thread
+from typing import Any, NamedTuple
+
+from tilth.checkpoint.directory import Attempt, latest
+from tilth.checkpoint.image import Buffer, Group, Image, Part, specs_of
+from tilth.checkpoint.manifest import Report, assemble, parse_report, raise_problems, report_of
+from tilth.checkpoint.read import damaged_files
+from tilth.checkpoint.stages import StageError, failed, staged
+from tilth.checkpoint.storage import Location, join, storage_of
+from tilth.core.errors import CheckpointError, StorageError, TilthError
+from tilth.core.layout import Mesh
+from tilth.trace.spans import span
+
+_FAILED = "failed."
+_SOONEST, _LATEST = 0.005, 0.1  # seconds between two looks at the reports
+
+
+class Snapshot(NamedTuple):
+    """What a save cost who asked for it."""
+
+    nbytes: int
+    """That this rank will write."""
+    waited: float
+    """Seconds until the save before was on disk."""
+    seconds: float
+    """Of the copy and what goes with it."""
+
+
+class Saver:
+    """Writes what one process has of each group. One save at a time; its memory and its plans are kept."""
+
+    def __init__(self) -> None:
+        self._buffer = Buffer()
+        self._parts: dict[str, Part] = {}
+        self._thread: _Background | None = None
+
+    def start(
+        self, folder: Location, groups: Mapping[str, Group], rank: int, part: str = "", background: bool = True
+    ) -> Snapshot:
+        """Write what this rank has to write of these groups into a folder of ``begin_save``, and report it there.
+
+        Of what several ranks hold each writes some, without asking (``planning``). Returns when the values are copied:
+        the tensors may change from then on. The rest is done in a thread, or, unless in the ``background``, before this
+        returns. part: a name for this rank's files (``GROUP.PART.safetensors``; empty: ``GROUP.safetensors``).
+
+        Waits for the save before and raises its error, if nobody asked for it. CheckpointError, before anything is
+        copied, for a tensor that cannot be stored or does not fit its layout; StorageError if there is no memory.
+        """
+        begun = time.perf_counter()
+        self.wait()
+        free = time.perf_counter()
+        work, nbytes = self._snapshot(Attempt.of(folder), groups, rank, part)
+        taken = Snapshot(nbytes, free - begun, time.perf_counter() - free)
+        if background:
+            self._thread = _Background(work, f"tilth-save-{rank}")
+            self._thread.start()
+        else:
+            work()
+        return taken
+
+    def write(self, folder: Location, groups: Mapping[str, Group], rank: int, part: str = "") -> list[Report]:
+        """As ``start``, but returns when all is on disk, with what was reported of each group."""
+        self.wait()
+        reports: list[Report] = self._snapshot(Attempt.of(folder), groups, rank, part)[0]()
+        return reports
+
+    def prepare(self, groups: Mapping[str, Group], rank: int) -> None:
+        """Plan, and find out whether these can be saved: what ``start`` would do anyway. CheckpointError."""
+        for name, group in groups.items():
+            self._part(name, group, rank).sources(group.tensors)
+
+    def _snapshot(
+        self, attempt: Attempt, groups: Mapping[str, Group], rank: int, part: str
+    ) -> tuple[Callable[[], list[Report]], int]:
+        """Copy the values; what is left to do, and the bytes."""
+        _check_name("part", part or "_")
+        parts = [self._part(name, group, rank) for name, group in groups.items()]
+        sources = [part.sources(group.tensors) for part, group in zip(parts, groups.values())]
+        pinned = any(values.device.type == "cuda" for of_part in sources for values in of_part)
+        nbytes = sum(part.nbytes for part in parts)
+        with _told(attempt, rank), staged("snapshot", str(attempt.place), nbytes):
+            images = self._buffer.images(parts, pinned)
+            events = self._buffer.copy(zip(images, sources))
+        return partial(_write, attempt, images, rank, part, events), nbytes
+
+    def _part(self, name: str, group: Group, rank: int) -> Part:
+        """As prepared for the save before, where all is the same."""
+        _check_name("group", name)
+        specs, known = specs_of(name, group, rank), self._parts.get(name)
+        if known is None or known.specs != specs or known.rank != rank:
+            known = self._parts[name] = Part(name, specs, rank)
+        return known
+
+    def wait(self) -> None:
+        """Until what was started is on disk and reported; raises what went wrong, once."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.result()
+
+    def settle(self) -> str:
+        """As ``wait``, but says what went wrong; empty if nothing did. For a save that is given up."""
+        try:
+            self.wait()
+        except TilthError as error:
+            return str(error)
+        return ""
+
+    def problem(self) -> str:
+        """What went wrong so far; empty if nothing did. Does not wait."""
+        error = self._thread.error if self._thread is not None else None
+        return "" if error is None else str(error)
+
+
+def _check_name(kind: str, name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise CheckpointError(f"{kind} {name!r}: a name of letters, digits, '-' and '_' is needed")
+
+
+class _Background(Thread):
+    """A thread that keeps what its work raised."""
+
+    def __init__(self, work: Callable[[], Any], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work = work
+        self.error: BaseException | None = None
+        self.value: Any = None
+
+    def run(self) -> None:
+        """The work."""
+        try:
+            self.value = self._work()
+        except BaseException as error:  # noqa: BLE001 - raised again by ``result``
+            self.error = error
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for it, and raise what it raised. TimeoutError."""
+        self.join(timeout)
+        if self.is_alive():
+            raise TimeoutError
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+# ---- a worker's thread ----
+
+
+def _write(attempt: Attempt, images: Sequence[Image], rank: int, part: str, events: Sequence[Any]) -> list[Report]:
+    """Make the files of the images durable and report them; a failure is reported too, where that is possible."""
+    try:
+        with _told(attempt, rank), span("save.background", step=attempt.step):
+            for event in events:
+                event.synchronize()
+            return [_write_image(attempt, image, rank, part) for image in images]
+    except StorageError as error:
+        with suppress(OSError):
+            attempt.storage.put(f"{attempt.reports}/{_FAILED}{rank:05d}", str(error).encode(), durable=False)
+        raise
+
+
+def _write_image(attempt: Attempt, image: Image, rank: int, part: str) -> Report:
+    group, file, entry = image.part.group, "", None
+    if image.part.pieces:
+        file = attempt.file(group, part)
+        with staged("checksum", f"{attempt.root}/{attempt.folder}/{file}", len(image.data)):
+            entry = image.entry()
+        attempt.storage.write(f"{attempt.folder}/{file}", image.chunks())
+    report = report_of(attempt.name, group, rank, image.part.plan, file, entry)
+    path = f"{attempt.reports}/{_report_name(group, rank)}"
+    with staged("report", f"{attempt.root}/{path}"):
+        attempt.storage.put(path, report.model_dump_json().encode(), durable=False)
+    return report
+
+
+def _report_name(group: str, rank: int) -> str:
+    return f"{group}.{rank:05d}.json"
+
+
+@contextmanager
+def _told(attempt: Attempt, rank: int = -1) -> Iterator[None]:
+    """Make one line of a stage that failed: what, where, why, and what is intact."""
+    try:
+        yield
+    except StageError as error:
+        where = f"{error.path}, stage {error.stage}" + (f" of rank {rank}" if rank >= 0 else "")
+        message = f"checkpoint of step {attempt.step}: cannot write {where}: {error.reason}; {_before(attempt)}"
+        raise StageError(message, error.stage, error.path, error.reason) from error
+
+
+def _before(attempt: Attempt) -> str:
+    try:
+        previous = latest(attempt.root)
+    except OSError:
+        return "what was there before is intact"
+    return f"the checkpoint before it, {previous}, is intact" if previous else "there was none before it"
+
+
+# ---- the controller ----
+
+
+def begin_save(root: Location, step: int) -> Any:
+    """The controller's first act: a folder for what all ranks write; its path, or its URL where the root is one.
+
+    Removes what crashed saves left there, so one save at a time may be under way. StorageError if it cannot be made.
+    """
+    attempt = Attempt.new(root, step)
+    with _told(attempt), staged("begin", str(attempt.place)):
+        attempt.begin()
+    return attempt.place
+
+
+def commit_save(
+    folder: Location,
+    root: Location,
+    step: int,
+    parts: Iterable[Report | Mapping[str, Any]],
+    objects: Mapping[str, Any],
+    layout: Mesh | None = None,
+    expected: Mapping[str, Collection[int]] | None = None,
+) -> Any:
+    """The controller's last act: check the ranks' reports, write the manifest, give it the name of a checkpoint.
+
+    parts: the reports, in any order. layout: the mesh of the writers, to be kept (default: their ranks as they are).
+    expected: the ranks of each group (default: as the reports say). CheckpointError if something is missing, there
+    twice, planned otherwise or of another save. StorageError if writing fails. After either nothing of the attempt
+    remains and what was there before is intact. Returns the checkpoint's path or URL.
+    """
+    attempt = Attempt.of(folder)
+    try:
+        check_json(objects, "objects")
+        if attempt.step != step:
+            raise CheckpointError(f"{folder} was begun for step {attempt.step}, not for step {step}")
+        reports = [p if isinstance(p, Report) else parse_report(json.dumps(dict(p)), "a part") for p in parts]
+        with _told(attempt):
+            _publish(attempt, reports, objects, layout, expected)
+    except BaseException:
+        attempt.abandon()
+        raise
+    return attempt.final
+
+
+def _publish(
+    attempt: Attempt,
+    reports: Sequence[Report],
+    objects: Mapping[str, Any],
+    layout: Mesh | None,
+    expected: Mapping[str, Collection[int]] | None,
+) -> None:
+    with staged("manifest", f"{attempt.final}/manifest.json") as timed:
+        saved = datetime.now(UTC).isoformat(timespec="seconds")
+        manifest = assemble(attempt.name, attempt.step, reports, objects, saved=saved, layout=layout, expected=expected)
+        files = storage_of(join(attempt.root, attempt.folder))
+        raise_problems(attempt.name, damaged_files(files, manifest).values())
+        data = manifest.dump()
+        timed.set(bytes=len(data))
+        attempt.write_manifest(data)
+    with staged("publish", str(attempt.final)):
+        attempt.publish()
+
+
+def abandon_save(folder: Location) -> None:
+    """Remove what was written of a save that will not be committed; nothing happens where it was."""
+    Attempt.of(folder).abandon()
+
+
+class Commit:
+    """Makes a checkpoint of what all ranks report, in a thread; begins at once."""
+
+    def __init__(
+        self,
+        folder: Location,
+        root: Location,
+        step: int,
+        groups: Mapping[str, Collection[int]],
+        objects: Mapping[str, Any],
+        layout: Mesh | None = None,
+        then: Callable[[Any], None] | None = None,
+    ) -> None:
+        """groups: the ranks that report of each. then: called with the checkpoint's path or URL when it is there, for
+        what follows (retention, the mark of the best); its failure is one of this save, the checkpoint stays."""
+        check_json(objects, "objects")
+        self._attempt = Attempt.of(folder)
+        self._root, self._step, self._groups, self._objects = root, step, groups, objects
+        self._layout, self._then = layout, then
+        self._cancelled = Event()
+        self._thread = _Background(self._work, "tilth-commit")
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether it has come to its end, good or bad."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The checkpoint's path or URL when it is there. Raises what went wrong; TimeoutError after so many seconds."""
+        return self._thread.result(timeout)
+
+    def cancel(self) -> None:
+        """Give it up, unless the checkpoint is there already; returns when nothing of it remains."""
+        self._cancelled.set()
+        self._thread.join()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong; None so far."""
+        return self._thread.error
+
+    def _work(self) -> Any:
+        with span("save.commit", step=self._step):
+            try:
+                reports = self._reports()
+            except BaseException:
+                self._attempt.abandon()
+                raise
+            final = commit_save(
+                self._attempt.place, self._root, self._step, reports, self._objects, self._layout, self._groups
+            )
+            if self._then is not None:
+                self._after(final)
+            return final
+
+    def _after(self, final: Any) -> None:
+        """Retention and what else follows: its error says that the checkpoint itself is there."""
+        assert self._then is not None
+        try:
+            with staged("retention", str(final)):
+                self._then(final)
+        except StorageError as error:
+            stage = error.stage if isinstance(error, StageError) else "retention"
+            raise StageError(
+                f"after the checkpoint of step {self._step}, which is complete: {error}", stage, str(final), str(error)
+            ) from error
+
+    def _reports(self) -> list[Report]:
+        """All of them, when they are there. Raises what a rank reports that failed."""
+        wanted = {_report_name(group, rank) for group, ranks in self._groups.items() for rank in ranks}
+        found: dict[str, Report] = {}
+        pause = _SOONEST
+        with _told(self._attempt):
+            while True:
+                found |= self._new_reports(wanted - found.keys())
+                if len(found) == len(wanted):
+                    return list(found.values())
+                if self._cancelled.wait(pause):
+                    raise StorageError(self._missing(sorted(wanted - found.keys())))
+                pause = min(2 * pause, _LATEST)
+
+    def _new_reports(self, wanted: set[str]) -> dict[str, Report]:
+        storage, folder = self._attempt.storage, self._attempt.reports
+        try:
+            there = storage.names(folder)
+            for name in there:
+                if name.startswith(_FAILED):
+                    raise StorageError(storage.read(f"{folder}/{name}").decode(errors="replace"))
+            come = {name: storage.read(f"{folder}/{name}") for name in wanted.intersection(there)}
+        except OSError as error:
+            raise failed("report", str(error.filename or folder), error.strerror or str(error)) from error
+        return {name: parse_report(data, f"{folder}/{name}") for name, data in come.items()}
+
+    def _missing(self, names: Sequence[str]) -> str:
+        some = ", ".join(name.removesuffix(".json") for name in names[:8]) + (", ..." if len(names) > 8 else "")
+        return (
+            f"checkpoint of step {self._step} was given up in stage report: no report of {some} (group and rank) had "
+            f"come; {_before(self._attempt)}"
+        )
+
+
+def check_json(value: Any, place: str) -> None:
+    """JSON would turn other keys into text and has no other types: what is read must be what was saved."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(f"{place}: key {key!r} is a {type(key).__name__}; JSON has only text keys")
+            check_json(item, f"{place}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            check_json(item, f"{place}[{i}]")
+    elif not (value is None or type(value) in (bool, int, float, str)):
+        raise CheckpointError(f"{place}: a {type(value).__name__} cannot be stored as JSON")
