@@ -508,9 +508,9 @@ def test_tiles_tile(size, width):
     largest = int(heights.max()) * int(widths.max()) * width
     assert largest <= LARGEST_TILE or (heights.max() == 1 and last * width > 8 * LARGEST_TILE)
     nbytes = numel * width
-    if nbytes < 1 << 14:
+    if nbytes < 1 << 16:
         assert cut.total == 1
-    assert cut.total <= max(1, nbytes >> 14)  # none is tiny: manifests stay small beside the data
+    assert cut.total <= max(1, nbytes >> 15)  # none is tiny: manifests stay small beside the data
     assert tile_counts(np.array([size], np.int64), width).tolist() == [cut.total]
 
 
@@ -519,9 +519,10 @@ def test_tiles_tile(size, width):
     [
         ((), 8, [0, 1], [0, 1]),
         ((0, 4), 4, [0], [0]),
-        ((4, 1000), 4, [0, 4], [0, 1000]),  # 16,000 bytes: one
+        ((4, 1000), 4, [0, 4], [0, 1000]),  # small: one
         ((4096, 4096), 4, [*range(0, 4097, 512)], [*range(0, 4097, 512)]),  # 1 MiB each
-        ((8, 4096), 4, [0, 8], [*range(0, 4097, 512)]),  # 16 KiB each: columns come first
+        ((16, 4096), 4, [0, 16], [*range(0, 4097, 512)]),  # 32 KiB each: columns come first
+        ((8, 4096), 4, [0, 8], [*range(0, 4097, 1024)]),
         ((64, 512, 64), 2, [*range(0, 32769, 8192)], [0, 64]),  # rows of 128 bytes are not cut
         ((4096, 1023), 4, [0, 256, *range(512, 3841, 256), 4096], [0, 1023]),  # an odd number of columns neither
         ((1 << 20,), 4, [0, 1], [*range(0, (1 << 20) + 1, 1 << 18)]),
@@ -534,7 +535,7 @@ def test_tiles_of_some_pieces(size, itemsize, rows, columns):
 
 
 def test_a_quarter_of_the_columns_of_wide_pieces_is_a_quarter_of_the_tiles():
-    for size in ((64, 1024), (1024, 4096), (3, 100, 2048)):
+    for size in ((64, 1024), (1024, 4096), (3, 100, 2048), (8, 8192)):
         cut = tiles(size, 4)
         assert (len(cut.columns) - 1) % 4 == 0
         assert size[-1] // 4 in cut.columns and size[-1] // 2 in cut.columns

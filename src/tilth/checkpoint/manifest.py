@@ -96,7 +96,9 @@ class FileEntry(_Entry):
     def lines(self) -> Iterator[bytes]:
         """As JSON, in parts."""
         yield json.dumps(self.model_dump(exclude={"checksums"}))[:-1].encode()
-        yield b', "checksums": "' + self.checksums.encode() + b'"}'
+        yield b', "checksums": "'
+        yield self.checksums.encode()
+        yield b'"}'
 
     @property
     def tiles(self) -> int:

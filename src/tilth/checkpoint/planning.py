@@ -48,7 +48,7 @@ ALIGNMENT = 64
 LARGEST_TILE = 1 << 20
 ROW_TILE = 1 << 16
 """Rows are cut into four bands while the tiles have at least so many bytes."""
-COLUMN_TILE = 1 << 14
+COLUMN_TILE = 1 << 15
 """Columns are cut while the tiles have at least so many bytes."""
 SEGMENT = 256
 """Bytes of a row in a tile, at least, where columns are cut."""
