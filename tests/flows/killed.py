@@ -5,8 +5,9 @@ import signal
 import sys
 from pathlib import Path
 
-import tilth.checkpoint.write as checkpoint_write
 from tests.flows import tiny
+from tilth.checkpoint.directory import Attempt
+from tilth.checkpoint.storage import Local
 from tilth.flows.rundir import RunDir
 from tilth.roles.critic import CriticWorker
 from tilth.roles.policy import PolicyWorker
@@ -27,8 +28,8 @@ POINTS = {
     "critic": (CriticWorker, "update"),
     "committing": (RunDir, "commit_step"),
     "flushing": (RunDir, "flush"),
-    "writing": (checkpoint_write, "_write_safetensors"),
-    "renaming": (checkpoint_write, "commit"),
+    "writing": (Local, "write"),
+    "renaming": (Attempt, "publish"),
 }
 
 
