@@ -61,7 +61,7 @@ def newest_valid(root: Location, say: Callable[[str], None]) -> "Checkpoint":
             checkpoint.verify()
         except CheckpointError as error:
             aside = quarantine(path, str(error))
-            say(f"{error}; it is put aside as {aside}")
+            say(f"{error}; it is put aside" + (f" as {aside}" if aside != path else ""))
             continue
         return checkpoint
     raise CheckpointError(f"there is no valid checkpoint under {root}")
