@@ -1,175 +1,200 @@
-"""Saving and loading a model of 50M parameters in fp32, beside safetensors, torch.save and torch's own distributed
-checkpoint; then the same model saved in one layout of four ranks and loaded in another.
+"""Saving and loading a model with its optimizer state, beside torch.distributed.checkpoint and torch.save.
 
-    python benchmarks/checkpoint.py [--quick] [--json PATH] [--folder DIR] [--rounds N]
+    python benchmarks/checkpoint.py [--quick] [--json PATH] [--ranks 1,2,4] [--mb 50,500,4000] [--folder DIR]
 
-What is loaded is compared bit for bit with what was saved before anything is timed. All rows are of one process, every
-save goes to a new place, and what is loaded goes to tensors that are there already, from the page cache. Tilth waits
-for the disk and computes a checksum of every byte when it saves, and compares it when it loads; "synced" is the other
-library with an fsync behind it. Ranks run one after another in this process: their times are of a rank, not of a run.
+Weights of a decoder and Adam's moments, so many megabytes in all, divided by fsdp over processes of this machine, one
+thread each. The distributed checkpoint is set as it is best at saving again and again (``checkpoint_methods.py``).
+First what each way loads is compared bit for bit with what it saved, which had been changed in the meantime; then:
+
+- stall: extra time of the ten steps from a save on, against ten steps without one. A step is matrix products that take
+  0.2 s where there is a core for each rank, a change of every tensor, and a barrier; so work that a save does behind
+  the steps counts where it takes their cores. Median of the one less median of the other, in turns.
+- call: until the call returns and the state may be changed. durable: from the call until all ranks' bytes and the
+  commit are synchronised to disk, no steps beside it. Slowest rank, median.
+- load: into memory that is there, in the same layout. warm: all files were read just before; cold: they were put out of
+  the page cache. Tilth compares checksums of all that it reads; nobody else does.
+- columns: the first of four ranks that divide matrices by columns loads its quarter, saved by rows; "read" is what the
+  process read of files (rchar), over all bytes saved.
+- peak: memory above that before the first save, at the greatest, in all ranks; kept copies and child processes
+  included, shared memory once.
+
+Goals, as ratios behind each row of Tilth: stall at most a fifth of DCP's save and half of its asynchronous saves;
+durable and both loads at most DCP's (the best of its three); a quarter of the columns at most 0.3 of the bytes. Exit
+status 1 if bits or bytes are wrong; whether times reach their goals depends on how quiet the machine is.
 """
 
 import argparse
 import json
-import math
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-from tilth.checkpoint import begin_save, commit_save, open_checkpoint, save, write_part
-from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
-from tilth.core.random import fill_normal_, stream
-
-Tensors = dict[str, Tensor]
-Call = Callable[[], object]
-
-
-def model(layers: int, width: int, vocabulary: int) -> Tensors:
-    """Weights of a decoder of the usual shape: attention, gated feed-forward, two norms a layer."""
-    shapes: dict[str, tuple[int, ...]] = {"embed": (vocabulary, width), "norm": (width,)}
-    for i in range(layers):
-        shapes |= {f"layers.{i}.{n}": (width, width) for n in ("q", "k", "v", "o")}
-        shapes |= {f"layers.{i}.{n}": (3 * width, width) for n in ("gate", "up")}
-        shapes |= {f"layers.{i}.down": (width, 3 * width), f"layers.{i}.norm1": (width,), f"layers.{i}.norm2": (width,)}
-    return {name: fill_normal_(torch.empty(shape), stream(0, "benchmark", name)) for name, shape in shapes.items()}
+METHODS = ("tilth", "DCP save", "DCP thread", "DCP process", "torch.save")
+RESHARDS = ("tilth", "DCP save")
+"""Those of which another layout is loaded: all of DCP write the same."""
+RANK = Path(__file__).parent / "checkpoint_rank.py"
+GOALS = {
+    "stall_s": {"DCP save": 0.2, "DCP thread": 0.5, "DCP process": 0.5},
+    "durable_s": {"best DCP": 1.0},
+    "warm_s": {"best DCP": 1.0},
+    "cold_s": {"best DCP": 1.0},
+}
+"""Column -> beside whom -> at most this ratio."""
+MOST_READ = 0.3
+COLUMNS = ("stall_s", "call_s", "durable_s", "warm_s", "cold_s", "columns_s")
+Row = dict[str, Any]
 
 
-def sync(path: Path) -> None:
-    """Wait until every file of a folder, or a file, is on disk."""
-    for file in path.rglob("*") if path.is_dir() else [path]:
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+def start(arguments: Mapping[str, object], rank: int, folder: Path) -> subprocess.Popen[bytes]:
+    """A process of ``checkpoint_rank.py``."""
+    given = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+    quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "PYTHONWARNINGS": "ignore"}
+    with open(folder / f"log-{rank}", "wb") as log:
+        command = [sys.executable, str(RANK), "--rank", str(rank), "--folder", str(folder), *given]
+        return subprocess.Popen(command, env={**os.environ, **quiet}, stdout=log, stderr=log)
 
 
-def copy(found: Mapping[str, Tensor], into: Tensors) -> None:
-    """Into tensors that are there."""
-    for name, target in into.items():
-        target.copy_(found[name])
+def ranks(arguments: Mapping[str, object], count: int, folder: Path) -> list[dict[str, Any]]:
+    """What so many processes found, by rank. RuntimeError with the log of the first that failed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    started = [start(arguments, rank, folder) for rank in range(count)]
+    try:
+        for rank, process in enumerate(started):
+            if process.wait():
+                raise RuntimeError(f"rank {rank} failed:\n{(folder / f'log-{rank}').read_text()[-4000:]}")
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(count)]
 
 
-def cases(folder: Path, tensors: Tensors, into: Tensors) -> dict[str, tuple[Call, Call]]:
-    """Name -> (save, load)."""
-    safe, pickled, distributed = folder / "safe.safetensors", folder / "torch.pt", folder / "dcp"
+def slowest(found: Sequence[Mapping[str, Any]], key: str) -> float:
+    """Median over repeats of the slowest rank's seconds."""
+    return median(max(seconds) for seconds in zip(*(one[key] for one in found)))
 
-    def synced(write: Call, path: Path) -> Call:
-        return lambda: (write(), sync(path))
 
-    def read_torch() -> None:
-        copy(torch.load(pickled, weights_only=True, mmap=True), into)
-
-    writers = {
-        "safetensors": (lambda: save_file(tensors, safe), safe, lambda: copy(load_file(safe), into)),
-        "torch.save": (lambda: torch.save(tensors, pickled), pickled, read_torch),
-        "torch DCP": (
-            lambda: dcp.save(tensors, checkpoint_id=distributed, no_dist=True),
-            distributed,
-            lambda: dcp.load(into, checkpoint_id=distributed, no_dist=True),
-        ),
+def row(name: str, found: Sequence[Mapping[str, Any]], nbytes: int) -> Row:
+    """One way to save, in numbers."""
+    return {
+        "method": name,
+        "same": all(one["same"] for one in found),
+        "stall_s": slowest(found, "beside") - slowest(found, "without"),
+        "ten_steps_s": slowest(found, "without"),
+        "call_s": slowest(found, "calls"),
+        "first_call_s": max(one["first"] for one in found),
+        "durable_s": slowest(found, "durable"),
+        "warm_s": slowest(found, "warm"),
+        "cold_s": slowest(found, "cold"),
+        "read_share": sum(one["read"] for one in found) / nbytes,
+        "peak_bytes": sum(one["peak"] for one in found),
+        "repeats": {key: [one[key] for one in found] for key in ("calls", "durable", "without", "beside", "warm")},
     }
-    rows = {
-        "tilth": (
-            lambda: save(folder / "tilth", 1, {"model": tensors}, {}),
-            lambda: open_checkpoint(folder / "tilth/step-000001").restore("model", into),
-        )
+
+
+def columns(name: str, found: Sequence[Mapping[str, Any]], common: Mapping[str, object], place: Path) -> Row:
+    """The quarter that one rank of another layout loads."""
+    keys = {**common, "methods": name, "reshard": found[0]["kept"]}
+    (loaded,) = ranks(keys, 1, place / "columns")
+    return {
+        "columns_s": median(loaded["seconds"]),
+        "columns_read": loaded["read"],
+        "columns_asked": loaded["asked"],
+        "columns_same": loaded["prints"] == [one["prints"] for one in found],
     }
-    for name, (write, path, read) in writers.items():
-        rows[name], rows[f"{name}, synced"] = (write, read), (synced(write, path), read)
-    return rows
 
 
-def clear(folder: Path) -> None:
-    """So that no save has to replace another one."""
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+def rows(count: int, megabytes: float, options: argparse.Namespace, place: Path) -> Iterator[Row]:
+    """All ways at one size on one number of ranks."""
+    common: dict[str, object] = {"ranks": count, "mb": megabytes, "rounds": options.rounds, "step": options.step}
+    found = ranks({**common, "methods": options.methods}, count, place / "ranks")
+    nbytes = sum(one["nbytes"] for one in found)
+    made = dict[str, Row]()
+    for name in options.methods.split(","):
+        seen = [one["found"][name] for one in found]
+        made[name] = {"ranks": count, "mb": megabytes, "bytes": nbytes, **row(name, seen, nbytes)}
+        if name in RESHARDS:
+            made[name] |= columns(name, seen, common, place)
+    if "tilth" in made:
+        made["tilth"]["ratios"] = ratios(made)
+    yield from made.values()
 
 
-def timed(call: Call) -> float:
-    """Seconds."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def best(folder: Path, rows: dict[str, tuple[Call, Call]], rounds: int) -> dict[str, list[float]]:
-    """The shortest seconds of saving and loading of each, in turns so that a busy machine treats them alike."""
-    found = {name: [math.inf, math.inf] for name in rows}
-    for _ in range(rounds):
-        for name, calls in rows.items():
-            clear(folder)
-            found[name] = [min(before, timed(call)) for before, call in zip(found[name], calls)]
+def ratios(made: Mapping[str, Row]) -> dict[str, dict[str, float]]:
+    """Column -> beside whom -> Tilth's part of its seconds."""
+    others = [name for name in made if name.startswith("DCP")]
+    found: dict[str, dict[str, float]] = {}
+    for column, beside in GOALS.items():
+        best = min((made[name][column] for name in others), default=float("nan"))
+        times = {"best DCP": best} | {name: made[name][column] for name in others}
+        found[column] = {name: made["tilth"][column] / times[name] for name in beside if name in times}
     return found
 
 
-def layouts(tensors: Tensors, names: tuple[str, str], matrix: tuple[Placement, ...]) -> dict[str, Layout]:
-    """Matrices as asked, vectors replicated; on two by two ranks."""
-    mesh, vector = Mesh(names, (2, 2)), (Replicate(), Replicate())
-    return {n: Layout(mesh, matrix if t.ndim > 1 else vector, tuple(t.shape)) for n, t in tensors.items()}
+def failures(row: Row) -> list[str]:
+    """Bits and bytes that are wrong."""
+    found = [f"{what} has other bits" for what in ("same", "columns_same") if not row.get(what, True)]
+    if row["method"] == "tilth" and max(row["columns_read"], row["columns_asked"]) > MOST_READ * row["bytes"]:
+        found.append(f"a quarter of the columns read {row['columns_read'] / row['bytes']:.2f} of the bytes")
+    return found
 
 
-def reshard(folder: Path, tensors: Tensors) -> dict[str, float]:
-    """Saved by dp 2 x fsdp 2, loaded by fsdp 2 x tp 2: seconds of the slowest rank, and how even the writing was."""
-    saved = layouts(tensors, ("dp", "fsdp"), (Replicate(), Shard(0)))
-    loaded = layouts(tensors, ("fsdp", "tp"), (Shard(0), Shard(1)))
-    temporary, parts, writing, reading = begin_save(folder / "four", 1), [], [], []
-    for rank in range(4):
-        mine = {n: t[saved[n].boxes(rank)[0].slices] for n, t in tensors.items()}
-        start = time.perf_counter()
-        parts.append(write_part(temporary, "model", str(rank), mine, saved, rank))
-        writing.append(time.perf_counter() - start)
-    commit = timed(partial(commit_save, temporary, folder / "four", 1, parts, {}))
-    path = folder / "four/step-000001"
-    for rank in range(4):
-        into = {n: torch.empty(loaded[n].boxes(rank)[0].size) for n in tensors}
-        reading.append(timed(partial(open_checkpoint(path).restore, "model", into, loaded, rank)))
-        assert all(torch.equal(t, tensors[n][loaded[n].boxes(rank)[0].slices]) for n, t in into.items())
-    written = [file.stat().st_size for file in path.glob("*.safetensors")]
-    return {
-        "write_seconds": max(writing), "commit_seconds": commit, "read_seconds": max(reading),
-        "bytes_max_over_mean": max(written) * len(written) / sum(written),
-        "bytes_over_model": sum(written) / sum(t.nbytes for t in tensors.values()),
-    }  # fmt: skip
+HEAD = (
+    f"{'ranks':>5} {'MB':>5} {'':12} {'stall':>8} {'call':>8} {'durable':>8} {'warm':>8} {'cold':>8} {'columns':>8}"
+    f" {'read':>5} {'peak MB':>8}"
+)
+
+
+def line(row: Row) -> str:
+    """A row for people, seconds to the millisecond; below Tilth's the ratios that have goals."""
+    seconds = " ".join(f"{row[c]:8.3f}" if c in row else " " * 8 for c in COLUMNS)
+    read = f"{row['columns_read'] / row['bytes']:5.2f}" if "columns_read" in row else " " * 5
+    said = f"{row['ranks']:5} {row['mb']:5.0f} {row['method']:12} {seconds} {read} {row['peak_bytes'] / 1e6:8.0f}"
+    if "ratios" in row:
+        said += "\n" + " " * 12 + "; ".join(goals(row["ratios"]))
+    return "; ".join([said, *(f"WRONG: {text}" for text in failures(row))])
+
+
+def goals(found: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """Each ratio beside its goal."""
+    for column, beside in found.items():
+        for name, ratio in beside.items():
+            most = GOALS[column][name]
+            reached = "" if ratio <= most else " MISSED"
+            yield f"{column.removesuffix('_s')}/{name} {ratio:.2f} (goal {most:g}{reached})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="3M parameters, two rounds")
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--quick", action="store_true", help="50 MB on 1 and 2 ranks, 2 repeats of short steps")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--ranks", default="")
+    parser.add_argument("--mb", default="")
     parser.add_argument("--folder", type=Path, help="where to write; default: the temporary directory")
-    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=0, help="repeats; default 3")
+    parser.add_argument("--step", type=float, default=0.0, help="seconds of a step; default 0.2")
+    parser.add_argument("--methods", default=",".join(METHODS))
     options = parser.parse_args()
-    tensors = model(2, 256, 4096) if options.quick else model(12, 512, 23552)
-    rounds, size = options.rounds or (2 if options.quick else 8), sum(t.nbytes for t in tensors.values())
-    into = {n: torch.zeros_like(t) for n, t in tensors.items()}
-    folder = Path(tempfile.mkdtemp(dir=options.folder))
-    try:
-        rows = cases(folder, tensors, into)
-        for name, (write, read) in rows.items():
-            write()
-            read()
-            assert all(torch.equal(into[n], t) for n, t in tensors.items()), name
-            copy({n: torch.zeros(()) for n in into}, into)
-        found = best(folder, rows, rounds)
-        print(f"{size / 4e6:.1f}M parameters, {size / 1e6:.0f} MB")
-        print(f"{'':22} {'save s':>8} {'GB/s':>6} {'load s':>8} {'GB/s':>6}")
-        for name, (s, r) in found.items():
-            print(f"{name:22} {s:8.3f} {size / s / 1e9:6.2f} {r:8.3f} {size / r / 1e9:6.2f}")
-        four = reshard(folder, tensors)
-        print("dp2 x fsdp2 -> fsdp2 x tp2:", ", ".join(f"{k} {v:.3f}" for k, v in four.items()))
-    finally:
-        shutil.rmtree(folder)
+    options.rounds = options.rounds or (2 if options.quick else 3)
+    options.step = options.step or (0.05 if options.quick else 0.2)
+    found, sizes = list[Row](), options.mb or ("50" if options.quick else "50,500,4000")
+    print(HEAD)
+    for megabytes in map(float, sizes.split(",")):
+        for count in map(int, (options.ranks or ("1,2" if options.quick else "1,2,4")).split(",")):
+            with tempfile.TemporaryDirectory(dir=options.folder) as place:
+                for one in rows(count, megabytes, options, Path(place)):
+                    found.append(one)
+                    print(line(one), flush=True)
     if options.json:
-        table = [{"name": name, "save_seconds": s, "load_seconds": r} for name, (s, r) in found.items()]
-        options.json.write_text(json.dumps({"bytes": size, "rows": table, "reshard": four}, indent=1))
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    sys.exit(any(failures(one) for one in found))
 
 
 if __name__ == "__main__":

@@ -85,8 +85,9 @@ class Row:
 class Child:
     """One attempt: the command in a process group of its own."""
 
-    def __init__(self, folder: Path, keys: Sequence[str]) -> None:
-        self.folder, self.run = folder, folder / "run"
+    def __init__(self, folder: Path, command: Sequence[str], run: str = "run") -> None:
+        """folder: for what it says and what is said about it. run: name of the run's directory in it."""
+        self.folder, self.run = folder, folder / run
         self.watch = folder / "watch"
         shutil.rmtree(self.watch, ignore_errors=True)
         self.watch.mkdir(parents=True)
@@ -94,7 +95,7 @@ class Child:
         more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "WATCH": str(self.watch), "OMP_NUM_THREADS": "1"}
         with open(folder / "output.txt", "ab") as output:
             self.process = subprocess.Popen(
-                [*COMMAND, f"run.dir={folder}", *keys],
+                command,
                 cwd=ROOT,
                 env={**os.environ, **more},
                 stdout=output,
@@ -281,25 +282,25 @@ def moments(seed: str, count: int, whole: Path, aimed: bool = True) -> list[Mome
     return found
 
 
-def kill_and_resume(folder: Path, keys: Sequence[str], moment: Moment) -> tuple[int, str]:
-    """Killed at the moment and run to the end: committed steps at the kill, and phase."""
-    first = Child(folder, keys)
+def kill(first: Child, moment: Moment) -> tuple[int, str]:
+    """Kill at the moment: committed steps then, and phase. RuntimeError if it failed before."""
     try:
         phase = first.wait_for(moment)
         step = first.steps()
     finally:
         first.kill()
     if not phase and first.process.returncode:
-        raise RuntimeError(f"{folder}: ended with {first.process.returncode} before its kill\n{first.said()}")
-    if not (first.run / "run.json").exists() or read_state(first.run)["state"] != "finished":
-        Child(folder, keys).end()
+        raise RuntimeError(f"{first.folder}: ended with {first.process.returncode} before its kill\n{first.said()}")
     return step, phase or "ended before"
 
 
 def trial(folder: Path, backend: str, keys: Sequence[str], number: int, moment: Moment, whole: Path) -> Row:
     """One killed run as a row; what fails is a difference."""
+    command = [*COMMAND, f"run.dir={folder}", *keys]
     try:
-        step, phase = kill_and_resume(folder, keys, moment)
+        step, phase = kill(first := Child(folder, command), moment)
+        if not (first.run / "run.json").exists() or read_state(first.run)["state"] != "finished":
+            Child(folder, command).end()
     except RuntimeError as error:
         return Row(backend, number, moment, moment.step, "?", -1, [str(error)])
     attempts = read_state(folder / "run")["attempts"]
@@ -311,7 +312,7 @@ def trials(folder: Path, backend: str, options: argparse.Namespace) -> Iterator[
     """The run that is left alone, and then the others."""
     keys = (*RUN, *(QUICK if options.quick else FULL), *BACKENDS[backend])
     began = time.monotonic()
-    Child(folder / "whole", keys).end()
+    Child(folder / "whole", [*COMMAND, f"run.dir={folder / 'whole'}", *keys]).end()
     whole = folder / "whole" / "run"
     print(f"{backend}: {read_metrics(whole)[-1]['step']} steps, {time.monotonic() - began:.0f} s uninterrupted")
     with ThreadPoolExecutor(options.jobs) as jobs:
