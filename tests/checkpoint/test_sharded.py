@@ -1,10 +1,6 @@
 """Many ranks write one checkpoint, and any layout is read into any other, bit for bit; every byte is written once."""
 
-import itertools
 import json
-import math
-import zlib
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,43 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from tests.checkpoint.cases import layouts, meshes
+from tests.checkpoint.hand import tile_sums
 from tests.checkpoint.make import DTYPES, ranks_of, same, save_sharded, shares, tensor
 from tilth.checkpoint import begin_save, commit_save, open_checkpoint, save, state_layouts, write_part
-from tilth.checkpoint.shards import Item, names_to_write, tiling_problem, views
+from tilth.checkpoint.shards import views
 from tilth.core.errors import CheckpointError
-from tilth.core.layout import Box, Layout, Mesh, Ragged, Replicate, Shard
+from tilth.core.layout import Box, Layout, Mesh, Replicate, Shard
 
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-NAMES = ("dp", "fsdp", "tp")
-SIZES = st.tuples(*[st.integers(1, 3)] * 3)
-
-
-@st.composite
-def meshes(draw):
-    sizes = draw(SIZES)
-    return Mesh(NAMES, sizes, tuple(draw(st.permutations(range(math.prod(sizes))))))
-
-
-@st.composite
-def layouts(draw, mesh, shape):
-    """Replicas, shards of any dimension in any order, with copies, and a ragged split at the end."""
-    placements = []
-    for size in mesh.sizes:
-        options = [st.just(Replicate())]
-        if shape:
-            copies = [c for c in range(1, size + 1) if size % c == 0]
-            options.append(st.builds(Shard, st.integers(0, len(shape) - 1), st.sampled_from(copies)))
-        placements.append(draw(st.one_of(options)))
-    order = tuple(draw(st.permutations(range(3))))
-    if math.prod(shape) and draw(st.booleans()):
-        last = order[-1]
-        units = draw(st.lists(st.integers(0, 3), min_size=mesh.sizes[last], max_size=mesh.sizes[last]))
-        placements[last] = Ragged(tuple(units))
-        before = Layout(mesh, tuple(Replicate() if i == last else p for i, p in enumerate(placements)), shape, order)
-        numels = {box.numel for rank in mesh.ranks for box in before.boxes(rank)}
-        if not sum(units) or any(n % sum(units) for n in numels):
-            placements[last] = Ragged((1,) + (0,) * (mesh.sizes[last] - 1))
-    return Layout(mesh, tuple(placements), shape, order)
 
 
 @st.composite
@@ -94,7 +62,7 @@ def _check_entry(entry, value, path):
         count[piece.box.slices] += 1
         raw = (path / piece.file).read_bytes()[piece.byte0 : piece.byte0 + piece.nbytes]
         assert raw == bytes(value[piece.box.slices].contiguous().view(-1).view(torch.uint8).tolist())
-        assert zlib.crc32(raw) == piece.checksum
+        assert piece.checksums == tile_sums(value[piece.box.slices])
     assert (count == 1).all()
 
 
@@ -123,7 +91,8 @@ def test_one_rank_that_is_alone_writes_what_save_writes(tmp_path):
     entry = write_part(folder, "model", "", whole, layouts, 0)
     assert (folder / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
     manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["groups"]["model"] == entry["tensors"] and manifest["files"] == entry["files"]
+    assert manifest["files"] == {"model.safetensors": entry["entry"]} and entry["file"] == "model.safetensors"
+    assert list(manifest["groups"]["model"]) == [name for name, _, _ in entry["table"]["specs"]] == list(whole)
 
 
 def test_a_rank_with_nothing_to_write_makes_no_file(tmp_path):
@@ -152,99 +121,7 @@ def test_groups_over_different_meshes(tmp_path):
     assert written == {"critic.rank4.safetensors", "critic.rank5.safetensors"}
 
 
-# ---- balance ----
-
-
-@st.composite
-def items_over_a_mesh(draw):
-    mesh, items = draw(meshes()), []
-    for i in range(draw(st.integers(1, 8))):
-        shape = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=2)))
-        items.append(Item(f"t{i}", draw(layouts(mesh, shape)), draw(st.sampled_from([1, 2, 4, 8]))))
-    return tuple(items)
-
-
-@quick
-@given(items_over_a_mesh())
-def test_every_share_has_one_writer_and_replicas_are_balanced(items):
-    ranks = items[0].layout.mesh.ranks
-    names = {rank: names_to_write(items, rank) for rank in ranks}
-    load, holds = Counter(dict.fromkeys(ranks, 0)), {}
-    for rank, item in itertools.product(ranks, items):
-        boxes = item.layout.boxes(rank)
-        holds.setdefault(rank, []).append(tuple(boxes))
-        if item.name in names[rank]:
-            assert boxes
-            load[rank] += sum(b.numel for b in boxes) * item.itemsize
-    for item in items:
-        written = [b for rank in ranks if item.name in names[rank] for b in item.layout.boxes(rank)]
-        assert tiling_problem(item.layout.shape, written) == ""
-    greatest = max(i.itemsize * sum(b.numel for b in i.layout.boxes(r)) for r in ranks for i in items)
-    for a, b in itertools.combinations(ranks, 2):
-        if holds[a] == holds[b]:
-            assert abs(load[a] - load[b]) <= greatest
-
-
-def test_replicated_parameters_are_spread_over_all_replicas():
-    """A model that every rank has whole: each writes about an eighth."""
-    mesh = Mesh(("dp",), (8,))
-    shapes = [(512, 128), *[(128, 128), (128, 128), (128, 384), (384, 128), (128,)] * 12, (512, 128)]
-    items = tuple(Item(f"t{i:03d}", Layout(mesh, (Replicate(),), s), 4) for i, s in enumerate(shapes))
-    sizes = {item.name: 4 * math.prod(item.layout.shape) for item in items}
-    load = [sum(sizes[name] for name in names_to_write(items, rank)) for rank in range(8)]
-    assert sum(load) == sum(sizes.values())
-    assert max(load) - min(load) <= max(sizes.values()) and max(load) < 1.1 * sum(load) / 8
-
-
-def test_what_all_hold_goes_to_those_with_less():
-    """Rank 0 has the large shard: the norm is written by rank 1, though rank 0 comes first."""
-    mesh = Mesh(("fsdp",), (2,))
-    items = (
-        Item("norm", Layout(mesh, (Replicate(),), (2,)), 4),
-        Item("w", Layout(mesh, (Shard(0),), (5, 4)), 4),
-    )
-    assert names_to_write(items, 0) == {"w"} and names_to_write(items, 1) == {"w", "norm"}
-
-
-def test_planning_for_thousands_of_ranks_takes_moments():
-    mesh = Mesh(("dp", "fsdp", "tp"), (4, 128, 8))
-    matrix, vector = (Replicate(), Shard(0), Shard(1)), (Replicate(), Shard(0), Replicate())
-    items = [Item(f"layers.{i}.w", Layout(mesh, matrix, (4096, 4096)), 4) for i in range(100)]
-    items += [Item(f"layers.{i}.norm", Layout(mesh, vector, (4096,)), 4) for i in range(100)]
-    assert 27 <= len(names_to_write(tuple(items), 4095)) <= 30  # a quarter of the matrices, 1/32 of the vectors
-
-
 # ---- the parts ----
-
-
-@quick
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
-def test_a_hole_and_a_double_are_found(shape, data):
-    shape = tuple(shape)
-    pieces = [Box.whole(shape)]
-    for _ in range(data.draw(st.integers(0, 6))):
-        box = pieces.pop(data.draw(st.integers(0, len(pieces) - 1)))
-        d = data.draw(st.integers(0, len(shape) - 1))
-        at = data.draw(st.integers(0, box.size[d]))
-        for start, size in ((0, at), (at, box.size[d] - at)):
-            offset = (*box.offset[:d], box.offset[d] + start, *box.offset[d + 1 :])
-            pieces.append(Box(offset, (*box.size[:d], size, *box.size[d + 1 :])))
-    pieces = data.draw(st.permutations([p for p in pieces if p.numel]))
-    assert tiling_problem(shape, pieces) == ""
-    i = data.draw(st.integers(0, len(pieces) - 1))
-    problem = tiling_problem(shape, [*pieces[:i], *pieces[i + 1 :]])
-    assert problem.startswith("Box(") and problem.endswith("is missing")
-    assert pieces[i].contains(eval(problem.removesuffix(" is missing"), {"Box": Box}))
-    assert tiling_problem(shape, [*pieces, pieces[i]]) == f"{pieces[i]} is written twice"
-    beyond = Box(pieces[i].offset, (*shape[:-1], shape[-1] + 1))
-    assert tiling_problem(shape, [beyond]) == f"{beyond} is not in a tensor of shape {shape}"
-
-
-def test_a_hole_among_a_million_elements_is_found_at_once():
-    pieces = Layout(Mesh(("a", "b"), (64, 64)), (Shard(0), Shard(1)), (1024, 1024))
-    boxes = [box for rank in range(4096) for box in pieces.boxes(rank)]
-    assert tiling_problem((1024, 1024), boxes) == ""
-    assert tiling_problem((1024, 1024), boxes[:1000] + boxes[1001:]) == f"{boxes[1000]} is missing"
 
 
 @pytest.mark.parametrize(
