@@ -247,6 +247,18 @@ def test_the_average_against_a_directory(run, tmp_path):
     found = said("ckpt", "diff", f"{run}@ema", tmp_path / "out", "--tolerance", 0.01)
     assert not found["equal"] and found["left_out"] == []
     assert {(one["kind"], one["count"]) for one in found["tensors"]} == {("dtype", 0)}
+    text = call("ckpt", "diff", f"{run}@ema", tmp_path / "out", "--tolerance", 0.01).stdout
+    assert "24 tensors have another dtype and the same values" in text and "float32 / bfloat16" in text
+    assert "0 are the same\n" in text and "elements" not in text
+
+
+def test_more_than_a_screen(tmp_path):
+    whole = {"model": {f"layer{i:02}": torch.full((2,), float(i)) for i in range(60)}}
+    other = {"model": {name: tensor + 1 for name, tensor in whole["model"].items()}}
+    a, b = add(tmp_path / "a", 2, whole=whole, said={}), add(tmp_path / "b", 2, whole=other, said={})
+    text = call("ckpt", "diff", a, b).stdout
+    assert "layer39" in text and "layer40" not in text and "and 20 more; --json has all" in text
+    assert len(said("ckpt", "diff", a, b)["tensors"]) == 60
 
 
 # ---- what cannot be ----

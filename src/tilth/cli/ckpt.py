@@ -279,7 +279,8 @@ def _advice(found: list[tuple[Place, Location]], verdicts: list[Verdict]) -> str
     older = [path for path in complete(bad.root) if str(path) in good]
     if older:
         return f"the newest intact one is {older[-1]}; 'tilth run ... --fallback' goes on from there"
-    return "'tilth ckpt verify WHERE --all' finds one that is intact; 'tilth run ... --fallback' goes on from it"
+    where = bad.run or bad.root
+    return f"'tilth ckpt verify {where} --all' finds one that is intact; 'tilth run ... --fallback' goes on from it"
 
 
 # ---- prune ----

@@ -2,12 +2,13 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import typer
+from rich.table import Table
 from torch import Tensor
 
 from tilth.cli.ckpt import Told, bar
@@ -245,37 +246,49 @@ def _said(found: Comparison) -> list[Any]:
     parts: list[Any] = [f"a: {found.a}", f"b: {found.b}"]
     if found.left_out:
         parts.append(f"not compared, since a Hugging Face directory has weights only: {', '.join(found.left_out)}")
-    if found.tensors:
-        parts += ["", _tensors(found.tensors[:_SHOWN])]
-        if len(found.tensors) > _SHOWN:
-            parts.append(f"and {len(found.tensors) - _SHOWN} more; --json has all")
-    if found.objects:
-        parts += ["", _objects(found.objects[:_SHOWN])]
-        if len(found.objects) > _SHOWN:
-            parts.append(f"and {len(found.objects) - _SHOWN} more; --json has all")
+    kept = [one for one in found.tensors if one.kind == "dtype" and not one.count]
+    parts += _listed([one for one in found.tensors if one not in kept], _tensors)
+    if kept:
+        parts += [
+            "",
+            f"{len(kept)} tensors have another dtype and the same values, as {kept[0].name}: {_what(kept[0])}",
+        ]
+    parts += _listed(found.objects, _objects)
     same = found.compared - sum(one.kind in ("values", "dtype") for one in found.tensors)
     what = f"{found.compared} tensors compared ({words.size(found.bytes)} read), {same} are the same"
     others = f"; {len(found.objects)} values beside them differ" if found.objects else ""
-    return [*parts, "", what + others if found.tensors or others else f"{what}: no difference"]
+    return [*parts, "", what + others + (": no difference" if found.equal else "")]
 
 
-def _tensors(differences: Sequence[Difference]) -> Any:
+def _listed(found: Sequence[Any], draw: Callable[[Sequence[Any]], Table]) -> list[Any]:
+    if not found:
+        return []
+    more = [f"and {len(found) - _SHOWN} more; --json has all"] if len(found) > _SHOWN else []
+    return ["", draw(found[:_SHOWN]), *more]
+
+
+def _tensors(differences: Sequence[Difference]) -> Table:
     numbers = ("elements", "share", "max |a-b|", "relative")
     made = new_table("tensor", "what", *numbers, "first", right=numbers)
     for one in differences:
-        name, compared = f"{one.group}/{one.name}", one.kind in ("values", "dtype")
-        what = one.kind if one.kind == "values" else f"{one.kind}: {' / '.join(filter(None, (one.a, one.b)))}"
         cells = [f"{one.count:,}", f"{100 * one.share:.3g} %", _number(one.max_abs), _number(one.max_rel)]
         first = str(one.first) if one.first is not None else ""
-        made.add_row(name, what, *(cells if compared else [""] * 4), first)
+        compared = one.kind in ("values", "dtype")
+        made.add_row(f"{one.group}/{one.name}", _what(one), *(cells if compared else [""] * 4), first)
     return made
+
+
+def _what(one: Difference) -> str:
+    if one.kind == "dtype":
+        return " / ".join(str(side).split()[0] for side in (one.a, one.b))
+    return one.kind if one.kind != "shape" else f"{one.a} / {one.b}"
 
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.3g}"
 
 
-def _objects(changes: Sequence[Change]) -> Any:
+def _objects(changes: Sequence[Change]) -> Table:
     made = new_table("object", "a", "b")
     for change in changes:
         a, b = (abridged(v) if change.there in ("both", s) else "–" for v, s in ((change.a, "a"), (change.b, "b")))

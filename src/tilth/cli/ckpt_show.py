@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import typer
+from rich.table import Table
 
 from tilth.cli.ckpt import mesh_text, sizes
 from tilth.cli.ckpt_diff import abridged
@@ -136,7 +137,7 @@ def _head(head: dict[str, Any]) -> Iterator[Any]:
         yield from _objects(flattened(head["objects"]) if head["objects"] else {})
 
 
-def _groups(groups: list[dict[str, Any]]) -> Any:
+def _groups(groups: list[dict[str, Any]]) -> Table:
     made = new_table("group", "tensors", "elements", "size", "dtype", right=("tensors", "elements", "size"))
     for one in groups:
         size = words.size(one["bytes"])
@@ -144,7 +145,7 @@ def _groups(groups: list[dict[str, Any]]) -> Any:
     return made
 
 
-def _files(files: list[dict[str, Any]]) -> Any:
+def _files(files: list[dict[str, Any]]) -> Table:
     made = new_table("file", "group", "size", right=("size",))
     for one in files[:_SHOWN]:
         made.add_row(one["name"], one["group"], words.size(one["bytes"]))
@@ -162,7 +163,7 @@ def _objects(values: dict[str, Any]) -> Iterator[Any]:
         yield f"and {len(values) - _SHOWN} more; --json has all"
 
 
-def _tensors(listed: list[Shown], *, boxes: bool) -> Any:
+def _tensors(listed: list[Shown], *, boxes: bool) -> Table:
     made = new_table("tensor", "shape", "dtype", "size", "files", right=("size",))
     for one in listed:
         what = f"{one.group}/{one.name}"
@@ -174,4 +175,4 @@ def _tensors(listed: list[Shown], *, boxes: bool) -> Any:
 
 
 def _some(files: list[str]) -> str:
-    return ", ".join(files[:2]) + (f" and {len(files) - 2} more" if len(files) > 2 else "")
+    return ", ".join(files[:1]) + (f" and {len(files) - 1} more" if len(files) > 1 else "")
