@@ -133,11 +133,11 @@ def test_several_tensors_in_several_files_by_several_threads(tmp_path_factory, d
 
 def test_threads_divide_the_bytes(tmp_path, monkeypatch):
     whole = {f"t{i}": torch.randn(300, 1000, generator=torch.Generator().manual_seed(i)) for i in range(8)}
-    checkpoint, seen = saved(tmp_path, whole), {}
+    checkpoint, seen = saved(tmp_path, whole), []
     original = tiled._Reader.read
 
     def reading(self, wants):
-        seen[threading.get_ident()] = sum(want.piece.nbytes for want in wants)
+        seen.append((threading.current_thread().name, sum(want.piece.nbytes for want in wants)))
         original(self, wants)
 
     monkeypatch.setattr(tiled._Reader, "read", reading)
@@ -145,9 +145,11 @@ def test_threads_divide_the_bytes(tmp_path, monkeypatch):
     into = {n: torch.zeros_like(t) for n, t in whole.items()}
     checkpoint.restore("g", into)
     assert all(same(into[n], t) for n, t in whole.items())
-    assert len(seen) == 2 and max(seen.values()) <= 5 / 8 * sum(seen.values())
+    total = sum(t.nbytes for t in whole.values())
+    assert sum(n for _, n in seen) == total and len(seen) == 2 and max(n for _, n in seen) <= 5 / 8 * total
+    assert all(name.startswith("tilth-read") for name, _ in seen)
     checkpoint.read("g", "t0", Box((0, 0), (1, 5)))
-    assert len(seen) == 3  # little is read by the thread that asks
+    assert seen[2][0] == threading.current_thread().name  # little is read by who asks
 
 
 # ---- how much is read ----
