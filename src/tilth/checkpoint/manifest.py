@@ -19,6 +19,7 @@ import torch
 import xxhash
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from tilth.checkpoint.columns import Pieces, Row, Table, WrongField, json_object, rows_of
 from tilth.checkpoint.planning import (
     DTYPES,
     SAFETENSORS_NAMES,
@@ -26,7 +27,6 @@ from tilth.checkpoint.planning import (
     plan_group,
     spec_table,
     specs_of,
-    tile_counts,
     tiles,
 )
 from tilth.core.errors import CheckpointError
@@ -57,7 +57,6 @@ VERSION = 2
 _FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{16})",\n')
 _DIGITS = b"0123456789abcdef"
 _SHOWN = 20
-_COLUMNS = ("offset", "size", "file", "byte0")
 
 
 def _as_hex(checksums: Any) -> Any:
@@ -129,24 +128,6 @@ class Piece(NamedTuple):
         return Box(self.offset, self.size)
 
 
-class _Row(NamedTuple):
-    """A tensor as the file has it. B: boxes, D: dimensions."""
-
-    shape: Shape
-    dtype: str
-    offset: np.ndarray
-    """int64 [B, D]."""
-    size: np.ndarray
-    """int64 [B, D]."""
-    file: np.ndarray
-    """int64 [B]: number of the file in the order of ``files``."""
-    byte0: np.ndarray
-    """int64 [B]: from the start of the file's data section."""
-
-
-_Tables = Mapping[str, Mapping[str, _Row]]
-
-
 @dataclass(frozen=True, eq=False)
 class TensorEntry:
     """A tensor: its global shape, its dtype by torch's name, and boxes that tile it, sorted by offset.
@@ -161,7 +142,7 @@ class TensorEntry:
     size: np.ndarray
     """int64 [B, D]."""
     _manifest: "Manifest"
-    _row: _Row
+    _row: Row
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -212,7 +193,7 @@ class Manifest:
     layout: dict[str, Any]
     """``mesh``: that of the writers."""
     files: dict[str, FileEntry]
-    tables: Mapping[str, "_Table"]
+    tables: Mapping[str, Table]
     objects: dict[str, Any]
     """Whatever JSON the controller keeps."""
     total_bytes: int
@@ -240,7 +221,7 @@ class Manifest:
         """For each row of a table, by its id, the number of each box's first tile in its file: int64 [B]."""
         rows = [row for table in self.tables.values() for row in table.rows.values()]
         cuts = np.cumsum([len(row.file) for row in rows])[:-1]
-        return dict(zip(map(id, rows), np.split(_Pieces.of(rows).first_tile, cuts)))
+        return dict(zip(map(id, rows), np.split(Pieces.of(rows).first_tile, cuts)))
 
     def dump(self) -> bytes:
         """The contents of ``manifest.json``: one line for each file and each tensor."""
@@ -253,97 +234,10 @@ class Manifest:
     def _parts(self) -> Iterator[bytes]:
         yield f'"format": "{FORMAT}", "version": {VERSION}, "step": {self.step}, '.encode()
         yield f'"saved": {json.dumps(self.saved)},\n"layout": {json.dumps(self.layout)},\n"files": '.encode()
-        yield from _object({name: entry.lines for name, entry in self.files.items()})
+        yield from json_object({name: entry.lines for name, entry in self.files.items()})
         yield b',\n"groups": '
-        yield from _object({group: table.text for group, table in self.tables.items()})
+        yield from json_object({group: table.text for group, table in self.tables.items()})
         yield f',\n"objects": {json.dumps(self.objects)},\n"total_bytes": {self.total_bytes}}}\n'.encode()
-
-
-def _object(entries: Mapping[str, Iterable[bytes]]) -> Iterator[bytes]:
-    """A JSON object of these, each on a line."""
-    for i, (name, parts) in enumerate(entries.items()):
-        yield b",\n" if i else b"{\n"
-        yield json.dumps(name).encode() + b": "
-        yield from parts
-    yield b"\n}" if entries else b"{}"
-
-
-class _Table:
-    """The tensors of a group."""
-
-    def __init__(self, rows: dict[str, _Row]) -> None:
-        self.rows = rows
-
-    @cached_property
-    def text(self) -> list[bytes]:
-        """As JSON, a line for each tensor, in parts. Columns that are the same are made once."""
-        texts: dict[bytes, bytes] = {}
-
-        def column(values: np.ndarray) -> bytes:
-            key = values.tobytes()
-            if key not in texts:
-                texts[key] = json.dumps(values.reshape(-1).tolist(), separators=(",", ":")).encode()
-            return texts[key]
-
-        def line(row: _Row) -> Iterator[bytes]:
-            yield f'{{"shape": {json.dumps(row.shape)}, "dtype": "{row.dtype}"'.encode()
-            for name in _COLUMNS:
-                yield f', "{name}": '.encode()
-                yield column(getattr(row, name))
-            yield b"}"
-
-        return list(_object({name: line(row) for name, row in self.rows.items()}))
-
-
-# ---- all pieces ----
-
-
-@dataclass(frozen=True, eq=False)
-class _Pieces:
-    """All boxes of all tensors one after another. N: boxes."""
-
-    file: np.ndarray
-    byte0: np.ndarray
-    nbytes: np.ndarray
-    tiles: np.ndarray
-    """All int64 [N]."""
-
-    @classmethod
-    def of(cls, rows: Sequence[_Row]) -> "_Pieces":
-        known: dict[tuple[bytes, int], np.ndarray] = {}
-        counts, nbytes = [], []
-        for row in rows:
-            key = row.size.tobytes(), DTYPES[row.dtype].itemsize
-            if key not in known:
-                known[key] = tile_counts(row.size, key[1])
-            counts.append(known[key])
-            nbytes.append(row.size.prod(1) * key[1])
-        none = [np.zeros(0, np.int64)]
-        columns = ([row.file for row in rows], [row.byte0 for row in rows], nbytes, counts)
-        return cls(*(np.concatenate(none + column) for column in columns))
-
-    @cached_property
-    def order(self) -> np.ndarray:
-        """By file and then by byte: int64 [N]."""
-        return np.lexsort((self.nbytes, self.byte0, self.file))
-
-    @property
-    def first_tile(self) -> np.ndarray:
-        """int64 [N]: number of each piece's first tile in its file."""
-        file, count = self.file[self.order], self.tiles[self.order]
-        first = np.cumsum(count) - count
-        starts = np.flatnonzero(np.diff(file, prepend=-1))
-        found = np.empty(len(first), np.int64)
-        found[self.order] = first - np.repeat(first[starts], np.diff(starts, append=len(file)))
-        return found
-
-    def gap(self) -> int:
-        """The number of a piece that does not start where the one before it in its file ends; -1: there is none."""
-        file, byte0, nbytes = (column[self.order] for column in (self.file, self.byte0, self.nbytes))
-        ends = np.concatenate([[0], (byte0 + nbytes)[:-1]])
-        ends[np.flatnonzero(np.diff(file, prepend=-1))] = 0
-        wrong = np.flatnonzero(byte0 != ends)
-        return int(self.order[wrong[0]]) if len(wrong) else -1
 
 
 # ---- reading ----
@@ -377,12 +271,12 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     del body["checksum"]
     try:
         head = _Head(**body)
-        tables = {group: _Table(_rows(group, tensors, len(head.files))) for group, tensors in head.groups.items()}
+        tables = {group: Table(rows_of(group, tensors, len(head.files))) for group, tensors in head.groups.items()}
     except ValidationError as error:
         found = error.errors()[0]
         where = ".".join(map(str, found["loc"]))
         raise CheckpointError(f"{path} is not a valid manifest: {where}: {found['msg']}") from error
-    except _WrongField as error:
+    except WrongField as error:
         raise CheckpointError(f"{path} is not a valid manifest: groups.{error}") from error
     manifest = Manifest(head.step, head.saved, head.layout, head.files, tables, head.objects, head.total_bytes)
     problem = next(_inconsistent(manifest), "")
@@ -391,54 +285,10 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     return manifest
 
 
-class _WrongField(Exception):
-    """Where and what."""
-
-
-def _rows(group: str, tensors: Mapping[str, Any], files: int) -> dict[str, _Row]:
-    return {name: _row(f"{group}.{name}", entry, files) for name, entry in tensors.items()}
-
-
-def _row(where: str, entry: Any, files: int) -> _Row:
-    fields = ("shape", "dtype", *_COLUMNS)
-    if not isinstance(entry, dict) or sorted(entry) != sorted(fields):
-        raise _WrongField(f"{where}: its fields should be {', '.join(fields)}")
-    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
-        raise _WrongField(f"{where}.dtype: {entry['dtype']!r} is none of {', '.join(DTYPES)}")
-    columns = {name: _integers(f"{where}.{name}", entry[name]) for name in ("shape", *_COLUMNS)}
-    boxes, shape = len(columns["file"]), columns.pop("shape")
-    for name, column in columns.items():
-        expected = boxes * (len(shape) if name in ("offset", "size") else 1)
-        if len(column) != expected:
-            raise _WrongField(f"{where}.{name}: {len(column)} numbers, {boxes} boxes of it need {expected}")
-    if boxes and int(columns["file"].max()) >= files:
-        raise _WrongField(f"{where}.file: there is no file number {columns['file'].max()}, only {files} files")
-    offset, size = (columns[name].reshape(boxes, len(shape)) for name in ("offset", "size"))
-    if (offset > shape - size).any():
-        raise _WrongField(f"{where}: a box is not in its shape {tuple(shape.tolist())}")
-    if size.prod(1).sum() != shape.prod():
-        have, want = size.prod(1).sum(), shape.prod()
-        raise _WrongField(f"{where}: its boxes have {have} elements, its shape {tuple(shape.tolist())} has {want}")
-    return _Row(tuple(shape.tolist()), entry["dtype"], offset, size, columns["file"], columns["byte0"])
-
-
-def _integers(where: str, values: Any) -> np.ndarray:
-    """Numbers from 0 on as int64."""
-    try:
-        column = np.array(values)
-        if not isinstance(values, list) or column.ndim != 1 or (len(column) and column.dtype != np.int64):
-            raise ValueError
-    except ValueError:
-        raise _WrongField(f"{where}: a list of integers is needed") from None
-    if len(column) and column.min() < 0:
-        raise _WrongField(f"{where}: {column.min()} is negative")
-    return column.astype(np.int64)
-
-
 def _inconsistent(manifest: Manifest) -> Iterator[str]:
     """What of files and tensors does not fit together."""
     named = [(f"{group}.{name}", row) for group, table in manifest.tables.items() for name, row in table.rows.items()]
-    pieces = _Pieces.of([row for _, row in named])
+    pieces = Pieces.of([row for _, row in named])
     files = list(manifest.files.items())
     at = pieces.gap()
     if at >= 0:
@@ -537,7 +387,7 @@ def assemble(
     for report in reports:
         groups.setdefault(report.group, []).append(report)
     files: dict[str, FileEntry] = {}
-    tables: dict[str, _Table] = {}
+    tables: dict[str, Table] = {}
     for group, members in groups.items():
         members.sort(key=lambda report: report.rank)
         raise_problems(folder, _wrong_ranks(group, members, None if expected is None else expected.get(group, ())))
@@ -621,11 +471,11 @@ def _wrong_files(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[str]:
 
 
 @lru_cache(maxsize=8)
-def _planned_table(plan: GroupPlan, files: int) -> _Table:
+def _planned_table(plan: GroupPlan, files: int) -> Table:
     """The tensors of a plan whose files come behind so many others; with its text made once."""
     number = files + np.cumsum(plan.writes) - 1
     rows = {
-        spec.name: _Row(spec.layout.shape, spec.dtype, c.offset, c.size, number[c.writer], c.byte0)
+        spec.name: Row(spec.layout.shape, spec.dtype, c.offset, c.size, number[c.writer], c.byte0)
         for spec, c in zip(plan.specs, plan.columns())
     }
-    return _Table(rows)
+    return Table(rows)
