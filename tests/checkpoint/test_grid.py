@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tests.checkpoint import hand
-from tests.checkpoint.make import cut, same, tensor
+from tests.checkpoint.make import cut, same, save_sharded, tensor
+from tests.checkpoint.test_processes import check
 from tests.parallel.layouts import CONFIG, Case, build
 from tilth.checkpoint.read import open_checkpoint
 from tilth.checkpoint.shards import state_layouts
@@ -161,8 +161,7 @@ def grid(tmp_path_factory):
 
     def checkpoint(save: Spread):
         if save not in opened:
-            path = hand.write(root / str(save) / "step-000001", 1, whole, laid_out(save, whole))
-            opened[save] = open_checkpoint(path)
+            opened[save] = open_checkpoint(save_sharded(root / str(save), 1, whole, laid_out(save, whole)))
             opened[save].verify()
         return opened[save]
 
@@ -189,3 +188,10 @@ def test_every_trait_against_every_other(grid, save, load):
 def test_every_layout_into_every_other(grid, save):
     for load in SPREADS:
         grid(save, load)
+
+
+@pytest.mark.dist
+def test_what_four_processes_trained_goes_on_in_two_and_in_one(pool, tmp_path):
+    """The same with everything real: an engine's weights, moments and averages, saved by fsdp 4, read as tp 2."""
+    case = Case(fsdp=4, tied=False)
+    check(pool, tmp_path, case, [case.alone, replace(case, fsdp=1, tp=2)])
