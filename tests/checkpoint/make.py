@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tilth.checkpoint import begin_save, commit_save, save, write_part
+from tilth.checkpoint import Group, Saver, begin_save, commit_save, save
 from tilth.checkpoint.manifest import SAFETENSORS_NAMES
 from tilth.core.layout import Layout, Mesh, Ragged
 from tilth.core.random import stream
@@ -56,14 +56,19 @@ def shares(tensors: dict[str, torch.Tensor], layouts: dict[str, Layout], rank: i
     return {n: cut(t, layouts[n], rank, flat) for n, t in tensors.items() if rank in layouts[n].mesh.ranks}
 
 
+def group_of(tensors, layouts, rank: int, flat: bool = False) -> Group:
+    """What a rank holds of whole tensors, as it saves it."""
+    return Group(shares(tensors, layouts, rank, flat), layouts, {n: t.dtype for n, t in tensors.items()})
+
+
 def parts_of(folder: Path, whole: dict[str, dict[str, torch.Tensor]], layouts: dict[str, dict[str, Layout]]):
     """Every rank writes its part of every group, one after another; their reports after a journey as JSON."""
     made = [
-        write_part(folder, group, f"rank{rank}", shares(tensors, layouts[group], rank), layouts[group], rank)
+        Saver().write(folder, {group: group_of(tensors, layouts[group], rank)}, rank, f"rank{rank}")[0]
         for group, tensors in whole.items()
         for rank in ranks_of(layouts[group])
     ]
-    return json.loads(json.dumps(made))
+    return [json.loads(report.model_dump_json()) for report in made]
 
 
 def save_sharded(root: Path, step: int, whole, layouts, objects=None, mesh: Mesh | None = None) -> Path:

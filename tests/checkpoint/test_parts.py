@@ -1,15 +1,14 @@
 """Parts of several ranks that do not make a whole are refused by name, and no failure touches the checkpoint before."""
 
-import copy
 import errno
 import os
 
 import pytest
 import torch
 
-from tests.checkpoint.make import cut, groups, parts_of, same, save_sharded, save_step, shares, tensor
+from tests.checkpoint.make import cut, group_of, groups, parts_of, same, save_sharded, save_step, tensor
 from tests.checkpoint.test_crash import Trap, calls_of_a_save, die_at, holds
-from tilth.checkpoint import abandon_save, begin_save, commit_save, latest, open_checkpoint, save, write_part
+from tilth.checkpoint import Group, Saver, abandon_save, begin_save, commit_save, latest, open_checkpoint, save
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Layout, Mesh, Ragged, Replicate, Shard
 
@@ -77,54 +76,33 @@ def test_a_missing_rank(begun):
 
 def test_two_parts_of_one_rank(begun):
     folder, parts = begun
-    mine = shares(groups("2")["model"], LAYOUTS["model"], 1)
-    parts.append(write_part(folder, "model", "again", mine, LAYOUTS["model"], 1))
+    mine = group_of(groups("2")["model"], LAYOUTS["model"], 1)
+    parts.append(Saver().write(folder, {"model": mine}, 1, "again")[0])
     refused(folder, parts, r"group model has 2 parts of rank 1$")
 
 
-def test_two_ranks_that_write_the_same_box(begun):
+def test_a_rank_that_planned_otherwise(begun):
+    """One rank thinks that a tensor lies elsewhere: who writes what would be two answers."""
     folder, parts = begun
-    first = next(p for p in parts if p["tensors"].get("embed.weight", {}).get("boxes"))
-    other = next(p for p in parts if p["group"] == "model" and p["rank"] != first["rank"])
-    box = copy.deepcopy(first["tensors"]["embed.weight"])
-    other["tensors"]["embed.weight"] = box
-    offset, size = (tuple(box["boxes"][0][k]) for k in ("offset", "size"))
-    message = rf"tensor model/embed\.weight: Box\(offset=\({offset[0]}, 0\), size=\({size[0]}, 4\)\) is written twice; "
-    refused(folder, parts, message + r"its boxes are in model\.rank\d\.safetensors")
+    other = LAYOUTS["model"] | {"norm.weight": Layout(MESH, (Replicate(), Replicate()), (5,))}
+    whole = groups("2")["model"]
+    lost = one_of(parts, "model", rank=2)
+    parts.remove(lost)
+    parts += Saver().write(folder, {"model": group_of(whole, other, 2)}, 2, "other")
+    refused(folder, parts, r"the plan of rank 2 of group model is [0-9a-f]{32}, the one of rank 0 is [0-9a-f]{32}: ")
 
 
-def test_a_box_that_nobody_wrote(begun):
+def test_a_rank_that_wrote_nothing_of_what_it_should(begun):
     folder, parts = begun
-    for part in parts:
-        if "norm.weight" in part["tensors"]:
-            entry = part["tensors"]["norm.weight"]
-            entry["boxes"] = [b for b in entry["boxes"] if b["offset"] != [3]]
-    refused(
-        folder, parts, r"tensor model/norm\.weight: Box\(offset=\(3,\), size=\(2,\)\) is missing; its boxes are in "
-    )
+    part = next(p for p in parts if p["group"] == "model" and p["rank"] and p["file"])
+    part |= {"file": "", "entry": None}
+    refused(folder, parts, rf"rank {part['rank']} of group model wrote no file; it has \d+ bytes to write$")
 
 
-def test_a_tensor_that_nobody_wrote_is_not_forgotten(begun):
-    """Whoever had to write it says nothing of it; the first rank knows that there is one."""
+def test_a_group_that_was_expected(begun):
     folder, parts = begun
-    for part in parts:
-        if "norm.weight" in part["tensors"]:
-            part["tensors"]["norm.weight"]["boxes"] = []
-            if part["rank"]:
-                del part["tensors"]["norm.weight"]
-    refused(
-        folder, parts, r"model/norm\.weight: Box\(offset=\(0,\), size=\(5,\)\) is missing; its boxes are in no file"
-    )
-
-
-def test_every_tensor_with_a_hole_is_named(begun):
-    folder, parts = begun
-    for part in parts:
-        for entry in part["tensors"].values():
-            entry["boxes"] = []
-    refused(
-        folder, parts, r"model/embed\.weight: .*; tensor model/norm\.weight: .*; tensor optimizer/step: .*optimizer/m"
-    )
+    expected = {"model": range(4), "optimizer": range(4), "critic": (0,)}
+    refused(folder, parts, r"group critic has no part of rank 0$", expected=expected)
 
 
 def test_a_part_of_another_step(tmp_path):
@@ -134,33 +112,25 @@ def test_a_part_of_another_step(tmp_path):
     folder = begin_save(tmp_path, 2)
     parts = parts_of(folder, groups("2"), LAYOUTS)
     parts[1] = stale[1]
-    refused(folder, parts, rf"the part of rank 1 of group model was written for step-000009\.tmp-{os.getpid()}$")
+    refused(folder, parts, r"the report of rank 1 of group model was written for step-000009\.tmp-\w+$")
 
 
 def test_a_folder_of_another_step(begun):
     folder, parts = begun
-    refused(folder, parts, r"step-000002\.tmp-\d+ was begun for step 2, not for step 3$", step=3)
+    refused(folder, parts, r"step-000002\.tmp-\w+ was begun for step 2, not for step 3$", step=3)
 
 
 def test_a_folder_that_was_never_begun(tmp_path):
     (tmp_path / "step-000002").mkdir()
     with pytest.raises(CheckpointError, match="is no folder of begin_save"):
-        write_part(tmp_path / "step-000002", "g", "0", {"x": torch.ones(1)}, {"x": Layout.single((1,))}, 0)
-
-
-def test_other_shapes_on_other_ranks(begun):
-    folder, parts = begun
-    last = next(p for p in reversed(parts) if p["group"] == "model" and "embed.weight" in p["tensors"])
-    last["tensors"]["embed.weight"]["dtype"] = "float32"
-    message = rf"model/embed\.weight is bfloat16 \(7, 4\) on rank 0, float32 \(7, 4\) on rank {last['rank']}$"
-    refused(folder, parts, message)
+        Saver().start(tmp_path / "step-000002", {"g": Group({"x": torch.ones(1)}, {"x": Layout.single((1,))})}, 0)
 
 
 @pytest.mark.parametrize("length", [None, 0, 100])
 def test_a_file_that_did_not_arrive(begun, length):
     """The workers' storage is not the controller's."""
     folder, parts = begun
-    file = folder / next(iter(one_of(parts, "model", rank=1)["files"]))
+    file = folder / one_of(parts, "model", rank=1)["file"]
     raw = file.read_bytes()
     file.unlink()
     if length is not None:
@@ -170,7 +140,7 @@ def test_a_file_that_did_not_arrive(begun, length):
 
 def test_something_else_than_a_part(begun):
     folder, parts = begun
-    refused(folder, [*parts, {"rank": 1}], r"a part is not what write_part returns: folder: Field required")
+    refused(folder, [*parts, {"rank": 1}], r"a part is not a report of a rank: folder: Field required")
 
 
 def test_objects_that_json_would_change(begun):
@@ -208,14 +178,14 @@ def test_tensors_that_do_not_fit_their_layouts(tmp_path, tensors, layouts, rank,
     folder = begin_save(tmp_path, 1)
     found = {name: Layout(mesh, (placement,), shape) for name, (placement, shape) in layouts.items()}
     with pytest.raises(CheckpointError, match=message) as caught:
-        write_part(folder, "g", "0", tensors, found, rank)
+        Saver().start(folder, {"g": Group(tensors, found)}, rank, "0")
     assert "\n" not in str(caught.value) and not list(folder.iterdir())
 
 
 @pytest.mark.parametrize(("group", "part"), [("../g", "0"), ("g", "../0"), ("g", "a.b"), ("", "0")])
 def test_names_that_are_no_files(tmp_path, group, part):
     with pytest.raises(CheckpointError, match=r"a name of letters, digits, '-' and '_' is needed"):
-        write_part(begin_save(tmp_path, 1), group, part, {}, {}, 0)
+        Saver().start(begin_save(tmp_path, 1), {group: Group({}, {})}, 0, part)
 
 
 def test_a_name_that_looks_like_a_box(tmp_path):
@@ -229,9 +199,18 @@ def test_a_name_that_looks_like_a_box(tmp_path):
 def test_two_ranks_with_one_name(tmp_path):
     whole, layouts = groups()["model"], LAYOUTS["model"]
     folder = begin_save(tmp_path, 1)
-    write_part(folder, "model", "part", shares(whole, layouts, 0), layouts, 0)
-    with pytest.raises(StorageError, match=r"step 1: cannot write .*model\.part\.safetensors: File exists"):
-        write_part(folder, "model", "part", shares(whole, layouts, 1), layouts, 1)
+    Saver().write(folder, {"model": group_of(whole, layouts, 0)}, 0, "part")
+    with pytest.raises(StorageError, match=r"step 1: cannot write .*model\.part\.safetensors, .* rank 1: File exists"):
+        Saver().write(folder, {"model": group_of(whole, layouts, 1)}, 1, "part")
+
+
+def test_a_rank_that_has_nothing_of_a_tensor_must_know_its_dtype(tmp_path):
+    far = Layout(Mesh(("far",), (1,), (7,)), (Replicate(),), (3,))
+    with pytest.raises(CheckpointError, match=r"tensor g/x: rank 0, which has nothing of it, must know its dtype"):
+        Saver().start(begin_save(tmp_path, 1), {"g": Group({}, {"x": far})}, 0)
+    folder = begin_save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"tensor g/x \(torch.complex128\) cannot be stored"):
+        Saver().start(folder, {"g": Group({}, {"x": far}, {"x": torch.complex128})}, 0)
 
 
 # ---- what a rank may not expect ----
@@ -292,7 +271,6 @@ def test_only_what_a_rank_touches_is_checked(tmp_path):
         if broken:
             with pytest.raises(CheckpointError, match=r"tensor g/x is corrupt in file g\.rank1\.safetensors"):
                 checkpoint.restore("g", into, layouts, rank)
-            assert not into["x"].any()
         else:
             checkpoint.restore("g", into, layouts, rank)
             assert same(into["x"], cut(whole, layouts["x"], rank))
@@ -305,10 +283,11 @@ def test_only_what_a_rank_touches_is_checked(tmp_path):
 
 def test_killed_at_every_call_of_a_save_by_four(tmp_path, monkeypatch):
     """Controller and ranks die together: the power fails."""
+    save_four(tmp_path / "count", 1)
     total = calls_of_a_save(monkeypatch, lambda: save_four(tmp_path / "count", 2))
-    assert total > 15
+    assert total > 60
     committed = 0
-    for at in range(total):
+    for at in [*range(0, total - 12, 9), *range(total - 12, total)]:
         root = tmp_path / f"root{at}"
         before = save_four(root, 1)
         assert die_at(monkeypatch, at, lambda root=root: save_four(root, 2)) == 77
@@ -338,8 +317,9 @@ def test_a_failing_disk_names_the_step_and_what_is_intact(tmp_path, monkeypatch,
     def fail(name):
         raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)), str(tmp_path / name))
 
+    save_four(tmp_path / "count", 1)
     total = calls_of_a_save(monkeypatch, lambda: save_four(tmp_path / "count", 2))
-    for at in range(1, total):  # the first call makes the root, which is there already
+    for at in range(0, total, 7):
         root = tmp_path / f"root{at}"
         before = save_step(root, 1)
         with monkeypatch.context() as patch:
@@ -368,5 +348,8 @@ def test_everything_is_synchronised_before_the_name_is_given(tmp_path, monkeypat
     monkeypatch.setattr(os, "rename", rename)
     path = save_four(tmp_path, 1)
     data = sorted(p.name for p in path.glob("*.safetensors"))
-    assert sorted(log[: len(data)]) == data
-    assert log[len(data) :] == ["manifest.json", f"step-000001.tmp-{os.getpid()}", "rename", tmp_path.name]
+    before, after = log[:-6], log[-6:]  # a report is renamed, but needs not be durable
+    assert sorted(name for name in before if name != "rename") == data
+    folder = after[2]
+    assert after == ["manifest.json.tmp", "rename", folder, folder, "rename", tmp_path.name]
+    assert folder.startswith("step-000001.tmp-")

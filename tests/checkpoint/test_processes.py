@@ -7,7 +7,7 @@ import torch
 
 from tests.checkpoint.make import same
 from tests.parallel.layouts import Case, batch, copied, engine_of, loss_of, rows_of, spread, weights
-from tilth.checkpoint import begin_save, commit_save, open_checkpoint, save, state_layouts, write_part
+from tilth.checkpoint import Group, Saver, begin_save, commit_save, open_checkpoint, save, state_layouts
 
 pytestmark = pytest.mark.dist
 HERE = "tests.checkpoint.test_processes:"
@@ -59,8 +59,8 @@ def train_and_save(rank, case, folder):
         parts = {name: tensors for name, (tensors, _) in groups_of(engine).items()}
         parts = {name: {n: t.clone() for n, t in tensors.items()} for name, tensors in parts.items()}
     else:
-        groups = groups_of(engine).items()
-        parts = [write_part(folder, name, f"{rank:02d}", *group, rank) for name, group in groups]
+        groups = {name: Group(*group) for name, group in groups_of(engine).items()}
+        parts = [report.model_dump(mode="json") for report in Saver().write(folder, groups, rank, f"{rank:02d}")]
     found = {"parts": parts, "held": everything(engine), "position": engine.position()}
     return found | {"loss": step(engine, case), "next": everything(engine)}
 

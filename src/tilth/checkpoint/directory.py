@@ -296,7 +296,8 @@ class Attempt:
         """Make room, after removing what crashed saves left. OSError."""
         _remove_leftovers(self.storage)
         self.storage.begin(self.folder)
-        self.storage.put(f"{self.reports}/begun", b"", durable=False)
+        if self.storage.remote:  # so that it is seen that there was an attempt
+            self.storage.put(f"{self.reports}/begun", b"", durable=False)
 
     def write_manifest(self, manifest: bytes) -> None:
         """Durable, but not yet in its place in a store. OSError."""

@@ -15,7 +15,7 @@ from functools import partial
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
-from tilth.checkpoint.directory import Attempt, latest
+from tilth.checkpoint.directory import Attempt, complete, step_of
 from tilth.checkpoint.image import Buffer, Group, Image, Part, specs_of
 from tilth.checkpoint.manifest import Report, assemble, parse_report, raise_problems, report_of
 from tilth.checkpoint.read import damaged_files
@@ -203,10 +203,11 @@ def _told(attempt: Attempt, rank: int = -1) -> Iterator[None]:
 
 def _before(attempt: Attempt) -> str:
     try:
-        previous = latest(attempt.root)
+        there = complete(attempt.root)
     except OSError:
         return "what was there before is intact"
-    return f"the checkpoint before it, {previous}, is intact" if previous else "there was none before it"
+    others = [path for path in there if step_of(path) != attempt.step] or there
+    return f"the checkpoint before it, {others[-1]}, is intact" if others else "there was none before it"
 
 
 # ---- the controller ----

@@ -166,7 +166,8 @@ class Local:
         """As in ``Storage``."""
         file = self.root / path
         temporary = file.with_name(f"{file.name}.tmp")
-        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.parent.is_dir():
+            file.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as opened:
             opened.write(data)
             opened.flush()
