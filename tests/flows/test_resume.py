@@ -12,13 +12,11 @@ import pytest
 
 from tests.flows import tiny
 from tests.flows.killed import POINTS
-from tilth.checkpoint import read_best
-from tilth.flows.build import CACHE
-from tilth.flows.readers import read_state, read_trajectories
+from tests.flows.test_resume_exact import benchmark
+from tilth.flows.readers import read_state
 from tilth.flows.signals import Interrupted
 
 ROOT = Path(__file__).parents[2]
-QUICK = [("training", 9), ("writing", 3), ("generating", 20)]
 
 
 def child(folder, point="none", call=0, flow="grpo"):
@@ -41,15 +39,8 @@ def whole(tmp_path_factory):
 
 
 def assert_same_run(folder, whole):
-    (directory,) = [p for p in folder.iterdir() if p.is_dir() and p.name != CACHE]
-    assert read_state(directory)["state"] == "finished"
-    assert tiny.weights(directory) == tiny.weights(whole)
-    assert tiny.same(tiny.numbers(directory), tiny.numbers(whole))
-    ours, theirs = read_trajectories(directory), read_trajectories(whole)
-    assert ours.equals(theirs)
-    assert not list((directory / "checkpoints").glob("*.tmp*"))
-    assert read_best(directory / "checkpoints") == read_best(whole / "checkpoints")
-    assert (directory / "model/tokenizer.json").read_bytes() == (whole / "model/tokenizer.json").read_bytes()
+    (directory,) = [p for p in folder.iterdir() if (p / "run.json").exists()]
+    assert benchmark().differences(directory, whole) == []
 
 
 def kill_and_resume(folder, point, call, flow="grpo"):
@@ -59,9 +50,16 @@ def kill_and_resume(folder, point, call, flow="grpo"):
     assert code == 0, said
 
 
-@pytest.mark.parametrize("point, call", QUICK)
-def test_killed_at_a_point_and_resumed(tmp_path, whole, point, call):
-    kill_and_resume(tmp_path, point, call)
+def test_killed_three_times_from_outside_and_resumed_each_time(tmp_path, whole):
+    """In the middle of an update, of a save and of a generation, wherever the process happens to be in it."""
+    tools = benchmark()
+    command = [sys.executable, "-m", "tests.flows.killed", str(tmp_path), "none", "0"]
+    for step, aim in [(2, "training"), (4, "saving"), (8, "generating")]:
+        _, phase = tools.kill(tools.Child(tmp_path, command, "tiny-001"), tools.Moment(step, 0.0, aim))
+        assert aim in phase, f"it ended before it was killed while {aim}"
+        assert read_state(tmp_path / "tiny-001")["state"] == "interrupted"
+    tools.Child(tmp_path, command, "tiny-001").end()
+    assert len(read_state(tmp_path / "tiny-001")["attempts"]) == 4
     assert_same_run(tmp_path, whole)
 
 
