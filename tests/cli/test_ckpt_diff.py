@@ -174,6 +174,7 @@ def test_the_same_in_another_layout(tmp_path):
     assert result.exit_code == 0 and result.stdout.endswith("are the same: no difference\n")
     found = said("ckpt", "diff", one, four)
     assert found["equal"] and found["compared"] == sum(map(len, whole.values())) and not found["tensors"]
+    assert found["groups"] == {group: len(some) for group, some in whole.items()}
     assert found["bytes"] == 2 * sum(t.numel() * 4 for some in whole.values() for t in some.values())
 
 
@@ -257,7 +258,8 @@ def test_more_than_a_screen(tmp_path):
     other = {"model": {name: tensor + 1 for name, tensor in whole["model"].items()}}
     a, b = add(tmp_path / "a", 2, whole=whole, said={}), add(tmp_path / "b", 2, whole=other, said={})
     text = call("ckpt", "diff", a, b).stdout
-    assert "layer39" in text and "layer40" not in text and "and 20 more; --json has all" in text
+    assert "layer19" in text and "layer20" not in text and "and 40 more; --json has all" in text
+    assert "model: 60 of 60 tensors differ, at most by 1\n" in text
     assert len(said("ckpt", "diff", a, b)["tensors"]) == 60
 
 

@@ -20,7 +20,8 @@ from tilth.ui import words
 
 BLOCK = 1 << 22
 """Elements that are compared at once: what bounds memory."""
-_SHOWN = 40
+_SHOWN = 20
+"""Tensors and values in the tables; ``--json`` has all."""
 _WIDTH = 48
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -69,6 +70,8 @@ class Comparison:
     objects: list[Change] = field(default_factory=list)
     compared: int = 0
     """Tensors whose values were compared."""
+    groups: dict[str, int] = field(default_factory=dict)
+    """How many of those in each group."""
     bytes: int = 0
     """Of those, on both sides."""
     left_out: list[str] = field(default_factory=list)
@@ -113,6 +116,7 @@ def compare(a: Source, b: Source, tolerance: float | None, told: Told | None = N
             found.tensors.append(difference)
         done += _nbytes(*a.kind(group, name))
         found.compared, found.bytes = found.compared + 1, found.bytes + _nbytes(*b.kind(group, name))
+        found.groups[group] = found.groups.get(group, 0) + 1
         if told is not None:
             told(group, done, total)
     found.bytes += done
@@ -254,10 +258,20 @@ def _said(found: Comparison) -> list[Any]:
             f"{len(kept)} tensors have another dtype and the same values, as {kept[0].name}: {_what(kept[0])}",
         ]
     parts += _listed(found.objects, _objects)
+    parts += ["", *_summed(found)]
     same = found.compared - sum(one.kind in ("values", "dtype") for one in found.tensors)
     what = f"{found.compared} tensors compared ({words.size(found.bytes)} read), {same} are the same"
     others = f"; {len(found.objects)} values beside them differ" if found.objects else ""
-    return [*parts, "", what + others + (": no difference" if found.equal else "")]
+    return [*parts, what + others + (": no difference" if found.equal else "")]
+
+
+def _summed(found: Comparison) -> Iterator[str]:
+    """A line for each group in which values differ."""
+    for group, count in found.groups.items():
+        apart = [one for one in found.tensors if one.group == group and one.count]
+        if apart:
+            most = None if any(one.max_abs is None for one in apart) else max(one.max_abs or 0.0 for one in apart)
+            yield f"{group}: {len(apart)} of {count} tensors differ, at most by {_number(most)}"
 
 
 def _listed(found: Sequence[Any], draw: Callable[[Sequence[Any]], Table]) -> list[Any]:

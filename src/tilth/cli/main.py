@@ -336,7 +336,7 @@ def ckpt_diff(
     """Say in which tensors, values and objects two checkpoints differ; with a Hugging Face directory, in weights only.
 
     Exit code 1: they do. Keys of --json: equal, a, b, tensors (group, name, kind, a, b, count, share, max_abs, max_rel,
-    first), objects (key, a, b, there), compared, bytes, left_out.
+    first), objects (key, a, b, there), compared, groups, bytes, left_out.
     """
     from tilth.cli.ckpt_diff import diff
 
