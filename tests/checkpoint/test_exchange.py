@@ -196,6 +196,14 @@ def test_checkpoints_of_different_steps(path, tmp_path):
     assert all("restores other parts" in str(e) for e in Table((0, 1)).run(restore))
 
 
+def test_a_checkpoint_that_one_rank_cannot_open(path, tmp_path):
+    found = Table((0, 1, 2)).run(lambda share, rank: open_checkpoint(path if rank else tmp_path / "none", share))
+    assert str(found[0]) == f"{tmp_path}/none is not a checkpoint: no such directory"
+    assert [str(e) for e in found[1:]] == [f"rank 0, which reads for rank {i} too: {found[0]}" for i in (1, 2)]
+    found = Table((0, 1, 2)).run(lambda share, rank: open_checkpoint(path, share))
+    assert [checkpoint.step for checkpoint in found] == [7, 7, 7]
+
+
 def test_an_end_that_nobody_foresaw(path):
     def end(rank, checkpoint):
         if rank == 1:

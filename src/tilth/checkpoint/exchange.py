@@ -5,7 +5,7 @@ Together they ask the storage for each byte once (section 4.1 of ByteCheckpoint,
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from tilth.core.errors import CheckpointError, TilthError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
 Parts = Mapping[str, Sequence[Tensor]]
 """What is to be filled, by the tensor's name."""
 MESSAGE = 1 << 24
@@ -44,11 +45,27 @@ class Share:
 
         return cls(tuple(ranks), me, broadcast)
 
-    def agree(self, wanted: int, problem: str) -> str:
-        """Tell the others what this rank wants (a checksum of it), and what went wrong (empty: nothing).
+    def each(self, work: Callable[[], T], wanted: int = 0) -> T:
+        """What ``work`` gives on this rank, if it came to its end on all of them; they all call this.
 
-        Returns what was wrong with the others.
+        wanted: a checksum of what it is about, the same on all ranks. What it raises on one rank is raised there as it
+        is, and on the others as a CheckpointError that says which rank and what: nobody waits for what will not come.
         """
+        problem = "it ended before its part was read"
+        try:
+            found = work()
+            problem = ""
+        except TilthError as error:
+            problem = str(error)
+            raise
+        finally:
+            others = self._others(wanted, problem)
+        if others:
+            raise CheckpointError(others)
+        return found
+
+    def _others(self, wanted: int, problem: str) -> str:
+        """Tell the others what this rank wants and what went wrong (empty: nothing); what was wrong with them."""
         told = {rank: self._tell(rank, wanted, problem) for rank in self.ranks}
         others = [(rank, *told[rank]) for rank in self.ranks if rank != self.me]
         failed = [f"rank {rank}, which reads for rank {self.me} too: {text}" for rank, _, text in others if text]
@@ -70,21 +87,11 @@ class Share:
 def together(share: Share, wanted: int, parts: Parts, read: Callable[[Collection[str]], None]) -> None:
     """Fill ``parts`` on all ranks of the share: each fills some by ``read``, and gets the others' from them.
 
-    wanted: a checksum of what is restored, the same on all ranks. What ``read`` raises on one rank ends the call on
-    all of them: there as it is, on the others as a CheckpointError that says which rank and what.
+    wanted: a checksum of what is restored, the same on all ranks. What fails on one fails on all, as in ``Share.each``.
     """
     owners = divided(parts, share.ranks)
-    problem = "it ended before its part was read"
-    try:
-        read({name for name, owner in owners.items() if owner == share.me})
-        problem = ""
-    except TilthError as error:
-        problem = str(error)
-        raise
-    finally:
-        others = share.agree(wanted, problem)  # nobody waits for what will not come
-    if others:
-        raise CheckpointError(others)
+    mine = {name for name, owner in owners.items() if owner == share.me}
+    share.each(lambda: read(mine), wanted)
     for rank in share.ranks:
         for message in _messages([t for name in parts if owners[name] == rank for t in parts[name]]):
             _send(share, message, rank)

@@ -32,11 +32,16 @@ Progress = Callable[[int, int], None]
 """Told how many bytes have been read, of how many."""
 
 
-def open_checkpoint(path: Location) -> "Checkpoint":
+def open_checkpoint(path: Location, share: Share | None = None) -> "Checkpoint":
     """Open a checkpoint: a directory or a URL. Reads the manifest only, and looks at the sizes of the files.
 
-    CheckpointError if the manifest or a file is missing, torn or another's; StorageError if the store fails.
+    share: ranks that all open it now; what fails on one fails on all. CheckpointError if the manifest or a file is
+    missing, torn or another's; StorageError if the store fails.
     """
+    return _open(path) if share is None else share.each(lambda: _open(path))
+
+
+def _open(path: Location) -> "Checkpoint":
     storage = storage_of(path)
     if not is_url(path) and not Path(path).is_dir():
         raise CheckpointError(f"{path} is not a checkpoint: no such directory")
