@@ -356,6 +356,7 @@ class Commit:
                 if len(found) == len(wanted):
                     return list(found.values())
                 if self._cancelled.wait(pause):
+                    found |= self._new_reports(wanted - found.keys())
                     raise StorageError(self._missing(sorted(wanted - found.keys())))
                 pause = min(2 * pause, _LATEST)
 
