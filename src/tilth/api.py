@@ -28,10 +28,14 @@ def run_recipe(
     observers: Sequence["Observer"] = (),
     prompts: "PromptSet | None" = None,
     reward: Spec | None = None,
+    allow: Sequence[str] = (),
+    fallback: bool = False,
 ) -> "RunResult":
     """Run a recipe to its end, or continue its newest unfinished run.
 
-    prompts and reward replace the recipe's own; the trackers of run.track watch too.
+    prompts and reward replace the recipe's own; the trackers of run.track watch too. allow: keys and sections in which
+    the run that goes on may have had other values. fallback: where its newest checkpoint is damaged, take the newest
+    valid one.
 
     Raises TilthError (bad input, a broken invariant) and Interrupted.
     """
@@ -51,6 +55,8 @@ def run_recipe(
             [*observers, *trackers],
             reward=_identity(reward) if reward else "",
             reward_file=files_hash(function) if function else "",
+            allow=allow,
+            fallback=fallback,
         )
 
 

@@ -241,9 +241,10 @@ def test_what_differs_between_two_recipes_is_named():
         from_dict({"seed": 1, "cluster": {"timeout": 5.0}}),
     )
     found = differences(one, two)
-    assert found == [
+    assert list(found) == ["seed", "cluster.backend", "cluster.workers"]
+    assert list(found.values()) == [
         "seed was 0 and is 1",
         'cluster.backend was "local" and is "inline"',
         "cluster.workers was 2 and is 1",
     ]
-    assert differences(one, one) == []
+    assert differences(one, one) == {}

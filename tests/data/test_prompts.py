@@ -87,7 +87,7 @@ def test_split_of_nothing_and_of_everything():
 def test_every_epoch_draws_each_prompt_once(size, count, seed):
     prompts = PromptSet.of([f"p{i}" for i in range(size)])
     order = stream(seed, "prompts")
-    drawn = np.concatenate([prompts.draw(order, step, count) for step in range(3 * size // count + 1)])
+    drawn = np.concatenate([prompts.take(order, step * count, count) for step in range(3 * size // count + 1)])
     for epoch in range(len(drawn) // size):
         assert sorted(drawn[epoch * size : (epoch + 1) * size]) == list(range(size))
 
@@ -95,31 +95,31 @@ def test_every_epoch_draws_each_prompt_once(size, count, seed):
 def test_a_step_is_drawn_without_the_steps_before(addition):
     first, again = (PromptSet(addition.source, addition.split(0.1)[0].rows) for _ in range(2))
     order = stream(3, "prompts")
-    run = [first.draw(order, step, 64) for step in range(4)]
-    assert (again.draw(order, 3, 64) == run[3]).all() and run[3].dtype == np.int64
+    run = [first.take(order, 64 * step, 64) for step in range(4)]
+    assert (again.take(order, 192, 64) == run[3]).all() and run[3].dtype == np.int64
     assert len(np.unique(np.concatenate(run))) == 256
 
 
 def test_draws_differ_by_seed_stream_and_epoch():
     prompts = PromptSet.of([f"p{i}" for i in range(100)])
     orders = [stream(0, "prompts"), stream(1, "prompts"), stream(0, "examples")]
-    drawn = [tuple(prompts.draw(order, epoch, 100)) for order in orders for epoch in range(2)]
+    drawn = [tuple(prompts.take(order, 100 * epoch, 100)) for order in orders for epoch in range(2)]
     assert len(set(drawn)) == len(drawn)
 
 
 def test_draws_of_other_streams_between_change_nothing():
     prompts = PromptSet.of([f"p{i}" for i in range(10)])
     order = stream(0, "prompts")
-    before = prompts.draw(order, 0, 10)
+    before = prompts.take(order, 0, 10)
     for seed in range(20):
-        prompts.draw(stream(seed, "other"), 5, 10)
-    assert (prompts.draw(order, 0, 10) == before).all() and len(prompts._orders) < 10
+        prompts.take(stream(seed, "other"), 50, 10)
+    assert (prompts.take(order, 0, 10) == before).all() and len(prompts._orders) < 10
 
 
 def test_draw_stays_inside_its_split(addition):
     train, held = addition.split(0.1)
-    assert np.isin(train.draw(stream(0, "x"), 5, 500), train.rows).all()
-    assert np.isin(held.draw(stream(0, "x"), 5, 500), held.rows).all()
+    assert np.isin(train.take(stream(0, "x"), 2500, 500), train.rows).all()
+    assert np.isin(held.take(stream(0, "x"), 2500, 500), held.rows).all()
 
 
 def test_a_draw_across_several_epochs():

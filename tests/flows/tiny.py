@@ -12,7 +12,7 @@ from tilth.config.load import from_dict
 from tilth.data.prompts import PromptSet
 from tilth.flows.readers import read_metrics
 
-TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu")
+TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/")
 
 
 def settings(folder: Path, **sections):

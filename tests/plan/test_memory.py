@@ -59,7 +59,7 @@ def test_an_average_and_the_noise_of_gradients_need_copies():
     assert item(plain, "average of the weights") == item(plain, "gradients of one micro-batch") == 0
     more = predicted("train.ema=0.99", 'train.watch=["noise_scale"]')
     assert item(more, "average of the weights") == item(more, "gradients of one micro-batch") == 4 * COUNT
-    assert more.peak == plain.peak + 8 * COUNT
+    assert more.peak == plain.peak + 12 * COUNT  # and the average's copy that is saved
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
@@ -76,7 +76,10 @@ def test_a_critic_is_a_second_model_whose_gradients_take_turns():
     assert item(memory, "critic's parameters") == 4 * critic
     assert item(memory, "critic's optimizer state") == 8 * critic
     assert item(memory, "gradients") == 4 * critic
-    assert memory.peak - without.peak == 4 * (3 * critic + 129)
+    assert item(memory, "critic's copy being saved") == 12 * critic
+    assert memory.peak - without.peak == 4 * (6 * critic + 129)
+    still = predicted("flow=ppo", "optimizer.name=adamw", "run.save_background=false")
+    assert memory.peak - still.peak == 12 * (critic + COUNT)
     assert item(without, "critic's parameters") == item(predicted("flow=sft"), "critic's parameters") == 0
     blocks = matrices(SHAPE)
     assert item(predicted("flow=ppo"), "critic's optimizer state") == 4 * blocks + 8 * (critic - blocks)

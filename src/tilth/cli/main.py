@@ -58,15 +58,24 @@ TEMPLATE: Any = typer.Option(
 def run(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="name of a shipped recipe, or path of a TOML file")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys to change")] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="a key or section that may differ in the run that goes on; may be repeated"),
+    ] = None,
+    fallback: Annotated[
+        bool, typer.Option("--fallback", help="where the newest checkpoint is damaged, take the newest that is not")
+    ] = False,
 ) -> None:
     """Train by a recipe.
 
     The run goes into a new folder of runs/, or on in an unfinished one of the same recipe. Keys of the recipe are
     changed on the command line, as in: tilth run addition-grpo algorithm.steps=50 run.name=short
+
+    A run whose recipe has changed is not gone on with, unless what changed is allowed by name: --allow algorithm.steps
     """
     from tilth.cli.run import train
 
-    train(recipe, overrides or [])
+    train(recipe, overrides or [], allow or [], fallback=fallback)
 
 
 @app.command()

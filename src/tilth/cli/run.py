@@ -9,7 +9,7 @@ import typer
 
 from tilth.cluster.launcher import entered
 from tilth.config.checks import pools
-from tilth.config.load import load_recipe, recipe_name
+from tilth.config.load import check_allowed, load_recipe, recipe_name
 from tilth.config.schema import Recipe
 from tilth.ui import words
 
@@ -21,10 +21,11 @@ WORDS = 5
 """Words of a document that a model may go on from."""
 
 
-def train(name_or_path: str, overrides: Sequence[str]) -> None:
+def train(name_or_path: str, overrides: Sequence[str], allow: Sequence[str], *, fallback: bool) -> None:
     """Run to the end. Ctrl-C ends in exit code 130, with everything saved and a line on how to go on."""
+    check_allowed(allow)
     recipe = _launched(name_or_path, overrides)
-    result = _watched(recipe, recipe_name(name_or_path))
+    result = _watched(recipe, recipe_name(name_or_path), allow, fallback=fallback)
     from tilth.ui.report import write_report
 
     report = write_report(result.directory)
@@ -39,7 +40,7 @@ def _launched(name_or_path: str, overrides: Sequence[str]) -> Recipe:
     return recipe if found == workers else load_recipe(name_or_path, [*overrides, f"cluster.workers={found}"])
 
 
-def _watched(recipe: Recipe, name: str) -> "RunResult":
+def _watched(recipe: Recipe, name: str, allow: Sequence[str], *, fallback: bool) -> "RunResult":
     # Nothing here may import torch before run_recipe does: the processes that score start first, and without it.
     from tilth.api import run_recipe
     from tilth.flows.signals import Interrupted
@@ -47,7 +48,7 @@ def _watched(recipe: Recipe, name: str) -> "RunResult":
 
     live = Live(recipe)
     try:
-        return run_recipe(recipe, name=name, observers=[live])
+        return run_recipe(recipe, name=name, observers=[live], allow=allow, fallback=fallback)
     except Interrupted as stopped:
         live.stop()
         typer.echo(str(stopped), err=True)

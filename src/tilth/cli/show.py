@@ -51,6 +51,7 @@ def table(summary: Mapping[str, Any]) -> Lines:
         ("training", _rate(s["tokens_per_second_train"], s.get("tokens_trained"))),
         ("log-prob mismatch", _number(s["mismatch_max"], "greatest {:.2g}")),
         ("rewards missing", f"{s['rewards_missing']}, of them timed out {s.get('rewards_timed_out', 0)}"),
+        ("checkpoints failed", str(s["saves_failed"]) if s.get("saves_failed") else ""),
         ("memory", _memory(s.get("memory_peak"), s.get("memory_predicted"))),
     ]
     return [(name, value) for name, value in lines if value]

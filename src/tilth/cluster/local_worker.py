@@ -30,7 +30,7 @@ GONE = 70
 
 def main(folder: Folder, rank: int, workers: int, timeout: float) -> None:
     """Connect to the controller of this folder and serve it until it says ``end``."""
-    leave_to_controller(signal.SIGINT)
+    leave_to_controller(signal.SIGINT, signal.SIGTERM)
     with connect(folder) as controller:
         serve(controller, folder, rank, workers, timeout)
 

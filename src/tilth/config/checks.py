@@ -28,6 +28,8 @@ def check_cluster(recipe: Recipe) -> None:
 
 def _shape(recipe: Recipe) -> Iterator[str]:
     m = recipe.model
+    if m.optimizer and not m.path:
+        yield "model.optimizer = true needs a run in model.path, whose optimizer it is"
     if m.path:
         return
     if not m.head_dim and m.hidden % m.heads:

@@ -110,23 +110,33 @@ def dump_toml(recipe: Recipe) -> str:
     return "\n".join(lines) + "\n"
 
 
-_SAME_WORK = {"run": ("dir", "name", "track"), "cluster": ("timeout", "address")}
+_SAVING = ("save_every", "save_minutes", "save_background", "save_failures", "grace", "keep", "keep_every")
+_SAME_WORK = {"run": ("dir", "name", "track", *_SAVING), "cluster": ("timeout", "address")}
 
 
 def digest(recipe: Recipe) -> str:
     """16 hex digits that differ where two recipes ask for different work; where it is kept does not count.
 
-    Nor does how long a call may take and which Ray cluster it runs on. The division over workers counts: the last bits
-    of a sum depend on it.
+    Nor does how often it is saved, how long a call may take and which Ray cluster it runs on. Where checkpoints are
+    does: elsewhere there are none to go on from. So does the division over workers: the last bits of a sum depend on
+    it.
     """
     return hashlib.blake2b(json.dumps(_work(recipe), sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def differences(before: Recipe, now: Recipe) -> list[str]:
-    """ "KEY was OLD and is NEW" for every key in which two recipes ask for different work."""
+def differences(before: Recipe, now: Recipe) -> dict[str, str]:
+    """Key -> "KEY was OLD and is NEW" for every key in which two recipes ask for different work."""
     old, new = _flat(_work(before)), _flat(_work(now))
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return [f"{name} was {json.dumps(old.get(name))} and is {json.dumps(new.get(name))}" for name in changed]
+    return {name: f"{name} was {json.dumps(old.get(name))} and is {json.dumps(new.get(name))}" for name in changed}
+
+
+def check_allowed(names: Iterable[str]) -> None:
+    """RecipeError for what names neither a key nor a section nor a part of a layout's or table's name."""
+    known = {".".join(path[: i + 1]) for path in (name.split(".") for name in all_names()) for i in range(len(path))}
+    for name in names:
+        if name not in known:
+            raise RecipeError(f"--allow {name}: no such key or section; {_nearest(name, known, all_names())}")
 
 
 def _work(recipe: Recipe) -> dict[str, Any]:

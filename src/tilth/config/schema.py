@@ -34,6 +34,7 @@ class Model(Section):
     """What is trained: a directory or run to start from, or the shape of a new decoder."""
 
     path: str = Field("", description="run or Hugging Face directory to start from; empty: a new model of this shape")
+    optimizer: bool = Field(False, description="with a run in model.path: begin with the state of its optimizer too")
     family: Literal["llama", "qwen2", "qwen3", "mistral"] = Field("qwen3", description="architecture of a new model")
     hidden: Positive = Field(128, description="width of the residual stream")
     layers: Positive = Field(4, description="number of decoder layers")
@@ -217,7 +218,15 @@ class Run(Section):
     )
     eval_prompts: Positive = Field(512, description="held-out prompts in an evaluation")
     save_every: Positive = Field(25, description="steps between two checkpoints")
+    save_minutes: Rate = Field(10.0, description="minutes after which one is made anyway, at a step's end; 0: never")
+    save_background: bool = Field(True, description="training goes on while a copy in host memory is being written")
+    save_failures: Count = Field(2, description="saves in a row that may fail before the run stops; each one is told")
+    grace: float = Field(60.0, gt=0, description="seconds after SIGTERM in which the run saves and ends, come what may")
+    checkpoints: str = Field(
+        "", description="where they go: a folder or a store's URL (s3://bucket/path); empty: in the run"
+    )
     keep: Positive = Field(2, description="newest checkpoints kept; the best one by evaluation stays too, RUN@best")
+    keep_every: Count = Field(0, description="checkpoints of steps that are a multiple of this are kept too; 0: none")
     track: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         (), description="trackers that get every metric too (wandb: offline unless WANDB_MODE says otherwise)"
     )

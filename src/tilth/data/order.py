@@ -18,12 +18,8 @@ class Order:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def draw(self, stream: Stream, step: int, count: int) -> np.ndarray:
-        """Indices int64 [count] of a step (from 0): see ``take``."""
-        return self.take(stream, step * count, count)
-
     def take(self, stream: Stream, start: int, count: int) -> np.ndarray:
-        """Indices ``start`` to ``start + count`` of the sequence, a pure function of rows, stream and numbers."""
+        """Indices int64 [count] from place ``start`` of the sequence on, of rows, stream and numbers alone."""
         epochs, places = np.divmod(np.arange(start, start + count), len(self))
         parts = [self.rows[self._order(stream, int(e))[places[epochs == e]]] for e in np.unique(epochs)]
         return np.concatenate([np.zeros(0, np.int64), *parts])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tilth.checkpoint import open_checkpoint
 from tilth.checkpoint.storage import is_url
 from tilth.cluster.cluster import Cluster
 from tilth.cluster.group import WorkerGroup
@@ -22,7 +23,7 @@ from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, new_config
-from tilth.flows.named import split_spec
+from tilth.flows.named import find_checkpoint, split_spec
 from tilth.flows.run import Roles, Split
 from tilth.models.config import DecoderConfig
 from tilth.plan.layout import check_shape, place
@@ -72,6 +73,8 @@ class Parts:
     roles: Roles
     notes: list[str]
     """What is to be told of the data."""
+    adopt: str | None = None
+    """The checkpoint whose optimizer state the run begins with."""
 
 
 @dataclass
@@ -95,6 +98,7 @@ def build(
     pool: None where nothing is generated. earlier: model folder of the run that is to go on, with its tokenizer.
     """
     loaded = load_model(recipe.model.path) if recipe.model.path else None
+    adopt = _optimizer_of(recipe) if recipe.model.optimizer else None
     tokenizer = _tokenizer(recipe, material, loaded, earlier)
     config = _config(recipe, loaded, tokenizer)
     check_shape(recipe, config)
@@ -117,7 +121,7 @@ def build(
     if pool is not None:
         team.speakers(tokenizer, material, pool)
     roles = team.roles()
-    return Parts(recipe, config, tokenizer, lesson.train, lesson.heldout, plan, roles, lesson.notes)
+    return Parts(recipe, config, tokenizer, lesson.train, lesson.heldout, plan, roles, lesson.notes, adopt)
 
 
 class Team:
@@ -155,6 +159,20 @@ class Team:
             mesh = Mesh(("to",), (len(ranks),), ranks)
             self.made["relay"] = self.cluster.group("relay", f"{_WORKERS}:relay", given, mesh=mesh)
         return Roles(**self.made)
+
+
+def _optimizer_of(recipe: Recipe) -> str:
+    """The checkpoint of ``model.path``; RecipeError unless it holds the state of an optimizer as the recipe has it."""
+    named = find_checkpoint(recipe.model.path)
+    if named is None:
+        raise RecipeError(f"model.optimizer = true, but model.path = {recipe.model.path} is no run: it has none")
+    kinds = {name.partition(".")[0] for name in open_checkpoint(named.path).names("optimizer")}
+    stored = "muon" if "momentum_buffer" in kinds else "adamw"
+    if stored != recipe.optimizer.name:
+        raise RecipeError(
+            f"model.optimizer = true, but optimizer.name = {recipe.optimizer.name} and that of {named} is {stored}"
+        )
+    return str(Path(named.path).resolve() if isinstance(named.path, Path) else named.path)
 
 
 def rooted(recipe: Recipe) -> Recipe:

@@ -9,30 +9,26 @@ from typing import Any
 
 import torch
 
-from tilth.checkpoint import (
-    Checkpoint,
-    abandon_save,
-    begin_save,
-    commit_save,
-    latest,
-    mark_best,
-    open_checkpoint,
-    prune,
-)
+from tilth.checkpoint import Checkpoint, latest, mark_best, newest_valid, open_checkpoint
+from tilth.checkpoint.directory import complete
+from tilth.checkpoint.storage import split
 from tilth.cluster.cluster import Cluster, open_cluster
 from tilth.config.checks import pools
 from tilth.config.schema import Recipe
-from tilth.core.errors import CallTimeout, CheckpointError, TilthError, WorkerLost
+from tilth.core.errors import CallTimeout, CheckpointError, WorkerLost
 from tilth.data.prompts import PromptSet
 from tilth.flows.build import Material, Parts, build
 from tilth.flows.checks import check_algorithm
+from tilth.flows.continuing import Identity, find
 from tilth.flows.grpo import grpo
 from tilth.flows.metrics import Metrics
 from tilth.flows.model import MODEL_FOLDER, save_shape
 from tilth.flows.ppo import ppo, values
 from tilth.flows.pretrain import pretrain
+from tilth.flows.readers import checkpoints_of
 from tilth.flows.run import PPO, VALUES, WARMUP, Beginner, Observer, Progress, Roles, Run
-from tilth.flows.rundir import RunDir, check_name, find, read_state, summarise
+from tilth.flows.rundir import RunDir, read_state, summarise
+from tilth.flows.saving import Saving
 from tilth.flows.seen import seen_before
 from tilth.flows.sft import sft
 from tilth.flows.signals import Interrupted, StopRequest
@@ -77,42 +73,50 @@ def launch(
     *,
     reward: str = "",
     reward_file: str = "",
+    allow: Sequence[str] = (),
+    fallback: bool = False,
 ) -> RunResult:
     """Run a recipe to its end, in a new directory or continuing its newest unfinished one.
 
     pool: None where nothing is to be generated. reward: identity of a reward function that the recipe does not name; a
     run goes on only with the same one, the same data and the same template. reward_file: hash of the file of one that
-    it names; that it changed is told.
+    it names; that it changed is told. allow: keys in which the run that goes on may have had other values. fallback:
+    where its newest checkpoint is damaged, go on from the newest that is not.
     """
     check_algorithm(recipe)
     fingerprint = material.fingerprint()
-    inputs = _inputs(recipe, fingerprint, reward)
-    check_name(recipe, inputs)
+    who = Identity(recipe, _inputs(recipe, fingerprint, reward), tuple(allow))
+    who.check_name()
     with machine(recipe), _cluster(recipe) as cluster:
-        parts = build(recipe, material, pool, cluster, _earlier(recipe, name, inputs))
+        parts = build(recipe, material, pool, cluster, _earlier(who, name))
         if isinstance(parts.heldout, PromptSet):
             parts.notes.extend(seen_before(recipe, parts.heldout))
         if parts.roles.reward is not None:
             parts.roles.reward.ready()
         with (
-            RunDir.create(recipe, name, inputs) as directory,
+            RunDir.create(recipe, name, who.inputs, who.allow) as directory,
             recorder.to(directory.events, cluster.rank, directory.attempt),
             _told_how_to_go_on(directory.path),
         ):
-            with StopRequest() as stop:
+            with StopRequest(recipe.run.grace) as stop:
                 cluster.trace(directory.events.resolve(), directory.attempt)
                 run = _run(parts, cluster, directory, observers, stop)
                 directory.update(data=fingerprint)
                 _announce(run, parts, reward_file)
-                _restore(run)
+                _restore(run, fallback=fallback)
                 for observer in observers:
                     if isinstance(observer, Beginner):
                         observer.on_begin(directory.path, run.at.step, run.say)
                 try:
                     _phases(run)
+                    run.saving.finish()
+                    if run.saving.failed:
+                        run.secure()
                 except Interrupted:
                     directory.end("interrupted")
                     raise
+                finally:
+                    run.saving.give_up()
             directory.end("finished")
             summary = summarise(directory.path)
     for observer in observers:
@@ -126,8 +130,8 @@ def _told_how_to_go_on(directory: Path) -> Iterator[None]:
     try:
         yield
     except (WorkerLost, CallTimeout) as error:
-        kept = latest(directory / "checkpoints")
-        where = f"from {kept.name}" if kept else "from its beginning: it had not come to a checkpoint"
+        kept = latest(checkpoints_of(directory))
+        where = f"from {Path(kept).name}" if kept else "from its beginning: it had not come to a checkpoint"
         raise type(error)(f"{error}\nthe same command continues in {directory} {where}") from error
 
 
@@ -140,10 +144,10 @@ def _inputs(recipe: Recipe, fingerprint: str, reward: str) -> str:
     return hashlib.blake2b(said.encode(), digest_size=4).hexdigest()
 
 
-def _earlier(recipe: Recipe, name: str, inputs: str) -> Path | None:
+def _earlier(who: Identity, name: str) -> Path | None:
     """Model folder of the run that will go on, where it has come to a checkpoint: before that it is not complete."""
-    folder = find(recipe, name, inputs)
-    return folder / MODEL_FOLDER if folder and latest(folder / "checkpoints") else None
+    folder = find(who, name)
+    return folder / MODEL_FOLDER if folder and latest(checkpoints_of(folder)) else None
 
 
 def _cluster(recipe: Recipe) -> Cluster:
@@ -154,6 +158,13 @@ def _cluster(recipe: Recipe) -> Cluster:
 
 
 def _run(parts: Parts, cluster: Cluster, directory: RunDir, observers: Sequence[Observer], stop: StopRequest) -> Run:
+    metrics = Metrics(sum(parts.roles.policy.peak_flops()), cluster.totals)
+
+    def say(text: str) -> None:
+        directory.log(text)
+        for observer in observers:
+            observer.on_message(text)
+
     return Run(
         parts.recipe,
         parts.roles,
@@ -162,9 +173,11 @@ def _run(parts: Parts, cluster: Cluster, directory: RunDir, observers: Sequence[
         cluster.store,
         directory,
         observers,
-        save=_save,
+        saving=Saving(parts.recipe, directory.checkpoints, parts.roles.keepers(), metrics, say),
         stop=stop,
-        metrics=Metrics(sum(parts.roles.policy.peak_flops()), cluster.totals),
+        metrics=metrics,
+        say=say,
+        adopt=parts.adopt,
     )
 
 
@@ -198,57 +211,54 @@ def _announce(run: Run, parts: Parts, reward_file: str) -> None:
         run.say(line)
 
 
-_POSITIONS = {"policy": "engine", "critic": "critic_engine"}
-"""Under which name a checkpoint keeps what a role must restore besides tensors."""
-
-
-def _save(run: Run) -> None:
-    """Every worker writes its part; the checkpoint counts when the controller has put the parts together."""
-    root, keepers = run.directory.checkpoints.resolve(), run.roles.keepers()
-    state: dict[str, Any] = {"progress": run.state(), "digest": run.directory.digest}
-    state |= {key: keepers[role].position() for role, key in _POSITIONS.items() if role in keepers}
-    folder = begin_save(root, run.at.step)
-    try:
-        saved = [saved for group in keepers.values() for saved in group.save(str(folder))]
-    except TilthError:
-        abandon_save(folder)
-        raise
-    commit_save(folder, root, run.at.step, [part for parts in saved for part in parts.values()], state, run.policy.mesh)
-    _mark_best(run)
-    prune(root, run.recipe.run.keep)
-
-
-def _mark_best(run: Run) -> None:
-    mark_best(run.directory.checkpoints, run.at.best)
-    run.directory.update(best=run.at.best)
-
-
-def _restore(run: Run) -> None:
-    """Go back to the newest checkpoint of the directory, or to the very beginning."""
-    newest = latest(run.directory.checkpoints)
-    step = 0
+def _restore(run: Run, *, fallback: bool) -> None:
+    """Go back to the newest checkpoint of the run, or to the very beginning."""
+    root, step = run.directory.checkpoints, 0
+    newest = _newest(root, run, fallback=fallback)
     if newest is not None:
-        checkpoint = _open(newest, run)
-        run.at = Progress(**checkpoint.objects["progress"])
+        _check_own(newest, run.directory)
+        _load(newest, run.roles)
+        run.at = Progress(**newest.objects["progress"])
         step = run.at.step
-    _mark_best(run)  # a kill may have come between a checkpoint and this
+    mark_best(root, run.at.best)  # a kill may have come between a checkpoint and this
+    run.directory.update(best=run.at.best)
     run.directory.rewind(step)
     if run.directory.resumed:
         run.say(f"continuing after step {step}")
 
 
-def _open(newest: Path, run: Run) -> Checkpoint:
+def _newest(root: str, run: Run, *, fallback: bool) -> Checkpoint | None:
+    """The checkpoint to go on from; None before the first."""
+    newest = latest(root)
+    if newest is None:
+        return None
     try:
-        checkpoint = open_checkpoint(newest)
-        _load(checkpoint, run.roles)
+        return newest_valid(root, run.say) if fallback else open_checkpoint(newest)
     except CheckpointError as error:
-        older = [p for p in sorted(newest.parent.glob("step-*")) if p < newest and p.name.count(".") == 0]
-        hint = f"continue from {older[-1].name}" if older else "start again from the beginning"
-        raise CheckpointError(f"{error}; to {hint}, remove {newest}") from error
-    return checkpoint
+        raise _hinted(error, newest) from error
+
+
+def _hinted(error: CheckpointError, newest: str | Path) -> CheckpointError:
+    """The error of a damaged checkpoint, with what else there is."""
+    older = [path for path in complete(split(newest)[0]) if path != newest]
+    hint = f"--fallback goes on from {split(older[-1])[1]}" if older else "there is no older one: begin a new run"
+    return CheckpointError(f"{error}; {hint}")
+
+
+def _check_own(checkpoint: Checkpoint, directory: RunDir) -> None:
+    """CheckpointError for a checkpoint that another run made: its progress is not this one's."""
+    if checkpoint.objects.get("digest") not in directory.digests:
+        raise CheckpointError(
+            f"{checkpoint.path} is not of this run: it was made by one of other work (digest "
+            f"{checkpoint.objects.get('digest')}); model.path={checkpoint.path} would begin with its weights"
+        )
 
 
 def _load(checkpoint: Checkpoint, roles: Roles) -> None:
-    for role, group in roles.keepers().items():
-        position = [checkpoint.objects[_POSITIONS[role]]] if role in _POSITIONS else []
-        group.load(str(checkpoint.path.resolve()), *position)
+    """Into every role, on all its workers; CheckpointError says what else there is."""
+    positions = checkpoint.objects["positions"]
+    try:
+        for role, group in roles.keepers().items():
+            group.load(str(checkpoint.path), positions.get(role, {}))
+    except CheckpointError as error:
+        raise _hinted(error, checkpoint.path) from error

@@ -134,6 +134,8 @@ _DECLARED = (
     Metric("memory/peak", "bytes", "max", "greatest resident memory so far"),
     Metric("bytes/fetched", "bytes", "sum", "payload that was brought to the controller"),
     Metric("steps/skipped", "steps", "sum", "optimizer steps left out: not finite, or no token to learn from"),
+    Metric("save/seconds", "s", "last", "from a checkpoint's copy in memory until it counted; the stall is time/save"),
+    Metric("save/failed", "saves", "sum", "checkpoints that could not be made"),
     Metric("time/*", "s", "sum", "time of a phase of the step; phases do not overlap (other: what is in none)"),
 )
 METRICS = {m.name: m for m in _DECLARED}

@@ -14,6 +14,7 @@ from tilth.checkpoint import Checkpoint, open_checkpoint
 from tilth.checkpoint.storage import is_url
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, ModelError
+from tilth.core.layout import Box
 from tilth.data.prompts import PromptSet
 from tilth.data.tokenizer import Tokenizer, check_vocabulary
 from tilth.flows.files import writing
@@ -75,6 +76,12 @@ class StoredTensors(Unread):
             raise KeyError(name)
         with explained(self._named):
             return self._checkpoint.read(self._group, name)
+
+    def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """One block of a tensor; only what is needed of the file is read."""
+        box = Box(tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices))
+        with explained(self._named):
+            return self._checkpoint.read(self._group, name, box)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""

@@ -108,6 +108,7 @@ def summarise(run: str | Path) -> Record:
         "rewards_timed_out": int(sum(v for _, v in curve(records, "reward/timeout"))),
         "tokens_generated": int(sum(v for _, v in curve(records, "tokens/generated"))),
         "tokens_trained": int(sum(v for _, v in curve(records, "tokens/trained"))),
+        "saves_failed": int(sum(v for _, v in curve(records, "save/failed"))),
         "steps_skipped": int(sum(v for _, v in curve(records, "steps/skipped"))),
         "memory_predicted": (state.get("memory") or {}).get("predicted"),
         "memory_peak": (state.get("memory") or {}).get("peak") or last.get("memory/peak"),

@@ -23,6 +23,7 @@ from tilth.flows.keep import has_spread
 from tilth.flows.metrics import Metrics
 from tilth.flows.publish import Bounds, check_mismatch
 from tilth.flows.rundir import RunDir
+from tilth.flows.saving import Saving
 from tilth.flows.signals import Interrupted, StopRequest
 from tilth.rl.metrics import Metric
 from tilth.roles.reward_pool import Outcome
@@ -50,8 +51,8 @@ class Split(Protocol):
 
     def __len__(self) -> int: ...
 
-    def draw(self, stream: Stream, step: int, count: int) -> np.ndarray:
-        """Indices int64 [count] of a step, a pure function of the arguments."""
+    def take(self, stream: Stream, start: int, count: int) -> np.ndarray:
+        """Indices int64 [count] from this place of the stream's endless order on, a pure function of the arguments."""
         ...
 
 
@@ -94,6 +95,9 @@ class Progress:
     accuracy_last: float | None = None
     best: dict[str, Any] | None = None
     """The best evaluation so far: step, metric, value."""
+    drawn: dict[str, int] = field(default_factory=dict)
+    """How far each stream of the data has been read: prompts, examples or documents; and samples, which have numbers
+    of their own."""
 
 
 @dataclass
@@ -127,10 +131,14 @@ class Run:
         store: Store,
         directory: RunDir,
         observers: Sequence[Observer],
-        save: Callable[["Run"], None],
+        saving: Saving,
         stop: StopRequest,
         metrics: Metrics,
+        say: Callable[[str], None],
+        adopt: str | None = None,
     ) -> None:
+        """say: puts a line into the log and before whoever watches; adopt: the checkpoint whose optimizer state the
+        first phase begins with."""
         self.recipe = recipe
         self.roles = roles
         self.policy, self.rollout, self.reward, self.reference = (
@@ -147,7 +155,8 @@ class Run:
         self.bounds = Bounds.of(recipe)
         self.at = Progress()
         self.metrics = metrics
-        self._save = save
+        self.say = say
+        self.saving = saving
         self._stop = stop
         self._sample: dict[str, Any] | None = None
         self._fetched = 0
@@ -157,6 +166,8 @@ class Run:
         self._published = 0
         self._owed: list[tuple[Mapping[str, Metric], bool]] = []
         self._improved = False
+        self._drawn: dict[str, int] = {}
+        self._adopt = adopt
 
     # ---- phases ----
 
@@ -166,7 +177,7 @@ class Run:
         if phase in self.at.finished:
             return self
         if self.at.phase == phase:
-            self._publish_for(phase)
+            self._go_on(phase, lr, steps)
             return self
         self.at.phase, self.at.phase_step = phase, 0
         self._begin(phase, lr, steps)
@@ -177,15 +188,27 @@ class Run:
 
     def _begin(self, phase: str, lr: float, steps: int) -> None:
         """Optimizers anew, with schedules as long as the phase; copies of the policy as it is now where one begins."""
-        how = self.recipe.algorithm
-        updates = steps if phase in SUPERVISED else steps * how.epochs * how.minibatches
-        self.policy.begin(lr, updates)
+        self.policy.begin(lr, self._updates(phase, steps))
+        if self._adopt is not None and not self.at.step:
+            self.policy.adopt(self._adopt)
         if self.reference is not None:
             self._relay("reference")
         if phase in (VALUES, PPO):
             if VALUES not in self.at.finished:
                 self._relay("critic")
-            self.critic.begin(self.recipe.critic.lr, updates)
+            self.critic.begin(self.recipe.critic.lr, self._updates(phase, steps))
+
+    def _go_on(self, phase: str, lr: float, steps: int) -> None:
+        """In the middle of a phase, with the learning rates and lengths that the recipe has now."""
+        self.policy.tune(lr, self._updates(phase, steps))
+        if phase in (VALUES, PPO):
+            self.critic.tune(self.recipe.critic.lr, self._updates(phase, steps))
+        self._publish_for(phase)
+
+    def _updates(self, phase: str, steps: int) -> int:
+        """Optimizer steps of a phase."""
+        how = self.recipe.algorithm
+        return steps if phase in SUPERVISED else steps * how.epochs * how.minibatches
 
     def _publish_for(self, phase: str) -> None:
         """Experience comes from the engine; supervised phases need it for their evaluations only."""
@@ -225,9 +248,9 @@ class Run:
         if max_staleness:
             raise RecipeError(f"max_staleness={max_staleness}: only synchronous experience (0) is available")
         while self._goes_on():
-            with self._step() as step:
-                indices = self.train.draw(stream(self.recipe.seed, "prompts"), step, self.recipe.rollout.prompts)
-                first = step * len(indices) * group
+            with self._step():
+                indices = self._draw("prompts", self.recipe.rollout.prompts)
+                first = self._advance("samples", len(indices) * group)
                 batch = self.collect(ask(indices.tolist(), group, first))
                 yield self._filter(batch, keep)
                 self._record(batch)
@@ -235,16 +258,24 @@ class Run:
     def examples(self, count: int) -> Iterator[Batch]:
         """Batches of ``count`` prompts with their answers, one batch a step, the loss on the answers."""
         while self._goes_on():
-            with self._step() as step:
-                indices = self.train.draw(stream(self.recipe.seed, "examples"), step, count)
-                yield self.roles.recorder.examples(indices)
+            with self._step():
+                yield self.roles.recorder.examples(self._draw("examples", count))
 
     def documents(self, count: int) -> Iterator[Batch]:
         """Batches of ``count`` pieces of documents, one batch a step, the loss on every token but each first one."""
         while self._goes_on():
-            with self._step() as step:
-                indices = self.train.draw(stream(self.recipe.seed, "documents"), step, count)
-                yield self.roles.recorder.documents(indices)
+            with self._step():
+                yield self.roles.recorder.documents(self._draw("documents", count))
+
+    def _draw(self, source: str, count: int) -> np.ndarray:
+        """The next indices of a stream of the training data, by its name."""
+        return self.train.take(stream(self.recipe.seed, source), self._advance(source, count), count)
+
+    def _advance(self, counter: str, count: int) -> int:
+        """Where this counter stands; the step that is under way moves it when it is committed."""
+        start = self.at.drawn.get(counter, 0)
+        self._drawn[counter] = start + count
+        return start
 
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """The batch once for each epoch, in the recipe's number of parts, rows in a new order each time."""
@@ -368,7 +399,7 @@ class Run:
         if self.rollout is None or not len(self.train):
             return
         with span("verify"), self.store.scope():
-            indices = self.train.draw(stream(self.recipe.seed, "probe"), 0, min(PROBES, len(self.train)))
+            indices = self.train.take(stream(self.recipe.seed, "probe"), 0, min(PROBES, len(self.train)))
             batch = self.rollout.generate(ask(indices.tolist(), 1, PROBE_IDS))
             check_mismatch(policy.compare(batch), self.bounds, self.at.step - 1)
 
@@ -431,7 +462,7 @@ class Run:
     def _chosen(self) -> np.ndarray:
         """The held-out prompts or pieces that every evaluation is about."""
         count = min(self.recipe.run.eval_prompts, len(self.heldout))
-        return self.heldout.draw(stream(self.recipe.seed, "heldout"), 0, count)
+        return self.heldout.take(stream(self.recipe.seed, "heldout"), 0, count)
 
     # ---- the transaction ----
 
@@ -452,10 +483,12 @@ class Run:
 
     @contextmanager
     def _step(self) -> Iterator[int]:
+        self._drawn = {}
         with span("step", step=self.at.step + 1), self.store.scope():
             yield self.at.step
             self._settle()
             self.at.step += 1
+            self.at.drawn |= self._drawn
             self.at.phase_step += 1
             if self._due():
                 self.assess()
@@ -484,13 +517,14 @@ class Run:
             self._tell_compile_time()
         for observer in self.observers:
             observer.on_step(record, self._sample)
+        self.saving.look()
         if self._stop.requested:
-            self.save()
+            self.secure()
             raise Interrupted(
                 f"stopped after step {self.at.step}, everything is saved; the same command continues in "
                 f"{self.directory.path}"
             )
-        if (self._improved or self.at.step % self.recipe.run.save_every == 0) and not self._over():
+        if (self._improved or self.saving.due(self.at.step)) and not self._over():
             self.save()  # at its end the phase saves anyway
 
     def _tell_compile_time(self) -> None:
@@ -499,19 +533,27 @@ class Run:
             if seconds:
                 self.say(f"{role}: compiling took {seconds:.1f} s")
 
-    def say(self, text: str) -> None:
-        """A line for the log and for whoever watches."""
-        self.directory.log(text)
-        for observer in self.observers:
-            observer.on_message(text)
-
     def save(self) -> None:
-        """Make everything up to this step durable."""
+        """Begin to make everything up to this step durable; training goes on while it is written."""
         with span("save"):
             self.directory.flush()
-            self._save(self)
+            self.saving.begin(self.at.step, self.state(), self.at.best, self.policy.mesh)
         self._improved = False
 
+    def secure(self) -> None:
+        """Everything up to this step is durable when this returns; StorageError if that cannot be had."""
+        self.save()
+        self.saving.finish()
+        if self.saving.failed and self.saving.error is not None:
+            raise self.saving.error
+
     def state(self) -> dict[str, Any]:
-        """Progress as JSON."""
-        return asdict(self.at)
+        """All that a checkpoint holds besides tensors, as JSON. Random numbers need no more: they are pure functions of
+        the seed, a name and these positions. At a step's end no sample is on its way."""
+        positions = {role: keeper.position() for role, keeper in self.roles.keepers().items()}
+        return {
+            "progress": asdict(self.at),
+            "digest": self.directory.digest,
+            "positions": {role: position for role, position in positions.items() if position},
+            "events": {"attempt": self.directory.attempt, "step": self.at.step},
+        }

@@ -9,8 +9,8 @@ reward journal stays, so that a time-out is the same missing reward when its ste
 """
 
 import os
-import re
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
@@ -21,13 +21,14 @@ from typing import Any, Literal
 import psutil
 import pyarrow as pa
 
-from tilth.config.load import differences, digest, dump_toml, load_recipe
+from tilth.config.load import dump_toml
 from tilth.config.schema import Recipe
-from tilth.core.errors import DataError, RecipeError, StorageError
+from tilth.core.errors import StorageError
+from tilth.flows.continuing import Identity, claim
 from tilth.flows.environment import environment
 from tilth.flows.files import Lines, Lock, read_lines, replace, to_json, writing
 from tilth.flows.metrics import resident, schema
-from tilth.flows.readers import read_metrics, read_state, read_trajectories, summarise
+from tilth.flows.readers import checkpoints_of, read_metrics, read_state, read_trajectories, summarise
 from tilth.flows.signals import Interrupted
 from tilth.flows.trajectories import TrajectoryFiles
 
@@ -40,20 +41,22 @@ FORMAT = 1
 class RunDir:
     """A run's directory while this process writes it. As a context manager it records how the run ended."""
 
-    def __init__(self, path: Path, recipe: Recipe, name: str, digest: str, lock: Lock) -> None:
+    def __init__(self, path: Path, who: Identity, name: str, lock: Lock) -> None:
         """Use ``create``. ``lock`` is held until ``close``."""
-        self.path, self.recipe, self.name, self._lock = path, recipe, name, lock
-        self.digest = digest
-        self.events, self.checkpoints = path / "events", path / "checkpoints"
+        self.path, self.recipe, self.name, self._lock = path, who.recipe, name, lock
+        self.digest = who.digest
+        self.events = path / "events"
         before = read_state(path) if (path / "run.json").exists() else {}
         self.resumed = bool(before)
+        changed = before.get("digest", self.digest) != self.digest
+        self.changes: dict[str, str] = who.changes(path, before) if changed else {}
+        """In which keys it goes on as another recipe than it began with, in words."""
         self.attempt: int = before.get("attempt", 0) + 1
         self._began = time.monotonic()
         self._earlier = 0.0
         """Seconds of earlier attempts, up to the step that this one continues from."""
         with writing(path):
-            for folder in (self.events, self.checkpoints):
-                folder.mkdir(exist_ok=True)
+            self.events.mkdir(exist_ok=True)
         self._metrics = Lines(path / "metrics.jsonl")
         self._journal = Lines(path / "rewards.jsonl")
         self._log = Lines(path / "log.txt")
@@ -63,27 +66,29 @@ class RunDir:
         self._announce()
 
     @classmethod
-    def create(cls, recipe: Recipe, name: str, inputs: str = "") -> "RunDir":
-        """The newest unfinished run of exactly this recipe in ``run.dir``, to continue, or else a new numbered folder.
+    def create(cls, recipe: Recipe, name: str, inputs: str = "", allow: tuple[str, ...] = ()) -> "RunDir":
+        """The run that this recipe goes on with, or a new one: see ``continuing.claim`` for which, and what it raises.
 
-        inputs: fingerprint of what the recipe does not hold (data, a reward by value); other inputs, other run.
-
-        With ``run.name`` it is that folder, new or unfinished. A folder that another process is writing is passed over;
-        named, it is a StorageError that says who writes it. RecipeError if the named run is finished or another's.
+        inputs: fingerprint of what the recipe does not hold (data, a reward by value); other inputs, other run. allow:
+        keys in which the run that goes on may differ.
         """
-        root = Path(recipe.run.dir)
-        with writing(root):
-            root.mkdir(parents=True, exist_ok=True)
-        mine = _digest(recipe, inputs)
-        if recipe.run.name:
-            path, lock = _named(root / recipe.run.name, mine)
-        else:
-            path, lock = _unfinished(root, name, mine) or _numbered(root, name)
+        who = Identity(recipe, inputs, allow)
+        path, lock = claim(who, name)
         try:
-            return cls(path, recipe, name, mine, lock)
+            return cls(path, who, name, lock)
         except BaseException:
             lock.release()
             raise
+
+    @property
+    def checkpoints(self) -> str:
+        """Where its checkpoints are: a whole path, or a store's URL."""
+        return checkpoints_of(self.path)
+
+    @property
+    def digests(self) -> list[str]:
+        """Of all recipes that it went on as."""
+        return list(self._state["digests"])
 
     # ---- what a step leaves ----
 
@@ -217,23 +222,29 @@ class RunDir:
         return {
             "format": FORMAT,
             "recipe": self.name,
-            "digest": self.digest,
             "flow": self.recipe.flow,
             "plan": None,
             "memory": None,
+            "checkpoints": place_of_checkpoints(self.recipe, self.path),
             **before,
+            "digest": self.digest,
+            "digests": [*(d for d in before.get("digests", []) if d != self.digest), self.digest],
             "state": "running",
             "error": None,
             "pid": os.getpid(),
             "pid_started": psutil.Process().create_time(),
             "host": os.uname().nodename,
             "attempt": self.attempt,
-            "attempts": [*attempts, {"attempt": self.attempt, "started": now, "ended": None, "state": "running"}],
+            "attempts": [*attempts, self._attempt(now)],
             "started": before.get("started", now),
             "ended": None,
             "seconds": None,
             "environment": environment(),
         }
+
+    def _attempt(self, now: str) -> dict[str, Any]:
+        changed = {"changed": list(self.changes.values())} if self.changes else {}
+        return {"attempt": self.attempt, "started": now, "ended": None, "state": "running", **changed}
 
     def _announce(self) -> None:
         replace(self.path / "recipe.toml", dump_toml(self.recipe).encode())
@@ -242,85 +253,13 @@ class RunDir:
         self.log(f"attempt {self.attempt} {'continues' if self.resumed else 'starts'}, process {os.getpid()}")
 
 
-def find(recipe: Recipe, name: str, inputs: str = "") -> Path | None:
-    """The folder that ``RunDir.create`` would go on in, as things stand; None if it would make a new one."""
-    root, mine = Path(recipe.run.dir), _digest(recipe, inputs)
-    if recipe.run.name:
-        path = root / recipe.run.name
-        state = read_state(path) if (path / "run.json").exists() else None
-        return path if state and state["digest"] == mine else None
-    found = _unfinished(root, name, mine) if root.is_dir() else None
-    if found is None:
-        return None
-    found[1].release()
-    return found[0]
-
-
-def _digest(recipe: Recipe, inputs: str) -> str:
-    return digest(recipe) + (f"-{inputs}" if inputs else "")
-
-
-def _named(path: Path, mine: str) -> tuple[Path, Lock]:
-    with writing(path):
-        path.mkdir(exist_ok=True)
-    lock = Lock(path / "run.lock")
-    state = read_state(path) if (path / "run.json").exists() else None
-    if state and (state["digest"] != mine or state["state"] == "finished"):
-        lock.release()
-        raise RecipeError(f"run.name={path.name}: {path} is finished or another run; choose another name")
-    return path, lock
-
-
-def check_name(recipe: Recipe, inputs: str = "") -> None:
-    """RecipeError, before anything is started, if ``run.name`` is taken by a run that this one cannot go on with."""
-    path = Path(recipe.run.dir) / recipe.run.name
-    if not recipe.run.name or not (path / "run.json").exists():
-        return
-    state, name = read_state(path), f"run.name={recipe.run.name}: {path}"
-    if state["digest"] == _digest(recipe, inputs):
-        if state["state"] == "finished":
-            raise RecipeError(f"{name} is finished; choose another name")
-        return
-    changed = differences(load_recipe(str(path / "recipe.toml")), recipe) if (path / "recipe.toml").exists() else []
-    what = "; ".join(changed[:3]) or "its data, reward or template is another one"
-    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    raise RecipeError(
-        f"{name} is another run: {what}{more}. Give the same values to go on with it, or choose another name"
-        f" (model.path={path} would begin with its weights)"
-    )
-
-
-def _unfinished(root: Path, name: str, mine: str) -> tuple[Path, Lock] | None:
-    for _, path in reversed(_runs(root, name)):
-        try:
-            state = read_state(path)
-        except DataError:  # no run, or a broken one: nothing to continue
-            continue
-        if state["digest"] != mine or state["state"] == "finished":
-            continue
-        try:
-            return path, Lock(path / "run.lock")
-        except StorageError:  # somebody is writing it
-            continue
-    return None
-
-
-def _numbered(root: Path, name: str) -> tuple[Path, Lock]:
-    number = max((n for n, _ in _runs(root, name)), default=0) + 1
-    while True:
-        path = root / f"{name}-{number:03d}"
-        with writing(path):
-            try:
-                path.mkdir()
-                return path, Lock(path / "run.lock")
-            except FileExistsError:
-                number += 1
-
-
-def _runs(root: Path, name: str) -> list[tuple[int, Path]]:
-    """Folders ``name-N`` with their numbers, in order."""
-    pattern = re.compile(re.escape(name) + r"-(\d+)")
-    return sorted((int(m[1]), p) for p in root.iterdir() if p.is_dir() and (m := pattern.fullmatch(p.name)))
+def place_of_checkpoints(recipe: Recipe, path: Path) -> str:
+    """Where checkpoints of a new run in this folder go, a place of its own; "": there, so that it can be moved."""
+    given = recipe.run.checkpoints.rstrip("/")
+    if not given:
+        return ""
+    name = f"{path.name}-{uuid.uuid4().hex[:8]}"  # other folders of runs may share the store
+    return f"{given}/{name}" if "://" in given else str((Path(given) / name).resolve())
 
 
 def _now() -> str:

@@ -1,10 +1,11 @@
-"""Ctrl-C and SIGTERM end a run at its next step boundary, with everything saved."""
+"""Ctrl-C and SIGTERM end a run at its next step boundary, with everything saved; SIGTERM within a stated time."""
 
 import os
 import signal
 import sys
 import threading
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 from tilth.core.errors import TilthError
 
@@ -16,27 +17,44 @@ class Interrupted(TilthError):
 class StopRequest:
     """While active, the first SIGINT or SIGTERM sets ``requested``; a second one interrupts at once.
 
-    Outside the main thread signals cannot be handled: then it only carries the flag.
+    Who sends SIGTERM sends SIGKILL some time later. So ``grace`` seconds after it the run stops (Interrupted) wherever
+    it is, and goes on from its last checkpoint another time. Outside the main thread signals cannot be handled: then it
+    only carries the flag.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace: float = 60.0) -> None:
         self.requested = False
+        self.grace = grace
         self._before: dict[int, object] = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        limit = ""
+        if number == signal.SIGTERM:
+            signal.setitimer(signal.ITIMER_REAL, self.grace)
+            limit = f", {self.grace:g} s at most"
         # Written at once, without any lock: the handler may run in the middle of anything.
-        os.write(sys.stderr.fileno(), b"\nstopping after this step, then everything is saved; once more: stop now\n")
+        text = f"\nstopping after this step, then everything is saved{limit}; once more: stop now\n"
+        os.write(sys.stderr.fileno(), text.encode())
+
+    def _expire(self, number: int, frame: FrameType | None) -> NoReturn:
+        raise Interrupted(
+            f"stopped {self.grace:g} s after SIGTERM (run.grace), before the step and its checkpoint were done; the "
+            "same command continues from the last checkpoint"
+        )
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             self._before = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
+            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._expire)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]

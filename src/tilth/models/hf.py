@@ -52,6 +52,10 @@ class Unread(Mapping[str, Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
 
+    def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """One block of a tensor; only its bytes are read where that can be done."""
+        return self[name][slices]
+
 
 class LazyTensors(Unread):
     """Tensors of a directory by name, read from their file when asked for. dtype: cast to it; None: as stored."""

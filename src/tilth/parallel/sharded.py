@@ -20,7 +20,7 @@ from tilth.core.errors import ModelError
 from tilth.core.layout import Box, Layout, Replicate, Shape
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
-from tilth.models.hf import check_tensors, shapes
+from tilth.models.hf import Unread, check_tensors, shapes
 from tilth.models.rope import Rope
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.parallel.grid import DATA, MODEL, Grid
@@ -116,7 +116,7 @@ class Sharded:
 
     @torch.no_grad()
     def load_(self, tensors: Mapping[str, Tensor], source: str = "state") -> None:
-        """Copy own boxes of whole tensors, read one at a time. ModelError names what is missing or does not fit.
+        """Copy own boxes of whole tensors, of ``Unread`` ones only those. ModelError: missing, or does not fit.
 
         A value model also begins from the tensors of a decoder: the body is copied, the head is zero.
         """
@@ -127,7 +127,7 @@ class Sharded:
         check_tensors(source, wanted, found)
         for name, local in self.parameters.items():
             if name in wanted:
-                self._copy(name, tensors[name])
+                self._copy(name, tensors)
             else:
                 local.zero_()
         self.reshard()
@@ -135,12 +135,13 @@ class Sharded:
     @torch.no_grad()
     def take(self, name: str, full: Tensor) -> None:
         """Copy own boxes of one whole tensor."""
-        self._copy(name, full)
+        self._copy(name, {name: full})
         self.reshard()
 
-    def _copy(self, name: str, full: Tensor) -> None:
+    def _copy(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         for box in self.boxes(name):
-            self.parameters[name].copy_(full[box.slices])
+            mine = tensors.part(name, box.slices) if isinstance(tensors, Unread) else tensors[name][box.slices]
+            self.parameters[name].copy_(mine)
 
     @torch.no_grad()
     def assemble(self, names: Sequence[str], parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

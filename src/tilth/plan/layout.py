@@ -223,7 +223,8 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, fsdp: in
     if wanted.fsdp > 1:
         needed = part if wanted.zero == 2 else {name: part[name] for name in part if _at_once(name)}
         gathered = elements(needed, tp)
-    return Cut(here, gathered, _part(shape, sizes[2]), wanted.tp if wanted.sp else 1, placed.data_ranks)
+    spread = wanted.tp if wanted.sp else 1
+    return Cut(here, gathered, _part(shape, sizes[2]), spread, placed.data_ranks, sizes[0])
 
 
 def _at_once(name: str) -> bool:

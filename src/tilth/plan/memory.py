@@ -63,6 +63,8 @@ class Cut(NamedTuple):
     """Ranks that the tokens of the residual stream are divided over."""
     ranks: int = 1
     """Ranks that the rows of a batch are divided over."""
+    copies: int = 1
+    """Ranks that hold the same, of which each saves a share."""
 
 
 class Need(NamedTuple):
@@ -107,9 +109,15 @@ def policy_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
     held = [Item("parameters", own), Item("optimizer state", _optimizer(recipe, cut.shape, cut.elements))]
     if recipe.train.ema:
         held.append(Item("average of the weights", own))
+    held += _saved_copy(recipe, cut, held, "copy being saved")
     if "noise_scale" in recipe.train.watch:
         held.append(Item("gradients of one micro-batch", own))
     return Need(tuple(held), own, _training(recipe, cut, longest))
+
+
+def _saved_copy(recipe: Recipe, cut: Cut, state: Sequence[Item], name: str) -> list[Item]:
+    """The host memory from which a checkpoint is written while training goes on."""
+    return [Item(name, _total(tuple(state)) // cut.copies)] if recipe.run.save_background else []
 
 
 def critic_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
@@ -117,7 +125,8 @@ def critic_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
     own = cut.elements * _FP32
     state = Item("critic's optimizer state", _optimizer(recipe, cut.shape, cut.elements))
     training = tuple(item for item in _training(recipe, cut, longest) if item.name != _LOGITS)
-    return Need((Item("critic's parameters", own), state), own, training)
+    held = [Item("critic's parameters", own), state]
+    return Need((*held, *_saved_copy(recipe, cut, held, "critic's copy being saved")), own, training)
 
 
 def reference_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
@@ -127,7 +136,9 @@ def reference_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
     if cut.gathered:
         working.append(Item("parameters of other ranks", cut.gathered * _FP32))
     logits = Item(_LOGITS, _logits(recipe, cut, longest))
-    return Need((Item("reference model", cut.elements * _FP32),), training=(*working, logits))
+    held = [Item("reference model", cut.elements * _FP32)]
+    copy = _saved_copy(recipe, cut, held, "reference's copy being saved")
+    return Need((*held, *copy), training=(*working, logits))
 
 
 def rollout_need(recipe: Recipe, shape: DecoderShape) -> Need:

@@ -14,7 +14,7 @@ from tilth.core.errors import ModelError
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.roles.experience import check_identity, put_like
 from tilth.roles.shares import Everyone, Shares, alone, check_weight, everyone, leads
-from tilth.roles.state import Saved, engine_groups, read_state, whole_tensors, write_state
+from tilth.roles.state import Learner, whole_tensors
 from tilth.trace.spans import span
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
 from tilth.training.packed import Micro, packed_values
@@ -22,7 +22,7 @@ from tilth.training.packed import Micro, packed_values
 Metrics = dict[str, rl.Metric]
 
 
-class CriticWorker:
+class CriticWorker(Learner):
     """A train engine of a value model behind batches."""
 
     def __init__(self, engine: TrainEngine, store: Store, *, clip: float = 0.0, norm_length: int = 1) -> None:
@@ -31,8 +31,7 @@ class CriticWorker:
         if not isinstance(engine.model, ValueModel):
             raise TypeError(f"a critic's engine trains a ValueModel, not a {type(engine.model).__name__}")
         self.model: ValueModel = engine.model
-        self.engine = engine
-        self.grid = engine.sharded.grid
+        super().__init__(engine, "critic", "critic_optimizer")
         self.store = store
         self.clip = clip
         self.norm_length = norm_length
@@ -54,11 +53,6 @@ class CriticWorker:
     def live(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors of the body out of the live storage; a collective call."""
         return ((name, tensor) for name, tensor in whole_tensors(self.engine.sharded) if not name.startswith(HEAD))
-
-    @transfer(split="all", gather="first")
-    def begin(self, lr: float, total_steps: int) -> None:
-        """Start a phase: fresh optimizer state, its own peak learning rate, length of schedule in optimizer steps."""
-        self.engine.begin(lr, total_steps)
 
     @transfer(split="rows", gather="rows")
     def values(self, batch: Batch) -> Batch:
@@ -88,27 +82,6 @@ class CriticWorker:
             found = self.engine.update(tokens, mask, per_token, loss, entropy=False, starts=starts)
             check_weight(found.metrics, whole, self.grid)
         return self._account(found)
-
-    @transfer(split="all", gather="first")
-    def compile_seconds(self) -> float:
-        """Time that torch.compile and the first pass took; 0 if nothing was compiled."""
-        return self.engine.compile_seconds
-
-    @transfer(split="all", gather="all")
-    def save(self, folder: str) -> Saved:
-        """Write this worker's part of weights and optimizer into a checkpoint that is being made."""
-        return write_state(folder, engine_groups(self.engine, "critic", "critic_optimizer"), self.grid)
-
-    @transfer(split="all", gather="first")
-    def position(self) -> dict[str, float]:
-        """Everything but tensors that a resume must restore."""
-        return self.engine.position()
-
-    @transfer(split="all", gather="first")
-    def load(self, path: str, position: dict[str, float]) -> None:
-        """Go back to a checkpoint of any layout. CheckpointError."""
-        read_state(path, engine_groups(self.engine, "critic", "critic_optimizer"), self.engine.sharded)
-        self.engine.restore(position)
 
     def _account(self, found: UpdateResult) -> Metrics:
         return found.metrics | {

@@ -16,7 +16,7 @@ from tilth.rl.registry import Kind
 from tilth.roles.experience import check_identity, put_like
 from tilth.roles.scoring import scored
 from tilth.roles.shares import Everyone, Shares, alone, check_weight, everyone, leads
-from tilth.roles.state import Saved, engine_groups, read_state, write_state
+from tilth.roles.state import Learner
 from tilth.trace.spans import span
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
 from tilth.training.losses import negative_log_likelihood
@@ -26,21 +26,15 @@ from tilth.training.peak import measured_flops
 Metrics = dict[str, rl.Metric]
 
 
-class PolicyWorker:
+class PolicyWorker(Learner):
     """A train engine behind batches: reads its columns from the store, leaves new ones there."""
 
     def __init__(self, engine: TrainEngine, store: Store, *, temperature: float = 1.0, norm_length: int = 1) -> None:
         """temperature: of sampling, so of log-probs too; norm_length: fixed length of Dr.GRPO's aggregation."""
-        self.engine = engine
-        self.grid = engine.sharded.grid
+        super().__init__(engine, "model", "optimizer")
         self.store = store
         self.temperature = temperature
         self.norm_length = norm_length
-
-    @transfer(split="all", gather="first")
-    def begin(self, lr: float, total_steps: int) -> None:
-        """Start a phase: fresh optimizer state, its own peak learning rate and length of schedule."""
-        self.engine.begin(lr, total_steps)
 
     @transfer(split="rows", gather="rows")
     def advantages(self, batch: Batch, how: Algorithm) -> Batch:
@@ -154,31 +148,10 @@ class PolicyWorker:
         for name, parameter in self.engine.model.named_parameters():
             yield name, parameter.detach()
 
-    @transfer(split="all", gather="first")
-    def compile_seconds(self) -> float:
-        """Time that torch.compile and the first pass took; 0 if nothing was compiled."""
-        return self.engine.compile_seconds
-
     @transfer(split="all", gather="all")
     def peak_flops(self) -> float:
         """What this worker's share of the machine can do, all workers measuring at once: FLOP/s."""
         return measured_flops(self.engine.device, self.engine.model.dtype)
-
-    @transfer(split="all", gather="all")
-    def save(self, folder: str) -> Saved:
-        """Write this worker's part of weights, optimizer and average into a checkpoint that is being made."""
-        return write_state(folder, engine_groups(self.engine, "model", "optimizer"), self.grid)
-
-    @transfer(split="all", gather="first")
-    def position(self) -> dict[str, float]:
-        """Everything but tensors that a resume must restore."""
-        return self.engine.position()
-
-    @transfer(split="all", gather="first")
-    def load(self, path: str, position: dict[str, float]) -> None:
-        """Go back to a checkpoint of any layout. CheckpointError."""
-        read_state(path, engine_groups(self.engine, "model", "optimizer"), self.engine.sharded)
-        self.engine.restore(position)
 
 
 def _tensor(values: np.ndarray) -> Tensor:

@@ -4,19 +4,19 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
+from tilth.checkpoint import Group
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Store
 from tilth.parallel.sharded import Sharded
 from tilth.roles.scoring import scored
-from tilth.roles.state import Group, Groups, Saved, read_state, whole_tensors, write_state
+from tilth.roles.state import Groups, Keeper, whole_tensors
 
 
-class ReferenceWorker:
+class ReferenceWorker(Keeper):
     """A frozen copy of the policy as it was when the phase began, for the KL penalty."""
 
     def __init__(self, sharded: Sharded, store: Store, *, temperature: float, micro_tokens: int, parity: bool) -> None:
-        self.sharded = sharded
-        self.grid = sharded.grid
+        super().__init__(sharded)
         self.store = store
         self.temperature = temperature
         self.micro_tokens = micro_tokens
@@ -36,15 +36,6 @@ class ReferenceWorker:
         """Add ``ref_logprobs``."""
         return scored(batch, self.store, self, self.temperature, "ref_logprobs", "reference")
 
-    @transfer(split="all", gather="all")
-    def save(self, folder: str) -> Saved:
-        """Write this worker's part into a checkpoint that is being made."""
-        return write_state(folder, self._groups(), self.grid)
-
-    @transfer(split="all", gather="first")
-    def load(self, path: str) -> None:
-        """Go back to a checkpoint of any layout. CheckpointError."""
-        read_state(path, self._groups(), self.sharded)
-
-    def _groups(self) -> Groups:
+    def groups(self) -> Groups:
+        """Its weights."""
         return {"reference": Group(dict(self.sharded.parameters), self.sharded.layouts)}

@@ -36,6 +36,7 @@ Result = tuple[float | None, dict[str, float], str, str, float]
 def main(progress_fd: int, parent: int) -> None:
     """Serve until the pipe from the parent is closed."""
     die_with(parent)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a launcher sends it to all; the run ends at a step's end
     requests, replies = take_pipes()
     with mmap(progress_fd, PROGRESS.size + MEMBER.size) as progress:
         try:

@@ -1,54 +1,122 @@
 """What a role keeps between steps: its tensors with their layouts, into a checkpoint and back."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilth.checkpoint import open_checkpoint, state_layouts, write_part
-from tilth.core.layout import Layout
-from tilth.parallel.grid import Grid
+from tilth.checkpoint import Group, Saver, open_checkpoint, state_layouts
+from tilth.cluster.protocol import transfer
+from tilth.core.errors import CheckpointError, StorageError
 from tilth.parallel.sharded import Sharded
 from tilth.training.engine import TrainEngine
 
-Saved = dict[str, Any]
-"""What one worker wrote, for the manifest: part by group of tensors."""
-
-
-class Group(NamedTuple):
-    """A group of tensors of a checkpoint: this worker's pieces, and where they belong."""
-
-    tensors: Mapping[str, Tensor]
-    layouts: Mapping[str, Layout]
-
-
 Groups = dict[str, Group]
+"""Groups of tensors of a checkpoint: this worker's pieces, and where they belong."""
 
 
-def engine_groups(engine: TrainEngine, model: str, optimizer: str) -> Groups:
-    """Weights, optimizer state and, where there is one, the average of the weights; by these names."""
-    sharded, state = engine.sharded, engine.optimizers.state_tensors()
-    found = {
-        model: Group({n: p.detach() for n, p in sharded.parameters.items()}, sharded.layouts),
-        optimizer: Group(state, state_layouts(sharded.layouts, state)),
-    }
-    return found | ({"ema": Group(engine.ema.tensors, sharded.layouts)} if engine.ema.tensors else {})
+class Keeper:
+    """A role with a state that a checkpoint holds. Its methods are called on all ranks of its group together."""
+
+    def __init__(self, sharded: Sharded) -> None:
+        self.sharded = sharded
+        self.grid = sharded.grid
+        self._saver = Saver()
+
+    def groups(self) -> Groups:
+        """What it keeps, by name."""
+        raise NotImplementedError
+
+    @transfer(split="all", gather="first")
+    def position(self) -> dict[str, float]:
+        """Everything but tensors that a resume must restore."""
+        return {}
+
+    @transfer(split="all", gather="first")
+    def kept(self) -> list[str]:
+        """Names of its groups."""
+        return list(self.groups())
+
+    @transfer(split="all", gather="all")
+    def save(self, folder: str, background: bool) -> str:
+        """Copy this worker's part for a checkpoint that is being made; the copy is written while training goes on.
+
+        A tensor that several workers hold is written by one of them. background: false waits until it is written.
+        Returns in words what went wrong, now or with the save before, or "".
+        """
+        part = f"{self.grid.rank:05d}" if len(self.grid.mesh) > 1 else ""
+        try:
+            self._saver.start(folder, self.groups(), self.grid.rank, part, background=background)
+        except (StorageError, CheckpointError) as error:
+            return str(error)
+        return ""
+
+    @transfer(split="all", gather="all")
+    def saving(self, wait: bool) -> str:
+        """What went wrong with the save under way, in words, or "". wait: until it is written."""
+        return self._saver.settle() if wait else self._saver.problem()
+
+    @transfer(split="all", gather="first")
+    def load(self, path: str, position: Mapping[str, float]) -> None:
+        """Go back to a checkpoint of any layout. CheckpointError."""
+        read_state(path, self.groups(), self.sharded)
 
 
-def write_state(folder: str, groups: Groups, grid: Grid) -> Saved:
-    """Write what this worker owns of these groups; a tensor that several hold is written by one of them."""
-    part = f"{grid.rank:05d}" if len(grid.mesh) > 1 else ""
-    return {
-        name: write_part(Path(folder), name, part, dict(group.tensors), dict(group.layouts), grid.rank)
-        for name, group in groups.items()
-    }
+class Learner(Keeper):
+    """A role with a train engine: weights, optimizer state and, where there is one, the average of the weights."""
+
+    def __init__(self, engine: TrainEngine, model: str, optimizer: str) -> None:
+        """model, optimizer: what a checkpoint calls these groups."""
+        super().__init__(engine.sharded)
+        self.engine = engine
+        self._names = model, optimizer
+
+    def groups(self) -> Groups:
+        """What it keeps, by name."""
+        (model, optimizer), layouts = self._names, self.sharded.layouts
+        state, average = self.engine.optimizers.state_tensors(), self.engine.ema.tensors
+        found = {
+            model: Group({n: p.detach() for n, p in self.sharded.parameters.items()}, layouts),
+            optimizer: Group(state, state_layouts(layouts, state)),
+        }
+        return found | ({"ema": Group(average, layouts)} if average else {})
+
+    @transfer(split="all", gather="first")
+    def begin(self, lr: float, total_steps: int) -> None:
+        """Start a phase: fresh optimizer state, its own peak learning rate, length of schedule in optimizer steps."""
+        self.engine.begin(lr, total_steps)
+
+    @transfer(split="all", gather="first")
+    def adopt(self, path: str) -> None:
+        """Take the optimizer state out of another run's checkpoint, of any layout. CheckpointError."""
+        name = self._names[1]
+        read_state(path, {name: self.groups()[name]}, self.sharded)
+
+    @transfer(split="all", gather="first")
+    def tune(self, lr: float, total_steps: int) -> None:
+        """Go on in a phase with this peak learning rate and length of schedule; state and position stay."""
+        self.engine.peak_lr, self.engine.total_steps = lr, total_steps
+
+    @transfer(split="all", gather="first")
+    def position(self) -> dict[str, float]:
+        """Everything but tensors that a resume must restore."""
+        return self.engine.position()
+
+    @transfer(split="all", gather="first")
+    def load(self, path: str, position: Mapping[str, float]) -> None:
+        """Go back to a checkpoint of any layout. CheckpointError."""
+        read_state(path, self.groups(), self.sharded)
+        self.engine.restore(position)
+
+    @transfer(split="all", gather="first")
+    def compile_seconds(self) -> float:
+        """Time that torch.compile and the first pass took; 0 if nothing was compiled."""
+        return self.engine.compile_seconds
 
 
 def read_state(path: str, groups: Groups, sharded: Sharded) -> None:
     """Fill these tensors of a model's, in place, from a checkpoint of any layout. CheckpointError."""
-    checkpoint = open_checkpoint(Path(path))
+    checkpoint = open_checkpoint(path)
     for name, group in groups.items():
         checkpoint.restore(name, group.tensors, group.layouts, sharded.grid.rank)
     sharded.reshard()

@@ -1,0 +1,159 @@
+"""Which run a recipe goes on with: an unfinished one of the same work, or of work that differs in allowed keys only."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilth.config.load import differences, digest, load_recipe
+from tilth.config.schema import Recipe
+from tilth.core.errors import DataError, RecipeError, StorageError
+from tilth.flows.files import Lock, writing
+from tilth.flows.readers import read_state
+
+_INPUTS = ("data", "reward")
+"""Sections whose keys decide the fingerprint of what the recipe does not hold."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a run is: its recipe, and what that does not hold."""
+
+    recipe: Recipe
+    inputs: str = ""
+    """Fingerprint of data, a reward by value, a template's file."""
+    allow: tuple[str, ...] = ()
+    """Keys and sections in which the run that goes on may have had other values (``--allow``)."""
+
+    @property
+    def digest(self) -> str:
+        """Tells this work from any other."""
+        return digest(self.recipe) + (f"-{self.inputs}" if self.inputs else "")
+
+    def same(self, path: Path, state: dict[str, Any]) -> bool:
+        """Whether the run in this folder is this one, or may become it."""
+        if state["digest"] == self.digest:
+            return True
+        return bool(self.allow) and not any(self._refused(path, state))
+
+    def changes(self, path: Path, state: dict[str, Any]) -> dict[str, str]:
+        """In which keys the run in this folder is another one, each in words; RecipeError if it cannot be read."""
+        recorded, _, inputs = state["digest"].partition("-")
+        found = {}
+        if recorded != digest(self.recipe):
+            found = differences(load_recipe(str(path / "recipe.toml")), self.recipe)
+        if inputs != self.inputs:
+            found["data"] = "its data, reward or template is another one"
+        return found
+
+    def _refused(self, path: Path, state: dict[str, Any]) -> Iterator[str]:
+        try:
+            changes = self.changes(path, state)
+        except RecipeError as error:  # of a time when recipes had other keys
+            yield str(error)
+            return
+        for name, words in changes.items():
+            if not self._allowed(name):
+                yield words
+
+    def _allowed(self, name: str) -> bool:
+        if any(name == given or name.startswith(f"{given}.") for given in self.allow):
+            return True
+        return name == "data" and any(given.partition(".")[0] in _INPUTS for given in self.allow)
+
+    def check_name(self) -> None:
+        """RecipeError, before anything is started, if ``run.name`` is taken by a run that this cannot go on with."""
+        path = Path(self.recipe.run.dir) / self.recipe.run.name
+        if not self.recipe.run.name or not (path / "run.json").exists():
+            return
+        state, name = read_state(path), f"run.name={self.recipe.run.name}: {path}"
+        if state["digest"] != self.digest:
+            changes = self.changes(path, state) if (path / "recipe.toml").exists() else {}
+            refused = {key: words for key, words in changes.items() if not self._allowed(key)}
+            if refused or not changes:
+                raise RecipeError(_another(name, path, refused))
+        if state["state"] == "finished":
+            raise RecipeError(f"{name} is finished; choose another name")
+
+
+def _another(name: str, path: Path, refused: dict[str, str]) -> str:
+    what = "; ".join(list(refused.values())[:3]) or "its data, reward or template is another one"
+    more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+    allow = " ".join(f"--allow {key}" for key in refused)
+    return (
+        f"{name} is another run: {what}{more}. Give the same values to go on with it, {allow or 'the same data'} to go "
+        f"on with it changed, or choose another name (model.path={path} would begin with its weights)"
+    )
+
+
+def claim(who: Identity, name: str) -> tuple[Path, Lock]:
+    """The newest unfinished run in ``run.dir`` that can be gone on with, or a new numbered folder; locked.
+
+    With ``run.name`` it is that folder, new or unfinished. A folder that another process is writing is passed over;
+    named, it is a StorageError that says who writes it. RecipeError if the named run is finished or another's.
+    """
+    root = Path(who.recipe.run.dir)
+    with writing(root):
+        root.mkdir(parents=True, exist_ok=True)
+    if who.recipe.run.name:
+        return _named(root / who.recipe.run.name, who)
+    return _unfinished(root, name, who) or _numbered(root, name)
+
+
+def find(who: Identity, name: str) -> Path | None:
+    """The folder that ``claim`` would go on in, as things stand; None if it would make a new one."""
+    root = Path(who.recipe.run.dir)
+    if who.recipe.run.name:
+        path = root / who.recipe.run.name
+        state = read_state(path) if (path / "run.json").exists() else None
+        return path if state and who.same(path, state) else None
+    found = _unfinished(root, name, who) if root.is_dir() else None
+    if found is None:
+        return None
+    found[1].release()
+    return found[0]
+
+
+def _named(path: Path, who: Identity) -> tuple[Path, Lock]:
+    with writing(path):
+        path.mkdir(exist_ok=True)
+    lock = Lock(path / "run.lock")
+    state = read_state(path) if (path / "run.json").exists() else None
+    if state and (state["state"] == "finished" or not who.same(path, state)):
+        lock.release()
+        raise RecipeError(f"run.name={path.name}: {path} is finished or another run; choose another name")
+    return path, lock
+
+
+def _unfinished(root: Path, name: str, who: Identity) -> tuple[Path, Lock] | None:
+    for _, path in reversed(_runs(root, name)):
+        try:
+            state = read_state(path)
+        except DataError:  # no run, or a broken one: nothing to continue
+            continue
+        if state["state"] == "finished" or not who.same(path, state):
+            continue
+        try:
+            return path, Lock(path / "run.lock")
+        except StorageError:  # somebody is writing it
+            continue
+    return None
+
+
+def _numbered(root: Path, name: str) -> tuple[Path, Lock]:
+    number = max((n for n, _ in _runs(root, name)), default=0) + 1
+    while True:
+        path = root / f"{name}-{number:03d}"
+        with writing(path):
+            try:
+                path.mkdir()
+                return path, Lock(path / "run.lock")
+            except FileExistsError:
+                number += 1
+
+
+def _runs(root: Path, name: str) -> Sequence[tuple[int, Path]]:
+    """Folders ``name-N`` with their numbers, in order."""
+    pattern = re.compile(re.escape(name) + r"-(\d+)")
+    return sorted((int(m[1]), p) for p in root.iterdir() if p.is_dir() and (m := pattern.fullmatch(p.name)))

@@ -1,0 +1,126 @@
+"""Checkpoints of a run: when one is made, one at a time in the background, and what happens when one fails.
+
+A save stalls the run for a copy in host memory only; workers write the copies while the next steps go on, and the
+checkpoint counts when all of them have reported (two phases; ByteCheckpoint, arXiv 2407.20143, section 4.2). Workers
+answer with what went wrong instead of raising it: a full disk must not cost the run its workers.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from tilth.checkpoint import Commit, abandon_save, begin_save, mark_best, prune
+from tilth.cluster.group import WorkerGroup
+from tilth.config.schema import Recipe
+from tilth.core.errors import CheckpointError, StorageError
+from tilth.core.layout import Mesh
+from tilth.flows.metrics import Metrics
+from tilth.trace.spans import span
+
+Say = Callable[[str], None]
+MOMENT = 5.0
+"""Seconds."""
+
+
+class Saving:
+    """What makes the checkpoints of one run."""
+
+    def __init__(
+        self, recipe: Recipe, root: str, keepers: Mapping[str, WorkerGroup], metrics: Metrics, say: Say
+    ) -> None:
+        """root: the folder or URL. keepers: the groups whose state a checkpoint holds."""
+        self.section, self.timeout = recipe.run, recipe.cluster.timeout
+        self.root, self.keepers, self.metrics, self.say = root, keepers, metrics, say
+        self.failed = 0
+        """Saves that failed since one that did not."""
+        self.error: StorageError | CheckpointError | None = None
+        """Why the last of them did."""
+        self._under_way: Commit | None = None
+        self._step = 0
+        self._began = self._durable = time.monotonic()
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is to be made at the end of this step, by steps or by minutes."""
+        late = self.section.save_minutes and time.monotonic() - self._began >= 60 * self.section.save_minutes
+        return step % self.section.save_every == 0 or bool(late)
+
+    def begin(self, step: int, objects: Mapping[str, Any], best: Mapping[str, Any] | None, mesh: Mesh) -> None:
+        """Start a save; waits for the one before. A failure is told; StorageError after too many in a row."""
+        self.finish()
+        self._began, self._step = time.monotonic(), step
+        try:
+            folder = begin_save(self.root, step)
+            self._snapshot(folder)
+        except (StorageError, CheckpointError) as error:
+            self._fail(error)
+            return
+        ranks = {group: keeper.mesh.ranks for keeper in self.keepers.values() for group in keeper.kept()}
+        self._under_way = Commit(folder, self.root, step, ranks, objects, mesh, then=lambda path: self._tidy(best))
+        if not self.section.save_background:
+            self.finish()
+
+    def look(self) -> None:
+        """At the end of a step: take note of a save that has ended, without waiting for one that has not."""
+        if self._under_way is not None and (self._under_way.done() or any(self._problems(wait=False))):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the save under way has ended. A failure is told; StorageError after too many in a row."""
+        commit, self._under_way = self._under_way, None
+        if commit is None:
+            return
+        try:
+            with span("save.wait"):
+                problems = self._problems(wait=True)  # nothing of it is left in any worker
+                if problems and not commit.done():
+                    commit.cancel()
+                    raise StorageError(problems[0])
+                commit.wait(self.timeout)
+        except TimeoutError:
+            commit.cancel()
+            self._fail(StorageError(f"not complete {self.timeout:g} s after all workers wrote their parts"))
+        except (StorageError, CheckpointError) as error:
+            self._fail(error)
+        else:
+            self.failed = 0
+            self.metrics.add("save/seconds", self._durable - self._began)
+
+    def give_up(self) -> None:
+        """The run ends in an error: a save that is written in a moment counts, any other does not."""
+        commit, self._under_way = self._under_way, None
+        if commit is None:
+            return
+        with suppress(TimeoutError, StorageError, CheckpointError):  # the run's own error is the one to tell
+            commit.wait(MOMENT)
+        commit.cancel()
+
+    def _snapshot(self, folder: Any) -> None:
+        """Every worker's copy. StorageError with the first problem in words; nothing is left of it then."""
+        found = [keeper.save(str(folder), self.section.save_background) for keeper in self.keepers.values()]
+        problem = next((text for texts in found for text in texts if text), "")
+        if problem:
+            self._problems(wait=True)
+            abandon_save(folder)
+            raise StorageError(problem)
+
+    def _problems(self, *, wait: bool) -> list[str]:
+        """What went wrong in the workers' threads, in words. wait: until those are through."""
+        found = [keeper.saving(wait) for keeper in self.keepers.values()]
+        return [text for texts in found for text in texts if text]
+
+    def _tidy(self, best: Mapping[str, Any] | None) -> None:
+        self._durable = time.monotonic()
+        mark_best(self.root, best)
+        prune(self.root, self.section.keep, self.section.keep_every)
+
+    def _fail(self, error: StorageError | CheckpointError) -> None:
+        self.failed, self.error = self.failed + 1, error
+        self.metrics.add("save/failed", 1.0)
+        if self.failed > self.section.save_failures:
+            raise error
+        more = self.section.save_failures - self.failed
+        self.say(
+            f"the checkpoint of step {self._step} failed, training goes on without it ({self.failed} in a row; "
+            f"the run stops after {more + 1} more): {error}"
+        )

@@ -1,0 +1,174 @@
+"""When checkpoints are made, one at a time, and what becomes of a run whose checkpoints fail."""
+
+import errno
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.flows import tiny
+from tilth.checkpoint import Group, Saver, latest, open_checkpoint, stages
+from tilth.core.errors import StorageError
+from tilth.core.layout import Layout, Mesh
+from tilth.flows import saving
+from tilth.flows.metrics import Metrics
+from tilth.flows.saving import Saving
+
+ALONE = Mesh(("world",), (1,))
+
+
+class Keeper:
+    """A group of one worker whose one tensor tells the step; ``refuse``: what its next saves answer."""
+
+    mesh = ALONE
+
+    def __init__(self):
+        self.weight, self.saver, self.refuse = torch.zeros(3), Saver(), []
+
+    def kept(self):
+        return ["model"]
+
+    def save(self, folder, background):
+        if self.refuse:
+            return [self.refuse.pop(0)]
+        self.saver.start(
+            folder,
+            {"model": Group({"weight": self.weight}, {"weight": Layout.single((3,))})},
+            0,
+            "",
+            background=background,
+        )
+        return [""]
+
+    def saving(self, wait):
+        return [self.saver.settle() if wait else self.saver.problem()]
+
+
+@pytest.fixture
+def made(tmp_path):
+    """(Saving, its keeper, what it said) of a recipe with these keys of [run]."""
+
+    def make(**run):
+        keeper, said = Keeper(), []
+        recipe = tiny.recipe(tmp_path, run=run)
+        return Saving(recipe, str(tmp_path / "kept"), {"policy": keeper}, Metrics(), said.append), keeper, said
+
+    return make
+
+
+def save(one, step, best=None):
+    one.keepers["policy"].weight.fill_(step)
+    one.begin(step, {"progress": {"step": step}}, best, ALONE)
+
+
+def steps(root):
+    return sorted(int(path.name[5:]) for path in root.iterdir() if path.name.startswith("step-"))
+
+
+def test_what_was_begun_counts_when_it_is_finished(made, tmp_path):
+    one, keeper, said = made()
+    save(one, 4)
+    keeper.weight.fill_(99.0)  # training goes on
+    one.finish()
+    kept = open_checkpoint(latest(tmp_path / "kept"))
+    assert kept.step == 4 and kept.read("model", "weight").tolist() == [4.0] * 3 and not said
+    assert one.metrics.values()["save/seconds"] > 0
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_the_next_save_waits_for_the_one_before_and_retention_follows(made, tmp_path, background):
+    one, *_ = made(keep=1, keep_every=4, save_background=background)
+    for step in range(1, 11):
+        save(one, step, {"step": 3, "metric": "m", "value": 1.0} if step >= 3 else None)
+    one.finish()
+    assert steps(tmp_path / "kept") == [3, 4, 8, 10]
+
+
+def test_a_save_that_is_not_in_the_background_is_durable_at_once(made, tmp_path):
+    one, *_ = made(save_background=False)
+    save(one, 4)
+    assert latest(tmp_path / "kept").name == "step-000004"
+
+
+def test_when_a_checkpoint_is_due(made, monkeypatch):
+    one, *_ = made(save_every=4, save_minutes=2.0)
+    assert [step for step in range(1, 10) if one.due(step)] == [4, 8]
+    clock = SimpleNamespace(monotonic=lambda: one._began + 121.0)
+    monkeypatch.setattr(saving, "time", clock)
+    assert one.due(5)
+    never, *_ = made(save_every=4, save_minutes=0.0)
+    assert not never.due(5)
+
+
+def test_failures_are_told_and_too_many_in_a_row_stop_the_run(made, tmp_path):
+    one, keeper, said = made(save_failures=2)
+    save(one, 1)
+    keeper.refuse = ["write of model.safetensors failed: No space left on device"] * 2
+    save(one, 2)
+    save(one, 3)
+    assert len(said) == 2 and one.failed == 2
+    assert "checkpoint of step 2 failed, training goes on without it" in said[0] and "No space left" in said[0]
+    save(one, 4)
+    one.finish()
+    assert one.failed == 0 and steps(tmp_path / "kept") == [1, 4]  # it is a row only without a success between
+    keeper.refuse = ["full"] * 3
+    save(one, 5)
+    save(one, 6)
+    with pytest.raises(StorageError, match="full"):
+        save(one, 7)
+    assert steps(tmp_path / "kept") == [1, 4] or steps(tmp_path / "kept") == [4]
+    assert one.metrics.values()["save/failed"] == 5.0
+
+
+def test_with_no_failure_allowed_the_first_one_stops_the_run(made):
+    one, keeper, said = made(save_failures=0)
+    keeper.refuse = ["full"]
+    with pytest.raises(StorageError, match="full"):
+        save(one, 1)
+    assert not said
+
+
+@pytest.mark.parametrize("stage", ["checksum", "write", "sync", "report", "manifest", "publish"])
+def test_what_fails_in_the_background_is_told_with_its_stage_and_the_one_before_stays(
+    made, tmp_path, monkeypatch, stage
+):
+    def fails(name, path):
+        if name == stage:
+            raise OSError(errno.EIO, "Input/output error", path)
+
+    one, _, said = made()
+    save(one, 1)
+    one.finish()
+    with monkeypatch.context() as patched:
+        patched.setattr(stages, "stage", fails)
+        save(one, 2)
+        deadline = time.monotonic() + 60
+        while not said and time.monotonic() < deadline:
+            one.look()  # as at the ends of steps
+    assert len(said) == 1 and "Input/output error" in said[0] and f"stage {stage}" in said[0] and one.failed == 1
+    assert latest(tmp_path / "kept").name == "step-000001"
+    save(one, 3)
+    one.finish()
+    assert latest(tmp_path / "kept").name == "step-000003" and one.failed == 0
+
+
+def test_looking_does_not_wait(made, tmp_path):
+    one, keeper, _ = made()
+    one.look()  # nothing is under way
+    save(one, 1)
+    keeper.saver.wait()
+    one._under_way.wait(60)
+    one.look()
+    assert one._under_way is None and "save/seconds" in one.metrics.values()
+
+
+def test_a_run_that_ends_in_an_error_leaves_no_half_of_a_checkpoint(made, tmp_path):
+    one, *_ = made()
+    save(one, 1)
+    one.finish()
+    save(one, 2)
+    one.give_up()
+    one.give_up()
+    left = [path.name for path in (tmp_path / "kept").iterdir() if path.name.startswith("step-")]
+    assert "step-000001" in left and latest(tmp_path / "kept").name in left
