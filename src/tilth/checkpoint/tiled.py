@@ -273,9 +273,8 @@ class _Reader:
         at = piece.byte0 + rows.start * stride + cut.start * cut.itemsize
         if stride == nbytes:
             source.read_into(at, into)
-            return
-        for i in range(rows.stop - rows.start):
-            source.read_into(at + i * stride, into[i * nbytes : (i + 1) * nbytes])
+        else:
+            source.read_rows(at, stride, nbytes, into)
 
     def _digests(self, into: memoryview, count: int, cut: _Cut) -> list[int]:
         """Checksums of the tiles of ``count`` bands of rows of the same height."""
@@ -366,6 +365,10 @@ class _Source(Protocol):
 
     def read_into(self, offset: int, into: memoryview) -> None: ...
 
+    def read_rows(self, offset: int, stride: int, nbytes: int, into: memoryview) -> None:
+        """Ranges of so many bytes, one after another in ``into``, which begin ``stride`` bytes apart in the file."""
+        ...
+
 
 def _extents(wants: Iterable[Want], gap: int) -> Iterator[tuple[int, int]]:
     """Intervals of a file that will be read, in order; of rows that are nearer than ``gap`` what is between, too."""
@@ -425,6 +428,12 @@ class _Near:
             self._loaded = True
         into[:] = self._data[offset - start : offset - start + len(into)]
 
+    def read_rows(self, offset: int, stride: int, nbytes: int, into: memoryview) -> None:
+        read = self._ranges.read_into  # rows are as many as a tensor has: no detour
+        for at in range(0, len(into), nbytes):
+            read(offset, into[at : at + nbytes])
+            offset += stride
+
 
 _NONE = (1 << 63, 1 << 63)
 
@@ -465,6 +474,10 @@ class _Far:
             part = block.data.result()[offset - block.start :][: len(into)]
             into[: len(part)] = part
             into, offset = into[len(part) :], offset + len(part)
+
+    def read_rows(self, offset: int, stride: int, nbytes: int, into: memoryview) -> None:
+        for i in range(len(into) // nbytes):
+            self.read_into(offset + i * stride, into[i * nbytes : (i + 1) * nbytes])
 
     def _block(self, offset: int) -> _Block | None:
         """The request that has this byte of the file; those before it are forgotten."""
