@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from tests.checkpoint.cases import specs
 from tests.checkpoint.hand import raw, tile_sums
 from tests.checkpoint.make import tensor
+from tilth.checkpoint import columns
+from tilth.checkpoint import manifest as room
 from tilth.checkpoint.manifest import (
     FileEntry,
     Report,
@@ -29,7 +31,6 @@ from tilth.checkpoint.planning import DTYPES, Spec, plan_group
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import Layout, Mesh, Ragged, Replicate, Shard
 
-quick = settings(max_examples=50, deadline=None)
 SAVED = "2026-01-02T03:04:05+00:00"
 FOLDER = "step-000007.tmp-1"
 
@@ -80,9 +81,19 @@ def made(groups=None, **more):
 # ---- round trip ----
 
 
-@quick
+@pytest.mark.parametrize("long", [0, 64])
+@settings(max_examples=30, deadline=None)
 @given(specs(), specs(most=2), st.randoms(use_true_random=False))
-def test_every_piece_is_where_the_manifest_says(first, second, shuffled):
+def test_every_piece_is_where_the_manifest_says(long, first, second, shuffled):
+    """long: from how many numbers on columns are written once for all tensors that have them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "_LONG", long)
+        room._planned_table.cache_clear()
+        _check_all_pieces(first, second, shuffled)
+    room._planned_table.cache_clear()
+
+
+def _check_all_pieces(first, second, shuffled):
     reports, files, tensors = reports_of({"model": first, "optimizer": second})
     shuffled.shuffle(reports)
     manifest = assemble(FOLDER, 7, reports, {}, saved=SAVED, expected={
@@ -152,6 +163,21 @@ def test_the_file_is_json_with_a_line_for_each_tensor_and_file():
     )
     assert body["total_bytes"] == sum(file["nbytes"] for file in body["files"].values())
     assert Mesh.from_json(body["layout"]["mesh"]) == Mesh(("world",), (5,), (0, 1, 2, 3, 9))
+
+
+def test_a_long_column_that_an_earlier_tensor_has_is_its_name():
+    mesh = Mesh(("fsdp",), (65,))
+    rows, all_of_them = Layout(mesh, (Shard(0),), (65,)), Layout(mesh, (Replicate(),), (130,))
+    group = [Spec("a", rows, "int8"), Spec("b", all_of_them, "int8"), Spec("c", rows, "int8"), Spec("d", rows, "int16")]
+    made_of_these = made({"g": group})
+    table = json.loads(made_of_these.dump())["groups"]["g"]
+    assert [table["c"][column] for column in ("offset", "size", "file")] == ["a", "a", "a"]
+    assert [table["d"][column] for column in ("offset", "size", "file")] == ["a", "a", "a"]
+    assert table["a"]["offset"] == list(range(65)) and table["b"]["offset"] == [0]
+    assert table["d"]["byte0"] == [0] * 65 and table["c"]["byte0"] == [133] + [3] * 64  # b is on rank 0
+    loaded = parse_manifest(made_of_these.dump(), "m")
+    assert all(loaded.entry("g", s.name).boxes == made_of_these.entry("g", s.name).boxes for s in group)
+    assert loaded.dump() == made_of_these.dump()
 
 
 def test_objects_and_layout_are_kept_as_they_are():
@@ -329,6 +355,10 @@ W = ("groups", "model", "w")
         (put(*W, "byte0", [0, 4]), "groups.model.w.byte0: 4 of file model.00001.safetensors is not where the piece"),
         (put(*W, "file", [1, 1]), "groups.model.w.byte0: 0 of file model.00001.safetensors is not where the piece"),
         (put(*W, "offset", []), "groups.model.w.offset: 0 numbers, 2 boxes of it need 4"),
+        (put(*W, "offset", "u"), "groups.model.w.offset: there is no tensor 'u' before it, whose "),
+        (put(*W, "offset", "w"), "groups.model.w.offset: there is no tensor 'w' before it"),
+        (put(*W, "file", "b"), "groups.model.w.file: there is no tensor 'b' before it"),
+        (put("groups", "model", "b", "file", "w"), "groups.model.b.offset: 1 numbers, 2 boxes of it need 2"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named(change, message):
@@ -441,7 +471,7 @@ OTHER = {"model": two_groups()["model"][:1]}
             replace(FIRST, lambda x: entry_of(x, checksums="0" * 32)),
             "file model.00000.safetensors has 2 checksums, planned are 1",
         ),
-        (lambda r: [*r, changed(r[1], rank=5)], "rank 5 of group model is in no mesh of the group"),
+        (lambda r: [*r, changed(r[1], rank=5)], "rank 5 of group model is in no mesh of it"),
     ],
 )
 def test_reports_that_are_not_one_checkpoint(change, message):

@@ -12,6 +12,7 @@ from tilth.checkpoint.planning import DTYPES, tile_counts, tiling_problem
 from tilth.core.layout import Shape
 
 _COLUMNS = ("offset", "size", "file", "byte0")
+_LONG = 64
 
 
 class Row(NamedTuple):
@@ -37,23 +38,35 @@ class Table:
 
     @cached_property
     def text(self) -> list[bytes]:
-        """As JSON, a line for each tensor, in parts. Columns that are the same are made once."""
-        texts: dict[bytes, bytes] = {}
+        """As JSON, a line for each tensor, in parts.
 
-        def column(values: np.ndarray) -> bytes:
-            key = values.tobytes()
-            if key not in texts:
-                texts[key] = json.dumps(values.reshape(-1).tolist(), separators=(",", ":")).encode()
-            return texts[key]
+        A long column that an earlier tensor has, too, is the name of the first such tensor instead of numbers: most
+        tensors of a model lie as another one does.
+        """
+        known: dict[tuple[str, bytes], bytes] = {}
 
-        def line(row: Row) -> Iterator[bytes]:
+        def line(name: str, row: Row) -> Iterator[bytes]:
             yield f'{{"shape": {json.dumps(row.shape)}, "dtype": "{row.dtype}"'.encode()
-            for name in _COLUMNS:
-                yield f', "{name}": '.encode()
-                yield column(getattr(row, name))
+            for column in _COLUMNS:
+                yield f', "{column}": '.encode()
+                values = getattr(row, column).reshape(-1)
+                key = column, values.tobytes() if len(values) > _LONG else b""
+                yield known[key] if key in known else _numbers(values)
+                if key[1]:
+                    known.setdefault(key, json.dumps(name).encode())
             yield b"}"
 
-        return list(json_object({name: line(row) for name, row in self.rows.items()}))
+        return list(json_object({name: line(name, row) for name, row in self.rows.items()}))
+
+
+def _numbers(values: np.ndarray) -> bytes:
+    """A JSON list. Where neighbours are often the same, as in files of the same layout, each is written once."""
+    starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])[: len(values)])
+    if 4 * len(starts) > len(values):
+        return json.dumps(values.tolist(), separators=(",", ":")).encode()
+    counts = np.diff(starts, append=len(values))
+    runs = [f"{value}," * count for value, count in zip(values[starts].tolist(), counts.tolist())]
+    return f"[{''.join(runs)[:-1]}]".encode()
 
 
 def json_object(entries: Mapping[str, Iterable[bytes]]) -> Iterator[bytes]:
@@ -125,7 +138,8 @@ class WrongField(Exception):
 
 def rows_of(group: str, tensors: Mapping[str, Any], files: int) -> dict[str, Row]:
     """The rows of a group from its JSON. WrongField, also for boxes that do not tile a tensor."""
-    found = {name: _row(f"{group}.{name}", entry, files) for name, entry in tensors.items()}
+    known: dict[str, dict[str, np.ndarray]] = {}
+    found = {name: _row(f"{group}.{name}", name, entry, files, known) for name, entry in tensors.items()}
     sound = set()  # most tensors of a model have the boxes of another one
     for name, row in found.items():
         key = row.shape, row.offset.tobytes(), row.size.tobytes()
@@ -136,22 +150,34 @@ def rows_of(group: str, tensors: Mapping[str, Any], files: int) -> dict[str, Row
     return found
 
 
-def _row(where: str, entry: Any, files: int) -> Row:
+def _row(where: str, name: str, entry: Any, files: int, known: dict[str, dict[str, np.ndarray]]) -> Row:
+    """known: columns of the tensors before it; its own are added."""
     fields = ("shape", "dtype", *_COLUMNS)
     if not isinstance(entry, dict) or sorted(entry) != sorted(fields):
         raise WrongField(f"{where}: its fields should be {', '.join(fields)}")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise WrongField(f"{where}.dtype: {entry['dtype']!r} is none of {', '.join(DTYPES)}")
-    columns = {name: _integers(f"{where}.{name}", entry[name]) for name in ("shape", *_COLUMNS)}
-    boxes, shape = len(columns["file"]), columns.pop("shape")
-    for name, column in columns.items():
-        expected = boxes * (len(shape) if name in ("offset", "size") else 1)
-        if len(column) != expected:
-            raise WrongField(f"{where}.{name}: {len(column)} numbers, {boxes} boxes of it need {expected}")
+    shape = _integers(f"{where}.shape", entry["shape"])
+    columns = {c: _column(f"{where}.{c}", c, entry[c], known) for c in _COLUMNS}
+    known[name] = columns
+    boxes = len(columns["file"])
+    for column, values in columns.items():
+        expected = boxes * (len(shape) if column in ("offset", "size") else 1)
+        if len(values) != expected:
+            raise WrongField(f"{where}.{column}: {len(values)} numbers, {boxes} boxes of it need {expected}")
     if boxes and int(columns["file"].max()) >= files:
         raise WrongField(f"{where}.file: there is no file number {columns['file'].max()}, only {files} files")
-    offset, size = (columns[name].reshape(boxes, len(shape)) for name in ("offset", "size"))
+    offset, size = (columns[c].reshape(boxes, len(shape)) for c in ("offset", "size"))
     return Row(tuple(shape.tolist()), entry["dtype"], offset, size, columns["file"], columns["byte0"])
+
+
+def _column(where: str, column: str, values: Any, known: Mapping[str, Mapping[str, np.ndarray]]) -> np.ndarray:
+    """Numbers, or those of the tensor that is named."""
+    if not isinstance(values, str):
+        return _integers(where, values)
+    if values not in known:
+        raise WrongField(f"{where}: there is no tensor {values!r} before it, whose numbers these should be")
+    return known[values][column]
 
 
 def _integers(where: str, values: Any) -> np.ndarray:

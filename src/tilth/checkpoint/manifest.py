@@ -2,7 +2,8 @@
 
 ``manifest.json`` starts with the XXH3 of all that follows its first line. Every byte of every file is under some
 checksum: those of tiles cover the data, those of files the safetensors headers. Tensors have columns instead of
-objects, one number or more for each box, since thousands of ranks make millions of boxes.
+objects, a number or more for each box, since thousands of ranks make millions of boxes; where a long column is the same
+as one of an earlier tensor, that tensor's name stands for it.
 """
 
 import json
@@ -446,9 +447,8 @@ def _agreed(folder: str, reports: Sequence[Report]) -> GroupPlan:
             if report.digest != plan.digest
         ),
     )
-    raise_problems(
-        folder, (f"{_who(r)} is in no mesh of the group" for r in reports if r.rank not in (plan.ranks or [r.rank]))
-    )
+    strangers = {report.rank for report in reports}.difference(plan.ranks) if plan.ranks else set()
+    raise_problems(folder, (f"rank {rank} of group {first.group} is in no mesh of it" for rank in sorted(strangers)))
     return plan
 
 
