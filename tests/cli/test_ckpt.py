@@ -11,6 +11,8 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.cli.kept import MESH, add, call, flip, make_run, refused, said, shell, upload
 from tilth.checkpoint import mark_best, open_checkpoint
@@ -202,6 +204,45 @@ def test_every_damage_is_named(run):
     assert f"tensor model/{tensor[0]} is corrupt in file model.safetensors" in problems
     assert f"tensor optimizer/{tensor[1]} is corrupt in file optimizer.safetensors" in problems
     assert any(p.startswith("tensor critic/") for p in problems) and not any("ema" in p for p in problems)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """A run with one checkpoint, of four processes."""
+    return make_run(tmp_path_factory.mktemp("bits") / "run", (4,))
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_a_bit_anywhere_is_found_and_never_a_surprise(data, four):
+    """A bit of any byte of any file: verify says that it is damaged, no other command has more to say than a line."""
+    file = data.draw(st.sampled_from(sorted(place_of(four, 4).iterdir())))
+    whole = file.read_bytes()
+    raw = bytearray(whole)
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    file.write_bytes(raw)
+    try:
+        assert call("ckpt", "verify", four).exit_code == 1
+        for command in ("ls", "show", "diff", "export"):
+            second = {"diff": [four], "export": [four / "out"]}.get(command, [])
+            result = call("ckpt", command, four, *second)
+            assert result.exception is None or isinstance(result.exception, SystemExit), (file, command)
+            assert result.exit_code in (0, 2) and result.stderr.count("\n") == (result.exit_code == 2)
+    finally:
+        file.write_bytes(whole)
+        shutil.rmtree(four / "out", ignore_errors=True)
+
+
+def test_ls_while_a_run_removes_some(run, monkeypatch):
+    """Between looking at the folder and at a checkpoint it goes: then there is none, rather than a damaged one."""
+
+    def removed(path):
+        if path.name == "step-000002" and path.exists():
+            shutil.rmtree(path)
+        return open_checkpoint(path)
+
+    monkeypatch.setattr(ckpt, "open_checkpoint", removed)
+    assert [(row["step"], row["state"]) for row in said("ckpt", "ls", run)] == [(4, "complete"), (6, "complete")]
 
 
 def test_a_manifest_that_is_none(run):

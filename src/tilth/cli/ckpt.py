@@ -1,6 +1,5 @@
 """The checkpoints of a run: which are there, whether their bytes are what was saved, which go."""
 
-import json
 import os
 import sys
 import time
@@ -20,7 +19,7 @@ from tilth.checkpoint.storage import Location, is_url, split, storage_of
 from tilth.cli.tables import new_table
 from tilth.cli.tables import show as show_tables
 from tilth.core.errors import CheckpointError, DataError, StorageError
-from tilth.flows.files import Lock
+from tilth.flows.files import Lock, to_json
 from tilth.flows.named import find_checkpoint, is_checkpoint, is_run, reaching, root_of, run_settings, split_spec
 from tilth.ui import words
 
@@ -115,7 +114,7 @@ def ls(where: str, *, as_json: bool) -> None:
     """Print what is there; no data is read."""
     found = {place: rows(place) for place in places(where)}
     if as_json:
-        typer.echo(json.dumps([asdict(row) for some in found.values() for row in some]))
+        typer.echo(to_json([asdict(row) for some in found.values() for row in some]))
         return
     for i, (place, some) in enumerate(found.items()):
         show_tables(*([""] if i else []), place.name, _listed(some) if some else "  no checkpoint yet (run.save_every)")
@@ -125,11 +124,13 @@ def rows(place: Place) -> list[Row]:
     """All checkpoints and leftovers of a place, the oldest first."""
     with reaching(place.root):
         entries, newest, best = listing(place.root), latest(place.root), read_best(place.root)
-        return [
+        found = [
             _row(place, entry, newest=entry.path == newest, best=bool(best and best["step"] == entry.step))
             for entry in entries
             if place.only is None or _same(entry.path, place.only)
         ]
+        there = {str(entry.path) for entry in listing(place.root)}  # meanwhile a run may have saved and removed some
+        return [row for row in found if row.checkpoint in there]
 
 
 def _same(a: Location, b: Location) -> bool:
@@ -157,8 +158,8 @@ def _with(row: Row, **changes: Any) -> Row:
 
 def sizes(layout: dict[str, Any]) -> dict[str, int]:
     """Dimensions of the mesh of the writers, with their sizes."""
-    mesh = layout["mesh"]
-    return dict(zip(mesh["names"], mesh["sizes"]))
+    mesh = layout.get("mesh", {})
+    return dict(zip(mesh.get("names", ()), mesh.get("sizes", ())))
 
 
 def _nbytes(path: Location) -> int:
@@ -211,7 +212,7 @@ def verify(where: str, *, everything: bool, as_json: bool) -> None:
             if not as_json:
                 typer.echo("\n".join(_said(verdicts[-1])))
     if as_json:
-        typer.echo(json.dumps([asdict(verdict) for verdict in verdicts]))
+        typer.echo(to_json([asdict(verdict) for verdict in verdicts]))
     elif not all(verdict.intact for verdict in verdicts):
         typer.echo(_advice(found, verdicts))
     raise typer.Exit(0 if all(verdict.intact for verdict in verdicts) else 1)
@@ -314,7 +315,7 @@ def prune(where: str, *, keep: int | None, every: int | None, dry: bool, damaged
     freed = sum(row.bytes for row in removed)
     if as_json:
         rows = [asdict(row) for row in removed]
-        typer.echo(json.dumps({"dry_run": dry, "removed": rows, "bytes": freed, "kept": stay}))
+        typer.echo(to_json({"dry_run": dry, "removed": rows, "bytes": freed, "kept": stay}))
         return
     for row in removed:
         typer.echo(f"{'would remove' if dry else 'removed'} {row.checkpoint} ({row.state}, {words.size(row.bytes)})")

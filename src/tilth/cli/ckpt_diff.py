@@ -16,6 +16,7 @@ from tilth.cli.ckpt_source import MODEL, Source, dtype_name, flattened, open_sou
 from tilth.cli.tables import new_table, show
 from tilth.core.errors import DataError
 from tilth.core.layout import Box, Shape
+from tilth.flows.files import to_json
 from tilth.ui import words
 
 BLOCK = 1 << 22
@@ -90,7 +91,7 @@ def diff(a: str, b: str, *, tolerance: float | None, as_json: bool) -> None:
     with bar() as told:
         found = compare(open_source(a), open_source(b), tolerance, told)
     if as_json:
-        typer.echo(json.dumps({"equal": found.equal, **asdict(found)}))
+        typer.echo(to_json({"equal": found.equal, **asdict(found)}))
     else:
         show(*_said(found))
     raise typer.Exit(0 if found.equal else 1)

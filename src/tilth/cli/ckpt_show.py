@@ -1,6 +1,5 @@
 """What is in a checkpoint, or in a directory of Hugging Face: groups, files, tensors, what was saved beside them."""
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from tilth.cli.ckpt_source import DirectorySource, Source, StoredSource, dtype_n
 from tilth.cli.tables import new_table
 from tilth.cli.tables import show as show_tables
 from tilth.core.errors import DataError
+from tilth.flows.files import to_json
 from tilth.ui import words
 
 _SHOWN = 40
@@ -57,7 +57,7 @@ def show(spec: str, *, pattern: str | None, boxes: bool, as_json: bool) -> None:
     head = summary(source)
     if as_json:
         more = {"tensors": [asdict(one) for one in listed]} if pattern is not None or boxes else {}
-        typer.echo(json.dumps(head | more))
+        typer.echo(to_json(head | more))
         return
     show_tables(*_head(head))
     if listed:
