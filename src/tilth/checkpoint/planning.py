@@ -211,17 +211,19 @@ class _Shares:
     """int64 [S]: where in ``holders`` each share starts."""
     copies: int = field(init=False)
     """Places of the share that most hold."""
-    members: list[np.ndarray] = field(init=False)
-    """For each share its rows of ``offset`` and ``size``."""
+    rows: np.ndarray = field(init=False)
+    """int64 [B]: rows of ``offset`` and ``size``, by share."""
+    cuts: np.ndarray = field(init=False)
+    """int64 [S + 1]: where in ``rows`` each share starts, and the end."""
 
     def __post_init__(self) -> None:
         counts = np.bincount(self.of[self.of >= 0], minlength=len(self.numel))
-        by_share = np.argsort(self.share, kind="stable")
-        cuts = np.cumsum(np.bincount(self.share, minlength=len(self.numel)))[:-1]
+        cuts = np.concatenate([[0], np.cumsum(np.bincount(self.share, minlength=len(self.numel)))])
         object.__setattr__(self, "holders", np.argsort(self.of, kind="stable")[np.count_nonzero(self.of < 0) :])
         object.__setattr__(self, "starts", np.cumsum(counts) - counts)
         object.__setattr__(self, "copies", int(counts.max()))
-        object.__setattr__(self, "members", np.split(by_share, cuts))
+        object.__setattr__(self, "rows", np.argsort(self.share, kind="stable"))
+        object.__setattr__(self, "cuts", cuts)
 
     def writers(self, load: np.ndarray) -> np.ndarray:
         """For each share the place with the smallest load of those that hold it, the first of several; int64 [S].
@@ -240,7 +242,7 @@ class _Shares:
         """The boxes of a share in order, each with the elements before it."""
         return [
             (Box(tuple(self.offset[row].tolist()), tuple(self.size[row].tolist())), int(self.before[row]))
-            for row in self.members[share]
+            for row in self.rows[self.cuts[share] : self.cuts[share + 1]]
         ]
 
 
