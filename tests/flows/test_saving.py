@@ -50,9 +50,10 @@ def made(tmp_path):
     """(Saving, its keeper, what it said) of a recipe with these keys of [run]."""
 
     def make(**run):
-        keeper, said = Keeper(), []
+        keeper, said, noted = Keeper(), [], []
         recipe = tiny.recipe(tmp_path, run=run)
-        return Saving(recipe, str(tmp_path / "kept"), {"policy": keeper}, Metrics(), said.append), keeper, said
+        directory = SimpleNamespace(checkpoints=str(tmp_path / "kept"), update=lambda best: noted.append(best))
+        return Saving(recipe, directory, {"policy": keeper}, Metrics(), said.append), keeper, said
 
     return make
 

@@ -173,7 +173,7 @@ def _run(parts: Parts, cluster: Cluster, directory: RunDir, observers: Sequence[
         cluster.store,
         directory,
         observers,
-        saving=Saving(parts.recipe, directory.checkpoints, parts.roles.keepers(), metrics, say),
+        saving=Saving(parts.recipe, directory, parts.roles.keepers(), metrics, say),
         stop=stop,
         metrics=metrics,
         say=say,

@@ -16,6 +16,7 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Mesh
 from tilth.flows.metrics import Metrics
+from tilth.flows.rundir import RunDir
 from tilth.trace.spans import span
 
 Say = Callable[[str], None]
@@ -27,17 +28,18 @@ class Saving:
     """What makes the checkpoints of one run."""
 
     def __init__(
-        self, recipe: Recipe, root: str, keepers: Mapping[str, WorkerGroup], metrics: Metrics, say: Say
+        self, recipe: Recipe, directory: RunDir, keepers: Mapping[str, WorkerGroup], metrics: Metrics, say: Say
     ) -> None:
-        """root: the folder or URL. keepers: the groups whose state a checkpoint holds."""
+        """keepers: the groups whose state a checkpoint holds."""
         self.section, self.timeout = recipe.run, recipe.cluster.timeout
-        self.root, self.keepers, self.metrics, self.say = root, keepers, metrics, say
+        self.directory, self.keepers, self.metrics, self.say = directory, keepers, metrics, say
+        self.root = directory.checkpoints
         self.failed = 0
         """Saves that failed since one that did not."""
         self.error: StorageError | CheckpointError | None = None
         """Why the last of them did."""
         self._under_way: Commit | None = None
-        self._step = 0
+        self._step, self._best = 0, dict[str, Any]()
         self._began = self._durable = time.monotonic()
 
     def due(self, step: int) -> bool:
@@ -48,7 +50,7 @@ class Saving:
     def begin(self, step: int, objects: Mapping[str, Any], best: Mapping[str, Any] | None, mesh: Mesh) -> None:
         """Start a save; waits for the one before. A failure is told; StorageError after too many in a row."""
         self.finish()
-        self._began, self._step = time.monotonic(), step
+        self._began, self._step, self._best = time.monotonic(), step, dict(best or {})
         try:
             folder = begin_save(self.root, step)
             self._snapshot(folder)
@@ -56,7 +58,7 @@ class Saving:
             self._fail(error)
             return
         ranks = {group: keeper.mesh.ranks for keeper in self.keepers.values() for group in keeper.kept()}
-        self._under_way = Commit(folder, self.root, step, ranks, objects, mesh, then=lambda path: self._tidy(best))
+        self._under_way = Commit(folder, self.root, step, ranks, objects, mesh, then=lambda path: self._tidy())
         if not self.section.save_background:
             self.finish()
 
@@ -84,6 +86,7 @@ class Saving:
             self._fail(error)
         else:
             self.failed = 0
+            self.directory.update(best=self._best or None)
             self.metrics.add("save/seconds", self._durable - self._began)
 
     def give_up(self) -> None:
@@ -109,9 +112,9 @@ class Saving:
         found = [keeper.saving(wait) for keeper in self.keepers.values()]
         return [text for texts in found for text in texts if text]
 
-    def _tidy(self, best: Mapping[str, Any] | None) -> None:
+    def _tidy(self) -> None:
         self._durable = time.monotonic()
-        mark_best(self.root, best)
+        mark_best(self.root, self._best or None)
         prune(self.root, self.section.keep, self.section.keep_every)
 
     def _fail(self, error: StorageError | CheckpointError) -> None:
