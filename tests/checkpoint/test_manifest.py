@@ -491,6 +491,7 @@ def test_ranks_that_were_expected():
     for expected, message in (
         (right | {"model": range(5)}, "group model has no part of rank 4"),
         (right | {"more": [0]}, "group more has no part of rank 0"),
+        (right | {"more": []}, "group more has no ranks"),
         (right | {"model": range(3)}, "group model has a part of rank 3, of which none was expected"),
         ({"model": range(4)}, "group critic has a part of rank 3, of which none was expected"),
     ):

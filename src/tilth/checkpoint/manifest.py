@@ -423,6 +423,8 @@ def _world(reports: Sequence[Report]) -> Mesh:
 def _wrong_ranks(group: str, reports: Sequence[Report], expected: Collection[int] | None) -> Iterator[str]:
     there = Counter(report.rank for report in reports)
     named = {rank for interval in {i for report in reports for i in report.ranks} for rank in range(*interval)}
+    if not reports and not expected:
+        yield f"group {group} has no ranks"
     for rank in sorted(named.union(expected or ()) - there.keys()):
         yield f"group {group} has no part of rank {rank}"
     for rank, count in there.items():
