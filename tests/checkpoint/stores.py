@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import ClassVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -14,7 +15,7 @@ class Throttled(LocalFileSystem):
     cachable = False
     bytes_per_second = float("inf")
     fail_at = -1
-    requests: dict[str, int] = {}
+    requests: ClassVar[dict[str, int]] = {}
     read: int = 0
     written: int = 0
     lock = threading.Lock()

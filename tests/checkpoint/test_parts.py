@@ -179,7 +179,7 @@ def test_tensors_that_do_not_fit_their_layouts(tmp_path, tensors, layouts, rank,
     found = {name: Layout(mesh, (placement,), shape) for name, (placement, shape) in layouts.items()}
     with pytest.raises(CheckpointError, match=message) as caught:
         Saver().start(folder, {"g": Group(tensors, found)}, rank, "0")
-    assert "\n" not in str(caught.value) and not list(folder.iterdir())
+    assert "\n" not in str(caught.value) and [p.name for p in folder.rglob("*")] == [".reports"]
 
 
 @pytest.mark.parametrize(("group", "part"), [("../g", "0"), ("g", "../0"), ("g", "a.b"), ("", "0")])

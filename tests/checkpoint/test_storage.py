@@ -51,8 +51,9 @@ def test_what_is_written_is_read(storage):
 def test_what_is_not_there(storage):
     assert storage.names() == [] == storage.names("none") and storage.size("none") is None
     storage.remove("none")
-    storage.put("file", b"x")
-    assert storage.size("") is None and storage.names() == ["file"]
+    storage.begin("a")
+    storage.put("a/file", b"x")
+    assert storage.size("a") is None and storage.names("a") == ["file"]
     with pytest.raises(FileNotFoundError) as caught:
         storage.read("none")
     assert caught.value.strerror == "No such file or directory"
@@ -61,12 +62,15 @@ def test_what_is_not_there(storage):
 
 
 def test_a_small_file_is_replaced_as_a_whole(storage):
+    storage.begin("a/b")
     for text in (b"first", b"second", b""):
         storage.put("a/b/file", text)
         assert storage.read("a/b/file") == text and storage.names("a/b") == ["file"]
 
 
 def test_a_file_gets_its_name_and_goes(storage):
+    storage.begin("a")
+    storage.begin("b/deep")
     storage.put("a/made", b"x")
     storage.put("b/old", b"old")
     storage.publish("a/made", "b/old")

@@ -295,9 +295,10 @@ class Attempt:
     def begin(self) -> None:
         """Make room, after removing what crashed saves left. OSError."""
         _remove_leftovers(self.storage)
-        self.storage.begin(self.folder)
         if self.storage.remote:  # so that it is seen that there was an attempt
             self.storage.put(f"{self.reports}/begun", b"", durable=False)
+        else:
+            self.storage.begin(self.reports)
 
     def write_manifest(self, manifest: bytes) -> None:
         """Durable, but not yet in its place in a store. OSError."""
@@ -328,6 +329,8 @@ class Attempt:
             for name in there:
                 if mine in name or name == f"{_REPORTS}-{self.token}":
                     self.storage.remove(f"{self.folder}/{name}")
+            if not self.storage.names(self.folder):  # some stores do have folders
+                self.storage.remove(self.folder)
 
 
 def _remove_leftovers(storage: Storage) -> None:

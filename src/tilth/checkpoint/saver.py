@@ -219,8 +219,12 @@ def begin_save(root: Location, step: int) -> Any:
     Removes what crashed saves left there, so one save at a time may be under way. StorageError if it cannot be made.
     """
     attempt = Attempt.new(root, step)
-    with _told(attempt), staged("begin", str(attempt.place)):
-        attempt.begin()
+    try:
+        with _told(attempt), staged("begin", str(attempt.place)):
+            attempt.begin()
+    except BaseException:
+        attempt.abandon()
+        raise
     return attempt.place
 
 
@@ -365,7 +369,7 @@ class Commit:
         try:
             there = storage.names(folder)
             for name in there:
-                if name.startswith(_FAILED):
+                if name.startswith(_FAILED) and not name.endswith(".tmp"):
                     raise StorageError(storage.read(f"{folder}/{name}").decode(errors="replace"))
             come = {name: storage.read(f"{folder}/{name}") for name in wanted.intersection(there)}
         except OSError as error:

@@ -77,7 +77,10 @@ class Storage(Protocol):
         ...
 
     def put(self, path: str, data: bytes, durable: bool = True) -> None:
-        """Make a small file or replace it: the old or the new one is there at any moment, the new one at the end."""
+        """Make a small file or replace it: the old or the new one is there at any moment, the new one at the end.
+
+        On a local disk its folder must be there: what is late of a save that was given up does not bring it back.
+        """
         ...
 
     def begin(self, folder: str) -> None:
@@ -166,8 +169,6 @@ class Local:
         """As in ``Storage``."""
         file = self.root / path
         temporary = file.with_name(f"{file.name}.tmp")
-        if not file.parent.is_dir():
-            file.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as opened:
             opened.write(data)
             opened.flush()
