@@ -105,6 +105,20 @@ def test_a_run_may_keep_its_checkpoints_elsewhere(run, url, tmp_path):
     assert said("ckpt", "verify", f"{away}@4")[0]["intact"]
 
 
+def test_ls_of_a_store_of_several_runs(run, url, tmp_path):
+    upload(run / "checkpoints", f"{url}/one-1a2b")
+    upload(make_run(tmp_path / "two", (8,)) / "checkpoints", f"{url}/two-3c4d")
+    rows = said("ckpt", "ls", url)
+    assert [row["checkpoint"] for row in rows] == [
+        *(f"{url}/one-1a2b/step-00000{i}" for i in (2, 4, 6)),
+        f"{url}/two-3c4d/step-000008",
+    ]
+    assert [row["newest"] for row in rows] == [False, False, True, True]
+    shutil.copytree(run / "checkpoints", tmp_path / "shared" / "one-1a2b")
+    (tmp_path / "shared" / "notes.txt").write_text("")
+    assert [row["step"] for row in said("ckpt", "ls", tmp_path / "shared")] == [2, 4, 6]
+
+
 def test_ls_tells_what_is_no_checkpoint(run):
     root = run / "checkpoints"
     quarantine(root / "step-000002", "tensor model/x is corrupt")

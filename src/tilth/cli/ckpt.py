@@ -15,7 +15,7 @@ from rich.table import Table
 
 from tilth.checkpoint import latest, open_checkpoint, read_best
 from tilth.checkpoint.directory import Entry, complete, discard, listing, step_of, superfluous
-from tilth.checkpoint.storage import Location, is_url, split, storage_of
+from tilth.checkpoint.storage import Location, is_url, join, split, storage_of
 from tilth.cli.tables import new_table
 from tilth.cli.tables import show as show_tables
 from tilth.core.errors import CheckpointError, DataError, StorageError
@@ -101,10 +101,20 @@ def places(where: str) -> list[Place]:
         if listing(place):
             above = Path(place).resolve().parent if not is_url(place) else None
             return [Place(place, above if above and is_run(above) else None)]
-    runs = [] if is_url(place) or not Path(place).is_dir() else sorted(p for p in Path(place).iterdir() if is_run(p))
-    if not runs:
+        found = list(_below(place))
+    if not found:
         raise DataError(f"{where!r} is neither a run nor a checkpoint, and no folder of those; runs lie in runs/")
-    return [Place(root_of(run), run) for run in runs]
+    return found
+
+
+def _below(folder: Location) -> Iterator[Place]:
+    """The runs in a folder, and the places in a store that ``run.checkpoints`` gave to several."""
+    for name in storage_of(folder).names():
+        inside = join(folder, name)
+        if is_run(inside):
+            yield Place(root_of(Path(inside)), Path(inside))
+        elif listing(inside):
+            yield Place(inside)
 
 
 # ---- ls ----
