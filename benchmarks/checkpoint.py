@@ -10,7 +10,8 @@ First what each way loads is compared bit for bit with what it saved, which had 
   0.2 s where there is a core for each rank, a change of every tensor, and a barrier; so work that a save does behind
   the steps counts where it takes their cores. Median of the one less median of the other, in turns.
 - call: until the call returns and the state may be changed. durable: from the call until all ranks' bytes and the
-  commit are synchronised to disk, no steps beside it. Slowest rank, median.
+  commit are synchronised to disk, no steps beside it. Slowest rank, median. cpu: processor time of all ranks until
+  then, threads and child processes included; a busy machine changes it little.
 - load: into memory that is there, in the same layout. warm: all files were read just before; cold: they were put out of
   the page cache. Tilth compares checksums of all that it reads; nobody else does.
 - columns: the first of four ranks that divide matrices by columns loads its quarter, saved by rows; "read" is what the
@@ -47,7 +48,7 @@ GOALS = {
 }
 """Column -> beside whom -> at most this ratio."""
 MOST_READ = 0.3
-COLUMNS = ("stall_s", "call_s", "durable_s", "warm_s", "cold_s", "columns_s")
+COLUMNS = ("stall_s", "call_s", "durable_s", "cpu_s", "warm_s", "cold_s", "columns_s")
 Row = dict[str, Any]
 
 
@@ -91,6 +92,7 @@ def row(name: str, found: Sequence[Mapping[str, Any]], nbytes: int) -> Row:
         "call_s": slowest(found, "calls"),
         "first_call_s": max(one["first"] for one in found),
         "durable_s": slowest(found, "durable"),
+        "cpu_s": median(sum(seconds) for seconds in zip(*(one["cpu"] for one in found))),
         "warm_s": slowest(found, "warm"),
         "cold_s": slowest(found, "cold"),
         "read_share": sum(one["read"] for one in found) / nbytes,
@@ -147,8 +149,8 @@ def failures(row: Row) -> list[str]:
 
 
 HEAD = (
-    f"{'ranks':>5} {'MB':>5} {'':12} {'stall':>8} {'call':>8} {'durable':>8} {'warm':>8} {'cold':>8} {'columns':>8}"
-    f" {'read':>5} {'peak MB':>8}"
+    f"{'ranks':>5} {'MB':>5} {'':12} {'stall':>8} {'call':>8} {'durable':>8} {'cpu':>8} {'warm':>8} {'cold':>8}"
+    f" {'columns':>8} {'read':>5} {'peak MB':>8}"
 )
 
 

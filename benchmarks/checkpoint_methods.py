@@ -100,7 +100,7 @@ class State:
         for tensor in self.all():
             part = tensor[:, : tensor.shape[1] // columns] if columns and tensor.ndim > 1 else tensor
             rows = part.chunk(blocks) if part.ndim else (part,) * blocks
-            parts.append([xxhash.xxh3_64_intdigest(p.contiguous().numpy()) for p in rows])
+            parts.append([xxhash.xxh3_64_intdigest(p.contiguous().numpy().data) for p in rows])
         return [list(block) for block in zip(*parts)]
 
     def distributed(self) -> dict[str, Any]:

@@ -32,6 +32,8 @@ class Found:
     """The first call of all, which makes buffers, plans and processes."""
     calls: list[float] = field(default_factory=list)
     durable: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    """Processor time until then, of all threads and child processes."""
     without: list[float] = field(default_factory=list)
     """Ten steps that save nothing."""
     beside: list[float] = field(default_factory=list)
@@ -76,7 +78,7 @@ class Trial:
         before = resident()
         self.method: Method = METHODS[name](state)
         for _ in range(2):
-            call, _ = self.save()
+            call, _, _ = self.save()
             self.found.first = self.found.first or call
         self.found.peak = peaks() - before
 
@@ -85,18 +87,19 @@ class Trial:
         """Where the newest save went."""
         return self.root / f"{self.number}"
 
-    def save(self) -> tuple[float, float]:
-        """Save and wait, nothing beside it: seconds of the call, and until this rank knows it to be durable."""
+    def save(self) -> tuple[float, float, float]:
+        """Save and wait, nothing beside it: seconds of the call, until this rank knows it to be durable, of the
+        processor until then."""
         self._next()
         dist.barrier()
-        began = time.perf_counter()
+        began, before = time.perf_counter(), processor()
         self.method.save(self.folder)
         call = time.perf_counter() - began
         self.method.before_update()
         self.method.wait()
-        done = time.perf_counter() - began
+        done, used = time.perf_counter() - began, processor() - before
         dist.barrier()
-        return call, done
+        return call, done, used
 
     def steps(self, *, saving: bool) -> float:
         """Seconds of ten steps of all ranks, a save at the beginning."""
@@ -146,9 +149,8 @@ class Trial:
         """All of it. The last save, which ``check`` made, stays for who loads it in another layout."""
         found = self.found
         for _ in range(rounds):
-            call, done = self.save()
-            found.calls.append(call)
-            found.durable.append(done)
+            for kept, value in zip((found.calls, found.durable, found.cpu), self.save()):
+                kept.append(value)
         for _ in range(rounds):
             found.without.append(self.steps(saving=False))
             found.beside.append(self.steps(saving=True))
@@ -228,6 +230,12 @@ def peaks() -> int:
     return total
 
 
+def processor() -> float:
+    """Seconds of the processor that this process and its children have used."""
+    used = [process.cpu_times() for process in processes()]
+    return sum(times.user + times.system for times in used)
+
+
 def read_so_far() -> int:
     """Bytes that this process has read from files, also from the page cache."""
     return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
@@ -238,7 +246,8 @@ def read_so_far() -> int:
 
 def train(options: argparse.Namespace) -> dict[str, object]:
     """A rank that saves, in all ways one after another."""
-    dist.init_process_group("gloo", init_method=f"file://{options.folder}/meeting", **place(options))
+    meeting = f"file://{options.folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=options.rank, world_size=options.ranks)
     state = State(options.mb, options.rank, options.ranks)
     step, found = Step(options.step), {}
     for name in options.methods.split(","):
@@ -264,11 +273,6 @@ def reshard(options: argparse.Namespace) -> dict[str, object]:
         seconds.append(timed(lambda: method.load(folder)))
         read = read_so_far() - before
     return {"seconds": seconds, "read": read, "asked": method.load(folder), "prints": state.prints(0, options.ranks)}
-
-
-def place(options: argparse.Namespace) -> dict[str, int]:
-    """Of a process in its group."""
-    return {"rank": options.rank, "world_size": options.ranks}
 
 
 def main() -> None:
