@@ -71,6 +71,15 @@ def test_another_object_is_seen(whole, other):
     assert said.startswith("object progress: ")
 
 
+def test_the_number_of_the_attempt_is_no_difference(whole, other):
+    objects = open_checkpoint(latest(whole / "checkpoints")).objects
+    resave(other, objects={"events": {**objects["events"], "attempt": 9}})
+    assert benchmark().differences(other, whole) == []
+    resave(other, objects={"events": {**objects["events"], "step": 9}})
+    (said,) = benchmark().differences(other, whole)
+    assert said.startswith("object events: ")
+
+
 def test_another_last_checkpoint_is_seen(whole, other):
     shutil.rmtree(latest(other / "checkpoints"))
     assert any(said.startswith("last checkpoint") for said in benchmark().differences(other, whole))
