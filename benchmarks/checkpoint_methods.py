@@ -1,5 +1,5 @@
 """What ``checkpoint.py`` compares: the same state, saved and loaded by Tilth, by torch's distributed checkpoint in its
-three ways, and by torch.save of each rank's share.
+ways, and by torch.save of each rank's share.
 
 The distributed checkpoint runs as it is best at saving again and again: plans are cached, staged copies are kept (in
 shared memory for the process), and the asynchronous ways have a gloo group of their own. It synchronises its files by
@@ -179,7 +179,8 @@ class Ours(Method):
 
 
 class Distributed(Method):
-    """torch.distributed.checkpoint. kind: none waits; asynchronous in a thread, or in a process."""
+    """torch.distributed.checkpoint. kind: none waits; asynchronous in a thread, or in a process. later: staged in a
+    thread, too, until the first change of the state."""
 
     def __init__(self, state: State, kind: AsyncCheckpointerType | None = None, later: bool = False) -> None:
         super().__init__(state)
@@ -279,12 +280,13 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
+THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 METHODS: dict[str, Callable[[State], Method]] = {
     "tilth": Ours,
     "DCP save": Distributed,
-    "DCP thread": lambda state: Distributed(state, AsyncCheckpointerType.THREAD),
-    "DCP process": lambda state: Distributed(state, AsyncCheckpointerType.PROCESS),
+    "DCP thread": lambda state: Distributed(state, THREAD),
+    "DCP thread+": lambda state: Distributed(state, THREAD, later=True),
+    "DCP process": lambda state: Distributed(state, PROCESS),
+    "DCP process+": lambda state: Distributed(state, PROCESS, later=True),
     "torch.save": Pickled,
 }
-RESHARDS = ("tilth", "DCP save")
-"""Those that load into another layout."""

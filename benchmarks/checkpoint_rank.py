@@ -24,7 +24,7 @@ STEPS = 10
 class Found:
     """What one rank saw of one way to save: seconds, one for each repeat, and bytes."""
 
-    same: bool = False
+    same: bool = True
     """Whether what was loaded has the bits of what was saved."""
     prints: list[int] = field(default_factory=list)
     """Checksums of the first quarter of the columns of its rows."""
@@ -135,7 +135,7 @@ class Trial:
         before = read_so_far()
         self.method.load(self.folder)
         self.found.read = read_so_far() - before
-        self.found.same = self.state.prints() == prints
+        self.found.same &= self.state.prints() == prints
 
     def load(self, *, warm: bool) -> float:
         """Seconds to load the newest save into memory that is there."""
@@ -148,6 +148,7 @@ class Trial:
     def measure(self, rounds: int) -> Found:
         """All of it. The last save, which ``check`` made, stays for who loads it in another layout."""
         found = self.found
+        self.check()
         for _ in range(rounds):
             for kept, value in zip((found.calls, found.durable, found.cpu), self.save()):
                 kept.append(value)
