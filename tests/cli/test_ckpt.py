@@ -153,13 +153,13 @@ def test_many_tensors_are_listed_soon(tmp_path, capsys):
     add(tmp_path / "checkpoints", 2, whole=whole)
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()  # what others do on this machine is not counted
         checkpoint = open_checkpoint(tmp_path / "checkpoints" / "step-000002")
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     with capsys.disabled():
         print(f"\nopening a checkpoint of 2,500 tensors: {1000 * min(times):.0f} ms")
     assert len(checkpoint.names("model")) == said("ckpt", "ls", tmp_path / "checkpoints")[0]["tensors"] == 2500
-    assert min(times) < 0.4  # 0.2 s on a machine that does nothing else
+    assert min(times) < 0.2
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "prune"])
