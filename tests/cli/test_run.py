@@ -120,8 +120,8 @@ def behind(monkeypatch, tmp_path):
     """Puts a stand-in where the run would be; the returned namespace says what it does and what it was given."""
     seen = SimpleNamespace(outcome=SimpleNamespace(directory=tmp_path, summary=SUMMARY), asked=None, stops=[])
 
-    def run_recipe(recipe, *, name, observers):
-        seen.asked = (recipe, name, observers)
+    def run_recipe(recipe, *, name, observers, allow, fallback):
+        seen.asked, seen.how = (recipe, name, observers), (list(allow), fallback)
         if isinstance(seen.outcome, BaseException):
             raise seen.outcome
         return seen.outcome
@@ -146,7 +146,16 @@ def test_recipe_name_and_observer_are_handed_over(behind, tmp_path):
     recipe, name, observers = behind.asked
     assert result.exit_code == 0 and (recipe.seed, recipe.run.name, name) == (7, "x", "addition-grpo")
     assert [o.recipe for o in observers] == [recipe] and behind.stops
-    assert f"report: {tmp_path}/report.html" in result.stdout
+    assert f"report: {tmp_path}/report.html" in result.stdout and behind.how == ([], False)
+
+
+def test_how_a_run_may_go_on_is_handed_over(behind):
+    assert call("--allow", "optimizer.lr", "--fallback", "--allow", "run").exit_code == 0
+    assert behind.how == (["optimizer.lr", "run"], True)
+    behind.asked = None
+    result = call("--allow", "optimizer.rl")
+    assert result.exit_code == 2 and "--allow optimizer.rl: no such key or section" in result.stderr
+    assert behind.asked is None
 
 
 def test_interrupted_says_how_to_go_on(behind):
