@@ -4,6 +4,7 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager
 
 import numpy as np
@@ -29,7 +30,7 @@ STEP = "step-000001"
 
 
 def forget():
-    for cache in (tiled._matrix, tiled._cut):
+    for cache in (tiled._matrix, tiled._cut, planning._plan):
         cache.cache_clear()
 
 
@@ -435,6 +436,20 @@ def test_files_of_a_store_are_read_ahead(tmp_path):
     far = far_away(checkpoint, seconds=0.02)
     assert same(checkpoint.read("g", "x"), whole["x"])
     assert len(far.requests) == 30 and far.most >= 4
+
+
+def test_two_parts_of_one_tile_do_not_drop_what_was_asked_ahead(tmp_path, monkeypatch):
+    """The boxes of an interval of the storage meet in a row: its tile is asked for twice, the files behind it once."""
+    monkeypatch.setattr(tiled, "BLOCK", 512)
+    whole = {"x": tensor((40, 30))}
+    layouts = {"x": Layout(Mesh(("d",), (4,)), (Shard(0),), (40, 30))}  # files of 1,200 bytes
+    checkpoint = saved(tmp_path, whole, layouts)
+    far = far_away(checkpoint)
+    ragged = Layout(Mesh(("d",), (2,)), (Ragged((7, 1193)),), (40, 30))
+    into = {"x": torch.zeros(1193)}
+    checkpoint.restore("g", into, {"x": ragged}, 1)
+    assert same(into["x"], whole["x"].view(-1)[7:])
+    assert Counter(path for path, *_ in far.requests) == {f"g.00{i}.safetensors": 6 if i == 0 else 3 for i in range(4)}
 
 
 def test_a_store_that_fails_is_no_damage(tmp_path, monkeypatch):

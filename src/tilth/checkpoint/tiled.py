@@ -480,15 +480,14 @@ class _Far:
             self.read_into(offset + i * stride, into[i * nbytes : (i + 1) * nbytes])
 
     def _block(self, offset: int) -> _Block | None:
-        """The request that has this byte of the file; those before it are forgotten."""
-        while True:
-            self._ask()
-            if not self._coming or (self._coming[0].file, self._coming[0].start) > (self.file, offset):
-                return None
-            block = self._coming[0]
-            if block.file == self.file and offset < block.stop:
+        """The first request that has this byte of the file; those before it were for earlier reads, and go."""
+        self._ask()
+        for i, block in enumerate(self._coming):
+            if block.file == self.file and block.start <= offset < block.stop:
+                for _ in range(i):
+                    self._coming.popleft()
                 return block
-            self._coming.popleft()
+        return None
 
     def _ask(self) -> None:
         while len(self._coming) < 2 * REQUESTS and (request := next(self._later, None)):
