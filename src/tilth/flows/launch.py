@@ -205,6 +205,8 @@ def _announce(run: Run, parts: Parts, reward_file: str) -> None:
     say = [f"{'continuing' if directory.resumed else 'new run'} in {directory.path}", *parts.plan.lines(), *parts.notes]
     directory.set_plan(parts.plan.as_dict())
     save_shape(directory.path / MODEL_FOLDER, parts.config, parts.tokenizer)
+    if directory.changes:
+        say.append(f"it goes on changed, as allowed: {'; '.join(directory.changes.values())}")
     if before != reward_file:
         say.append("the reward's file has changed since this run began; it goes on with the new one")
     for line in say:

@@ -1,13 +1,17 @@
 """What a role keeps between steps: its tensors with their layouts, into a checkpoint and back."""
 
+import os
+import zlib
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from tilth.checkpoint import Group, Saver, open_checkpoint, state_layouts
+from tilth.checkpoint import Group, Saver, Share, open_checkpoint, state_layouts
+from tilth.checkpoint.storage import storage_of
 from tilth.cluster.protocol import transfer
 from tilth.core.errors import CheckpointError, StorageError
+from tilth.parallel.grid import Grid
 from tilth.parallel.sharded import Sharded
 from tilth.training.engine import TrainEngine
 
@@ -115,11 +119,28 @@ class Learner(Keeper):
 
 
 def read_state(path: str, groups: Groups, sharded: Sharded) -> None:
-    """Fill these tensors of a model's, in place, from a checkpoint of any layout. CheckpointError."""
-    checkpoint = open_checkpoint(path)
+    """Fill tensors of a model, in place, from a checkpoint of any layout; a collective call. CheckpointError."""
+    grid = sharded.grid
+    share = replicas(grid) if storage_of(path).remote or not _one_machine(grid) else None
+    checkpoint = open_checkpoint(path, share)
     for name, group in groups.items():
-        checkpoint.restore(name, group.tensors, group.layouts, sharded.grid.rank)
+        checkpoint.restore(name, group.tensors, group.layouts, grid.rank, share)
     sharded.reshard()
+
+
+def replicas(grid: Grid) -> Share | None:
+    """Ranks that hold the same, so that each can read some of it and give it to the others; None without such.
+
+    That pays where bytes come over a network; on one machine all read from its page cache, which is faster than gloo.
+    """
+    group = grid.group("dp")
+    return None if group is None else Share.of_group(group, grid.ranks("dp"), grid.rank)
+
+
+def _one_machine(grid: Grid) -> bool:
+    """Whether all data ranks are on it; a collective call."""
+    name = zlib.crc32(os.uname().nodename.encode())
+    return grid.most(name) == -grid.most(-name)
 
 
 def whole_tensors(sharded: Sharded) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,117 @@
+"""What a role keeps: written by one layout and read by another, from disks and stores; replicas share the reading."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.checkpoint.make import same
+from tests.checkpoint.test_processes import everything, step
+from tests.parallel.layouts import Case, engine_of, spread, weights
+from tilth.checkpoint import Commit, begin_save
+from tilth.parallel.grid import Grid
+from tilth.roles import state
+from tilth.roles.state import Learner, replicas
+
+HERE = "tests.roles.test_state:"
+ALONE = Case(tp=1)
+
+
+def learner(rank, case, tensors):
+    sharded = spread(case, rank)
+    sharded.load_(tensors)
+    return Learner(engine_of(case, sharded, ema=0.5), "model", "optimizer")
+
+
+def keep(rank, case, folder):
+    """Two steps; a copy that a third one must not reach; what went wrong."""
+    role = learner(rank, case, weights(case))
+    for _ in range(2):
+        step(role.engine, case)
+    held = everything(role.engine), role.position()
+    told = role.save(folder, True)
+    step(role.engine, case)
+    return *held, [told, role.saving(True)], role.kept()
+
+
+def take(rank, case, path, position, one_machine=True):
+    """What a process comes to that knows nothing but the checkpoint, and the bytes that it asked for."""
+    opened, plain = [], state.open_checkpoint
+
+    def remembered(*given):
+        opened.append(plain(*given))
+        return opened[-1]
+
+    state.open_checkpoint, known = remembered, state._one_machine
+    state._one_machine = known if one_machine else (lambda grid: False)
+    try:
+        role = learner(rank, case, {name: torch.full_like(t, 9.0) for name, t in weights(case).items()})
+        role.load(path, position)
+    finally:
+        state.open_checkpoint, state._one_machine = plain, known
+    return everything(role.engine), role.position(), opened[0].bytes_read
+
+
+def kept(pool, case, root, n):
+    """(checkpoint, what was held, position) of ``case`` on n ranks."""
+    folder = str(begin_save(root, 2))
+    found = pool.run(n, HERE + "keep", case=case, folder=folder)
+    assert all(problems == ["", ""] for _, _, problems, _ in found)
+    groups = {name: range(n) for name in found[0][3]}
+    return str(Commit(folder, root, 2, groups, {}).wait(60)), found[0][0], found[0][1]
+
+
+def equal(held, found):
+    return held.keys() == found.keys() and all(
+        same(t, found[group][name]) for group in held for name, t in held[group].items()
+    )
+
+
+def test_a_copy_is_of_the_moment_and_one_process_reads_what_it_wrote(tmp_path):
+    folder = str(begin_save(tmp_path, 2))
+    held, position, problems, groups = keep(0, ALONE, folder)
+    assert problems == ["", ""] and groups == ["model", "optimizer", "ema"]
+    path = Commit(folder, tmp_path, 2, {name: [0] for name in groups}, {}).wait(60)
+    found, at, _ = take(0, ALONE, str(path), position)
+    assert equal(held, found) and at == position
+
+
+def test_what_goes_wrong_is_told_and_not_raised(tmp_path):
+    folder = begin_save(tmp_path, 2)
+    shutil.rmtree(folder)
+    role = learner(0, ALONE, weights(ALONE))
+    assert role.save(str(folder), True) == ""
+    assert "step 2" in role.saving(True) and role.saving(True) == ""
+    assert "step 2" in role.save(str(folder), False)
+
+
+def test_an_optimizer_is_adopted_and_nothing_else(tmp_path):
+    folder = str(begin_save(tmp_path, 2))
+    held, _, _, groups = keep(0, ALONE, folder)
+    path = Commit(folder, tmp_path, 2, {name: [0] for name in groups}, {}).wait(60)
+    role = learner(0, ALONE, {name: torch.full_like(t, 9.0) for name, t in weights(ALONE).items()})
+    role.adopt(str(path))
+    found = everything(role.engine)
+    assert equal({"optimizer": held["optimizer"]}, {"optimizer": found["optimizer"]})
+    assert all((t == 9.0).all() for t in found["model"].values())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("one_machine", "times"), [(True, 2), (False, 1)])
+def test_replicas_on_several_machines_read_a_disk_that_they_share_once(pool, tmp_path, one_machine, times):
+    path, held, position = kept(pool, Case(fsdp=2), str(tmp_path), 2)
+    found = pool.run(2, HERE + "take", case=Case(dp=2), path=path, position=position, one_machine=one_machine)
+    assert all(equal(held, tensors) and at == position for tensors, at, _ in found)
+    size = sum(t.nbytes for tensors in held.values() for t in tensors.values())
+    assert sum(nbytes for *_, nbytes in found) == times * size
+
+
+@pytest.mark.dist
+def test_replicas_share_what_they_read_of_a_store(pool, tmp_path):
+    path, held, position = kept(pool, Case(dp=2), f"file://{tmp_path}", 2)
+    found = pool.run(2, HERE + "take", case=Case(dp=2), path=path, position=position)
+    assert all(equal(held, tensors) and at == position for tensors, at, _ in found)
+
+
+def test_without_replicas_there_is_nobody_to_share_with():
+    assert replicas(Grid.alone()) is None and state._one_machine(Grid.alone())
