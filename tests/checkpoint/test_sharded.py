@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.checkpoint.cases import layouts, meshes
 from tests.checkpoint.hand import tile_sums
 from tests.checkpoint.make import DTYPES, ranks_of, same, save_sharded, shares, tensor
-from tilth.checkpoint import begin_save, commit_save, open_checkpoint, save, state_layouts, write_part
+from tilth.checkpoint import Group, Saver, begin_save, commit_save, open_checkpoint, save, state_layouts
 from tilth.checkpoint.shards import views
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import Box, Layout, Mesh, Replicate, Shard
@@ -88,7 +88,7 @@ def test_one_rank_that_is_alone_writes_what_save_writes(tmp_path):
     path = save(tmp_path / "one", 1, {"model": whole}, {"a": 1})
     layouts = {name: Layout.single(value.shape) for name, value in whole.items()}
     folder = begin_save(tmp_path / "part", 1)
-    entry = write_part(folder, "model", "", whole, layouts, 0)
+    entry = Saver().write(folder, {"model": Group(whole, layouts)}, 0)[0].model_dump(mode="json")
     assert (folder / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["files"] == {"model.safetensors": entry["entry"]} and entry["file"] == "model.safetensors"
@@ -197,7 +197,7 @@ def test_a_real_optimizer_goes_from_one_process_to_four_and_back(tmp_path, name)
     for rank in range(4):
         mine = {n: torch.zeros_like(t) for n, t in shares(state, states, rank).items()}
         one.restore("optimizer", mine, states, rank)
-        parts.append(write_part(folder, "optimizer", str(rank), mine, states, rank))
+        parts += Saver().write(folder, {"optimizer": Group(mine, states)}, rank, str(rank))
     four = open_checkpoint(commit_save(folder, tmp_path / "four", 1, parts, {}, mesh))
     again = {n: torch.zeros_like(t) for n, t in state.items()}
     four.restore("optimizer", again)

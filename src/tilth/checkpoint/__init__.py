@@ -7,7 +7,7 @@ from tilth.checkpoint.read import Checkpoint, newest_valid, open_checkpoint
 from tilth.checkpoint.saver import Commit, Saver, Snapshot, abandon_save, begin_save, commit_save
 from tilth.checkpoint.shards import state_layouts
 from tilth.checkpoint.storage import Location
-from tilth.checkpoint.write import save, write_part
+from tilth.checkpoint.write import save
 
 __all__ = [
     "Checkpoint",
@@ -31,5 +31,4 @@ __all__ = [
     "read_best",
     "save",
     "state_layouts",
-    "write_part",
 ]

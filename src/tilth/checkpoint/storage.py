@@ -153,7 +153,8 @@ class Local:
         """As in ``Storage``. Large files go to the disk past the page cache, from memory that begins at a block.
 
         That takes an eighth of the processor's time and half of the time until it is durable (measured: 3.2 against
-        1.6 GB/s); the price is that the file is not in the cache for who reads it next.
+        1.6 GB/s). The price is that who reads it next on this machine finds it on the disk, not in the cache; asking
+        the kernel to fetch it would cost as much as having written it through the cache.
         """
         file = self.root / path
         with _Writer(file) as writer:

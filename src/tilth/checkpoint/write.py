@@ -1,4 +1,4 @@
-"""Saving in one process, which waits until everything is on disk; and one rank's part as a call of its own."""
+"""Saving in one process, which waits until everything is on disk."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,15 +35,3 @@ def save(root: Location, step: int, groups: Groups, objects: Mapping[str, Any], 
         abandon_save(folder)
         raise
     return commit_save(folder, root, step, reports, objects, layout, {name: (0,) for name in groups})
-
-
-def write_part(
-    folder: Location,
-    group: str,
-    part: str,
-    tensors: Mapping[str, Tensor],
-    layouts: Mapping[str, Layout],
-    rank: int,
-) -> dict[str, Any]:
-    """What one rank writes of one group, as ``Saver.write`` does; its report as JSON, for ``commit_save``."""
-    return Saver().write(folder, {group: Group(tensors, layouts)}, rank, part)[0].model_dump(mode="json")
