@@ -115,12 +115,13 @@ def test_shares_of_ranks_and_the_quarter_of_the_columns_have_the_same_checksums(
 @pytest.mark.slow
 @pytest.mark.dist
 def test_it_runs(tmp_path):
-    command = [sys.executable, str(SCRIPTS / "checkpoint.py"), "--mb", "2", "--ranks", "1,2", "--rounds", "1"]
+    command = [sys.executable, str(SCRIPTS / "checkpoint.py"), "--mb", "12", "--ranks", "2", "--rounds", "1"]
+    command += ["--methods", "tilth,DCP save,DCP process+,torch.save"]
     command += ["--step", "0.005", "--json", str(tmp_path / "rows.json"), "--folder", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", *sys.path])}
     done = subprocess.run(command, cwd=SCRIPTS.parent, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     made = json.loads((tmp_path / "rows.json").read_text())
-    assert len(made) == 14 and all(row["same"] for row in made)
+    assert len(made) == 4 and all(row["same"] for row in made)
     assert all(row["columns_same"] for row in made if row["method"] in ("tilth", "DCP save"))
     assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
