@@ -253,7 +253,7 @@ def test_a_step_without_any_reward_is_skipped_by_both(tmp_path):
 def test_a_kl_penalty_has_its_reference(tmp_path):
     records = read_metrics(tiny.run(recipe(tmp_path, algorithm={"kl_coef": 0.1})).directory)
     assert all(r["time/reference"] > 0 for r in records if r["phase"] == "ppo")
-    assert records[9]["kl_ref"] == pytest.approx(0, abs=1e-4) and records[12]["kl_ref"] > 0
+    assert records[9]["kl_ref"] == pytest.approx(0, abs=1e-3) and records[12]["kl_ref"] > 0
 
 
 # ---- what is refused ----

@@ -199,10 +199,11 @@ class Run:
             self.critic.begin(self.recipe.critic.lr, self._updates(phase, steps))
 
     def _go_on(self, phase: str, lr: float, steps: int) -> None:
-        """In the middle of a phase, with the learning rates and lengths that the recipe has now."""
-        self.policy.tune(lr, self._updates(phase, steps))
-        if phase in (VALUES, PPO):
-            self.critic.tune(self.recipe.critic.lr, self._updates(phase, steps))
+        """In the middle of a phase; with its own learning rates and lengths, where the recipe has others now."""
+        if self.directory.changes:
+            self.policy.tune(lr, self._updates(phase, steps))
+            if phase in (VALUES, PPO):
+                self.critic.tune(self.recipe.critic.lr, self._updates(phase, steps))
         self._publish_for(phase)
 
     def _updates(self, phase: str, steps: int) -> int:
