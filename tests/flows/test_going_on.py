@@ -1,0 +1,207 @@
+"""Going on after something has changed or broken: damage, other keys, a signal; an optimizer taken over."""
+
+import os
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from tests.flows import tiny
+from tests.flows.test_resume_exact import benchmark
+from tilth.api import run_recipe
+from tilth.checkpoint import latest, open_checkpoint
+from tilth.core.errors import CheckpointError, RecipeError
+from tilth.core.layout import Box
+from tilth.core.random import stream
+from tilth.data.prompts import load_source
+from tilth.flows.model import load_model
+from tilth.flows.readers import read_metrics, read_state, read_trajectories
+from tilth.flows.signals import Interrupted
+from tilth.models.hf import save_pretrained
+
+SAVING = {"save_every": 2, "keep": 9}
+
+
+def go(folder, *, stop=0, allow=(), fallback=False, watcher=None, **sections):
+    """The run of ``tiny`` in a folder; ``stop``: interrupted in that step. Its directory, and what it said."""
+
+    def interrupt(record):
+        if record["step"] == stop:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    watcher = watcher or tiny.Recorder(at_step=interrupt)
+    made = tiny.recipe(folder, **{"run": SAVING, **sections})
+    try:
+        run_recipe(made, name="tiny", observers=[watcher], reward=tiny.close_enough, allow=allow, fallback=fallback)
+    except Interrupted:
+        assert stop
+    return folder / "tiny-001", watcher.messages
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Without anything that happens: 12 steps."""
+    return go(tmp_path_factory.mktemp("whole"))[0]
+
+
+@pytest.fixture(scope="module")
+def part(tmp_path_factory):
+    """Stopped after the eighth step."""
+    return go(tmp_path_factory.mktemp("part"), stop=8)[0]
+
+
+@pytest.fixture
+def again(part, tmp_path):
+    """A copy of it, to go on with."""
+    shutil.copytree(part, tmp_path / part.name)
+    return tmp_path
+
+
+def flip(path):
+    """Turn a bit of the last tensor in a file."""
+    with open(path, "r+b") as file:
+        file.seek(-1, 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 2)
+        file.write(bytes([byte ^ 4]))
+
+
+# ---- damage ----
+
+
+def test_a_damaged_checkpoint_is_named_each_time_and_fallback_goes_on_from_the_one_before(again, whole):
+    kept = again / "tiny-001" / "checkpoints"
+    flip(latest(kept) / "optimizer.safetensors")
+    for _ in range(2):
+        with pytest.raises(
+            CheckpointError, match=r"tensor optimizer/\S+ is corrupt .*--fallback goes on from step-000006"
+        ):
+            go(again)
+    directory, said = go(again, fallback=True)
+    assert any("is corrupt in file optimizer.safetensors" in line and "put aside" in line for line in said)
+    assert "continuing after step 6" in said
+    shutil.rmtree(kept / "step-000008.damaged")  # kept to be looked at; step 8 was made anew
+    assert benchmark().differences(directory, whole) == []
+
+
+def test_fallback_changes_nothing_where_nothing_is_damaged(again, whole):
+    directory, said = go(again, fallback=True)
+    assert "continuing after step 8" in said and benchmark().differences(directory, whole) == []
+
+
+def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew(again):
+    for path in (again / "tiny-001" / "checkpoints").glob("step-*/model.safetensors"):
+        flip(path)
+    with pytest.raises(CheckpointError, match="no valid checkpoint"):
+        go(again, fallback=True)
+
+
+def test_another_runs_checkpoint_is_refused(again, tmp_path_factory):
+    other, _ = go(tmp_path_factory.mktemp("other"), seed=4, algorithm={"steps": 3})
+    newest = latest(other / "checkpoints")
+    shutil.copytree(newest, again / "tiny-001" / "checkpoints" / newest.name)
+    with pytest.raises(CheckpointError, match=r"step-000009 is not of this run: .*model\.path="):
+        go(again)
+
+
+# ---- other keys ----
+
+
+def test_more_steps_are_the_steps_of_a_run_that_was_asked_for_them(again, tmp_path_factory):
+    more = {"algorithm": {"steps": 8}}
+    wanted, _ = go(tmp_path_factory.mktemp("more"), **more)
+    directory, said = go(again, allow=["algorithm.steps"], **more)
+    assert any("it goes on changed, as allowed: algorithm.steps was 6 and is 8" in line for line in said)
+    assert tiny.weights(directory) == tiny.weights(wanted)
+    assert tiny.same([r["loss"] for r in read_metrics(directory)], [r["loss"] for r in read_metrics(wanted)])
+
+
+def test_a_learning_rate_that_is_allowed_to_change_takes_effect_at_once(again):
+    directory, _ = go(again, allow=["optimizer"], optimizer={"lr": 3e-3})
+    rates = [r["lr"] for r in read_metrics(directory) if r["phase"] == "grpo"]
+    assert rates == pytest.approx([1e-4] * 2 + [3e-3] * 4)
+
+
+def test_other_batch_sizes_leave_no_prompt_out_and_take_none_twice(again):
+    directory, _ = go(again, allow=["rollout"], rollout={"prompts": 9, "group": 2})
+    table = read_trajectories(directory).sort_by([("step", "ascending")]).to_pydict()
+    assert len(set(table["id"])) == len(table["id"])
+    seen = [prompt for _, prompt in dict.fromkeys(zip(table["group"], table["prompt"]))]
+    assert len(seen) == 2 * 6 + 4 * 9
+    recipe = tiny.recipe(again)
+    train, _ = load_source(recipe.data).split(recipe.data.holdout)
+    drawn = train.take(stream(recipe.seed, "prompts"), 0, len(seen))  # as one who never changed it draws them
+    assert drawn.tolist() == seen
+
+
+def test_without_being_allowed_it_is_another_run(again):
+    go(again, optimizer={"lr": 3e-3})
+    assert (
+        read_state(again / "tiny-002")["state"] == "finished" and read_state(again / "tiny-001")["state"] != "finished"
+    )
+
+
+# ---- a signal that does not wait ----
+
+
+def test_after_sigterm_the_run_ends_in_time_even_in_the_middle_of_a_step(tmp_path, whole):
+    def slow(record):
+        if record["step"] == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+
+    began = time.monotonic()
+    with pytest.raises(Interrupted, match=r"stopped 0\.3 s after SIGTERM \(run\.grace\)"):
+        run_recipe(
+            tiny.recipe(tmp_path, run={**SAVING, "grace": 0.3}),
+            name="tiny",
+            observers=[tiny.Recorder(at_step=slow)],
+            reward=tiny.close_enough,
+        )
+    assert time.monotonic() - began < 25
+    assert read_state(tmp_path / "tiny-001")["state"] == "interrupted"
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    directory, said = go(tmp_path)
+    assert "continuing after step 4" in said and benchmark().differences(directory, whole) == []
+
+
+# ---- an optimizer taken over ----
+
+
+def counts(directory):
+    """Steps that the optimizer's state has seen."""
+    kept = open_checkpoint(latest(directory / "checkpoints"))
+    return {int(kept.read("optimizer", name)) for name in kept.names("optimizer") if name.startswith("step.")}
+
+
+@pytest.mark.parametrize(("taken", "steps"), [(True, 7), (False, 1)])
+def test_a_run_begins_with_the_optimizer_of_the_one_before_where_it_is_asked_to(part, whole, tmp_path, taken, steps):
+    made = {"model": {"path": str(whole), "optimizer": taken}, "supervised": {"steps": 0}, "algorithm": {"steps": 1}}
+    assert counts(whole) == {6}
+    directory, _ = go(tmp_path, **made)
+    assert counts(directory) == {steps}
+
+
+def test_an_optimizer_that_is_not_there_or_another_one_is_told_before_the_run(whole, tmp_path):
+    path = {"path": str(whole), "optimizer": True}
+    with pytest.raises(RecipeError, match=r"optimizer\.name = muon and that of .* is adamw"):
+        go(tmp_path, model=path, optimizer={"name": "muon"})
+    loaded = load_model(whole)
+    save_pretrained(tmp_path / "hf", loaded.config, loaded.tensors, tokenizer=loaded.tokenizer)
+    with pytest.raises(RecipeError, match="is no run: it has none"):
+        go(tmp_path, model={**path, "path": str(tmp_path / "hf")})
+    with pytest.raises(RecipeError, match=r"model\.optimizer = true needs a run in model\.path"):
+        go(tmp_path, model={"optimizer": True})
+    assert not list(tmp_path.glob("tiny-*"))
+
+
+def test_what_is_read_of_another_runs_weights_is_what_it_saved(whole):
+    tensors, kept = load_model(whole).tensors, open_checkpoint(latest(whole / "checkpoints"))
+    for name in tensors:
+        full = kept.read("model", name)
+        box = Box(tuple(s // 2 for s in full.shape), tuple(s - s // 2 for s in full.shape))
+        assert torch.equal(tensors.part(name, box.slices), full[box.slices])
+        assert np.array_equal(tensors[name].numpy(), full.numpy())
