@@ -164,21 +164,21 @@ def rchar():
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    whole = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(1))
+    whole = torch.randn(256, 8192, generator=torch.Generator().manual_seed(1))
     return saved(tmp_path_factory.mktemp("wide"), {"x": whole}), whole
 
 
 @pytest.mark.parametrize(
     ("box", "share"),
     [
-        (Box((0, 512), (1024, 512)), 0.25),
-        (Box((0, 1536), (1024, 512)), 0.25),
-        (Box((256, 0), (256, 2048)), 0.25),
-        (Box((256, 512), (256, 512)), 1 / 16),
-        (Box((0, 0), (1024, 256)), 1 / 8),
-        (Box((0, 1), (1024, 1)), 1 / 8),  # a tile is read as a whole, else it could not be checked
-        (Box((1023, 0), (1, 2048)), 1 / 4),
-        (Box((0, 0), (1024, 2048)), 1.0),
+        (Box((0, 2048), (256, 2048)), 0.25),
+        (Box((0, 6144), (256, 2048)), 0.25),
+        (Box((64, 0), (64, 8192)), 0.25),
+        (Box((64, 2048), (64, 2048)), 1 / 16),
+        (Box((0, 0), (256, 1024)), 1 / 8),
+        (Box((0, 1), (256, 1)), 1 / 8),  # a tile is read as a whole, else it could not be checked
+        (Box((255, 0), (1, 8192)), 1 / 4),
+        (Box((0, 0), (256, 8192)), 1.0),
     ],
 )
 def test_a_part_costs_its_bytes(wide, box, share):
@@ -189,6 +189,20 @@ def test_a_part_costs_its_bytes(wide, box, share):
     assert same(part, whole[box.slices])
     assert checkpoint.bytes_read - before == share * whole.nbytes
     assert share * whole.nbytes <= asked <= share * whole.nbytes + 4096
+
+
+def test_columns_of_a_narrow_matrix_cost_their_bytes(tmp_path):
+    """Their rows are shorter than a page, and a map has them: the kernel counts nothing."""
+    whole = torch.randn(3000, 512, generator=torch.Generator().manual_seed(1))
+    checkpoint = saved(tmp_path, {"x": whole})
+    for box in (Box((0, 128), (3000, 128)), Box((0, 384), (3000, 128)), Box((1, 130), (2998, 100))):
+        before, asked = checkpoint.bytes_read, rchar()
+        assert same(checkpoint.read("g", "x", box), whole[box.slices])
+        assert checkpoint.bytes_read - before == whole.nbytes / 4 and rchar() - asked <= 4096
+    file = next(checkpoint.path.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - 4096)
+    with pytest.raises(CheckpointError, match=f"file .*{file.name}: the file ends before byte"):
+        checkpoint.read("g", "x", Box((0, 128), (3000, 128)))
 
 
 def test_ranks_that_split_what_one_process_saved_read_it_once_in_all(wide):
@@ -420,12 +434,12 @@ def test_a_store_is_asked_for_what_lies_between_rather_than_twice(wide):
     checkpoint, whole = wide
     checkpoint = open_checkpoint(checkpoint.path)
     far = far_away(checkpoint)
-    box = Box((0, 512), (1024, 512))
+    box = Box((0, 2048), (256, 2048))
     assert same(checkpoint.read("g", "x", box), whole[box.slices])
-    assert len(far.requests) == 1 and far.requests[0][2] == 1023 * 8192 + 2048 == checkpoint.bytes_read
+    assert len(far.requests) == 1 and far.requests[0][2] == 255 * 32768 + 8192 == checkpoint.bytes_read
     far = far_away(checkpoint, gap=4096)  # rows are further apart
-    assert same(checkpoint.read("g", "x", Box((0, 512), (256, 512))), whole[:256, 512:1024])
-    assert len(far.requests) == 256 and {size for *_, size in far.requests} == {2048}
+    assert same(checkpoint.read("g", "x", Box((0, 2048), (128, 2048))), whole[:128, 2048:4096])
+    assert len(far.requests) == 128 and {size for *_, size in far.requests} == {8192}
 
 
 def test_files_of_a_store_are_read_ahead(tmp_path):

@@ -48,6 +48,26 @@ def test_what_is_written_is_read(storage):
             opened.read_into(3001, memoryview(into))
 
 
+@pytest.mark.parametrize(
+    ("offset", "stride", "nbytes", "rows"),
+    [(3, 7, 3, 900), (0, 512, 512, 9), (1, 4097, 4095, 20), (5, 5000, 4096, 17), (2, 9000, 5000, 4), (90000, 9, 9, 1)],
+)
+def test_rows_are_ranges_one_after_another(storage, offset, stride, nbytes, rows):
+    data = bytes(aligned(100_000))
+    storage.begin("step")
+    storage.write("step/data", [memoryview(data)])
+    into = bytearray(rows * nbytes)
+    with storage.ranges("step/data") as opened:
+        for count in (rows, (rows + 1) // 2):  # the second time what is there is used again
+            opened.read_rows(offset, stride, nbytes, memoryview(into)[: count * nbytes])
+        assert opened.bytes_read == (rows + (rows + 1) // 2) * nbytes
+        wanted = [data[at : at + nbytes] for at in range(offset, offset + rows * stride, stride)]
+        assert into == b"".join(wanted)
+        with pytest.raises(OSError, match="the file ends") as caught:
+            opened.read_rows(100_000 - (rows - 1) * stride - nbytes + 1, stride, nbytes, memoryview(into))
+        assert caught.value.errno == errno.ENODATA
+
+
 def test_what_is_not_there(storage):
     assert storage.names() == [] == storage.names("none") and storage.size("none") is None
     storage.remove("none")

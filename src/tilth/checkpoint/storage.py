@@ -39,6 +39,12 @@ class Ranges(Protocol):
         """Fill ``into``, bytes, with what is in the file from ``offset`` on."""
         ...
 
+    def read_rows(self, offset: int, stride: int, nbytes: int, into: memoryview) -> None:
+        """Fill ``into`` with ranges of so many bytes, one after another, which begin ``stride`` bytes apart."""
+        for at in range(0, len(into), nbytes):
+            self.read_into(offset, into[at : at + nbytes])
+            offset += stride
+
     def __enter__(self) -> "Ranges": ...
 
     def __exit__(
@@ -209,10 +215,11 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-class _LocalRanges:
+class _LocalRanges(Ranges):
     def __init__(self, path: Path) -> None:
         self.path, self.bytes_read = path, 0
         self._descriptor = os.open(path, os.O_RDONLY)
+        self._map: mmap.mmap | None = None
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """As in ``Ranges``."""
@@ -223,11 +230,40 @@ class _LocalRanges:
                 raise OSError(errno.ENODATA, f"the file ends at byte {offset}", str(self.path))
             into, offset = into[count:], offset + count
 
+    def read_rows(self, offset: int, stride: int, nbytes: int, into: memoryview) -> None:
+        """As in ``Ranges``. Rows shorter than a page are copied from a map of the file, all at once.
+
+        With a call to the system for each row of 1 KiB that takes nine times as long; the longer the rows, the less is
+        gained, and the disk reads whole pages anyway. Nothing else is mapped, since a disk that fails behind a map
+        kills the process (SIGBUS) instead of raising OSError. So would a file that is cut short: its size is looked at
+        just before.
+        """
+        rows = len(into) // nbytes
+        end = offset + (rows - 1) * stride + nbytes
+        if nbytes >= BLOCK or rows < 2:
+            super().read_rows(offset, stride, nbytes, into)
+            return
+        if os.fstat(self._descriptor).st_size < end:
+            raise OSError(errno.ENODATA, f"the file ends before byte {end}", str(self.path))
+        self._map = self._map or mmap.mmap(self._descriptor, 0, prot=mmap.PROT_READ)
+        _copy_rows(self._map, offset, stride, into, (rows, nbytes))
+        self.bytes_read += len(into)
+
     def __enter__(self) -> "_LocalRanges":
         return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
+        if self._map is not None:
+            self._map.close()
+
+
+def _copy_rows(source: mmap.mmap, offset: int, stride: int, into: memoryview, shape: tuple[int, int]) -> None:
+    """Rows of so many bytes, ``stride`` bytes apart; shape: of ``into``, [rows, bytes]."""
+    import numpy as np
+
+    found = np.ndarray(shape, np.uint8, buffer=source, offset=offset, strides=(stride, 1))
+    np.copyto(np.frombuffer(into, np.uint8).reshape(shape), found)
 
 
 class _Writer:
@@ -384,7 +420,7 @@ class Remote:
         self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
 
 
-class _RemoteRanges:
+class _RemoteRanges(Ranges):
     def __init__(self, files: Any, path: str) -> None:
         self._files, self.path, self.bytes_read = files, path, 0
 

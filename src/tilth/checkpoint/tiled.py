@@ -429,10 +429,7 @@ class _Near:
         into[:] = self._data[offset - start : offset - start + len(into)]
 
     def read_rows(self, offset: int, stride: int, nbytes: int, into: memoryview) -> None:
-        read = self._ranges.read_into  # rows are as many as a tensor has: no detour
-        for at in range(0, len(into), nbytes):
-            read(offset, into[at : at + nbytes])
-            offset += stride
+        self._ranges.read_rows(offset, stride, nbytes, into)
 
 
 _NONE = (1 << 63, 1 << 63)
