@@ -1,5 +1,6 @@
 """A snapshot is of the moment of ``start``, whatever becomes of the tensors; the rest happens in threads."""
 
+import errno
 import json
 import threading
 import time
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.hand import tile_sums, write
 from tests.checkpoint.make import DTYPES, group_of, groups, same, tensor
-from tilth.checkpoint import Commit, Group, Saver, begin_save, image, latest, open_checkpoint, saver, stages
+from tilth.checkpoint import Commit, Group, Saver, begin_save, image, latest, open_checkpoint, save, saver, stages
 from tilth.checkpoint.image import tile_checksums
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Layout, Mesh, Replicate, Shard
@@ -323,7 +324,55 @@ def test_looks_become_rare(tmp_path, monkeypatch):
     commit = Commit(begin_save(tmp_path, 1), tmp_path, 1, {"g": (0,)}, {})
     time.sleep(0.5)
     commit.cancel()
-    assert 2 <= len(looks) <= 12
+    assert 2 <= len(looks) <= 40  # 10 in the first 0.05 s, then each a tenth later
+
+
+def test_a_look_is_at_most_a_tenth_late(tmp_path, monkeypatch):
+    now, pauses = [100.0], []
+
+    class Clock:
+        perf_counter = staticmethod(lambda: now[0])
+
+    class Cancelled(threading.Event):
+        def wait(self, timeout=None):
+            pauses.append((now[0] - 100, timeout))
+            now[0] += timeout
+            return now[0] > 105
+
+    monkeypatch.setattr(saver, "time", Clock)
+    monkeypatch.setattr(saver, "Event", Cancelled)
+    with pytest.raises(StorageError, match="no report of"):
+        Commit(begin_save(tmp_path, 1), tmp_path, 1, {"g": (0,)}, {}).wait(20)
+    assert all(pause == pytest.approx(min(max(passed / 10, 0.005), 0.1)) for passed, pause in pauses)
+    assert pauses[0] == (0, 0.005) and pauses[-1][1] == 0.1
+
+
+def large():
+    """A file that is hashed while it is written."""
+    return {"w": torch.arange((5 << 20) + 3, dtype=torch.int32).view(-1, 1), "s": torch.arange(9.0)}
+
+
+def test_a_large_file_is_hashed_while_it_is_written(tmp_path, monkeypatch):
+    """Neither waits for the other: both wait here until both have begun."""
+    met = threading.Barrier(2, timeout=20)
+    monkeypatch.setattr(stages, "stage", lambda name, path: met.wait() if name in ("checksum", "sync") else None)
+    path = save(tmp_path, 1, {"g": large()}, {})
+    checkpoint = open_checkpoint(path)
+    checkpoint.verify()
+    assert all(same(checkpoint.read("g", n), t) for n, t in large().items())
+
+
+@pytest.mark.parametrize("stage", ["checksum", "write"])
+def test_a_large_file_of_which_one_half_fails(tmp_path, monkeypatch, stage):
+    def fail(name, path):
+        if name == stage:
+            raise OSError(errno.EIO, "no luck")
+
+    before = threading.active_count()
+    monkeypatch.setattr(stages, "stage", fail)
+    with pytest.raises(StorageError, match=rf"g\.safetensors, stage {stage} of rank 0: no luck"):
+        save(tmp_path, 1, {"g": large()}, {})
+    assert threading.active_count() == before and not list(tmp_path.iterdir())
 
 
 # ---- from a device ----

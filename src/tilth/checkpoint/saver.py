@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tilth.checkpoint.directory import Attempt, complete, step_of
 from tilth.checkpoint.image import Buffer, Group, Image, Part, specs_of
-from tilth.checkpoint.manifest import Report, assemble, parse_report, raise_problems, report_of
+from tilth.checkpoint.manifest import FileEntry, Report, assemble, parse_report, raise_problems, report_of
 from tilth.checkpoint.read import damaged_files
 from tilth.checkpoint.stages import StageError, failed, staged
 from tilth.checkpoint.storage import Location, join, storage_of
@@ -27,6 +27,8 @@ from tilth.trace.spans import span
 
 _FAILED = "failed."
 _SOONEST, _LATEST = 0.005, 0.1  # seconds between two looks at the reports
+_PATIENCE = 0.1  # between those bounds so much of the time that has passed: later than that is no save seen
+_LARGE = 4 << 20  # bytes from which on a thread more is worth it
 
 
 class Snapshot(NamedTuple):
@@ -176,14 +178,34 @@ def _write_image(attempt: Attempt, image: Image, rank: int, part: str) -> Report
     group, file, entry = image.part.group, "", None
     if image.part.pieces:
         file = attempt.file(group, part)
-        with staged("checksum", f"{attempt.root}/{attempt.folder}/{file}", len(image.data)):
-            entry = image.entry()
-        attempt.storage.write(f"{attempt.folder}/{file}", image.chunks())
+        entry = _write_file(attempt, image, f"{attempt.folder}/{file}")
     report = report_of(attempt.name, group, rank, image.part.plan, file, entry)
     path = f"{attempt.reports}/{_report_name(group, rank)}"
     with staged("report", f"{attempt.root}/{path}"):
         attempt.storage.put(path, report.model_dump_json().encode(), durable=False)
     return report
+
+
+def _write_file(attempt: Attempt, image: Image, path: str) -> FileEntry:
+    """Checksums and writes; of a large file at the same time, since a disk that writes leaves the processor alone."""
+    checksum = partial(_checksum, image, f"{attempt.root}/{path}")
+    if len(image.data) < _LARGE:
+        entry: FileEntry = checksum()
+        attempt.storage.write(path, image.chunks())
+        return entry
+    hashing = _Background(checksum, "tilth-checksum")
+    hashing.start()
+    try:
+        attempt.storage.write(path, image.chunks())
+    finally:
+        hashing.join()
+    entry = hashing.result()
+    return entry
+
+
+def _checksum(image: Image, place: str) -> FileEntry:
+    with staged("checksum", place, len(image.data)):
+        return image.entry()
 
 
 def _report_name(group: str, rank: int) -> str:
@@ -353,16 +375,16 @@ class Commit:
         """All of them, when they are there. Raises what a rank reports that failed."""
         wanted = {_report_name(group, rank) for group, ranks in self._groups.items() for rank in ranks}
         found: dict[str, Report] = {}
-        pause = _SOONEST
+        begun = time.perf_counter()
         with _told(self._attempt):
             while True:
                 found |= self._new_reports(wanted - found.keys())
                 if len(found) == len(wanted):
                     return list(found.values())
-                if self._cancelled.wait(pause):
+                passed = time.perf_counter() - begun
+                if self._cancelled.wait(min(max(_PATIENCE * passed, _SOONEST), _LATEST)):
                     found |= self._new_reports(wanted - found.keys())
                     raise StorageError(self._missing(sorted(wanted - found.keys())))
-                pause = min(2 * pause, _LATEST)
 
     def _new_reports(self, wanted: set[str]) -> dict[str, Report]:
         storage, folder = self._attempt.storage, self._attempt.reports
