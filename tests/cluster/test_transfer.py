@@ -19,13 +19,13 @@ from tilth.roles.reward_pool import Outcome
 from tilth.roles.rollout import RolloutWorker, ask
 
 ROLES = (PolicyWorker, CriticWorker, ReferenceWorker, RecorderWorker, RewardWorker, RolloutWorker, RelayWorker)
-LOCAL = {"weights", "receive", "live"}
+LOCAL = {"weights", "receive", "live", "groups"}
 """Methods that a role keeps to its own process."""
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_every_public_method_of_a_role_says_how_it_is_split_and_gathered(role):
-    public = {n: m for n, m in vars(role).items() if inspect.isfunction(m) and not n.startswith("_")}
+    public = {n: m for n, m in inspect.getmembers(role, inspect.isfunction) if not n.startswith("_")}
     assert {n for n, m in public.items() if transfer_of(m) is None} <= LOCAL
     for method in (m for m in public.values() if transfer_of(m)):
         found = transfer_of(method)

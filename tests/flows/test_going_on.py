@@ -137,13 +137,6 @@ def test_other_batch_sizes_leave_no_prompt_out_and_take_none_twice(again):
     assert drawn.tolist() == seen
 
 
-def test_without_being_allowed_it_is_another_run(again):
-    go(again, optimizer={"lr": 3e-3})
-    assert (
-        read_state(again / "tiny-002")["state"] == "finished" and read_state(again / "tiny-001")["state"] != "finished"
-    )
-
-
 # ---- a signal that does not wait ----
 
 
