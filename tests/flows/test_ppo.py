@@ -303,7 +303,7 @@ def assert_same_run(folder, whole):
     [
         ("critic", 5),  # half way through the second step of value pre-training
         pytest.param("critic", 19, marks=pytest.mark.slow),  # between the critic's and the policy's update, PPO's 2nd
-        ("training", 33),  # in an optimizer step of the second step of PPO
+        pytest.param("training", 33, marks=pytest.mark.slow),  # in an optimizer step of PPO's second step
         pytest.param("writing", 5, marks=pytest.mark.slow),
     ],
 )
