@@ -1,6 +1,7 @@
 """Saving and loading a model with its optimizer state, beside torch.distributed.checkpoint and torch.save.
 
     python benchmarks/checkpoint.py [--quick] [--json PATH] [--ranks 1,2,4] [--mb 50,500,4000] [--folder DIR]
+        [--methods "tilth,DCP save"] [--rounds 3] [--step 0.2]
 
 Weights of a decoder and Adam's moments, so many megabytes in all, divided by fsdp over processes of this machine, one
 thread each. The distributed checkpoint is set as it is best at saving again and again (``checkpoint_methods.py``).
@@ -182,16 +183,16 @@ def goals(found: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="50 MB on 1 and 2 ranks, 2 repeats of short steps")
+    parser.add_argument("--quick", action="store_true", help="50 MB on 1 and 2 ranks, one repeat of short steps")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ranks", default="")
     parser.add_argument("--mb", default="")
     parser.add_argument("--folder", type=Path, help="where to write; default: the temporary directory")
-    parser.add_argument("--rounds", type=int, default=0, help="repeats; default 3")
-    parser.add_argument("--step", type=float, default=0.0, help="seconds of a step; default 0.2")
+    parser.add_argument("--rounds", type=int, default=0, help="repeats; default 3, with --quick 1")
+    parser.add_argument("--step", type=float, default=0.0, help="seconds of a step; default 0.2, with --quick 0.05")
     parser.add_argument("--methods", default="", help="default all; with --quick without those of +")
     options = parser.parse_args()
-    options.rounds = options.rounds or (2 if options.quick else 3)
+    options.rounds = options.rounds or (1 if options.quick else 3)
     options.methods = options.methods or ",".join(QUICK if options.quick else METHODS)
     options.step = options.step or (0.05 if options.quick else 0.2)
     found, sizes = list[Row](), options.mb or ("50" if options.quick else "50,500,4000")
