@@ -118,7 +118,9 @@ def test_killed_while_pruning(tmp_path, monkeypatch):
         assert [p.name for p in root.iterdir()] == ["step-000004"]
 
 
-@pytest.mark.parametrize("code", ["ENOSPC", "EROFS", "EACCES"])
+@pytest.mark.parametrize(
+    "code", ["ENOSPC", pytest.param("EROFS", marks=pytest.mark.slow), pytest.param("EACCES", marks=pytest.mark.slow)]
+)
 def test_a_failing_call_is_a_storage_error(tmp_path, monkeypatch, code):
     def fail(name):
         raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)), str(tmp_path / name))

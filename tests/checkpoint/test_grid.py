@@ -190,6 +190,7 @@ def test_every_layout_into_every_other(grid, save):
         grid(save, load)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_what_four_processes_trained_goes_on_in_two_and_in_one(pool, tmp_path):
     """The same with everything real: an engine's weights, moments and averages, saved by fsdp 4, read as tp 2."""
