@@ -287,8 +287,9 @@ def test_dump_states_every_key_and_is_a_recipe_file(tmp_path):
 def test_digest_ignores_only_where_the_run_is_kept():
     base = load_recipe("addition-grpo")
     kept = ["run.dir=elsewhere", "run.name=x", "run.keep=3", "run.save_every=7", "run.save_minutes=1", "run.grace=9"]
+    kept.append("run.checkpoints=elsewhere")
     assert digest(base) == digest(load_recipe("addition-grpo", kept))
-    others = ["seed=1", "run.checkpoints=elsewhere", "optimizer.lr=1e-3", "rollout.stop=['a']", "model.tied=false"]
+    others = ["seed=1", "run.eval_every=3", "optimizer.lr=1e-3", "rollout.stop=['a']", "model.tied=false"]
     digests = {digest(load_recipe("addition-grpo", [o])) for o in others}
     assert len(digests | {digest(base)}) == len(others) + 1
     assert len(digest(base)) == 16
@@ -393,3 +394,5 @@ def test_what_may_differ_is_named_by_a_key_a_section_or_a_part_of_a_name():
     check_allowed(["algorithm.steps", "policy.layout", "policy.layout.fsdp", "cluster", "data"])
     with pytest.raises(RecipeError, match=r"--allow algorithm.step: no such .* did you mean algorithm.steps"):
         check_allowed(["seed", "algorithm.step"])
+    with pytest.raises(RecipeError, match=r"--allow '': no such key or section; sections are model, data"):
+        check_allowed([""])

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.flows import tiny
+from tilth.config.load import dump_toml
 from tilth.core.errors import RecipeError
 from tilth.flows.continuing import Identity, claim, find
 from tilth.flows.readers import checkpoints_of, read_state
@@ -71,14 +72,25 @@ def test_a_named_run_says_which_keys_would_have_to_be_allowed(tmp_path):
     who(tmp_path, "seed", "optimizer", **changed).check_name()
     with pytest.raises(RecipeError, match="its data, reward or template is another one"):
         who(tmp_path, "seed", inputs="data2", run={"name": "mine"}).check_name()
+    (tmp_path / "mine" / "recipe.toml").write_text(dump_toml(who(tmp_path, **changed).recipe))  # as a kill may leave it
+    with pytest.raises(RecipeError, match="it has gone on with other keys since"):
+        who(tmp_path, **changed).check_name()
 
 
-def test_a_finished_run_is_not_gone_on_with_whatever_is_allowed(tmp_path):
+def test_a_finished_run_goes_on_only_if_it_is_named_and_something_may_change(tmp_path):
     with RunDir.create(tiny.recipe(tmp_path, run={"name": "mine"}), "demo") as run:
         run.end("finished")
-    with pytest.raises(RecipeError, match="is finished; choose another name"):
-        Identity(tiny.recipe(tmp_path, seed=9, run={"name": "mine"}), allow=("seed",)).check_name()
-    assert find(who(tmp_path, "seed", "data", seed=9), "demo") is None
+    same = Identity(tiny.recipe(tmp_path, run={"name": "mine"}))
+    with pytest.raises(RecipeError, match="is finished; choose another name, or make it longer"):
+        same.check_name()
+    with pytest.raises(RecipeError, match="is finished or another run"):
+        claim(same, "demo")
+    longer = Identity(tiny.recipe(tmp_path, algorithm={"steps": 9}, run={"name": "mine"}), allow=("algorithm.steps",))
+    longer.check_name()
+    path, lock = claim(longer, "demo")
+    lock.release()
+    assert path == tmp_path / "mine"
+    assert find(who(tmp_path, "seed", "data", seed=9), "demo") is None  # without its name a new one is begun
 
 
 def test_a_run_remembers_as_what_it_went_on(tmp_path):
@@ -86,6 +98,8 @@ def test_a_run_remembers_as_what_it_went_on(tmp_path):
     first = read_state(path)["digest"]
     with RunDir.create(tiny.recipe(tmp_path, seed=9), "demo", "data1", ("seed",)) as run:
         assert run.path == path and run.resumed and run.changes == {"seed": "seed was 3 and is 9"}
+        assert read_state(path)["digest"] == first  # not before it could be gone on with
+        run.accept()
         assert run.digests == [first, run.digest] and run.digest != first
     state = read_state(path)
     assert state["digest"] == run.digest and state["attempts"][-1]["changed"] == ["seed was 3 and is 9"]
@@ -113,3 +127,14 @@ def test_checkpoints_elsewhere_have_a_place_of_their_own(tmp_path):
     own = begun(tmp_path / "d")
     moved = own.rename(tmp_path / "moved")
     assert checkpoints_of(moved) == str(moved / "checkpoints")
+
+
+def test_checkpoints_stay_where_they_are_once_there_may_be_some(tmp_path):
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    path = begun(tmp_path / "runs", run={"checkpoints": first})
+    place = checkpoints_of(path)
+    with RunDir.create(tiny.recipe(tmp_path / "runs", run={"checkpoints": second}), "demo", "data1") as run:
+        assert run.path == path and run.checkpoints.startswith(second)  # nothing has been saved yet
+        run.update(saved=4)
+    with RunDir.create(tiny.recipe(tmp_path / "runs", run={"checkpoints": first}), "demo", "data1") as run:
+        assert run.path == path and run.checkpoints.startswith(second) and run.checkpoints != place

@@ -103,8 +103,30 @@ def test_another_runs_checkpoint_is_refused(again, tmp_path_factory):
     other, _ = go(tmp_path_factory.mktemp("other"), seed=4, algorithm={"steps": 3})
     newest = latest(other / "checkpoints")
     shutil.copytree(newest, again / "tiny-001" / "checkpoints" / newest.name)
-    with pytest.raises(CheckpointError, match=r"step-000009 is not of this run: .*model\.path="):
+    with pytest.raises(CheckpointError, match=r"step-000009 is not of this run: .*--fallback goes on from step-000008"):
         go(again)
+    _, said = go(again, fallback=True)
+    assert "continuing after step 8" in said and any("is not of this run" in line for line in said)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(again):
+    kept, metrics = again / "tiny-001" / "checkpoints", (again / "tiny-001" / "metrics.jsonl").read_bytes()
+    kept.rename(again / "unmounted")
+    for fallback in (False, True):
+        with pytest.raises(
+            CheckpointError, match=r"no valid checkpoint in .* saved one of step 8 there: is its disk mounted"
+        ):
+            go(again, fallback=fallback)
+    assert (again / "tiny-001" / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_newest_checkpoint_without_its_manifest_is_missed(again, whole):
+    (latest(again / "tiny-001" / "checkpoints") / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-000006, but this run saved one of step 8 .*--fallback goes on"):
+        go(again)
+    directory, said = go(again, fallback=True)
+    assert "continuing after step 6" in said and any("saved one of step 8" in line for line in said)
+    assert benchmark().differences(directory, whole) == []
 
 
 # ---- other keys ----
@@ -114,7 +136,7 @@ def test_more_steps_are_the_steps_of_a_run_that_was_asked_for_them(again, tmp_pa
     more = {"algorithm": {"steps": 8}}
     wanted, _ = go(tmp_path_factory.mktemp("more"), **more)
     directory, said = go(again, allow=["algorithm.steps"], **more)
-    assert any("it goes on changed, as allowed: algorithm.steps was 6 and is 8" in line for line in said)
+    assert any(line.startswith("it goes on changed") and "algorithm.steps was 6 and is 8" in line for line in said)
     assert tiny.weights(directory) == tiny.weights(wanted)
     assert tiny.same([r["loss"] for r in read_metrics(directory)], [r["loss"] for r in read_metrics(wanted)])
 
@@ -123,6 +145,40 @@ def test_a_learning_rate_that_is_allowed_to_change_takes_effect_at_once(again):
     directory, _ = go(again, allow=["optimizer"], optimizer={"lr": 3e-3})
     rates = [r["lr"] for r in read_metrics(directory) if r["phase"] == "grpo"]
     assert rates == pytest.approx([1e-4] * 2 + [3e-3] * 4)
+
+
+def test_what_was_allowed_holds_also_if_the_run_is_killed_before_it_is_saved(again):
+    def fall(record):
+        if record["step"] == 9:  # a step before the next checkpoint
+            raise MemoryError("of the test")
+
+    with pytest.raises(MemoryError):
+        go(again, allow=["optimizer"], optimizer={"lr": 3e-3}, watcher=tiny.Recorder(at_step=fall))
+    directory, said = go(again, optimizer={"lr": 3e-3})
+    assert "continuing after step 8" in said
+    rates = [r["lr"] for r in read_metrics(directory) if r["phase"] == "grpo"]
+    assert rates == pytest.approx([1e-4] * 2 + [3e-3] * 4)
+
+
+def test_a_change_that_cannot_be_gone_on_with_leaves_the_run_as_it_was(again, whole):
+    with pytest.raises(CheckpointError) as caught:
+        go(again, allow=["model"], model={"layers": 3})
+    assert "is missing" in str(caught.value) and "fallback" not in str(caught.value)
+    directory, _ = go(again)
+    assert benchmark().differences(directory, whole) == []
+
+
+def test_what_is_watched_may_be_allowed_to_change(again):
+    directory, _ = go(again, allow=["train"], train={"watch": ["noise_scale"], "micro_tokens": 64})
+    assert read_state(directory)["state"] == "finished"
+
+
+def test_a_finished_run_goes_on_longer(tmp_path, tmp_path_factory):
+    named, more = {"run": {**SAVING, "name": "tiny-001"}}, {"algorithm": {"steps": 8}}
+    wanted, _ = go(tmp_path_factory.mktemp("longer"), **more)
+    go(tmp_path, **named)
+    directory, said = go(tmp_path, allow=["algorithm.steps"], **named, **more)
+    assert "continuing after step 12" in said and tiny.weights(directory) == tiny.weights(wanted)
 
 
 def test_other_batch_sizes_leave_no_prompt_out_and_take_none_twice(again):

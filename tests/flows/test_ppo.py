@@ -315,15 +315,19 @@ def test_killed_at_a_point_and_resumed(tmp_path, whole, point, call):
     assert_same_run(tmp_path, whole)
 
 
+FALLING = {"optimizer": {"schedule": "linear"}}
+"""Rates that the position decides."""
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """A run that was stopped in the phase ppo, to go on, and the weights of its critic had it not been."""
     folder = tmp_path_factory.mktemp("stopped")
     stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 11 else None)
     with pytest.raises(Interrupted):
-        tiny.run(recipe(folder / "part"), observers=[stop])
+        tiny.run(recipe(folder / "part", **FALLING), observers=[stop])
     shutil.copytree(folder / "part", folder / "whole")
-    return folder / "part", checkpoint(tiny.run(recipe(folder / "whole")).directory, "critic")
+    return folder / "part", checkpoint(tiny.run(recipe(folder / "whole", **FALLING)).directory, "critic")
 
 
 @pytest.mark.parametrize("forgotten", ["nothing", "critic", "critic_optimizer", "position"])
@@ -342,9 +346,9 @@ def test_what_a_resume_could_forget_would_be_seen(tmp_path, stopped, monkeypatch
         for tensor in tensors.get(forgotten, {}).values():
             tensor.detach().zero_()
         if forgotten == "position":
-            engine.peak_lr = 0.0
+            engine.steps = 0
 
     monkeypatch.setattr(launch, "_load", forgets)
     shutil.copytree(part, tmp_path / "runs")
-    directory = tiny.run(recipe(tmp_path / "runs")).directory
+    directory = tiny.run(recipe(tmp_path / "runs", **FALLING)).directory
     assert equal(checkpoint(directory, "critic"), whole) == (forgotten == "nothing")

@@ -52,7 +52,9 @@ def made(tmp_path):
     def make(**run):
         keeper, said, noted = Keeper(), [], []
         recipe = tiny.recipe(tmp_path, run=run)
-        directory = SimpleNamespace(checkpoints=str(tmp_path / "kept"), update=lambda best: noted.append(best))
+        directory = SimpleNamespace(
+            checkpoints=str(tmp_path / "kept"), update=lambda **what: noted.append(what), log=said.append
+        )
         return Saving(recipe, directory, {"policy": keeper}, Metrics(), said.append), keeper, said
 
     return make
@@ -118,6 +120,7 @@ def test_failures_are_told_and_too_many_in_a_row_stop_the_run(made, tmp_path):
     save(one, 6)
     with pytest.raises(StorageError, match="full"):
         save(one, 7)
+    assert said[-1] == "the checkpoint of step 7 failed, 3 in a row: full"
     assert steps(tmp_path / "kept") == [1, 4] or steps(tmp_path / "kept") == [4]
     assert one.metrics.values()["save/failed"] == 5.0
 
@@ -127,7 +130,7 @@ def test_with_no_failure_allowed_the_first_one_stops_the_run(made):
     keeper.refuse = ["full"]
     with pytest.raises(StorageError, match="full"):
         save(one, 1)
-    assert not said
+    assert said == ["the checkpoint of step 1 failed, 1 in a row: full"]
 
 
 @pytest.mark.parametrize("stage", ["checksum", "write", "sync", "report", "manifest", "publish"])
@@ -173,3 +176,16 @@ def test_a_run_that_ends_in_an_error_leaves_no_half_of_a_checkpoint(made, tmp_pa
     one.give_up()
     left = [path.name for path in (tmp_path / "kept").iterdir() if path.name.startswith("step-")]
     assert "step-000001" in left and latest(tmp_path / "kept").name in left
+
+
+def test_retention_that_fails_is_told_and_the_checkpoint_counts(made, tmp_path, monkeypatch):
+    def fails(name, path):
+        if name == "retention":
+            raise OSError(errno.EACCES, "Permission denied", path)
+
+    one, _, said = made(save_failures=0)
+    monkeypatch.setattr(stages, "stage", fails)
+    save(one, 3)
+    one.finish()
+    assert one.failed == 0 and "which is complete" in said[0] and "Permission denied" in said[0]
+    assert latest(tmp_path / "kept").name == "step-000003"

@@ -54,16 +54,20 @@ def _open(path: Location) -> "Checkpoint":
     return Checkpoint(path, storage, manifest)
 
 
-def newest_valid(root: Location, say: Callable[[str], None]) -> "Checkpoint":
+def newest_valid(
+    root: Location, say: Callable[[str], None], check: Callable[["Checkpoint"], None] = lambda checkpoint: None
+) -> "Checkpoint":
     """The newest checkpoint under ``root`` of which every byte is what was saved.
 
-    A newer one that fails is put aside (``quarantine``), so that it is never taken again, and told to ``say`` with file
-    and tensor. CheckpointError if none is left; StorageError, and nothing put aside, if the store itself fails.
+    check: raises CheckpointError for one that is not wanted for another reason. A newer one that fails is put aside
+    (``quarantine``), so that it is never taken again, and told to ``say`` with file and tensor. CheckpointError if none
+    is left; StorageError, and nothing put aside, if the store itself fails.
     """
     for path in reversed(complete(root)):
         try:
             checkpoint = open_checkpoint(path)
             checkpoint.verify()
+            check(checkpoint)
         except CheckpointError as error:
             aside = quarantine(path, str(error))
             say(f"{error}; it is put aside" + (f" as {aside}" if aside != path else ""))

@@ -110,16 +110,24 @@ def dump_toml(recipe: Recipe) -> str:
     return "\n".join(lines) + "\n"
 
 
-_SAVING = ("save_every", "save_minutes", "save_background", "save_failures", "grace", "keep", "keep_every")
+_SAVING = (
+    "save_every",
+    "save_minutes",
+    "save_background",
+    "save_failures",
+    "grace",
+    "checkpoints",
+    "keep",
+    "keep_every",
+)
 _SAME_WORK = {"run": ("dir", "name", "track", *_SAVING), "cluster": ("timeout", "address")}
 
 
 def digest(recipe: Recipe) -> str:
     """16 hex digits that differ where two recipes ask for different work; where it is kept does not count.
 
-    Nor does how often it is saved, how long a call may take and which Ray cluster it runs on. Where checkpoints are
-    does: elsewhere there are none to go on from. So does the division over workers: the last bits of a sum depend on
-    it.
+    Nor does how often and where it is saved, how long a call may take and which Ray cluster it runs on. The division
+    over workers does: the last bits of a sum depend on it.
     """
     return hashlib.blake2b(json.dumps(_work(recipe), sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -136,7 +144,9 @@ def check_allowed(names: Iterable[str]) -> None:
     known = {".".join(path[: i + 1]) for path in (name.split(".") for name in all_names()) for i in range(len(path))}
     for name in names:
         if name not in known:
-            raise RecipeError(f"--allow {name}: no such key or section; {_nearest(name, known, all_names())}")
+            near = difflib.get_close_matches(name, known, 1, 0.6)
+            hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(sections())}"
+            raise RecipeError(f"--allow {name or repr(name)}: no such key or section; {hint}")
 
 
 def _work(recipe: Recipe) -> dict[str, Any]:

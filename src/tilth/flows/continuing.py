@@ -73,12 +73,12 @@ class Identity:
             refused = {key: words for key, words in changes.items() if not self._allowed(key)}
             if refused or not changes:
                 raise RecipeError(_another(name, path, refused))
-        if state["state"] == "finished":
-            raise RecipeError(f"{name} is finished; choose another name")
+        elif state["state"] == "finished":
+            raise RecipeError(f"{name} is finished; choose another name, or make it longer (--allow algorithm.steps)")
 
 
 def _another(name: str, path: Path, refused: dict[str, str]) -> str:
-    what = "; ".join(list(refused.values())[:3]) or "its data, reward or template is another one"
+    what = "; ".join(list(refused.values())[:3]) or "it has gone on with other keys since"
     more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
     allow = " ".join(f"--allow {key}" for key in refused)
     return (
@@ -120,7 +120,8 @@ def _named(path: Path, who: Identity) -> tuple[Path, Lock]:
         path.mkdir(exist_ok=True)
     lock = Lock(path / "run.lock")
     state = read_state(path) if (path / "run.json").exists() else None
-    if state and (state["state"] == "finished" or not who.same(path, state)):
+    done = state is not None and state["state"] == "finished" and state["digest"] == who.digest
+    if state and (done or not who.same(path, state)):  # a finished one may become longer, by keys that are allowed
         lock.release()
         raise RecipeError(f"run.name={path.name}: {path} is finished or another run; choose another name")
     return path, lock

@@ -4,14 +4,15 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tilth.checkpoint import Checkpoint, latest, mark_best, newest_valid, open_checkpoint
-from tilth.checkpoint.directory import complete
-from tilth.checkpoint.storage import split
+from tilth.checkpoint.directory import complete, step_of
+from tilth.checkpoint.storage import split, storage_of
 from tilth.cluster.cluster import Cluster, open_cluster
 from tilth.config.checks import pools
 from tilth.config.schema import Recipe
@@ -23,6 +24,7 @@ from tilth.flows.continuing import Identity, find
 from tilth.flows.grpo import grpo
 from tilth.flows.metrics import Metrics
 from tilth.flows.model import MODEL_FOLDER, save_shape
+from tilth.flows.named import reaching
 from tilth.flows.ppo import ppo, values
 from tilth.flows.pretrain import pretrain
 from tilth.flows.readers import checkpoints_of
@@ -87,6 +89,9 @@ def launch(
     fingerprint = material.fingerprint()
     who = Identity(recipe, _inputs(recipe, fingerprint, reward), tuple(allow))
     who.check_name()
+    if recipe.run.checkpoints:
+        with reaching(recipe.run.checkpoints):  # before anything is made
+            storage_of(recipe.run.checkpoints).names()
     with machine(recipe), _cluster(recipe) as cluster:
         parts = build(recipe, material, pool, cluster, _earlier(who, name))
         if isinstance(parts.heldout, PromptSet):
@@ -206,7 +211,13 @@ def _announce(run: Run, parts: Parts, reward_file: str) -> None:
     directory.set_plan(parts.plan.as_dict())
     save_shape(directory.path / MODEL_FOLDER, parts.config, parts.tokenizer)
     if directory.changes:
-        say.append(f"it goes on changed, as allowed: {'; '.join(directory.changes.values())}")
+        changed = "; ".join(directory.changes.values())
+        say.append(f"it goes on changed, as allowed, and what it has learned so far stays: {changed}")
+    elsewhere = run.recipe.run.checkpoints
+    if elsewhere and not directory.checkpoints.startswith((elsewhere.rstrip("/"), str(Path(elsewhere).resolve()))):
+        say.append(f"its checkpoints stay where they are, in {directory.checkpoints}")
+    if directory.checkpoints.startswith("memory://"):
+        say.append("checkpoints in memory:// are gone when this process ends: nothing can go on from them")
     if before != reward_file:
         say.append("the reward's file has changed since this run began; it goes on with the new one")
     for line in say:
@@ -215,33 +226,54 @@ def _announce(run: Run, parts: Parts, reward_file: str) -> None:
 
 def _restore(run: Run, *, fallback: bool) -> None:
     """Go back to the newest checkpoint of the run, or to the very beginning."""
-    root, step = run.directory.checkpoints, 0
-    newest = _newest(root, run, fallback=fallback)
+    directory, step = run.directory, 0
+    newest = _newest(run, fallback=fallback)
     if newest is not None:
-        _check_own(newest, run.directory)
         _load(newest, run.roles)
         run.at = Progress(**newest.objects["progress"])
         step = run.at.step
-    mark_best(root, run.at.best)  # a kill may have come between a checkpoint and this
-    run.directory.update(best=run.at.best)
-    run.directory.rewind(step)
-    if run.directory.resumed:
+    mark_best(directory.checkpoints, run.at.best)  # a kill may have come between a checkpoint and this
+    directory.rewind(step)
+    directory.accept()
+    directory.update(best=run.at.best, saved=step)
+    if directory.resumed:
         run.say(f"continuing after step {step}")
 
 
-def _newest(root: str, run: Run, *, fallback: bool) -> Checkpoint | None:
-    """The checkpoint to go on from; None before the first."""
-    newest = latest(root)
-    if newest is None:
+def _newest(run: Run, *, fallback: bool) -> Checkpoint | None:
+    """The checkpoint to go on from; None before the first. CheckpointError if it is damaged, or not to be found."""
+    root, saved = run.directory.checkpoints, run.directory.saved
+    found = latest(root)
+    if saved and (found is None or (step_of(found) or 0) < saved):
+        _miss(run, root, found, saved, fallback=fallback)
+    if found is None:
         return None
+    own = partial(_check_own, directory=run.directory)
+    if fallback:
+        return newest_valid(root, run.say, own)
     try:
-        return newest_valid(root, run.say) if fallback else open_checkpoint(newest)
+        newest = open_checkpoint(found)
+        own(newest)
+        return newest
     except CheckpointError as error:
-        raise _hinted(error, newest) from error
+        raise _hinted(error, found) from error
+
+
+def _miss(run: Run, root: str, found: str | Path | None, saved: int, *, fallback: bool) -> None:
+    """A run that has saved does not begin anew because its disk is not mounted, or its newest checkpoint is gone."""
+    if found is None:
+        raise CheckpointError(
+            f"there is no valid checkpoint in {root}, but this run saved one of step {saved} there: is its disk "
+            "mounted? If they are lost for good, begin a new run (run.name=NAME)"
+        )
+    told = f"the newest checkpoint in {root} is {split(found)[1]}, but this run saved one of step {saved} there"
+    if not fallback:
+        raise CheckpointError(f"{told}; --fallback goes on from {split(found)[1]}")
+    run.say(told)
 
 
 def _hinted(error: CheckpointError, newest: str | Path) -> CheckpointError:
-    """The error of a damaged checkpoint, with what else there is."""
+    """The error of a checkpoint that cannot be gone on from, with what else there is."""
     older = [path for path in complete(split(newest)[0]) if path != newest]
     hint = f"--fallback goes on from {split(older[-1])[1]}" if older else "there is no older one: begin a new run"
     return CheckpointError(f"{error}; {hint}")
@@ -257,10 +289,18 @@ def _check_own(checkpoint: Checkpoint, directory: RunDir) -> None:
 
 
 def _load(checkpoint: Checkpoint, roles: Roles) -> None:
-    """Into every role, on all its workers; CheckpointError says what else there is."""
+    """Into every role, on all its workers. CheckpointError: damaged, with what else there is, or of another shape."""
     positions = checkpoint.objects["positions"]
     try:
         for role, group in roles.keepers().items():
             group.load(str(checkpoint.path), positions.get(role, {}))
     except CheckpointError as error:
-        raise _hinted(error, checkpoint.path) from error
+        raise (_hinted(error, checkpoint.path) if _damaged(checkpoint) else error) from error
+
+
+def _damaged(checkpoint: Checkpoint) -> bool:
+    try:
+        open_checkpoint(checkpoint.path).verify()
+    except CheckpointError:
+        return True
+    return False

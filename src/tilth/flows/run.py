@@ -172,10 +172,12 @@ class Run:
     # ---- phases ----
 
     def enter(self, phase: str, steps: int, lr: float) -> "Run":
-        """Make ``phase`` the current one, or continue inside it after a resume."""
+        """Make ``phase`` the current one, or continue inside it after a resume, also where it shall be longer now."""
         self.entered, self.phase_steps = phase, steps
         if phase in self.at.finished:
-            return self
+            if phase != self.at.phase or self._over():
+                return self
+            self.at.finished.remove(phase)
         if self.at.phase == phase:
             self._go_on(phase, lr, steps)
             return self
@@ -199,11 +201,10 @@ class Run:
             self.critic.begin(self.recipe.critic.lr, self._updates(phase, steps))
 
     def _go_on(self, phase: str, lr: float, steps: int) -> None:
-        """In the middle of a phase; with its own learning rates and lengths, where the recipe has others now."""
-        if self.directory.changes:
-            self.policy.tune(lr, self._updates(phase, steps))
-            if phase in (VALUES, PPO):
-                self.critic.tune(self.recipe.critic.lr, self._updates(phase, steps))
+        """In the middle of a phase, with the learning rates and lengths that the recipe has now."""
+        self.policy.tune(lr, self._updates(phase, steps))
+        if phase in (VALUES, PPO):
+            self.critic.tune(self.recipe.critic.lr, self._updates(phase, steps))
         self._publish_for(phase)
 
     def _updates(self, phase: str, steps: int) -> int:

@@ -90,6 +90,17 @@ class RunDir:
         """Of all recipes that it went on as."""
         return list(self._state["digests"])
 
+    @property
+    def saved(self) -> int:
+        """The step of the newest checkpoint that is known to have been made; 0: none."""
+        return int(self._state.get("saved") or 0)
+
+    def accept(self) -> None:
+        """The recipe of this attempt is the run's from now on: it could be gone on with."""
+        digests = [*(d for d in self.digests if d != self.digest), self.digest]
+        self.update(digest=self.digest, digests=digests)
+        replace(self.path / "recipe.toml", dump_toml(self.recipe).encode())
+
     # ---- what a step leaves ----
 
     def commit_step(self, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,10 +236,10 @@ class RunDir:
             "flow": self.recipe.flow,
             "plan": None,
             "memory": None,
-            "checkpoints": place_of_checkpoints(self.recipe, self.path),
-            **before,
             "digest": self.digest,
-            "digests": [*(d for d in before.get("digests", []) if d != self.digest), self.digest],
+            "digests": [self.digest],
+            **before,
+            "checkpoints": _place(self.recipe, self.path, before),
             "state": "running",
             "error": None,
             "pid": os.getpid(),
@@ -247,19 +258,26 @@ class RunDir:
         return {"attempt": self.attempt, "started": now, "ended": None, "state": "running", **changed}
 
     def _announce(self) -> None:
-        replace(self.path / "recipe.toml", dump_toml(self.recipe).encode())
+        if not self.resumed:
+            replace(self.path / "recipe.toml", dump_toml(self.recipe).encode())
         replace(self.path / "metrics_schema.json", (to_json(schema()) + "\n").encode())
         self.update()
         self.log(f"attempt {self.attempt} {'continues' if self.resumed else 'starts'}, process {os.getpid()}")
 
 
-def place_of_checkpoints(recipe: Recipe, path: Path) -> str:
-    """Where checkpoints of a new run in this folder go, a place of its own; "": there, so that it can be moved."""
-    given = recipe.run.checkpoints.rstrip("/")
+def _place(recipe: Recipe, path: Path, before: Mapping[str, Any]) -> str:
+    """Where checkpoints of the run in this folder go, a place of its own; "": there, so that it can be moved.
+
+    It stays where it is once there may be some.
+    """
+    given, known = recipe.run.checkpoints.rstrip("/"), before.get("checkpoints", "")
+    wanted = given if "://" in given or not given else str(Path(given).resolve())
+    if before and (before.get("saved") or (known.rpartition("/")[0] == wanted)):
+        return str(known)
     if not given:
         return ""
     name = f"{path.name}-{uuid.uuid4().hex[:8]}"  # other folders of runs may share the store
-    return f"{given}/{name}" if "://" in given else str((Path(given) / name).resolve())
+    return f"{wanted}/{name}"
 
 
 def _now() -> str:

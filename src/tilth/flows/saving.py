@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from tilth.checkpoint import Commit, abandon_save, begin_save, mark_best, prune
+from tilth.checkpoint.stages import StageError
 from tilth.cluster.group import WorkerGroup
 from tilth.config.schema import Recipe
 from tilth.core.errors import CheckpointError, StorageError
@@ -83,11 +84,18 @@ class Saving:
             commit.cancel()
             self._fail(StorageError(f"not complete {self.timeout:g} s after all workers wrote their parts"))
         except (StorageError, CheckpointError) as error:
-            self._fail(error)
+            if not isinstance(error, StageError) or error.stage != "retention":
+                self._fail(error)
+                return
+            self.say(str(error))  # the checkpoint is complete: what failed is to remove older ones
+            self._succeed()
         else:
-            self.failed = 0
-            self.directory.update(best=self._best or None)
-            self.metrics.add("save/seconds", self._durable - self._began)
+            self._succeed()
+
+    def _succeed(self) -> None:
+        self.failed = 0
+        self.directory.update(best=self._best or None, saved=self._step)
+        self.metrics.add("save/seconds", self._durable - self._began)
 
     def give_up(self) -> None:
         """The run ends in an error: a save that is written in a moment counts, any other does not."""
@@ -121,6 +129,7 @@ class Saving:
         self.failed, self.error = self.failed + 1, error
         self.metrics.add("save/failed", 1.0)
         if self.failed > self.section.save_failures:
+            self.directory.log(f"the checkpoint of step {self._step} failed, {self.failed} in a row: {error}")
             raise error
         more = self.section.save_failures - self.failed
         self.say(

@@ -15,11 +15,11 @@ class Interrupted(TilthError):
 
 
 class StopRequest:
-    """While active, the first SIGINT or SIGTERM sets ``requested``; a second one interrupts at once.
+    """While active, the first SIGINT or SIGTERM sets ``requested``; a SIGINT after it interrupts at once.
 
-    Who sends SIGTERM sends SIGKILL some time later. So ``grace`` seconds after it the run stops (Interrupted) wherever
-    it is, and goes on from its last checkpoint another time. Outside the main thread signals cannot be handled: then it
-    only carries the flag.
+    Who sends SIGTERM may send it twice, and sends SIGKILL some time later. So ``grace`` seconds after it the run stops
+    (Interrupted) wherever it is, and goes on from its last checkpoint another time. Outside the main thread signals
+    cannot be handled: then it only carries the flag.
     """
 
     def __init__(self, grace: float = 60.0) -> None:
@@ -28,15 +28,17 @@ class StopRequest:
         self._before: dict[int, object] = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if self.requested:
+            return
         self.requested = True
         limit = ""
         if number == signal.SIGTERM:
             signal.setitimer(signal.ITIMER_REAL, self.grace)
             limit = f", {self.grace:g} s at most"
         # Written at once, without any lock: the handler may run in the middle of anything.
-        text = f"\nstopping after this step, then everything is saved{limit}; once more: stop now\n"
+        text = f"\nstopping after this step, then everything is saved{limit}; Ctrl-C: stop now\n"
         os.write(sys.stderr.fileno(), text.encode())
 
     def _expire(self, number: int, frame: FrameType | None) -> NoReturn:

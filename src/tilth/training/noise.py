@@ -69,8 +69,8 @@ class NoiseScale:
         return {"noise_seen": self._seen, "noise_trace": self._trace, "noise_signal": self._signal}
 
     def restore(self, position: Mapping[str, float]) -> None:
-        """Inverse of ``position``."""
-        self._seen, self._trace, self._signal = (position[name] for name in self.position())
+        """Inverse of ``position``; of one that it was not watched for, as at the beginning."""
+        self._seen, self._trace, self._signal = (position.get(name, 0.0) for name in self.position())
 
     @contextmanager
     def part(self, parameters: Sequence[Tensor], weight: float) -> Iterator[None]:
