@@ -2,8 +2,9 @@
 
 On a local disk a checkpoint is made as ``step-000100.tmp-TOKEN`` and becomes ``step-000100`` by a rename. Where that
 step exists already, the old one is ``step-000100.replaced`` between two renames, and counts until the new one is in
-place. A store of objects cannot rename: there the files go to ``step-000100`` at once, under names with the token of
-their save, and it is a checkpoint when its manifest is put, which comes last.
+place. So a ``step-000100`` without a manifest is damage, and never a save under way. A store of objects cannot rename:
+there the files go to ``step-000100`` at once, under names with the token of their save, and it is a checkpoint when its
+manifest is put, which comes last.
 """
 
 import json
@@ -26,6 +27,8 @@ BEST = "best.json"
 """Beside the checkpoints: which one did best by evaluation ({"step", "metric", "value"})."""
 DAMAGED = "DAMAGED"
 """In a checkpoint that failed: the reason. It is never taken again."""
+MISSING = f"{NAME} is missing"
+"""What is wrong with ``bare`` ones."""
 
 State = Literal["complete", "damaged", "replaced", "unfinished"]
 
@@ -77,14 +80,39 @@ def _state(storage: Storage, name: str, match: re.Match[str], taken: set[str]) -
         return "complete"
     if damaged or (not temporary and storage.size(f"{name}/{DAMAGED}") is not None):
         return "damaged"
-    return "replaced" if replaced and storage.size(f"{name}/{NAME}") is not None else "unfinished"
+    if temporary:
+        return "unfinished"
+    if storage.size(f"{name}/{NAME}") is not None:
+        return "replaced" if replaced else "complete"  # complete only since ``taken`` was looked up
+    return "damaged" if _is_bare(storage, name) else "unfinished"
+
+
+def _is_bare(storage: Storage, name: str) -> bool:
+    """Whether it is as in ``bare``. One that was just removed or put aside is not."""
+    plain = not storage.remote and step_of(Path(name)) is not None and "." not in name
+    if not plain or storage.size(f"{name}/{DAMAGED}") is not None:
+        return False
+    return storage.size(f"{name}/{NAME}") is None and name in storage.names()
 
 
 def _reason(storage: Storage, name: str) -> str:
+    if _is_bare(storage, name):
+        return MISSING
     try:
         return storage.read(f"{name}/{DAMAGED}").decode(errors="replace").strip()
     except OSError as error:
         return f"its reason cannot be read: {error.strerror or error}"
+
+
+@overload
+def bare(root: Path) -> list[Path]: ...
+@overload
+def bare(root: Location) -> list[Any]: ...
+def bare(root: Location) -> list[Any]:
+    """Folders of steps on a local disk whose manifest is gone, the oldest first: nothing but damage leaves such."""
+    storage = storage_of(root)
+    found = {int(match[1]): name for name in storage.names() if (match := _PATTERN.fullmatch(name)) and not match[2]}
+    return [join(root, name) for _, name in sorted(found.items()) if _is_bare(storage, name)]
 
 
 def _complete(storage: Storage) -> dict[int, str]:
