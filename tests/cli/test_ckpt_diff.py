@@ -198,6 +198,25 @@ def test_two_steps(run):
     assert call("ckpt", "diff", f"{run}@2", f"{run}@4", "--tolerance", 1e9).exit_code == 1  # the objects
 
 
+def test_the_number_of_the_attempt_is_no_difference(tmp_path):
+    """A run that was stopped and went on has the same state as one that was not."""
+    whole, plain = {"model": weights(2)}, objects(2)
+    first = add(tmp_path / "a", 2, whole=whole, said=plain | {"events": {"attempt": 1, "step": 2}})
+    second = add(tmp_path / "b", 2, whole=whole, said=plain | {"events": {"attempt": 2, "step": 2}})
+    assert said("ckpt", "diff", first, second)["equal"] and call("ckpt", "diff", first, second).exit_code == 0
+    empty = add(tmp_path / "c", 2, whole=whole, said={})
+    alone = add(tmp_path / "d", 2, whole=whole, said={"events": {"attempt": 1, "step": 2}})
+    assert said("ckpt", "diff", empty, alone)["equal"]
+    assert "events" in call("ckpt", "diff", "--help").stdout
+
+
+def test_one_value_is_one(tmp_path):
+    a = add(tmp_path / "a", 2, whole={"model": weights(2)}, said={"x": 1, "events": {"attempt": 1}})
+    b = add(tmp_path / "b", 2, whole={"model": weights(2)}, said={"x": 2, "events": {"attempt": 2}})
+    assert call("ckpt", "diff", a, b).stdout.endswith("; 1 value beside them differs\n")
+    assert [change["key"] for change in said("ckpt", "diff", a, b)["objects"]] == ["x"]
+
+
 def test_tensors_and_groups_that_only_one_has(tmp_path):
     whole = groups(3)
     less = {group: dict(tensors) for group, tensors in whole.items() if group != "critic"}

@@ -24,6 +24,8 @@ BLOCK = 1 << 22
 _SHOWN = 20
 """Tensors and values in the tables; ``--json`` has all."""
 _WIDTH = 48
+_ALWAYS = "events"
+"""Of which attempt a checkpoint is, beside the tensors: every command that goes on with a run is another one."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -108,7 +110,7 @@ def compare(a: Source, b: Source, tolerance: float | None, told: Told | None = N
         found.left_out = [group for group in groups if group != MODEL]
         groups = [MODEL]
     else:
-        found.objects = list(_changes(flattened(a.objects), flattened(b.objects)))
+        found.objects = list(_changes(_values(a.objects), _values(b.objects)))
     pairs = list(_pairs(a, b, groups, found))
     total, done = sum(_nbytes(*a.kind(*pair)) for pair in pairs), 0
     for group, name in pairs:
@@ -237,6 +239,12 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
+def _values(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are compared, by dotted key."""
+    kept = {key: value for key, value in objects.items() if key != _ALWAYS}
+    return flattened(kept) if kept else {}
+
+
 def _changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Change]:
     for key in dict.fromkeys([*a, *b]):
         there = "both" if key in a and key in b else "a" if key in a else "b"
@@ -262,7 +270,8 @@ def _said(found: Comparison) -> list[Any]:
     parts += ["", *_summed(found)]
     same = found.compared - sum(one.kind in ("values", "dtype") for one in found.tensors)
     what = f"{found.compared} tensors compared ({words.size(found.bytes)} read), {same} are the same"
-    others = f"; {len(found.objects)} values beside them differ" if found.objects else ""
+    count = len(found.objects)
+    others = f"; {count} {'value beside them differs' if count == 1 else 'values beside them differ'}" if count else ""
     return [*parts, what + others + (": no difference" if found.equal else "")]
 
 
