@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cli.kept import MESH, add, call, flip, make_run, refused, said, shell, upload
+from tests.cli.kept import MESH, add, call, flip, make_run, objects, refused, said, shell, upload
 from tilth.checkpoint import mark_best, open_checkpoint
-from tilth.checkpoint.directory import complete, quarantine
+from tilth.checkpoint.directory import complete, discard, quarantine
 from tilth.checkpoint.storage import Local
 from tilth.cli import ckpt
 from tilth.flows.files import Lock
@@ -176,7 +176,146 @@ def test_a_store_that_is_not_there():
     assert "nosuch://x" in refused("ckpt", "show", "nosuch://x@5")
 
 
+def bare(run: Path, step: int) -> Path:
+    """Damage that a crash cannot do: the folder has its name, and no manifest."""
+    place = place_of(run, step)
+    (place / "manifest.json").unlink()
+    return place
+
+
+def test_a_step_without_a_manifest_is_damaged_on_a_disk(run):
+    place = bare(run, 6)
+    row = said("ckpt", "ls", run)[-1]
+    assert (row["checkpoint"], row["state"], row["reason"]) == (str(place), "damaged", "manifest.json is missing")
+    assert not row["newest"] and said("ckpt", "ls", place) == [row] and row["run"] == str(run)
+    assert "damaged: manifest.json is missing" in " ".join(call("ckpt", "ls", run).stdout.split())
+
+
+def test_in_a_store_it_is_a_save_under_way(run, url):
+    bare(run, 6)
+    upload(run / "checkpoints", url)
+    assert [row["state"] for row in said("ckpt", "ls", url)] == ["complete", "complete", "unfinished"]
+    assert [row["step"] for row in said("ckpt", "verify", url, "--all")] == [2, 4]
+    assert "is neither a run nor a checkpoint" in refused("ckpt", "verify", f"{url}/step-000006")
+
+
+@pytest.mark.parametrize("where", ["run", "root"])
+def test_the_reason_does_not_repeat_the_place(where, run):
+    """The row says where; also what a run that went on from an older one put aside, under the name that it had."""
+    root = run / "checkpoints"
+    for step in (2, 6):
+        manifest = place_of(run, step) / "manifest.json"
+        manifest.write_bytes(manifest.read_bytes().replace(b'"step": ', b'"step":  '))
+    quarantine(place_of(run, 4), f"checkpoint {place_of(run, 4).resolve()}: tensor model/x is corrupt")
+    rows = said("ckpt", "ls", {"run": run, "root": root}[where])
+    assert [row["reason"] for row in rows] == [
+        "manifest.json is corrupt: its checksum does not match its contents",
+        "tensor model/x is corrupt",
+        "manifest.json is corrupt: its checksum does not match its contents",
+    ]
+    assert not any(row["best"] for row in rows)  # 2 is marked
+    assert said("ckpt", "verify", run)[0]["problems"] == [rows[-1]["reason"]]
+
+
+def own(run: Path, *digests: str) -> None:
+    """What run.json says of the works that it went on as; those of ``add`` are of abc."""
+    state = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(state | {"digests": digests}))
+
+
+def test_what_another_run_made_is_said(run):
+    own(run, "first", "abc")
+    assert said("ckpt", "verify", run, "--all") and call("ckpt", "verify", run).exit_code == 0
+    alien = add(run / "checkpoints", 8, said=objects(8) | {"digest": "other"})
+    found = said("ckpt", "verify", run, "--all")
+    line = "is not of this run: it was made by one of other work (digest other)"
+    assert [(row["intact"], row["own"], row["problems"]) for row in found] == [
+        *[(True, True, [])] * 3,
+        (True, False, [line]),
+    ]
+    for where in (run, f"{run}@8", alien):
+        result = call("ckpt", "verify", where)
+        assert result.exit_code == 1 and line in result.stdout and f"{alien}: intact" in result.stdout
+    assert f"the newest intact one is {place_of(run, 6)}" in call("ckpt", "verify", run, "--all").stdout
+    row = said("ckpt", "ls", run)[-1]
+    assert (row["state"], row["reason"]) == ("complete", line)
+    name = flip(alien)
+    result = said("ckpt", "verify", run)[0]
+    assert result["problems"] == [f"tensor model/{name} is corrupt in file model.safetensors", line]
+
+
+def test_a_run_that_says_nothing_of_its_works_has_no_strangers(run):
+    own(run)
+    assert call("ckpt", "verify", run).exit_code == 0 and not any(r["reason"] for r in said("ckpt", "ls", run))
+
+
+def test_what_another_run_made_is_not_the_one_that_stays(run):
+    mark_best(run / "checkpoints", None)
+    own(run, "abc")
+    add(run / "checkpoints", 8, said=objects(8) | {"digest": "other"})
+    assert [row["step"] for row in said("ckpt", "prune", run, "--keep", 1)["removed"]] == [2, 4]
+    assert [row["step"] for row in said("ckpt", "ls", run)] == [6, 8]
+
+
 # ---- verify ----
+
+
+def test_verify_names_a_step_without_a_manifest(run):
+    for step, options in ((4, ["--all"]), (6, [])):
+        place = bare(run, step)
+        for words in ([run, *options], [place], [run / "checkpoints", *options]):
+            found = [row for row in said("ckpt", "verify", *words) if not row["intact"]]
+            assert [(row["checkpoint"], row["problems"]) for row in found] == [
+                (str(place), ["manifest.json is missing"])
+            ]
+            assert call("ckpt", "verify", *words).exit_code == 1
+    assert f"the newest intact one is {place_of(run, 2)}" in call("ckpt", "verify", run, "--all").stdout
+    bare(run, 2)
+    assert len(said("ckpt", "verify", run, "--all")) == 3 and call("ckpt", "verify", run).exit_code == 1
+
+
+@pytest.mark.parametrize("how", ["removed", "put aside"])
+def test_verify_while_a_run_removes_some(how, run, monkeypatch):
+    """What goes between the listing and the reading is no damage; it says which."""
+
+    def taken(path):
+        if path.name == "step-000004":
+            discard(path) if how == "removed" else quarantine(path, "x")
+        return open_checkpoint(path)
+
+    monkeypatch.setattr(ckpt, "open_checkpoint", taken)
+    result = call("ckpt", "verify", run, "--all")
+    assert result.exit_code == 0 and f"{place_of(run, 4)}: passed over, it was removed" in result.stdout
+    assert [row["step"] for row in said("ckpt", "verify", run, "--all")] == [2, 6]
+
+
+def test_the_one_that_goes_while_it_is_read(run, monkeypatch):
+    """After its manifest was read; with it there is nothing that was looked at."""
+
+    def opened(path):
+        checkpoint = open_checkpoint(path)
+        discard(path)
+        return checkpoint
+
+    monkeypatch.setattr(ckpt, "open_checkpoint", opened)
+    result = call("ckpt", "verify", f"{run}@4", "--json")
+    assert result.exit_code == 2 and not result.stdout and "step-000004: passed over" in result.stderr
+    assert "there is no complete checkpoint in" in result.stderr
+
+
+def test_a_manifest_that_goes_while_it_is_read_is_damage(run, monkeypatch):
+    def opened(path):
+        (path / "manifest.json").unlink(missing_ok=True)
+        return open_checkpoint(path)
+
+    monkeypatch.setattr(ckpt, "open_checkpoint", opened)
+    assert said("ckpt", "verify", run)[0]["problems"] == ["manifest.json is missing"]
+
+
+def test_what_was_put_aside_and_is_named_is_damaged(run):
+    name = flip(place_of(run, 4))
+    found = said("ckpt", "verify", quarantine(place_of(run, 4), "x"))
+    assert found[0]["problems"] == [f"tensor model/{name} is corrupt in file model.000.safetensors"]
 
 
 def test_what_is_intact(run):
@@ -366,6 +505,59 @@ def test_what_is_damaged_goes_when_asked(run):
         (8, "unfinished"),
     ]
     assert names(run) == ["best.json", "step-000002", "step-000004"]
+
+
+def test_a_step_without_a_manifest_goes_as_damaged(run):
+    add(run / "checkpoints", 8)
+    for step in (4, 8):
+        bare(run, step)
+    assert [(r["step"], r["state"]) for r in said("ckpt", "prune", run, "--keep", 1)["removed"]] == [(4, "damaged")]
+    assert [(r["step"], r["state"]) for r in said("ckpt", "prune", run, "--damaged")["removed"]] == [(8, "damaged")]
+    assert names(run) == ["best.json", "step-000002", "step-000006"]
+
+
+def cut_off(root: Path) -> None:
+    """A save that is under way, or was: who looks cannot know."""
+    (root / "step-000008.tmp-abc").mkdir()
+    (root / "step-000008.tmp-abc" / "model.safetensors").write_bytes(b"1234")
+
+
+def test_what_may_be_a_save_under_way_stays_where_no_run_is_known(run, tmp_path, url):
+    """No lock would tell of the process that is at it; what is damaged goes."""
+    away = tmp_path / "elsewhere"
+    cut_off(run / "checkpoints")
+    quarantine(place_of(run, 2), "bits")
+    shutil.copytree(run / "checkpoints", away)
+    upload(run / "checkpoints", url)
+    for where in (away, url):
+        assert "unfinished and left: 1;" in call("ckpt", "prune", where, "--keep", 9, "--damaged", "--dry-run").stdout
+        found = said("ckpt", "prune", where, "--keep", 9, "--damaged")["removed"]
+        assert [(row["step"], row["state"]) for row in found] == [(2, "damaged")]
+        assert [row["state"] for row in said("ckpt", "ls", where)] == ["complete", "complete", "unfinished"]
+    assert "left" not in call("ckpt", "prune", run, "--damaged").stdout
+    assert names(run) == ["best.json", "step-000004", "step-000006"]
+
+
+@pytest.mark.parametrize("how", ["inside", "deeper", "link", "relative"])
+def test_the_lock_of_the_run_that_a_folder_lies_in_is_taken(how, run, tmp_path, monkeypatch):
+    own = run / "checkpoints"
+    if how == "deeper":
+        (run / "kept").mkdir()
+        where = own.rename(run / "kept" / "here")
+    elif how == "link":
+        own.rename(tmp_path / "disk")
+        own.symlink_to(tmp_path / "disk")
+        where = own
+    else:
+        monkeypatch.chdir(run if how == "relative" else tmp_path)
+        where = Path("checkpoints") if how == "relative" else own
+    cut_off(where)
+    lock = Lock(run / "run.lock")
+    try:
+        assert "is being written by process" in refused("ckpt", "prune", where, "--damaged")
+    finally:
+        lock.release()
+    assert [row["step"] for row in said("ckpt", "prune", where, "--damaged")["removed"]] == [8]
 
 
 def test_one_that_opens_stays(run):

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,16 +14,18 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from tilth.checkpoint import latest, open_checkpoint, read_best
-from tilth.checkpoint.directory import Entry, complete, discard, listing, step_of, superfluous
+from tilth.checkpoint.directory import MISSING, Entry, bare, complete, discard, listing, step_of, superfluous
 from tilth.checkpoint.storage import Location, is_url, join, split, storage_of
 from tilth.cli.tables import new_table
 from tilth.cli.tables import show as show_tables
 from tilth.core.errors import CheckpointError, DataError, StorageError
 from tilth.flows.files import Lock, to_json
 from tilth.flows.named import find_checkpoint, is_checkpoint, is_run, reaching, root_of, run_settings, split_spec
+from tilth.flows.readers import read_state
 from tilth.ui import words
 
-_DAMAGED = ("damaged", "unfinished", "replaced")
+_DAMAGED_ANYWHERE = ("damaged", "replaced")
+_DAMAGED = (*_DAMAGED_ANYWHERE, "unfinished")
 
 
 class Place(NamedTuple):
@@ -51,7 +53,7 @@ class Row:
     state: str
     """complete, damaged, unfinished (a save that is under way or was cut off), replaced (by one of the same step)."""
     reason: str
-    """Why it is damaged."""
+    """Why it is damaged, or that another run made it."""
     newest: bool
     """A run would go on from it."""
     best: bool
@@ -77,6 +79,13 @@ class Verdict:
     seconds: float
     problems: list[str] = field(default_factory=list)
     """A line for each damaged file or tensor."""
+    own: bool = True
+    """Its run made it; else the run does not go on from it, and the last of the problems says so."""
+
+    @property
+    def good(self) -> bool:
+        """The run can go on from it."""
+        return self.intact and self.own
 
 
 # ---- where ----
@@ -99,12 +108,26 @@ def places(where: str) -> list[Place]:
             named = find_checkpoint(where)
             return [Place(split(place)[0], named.run if named else None, place)]
         if listing(place):
-            above = Path(place).resolve().parent if not is_url(place) else None
-            return [Place(place, above if above and is_run(above) else None)]
-        found = list(_below(place))
+            return [Place(place, _run_above(place))]
+        found = list(_below(place)) or list(_alone(place))
     if not found:
         raise DataError(f"{where!r} is neither a run nor a checkpoint, and no folder of those; runs lie in runs/")
     return found
+
+
+def _run_above(folder: Location) -> Path | None:
+    """The run in whose folder it lies, by its name or by what that is a link to."""
+    if is_url(folder):
+        return None
+    named, real = Path(os.path.abspath(folder)), Path(folder).resolve()
+    return next((above for path in (named, real) for above in path.parents if is_run(above)), None)
+
+
+def _alone(folder: Location) -> Iterator[Place]:
+    """What was a checkpoint until its manifest went."""
+    root = split(folder)[0]
+    if any(_same(folder, path) for path in bare(root)):
+        yield Place(root, _run_above(root), folder)
 
 
 def _below(folder: Location) -> Iterator[Place]:
@@ -151,15 +174,25 @@ def _row(place: Place, entry: Entry, *, newest: bool, best: bool) -> Row:
     who = str(place.run) if place.run else None
     best = best and entry.state == "complete"
     row = Row(who, str(entry.path), entry.step, entry.state, entry.reason, newest, best, _nbytes(entry.path))
-    if entry.state == "unfinished":
+    row = _with(row, reason=_without_place(entry.reason, entry.path))
+    if entry.state == "unfinished" or entry.reason == MISSING:
         return row
     try:
         manifest = open_checkpoint(entry.path).manifest
     except CheckpointError as error:
         state = "damaged" if entry.state == "complete" else entry.state
-        return _with(row, state=state, reason=entry.reason or _without_place(error, entry.path))
+        return _with(row, state=state, reason=row.reason or _without_place(str(error), entry.path), best=False)
     tensors = sum(map(len, manifest.groups.values()))
-    return _with(row, saved=manifest.saved, layout=sizes(manifest.layout), tensors=tensors)
+    reason = row.reason or _foreign(place, manifest.objects)
+    return _with(row, reason=reason, saved=manifest.saved, layout=sizes(manifest.layout), tensors=tensors)
+
+
+def _foreign(place: Place, objects: Mapping[str, Any]) -> str:
+    """That another run made it, if so. run.json of old runs does not say which checkpoints are theirs."""
+    known = read_state(place.run).get("digests") if place.run is not None else None
+    if not known or objects.get("digest") in known:
+        return ""
+    return f"is not of this run: it was made by one of other work (digest {objects.get('digest')})"
 
 
 def _with(row: Row, **changes: Any) -> Row:
@@ -178,11 +211,14 @@ def _nbytes(path: Location) -> int:
     return sum(storage.size(name) or 0 for name in storage.names())
 
 
-def _without_place(error: Exception, path: Location) -> str:
-    """What is wrong, of a line that says of which checkpoint too."""
-    text = str(error)
-    for start in (f"checkpoint {path}: ", f"{path} "):
-        text = text.removeprefix(start)
+def _without_place(text: str, path: Location) -> str:
+    """What is wrong, of a line that says of which checkpoint too, maybe as it was called before it was put aside."""
+    root, name = split(path)
+    roots = {str(root)} if is_url(root) else {str(root), str(Path(root).resolve())}
+    for place in {f"{one}/{called}" for one in roots for called in (name, name.partition(".")[0])}:
+        for start in (f"checkpoint {place}: ", f"{place} "):
+            text = text.removeprefix(start)
+        text = text.replace(f"{place}/", "")
     return text
 
 
@@ -213,27 +249,38 @@ def mesh_text(layout: dict[str, int] | None) -> str:
 def verify(where: str, *, everything: bool, as_json: bool) -> None:
     """Compare every byte with its checksum; exit code 1 if something is damaged, 2 if there is nothing to look at."""
     found = [(place, path) for place in places(where) for path in _chosen(place, everything)]
-    if not found:
-        raise CheckpointError(f"there is no complete checkpoint in {where}")
-    verdicts = []
+    verdicts = list[tuple[Place, Verdict]]()
     with bar() as progress:
         for place, path in found:
-            verdicts.append(examine(place, path, progress))
+            verdict = examine(place, path, progress)
+            if not verdict.intact and _gone(place, path):
+                typer.echo(f"{path}: passed over, it was removed in the meantime", err=as_json)
+                continue
+            verdicts.append((place, verdict))
             if not as_json:
-                typer.echo("\n".join(_said(verdicts[-1])))
+                typer.echo("\n".join(_said(verdict)))
+    if not verdicts:
+        raise CheckpointError(f"there is no complete checkpoint in {where}")
     if as_json:
-        typer.echo(to_json([asdict(verdict) for verdict in verdicts]))
-    elif not all(verdict.intact for verdict in verdicts):
-        typer.echo(_advice(found, verdicts))
-    raise typer.Exit(0 if all(verdict.intact for verdict in verdicts) else 1)
+        typer.echo(to_json([asdict(verdict) for _, verdict in verdicts]))
+    elif not all(verdict.good for _, verdict in verdicts):
+        typer.echo(_advice(verdicts))
+    raise typer.Exit(0 if all(verdict.good for _, verdict in verdicts) else 1)
 
 
 def _chosen(place: Place, everything: bool) -> list[Location]:
     if place.only is not None:
         return [place.only]
     with reaching(place.root):
-        there: list[Location] = complete(place.root)
+        there: list[Location] = sorted([*complete(place.root), *bare(place.root)], key=lambda path: step_of(path) or 0)
     return there if everything else there[-1:]
+
+
+def _gone(place: Place, path: Location) -> bool:
+    """Whether a process that writes the run has removed or replaced it: then what could not be read is no damage."""
+    with reaching(place.root):
+        there = any(_same(path, one) for one in (*complete(place.root), *bare(place.root)))
+        return not there and (place.only is None or not is_checkpoint(path))
 
 
 Told = Callable[[str, int, int], None]
@@ -242,19 +289,22 @@ Told = Callable[[str, int, int], None]
 
 def examine(place: Place, path: Location, told: Told) -> Verdict:
     """Read and check one checkpoint."""
-    start, read, problems = time.monotonic(), 0, list[str]()
+    start, read, problems, foreign = time.monotonic(), 0, list[str](), ""
     try:
         with reaching(path):
             checkpoint = open_checkpoint(path)
+            foreign = _foreign(place, checkpoint.objects)
             try:
                 checkpoint.verify(lambda done, total: told(Path(str(path)).name, done, total))
             finally:
                 read = checkpoint.bytes_read
     except CheckpointError as error:
-        problems = _without_place(error, path).split("; ")
+        lost = any(_same(path, one) for one in bare(place.root))
+        problems = [MISSING] if lost else _without_place(str(error), path).split("; ")
     run = str(place.run) if place.run else None
     seconds = round(time.monotonic() - start, 3)
-    return Verdict(run, str(path), step_of(path), not problems, read, seconds, problems)
+    said = [*problems, *([foreign] if foreign else [])]
+    return Verdict(run, str(path), step_of(path), not problems, read, seconds, said, not foreign)
 
 
 @contextmanager
@@ -280,13 +330,14 @@ def bar() -> Iterator[Told]:
 
 def _said(verdict: Verdict) -> list[str]:
     if verdict.intact:
-        return [f"{verdict.checkpoint}: intact, {words.size(verdict.bytes)} read and compared"]
+        start = f"{verdict.checkpoint}: intact, {words.size(verdict.bytes)} read and compared"
+        return [start, *(f"  {problem}" for problem in verdict.problems)]
     return [f"{verdict.checkpoint}: damaged", *(f"  {problem}" for problem in verdict.problems)]
 
 
-def _advice(found: list[tuple[Place, Location]], verdicts: list[Verdict]) -> str:
-    good = {verdict.checkpoint for verdict in verdicts if verdict.intact}
-    bad = next(place for (place, _), verdict in zip(found, verdicts) if not verdict.intact)
+def _advice(verdicts: list[tuple[Place, Verdict]]) -> str:
+    good = {verdict.checkpoint for _, verdict in verdicts if verdict.good}
+    bad = next(place for place, verdict in verdicts if not verdict.good)
     older = [path for path in complete(bad.root) if str(path) in good]
     if older:
         return f"the newest intact one is {older[-1]}; 'tilth run ... --fallback' goes on from there"
@@ -310,7 +361,7 @@ class Removal:
 
 def prune(where: str, *, keep: int | None, every: int | None, dry: bool, damaged: bool, as_json: bool) -> None:
     """Remove what need not be kept, or say what that is; never the last one, never the best."""
-    removed, stay = list[Removal](), list[str]()
+    removed, stay, left = list[Removal](), list[str](), 0
     for place in places(where):
         if place.only is not None:
             raise DataError(f"{where!r} is one checkpoint; prune wants its run, or the folder that it is in")
@@ -321,6 +372,7 @@ def prune(where: str, *, keep: int | None, every: int | None, dry: bool, damaged
             for row in gone if not dry else ():
                 _discard(row)
             removed += gone
+            left += sum(e.state == "unfinished" for e in listing(place.root)) if damaged and place.run is None else 0
             stay += [str(p) for p in complete(place.root) if str(p) not in {row.checkpoint for row in gone}]
     freed = sum(row.bytes for row in removed)
     if as_json:
@@ -331,6 +383,8 @@ def prune(where: str, *, keep: int | None, every: int | None, dry: bool, damaged
         typer.echo(f"{'would remove' if dry else 'removed'} {row.checkpoint} ({row.state}, {words.size(row.bytes)})")
     verb = "would be freed" if dry else "freed"
     typer.echo(f"{len(removed)} of {len(removed) + len(stay)}, {words.size(freed)} {verb}; {len(stay)} stay")
+    if left:
+        typer.echo(f"unfinished and left: {left}; only by its run's name is it known that no process is writing there")
 
 
 def _lock(run: Path) -> Lock:
@@ -349,12 +403,17 @@ def _retention(place: Place, keep: int | None, every: int | None) -> tuple[int, 
 
 
 def _superfluous(place: Place, keep: int, every: int, *, damaged: bool) -> list[Removal]:
-    """What goes; one that opens stays where there is any, and otherwise the newest."""
+    """What goes; one that opens stays where there is any, and otherwise the newest.
+
+    Of a place whose run is not known nothing goes that is unfinished: a process may be at it, and no lock would tell.
+    """
     with reaching(place.root):
         goes = {str(path) for path in superfluous(place.root, keep, every)}
     found = rows(place)
-    goes |= {row.checkpoint for row in found if damaged and row.state in _DAMAGED}
-    sound = [row.checkpoint for row in found if row.state == "complete"] or [r.checkpoint for r in found if r.newest]
+    too = _DAMAGED if place.run is not None else _DAMAGED_ANYWHERE
+    goes |= {row.checkpoint for row in found if damaged and row.state in too}
+    own = [row for row in found if row.state == "complete" and not row.reason]
+    sound = [row.checkpoint for row in own or found if own or row.newest]
     if goes.issuperset(sound):
         goes -= set(sound[-1:])
     return [Removal(r.run, r.checkpoint, r.step, r.state, r.bytes) for r in found if r.checkpoint in goes]

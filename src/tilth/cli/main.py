@@ -291,8 +291,8 @@ def ckpt_ls(
     """List checkpoints: step, when saved, by which layout, tensors, bytes, state.
 
     States: complete, damaged (and why), unfinished (a save under way, or cut off), replaced (by one of the same step).
-    A run goes on from the newest. Keys of --json: run, checkpoint, step, state, reason, newest, best, bytes, saved,
-    layout, tensors.
+    Of a complete one that another run made it says so. A run goes on from the newest. Keys of --json: run, checkpoint,
+    step, state, reason, newest, best, bytes, saved, layout, tensors.
     """
     from tilth.cli.ckpt import ls
 
@@ -324,9 +324,10 @@ def ckpt_verify(
     everything: Annotated[bool, typer.Option("--all", help="all checkpoints, not the newest only")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="a list with an object for each")] = False,
 ) -> None:
-    """Compare every byte with its checksum; names files and tensors that are damaged.
+    """Compare every byte with its checksum; names files and tensors that are damaged, and what another run made.
 
-    Exit code 1: there are some. Keys of --json: run, checkpoint, step, intact, bytes, seconds, problems.
+    Exit code 1: there are some. What a running process removes meanwhile is passed over. Keys of --json: run,
+    checkpoint, step, intact, bytes, seconds, problems, own (its run made it).
     """
     from tilth.cli.ckpt import verify
 
@@ -344,8 +345,9 @@ def ckpt_diff(
 ) -> None:
     """Say in which tensors, values and objects two checkpoints differ; with a Hugging Face directory, in weights only.
 
-    Exit code 1: they do. Keys of --json: equal, a, b, tensors (group, name, kind, a, b, count, share, max_abs, max_rel,
-    first), objects (key, a, b, there), compared, groups, bytes, left_out.
+    Exit code 1: they do. Never compared: events, the number of the attempt. Keys of --json: equal, a, b, tensors
+    (group, name, kind, a, b, count, share, max_abs, max_rel, first), objects (key, a, b, there), compared, groups, bytes,
+    left_out.
     """
     from tilth.cli.ckpt_diff import diff
 
@@ -384,6 +386,7 @@ def ckpt_prune(
 ) -> None:
     """Remove old checkpoints, never the newest nor the best. Refused while a process writes the run.
 
+    Of a folder or URL that lies in no run that is not known, so --damaged leaves there what is unfinished.
     Keys of --json: dry_run, removed (run, checkpoint, step, state, bytes), bytes, kept.
     """
     from tilth.cli.ckpt import prune
