@@ -346,8 +346,8 @@ def ckpt_diff(
     """Say in which tensors, values and objects two checkpoints differ; with a Hugging Face directory, in weights only.
 
     Exit code 1: they do. Never compared: events, the number of the attempt. Keys of --json: equal, a, b, tensors
-    (group, name, kind, a, b, count, share, max_abs, max_rel, first), objects (key, a, b, there), compared, groups, bytes,
-    left_out.
+    (group, name, kind, a, b, count, share, max_abs, max_rel, first), objects (key, a, b, there), compared, groups,
+    bytes, left_out.
     """
     from tilth.cli.ckpt_diff import diff
 
