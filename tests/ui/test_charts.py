@@ -134,3 +134,12 @@ def test_long_curves_stay_small():
 )  # fmt: skip
 def test_forms(form, value, text):
     assert FORMS[form](value) == text
+
+
+@pytest.mark.parametrize(
+    "values", [(5e-324, 5e-324), (0.0, 5e-324), (0.0, 0.0), (3.0, 3.0), (-1e300, 1e300), (1e-295, 2e-295)]
+)
+def test_round_numbers_cover_any_range(values):
+    low, high = values
+    found = nice(low, high)
+    assert len(found) > 1 and found[0] <= low and found[-1] >= high and found == sorted(found)

@@ -143,10 +143,15 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     return [(points[i][0], sum(y for _, y in p) / len(p)) for i, p in enumerate(parts)]
 
 
+_LEAST = 1e-290
+"""A smaller range cannot be divided: powers of ten end there."""
+
+
 def nice(low: float, high: float, count: int = 4) -> list[float]:
     """Round numbers that cover ``low`` to ``high``, about ``count`` steps apart."""
-    if not high > low:
-        low, high = low - (abs(low) or 1) * 0.5, high + (abs(high) or 1) * 0.5
+    if not high - low > _LEAST:
+        half = 0.5 * max(abs(low), abs(high))
+        low, high = (low - half, high + half) if half > _LEAST else (low - 0.5, high + 0.5)
     raw = (high - low) / count
     scale = 10.0 ** math.floor(math.log10(raw))
     step = next(m * scale for m in (1, 2, 2.5, 5, 10) if m * scale >= raw * 0.999)
