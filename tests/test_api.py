@@ -153,6 +153,7 @@ def test_a_run_of_the_caller_s_data_and_a_lambda(tmp_path):
     assert all(r["reward"] == len(r["answer"]) for r in rows)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_continued(tmp_path):
     def go():
         return tilth.train(SUMS, tiny.close_enough, observers=[], name="sums", **settings(tmp_path)).directory.name

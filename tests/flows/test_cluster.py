@@ -97,7 +97,7 @@ def one(tmp_path_factory):
     return run
 
 
-SELDOM = ("fsdp, gathered once", "tp")
+SELDOM = ("dp", "fsdp, gathered once", "tp")
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] * (n in SELDOM)) for n in LAYOUTS])
@@ -124,7 +124,7 @@ def test_ppo_learns_with_a_critic_in_another_layout_or_place(tmp_path, shared, o
     assert_near(ours, one("ppo"), rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("rollout", [{}, ELSEWHERE])
+@pytest.mark.parametrize("rollout", [pytest.param({}, marks=pytest.mark.slow), ELSEWHERE])
 def test_in_parity_mode_rollouts_are_the_same_token_for_token_wherever_they_are_made(tmp_path, shared, rollout):
     """The weights of each step are those of one process: the first step's samples, before any update differs."""
     short = {"supervised": {"steps": 0}, "algorithm": {"steps": 1}, "train": {"parity": True}}

@@ -87,11 +87,13 @@ def test_a_damaged_checkpoint_is_named_each_time_and_fallback_goes_on_from_the_o
     assert benchmark().differences(directory, whole) == []
 
 
+@pytest.mark.slow
 def test_fallback_changes_nothing_where_nothing_is_damaged(again, whole):
     directory, said = go(again, fallback=True)
     assert "continuing after step 8" in said and benchmark().differences(directory, whole) == []
 
 
+@pytest.mark.slow
 def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew(again):
     for path in (again / "tiny-001" / "checkpoints").glob("step-*/model.safetensors"):
         flip(path)
@@ -132,6 +134,7 @@ def test_a_newest_checkpoint_without_its_manifest_is_missed(again, whole):
 # ---- other keys ----
 
 
+@pytest.mark.slow
 def test_more_steps_are_the_steps_of_a_run_that_was_asked_for_them(again, tmp_path_factory):
     more = {"algorithm": {"steps": 8}}
     wanted, _ = go(tmp_path_factory.mktemp("more"), **more)
@@ -141,6 +144,7 @@ def test_more_steps_are_the_steps_of_a_run_that_was_asked_for_them(again, tmp_pa
     assert tiny.same([r["loss"] for r in read_metrics(directory)], [r["loss"] for r in read_metrics(wanted)])
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_is_allowed_to_change_takes_effect_at_once(again):
     directory, _ = go(again, allow=["optimizer"], optimizer={"lr": 3e-3})
     rates = [r["lr"] for r in read_metrics(directory) if r["phase"] == "grpo"]
@@ -168,6 +172,7 @@ def test_a_change_that_cannot_be_gone_on_with_leaves_the_run_as_it_was(again, wh
     assert benchmark().differences(directory, whole) == []
 
 
+@pytest.mark.slow
 def test_what_is_watched_may_be_allowed_to_change(again):
     directory, _ = go(again, allow=["train"], train={"watch": ["noise_scale"], "micro_tokens": 64})
     assert read_state(directory)["state"] == "finished"
@@ -226,7 +231,7 @@ def counts(directory):
     return {int(kept.read("optimizer", name)) for name in kept.names("optimizer") if name.startswith("step.")}
 
 
-@pytest.mark.parametrize(("taken", "steps"), [(True, 7), (False, 1)])
+@pytest.mark.parametrize(("taken", "steps"), [(True, 7), pytest.param(False, 1, marks=pytest.mark.slow)])
 def test_a_run_begins_with_the_optimizer_of_the_one_before_where_it_is_asked_to(part, whole, tmp_path, taken, steps):
     made = {"model": {"path": str(whole), "optimizer": taken}, "supervised": {"steps": 0}, "algorithm": {"steps": 1}}
     assert counts(whole) == {6}

@@ -301,7 +301,7 @@ def assert_same_run(folder, whole):
 @pytest.mark.parametrize(
     ("point", "call"),
     [
-        ("critic", 5),  # half way through the second step of value pre-training
+        pytest.param("critic", 5, marks=pytest.mark.slow),  # half way through the second step of value pre-training
         pytest.param("critic", 19, marks=pytest.mark.slow),  # between the critic's and the policy's update, PPO's 2nd
         pytest.param("training", 33, marks=pytest.mark.slow),  # in an optimizer step of PPO's second step
         pytest.param("writing", 5, marks=pytest.mark.slow),

@@ -87,7 +87,8 @@ def test_killed_at_twenty_random_moments_one_after_another(tmp_path, whole):
     assert_same_run(tmp_path, whole)
 
 
-@pytest.mark.parametrize("flow", [pytest.param("sft", marks=pytest.mark.slow), "pretrain"])
+@pytest.mark.slow
+@pytest.mark.parametrize("flow", ["sft", "pretrain"])
 def test_a_supervised_flow_that_was_killed_goes_on_bit_for_bit(tmp_path, flow):
     code, said = finish(child(tmp_path / "whole", flow=flow))
     assert code == 0, said
@@ -107,6 +108,7 @@ def test_a_supervised_flow_killed_at_every_point(tmp_path, flow, point, call):
     assert_same_run(tmp_path / "killed", whole)
 
 
+@pytest.mark.slow
 def test_a_forgotten_optimizer_would_be_seen(tmp_path, whole, monkeypatch):
     """The comparison above can fail: resume with fresh optimizer state and the weights differ."""
     import tilth.flows.launch as launch

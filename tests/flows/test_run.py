@@ -356,6 +356,7 @@ def test_prompts_without_answers_are_refused_before_a_warm_up(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_only_with_its_own_data_and_reward(tmp_path):
     def interrupt(record):
         if record["step"] == 2:

@@ -322,6 +322,7 @@ def test_wandb_that_cannot_begin_is_told_once(offline, monkeypatch, capsys):
 # ---- a whole run ----
 
 
+@pytest.mark.slow
 @needs_tensorboard
 def test_a_killed_run_goes_on_with_average_noise_and_tracker_as_if_never_killed(tmp_path):
     """The average of the weights bit for bit, every metric equal, every step once in TensorBoard."""
