@@ -1,30 +1,19 @@
 """The benchmark of saves and loads: what it compares is the same state, and it fails when bits or bytes are wrong."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+from tests.scripts import SCRIPTS, script
 
 
 @pytest.fixture
 def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
-
-
-def script(file):
-    name = f"benchmarks/{file}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, SCRIPTS / file)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 def found(**changes):

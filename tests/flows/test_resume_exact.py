@@ -1,9 +1,7 @@
 """The benchmark that kills runs and compares them: that it sees every difference, and where it strikes."""
 
-import importlib.util
 import json
 import shutil
-import sys
 import threading
 from pathlib import Path
 
@@ -13,20 +11,14 @@ import pytest
 import torch
 
 from tests.flows import tiny
+from tests.scripts import script
 from tilth.checkpoint import latest, mark_best, open_checkpoint, save
 from tilth.flows.readers import read_metrics
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
-
-def benchmark(file="resume_exact.py"):
-    """A script of the benchmarks, as a module."""
-    name = f"benchmarks/{file}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, SCRIPTS / file)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+def benchmark():
+    """The script that kills and compares."""
+    return script("resume_exact.py")
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +163,7 @@ def called(place, inner):
 )
 def test_the_phase_is_what_the_main_thread_is_in(stack, said):
     def ask():
-        return benchmark("watch/sitecustomize.py").describe(threading.get_ident())
+        return script("watch/sitecustomize.py").describe(threading.get_ident())
 
     for place in reversed(stack):
         ask = (lambda place, inner: lambda: called(place, inner))(place, ask)
@@ -179,7 +171,7 @@ def test_the_phase_is_what_the_main_thread_is_in(stack, said):
 
 
 def test_a_thread_at_work_on_a_checkpoint_is_seen_and_one_that_waits_is_not():
-    describe = benchmark("watch/sitecustomize.py").describe
+    describe = script("watch/sitecustomize.py").describe
     busy, go = threading.Event(), [True]
 
     def works():

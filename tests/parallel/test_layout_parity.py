@@ -1,29 +1,24 @@
 """The benchmark that shows the parity of layouts: what it counts, and that it fails when it should."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.scripts import SCRIPTS, script
 from tilth.core.layout import Mesh
 from tilth.parallel.grid import Grid
 
-FILE = Path(__file__).parent.parent.parent / "benchmarks" / "layout_parity.py"
+FILE = SCRIPTS / "layout_parity.py"
 GOOD = {"layout": "dp2", "weights": True, "agree": True, "first": 1e-6, "last": 1e-6, "double": 1e-15}
 
 
 def benchmark():
-    if FILE.stem not in sys.modules:
-        spec = importlib.util.spec_from_file_location(FILE.stem, FILE)
-        sys.modules[FILE.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[FILE.stem])
-    return sys.modules[FILE.stem]
+    return script(FILE.name)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,16 @@ from tilth.cli.tables import new_table
 from tilth.cli.tables import show as show_tables
 from tilth.core.errors import CheckpointError, DataError, StorageError
 from tilth.flows.files import Lock, to_json
-from tilth.flows.named import find_checkpoint, is_checkpoint, is_run, reaching, root_of, run_settings, split_spec
+from tilth.flows.named import (
+    find_checkpoint,
+    foreign,
+    is_checkpoint,
+    is_run,
+    reaching,
+    root_of,
+    run_settings,
+    split_spec,
+)
 from tilth.flows.readers import read_state
 from tilth.ui import words
 
@@ -190,9 +199,7 @@ def _row(place: Place, entry: Entry, *, newest: bool, best: bool) -> Row:
 def _foreign(place: Place, objects: Mapping[str, Any]) -> str:
     """That another run made it, if so. run.json of old runs does not say which checkpoints are theirs."""
     known = read_state(place.run).get("digests") if place.run is not None else None
-    if not known or objects.get("digest") in known:
-        return ""
-    return f"is not of this run: it was made by one of other work (digest {objects.get('digest')})"
+    return foreign(objects, known) if known else ""
 
 
 def _with(row: Row, **changes: Any) -> Row:

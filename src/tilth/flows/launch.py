@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tilth.checkpoint import Checkpoint, latest, mark_best, newest_valid, open_checkpoint
-from tilth.checkpoint.directory import complete, step_of
+from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.storage import split, storage_of
 from tilth.cluster.cluster import Cluster, open_cluster
 from tilth.config.checks import pools
@@ -24,7 +24,7 @@ from tilth.flows.continuing import Identity, find
 from tilth.flows.grpo import grpo
 from tilth.flows.metrics import Metrics
 from tilth.flows.model import MODEL_FOLDER, save_shape
-from tilth.flows.named import reaching
+from tilth.flows.named import foreign, one_before, reaching
 from tilth.flows.ppo import ppo, values
 from tilth.flows.pretrain import pretrain
 from tilth.flows.readers import checkpoints_of
@@ -274,18 +274,17 @@ def _miss(run: Run, root: str, found: str | Path | None, saved: int, *, fallback
 
 def _hinted(error: CheckpointError, newest: str | Path) -> CheckpointError:
     """The error of a checkpoint that cannot be gone on from, with what else there is."""
-    older = [path for path in complete(split(newest)[0]) if path != newest]
-    hint = f"--fallback goes on from {split(older[-1])[1]}" if older else "there is no older one: begin a new run"
+    older = one_before(newest)
+    hint = f"--fallback goes on from {split(older)[1]}" if older else "there is no older one: begin a new run"
     return CheckpointError(f"{error}; {hint}")
 
 
 def _check_own(checkpoint: Checkpoint, directory: RunDir) -> None:
     """CheckpointError for a checkpoint that another run made: its progress is not this one's."""
-    if checkpoint.objects.get("digest") not in directory.digests:
-        raise CheckpointError(
-            f"{checkpoint.path} is not of this run: it was made by one of other work (digest "
-            f"{checkpoint.objects.get('digest')}); model.path={checkpoint.path} would begin with its weights"
-        )
+    told = foreign(checkpoint.objects, directory.digests)
+    if told:
+        path = checkpoint.path
+        raise CheckpointError(f"{path} {told}; model.path={path} would begin with its weights")
 
 
 def _load(checkpoint: Checkpoint, roles: Roles) -> None:
@@ -300,7 +299,7 @@ def _load(checkpoint: Checkpoint, roles: Roles) -> None:
 
 def _damaged(checkpoint: Checkpoint) -> bool:
     try:
-        open_checkpoint(checkpoint.path).verify()
+        checkpoint.verify()
     except CheckpointError:
         return True
     return False

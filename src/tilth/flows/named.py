@@ -1,7 +1,7 @@
 """Checkpoints by name: a run, one of its checkpoints, a checkpoint itself, a folder of them; those two also by URL."""
 
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,9 +109,21 @@ def explained(named: Named) -> Iterator[None]:
 
 
 def _instead(named: Named) -> str:
-    root, step = split(named.path)[0], step_of(named.path)
-    older = [path for path in complete(root) if step is not None and (step_of(path) or 0) < step]
-    return f"the one before it is {named._replace(path=older[-1])}" if older else "there is none before it"
+    older = one_before(named.path)
+    return "there is none before it" if older is None else f"the one before it is {named._replace(path=older)}"
+
+
+def one_before(checkpoint: Location) -> Location | None:
+    """The complete checkpoint before this one, under the same root."""
+    step = step_of(checkpoint)
+    older = [path for path in complete(split(checkpoint)[0]) if step is not None and (step_of(path) or 0) < step]
+    return older[-1] if older else None
+
+
+def foreign(objects: Mapping[str, Any], digests: Collection[str]) -> str:
+    """What is to be told of a checkpoint with these objects if a run with these digests did not make it; else empty."""
+    digest = objects.get("digest")
+    return "" if digest in digests else f"is not of this run: it was made by one of other work (digest {digest})"
 
 
 def _place(text: str) -> Location:
