@@ -462,3 +462,43 @@ def test_no_torch_and_no_eval():
     tree = ast.parse(Path(verifiers.__file__).read_text())
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert not called & {"eval", "exec", "compile", "__import__"}
+
+
+@pytest.mark.parametrize(
+    "completion, result",
+    [
+        ("7,12,31", (1, 1)),
+        (" 7, 12 ,031\n", (1, 1)),
+        ("12,7,31", (0, 1)),
+        ("7,12", (0, 0)),
+        ("7,12,31,31", (0, 0)),
+        ("7,12,32", (0, 0)),
+        ("7,12,31,", (0, 0)),
+        ("7 12 31", (0, 0)),
+        ("", (0, 0)),
+        ("7,,12,31", (0, 0)),
+        ("7,12,3.1", (0, 0)),
+        ("7,12,٣١", (0, 0)),
+        ("7,12,31" + " " * 5000, (0, 0)),
+    ],
+)
+def test_sorting(completion, result):
+    found = builtin("sorting")("31,7,12=", completion, {"answer": "7,12,31"})
+    assert (found["correct"], found["format"]) == result
+    partly = builtin("sorting:0.25")("31,7,12=", completion, {"answer": "7,12,31"})
+    assert partly["reward"] == (1.0 if result[0] else 0.25 if result[1] else 0.0)
+
+
+def test_a_number_of_very_many_digits_is_none():
+    digits = "1" * 65
+    assert builtin("sorting")("", f"1,{digits}", {"answer": "1,2"})["format"] == 0
+    assert "no list" in builtin("sorting").check({"answer": f"1,{digits}"})
+
+
+@pytest.mark.parametrize("answer, wrong", [("1,2,2", ""), ("2,1", "in order"), ("1,x", "no list"), (None, "no answer")])
+def test_what_sorting_says_of_given_answers(answer, wrong):
+    assert (
+        (wrong in builtin("sorting").check({"answer": answer}))
+        if wrong
+        else not builtin("sorting").check({"answer": answer})
+    )

@@ -170,14 +170,15 @@ def _own(run: Path) -> tuple[PromptSet, PromptSet] | None:
 
 
 def _data(wish: Wish, settings: Mapping[str, Any]) -> Data:
-    """DATA as a recipe would have it; its columns and digits are the run's unless named."""
+    """DATA as a recipe would have it; its columns and sizes are the run's unless named."""
     columns = dict(settings.get("columns", {}))
     for pair in wish.columns:
         column, equals, name = pair.partition("=")
         if not equals:
             raise DataError(f"--columns {pair}: write which is which, as in prompt=question")
         columns[column] = name
-    return from_dict({"data": {"source": wish.data, "columns": columns, "digits": settings.get("digits", 3)}}).data
+    sizes = {name: settings[name] for name in ("digits", "length") if name in settings}
+    return from_dict({"data": {"source": wish.data, "columns": columns, **sizes}}).data
 
 
 def _progress() -> Any:

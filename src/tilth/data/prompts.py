@@ -12,6 +12,7 @@ from tilth.data.columns import Columns, Document, Prompt, to_document
 from tilth.data.countdown import Countdown
 from tilth.data.formats import is_source, missing, read_records
 from tilth.data.order import Order
+from tilth.data.sorting import Sorting
 from tilth.data.sources import Addition, Joined, Source, from_records, mixed, read_source, text_hashes
 from tilth.data.template import transcript
 
@@ -20,6 +21,7 @@ __all__ = ["Prompt", "PromptSet", "load_documents", "load_source", "load_texts"]
 TASKS: dict[str, Callable[[Data], Source]] = {
     "addition": lambda data: Addition(data.digits),
     "countdown": lambda data: Countdown(data.digits),
+    "sorting": lambda data: Sorting(data.digits, data.length),
 }
 
 

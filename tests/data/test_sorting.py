@@ -1,0 +1,69 @@
+"""Sorting: every prompt has its answer, lists are spread over all there are, hashes and sizes are of the texts."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilth.config.schema import Data
+from tilth.data.prompts import load_source
+from tilth.data.sorting import Sorting
+from tilth.data.sources import text_hashes
+from tilth.rl.verifiers import sorting
+
+GOLDEN = ["58,67,8,60=", "68,28,78,16=", "13,25,88,87="]
+SIZES = [(1, 2), (1, 3), (2, 2), pytest.param(1, 6, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def task():
+    return Sorting(2, 4)
+
+
+@settings(deadline=None, max_examples=100)
+@given(index=st.integers(0, 10**6 - 1))
+def test_a_prompt_and_its_answer(task, index):
+    prompt = task.prompt(index)
+    numbers = [int(n) for n in prompt.text.removesuffix("=").split(",")]
+    assert prompt.text.endswith("=") and len(numbers) == 4 and all(0 <= n < 100 for n in numbers)
+    assert [int(n) for n in prompt.answer.split(",")] == sorted(numbers)
+    assert prompt.info == {"numbers": numbers, "answer": prompt.answer} and prompt.index == index
+    assert set(prompt.text + prompt.answer) <= set(task.alphabet())
+    assert sorting(prompt.text, prompt.answer, prompt.info) == {"reward": 1.0, "correct": 1.0, "format": 1.0}
+
+
+def test_some_prompts_of_every_machine_and_version(task):
+    said = [task.prompt(i).text for i in (0, 500_000, 999_999)]
+    assert said == [Sorting(2, 4).prompt(i).text for i in (0, 500_000, 999_999)] == GOLDEN
+
+
+@pytest.mark.parametrize("digits, length", SIZES)
+def test_all_lists_of_a_small_task(digits, length):
+    task = Sorting(digits, length)
+    texts = {task.prompt(i).text for i in range(len(task))}
+    assert len(task) == len(texts) == 10 ** (digits * length)
+
+
+@pytest.mark.parametrize("digits, length", SIZES)
+def test_hashes_and_sizes_are_those_of_the_texts(digits, length):
+    task = Sorting(digits, length)
+    texts = [task.prompt(i).text.encode() for i in range(len(task))]
+    assert np.array_equal(task.hashes, text_hashes(texts))
+    assert task.sizes().tolist() == [len(text) for text in texts]
+
+
+def test_drawn_numbers_are_even_and_of_few_repetitions(task):
+    counts = np.bincount(task._numbers.ravel(), minlength=100)
+    assert len(counts) == 100 and abs(counts - 40_000).max() < 6 * 200
+    assert len(np.unique(task._numbers, axis=0)) > 0.99 * len(task)
+
+
+def test_nine_digits_and_long_lists_fit():
+    task = Sorting(9, 2)
+    assert len(task) == 10**6 and 0 <= task._numbers.min() and task._numbers.max() < 10**9
+
+
+def test_a_recipe_names_it():
+    prompts = load_source(Data(source="sorting", digits=1, length=3))
+    assert len(prompts) == 1000 and prompts[123].text.count(",") == 2
+    assert prompts.fingerprint() != load_source(Data(source="sorting", digits=1, length=2)).fingerprint()
