@@ -20,7 +20,7 @@ ALL = ["logprobs", "old_logprobs", "advantages", "rewards", "groups", "values"]
 def test_names():
     assert rl.names() == {
         "advantages": ["gae", "grpo", "grpo_no_std", "rloo"],
-        "losses": ["ppo_clip"],
+        "losses": ["ppo_clip", "reinforce"],
         "aggregations": [
             "token-mean",
             "token-sum",
@@ -143,8 +143,8 @@ def test_a_new_estimator_is_one_class(scratch):
 
 
 def test_a_new_loss_is_one_class(scratch):
-    @rl.register("losses", "reinforce")
-    class Reinforce(PolicyLoss):
+    @rl.register("losses", "plain")
+    class Plain(PolicyLoss):
         """-A log p."""
 
         def tokens(self, step):
@@ -152,7 +152,7 @@ def test_a_new_loss_is_one_class(scratch):
 
     x = torch.tensor([-1.0, -3.0], requires_grad=True)
     result = rl.policy_loss(
-        "reinforce",
+        "plain",
         logprobs=x,
         old_logprobs=x,
         advantages=torch.tensor([1.0, 2.0]),

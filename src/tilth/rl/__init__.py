@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tilth.rl.aggregation import aggregate, denominator, row_denominator
     from tilth.rl.catalog import check, names, options
     from tilth.rl.kl import kl_penalty
-    from tilth.rl.losses import LossResult, policy_loss
+    from tilth.rl.losses import LossResult, PolicyLoss, loss_entry, policy_loss, thresholds
     from tilth.rl.metrics import Metric, merge_metrics
     from tilth.rl.packing import keep_rows, token_counts
     from tilth.rl.registry import register
@@ -22,6 +22,7 @@ _HOME = {
     "Explained": "values",
     "LossResult": "losses",
     "Metric": "metrics",
+    "PolicyLoss": "losses",
     "aggregate": "aggregation",
     "check": "catalog",
     "denominator": "aggregation",
@@ -31,12 +32,14 @@ _HOME = {
     "flat_rows": "advantages",
     "keep_rows": "packing",
     "kl_penalty": "kl",
+    "loss_entry": "losses",
     "merge_metrics": "metrics",
     "names": "catalog",
     "options": "catalog",
     "policy_loss": "losses",
     "register": "registry",
     "row_denominator": "aggregation",
+    "thresholds": "losses",
     "token_counts": "packing",
     "valid_rows": "advantages",
     "value_loss": "values",
@@ -47,6 +50,7 @@ __all__ = [
     "Explained",
     "LossResult",
     "Metric",
+    "PolicyLoss",
     "aggregate",
     "check",
     "denominator",
@@ -56,12 +60,14 @@ __all__ = [
     "flat_rows",
     "keep_rows",
     "kl_penalty",
+    "loss_entry",
     "merge_metrics",
     "names",
     "options",
     "policy_loss",
     "register",
     "row_denominator",
+    "thresholds",
     "token_counts",
     "valid_rows",
     "value_loss",

@@ -1,22 +1,22 @@
 """Policy losses: per-token objectives to minimise, aggregated over one global denominator, with metrics that add up."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from tilth.core.errors import RecipeError
+from tilth.rl import ratio  # noqa: F401  (importing it registers its entries)
 from tilth.rl.aggregation import Aggregation, reduce_tokens
 from tilth.rl.kl import kl_penalty
 from tilth.rl.metrics import Metric
-from tilth.rl.packing import Packing
-from tilth.rl.registry import Entry, build, lookup, nearest, register, require
+from tilth.rl.objectives import PolicyLoss, Step
+from tilth.rl.packing import Gather, Packing, Reduce, alone, rows_alone
+from tilth.rl.registry import build, lookup, nearest, require
 
-LOG_RATIO_BOUND = 20.0
+__all__ = ["LossResult", "PolicyLoss", "Step", "loss_entry", "policy_loss", "thresholds"]
 
 
 @dataclass(frozen=True)
@@ -34,77 +34,6 @@ class LossResult:
         return getattr(self, name)
 
 
-@dataclass(frozen=True)
-class Step:
-    """What a loss sees: packed columns [total], 0 at masked positions. Only ``logprobs`` has a gradient."""
-
-    logprobs: Tensor
-    old_logprobs: Tensor
-    advantages: Tensor
-    packing: Packing
-    columns: Mapping[str, Tensor]
-
-    @cached_property
-    def log_ratio(self) -> Tensor:
-        """log(policy / old policy), clamped to +-20."""
-        return (self.logprobs - self.old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-
-    @cached_property
-    def ratio(self) -> Tensor:
-        """policy / old policy."""
-        return self.log_ratio.exp()
-
-
-class PolicyLoss(Entry):
-    """A loss. Common options: a KL penalty towards the reference, with the same aggregation, added to the loss."""
-
-    kl: str = Field("k3", description="form of the KL penalty, one of names()['kl']")
-    kl_coef: float = Field(0.0, ge=0, description="weight of the KL penalty; 0: none")
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Log-probs of now and of the policy that the ratio is taken to, and advantages."""
-        needed = ("logprobs", "old_logprobs", "advantages")
-        return (*needed, "ref_logprobs") if self.kl_coef else needed
-
-    def model_post_init(self, context: Any) -> None:
-        """An unknown KL form is named before the run starts."""
-        lookup("kl", self.kl)
-
-    def tokens(self, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of each token, and columns [total] whose mean over the tokens that count is a metric."""
-        raise NotImplementedError
-
-
-@register("losses", "ppo_clip")
-class PpoClip(PolicyLoss):
-    """PPO's clipped surrogate: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); where A < 0 at most -A dual_clip.
-
-    PPO 1707.06347, dual clip 1912.09729, asymmetric clip (clip-higher) DAPO 2503.14476.
-    """
-
-    clip_low: float = Field(0.2, ge=0, description="lower clip range of the ratio; 1 or more: no lower bound")
-    clip_high: float = Field(0.2, ge=0, description="upper clip range of the ratio")
-    dual_clip: float | None = Field(None, ge=0, description="bound on the ratio where A < 0, at least 1; 0: none")
-
-    def model_post_init(self, context: Any) -> None:
-        """dual_clip is 0 or at least 1."""
-        super().model_post_init(context)
-        if self.dual_clip and self.dual_clip < 1:
-            raise RecipeError(f"ppo_clip: dual_clip = {self.dual_clip}: it must be at least 1, or 0 for none")
-
-    def tokens(self, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of each token; shares of tokens whose gradient the clips take away."""
-        ratio, advantages = step.ratio, step.advantages
-        low, high = 1 - self.clip_low, 1 + self.clip_high
-        loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
-        clipped = {"clip_low": (advantages < 0) & (ratio < low), "clip_high": (advantages > 0) & (ratio > high)}
-        if self.dual_clip:
-            clipped["clip_dual"] = (advantages < 0) & (ratio > self.dual_clip)
-            loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * self.dual_clip), loss)
-        return loss, clipped
-
-
 def policy_loss(
     name: str,
     *,
@@ -113,10 +42,13 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     lengths: Tensor,
-    aggregation: str = "token-mean",
+    aggregation: str = "",
     denominator: float | None = None,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
+    weights: Tensor | None = None,
+    uniforms: Tensor | None = None,
+    thresholds: Mapping[str, float] | None = None,
     **options: Any,
 ) -> LossResult:
     """The loss to minimise over packed sequences, and its metrics.
@@ -126,27 +58,35 @@ def policy_loss(
         logprobs, old_logprobs, advantages: [total]; of the policy now, of the policy that the ratio is taken to, and
             from ``estimate``. Only ``logprobs`` gets a gradient. What they hold at masked positions does not matter.
         mask: [total], not 0 where the token counts (``Estimate.mask``). lengths: integers [n].
-        aggregation: one of ``names()["aggregations"]``.
+        aggregation: one of ``names()["aggregations"]``; "": the loss's own (``PolicyLoss.aggregation``).
         denominator: that of the global batch (``tilth.rl.denominator``), so that the losses of its micro-batches add up
             to its loss; None: this call sees the whole global batch.
         ref_logprobs: [total], for a KL penalty (options ``kl``, ``kl_coef``) and its metric.
         rollout_logprobs: [total], behaviour policy as the rollout engine computed it, for the metrics of the mismatch.
+        weights: [total], constants that multiply the loss of each token (importance weights of ``tilth.rl.correct``),
+            not its KL penalty towards the reference.
+        uniforms: [total], counted random numbers in [0, 1), for losses that choose tokens at random.
+        thresholds: what ``tilth.rl.thresholds`` found in the whole batch, for losses with a first pass; a call that
+            sees the whole global batch makes them itself.
         options: those of the loss and of the aggregation.
 
     Metrics (means over tokens that count, if not said otherwise): ratio; approx_kl_k1, approx_kl_k3 (old || now);
     kl_ref; mismatch/mean (absolute), mismatch/k3, mismatch/max (maximum) of old_logprobs and rollout_logprobs; those
-    of the loss: ppo_clip's clip_low, clip_high, clip_dual (shares of tokens).
+    of the loss (shares of tokens): clip_low, clip_high, clip_dual, truncated, selected.
 
-    Raises: RecipeError (unknown name or option, missing column), TokenCountError (a column of another size).
+    Raises: RecipeError (unknown name or option, missing column or first pass), TokenCountError (a column of another
+    size).
     """
     packing = Packing.of(lengths, mask)
-    given = {"ref_logprobs": ref_logprobs, "rollout_logprobs": rollout_logprobs}
-    given |= {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
+    given = {"ref_logprobs": ref_logprobs, "rollout_logprobs": rollout_logprobs, "weights": weights}
+    given |= {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "uniforms": uniforms}
     entry, aggregate = _entries(name, aggregation, options)
     columns = {k: _column(packing, k, v) for k, v in given.items() if v is not None}
     require(name, entry, columns)
-    step = Step(columns["logprobs"], columns["old_logprobs"], columns["advantages"], packing, columns)
+    step = _step(packing, columns)
+    step = replace(step, thresholds=_found(name, entry, step, thresholds, denominator))
     losses, means = entry.tokens(step)
+    losses = losses * columns["weights"] if "weights" in columns else losses
     if "ref_logprobs" in columns:
         means["kl_ref"] = kl_penalty(entry.kl, step.logprobs, columns["ref_logprobs"])
     if entry.kl_coef:
@@ -154,14 +94,78 @@ def policy_loss(
     return LossResult(reduce_tokens(aggregate, losses, packing, denominator), _metrics(step, means))
 
 
+def thresholds(
+    name: str,
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    uniforms: Tensor | None = None,
+    reduce: Reduce = alone,
+    gather: Gather = rows_alone,
+    **options: Any,
+) -> dict[str, float]:
+    """The first pass of a loss over a worker's rows of the whole (mini-)batch; {} for losses that need none.
+
+    The numbers are the same on every worker. Whatever the split into workers, they are the same bits: sums over rows
+    are rounded once, and the k-th best token is found among the best of every worker. Where a batch is spread over
+    workers, every worker calls it, those without rows too. No gradient is kept.
+
+    Args: as in ``policy_loss``; logprobs are those of the policy that the loss will see first.
+        reduce: sums a float64 vector over workers (``Grid.sum``).
+        gather: row columns of all workers (``Grid.gather_rows``).
+        options: those of the loss.
+
+    Raises: RecipeError (unknown name or option, missing column), TokenCountError (a column of another size).
+    """
+    entry = loss_entry(name, **options)
+    if not entry.first_pass:
+        return {}
+    packing = Packing.of(lengths, mask)
+    given = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "uniforms": uniforms}
+    columns = {k: _column(packing, k, v).detach() for k, v in given.items() if v is not None}
+    require(name, entry, [*columns, "ref_logprobs"])
+    return entry.thresholds(_step(packing, columns), reduce, gather)
+
+
+def loss_entry(name: str, **options: Any) -> PolicyLoss:
+    """The loss with these options: its ``aggregation``, ``first_pass``, ``needs`` and ``scope`` can be read.
+
+    Raises: RecipeError (unknown name or option, a value out of range).
+    """
+    return build("losses", name, options, PolicyLoss)
+
+
+def _found(
+    name: str, entry: PolicyLoss, step: Step, found: Mapping[str, float] | None, denominator: float | None
+) -> Mapping[str, float]:
+    """What the first pass found, made here where this call sees the whole batch."""
+    if found is not None or not entry.first_pass:
+        return found or {}
+    if denominator is not None:
+        raise RecipeError(
+            f"{name} looks at the whole batch before a part of it: give thresholds=tilth.rl.thresholds({name!r}, ...)"
+        )
+    constant = replace(step, logprobs=step.logprobs.detach())
+    return entry.thresholds(constant, alone, rows_alone)
+
+
+def _step(packing: Packing, columns: dict[str, Tensor]) -> Step:
+    return Step(columns["logprobs"], columns["old_logprobs"], columns["advantages"], packing, columns)
+
+
 def _entries(name: str, aggregation: str, options: dict[str, Any]) -> tuple[PolicyLoss, Aggregation]:
     """Share the options out; one that neither the loss nor the aggregation has is an error."""
-    of_loss, of_aggregation = lookup("losses", name).model_fields, lookup("aggregations", aggregation).model_fields
+    of_loss = lookup("losses", name).model_fields
+    loss = loss_entry(name, **{k: v for k, v in options.items() if k in of_loss})
+    aggregation = aggregation or loss.aggregation
+    of_aggregation = lookup("aggregations", aggregation).model_fields
     for option in options:
         if option not in of_loss and option not in of_aggregation:
             known = [*of_loss, *of_aggregation]
             raise RecipeError(f"{name} with {aggregation}: no option {option!r}{nearest(option, known)}")
-    loss = build("losses", name, {k: v for k, v in options.items() if k in of_loss}, PolicyLoss)
     parts = {k: v for k, v in options.items() if k in of_aggregation}
     return loss, build("aggregations", aggregation, parts, Aggregation)
 
