@@ -10,21 +10,27 @@ if TYPE_CHECKING:
     from tilth.rl.advantages import Estimate, estimate, estimate_rows, flat_rows, valid_rows
     from tilth.rl.aggregation import aggregate, denominator, row_denominator
     from tilth.rl.catalog import check, names, options
+    from tilth.rl.correction import Correction, correct
     from tilth.rl.kl import kl_penalty
     from tilth.rl.losses import LossResult, PolicyLoss, loss_entry, policy_loss, thresholds
     from tilth.rl.metrics import Metric, merge_metrics
+    from tilth.rl.mismatch import mismatch
     from tilth.rl.packing import keep_rows, token_counts
+    from tilth.rl.preference import PreferenceResult, pair_weights, preference_loss
     from tilth.rl.registry import register
     from tilth.rl.values import Explained, explained_variance, value_loss
 
 _HOME = {
+    "Correction": "correction",
     "Estimate": "advantages",
     "Explained": "values",
     "LossResult": "losses",
     "Metric": "metrics",
+    "PreferenceResult": "preference",
     "PolicyLoss": "losses",
     "aggregate": "aggregation",
     "check": "catalog",
+    "correct": "correction",
     "denominator": "aggregation",
     "estimate": "advantages",
     "estimate_rows": "advantages",
@@ -34,9 +40,12 @@ _HOME = {
     "kl_penalty": "kl",
     "loss_entry": "losses",
     "merge_metrics": "metrics",
+    "mismatch": "mismatch",
     "names": "catalog",
     "options": "catalog",
+    "pair_weights": "preference",
     "policy_loss": "losses",
+    "preference_loss": "preference",
     "register": "registry",
     "row_denominator": "aggregation",
     "thresholds": "losses",
@@ -46,13 +55,16 @@ _HOME = {
 }
 
 __all__ = [
+    "Correction",
     "Estimate",
     "Explained",
     "LossResult",
     "Metric",
+    "PreferenceResult",
     "PolicyLoss",
     "aggregate",
     "check",
+    "correct",
     "denominator",
     "estimate",
     "estimate_rows",
@@ -62,9 +74,12 @@ __all__ = [
     "kl_penalty",
     "loss_entry",
     "merge_metrics",
+    "mismatch",
     "names",
     "options",
+    "pair_weights",
     "policy_loss",
+    "preference_loss",
     "register",
     "row_denominator",
     "thresholds",

@@ -5,16 +5,17 @@ An option is a pydantic field (type, range, default, description), so a wrong on
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tilth.core.errors import RecipeError
 
-Kind = Literal["advantages", "losses", "aggregations", "kl"]
-Scope = Literal["rows", "token-local", "global moments", "group-local"]
+Kind = Literal["advantages", "losses", "aggregations", "kl", "preferences"]
+Scope = Literal["rows", "token-local", "global moments", "group-local", "group tokens"]
 """What one call must see: rows of the whole batch without tokens (controller); any part of the tokens; any part, plus a
-sum over all workers; or whole groups."""
+sum over all workers; whole groups; or any part, plus the tokens of others in groups that lie on several workers (which
+are few where the batch is divided by groups)."""
 
 
 class Entry(BaseModel):
@@ -28,13 +29,24 @@ class Entry(BaseModel):
         return ()
 
     @property
+    def takes(self) -> tuple[str, ...]:
+        """Columns that it uses where they are there, and does without where not."""
+        return ()
+
+    @property
     def scope(self) -> Scope:
         """What one call must see, with these options."""
         return "token-local"
 
 
 E = TypeVar("E", bound=Entry)
-_ENTRIES: dict[Kind, dict[str, type[Entry]]] = {"advantages": {}, "losses": {}, "aggregations": {}, "kl": {}}
+_ENTRIES: dict[Kind, dict[str, type[Entry]]] = {
+    "advantages": {},
+    "losses": {},
+    "aggregations": {},
+    "kl": {},
+    "preferences": {},
+}
 
 
 def register(kind: Kind, name: str) -> Callable[[type[E]], type[E]]:
@@ -80,10 +92,13 @@ def build(kind: Kind, name: str, options: Mapping[str, Any], known: type[E]) -> 
 
 
 def require(name: str, entry: Entry, columns: Iterable[str]) -> None:
-    """RecipeError unless every column that the entry needs is there."""
-    missing = [c for c in entry.needs if c not in set(columns)]
+    """RecipeError unless every column that the entry needs is there; of parts of a reward it names those that are."""
+    columns = set(columns)
+    missing = [c for c in entry.needs if c not in columns]
     if missing:
-        raise RecipeError(f"{name} needs the column {missing[0]!r}, which is not there")
+        parts = sorted(c for c in columns if c.startswith("part/") and missing[0].startswith("part/"))
+        hint = nearest(missing[0], parts) if parts else ""
+        raise RecipeError(f"{name} needs the column {missing[0]!r}, which is not there{hint}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,0 +1,276 @@
+"""Preference losses: how the scores of a chosen and a rejected answer become a loss, its gradient and metrics.
+
+A score is one number for each answer: the sum of its log-probs (DPO and its variants), or what a reward model says of
+it (Bradley-Terry). A loss is a function of those alone, so two passes over the tokens give its exact gradient: one
+without a gradient finds the scores of all pairs, ``preference_loss`` the derivative of the loss by each score, and a
+second one adds up derivative times gradient of score in any split, over micro-batches and workers alike.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from tilth.core.errors import RecipeError
+from tilth.rl.metrics import Metric
+from tilth.rl.registry import Entry, Scope, build, register
+
+Scores = Literal["logprobs", "rewards"]
+"""What is compared: summed log-probs of answers, or the outputs of a reward model."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One side of m pairs. scores: float64 [m]; reference: the same of the reference model; counts: tokens, float64."""
+
+    scores: Tensor
+    reference: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
+class PreferenceResult:
+    """loss: float64, the weighted sum over pairs; losses [m], before weights; chosen, rejected [m]: derivatives of the
+    loss by the scores. Everything is float64 and detached."""
+
+    loss: Tensor
+    losses: Tensor
+    chosen: Tensor
+    rejected: Tensor
+    metrics: dict[str, Metric]
+
+
+class PreferenceLoss(Entry):
+    """A loss of pairs by the difference of two rewards, less a margin."""
+
+    @property
+    def scope(self) -> Scope:
+        """Rows: the scores of both answers, wherever their tokens are."""
+        return "rows"
+
+    @property
+    def compares(self) -> Scores:
+        """What its scores are."""
+        return "logprobs"
+
+    def rewards(self, answers: Answers) -> Tensor:
+        """The reward of each answer, differentiable in its score: [m]."""
+        raise NotImplementedError
+
+    def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
+        """The loss of each pair from both rewards: [m]. margins: by how much chosen should be ahead, of the data."""
+        raise NotImplementedError
+
+
+class Implicit(PreferenceLoss):
+    """DPO's implicit reward: beta * (log-prob - that of the reference), of the whole answer or a token's mean."""
+
+    beta: float = Field(0.1, gt=0, description="scale of the implicit reward: how far the policy may go for it")
+    margin: float = Field(0.0, description="by how much the chosen answer's reward should be ahead")
+    average: bool = Field(False, description="log-probs a token instead of summed ones")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The reference's log-probs."""
+        return ("ref_logprobs",)
+
+    def rewards(self, answers: Answers) -> Tensor:
+        """beta * (sum of log-probs - that of the reference), over the number of tokens where averaged."""
+        apart = answers.scores - answers.reference
+        return self.beta * (apart / answers.counts if self.average else apart)
+
+
+@register("preferences", "sigmoid")
+class Sigmoid(Implicit):
+    """DPO (arXiv 2305.18290, eq. 7): -log sigmoid(x), x the difference of implicit rewards.
+
+    smoothing: the share e of labels taken to be wrong (conservative DPO), (1 - e) L(x) + e L(-x). average: DPO with
+    normalised lengths (TRL's sigmoid_norm). margin, or a column of it: DPO with an offset (arXiv 2402.10571, eq. 8).
+    """
+
+    smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of the labels that are taken to be wrong")
+
+    def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
+        """Smoothed logistic loss."""
+        right, wrong = _logistic(chosen - rejected - self.margin - margins)
+        return (1 - self.smoothing) * right + self.smoothing * wrong
+
+
+@register("preferences", "robust")
+class Robust(Implicit):
+    """Robust DPO (arXiv 2403.00409, eq. 12): ((1 - e) L(x) - e L(-x)) / (1 - 2e), unbiased if a share e is flipped."""
+
+    smoothing: float = Field(0.1, ge=0, lt=0.5, description="share of the labels that are wrong")
+
+    def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
+        """Unbiased logistic loss under flipped labels."""
+        right, wrong = _logistic(chosen - rejected - self.margin - margins)
+        return ((1 - self.smoothing) * right - self.smoothing * wrong) / (1 - 2 * self.smoothing)
+
+
+@register("preferences", "hinge")
+class Hinge(Implicit):
+    """max(0, 1 - x) (SLiC-HF, arXiv 2305.10425, by implicit rewards as in arXiv 2309.06657)."""
+
+    def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
+        """Hinge of the difference."""
+        return torch.relu(1 - (chosen - rejected - self.margin - margins))
+
+
+@register("preferences", "ipo")
+class Ipo(PreferenceLoss):
+    """IPO (arXiv 2310.12036, eq. 17): (h - 1 / (2 beta))^2, h the difference of log-ratios to the reference.
+
+    As commonly coded, and in the paper's experiments, h is of log-probs a token (the paper writes sums, with which the
+    square grows with the length). It has a margin of its own: 1 / (2 beta).
+    """
+
+    beta: float = Field(0.1, gt=0, description="the paper's tau: 1 / (2 beta) is the difference that is aimed at")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The reference's log-probs."""
+        return ("ref_logprobs",)
+
+    def rewards(self, answers: Answers) -> Tensor:
+        """beta * the mean log-ratio of a token."""
+        return self.beta * (answers.scores - answers.reference) / answers.counts
+
+    def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
+        """Squared distance to the aim; RecipeError where the data has margins."""
+        if (margins != 0).any():
+            raise RecipeError("ipo aims at a difference of its own, 1 / (2 beta): leave the column margin out")
+        return ((chosen - rejected) / self.beta - 1 / (2 * self.beta)) ** 2
+
+
+@register("preferences", "simpo")
+class SimPo(PreferenceLoss):
+    """SimPO (arXiv 2405.14734, eq. 6): -log sigmoid(beta * (mean log-prob of chosen - of rejected) - margin).
+
+    No reference. margin: the paper's gamma (0.3 to 1.6 with beta 2 to 2.5); TRL's CPO writes the same.
+    """
+
+    beta: float = Field(2.0, gt=0, description="scale of the reward, a token's mean log-prob")
+    margin: float = Field(0.0, description="gamma: by how much the chosen answer's reward should be ahead")
+    smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of the labels that are taken to be wrong")
+
+    def rewards(self, answers: Answers) -> Tensor:
+        """beta * a token's mean log-prob."""
+        return self.beta * answers.scores / answers.counts
+
+    def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
+        """Smoothed logistic loss."""
+        right, wrong = _logistic(chosen - rejected - self.margin - margins)
+        return (1 - self.smoothing) * right + self.smoothing * wrong
+
+
+@register("preferences", "bradley_terry")
+class BradleyTerry(PreferenceLoss):
+    """A reward model's loss (arXiv 2203.02155, eq. 1): -log sigmoid(r_w - r_l - margin) + centring * (r_w + r_l)^2.
+
+    margin: arXiv 2307.09288, eq. 2, mostly of the data. centring: keeps scores around 0, which the first term leaves
+    free (arXiv 2312.09244; 0.01 there and in TRL).
+    """
+
+    margin: float = Field(0.0, description="by how much the chosen answer's score should be ahead")
+    centring: float = Field(0.0, ge=0, description="weight of the squared sum of both scores")
+
+    @property
+    def compares(self) -> Scores:
+        """Scores of a reward model."""
+        return "rewards"
+
+    def rewards(self, answers: Answers) -> Tensor:
+        """The score itself."""
+        return answers.scores
+
+    def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
+        """Logistic loss and what centres it."""
+        right, _ = _logistic(chosen - rejected - self.margin - margins)
+        return right + self.centring * (chosen + rejected) ** 2
+
+
+def _logistic(x: Tensor) -> tuple[Tensor, Tensor]:
+    """L(x) and L(-x), L(x) = -log sigmoid(x)."""
+    return -F.logsigmoid(x), -F.logsigmoid(-x)
+
+
+def pair_weights(prompts: Tensor) -> Tensor:
+    """Weight of each pair, float64 [m], together 1: a prompt weighs as much as any other, however many pairs it has.
+
+    prompts: any integers [m], equal where the prompt is. (arXiv 2203.02155, section 3.5: all pairs of a prompt are one
+    element of the batch, or the model overfits.)
+    """
+    _, index, counts = torch.unique(prompts, return_inverse=True, return_counts=True)
+    return 1.0 / (counts[index].to(torch.float64) * max(len(counts), 1))
+
+
+def preference_loss(
+    name: str,
+    *,
+    chosen: Tensor,
+    rejected: Tensor,
+    counts: tuple[Tensor, Tensor] | None = None,
+    reference: tuple[Tensor, Tensor] | None = None,
+    margins: Tensor | None = None,
+    weights: Tensor | None = None,
+    sft: float = 0.0,
+    **options: Any,
+) -> PreferenceResult:
+    """The loss of m pairs and its derivatives by the scores of their answers.
+
+    Args:
+        name: one of ``names()["preferences"]``; options: its fields.
+        chosen, rejected: [m], scores: sums of log-probs over the answer's tokens, or outputs of a reward model.
+        counts: tokens of chosen and of rejected answers, [m] each; only for losses that average, and for ``sft``.
+        reference: sums of the reference's log-probs, [m] each, where the loss needs them.
+        margins: [m], further margins of single pairs.
+        weights: [m], together 1; none: all the same. See ``pair_weights``.
+        sft: weight of the negative log-likelihood of the chosen answer, a token's mean of each (RPO, arXiv 2404.19733,
+            eq. 1, over the answer's tokens; TRL's ``sft`` is a mean over the tokens of all answers together).
+
+    Metrics (means over pairs): rewards/chosen, rewards/rejected, rewards/margin, rewards/accuracy (ties count half);
+    of log-probs also logprobs/chosen and logprobs/rejected.
+
+    Raises: RecipeError (unknown loss or option, a missing reference, sft of a reward model).
+    """
+    loss = build("preferences", name, options, PreferenceLoss)
+    if loss.needs and reference is None:
+        raise RecipeError(f"{name} needs the log-probs of a reference")
+    if sft and loss.compares == "rewards":
+        raise RecipeError(f"sft = {sft}: {name} compares scores of a reward model, which has no likelihood")
+    won, lost = (_answers(i, s, counts, reference) for i, s in enumerate((chosen, rejected)))
+    extra = torch.zeros_like(won.counts) if margins is None else margins.detach().to(torch.float64)
+    weights = torch.full_like(extra, 1 / max(len(extra), 1)) if weights is None else weights.to(extra)
+    with torch.enable_grad():
+        ahead, behind = loss.rewards(won), loss.rewards(lost)
+        losses = loss.losses(ahead, behind, extra) - sft * won.scores / won.counts
+        total = (weights * losses).sum()
+        by = torch.autograd.grad(total, (won.scores, lost.scores))
+    rewards = ahead.detach(), behind.detach()
+    metrics = _metrics(*rewards, *((won.scores, lost.scores) if loss.compares == "logprobs" else ()))
+    return PreferenceResult(total.detach(), losses.detach(), *by, metrics)
+
+
+def _answers(
+    side: int, scores: Tensor, counts: tuple[Tensor, Tensor] | None, reference: tuple[Tensor, Tensor] | None
+) -> Answers:
+    scores = scores.detach().to(torch.float64).requires_grad_()
+    tokens = torch.ones_like(scores) if counts is None else counts[side].to(torch.float64).clamp(min=1)
+    theirs = torch.zeros_like(scores) if reference is None else reference[side].detach().to(torch.float64)
+    return Answers(scores, theirs.detach(), tokens.detach())
+
+
+def _metrics(ahead: Tensor, behind: Tensor, *logprobs: Tensor) -> dict[str, Metric]:
+    apart = ahead - behind
+    columns = {
+        "rewards/chosen": ahead,
+        "rewards/rejected": behind,
+        "rewards/margin": apart,
+        "rewards/accuracy": 0.5 + 0.5 * torch.sign(apart),
+    }
+    columns |= dict(zip(("logprobs/chosen", "logprobs/rejected"), logprobs))
+    return {name: Metric(column.detach().sum(), len(column), "mean") for name, column in columns.items()}
