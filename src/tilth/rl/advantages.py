@@ -1,22 +1,35 @@
 """Advantage estimators: rewards become one number a token that says how much better than expected it was.
 
 Statistics run in float64 and come back as float32. A reward that is not finite is missing: its row enters no statistic,
-its advantage is 0, and ``Estimate.mask`` leaves its tokens out, so that the loss does not count them either.
+its advantage is 0, and ``Estimate.mask`` leaves its tokens out, so that the loss does not count them either. Some
+estimators need another number of each row too (the greedy answer's reward, parts of a reward): the same holds for it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from tilth.core.errors import RecipeError, TokenCountError
-from tilth.rl.packing import Gather, Groups, Packing, Reduce, alone, discounted_sums, rows_alone, whiten
-from tilth.rl.registry import Entry, Scope, build, register, require
+from tilth.rl import grouped, optimal, returns  # noqa: F401  (importing them registers their estimators)
+from tilth.rl.estimators import OF_TOKENS, Advantage, Everyone, RowAdvantage, Rows, Tokens
+from tilth.rl.packing import Gather, Groups, Packing, Reduce, alone, rows_alone
+from tilth.rl.registry import Scope, build, require
+
+__all__ = [
+    "Advantage",
+    "Estimate",
+    "RowAdvantage",
+    "Rows",
+    "Tokens",
+    "estimate",
+    "estimate_rows",
+    "flat_rows",
+    "valid_rows",
+]
 
 
 @dataclass(frozen=True)
@@ -36,198 +49,8 @@ class Estimate:
         return getattr(self, name)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """One row a sequence: scores float64 [n], 0 where missing; valid bool [n]; counts int64 [n], tokens that count."""
-
-    scores: Tensor
-    valid: Tensor
-    counts: Tensor | None
-    columns: Mapping[str, Tensor]
-
-    @cached_property
-    def groups(self) -> Groups:
-        """Statistics within groups."""
-        return Groups.of(self.columns["groups"], self.scores, self.valid)
-
-
-@dataclass(frozen=True)
-class Everyone:
-    """Rows of all workers, in the order of the whole batch. own: int64 [n], which of them are this worker's."""
-
-    rows: Rows
-    own: Tensor
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Packed tokens. packing: without rows whose reward is missing; rewards: float64 [total], 0 where masked."""
-
-    rows: Rows
-    packing: Packing
-    rewards: Tensor
-    reduce: Reduce
-    everyone: Everyone | None = None
-    """For scope "rows" where this worker does not have all rows."""
-
-    def chosen(self, column: str) -> Tensor:
-        """A column at the tokens that count, in order, float64 [number of such tokens]."""
-        return self.packing.column(column, self.rows.columns[column]).to(torch.float64)[self.packing.mask]
-
-    def scatter(self, chosen: Tensor) -> Tensor:
-        """The inverse: values of the tokens that count -> [total], 0 elsewhere."""
-        return chosen.new_zeros(len(self.packing.mask)).masked_scatter(self.packing.mask, chosen)
-
-
-class Advantage(Entry):
-    """An estimator over tokens: advantages and returns, float64 [total], 0 at masked positions."""
-
-    def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
-        """Advantages and, where there are any, returns."""
-        raise NotImplementedError
-
-
-class RowAdvantage(Advantage):
-    """An estimator that needs rows only, so that the controller can run it: one advantage for all tokens of a row."""
-
-    @property
-    def scope(self) -> Scope:
-        """Rows."""
-        return "rows"
-
-    def rows(self, rows: Rows) -> Tensor:
-        """Advantage of each row, float64 [n]; any value where the reward is missing."""
-        raise NotImplementedError
-
-    def tokens(self, tokens: Tokens) -> tuple[Tensor, None]:
-        """The same at every token of the row that counts; statistics are over the rows of all workers."""
-        all_of_them = tokens.everyone
-        rows = self.rows(tokens.rows) if all_of_them is None else self.rows(all_of_them.rows)[all_of_them.own]
-        return tokens.packing.masked(tokens.packing.spread(rows)), None
-
-
-class _Grouped(RowAdvantage):
-    singleton: Literal["reward", "zero"] = Field(
-        "reward",
-        description="what a group with a single reward gets: the reward, as if its baseline were 0 (verl), or zero",
-    )
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Rewards and groups."""
-        return ("rewards", "groups")
-
-    def rows(self, rows: Rows) -> Tensor:
-        """Advantage of each row; groups of one apart."""
-        groups = rows.groups
-        single = self.single(rows.scores) if self.singleton == "reward" else torch.zeros_like(rows.scores)
-        return torch.where(groups.size > 1, self.relative(groups), single)
-
-    def relative(self, groups: Groups) -> Tensor:
-        """Advantage in a group of at least two."""
-        raise NotImplementedError
-
-    def single(self, scores: Tensor) -> Tensor:
-        """Advantage in a group of one."""
-        return scores
-
-
-@register("advantages", "gae")
-class Gae(Advantage):
-    """Generalised advantage estimation (Schulman 2015): sum of (gamma * lam)^k * delta, with a value at each token.
-
-    Tokens that the policy did not choose are skipped: value and running sum pass through them, as in verl. Returns are
-    advantage + value before whitening. Whitening is over all tokens that count in the global batch, by unbiased
-    variance; here masked positions are 0 again afterwards, where verl leaves the whitened running sum in them.
-
-    Also unlike verl: where the reward to come, discounted, is the same at every token of the global batch (with gamma
-    1: where all samples have the same reward), whitened advantages are 0. Nothing that happened tells one token from
-    another then; what is left is the noise of the critic, and whitening would scale it to variance 1. Returns stay.
-    """
-
-    gamma: float = Field(1.0, ge=0, le=1, description="discount")
-    lam: float = Field(1.0, ge=0, le=1, description="lambda: 1 is reward-to-go minus value, 0 is one-step")
-    whiten: bool = Field(True, description="shift and scale to mean 0, variance 1 over the global batch")
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Rewards and values."""
-        return ("rewards", "values")
-
-    @property
-    def scope(self) -> Scope:
-        """Whitening needs the moments of the global batch."""
-        return "global moments" if self.whiten else "token-local"
-
-    def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Masked tokens are taken out first: in what is left, each token's successor is the next row entry."""
-        values, rewards = tokens.chosen("values"), tokens.rewards[tokens.packing.mask]
-        row = tokens.packing.spread(torch.arange(len(tokens.packing.counts), device=values.device))[tokens.packing.mask]
-        same = torch.nn.functional.pad(row[1:] == row[:-1], (0, 1))[: len(row)]
-        following = torch.where(same, torch.roll(values, -1), 0.0)
-        delta = rewards + self.gamma * following - values
-        advantages = discounted_sums(delta, tokens.packing.counts, self.gamma * self.lam)
-        returns = advantages + values
-        if self.whiten:
-            flat = _flat(discounted_sums(rewards, tokens.packing.counts, self.gamma), tokens.reduce)
-            advantages = whiten(advantages, tokens.reduce)
-            advantages = torch.zeros_like(advantages) if flat else advantages
-        return tokens.scatter(advantages), tokens.scatter(returns)
-
-
-_WHOLE: tuple[Scope, ...] = ("rows", "group-local")
+_GATHERED: tuple[Scope, ...] = ("rows", "group-local", "group tokens")
 """Scopes that depend on the rows of other workers."""
-_OF_TOKENS = ("values", "logprobs", "ref_logprobs")
-"""Columns that have a value at each token."""
-_EQUAL = 1e-9
-"""Relative distance up to which rewards are the same: above the rounding of a float64 mean, below that of a float32."""
-
-
-def _flat(values: Tensor, reduce: Reduce) -> bool:
-    """Whether all workers' values [k] are equal, and at least two: decided by sums, so by every worker alike."""
-    count, total = reduce(torch.stack([values.new_tensor(float(len(values))), values.sum()]))
-    mean = total / count.clamp(min=1)
-    (apart,) = reduce(((values - mean).abs() > _EQUAL * mean.abs()).sum().to(values.dtype).reshape(1))
-    return bool(count > 1) and not bool(apart)
-
-
-@register("advantages", "grpo")
-class Grpo(_Grouped):
-    """Group-relative (DeepSeekMath): (score - mean) / (std + eps) in the group, unbiased std, the row itself included.
-
-    Exactly 0 where all scores are equal. A group of one counts as mean 0 and std 1: score / (1 + eps), as in verl.
-    """
-
-    eps: float = Field(1e-6, ge=0, description="added to the standard deviation")
-
-    def relative(self, groups: Groups) -> Tensor:
-        """Standardised score."""
-        return torch.where(groups.flat, 0.0, groups.centred / (groups.std + self.eps))
-
-    def single(self, scores: Tensor) -> Tensor:
-        """Mean 0, std 1."""
-        return scores / (1 + self.eps)
-
-
-@register("advantages", "grpo_no_std")
-class GrpoNoStd(_Grouped):
-    """Dr.GRPO's advantage: score - mean of the group. Published with the aggregation seq-mean-token-sum-norm."""
-
-    def relative(self, groups: Groups) -> Tensor:
-        """Centred score."""
-        return groups.centred
-
-
-@register("advantages", "rloo")
-class Rloo(_Grouped):
-    """Leave-one-out (Ahmadian 2024): score - mean of the others in the group = n / (n - 1) * (score - mean).
-
-    verl's ``rloo`` keeps the score of a group of one, its ``rloo_vectorized`` makes it 0: option ``singleton``.
-    """
-
-    def relative(self, groups: Groups) -> Tensor:
-        """Score minus the mean of the others."""
-        return groups.centred * groups.size / (groups.size - 1).clamp(min=1)
 
 
 def estimate(
@@ -248,7 +71,7 @@ def estimate(
     """Token-level advantages of packed sequences: of all of a batch, or of one worker's rows of it.
 
     Where a batch is spread over workers, every worker calls it, those without rows too, and each scope is honoured:
-    "rows" by gathering row columns (the same bits as of one worker, whatever the split), "global moments" by
+    "rows" and "group tokens" by gathering (the same bits as of one worker, whatever the split), "global moments" by
     ``reduce``, "token-local" alone; a "group-local" estimator raises RecipeError where a group lies on two workers.
 
     Args:
@@ -259,18 +82,19 @@ def estimate(
         groups: integers [n], samples of one occurrence of a prompt share one.
         values, logprobs, ref_logprobs: [total], for estimators that need them.
         reduce: sums a float64 vector over workers, for the scope "global moments" (``Grid.sum``).
-        gather: row columns of all workers, for the scopes "rows" and "group-local" (``Grid.gather_rows``).
+        gather: columns of all workers, for the scopes that depend on other rows (``Grid.gather_rows``).
         row: integers [n], index of each row in the whole batch, as ``gather`` goes by; None: 0, 1, 2, ..., all of it.
-        options: options of the estimator; further columns that it needs go here too, by name.
+        options: options of the estimator; further columns that it needs or takes go here too, by name (rows [n]:
+            ``baselines``, ``part/NAME``; tokens [total]: ``sum_pi_squared``, ``weights``).
 
     Raises: RecipeError (unknown name or option, missing column), TokenCountError (a column of another size).
     """
     given = {"rewards": rewards, "groups": groups, "values": values, "logprobs": logprobs, "ref_logprobs": ref_logprobs}
     columns = {k: v for k, v in given.items() if v is not None}
     entry, columns = _prepare(name, columns, options)
-    tokens = _tokens(Packing.of(lengths, mask), rewards, columns, reduce)
-    if gather is not rows_alone and entry.scope in _WHOLE:
-        tokens = replace(tokens, everyone=_everyone(name, entry, tokens.rows, gather, row))
+    tokens = _tokens(entry, Packing.of(lengths, mask), rewards, columns, reduce)
+    if gather is not rows_alone and entry.scope in _GATHERED:
+        tokens = replace(tokens, gather=gather, everyone=_everyone(name, entry, tokens.rows, gather, row))
     with torch.no_grad():
         advantages, returns = entry.tokens(tokens)
     return Estimate(advantages.float(), None if returns is None else returns.float(), tokens.packing.mask)
@@ -289,9 +113,10 @@ def estimate_rows(
     if not isinstance(entry, RowAdvantage):
         raise RecipeError(f"{name} works on tokens (scope {entry.scope!r}), not on rows alone")
     scores = torch.as_tensor(rewards).to(torch.float64)
-    valid = torch.isfinite(scores)
-    rows = Rows(torch.where(valid, scores, 0.0), valid, columns.get("counts"), _row_columns(columns, len(scores)))
-    return torch.where(valid, entry.rows(rows), 0.0).float()
+    own = _row_columns(columns, len(scores))
+    valid = _complete(entry, torch.isfinite(scores), own)
+    found = entry.rows(Rows(torch.where(valid, scores, 0.0), valid, own.get("counts"), own))
+    return torch.where(valid, found, 0.0).float()
 
 
 def valid_rows(rewards: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
@@ -313,7 +138,7 @@ def _prepare(name: str, columns: dict[str, Tensor], options: dict[str, Any]) -> 
     """Tell further columns from options (a tensor is a column), build the entry and check its columns."""
     extra = {k: v for k, v in options.items() if isinstance(v, Tensor)}
     entry = build("advantages", name, {k: v for k, v in options.items() if k not in extra}, Advantage)
-    unknown = [k for k in extra if k not in entry.needs]
+    unknown = [k for k in extra if k not in (*entry.needs, *entry.takes)]
     if unknown:
         raise RecipeError(f"{name} has no use for the column {unknown[0]!r}")
     columns = {**columns, **extra}
@@ -321,16 +146,28 @@ def _prepare(name: str, columns: dict[str, Tensor], options: dict[str, Any]) -> 
     return entry, columns
 
 
-def _tokens(packing: Packing, rewards: Tensor, columns: Mapping[str, Tensor], reduce: Reduce) -> Tokens:
+def _tokens(
+    entry: Advantage, packing: Packing, rewards: Tensor, columns: Mapping[str, Tensor], reduce: Reduce
+) -> Tokens:
     rewards = torch.as_tensor(rewards).to(packing.mask.device, torch.float64)
     scores, valid = _scores(packing, rewards)
+    own = _row_columns(columns, len(scores))
+    valid = _complete(entry, valid, own)
+    scores = torch.where(valid, scores, 0.0)
     kept = packing.keep(valid)
     if len(rewards) == len(scores):
         has, ends = kept.ends >= 0, kept.ends
         per_token = rewards.new_zeros(len(packing.mask)).index_put((ends[has],), scores[has])
     else:
         per_token = kept.masked(rewards)
-    return Tokens(Rows(scores, valid, kept.counts, _row_columns(columns, len(scores))), kept, per_token, reduce)
+    return Tokens(Rows(scores, valid, kept.counts, own), kept, per_token, reduce)
+
+
+def _complete(entry: Advantage, valid: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    """Rows of which everything that the estimator needs of a row is there, bool [n]."""
+    for column in entry.finite:
+        valid = valid & torch.isfinite(columns[column].to(valid.device))
+    return valid
 
 
 def _everyone(name: str, entry: Advantage, own: Rows, gather: Gather, row: Tensor | None) -> Everyone:
@@ -341,7 +178,7 @@ def _everyone(name: str, entry: Advantage, own: Rows, gather: Gather, row: Tenso
         raise TokenCountError(f"row has the shape {numbers.shape}; there are {n} rows")
     columns = {"scores": own.scores, "valid": own.valid}
     columns |= {} if own.counts is None else {"counts": own.counts}
-    columns |= {c: own.columns[c] for c in entry.needs if c not in ("rewards", *_OF_TOKENS)}
+    columns |= {c: own.columns[c] for c in entry.needs if c not in ("rewards", *OF_TOKENS)}
     worker = np.full(n, numbers.min() if n else 0)  # its first row tells it from the others
     found = gather({"row": numbers, "worker": worker, **{k: v.cpu().numpy() for k, v in columns.items()}})
     order = np.argsort(found["row"], kind="stable")
@@ -355,7 +192,8 @@ def _everyone(name: str, entry: Advantage, own: Rows, gather: Gather, row: Tenso
         _check_local(name, found["groups"], found["worker"])
     whole = {k: torch.from_numpy(np.ascontiguousarray(found[k][order])).to(own.scores.device) for k in columns}
     all_rows = Rows(whole.pop("scores"), whole.pop("valid"), whole.get("counts"), whole)
-    return Everyone(all_rows, torch.from_numpy(np.searchsorted(rows, numbers)).to(own.scores.device))
+    mine, holder = np.searchsorted(rows, numbers), np.ascontiguousarray(found["worker"][order])
+    return Everyone(all_rows, *(torch.from_numpy(x).to(own.scores.device) for x in (mine, holder)))
 
 
 def _check_local(name: str, groups: np.ndarray, worker: np.ndarray) -> None:
@@ -384,7 +222,9 @@ def _scores(packing: Packing, rewards: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_columns(columns: Mapping[str, Tensor], n: int) -> dict[str, Tensor]:
-    groups = columns.get("groups")
-    if groups is not None and torch.as_tensor(groups).shape != (n,):
-        raise TokenCountError(f"groups has the shape {tuple(torch.as_tensor(groups).shape)}; there are {n} rows")
-    return {k: torch.as_tensor(v) for k, v in columns.items()}
+    """All columns as tensors; TokenCountError names one of rows that is not [n]."""
+    found = {k: torch.as_tensor(v) for k, v in columns.items()}
+    for name, column in found.items():
+        if name not in ("rewards", *OF_TOKENS) and column.shape != (n,):
+            raise TokenCountError(f"{name} has the shape {tuple(column.shape)}; there are {n} rows")
+    return found

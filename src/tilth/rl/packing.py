@@ -59,7 +59,7 @@ class Packing:
     @cached_property
     def counts(self) -> Tensor:
         """Tokens that count in each row, int64 [n]."""
-        return _segment_sum(self.mask.to(torch.float64), self.lengths).to(torch.int64)
+        return segment_sum(self.mask.to(torch.float64), self.lengths).to(torch.int64)
 
     @cached_property
     def ends(self) -> Tensor:
@@ -67,6 +67,14 @@ class Packing:
         position = torch.where(self.mask, torch.arange(len(self.mask), device=self.mask.device), -1)
         first = torch.full_like(self.lengths, -1)
         return first.scatter_reduce(0, self.spread(torch.arange(len(first), device=first.device)), position, "amax")
+
+    @cached_property
+    def firsts(self) -> Tensor:
+        """Index of the first token that counts in each row, int64 [n]; the number of all tokens where there is none."""
+        total = len(self.mask)
+        position = torch.where(self.mask, torch.arange(total, device=self.mask.device), total)
+        last = torch.full_like(self.lengths, total)
+        return last.scatter_reduce(0, self.spread(torch.arange(len(last), device=last.device)), position, "amin")
 
     def spread(self, rows: Tensor) -> Tensor:
         """One value a row [n] -> the same value at each of its tokens [total]."""
@@ -78,14 +86,15 @@ class Packing:
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum of a column [total] over the tokens that count in each row [n]; has a gradient."""
-        return _segment_sum(self.masked(values), self.lengths)
+        return segment_sum(self.masked(values), self.lengths)
 
     def keep(self, rows: Tensor) -> "Packing":
         """The same packing with the tokens of the other rows masked. rows: bool [n]."""
         return Packing(self.lengths, self.mask & self.spread(rows))
 
 
-def _segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
+def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sums of so many values [total] one behind another: [n]; each runs from its first value to its last."""
     return torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True)
 
 
@@ -130,11 +139,37 @@ def whiten(values: Tensor, reduce: Reduce = alone) -> Tensor:
     return centred / torch.sqrt(squares / (count - 1) + 1e-8)
 
 
+def whiten_rows(values: Tensor, weights: Tensor) -> Tensor:
+    """What ``whiten`` makes of tokens, where all ``weights[i]`` tokens of row i have the value ``values[i]``: [n].
+
+    Float64, rows of the whole batch. Rows of weight 0 enter nothing. Exactly 0 where all values are equal, unless there
+    is one token in all, which stays as it is. Sums run in the order of the numbers, so the order of rows does not
+    matter to the last bit.
+    """
+    order = torch.argsort(weights, stable=True)
+    order = order[torch.argsort(values[order], stable=True)]
+    count = weights.sum()  # of integers, so exact
+    if count < 2:
+        return values
+    some = values[weights > 0]
+    if some.max() <= some.min():
+        return torch.zeros_like(values)
+    centred = values - _in_order(weights * values, order) / count
+    return centred / torch.sqrt(_in_order(weights * centred**2, order) / (count - 1) + 1e-8)
+
+
+def _in_order(values: Tensor, order: Tensor) -> Tensor:
+    """Sum of all values [n], one after another."""
+    whole = torch.full((1,), len(order), dtype=torch.int64, device=order.device)
+    return segment_sum(values[order], whole)[0]
+
+
 @dataclass(frozen=True)
 class Groups:
     """Statistics of rows within their group, over rows with a reward. All results are one value a row, [n].
 
-    Sums run in the order (group, score), so they have the same bits whatever the order of rows or the names of groups.
+    Sums run in the order (group, score, count), so they have the same bits whatever the order of rows or the names of
+    groups.
     """
 
     index: Tensor
@@ -143,10 +178,16 @@ class Groups:
     valid: Tensor
 
     @classmethod
-    def of(cls, ids: Tensor, scores: Tensor, valid: Tensor) -> "Groups":
-        """ids: any integers [n]; scores: float64 [n]; valid: bool [n], False where the reward is missing."""
+    def of(cls, ids: Tensor, scores: Tensor, valid: Tensor, counts: Tensor | None = None) -> "Groups":
+        """ids: any integers [n]; scores: float64 [n]; valid: bool [n], False where the reward is missing.
+
+        counts: [n], a second number of each row that sums may contain.
+        """
         _, index = torch.unique(ids.to(scores.device), return_inverse=True)
-        order = torch.argsort(scores, stable=True)
+        order = (
+            torch.arange(len(scores), device=scores.device) if counts is None else torch.argsort(counts, stable=True)
+        )
+        order = order[torch.argsort(scores[order], stable=True)]
         return cls(index, order[torch.argsort(index[order], stable=True)], scores, valid)
 
     @cached_property
@@ -156,7 +197,7 @@ class Groups:
     def sum(self, values: Tensor) -> Tensor:
         """Sum of a value a row [n] over the valid rows of each row's group."""
         values = torch.where(self.valid, values, values.new_zeros(()))
-        return _segment_sum(values[self.order], self._rows)[self.index]
+        return segment_sum(values[self.order], self._rows)[self.index]
 
     @cached_property
     def size(self) -> Tensor:
@@ -168,17 +209,17 @@ class Groups:
         """Score minus the group's mean; exactly 0 where all scores of the group are equal."""
         return torch.where(self.flat, 0.0, self.scores - self.sum(self.scores) / self.size)
 
-    @cached_property
-    def std(self) -> Tensor:
-        """Unbiased standard deviation of the group; 0 for a group of one."""
-        return torch.sqrt(self.sum(self.centred**2) / (self.size - 1).clamp(min=1))
+    def deviation(self, biased: bool) -> Tensor:
+        """Standard deviation of the group, over its size or (unbiased) over one less; 0 for a group of one."""
+        return torch.sqrt(self.sum(self.centred**2) / (self.size if biased else (self.size - 1).clamp(min=1)))
 
     @cached_property
     def flat(self) -> Tensor:
         """bool: all scores of the group are equal, by greatest == least (rounding can make std of equal scores > 0)."""
-        return self._extreme("amax", -torch.inf) <= self._extreme("amin", torch.inf)
+        return self.greatest(self.scores) <= -self.greatest(-self.scores)
 
-    def _extreme(self, which: str, without: float) -> Tensor:
-        scores = torch.where(self.valid, self.scores, without)
-        groups = torch.full_like(self._rows, 0, dtype=scores.dtype) + without
-        return groups.scatter_reduce(0, self.index, scores, which)[self.index]
+    def greatest(self, values: Tensor) -> Tensor:
+        """The greatest value [n] of the valid rows of each row's group; -inf where there is none."""
+        values = torch.where(self.valid, values, -torch.inf)
+        groups = torch.full_like(self._rows, 0, dtype=values.dtype) - torch.inf
+        return groups.scatter_reduce(0, self.index, values, "amax")[self.index]

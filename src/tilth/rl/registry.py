@@ -5,13 +5,13 @@ An option is a pydantic field (type, range, default, description), so a wrong on
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tilth.core.errors import RecipeError
 
-Kind = Literal["advantages", "losses", "aggregations", "kl", "preferences"]
+Kind = Literal["advantages", "losses", "aggregations", "kl", "preferences", "corrections"]
 Scope = Literal["rows", "token-local", "global moments", "group-local", "group tokens"]
 """What one call must see: rows of the whole batch without tokens (controller); any part of the tokens; any part, plus a
 sum over all workers; whole groups; or any part, plus the tokens of others in groups that lie on several workers (which
@@ -46,6 +46,7 @@ _ENTRIES: dict[Kind, dict[str, type[Entry]]] = {
     "aggregations": {},
     "kl": {},
     "preferences": {},
+    "corrections": {},
 }
 
 

@@ -1,0 +1,113 @@
+"""What every advantage estimator is made of: the rows and tokens that it sees, and the classes that it extends."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tilth.core.errors import RecipeError
+from tilth.rl.packing import Gather, Groups, Packing, Reduce, rows_alone
+from tilth.rl.registry import Entry, Scope
+
+OF_TOKENS = (
+    "values",
+    "logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "rollout_logprobs",
+    "sum_pi_squared",
+    "weights",
+    "uniforms",
+)
+"""Columns that have a value at each token; every other one has a value a row."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One row a sequence: scores float64 [n], 0 where missing; valid bool [n]; counts int64 [n], tokens that count."""
+
+    scores: Tensor
+    valid: Tensor
+    counts: Tensor | None
+    columns: Mapping[str, Tensor]
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Statistics of the scores within groups."""
+        return self.grouped(self.scores)
+
+    def grouped(self, scores: Tensor) -> Groups:
+        """The same of other numbers, one a row."""
+        return Groups.of(self.columns["groups"], scores, self.valid, self.counts)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """Tokens that count in each row, float64 [n], 0 where the reward is missing; RecipeError without counts."""
+        if self.counts is None:
+            raise RecipeError("it needs the column 'counts', which is not there: it weighs rows by tokens")
+        return torch.where(self.valid, self.counts.to(self.scores), 0.0)
+
+
+@dataclass(frozen=True)
+class Everyone:
+    """Rows of all workers, in the order of the whole batch. own: int64 [n], which of them are this worker's."""
+
+    rows: Rows
+    own: Tensor
+    worker: Tensor
+    """int64 [N]: a number that each worker alone has."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Packed tokens. packing: without rows whose reward is missing; rewards: float64 [total], 0 where masked."""
+
+    rows: Rows
+    packing: Packing
+    rewards: Tensor
+    reduce: Reduce
+    gather: Gather = rows_alone
+    everyone: Everyone | None = None
+    """For scopes that depend on other rows, where this worker does not have all of them."""
+
+    def chosen(self, column: str) -> Tensor:
+        """A column at the tokens that count, in order, float64 [number of such tokens]."""
+        return self.packing.column(column, self.rows.columns[column]).to(torch.float64)[self.packing.mask]
+
+    def scatter(self, chosen: Tensor) -> Tensor:
+        """The inverse: values of the tokens that count -> [total], 0 elsewhere."""
+        return chosen.new_zeros(len(self.packing.mask)).masked_scatter(self.packing.mask, chosen)
+
+
+class Advantage(Entry):
+    """An estimator over tokens: advantages and returns, float64 [total], 0 at masked positions."""
+
+    @property
+    def finite(self) -> tuple[str, ...]:
+        """Row columns without which a row teaches nothing: where one is not finite, the reward counts as missing."""
+        return ()
+
+    def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
+        """Advantages and, where there are any, returns."""
+        raise NotImplementedError
+
+
+class RowAdvantage(Advantage):
+    """An estimator that needs rows only, so that the controller can run it: one advantage for all tokens of a row."""
+
+    @property
+    def scope(self) -> Scope:
+        """Rows."""
+        return "rows"
+
+    def rows(self, rows: Rows) -> Tensor:
+        """Advantage of each row, float64 [n]; any value where the reward is missing."""
+        raise NotImplementedError
+
+    def tokens(self, tokens: Tokens) -> tuple[Tensor, None]:
+        """The same at every token of the row that counts; statistics are over the rows of all workers."""
+        all_of_them = tokens.everyone
+        rows = self.rows(tokens.rows) if all_of_them is None else self.rows(all_of_them.rows)[all_of_them.own]
+        return tokens.packing.masked(tokens.packing.spread(rows)), None

@@ -1,0 +1,148 @@
+"""Baselines of least variance, one for each place in the answers to a prompt (optimal token baseline).
+
+At each place t the group's samples share B_t = sum(G * W) / (sum(W) + eps), with G a sample's reward to come and W_t
+its path variance up to there: the sum over its tokens so far of 1 - 2 pi + sum_v pi_v^2, which is the squared length of
+the gradient of log pi by the logits. A = G - B_t.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from tilth.rl.estimators import Advantage, Everyone, Tokens
+from tilth.rl.packing import Gather, Packing, discounted_sums, segment_sum
+from tilth.rl.registry import Scope, register
+from tilth.rl.returns import ahead
+
+_ROUNDING = 1e-3
+"""How far below 0 a token's part of the path variance may come by rounding (of the columns, in low precision): 0 then,
+so that baselines are means with weights that are not negative."""
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Tokens that count, [k]: group and place (together: a cell), reward to come and path variance."""
+
+    group: Tensor
+    place: Tensor
+    ahead: Tensor
+    path: Tensor
+
+    def add(self, others: "_Cells") -> "_Cells":
+        """These tokens, and behind them the others."""
+        return _Cells(*(torch.cat([getattr(self, k), getattr(others, k)]) for k in self.__dataclass_fields__))
+
+    def advantages(self, eps: float, singleton: str) -> Tensor:
+        """Reward to come minus the baseline of the cell, [k]: exactly 0 where all rewards to come of a cell are equal.
+
+        Sums run in the order (cell, path, reward), so they have the same bits whatever the order of the tokens.
+        """
+        _, group = torch.unique(self.group, return_inverse=True)
+        width = int(self.place.max()) + 1 if len(self.place) else 1
+        _, cell, sizes = torch.unique(group * width + self.place, return_inverse=True, return_counts=True)
+        order = torch.argsort(self.ahead, stable=True)
+        order = order[torch.argsort(self.path[order], stable=True)]
+        order = order[torch.argsort(cell[order], stable=True)]
+        total = segment_sum((self.ahead * self.path)[order], sizes)
+        baseline = total / (segment_sum(self.path[order], sizes) + eps)
+        most, least = (sign * _greatest(sign * self.ahead, cell, sizes) for sign in (1, -1))
+        found = torch.where((most <= least)[cell], 0.0, self.ahead - baseline[cell])
+        lonely = self.ahead if singleton == "reward" else torch.zeros_like(self.ahead)
+        return torch.where(sizes[cell] > 1, found, lonely)
+
+
+def _greatest(values: Tensor, cell: Tensor, sizes: Tensor) -> Tensor:
+    return torch.full_like(sizes, 0, dtype=values.dtype).sub(torch.inf).scatter_reduce(0, cell, values, "amax")
+
+
+class _Optimal(Advantage):
+    eps: float = Field(1e-8, ge=0, description="added to the sum of path variances that the baseline divides by")
+    singleton: Literal["reward", "zero"] = Field(
+        "reward",
+        description="what a token gets that no other sample of its group has at its place: its reward to come, as if "
+        "its baseline were 0 (verl), or zero",
+    )
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Rewards, groups, and of each token its log-prob and the sum of squared probabilities."""
+        return ("rewards", "groups", "logprobs", "sum_pi_squared")
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """Importance weights: a token's part of the path variance is multiplied by its weight's square."""
+        return ("weights",)
+
+    @property
+    def scope(self) -> Scope:
+        """Other workers' tokens of the groups that are not whole here."""
+        return "group tokens"
+
+    def place(self, packing: Packing) -> Tensor:
+        """Which tokens of a group are compared, int64: a number for each token that counts."""
+        raise NotImplementedError
+
+    def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Advantages and rewards to come."""
+        packing = tokens.packing
+        group = packing.spread(tokens.rows.columns["groups"].to(packing.mask.device, torch.int64))[packing.mask]
+        own = _Cells(group, self.place(packing), ahead(tokens, 1.0), self._path(tokens))
+        cells = own if tokens.everyone is None else own.add(_elsewhere(own, tokens.everyone, tokens.gather))
+        found = cells.advantages(self.eps, self.singleton)[: len(group)]
+        return tokens.scatter(found), tokens.scatter(own.ahead)
+
+    def _path(self, tokens: Tokens) -> Tensor:
+        """Path variance up to and with each token that counts."""
+        step = 1 - 2 * tokens.chosen("logprobs").exp() + tokens.chosen("sum_pi_squared")
+        step = torch.where((step < 0) & (step > -_ROUNDING), 0.0, step)
+        if "weights" in tokens.rows.columns:
+            step = step * tokens.chosen("weights") ** 2
+        return discounted_sums(step.flip(0), tokens.packing.counts.flip(0), 1.0).flip(0)
+
+
+@register("advantages", "optimal_token_baseline")
+class OptimalTokenBaseline(_Optimal):
+    """Optimal token baseline of one-turn answers: places are distances from the answer's first token.
+
+    Where fewer than two samples of the group have a token that counts at a place, there is no baseline: option
+    ``singleton``. verl has the same rule for the tail of the longest answer only, and counts tokens, not places, to
+    find it; the two agree where no token inside an answer is masked.
+    """
+
+    def place(self, packing: Packing) -> Tensor:
+        """Distance from the row's first token that counts."""
+        return (torch.arange(len(packing.mask), device=packing.mask.device) - packing.spread(packing.firsts))[
+            packing.mask
+        ]
+
+
+@register("advantages", "tir_optimal_token_baseline")
+class MultiTurnOptimalTokenBaseline(_Optimal):
+    """Optimal token baseline of answers in several turns (tools): places count the policy's own tokens only."""
+
+    def place(self, packing: Packing) -> Tensor:
+        """How many tokens that count come before it in its row."""
+        starts = packing.counts.cumsum(0) - packing.counts
+        chosen = int(packing.counts.sum())
+        return torch.arange(chosen, device=starts.device) - packing.spread(starts)[packing.mask]
+
+
+def _elsewhere(own: _Cells, everyone: Everyone, gather: Gather) -> _Cells:
+    """Other workers' tokens of groups that lie on several workers; without such groups nothing is sent."""
+    groups, worker = everyone.rows.columns["groups"].to(torch.int64), everyone.worker
+    pairs = torch.unique(torch.stack([groups.to(worker.device), worker]), dim=1)[0]
+    names, holders = torch.unique(pairs, return_counts=True)
+    apart = names[holders > 1].to(own.group.device)
+    me = int(worker[everyone.own].max()) if len(everyone.own) else -1
+    mine = torch.isin(own.group, apart)
+    columns = {k: getattr(own, k)[mine] for k in own.__dataclass_fields__}
+    if not len(apart):
+        return _Cells(**{k: v[:0] for k, v in columns.items()})
+    sent = {k: v.cpu().numpy() for k, v in columns.items()} | {"worker": np.full(int(mine.sum()), me)}
+    found = gather(sent)
+    theirs = found["worker"] != me
+    return _Cells(*(torch.from_numpy(found[k][theirs]).to(own.group.device) for k in own.__dataclass_fields__))
