@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from tilth.core.errors import DataError
 
-Columns = Mapping[Literal["prompt", "answer", "messages", "text"], str]
+Columns = Mapping[Literal["prompt", "answer", "messages", "text", "chosen", "rejected", "margin"], str]
 """Which column of a source is which."""
 
 _NEAR = {
@@ -19,6 +19,9 @@ _NEAR = {
     "answer": ("solution", "response", "completion", "output", "target"),
     "messages": ("conversations", "conversation", "chat"),
     "text": ("content", "document", "body"),
+    "chosen": ("preferred", "accepted", "response_chosen", "winner"),
+    "rejected": ("dispreferred", "refused", "response_rejected", "loser"),
+    "margin": (),
 }
 """What other datasets call these columns, for hints."""
 
@@ -83,11 +86,11 @@ def to_prompt(record: Any, index: int, where: str, columns: Columns) -> Prompt:
     turns = "prompt" not in columns and ("messages" in columns or (name not in record and "messages" in record))
     if turns:
         name = columns.get("messages", "messages")
-    value = _value(record, "messages" if turns else "prompt", name, where)
+    value = value_of(record, "messages" if turns else "prompt", name, where)
     info = {_shared(k): v for k, v in record.items() if k != name}
     if turns or isinstance(value, (list, dict)):
         return _conversation(value, record, index, where, name, columns, info)
-    text = _text(value, where, name)
+    text = text_of(value, where, name)
     if not text:
         raise DataError(f"{where}: {name} is '', not a text of at least one character")
     answer = _answer(record, where, columns)
@@ -108,7 +111,7 @@ def to_document(record: Any, where: str, columns: Columns, render: Callable[[Pro
     if asked and "text" not in columns and name not in record:
         prompt = to_prompt(record, 0, where, columns)
         return Document(_told(prompt, render), prompt.text)
-    text = _text(_value(record, "text", name, where), where, name)
+    text = text_of(value_of(record, "text", name, where), where, name)
     said = _asked(record, where, columns) if asked else ""
     return Document(text, said or _asked_in(name, record, where, columns))
 
@@ -136,7 +139,7 @@ def _asked_in(pattern: str, record: Mapping[str, Any], where: str, columns: Colu
     end = next((i for i, match in enumerate(found) if match[1] in answers), 0)
     if pattern in record or not end:
         return ""
-    return str(_value(record, "text", pattern[found[0].start() : found[end - 1].end()], where))
+    return str(value_of(record, "text", pattern[found[0].start() : found[end - 1].end()], where))
 
 
 def plain(value: Any) -> Any:
@@ -163,16 +166,16 @@ def _shared(name: str) -> str:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _value(record: Mapping[str, Any], role: str, name: str, where: str) -> Any:
+def value_of(record: Mapping[str, Any], role: str, name: str, where: str) -> Any:
     """What a column, a path or a pattern is in a record."""
     if name in record:
         return record[name]
     if _PATTERN.search(name):
-        return _PATTERN.sub(lambda match: _spelled(_value(record, role, match[1], where), where, match[1]), name)
+        return _PATTERN.sub(lambda match: _spelled(value_of(record, role, match[1], where), where, match[1]), name)
     head, _, rest = name.partition(".")
     inner = record.get(head)
     if rest and isinstance(inner, Mapping):
-        return _value(inner, role, rest, f"{where} in {head}")
+        return value_of(inner, role, rest, f"{where} in {head}")
     raise DataError(f"{where}: no column {name!r}; {_columns(record, role, name)}")
 
 
@@ -201,16 +204,17 @@ def _spelled(value: Any, where: str, name: str) -> str:
     if value is None:
         raise DataError(f"{where}: {name} is null, but a pattern needs it")
     if isinstance(value, (str, bytes)):
-        return _text(value, where, name)
+        return text_of(value, where, name)
     return json.dumps(plain(value), ensure_ascii=False)
 
 
-def _text(value: Any, where: str, name: str) -> str:
+def text_of(value: Any, where: str, name: str) -> str:
+    """The text that a value is; DataError names the place and the column otherwise."""
     try:
         text = value.decode() if isinstance(value, bytes) else value
         if not isinstance(text, str):
             hint = f'; "{{{name}}}" makes it one' if isinstance(value, (int, float)) else ""
-            raise DataError(f"{where}: {name} is {_short(value)}, not a text{hint}")
+            raise DataError(f"{where}: {name} is {short(value)}, not a text{hint}")
         text.encode()
     except UnicodeDecodeError:
         raise DataError(f"{where}: {name} is bytes that are not UTF-8") from None
@@ -219,7 +223,8 @@ def _text(value: Any, where: str, name: str) -> str:
     return text
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value in an error message."""
     said = repr(value)
     return said if len(said) <= 80 else said[:77] + "..."
 
@@ -229,8 +234,8 @@ def _answer(record: Mapping[str, Any], where: str, columns: Columns) -> str | No
     name = columns.get("answer", "answer")
     if "answer" not in columns and name not in record:
         return None
-    value = _value(record, "answer", name, where)
-    return None if value is None else _text(value, where, name)
+    value = value_of(record, "answer", name, where)
+    return None if value is None else text_of(value, where, name)
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------
@@ -263,8 +268,8 @@ def messages(value: Any, where: str, name: str = "messages") -> tuple[dict[str, 
     if isinstance(value, Mapping) and all(isinstance(column, list) for column in value.values()):
         value = [dict(zip(value, turn)) for turn in zip(*value.values())]  # a table of turns, as datasets saves them
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
-        raise DataError(f"{where}: {name} is {_short(value)}, not a list of {{role, content}}")
-    turns = tuple(_turn(turn, f"{where}: {name}[{i}]") for i, turn in enumerate(value))
+        raise DataError(f"{where}: {name} is {short(value)}, not a list of {{role, content}}")
+    turns = tuple(turn_of(turn, f"{where}: {name}[{i}]") for i, turn in enumerate(value))
     roles = [turn["role"] for turn in turns]
     if roles[0] not in ("system", "user"):
         raise DataError(f"{where}: {name} begins with the {roles[0]}'s turn, not with system or user")
@@ -275,11 +280,12 @@ def messages(value: Any, where: str, name: str = "messages") -> tuple[dict[str, 
     return turns
 
 
-def _turn(turn: Any, where: str) -> dict[str, str]:
+def turn_of(turn: Any, where: str) -> dict[str, str]:
+    """One turn of a conversation, checked."""
     if not isinstance(turn, Mapping) or not {"role", "content"} <= turn.keys():
-        raise DataError(f"{where} is {_short(turn)}, not an object with role and content")
+        raise DataError(f"{where} is {short(turn)}, not an object with role and content")
     if turn["role"] not in _ROLES:
-        raise DataError(f"{where}: role is {_short(turn['role'])}, not one of {', '.join(_ROLES)}")
+        raise DataError(f"{where}: role is {short(turn['role'])}, not one of {', '.join(_ROLES)}")
     if turn.get("tool_calls"):
         raise DataError(f"{where} has tool_calls, which are not supported; write the call into content")
-    return {"role": turn["role"], "content": _text(turn["content"], where, "content")}
+    return {"role": turn["role"], "content": text_of(turn["content"], where, "content")}

@@ -143,7 +143,7 @@ def load_documents(data: Data) -> tuple[list[Document], list[Document]]:
 def _source(key: str, name: str, data: Data) -> Source:
     if name in TASKS:
         return TASKS[name](data)
-    _check_source(key, name)
+    check_source(key, name)
     return read_source(name, data.columns)
 
 
@@ -152,7 +152,7 @@ def _documents(key: str, name: str, data: Data) -> list[Document]:
         task = TASKS[name](data)
         prompts = (task.prompt(i) for i in range(len(task)))
         return [Document(prompt.text + (prompt.answer or ""), prompt.text) for prompt in prompts]
-    _check_source(key, name)
+    check_source(key, name)
     render = transcript(data.template, data.tokenizer) if data.template else None
     each = (to_document(record, where, data.columns, render) for where, record in read_records(name))
     found = [one for one in each if one.text]
@@ -161,7 +161,8 @@ def _documents(key: str, name: str, data: Data) -> list[Document]:
     return found
 
 
-def _check_source(key: str, name: str) -> None:
+def check_source(key: str, name: str) -> None:
+    """DataError unless this value of data.KEY is a source of files."""
     if is_source(name):
         return
     near = difflib.get_close_matches(name, TASKS, 1)

@@ -1,0 +1,344 @@
+"""Pairs of answers to a prompt, one chosen over the other: from files, lists of records and tasks.
+
+A prompt is one item of the data, with all its pairs: it is drawn, held out and weighed as a whole.
+"""
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from tilth.config.schema import Data
+from tilth.core.errors import DataError
+from tilth.data.columns import Columns, Prompt, messages, plain, short, text_of, to_prompt, turn_of, value_of
+from tilth.data.formats import read_records
+from tilth.data.prompts import TASKS, PromptSet, check_source
+from tilth.data.sources import Joined, Records, Source, mixed
+from tilth.data.template import Example, Template
+
+_CHECKED = 20_000
+"""Prompts whose pairs are tokenised before a run starts; of a larger set, these are the longest."""
+_OPTIONAL: Literal["margin"] = "margin"
+Side = Literal["chosen", "rejected"]
+_SIDES: tuple[Side, Side] = ("chosen", "rejected")
+
+
+class Pair(NamedTuple):
+    """Two answers to a prompt. margin: by how much the chosen one is better, in units of the reward; 0: not said."""
+
+    chosen: str
+    rejected: str
+    margin: float = 0.0
+    where: str = ""
+    """Place of its record; empty for a task's."""
+
+
+class PairSource(Source, Protocol):
+    """Prompts by index, each with at least one pair."""
+
+    def pairs(self, index: int) -> tuple[Pair, ...]:
+        """The pairs of the prompt at an index."""
+        ...
+
+
+class PairRecords(Records):
+    """Prompts in memory with their pairs."""
+
+    def __init__(self, prompts: Sequence[Prompt], pairs: Sequence[tuple[Pair, ...]]) -> None:
+        super().__init__(prompts)
+        self._pairs = pairs
+
+    def pairs(self, index: int) -> tuple[Pair, ...]:
+        """The pairs of the prompt at an index."""
+        return self._pairs[index]
+
+    def alphabet(self) -> str:
+        """Of all prompts and answers."""
+        answers = {c for pairs in self._pairs for pair in pairs for c in (*pair.chosen, *pair.rejected)}
+        return "".join(sorted({*super().alphabet(), *answers}))
+
+    def fingerprint(self) -> str:
+        """Hash of everything that every prompt says; the answers and margins are in its info."""
+        return f"pairs {super().fingerprint()}"
+
+
+class TaskPairs:
+    """A task's prompts; the right answer is chosen, a wrong one that looks right is rejected: one pair a prompt."""
+
+    def __init__(self, name: str, task: Source, wrong: Callable[[Prompt], str]) -> None:
+        self.name, self.task, self._wrong = name, task, wrong
+
+    def __len__(self) -> int:
+        return len(self.task)
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt at an index."""
+        return self.task.prompt(index)
+
+    def pairs(self, index: int) -> tuple[Pair, ...]:
+        """The pair of the prompt at an index, a pure function of it."""
+        prompt = self.prompt(index)
+        return (Pair(prompt.answer or "", self._wrong(prompt)),)
+
+    @property
+    def hashes(self) -> np.ndarray:
+        """Those of the task: flows that learn from it one after another hold the same prompts out."""
+        return self.task.hashes
+
+    def sizes(self) -> np.ndarray:
+        """Bytes of each prompt's text."""
+        return self.task.sizes()
+
+    def alphabet(self) -> str:
+        """Wrong answers have the signs of right ones."""
+        return self.task.alphabet()
+
+    def fingerprint(self) -> str:
+        """The task, in pairs."""
+        return f"pairs of {self.task.fingerprint()}"
+
+
+class JoinedPairs(Joined):
+    """Two sources of pairs as one."""
+
+    first: PairSource
+    second: PairSource
+
+    def pairs(self, index: int) -> tuple[Pair, ...]:
+        """The pairs of the prompt at an index."""
+        border = len(self.first)
+        return self.first.pairs(index) if index < border else self.second.pairs(index - border)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def load_pairs(data: Data) -> PromptSet:
+    """The prompts of a recipe's ``[data]``, whose source has ``pairs``; those of ``data.heldout`` come last.
+
+    Files have columns prompt, chosen, rejected and, where pairs are of different strength, margin. chosen and rejected
+    are texts or lists of messages; as lists they may hold the prompt's turns themselves, and no prompt is needed then.
+    Records of one prompt are pairs of one prompt. Raises ``DataError``.
+    """
+    source = _source("source", data.source, data)
+    return PromptSet(JoinedPairs(source, _source("heldout", data.heldout, data)) if data.heldout else source)
+
+
+def pair_records(records: Iterable[Mapping[str, Any]], columns: Columns | None = None) -> PairRecords:
+    """From dictionaries as in a JSONL file. Raises ``DataError`` with the place in the list."""
+    return _grouped(((f"record {i + 1}", record) for i, record in enumerate(records)), columns or {}, "the data")
+
+
+def _source(key: str, name: str, data: Data) -> PairSource:
+    if name in WRONG:
+        return TaskPairs(name, TASKS[name](data), WRONG[name])
+    if name in TASKS:
+        raise DataError(f"data.{key} = {name} has no pairs of answers; tasks that have are {', '.join(WRONG)}")
+    check_source(key, name)
+    return _grouped(read_records(name), data.columns, f"dataset {name!r}")
+
+
+def _grouped(records: Iterable[tuple[str, Any]], columns: Columns, name: str) -> PairRecords:
+    """Records of the same prompt as one item, at the place of the first."""
+    prompts: list[Prompt] = []
+    pairs: list[list[Pair]] = []
+    known: dict[str, int] = {}
+    for where, record in records:
+        prompt, pair = to_pair(record, where, columns)
+        at = known.setdefault(json.dumps([prompt.text, prompt.messages]), len(prompts))
+        if at == len(prompts):
+            prompts.append(replace(prompt, index=at))
+            pairs.append([])
+        pairs[at].append(pair)
+    if not prompts:
+        raise DataError(f"{name} is empty")
+    told = [replace(p, info={**p.info, "pairs": [pair[:3] for pair in own]}) for p, own in zip(prompts, pairs)]
+    return PairRecords(told, [tuple(own) for own in pairs])
+
+
+def to_pair(record: Any, where: str, columns: Columns) -> tuple[Prompt, Pair]:
+    """The prompt, its answer the chosen one, and the pair that a record holds.
+
+    Raises ``DataError`` with the place: a column that is missing, an answer that is null or not of the assistant, two
+    prompts, two answers that are the same, a margin that is no number, a key that is nearly one of those.
+    """
+    if not isinstance(record, Mapping):
+        raise DataError(f"{where}: a {type(record).__name__}, not an object with chosen and rejected")
+    _check_keys(record, where, columns)
+    sides = {side: _side(record, side, where, columns) for side in _SIDES}
+    prompt = _prompt(record, where, columns, sides)
+    (_, chosen), (_, rejected) = sides["chosen"], sides["rejected"]
+    if chosen == rejected:
+        raise DataError(f"{where}: chosen and rejected are the same answer, {short(chosen)}")
+    if prompt.answer is None:
+        prompt.info["answer"] = chosen
+    prompt = replace(prompt, answer=chosen, info=dict(plain(prompt.info)))
+    return prompt, Pair(chosen, rejected, _margin(record, where, columns), where)
+
+
+Turns = tuple[dict[str, str], ...]
+
+
+def _side(record: Mapping[str, Any], side: Side, where: str, columns: Columns) -> tuple[Turns, str]:
+    """The turns before an answer, as far as they stand there, and the answer."""
+    name = columns.get(side, side)
+    value = value_of(record, side, name, where)
+    if value is None:
+        raise DataError(f"{where}: {name} is null; a pair needs both a chosen and a rejected answer")
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        turns: Turns = (turn_of(value[0], f"{where}: {name}[0]"),)
+    elif isinstance(value, (list, tuple, dict)):
+        turns = messages(value, where, name)
+    else:
+        return (), text_of(value, where, name)
+    if turns[-1]["role"] != "assistant":
+        raise DataError(f"{where}: {name} ends with the {turns[-1]['role']}'s turn, not with the assistant's answer")
+    return turns[:-1], turns[-1]["content"]
+
+
+def _prompt(record: Mapping[str, Any], where: str, columns: Columns, sides: Mapping[Side, tuple[Turns, str]]) -> Prompt:
+    """What both answers are given to: of its own column, or of the turns that both sides begin with."""
+    used = {columns.get(role, role) for role in (*_SIDES, _OPTIONAL)}
+    rest = {key: value for key, value in record.items() if key not in used}
+    before = [turns for turns, _ in sides.values() if turns]
+    if "prompt" not in columns and "prompt" not in record and len(before) == 2:
+        found = to_prompt({**rest, "messages": list(before[0])}, 0, where, {"messages": "messages"})
+    else:
+        found = to_prompt(rest, 0, where, _without_answer(columns))
+    for side, (turns, _) in sides.items():
+        if turns and not _same(found, turns):
+            raise DataError(
+                f"{where}: prompt differs inside the pair: {side} answers {short(turns[-1]['content'])}, "
+                f"not {short(found.messages[-1]['content'] if found.messages else found.text)}"
+            )
+    return replace(found, messages=before[0]) if before and not found.messages else found
+
+
+def _without_answer(columns: Columns) -> Columns:
+    return {role: name for role, name in columns.items() if role in ("prompt", "answer")}
+
+
+def _same(prompt: Prompt, turns: Turns) -> bool:
+    """Whether the turns before an answer are the prompt: all of its turns, or its text as the last one."""
+    if prompt.messages:
+        return list(prompt.messages) == list(turns)
+    return turns[-1]["content"].strip() == prompt.key
+
+
+def _margin(record: Mapping[str, Any], where: str, columns: Columns) -> float:
+    name = columns.get(_OPTIONAL, _OPTIONAL)
+    if _OPTIONAL not in columns and name not in record:
+        return 0.0
+    value = value_of(record, _OPTIONAL, name, where)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise DataError(f"{where}: {name} is {short(value)}, not a number")
+    return float(value)
+
+
+def _check_keys(record: Mapping[str, Any], where: str, columns: Columns) -> None:
+    """A column that may be missing must not be missed for its spelling."""
+    named = set(columns.values())
+    if _OPTIONAL in record or _OPTIONAL in columns:
+        return
+    for key in difflib.get_close_matches(_OPTIONAL, [str(key) for key in record], 1, 0.75):
+        if key not in named:
+            raise DataError(f"{where}: unknown key {key!r}; did you mean {_OPTIONAL!r}? (or data.columns.margin={key})")
+
+
+# -- wrong answers of tasks --------------------------------------------------------------------------------------------
+
+
+def wrong_sum(prompt: Prompt) -> str:
+    """The sum of the task addition with one digit off by one: as a carry that was forgotten, or made up."""
+    answer = prompt.answer or "0"
+    drawn = int(mixed(np.array([prompt.index], np.uint32))[0])
+    at, step = drawn % len(answer), 1 if drawn >> 16 & 1 else -1
+    return answer[:at] + str((int(answer[at]) + step) % 10) + answer[at + 1 :]
+
+
+def wrong_order(prompt: Prompt) -> str:
+    """The numbers of the task sorting with two neighbours changed over; without the last one where all are equal."""
+    numbers = (prompt.answer or "").split(",")
+    unequal = [i for i, (a, b) in enumerate(pairwise(numbers)) if a != b]
+    if not unequal:
+        return ",".join(numbers[:-1])
+    at = unequal[int(mixed(np.array([prompt.index], np.uint32))[0]) % len(unequal)]
+    return ",".join([*numbers[:at], numbers[at + 1], numbers[at], *numbers[at + 2 :]])
+
+
+WRONG: dict[str, Callable[[Prompt], str]] = {"addition": wrong_sum, "sorting": wrong_order}
+"""Tasks with pairs: how an answer of each is made wrong."""
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+class Encoded(NamedTuple):
+    """One pair as tokens; the masks are 1 on the answer and its end alone, whatever turns come before."""
+
+    prompt: int
+    margin: float
+    chosen: Example
+    rejected: Example
+
+
+def pairs_of(prompts: PromptSet, index: int) -> tuple[Pair, ...]:
+    """The pairs of a prompt; DataError for data that has none."""
+    if not hasattr(prompts.source, "pairs"):
+        raise DataError("the data has no pairs; give columns prompt, chosen and rejected")
+    found: tuple[Pair, ...] = prompts.source.pairs(index)
+    return found
+
+
+def encode_pairs(prompts: PromptSet, indices: Iterable[int], template: Template, context: int) -> list[Encoded]:
+    """All pairs of these prompts, in order. Raises ``DataError`` for an answer that makes more than ``context`` tokens,
+    and what the template raises."""
+    asked = [(prompts[int(i)], pair) for i in indices for pair in pairs_of(prompts, int(i))]
+    answered = [_answered(prompt, pair, side) for prompt, pair in asked for side in _SIDES]
+    examples = [answer_only(example) for example in template.examples(answered)]
+    for prompt, example in zip(answered, examples):
+        if len(example.tokens) > context:
+            raise DataError(
+                f"{prompt.name} with its answer has {len(example.tokens)} tokens; model.context is {context}"
+            )
+    sides = iter(examples)
+    return [Encoded(prompt.index, pair.margin, next(sides), next(sides)) for prompt, pair in asked]
+
+
+def _answered(prompt: Prompt, pair: Pair, side: Side) -> Prompt:
+    answer = pair.chosen if side == "chosen" else pair.rejected
+    turns = prompt.messages
+    if turns and turns[-1]["role"] == "assistant":
+        turns = turns[:-1]
+    return replace(prompt, answer=answer, messages=turns, where=f"{pair.where or prompt.name}, {side}")
+
+
+def answer_only(example: Example) -> Example:
+    """With the loss on the last turn alone: earlier ones are the same on both sides of a pair."""
+    mask = example.mask.copy()
+    others = np.flatnonzero(mask == 0)
+    last = int(np.flatnonzero(mask)[-1])
+    before = others[others < last]
+    mask[: before[-1] if len(before) else 0] = 0
+    return Example(example.tokens, mask)
+
+
+def check_pairs(prompts: PromptSet, template: Template, context: int) -> int:
+    """Tokens of the longest answer with its prompt, by tokenising the pairs of the longest 20,000 prompts. Raises as
+    ``encode_pairs``, and for a set without prompts."""
+    longest = 0
+    for chunk in _chunks(prompts):
+        for one in encode_pairs(prompts, chunk, template, context):
+            longest = max(longest, len(one.chosen.tokens), len(one.rejected.tokens))
+    return longest
+
+
+def _chunks(prompts: PromptSet, size: int = 1024) -> Iterator[list[int]]:
+    indices = prompts.rows.tolist() if len(prompts) <= _CHECKED else [p.index for p in prompts.longest(_CHECKED)]
+    for start in range(0, len(indices), size):
+        yield indices[start : start + size]
