@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from tilth.rl.advantages import Estimate, estimate, estimate_rows, flat_rows, valid_rows
     from tilth.rl.aggregation import aggregate, denominator, row_denominator
     from tilth.rl.catalog import check, names, options
-    from tilth.rl.correction import Correction, correct
-    from tilth.rl.kl import kl_penalty
+    from tilth.rl.correction import Correction, bypasses, correct
+    from tilth.rl.entropy import adapt_entropy, entropy_bonus
+    from tilth.rl.kl import adapt, kl_penalty, penalise
     from tilth.rl.losses import LossResult, PolicyLoss, loss_entry, policy_loss, thresholds
     from tilth.rl.metrics import Metric, merge_metrics
     from tilth.rl.mismatch import mismatch
@@ -28,10 +29,14 @@ _HOME = {
     "Metric": "metrics",
     "PolicyLoss": "losses",
     "PreferenceResult": "preference",
+    "adapt": "kl",
+    "adapt_entropy": "entropy",
     "aggregate": "aggregation",
+    "bypasses": "correction",
     "check": "catalog",
     "correct": "correction",
     "denominator": "aggregation",
+    "entropy_bonus": "entropy",
     "estimate": "advantages",
     "estimate_rows": "advantages",
     "explained_variance": "values",
@@ -44,6 +49,7 @@ _HOME = {
     "names": "catalog",
     "options": "catalog",
     "pair_weights": "preference",
+    "penalise": "kl",
     "policy_loss": "losses",
     "preference_loss": "preference",
     "register": "registry",
@@ -62,10 +68,14 @@ __all__ = [
     "Metric",
     "PolicyLoss",
     "PreferenceResult",
+    "adapt",
+    "adapt_entropy",
     "aggregate",
+    "bypasses",
     "check",
     "correct",
     "denominator",
+    "entropy_bonus",
     "estimate",
     "estimate_rows",
     "explained_variance",
@@ -78,6 +88,7 @@ __all__ = [
     "names",
     "options",
     "pair_weights",
+    "penalise",
     "policy_loss",
     "preference_loss",
     "register",

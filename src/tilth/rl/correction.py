@@ -103,7 +103,7 @@ class Corrector(Rule):
         Field(description="the loss divides by the tokens and rows that are kept, or by all (the others weigh 0)"),
     ] = "kept"
     bypass: Annotated[bool, Field(description="two policies: the loss takes its ratio to mu, not to old")] = False
-    loss: Annotated[str, Field(description="the policy loss it is made for; empty: any")] = ""
+    made_for: Annotated[str, Field(description="the policy loss it is made for; empty: any")] = ""
 
     def model_post_init(self, context: Any) -> None:
         """Options that contradict each other, and bounds that nothing could meet, are named before the run starts."""
@@ -146,8 +146,8 @@ class Corrector(Rule):
 
     def fits(self, loss: str) -> None:
         """RecipeError: made for another loss, or the loss's ratio and the weights would both correct for mu."""
-        if self.loss and loss != self.loss:
-            raise RecipeError(f"{self.title} is made for algorithm.loss={self.loss}, not {loss}")
+        if self.made_for and loss != self.made_for:
+            raise RecipeError(f"{self.title} is made for algorithm.loss={self.made_for}, not {loss}")
         if self.bypass and self.weighted and loss not in NO_RATIO:
             raise RecipeError(
                 f"{self.title}: the ratio of algorithm.loss={loss} is taken to the sampling policy already, and "
@@ -252,7 +252,7 @@ def _share(chosen: Tensor, given: Tensor) -> Metric:
 _TOKEN, _SEQUENCE = {"level": "token"}, {"level": "sequence"}
 _ICEPOP = {"level": "token", "low": 0.5, "cap": 5.0, "beyond": "zero"}
 _GEO, _K3 = {"reject": {"seq_mean_k1": (0.999, 1.001)}}, {"reject": {"seq_mean_k3": 0.01}}
-_CLIP, _PG = {"bypass": True, "loss": "ppo_clip"}, {"bypass": True, "loss": "reinforce"}
+_CLIP, _PG = {"bypass": True, "made_for": "ppo_clip"}, {"bypass": True, "made_for": "reinforce"}
 _PRESETS: dict[str, tuple[dict[str, Any], str]] = {
     "custom": ({}, "Nothing but what its options say."),
     "decoupled_token_is": (_TOKEN, "Truncated weights of tokens (TIS)."),
@@ -297,6 +297,11 @@ def _preset(name: str, defaults: dict[str, Any], description: str) -> type[Corre
 
 for _name, _what in _PRESETS.items():
     register("corrections", _name)(_preset(_name, *_what))
+
+
+def bypasses(name: str, **options: Any) -> bool:
+    """Whether it can do without the trainer's log-probs of before the update; RecipeError as in ``correct``."""
+    return "old_logprobs" not in build("corrections", name, options, Rule).needs
 
 
 @torch.no_grad()
