@@ -1,13 +1,23 @@
 """Forms of the KL penalty towards a reference policy, per token (Schulman, "Approximating KL divergence").
 
 On samples of the policy, k1 and k3 are unbiased values of KL(policy || reference). As a loss on-policy the expected
-gradient of k1 is 0, that of k2 is the gradient of KL(policy || reference), that of k3 of KL(reference || policy).
+gradient of k1 is 0, that of k2 is the gradient of KL(policy || reference), that of k3 of KL(reference || policy). Forms
+with + have the value of their base and the gradient of k2 (straight through, as in verl): the right one for a loss.
+
+In the reward (``penalise``) a penalty is a constant, so only its value counts: there k1 is right (InstructGPT).
 """
+
+import math
 
 import torch
 from torch import Tensor
 
+from tilth.core.errors import RecipeError, TokenCountError
+from tilth.rl.packing import Packing
 from tilth.rl.registry import Entry, build, register
+
+LARGEST_CHANGE = 0.2
+"""Relative error of the KL, either way, up to which the adaptive coefficient follows it (Ziegler 2019)."""
 
 
 class KlForm(Entry):
@@ -25,6 +35,15 @@ class K1(KlForm):
     def value(self, d: Tensor) -> Tensor:
         """Per-token penalty."""
         return d
+
+
+@register("kl", "abs")
+class Abs(KlForm):
+    """|d|: at least 0, but neither a KL nor its gradient."""
+
+    def value(self, d: Tensor) -> Tensor:
+        """Per-token penalty."""
+        return d.abs()
 
 
 @register("kl", "k2")
@@ -46,6 +65,39 @@ class K3(KlForm):
         return (torch.exp(-d) - 1 + d).clamp(-10.0, 10.0)
 
 
+def _straight_through(value: Tensor, d: Tensor) -> Tensor:
+    """The value, with the gradient of k2 in d."""
+    k2 = 0.5 * d * d
+    return value.detach() + (k2 - k2.detach())
+
+
+@register("kl", "k1+")
+class K1StraightThrough(K1):
+    """Value of k1, gradient of k2."""
+
+    def value(self, d: Tensor) -> Tensor:
+        """Per-token penalty."""
+        return _straight_through(super().value(d), d)
+
+
+@register("kl", "k3+")
+class K3StraightThrough(K3):
+    """Value of k3, gradient of k2 (without the clamps of the value)."""
+
+    def value(self, d: Tensor) -> Tensor:
+        """Per-token penalty."""
+        return _straight_through(super().value(d), d)
+
+
+@register("kl", "abs+")
+class AbsStraightThrough(Abs):
+    """Value of abs, gradient of k2."""
+
+    def value(self, d: Tensor) -> Tensor:
+        """Per-token penalty."""
+        return _straight_through(super().value(d), d)
+
+
 def kl_penalty(form: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Penalty of each token, same shape as ``logprobs``, in at least float32; differentiable in ``logprobs``.
 
@@ -53,3 +105,62 @@ def kl_penalty(form: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """
     d = logprobs - ref_logprobs
     return build("kl", form, {}, KlForm).value(d.float() if d.dtype in (torch.bfloat16, torch.float16) else d)
+
+
+def penalise(
+    rewards: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    *,
+    kl: str,
+    coef: float,
+    mask: Tensor,
+    lengths: Tensor,
+) -> Tensor:
+    """Token rewards with the KL penalty in them (InstructGPT 2203.02155): what ``estimate`` takes for ``rewards``.
+
+    Each token that counts gets -coef * kl, the last of a row the row's reward too; others get 0. A reward that is
+    missing (not finite) makes the last token's missing, and with it the row; so does a penalty that is not finite.
+
+    Args:
+        rewards: [n], of each row. logprobs, ref_logprobs: [total]; their gradients end here.
+        kl: one of ``names()["kl"]``. coef: its weight.
+        mask: [total], not 0 where the token counts; lengths: integers [n].
+
+    Returns: [total], float64.
+
+    Raises: RecipeError (unknown form), TokenCountError (a column of another size).
+    """
+    packing = Packing.of(lengths, mask)
+    rewards = torch.as_tensor(rewards).to(packing.mask.device, torch.float64)
+    if rewards.shape != packing.lengths.shape:
+        raise TokenCountError(f"rewards has the shape {tuple(rewards.shape)}; there are {len(packing.lengths)} rows")
+    columns = packing.column("logprobs", logprobs), packing.column("ref_logprobs", ref_logprobs)
+    own, theirs = (packing.masked(column).detach().double() for column in columns)
+    tokens = packing.masked(-coef * kl_penalty(kl, own, theirs))
+    alive = packing.counts > 0
+    return tokens.index_add(0, packing.ends[alive], rewards[alive])
+
+
+def adapt(coef: float, kl: float, *, target: float, horizon: float, count: float) -> float:
+    """The KL coefficient after ``count`` more samples: coef * (1 + clip(kl / target - 1, -0.2, 0.2) * count / horizon).
+
+    Ziegler 2019 (1909.08593), as in verl and TRL: it grows while the KL is above its target, and falls below it.
+
+    Args:
+        coef: the coefficient now. kl: mean KL per token (or whatever ``target`` is of) of those samples, in nats; not
+            finite, as where no token counts: the coefficient stays.
+        target: KL to hold; horizon: samples over which the coefficient follows; count: samples since the last call.
+
+    Raises: RecipeError: a target or horizon that is not positive, or a horizon so short that the coefficient could
+        turn negative.
+    """
+    if not (target > 0 and horizon > 0):
+        raise RecipeError(f"adaptive KL: target = {target}, horizon = {horizon}: both must be positive")
+    if LARGEST_CHANGE * count >= horizon:
+        raise RecipeError(
+            f"adaptive KL: horizon = {horizon}: it must be more than a fifth of the {count} samples of a step"
+        )
+    if not math.isfinite(kl):
+        return coef
+    return coef * (1 + min(max(kl / target - 1, -LARGEST_CHANGE), LARGEST_CHANGE) * count / horizon)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilth.core.errors import RecipeError
-from tilth.rl import ratio  # noqa: F401  (importing it registers its entries)
+from tilth.rl import ratio, selected, sequence  # noqa: F401  (importing them registers their entries)
 from tilth.rl.aggregation import Aggregation, reduce_tokens
 from tilth.rl.kl import kl_penalty
 from tilth.rl.metrics import Metric
