@@ -1,4 +1,4 @@
-"""Chunked log-probs and entropy against a dense float64 oracle, their gradients, and the memory they take."""
+"""Chunked log-probs, entropy and sums of squares against a dense float64 oracle: values, gradients, memory."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilth.models.logprobs import logits_logprobs, token_logprobs
+from tilth.models.logprobs import logits_logprobs, token_logprobs, token_squares
 
 
 def oracle(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -170,3 +170,39 @@ def test_second_derivative_is_refused() -> None:
     (grad,) = torch.autograd.grad(token_logprobs(hidden, weight, targets)[0].square().sum(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    n=st.integers(0, 40),
+    v=st.integers(1, 50),
+    chunk=st.none() | st.integers(1, 50),
+    temperature=st.sampled_from([1.0, 0.3, 2.5]),
+    double=st.booleans(),
+)
+def test_squares_are_the_oracles(n: int, v: int, chunk: int | None, temperature: float, double: bool) -> None:
+    hidden, weight, targets = problem(n, 6, v, n)
+    if double:
+        hidden, weight = hidden.double(), weight.double()
+    logprobs, squares = token_squares(hidden, weight, targets, temperature, chunk)
+    exact = (hidden.double() @ weight.double().T / temperature).softmax(-1).square().sum(-1)
+    assert squares.dtype == logprobs.dtype == hidden.dtype and not squares.requires_grad
+    assert torch.allclose(squares.double(), exact, atol=1e-13 if double else 1e-4, rtol=1e-12 if double else 1e-4)
+    assert torch.equal(logprobs, token_logprobs(hidden, weight, targets, temperature, chunk)[0])
+    slack = 1e-5 if not double else 1e-12
+    assert (squares >= logprobs.exp() ** 2 - slack).all() and (squares >= 1 / v - slack).all()
+    assert (squares <= 1 + slack).all()
+
+
+def test_squares_of_a_sure_token_and_of_none() -> None:
+    hidden, weight, targets = problem(16, 8, 30)
+    assert torch.allclose(token_squares(hidden * 300, weight, targets)[1], torch.ones(16), atol=1e-3)
+    assert torch.allclose(token_squares(hidden * 0, weight, targets)[1], torch.full((16,), 1 / 30))
+
+
+def test_squares_need_no_tensor_as_large_as_all_logits() -> None:
+    n, v = 2048, 1500
+    hidden, weight, targets = problem(n, 16, v)
+    with LargestTensor() as seen:
+        token_squares(hidden, weight, targets, chunk=64)
+    assert seen.most == 64 * v

@@ -18,7 +18,7 @@ from tilth.core.layout import Box, Mesh
 from tilth.models import logprobs
 from tilth.models.attention import DropoutContext, PackedContext
 from tilth.models.decoder import Decoder
-from tilth.models.logprobs import head_logits, token_logprobs
+from tilth.models.logprobs import head_logits, token_logprobs, token_squares
 from tilth.models.value import ValueModel
 from tilth.parallel.collectives import gather_tokens
 from tilth.parallel.grid import Grid
@@ -164,9 +164,14 @@ def head(
         logprobs._KEPT_ELEMENTS = before
     wanted = _head(token_logprobs, hidden, weight, targets, temperature, chunk, probe)
     wanted[3] = wanted[3][own]
+    squares = divided.squares(hidden, weight[own], targets, temperature, chunk)
+    assert torch.equal(squares[0], found[0]) and not squares[1].requires_grad
+    found.append(squares[1])
+    wanted.append(token_squares(hidden, weight, targets, temperature, chunk)[1])
     logits, whole = _logits(divided.logits, hidden, weight[own]), _logits(head_logits, hidden, weight)
     whole[2] = whole[2][own]
-    names = ("logprobs", "entropy", "of hidden", "of weight", "logits", "logits of hidden", "logits of weight")
+    names = ("logprobs", "entropy", "of hidden", "of weight", "squares")
+    names += ("logits", "logits of hidden", "logits of weight")
     return {name: far(a, b) for name, a, b in zip(names, [*found, *logits], [*wanted, *whole])}
 
 

@@ -5,9 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilth.core.batch import Ragged
+from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.training.packed import COPIES, micros, packed_logprobs, prompt_groups, prompt_lengths, score, shares_prompts
+from tilth.training.packed import (
+    COPIES,
+    micros,
+    packed_logprobs,
+    packed_squares,
+    prompt_groups,
+    prompt_lengths,
+    score,
+    shares_prompts,
+)
 
 CPU = torch.device("cpu")
 
@@ -130,3 +140,23 @@ def test_what_cannot_share_does_not():
     found = {name: shares_prompts(DecoderConfig(**plain, **extra), parity=False) for name, extra in shape.items()}
     assert found == {"dropout": False, "dynamic": False, "plain": True}
     assert not shares_prompts(DecoderConfig(**plain), parity=True)
+
+
+@pytest.mark.parametrize("parity", [False, True])
+@pytest.mark.parametrize("most", [5, 30, 1000])
+def test_squares_come_with_the_log_probs(parity, most):
+    """The log-probs of ``packed_logprobs`` to the bit, and sums of squares that logits made one by one have."""
+    made = model()
+    with torch.no_grad():
+        made.head_weight.mul_(8)  # far from uniform
+    tokens, mask = batch(group([1, 2, 3], [[5, 1], [6], [7, 7, 2]]) + group([4], [[9, 0]]))
+    settings = {"max_tokens": most, "temperature": 0.7, "parity": parity}
+    logprobs, squares = packed_squares(made, tokens, mask, **settings)
+    assert np.array_equal(logprobs, packed_logprobs(made, tokens, mask, **settings))
+    for row, start in zip(np.split(tokens.values, tokens.offsets[1:-1]), tokens.offsets):
+        hidden = made(torch.from_numpy(row), PackedContext(torch.tensor([len(row)]), CPU))
+        p = (made.head_logits(hidden, made.head_weight).double() / 0.7).softmax(-1).square().sum(-1)
+        found = squares[start + 1 : start + len(row)]
+        expected = np.where(mask[start + 1 : start + len(row)], p[:-1].detach().numpy(), 0)
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+    assert squares.dtype == np.float32 and not squares[mask == 0].any() and squares[mask != 0].std() > 0.01

@@ -17,7 +17,7 @@ from tilth.core.layout import Box, Shape
 from tilth.core.random import fill_normal_, stream
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.config import DecoderConfig
-from tilth.models.logprobs import head_logits, token_logprobs
+from tilth.models.logprobs import head_logits, token_logprobs, token_squares
 from tilth.models.rope import Rope, rotate
 
 Tables = tuple[Tensor, Tensor]
@@ -195,8 +195,8 @@ class Decoder(nn.Module):
     """A causal language model. Parameters are fp32 and uninitialised until ``init_weights_`` or ``load_state_dict``.
 
     dtype: compute dtype of the residual stream. ``checkpointing``: recompute each layer in the backward pass.
-    ``head_logits`` and ``token_logprobs``: how the output head is applied (``models.logprobs``); a layout that splits
-    the vocabulary puts its own there, with the same signatures.
+    ``head_logits``, ``token_logprobs`` and ``token_squares``: how the output head is applied (``models.logprobs``); a
+    layout that splits the vocabulary puts its own there, with the same signatures.
     """
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> None:
@@ -204,6 +204,7 @@ class Decoder(nn.Module):
         self.config, self.dtype, self.checkpointing, self._fused = config, dtype, False, False
         self.head_logits: Callable[[Tensor, Tensor], Tensor] = head_logits
         self.token_logprobs: Callable[..., tuple[Tensor, Tensor]] = token_logprobs
+        self.token_squares: Callable[..., tuple[Tensor, Tensor]] = token_squares
         self.model = Stack(config)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, False)
         self.rope = Rope(config)

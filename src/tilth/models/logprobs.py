@@ -1,4 +1,4 @@
-"""Log-probs and entropy of chosen tokens without keeping logits.
+"""Log-probs, entropy and sums of squared probabilities of chosen tokens without keeping logits.
 
 The head's logits of a long packed batch are the largest tensor of language model training. Here rows go through the
 head in chunks, forward and again backward, so only one chunk [rows, V] exists at a time (the idea of Liger's fused
@@ -48,6 +48,25 @@ def token_logprobs(
     """
     rows, keep = chunk_rows(weight.shape[0], chunk), keeps(hidden.shape[0], weight.shape[0])
     return _TokenLogprobs.apply(hidden, weight, targets, temperature, rows, keep)
+
+
+@torch.no_grad()
+def token_squares(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of ``targets``, the same bits as of ``token_logprobs``, and the sum over the vocabulary of p squared.
+
+    Arguments as there. Two float32 [N] (float64 of float64) without a gradient; one chunk of logits exists at a time.
+    """
+    rows, used = chunk_rows(weight.shape[0], chunk), weight.to(hidden.dtype)
+    logprobs = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
+    squares = torch.empty_like(logprobs)
+    for i in range(0, hidden.shape[0], rows):
+        some = slice(i, i + rows)
+        logp = _log_softmax(head_logits(hidden[some], used), temperature)
+        logprobs[some] = logp.gather(1, targets[some, None]).squeeze(1)
+        squares[some] = logp.mul_(2).exp_().sum(-1)
+    return logprobs, squares
 
 
 def logits_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:

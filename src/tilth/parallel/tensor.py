@@ -86,7 +86,7 @@ def apply_tensor(model: Decoder, grid: Grid, sp: bool) -> TensorPlan:
     embed = model.model.embed_tokens
     model.model.embed_tokens = VocabularyEmbedding(embed.weight, vocabulary, model.dtype, sp)  # type: ignore[assignment]
     head = VocabularyHead(vocabulary)
-    model.token_logprobs, model.head_logits = head, head.logits
+    model.token_logprobs, model.token_squares, model.head_logits = head, head.squares, head.logits
     for layer in [module for module in model.modules() if isinstance(module, Layer)]:
         _divide_layer(layer, group, sp)
     if sp:

@@ -66,9 +66,10 @@ class VocabularyEmbedding(nn.Module):
 
 @dataclass(frozen=True)
 class VocabularyHead:
-    """The output head: called as ``models.logprobs.token_logprobs``; ``logits`` as ``head_logits``.
+    """The output head: called as ``models.logprobs.token_logprobs``; ``squares`` as ``token_squares``, ``logits`` as
+    ``head_logits``.
 
-    Both take hidden states that are the same on every rank, and give each rank the whole gradient of them.
+    All take hidden states that are the same on every rank, and give each rank the whole gradient of them.
     """
 
     vocabulary: Vocabulary
@@ -80,6 +81,19 @@ class VocabularyHead:
         rows, keep = chunk_rows(weight.shape[0], chunk), keeps(hidden.shape[0], weight.shape[0])
         return _Logprobs.apply(hidden, weight, targets, temperature, rows, keep, self.vocabulary)
 
+    @torch.no_grad()
+    def squares(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See ``token_squares``; weight: [rows, d], this rank's part."""
+        rows, used = chunk_rows(weight.shape[0], chunk), weight.to(hidden.dtype)
+        parts, (index, inside) = _Parts(hidden, squares=True), self.vocabulary.find(targets)
+        for i in range(0, hidden.shape[0], rows):
+            some = slice(i, i + rows)
+            parts.add(some, _logits(hidden[some], used, temperature), index[some], inside[some])
+        above, log_sum, _ = parts.together(self.vocabulary.group)
+        return above - log_sum, parts.sums[3] / parts.sums[0] ** 2
+
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """hidden [N, d] -> float32 [N, V] (float64 of float64), gathered from all ranks."""
         vocabulary = self.vocabulary
@@ -89,13 +103,13 @@ class VocabularyHead:
 
 
 class _Parts:
-    """What ranks tell each other about their logits l of N rows: the greatest one m, then three sums."""
+    """What ranks tell each other about their logits l of N rows: the greatest one m, then three or four sums."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor, squares: bool = False) -> None:
         dtype = wide(hidden.dtype)
         self.greatest = hidden.new_full((hidden.shape[0],), torch.finfo(dtype).min, dtype=dtype)
-        self.sums = hidden.new_zeros((3, hidden.shape[0]), dtype=dtype)
-        """Of exp(l - m), of exp(l - m) (l - m), and the logit of the target where it is this rank's."""
+        self.sums = hidden.new_zeros((4 if squares else 3, hidden.shape[0]), dtype=dtype)
+        """Of exp(l - m), of exp(l - m) (l - m), the logit of the target where it is this rank's, of exp(2 (l - m))."""
 
     def add(self, some: slice, logits: Tensor, index: Tensor, inside: Tensor) -> None:
         """Put in some rows: logits [n, rows], the targets' places in them [n] and whether they are there."""
@@ -104,6 +118,8 @@ class _Parts:
         self.greatest[some] = logits.amax(-1)
         above = logits - self.greatest[some, None]
         weight = above.exp()
+        if len(self.sums) > 3:
+            self.sums[3, some] = weight.square().sum(-1)
         self.sums[0, some] = weight.sum(-1)
         self.sums[1, some] = above.mul_(weight).sum(-1)
         self.sums[2, some] = logits.gather(1, index[:, None]).squeeze(1).masked_fill(~inside, 0)
@@ -115,7 +131,8 @@ class _Parts:
             dist.all_reduce(self.greatest, dist.ReduceOp.MAX, group=group)
         lower = own - self.greatest
         scale = lower.exp()
-        total, spread, _ = self.sums
+        total, spread = self.sums[:2]
+        self.sums[3:] *= scale.square()
         self.sums[1] = scale * (spread + lower * total)
         self.sums[0] = scale * total
         add_up_(self.sums, group)

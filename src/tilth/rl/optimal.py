@@ -115,9 +115,8 @@ class OptimalTokenBaseline(_Optimal):
 
     def place(self, packing: Packing) -> Tensor:
         """Distance from the row's first token that counts."""
-        return (torch.arange(len(packing.mask), device=packing.mask.device) - packing.spread(packing.firsts))[
-            packing.mask
-        ]
+        index = torch.arange(len(packing.mask), device=packing.mask.device)
+        return (index - packing.spread(packing.firsts))[packing.mask]
 
 
 @register("advantages", "tir_optimal_token_baseline")

@@ -132,8 +132,8 @@ class ReinforcePP(_Whitened):
 class ReMax(Advantage):
     """ReMax (arXiv 2310.10505): the reward to come minus the reward of the greedy answer to the same prompt.
 
-    ``baselines``: one a row. A row without a finite one is missing: it is in no statistic and no loss. Not discounted and
-    not whitened, as published. Returns are the rewards to come.
+    ``baselines``: one a row. A row without a finite one is missing: it is in no statistic and no loss. Neither
+    discounted nor whitened, as published. Returns are the rewards to come.
     """
 
     @property

@@ -37,9 +37,9 @@ def shares_prompts(config: DecoderConfig, parity: bool) -> bool:
 class Micro:
     """One micro-batch, packed: per-token tensors [N] over ``len(lengths)`` sequences.
 
-    ``logprobs`` and ``entropy`` are of the current policy, ``values`` of the current critic, zero where ``mask`` is;
-    ``columns`` are what the caller passed, cut to these sequences. ``trees``: how prompts that several sequences share
-    are computed once.
+    ``logprobs``, ``entropy`` and ``squares`` (sums over the vocabulary of p squared, if wanted) are of the current
+    policy, ``values`` of the current critic, zero where ``mask`` is; ``columns`` are what the caller passed, cut to
+    these sequences. ``trees``: how prompts that several sequences share are computed once.
     """
 
     ids: Tensor
@@ -50,6 +50,7 @@ class Micro:
     logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
     entropy: Tensor = field(default_factory=lambda: torch.zeros(0))
     values: Tensor = field(default_factory=lambda: torch.zeros(0))
+    squares: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @property
     def computed(self) -> int:
@@ -187,6 +188,23 @@ def score(
         micro.entropy = blank.index_copy(0, chosen, entropies)
 
 
+def score_squares(
+    model: Decoder,
+    micro: Micro,
+    *,
+    temperature: float,
+    entropy: bool = False,
+    parity: bool = False,
+    dropout: DropoutContext | None = None,
+) -> None:
+    """Fill in log-probs, the same bits as ``score``, and sums of squared probabilities; no gradient, no entropy."""
+    chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
+    before = _states(model, micro, chosen, parity, dropout)
+    found = model.token_squares(before, model.head_weight, micro.ids[chosen], temperature=temperature)
+    blank = found[0].new_zeros(len(micro.ids))
+    micro.logprobs, micro.squares = (blank.index_copy(0, chosen, values) for values in found)
+
+
 def appraise(
     model: ValueModel,
     micro: Micro,
@@ -203,6 +221,24 @@ def appraise(
     chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
     before = _states(model, micro, chosen, parity, dropout)
     found = model.score(before)
+    micro.values = found.new_zeros(len(micro.ids)).index_copy(0, chosen, found)
+
+
+def rate(
+    model: ValueModel,
+    micro: Micro,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    parity: bool = False,
+    dropout: DropoutContext | None = None,
+) -> None:
+    """Fill in, as ``values``, those of the states after the tokens in the mask: the scorer of a reward model.
+
+    What a reward model says of a sequence is the value after its last token.
+    """
+    chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
+    found = model.score(_states(model, micro, chosen + 1, parity, dropout))
     micro.values = found.new_zeros(len(micro.ids)).index_copy(0, chosen, found)
 
 
@@ -230,20 +266,49 @@ def packed_logprobs(
 
     A sharded model is called by all of its ranks, each with rows of its own, any number of them.
     """
-    return _without_gradient(score, "logprobs", model, tokens, mask, max_tokens, temperature, parity)
+    (logprobs,) = _without_gradient(score, ("logprobs",), model, tokens, mask, max_tokens, temperature, parity)
+    return logprobs
+
+
+def packed_squares(
+    model: Decoder | Sharded,
+    tokens: Ragged,
+    mask: np.ndarray,
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+    parity: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """What ``packed_logprobs`` gives, the same bits, and beside it the sum over the vocabulary of pi squared.
+
+    Two float32 [N], 0 where the mask is; the second one is the column ``sum_pi_squared`` of the optimal token baseline.
+    One pass, and never a tensor of all logits.
+    """
+    what = ("logprobs", "squares")
+    logprobs, squares = _without_gradient(score_squares, what, model, tokens, mask, max_tokens, temperature, parity)
+    return logprobs, squares
 
 
 def packed_values(
     model: ValueModel | Sharded, tokens: Ragged, mask: np.ndarray, *, max_tokens: int, parity: bool = False
 ) -> np.ndarray:
     """Value of the state before each masked-in token, float32 [N]; 0 elsewhere. No gradient; as ``packed_logprobs``."""
-    return _without_gradient(appraise, "values", model, tokens, mask, max_tokens, 1.0, parity)
+    (values,) = _without_gradient(appraise, ("values",), model, tokens, mask, max_tokens, 1.0, parity)
+    return values
+
+
+def packed_ratings(
+    model: ValueModel | Sharded, tokens: Ragged, mask: np.ndarray, *, max_tokens: int, parity: bool = False
+) -> np.ndarray:
+    """Value of the state after each masked-in token, float32 [N]; 0 elsewhere. No gradient; as ``packed_logprobs``."""
+    (values,) = _without_gradient(rate, ("values",), model, tokens, mask, max_tokens, 1.0, parity)
+    return values
 
 
 @torch.no_grad()
 def _without_gradient(
     scorer: Scorer,
-    what: str,
+    what: tuple[str, ...],
     model: Decoder | Sharded,
     tokens: Ragged,
     mask: np.ndarray,
@@ -251,8 +316,8 @@ def _without_gradient(
     temperature: float,
     parity: bool,
 ) -> np.ndarray:
-    """What the scorer fills in, over the micro-batches that an update on the same batch would have: float32 [N]."""
-    found = np.zeros(len(mask), np.float32)
+    """What the scorer fills in, over the micro-batches that an update on the same batch would have: float32 [k, N]."""
+    found = np.zeros((len(what), len(mask)), np.float32)
     sharded = Sharded.of(model)
     decoder = sharded.model
     device = next(iter(sharded.parameters.values())).device
@@ -260,7 +325,8 @@ def _without_gradient(
     blanks = sharded.agree(len(plan)) - len(plan)
     for index, micro in cut(tokens, mask, {}, plan, device):
         scorer(decoder, micro, temperature=temperature, entropy=False, parity=parity)
-        found[index] = getattr(micro, what).cpu().numpy()
+        for row, name in zip(found, what):
+            row[index] = getattr(micro, name).cpu().numpy()
     for _ in range(blanks):
         sharded.blank()
     sharded.reshard()
