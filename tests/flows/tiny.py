@@ -4,14 +4,17 @@ import json
 import math
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
 
+import tests.flows
 from tilth.api import run_recipe
 from tilth.cluster.cluster import open_cluster
 from tilth.config.load import from_dict
 from tilth.data.prompts import PromptSet
 from tilth.flows.readers import read_metrics
 
+cloudpickle.register_pickle_by_value(tests.flows)  # the process of a reward does not import its test, and so no torch
 TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/")
 
 
