@@ -188,7 +188,7 @@ class Corrector(Rule):
         mask, weights = gap.packing.mask, spread(bounded)
         metrics = {
             "weight": Metric(gap.packing.masked(weights).sum(), mask.sum(), "mean"),
-            "effective": EffectiveShare.of_weights(weights[mask]),
+            "effective": EffectiveShare.of_weights(weights, mask),
             "above": _share(mask & spread(above), mask),
             "below": _share(mask & spread(below), mask),
         }

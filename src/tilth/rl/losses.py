@@ -12,6 +12,7 @@ from tilth.rl import ratio, selected, sequence  # noqa: F401  (importing them re
 from tilth.rl.aggregation import Aggregation, reduce_tokens
 from tilth.rl.kl import kl_penalty
 from tilth.rl.metrics import Metric
+from tilth.rl.mismatch import Gap
 from tilth.rl.objectives import PolicyLoss, Step
 from tilth.rl.packing import Gather, Packing, Reduce, alone, rows_alone
 from tilth.rl.registry import build, lookup, nearest, require
@@ -71,8 +72,8 @@ def policy_loss(
         options: those of the loss and of the aggregation.
 
     Metrics (means over tokens that count, if not said otherwise): ratio; approx_kl_k1, approx_kl_k3 (old || now);
-    kl_ref; mismatch/mean (absolute), mismatch/k3, mismatch/max (maximum) of old_logprobs and rollout_logprobs; those
-    of the loss (shares of tokens): clip_low, clip_high, clip_dual, truncated, selected.
+    kl_ref; those of ``mismatch`` for old_logprobs and rollout_logprobs; those of the loss (shares of tokens): clip_low,
+    clip_high, clip_dual, truncated, selected.
 
     Raises: RecipeError (unknown name or option, missing column or first pass), TokenCountError (a column of another
     size).
@@ -181,15 +182,10 @@ def _column(packing: Packing, name: str, values: Tensor) -> Tensor:
 def _metrics(step: Step, means: Mapping[str, Tensor]) -> dict[str, Metric]:
     log_ratio = step.log_ratio
     columns = {"ratio": step.ratio, "approx_kl_k1": -log_ratio, "approx_kl_k3": step.ratio - 1 - log_ratio, **means}
-    greatest = {}
-    if "rollout_logprobs" in step.columns:
-        gap = step.old_logprobs - step.columns["rollout_logprobs"]
-        columns |= {"mismatch/mean": gap.abs(), "mismatch/k3": kl_penalty("k3", -gap, torch.zeros_like(gap))}
-        greatest["mismatch/max"] = gap.abs()
     count = step.packing.mask.sum()
     stacked = torch.stack([step.packing.masked(c.to(step.ratio.dtype)) for c in columns.values()])
     sums = stacked.sum(1, dtype=torch.float64)
     metrics = {k: Metric(total, count, "mean") for k, total in zip(columns, sums)}
-    for k, column in greatest.items():
-        metrics[k] = Metric(torch.cat([step.packing.masked(column), column.new_zeros(1)]).max(), count, "max")
+    if "rollout_logprobs" in step.columns:
+        metrics |= Gap.of(step.packing, step.old_logprobs, step.columns["rollout_logprobs"]).metrics()
     return metrics

@@ -47,10 +47,10 @@ class EffectiveShare(Metric):
         return cls(share * counted, counted, "mean", sums)
 
     @classmethod
-    def of_weights(cls, weights: Tensor) -> "EffectiveShare":
-        """From weights, float64 [any]."""
-        count = weights.new_tensor(float(len(weights)))
-        return cls.of(torch.stack([count, weights.sum(), (weights * weights).sum()]))
+    def of_weights(cls, weights: Tensor, mask: Tensor) -> "EffectiveShare":
+        """From weights, float64 [total], where the mask, bool [total], is."""
+        weights = torch.where(mask, weights, 0.0)
+        return cls.of(torch.stack([mask.sum().double(), weights.sum(), (weights * weights).sum()]))
 
     def merge(self, other: Metric) -> "EffectiveShare":
         """That of both parts together."""
@@ -134,10 +134,10 @@ class Gap:
             "chi2_seq": self.ratio("sequence") ** 2 - 1,
         }
         found = {k: Metric(packing.masked(v).sum(), packing.mask.sum(), "mean") for k, v in tokens.items()}
-        found |= {k: Metric(v[self.rows].sum(), self.rows.sum(), "mean") for k, v in rows.items()}
+        found |= {k: Metric(torch.where(self.rows, v, 0.0).sum(), self.rows.sum(), "mean") for k, v in rows.items()}
         greatest = torch.cat([packing.masked(self.apart.abs()), rho.new_zeros(1)]).max()
         found["max"] = Metric(greatest, packing.mask.sum(), "max")
-        found["effective"] = EffectiveShare.of_weights(rho[packing.mask])
+        found["effective"] = EffectiveShare.of_weights(rho, packing.mask)
         return {f"mismatch/{name}": metric for name, metric in found.items()}
 
 
