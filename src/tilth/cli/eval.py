@@ -177,7 +177,7 @@ def _data(wish: Wish, settings: Mapping[str, Any]) -> Data:
         if not equals:
             raise DataError(f"--columns {pair}: write which is which, as in prompt=question")
         columns[column] = name
-    sizes = {name: settings[name] for name in ("digits", "length") if name in settings}
+    sizes = {name: settings[name] for name in ("digits", "length", "flawed") if name in settings}
     return from_dict({"data": {"source": wish.data, "columns": columns, **sizes}}).data
 
 

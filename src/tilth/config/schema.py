@@ -53,8 +53,8 @@ class Data(Section):
 
     source: str = Field(
         "addition",
-        description="a task (addition, countdown, sorting), or files: JSONL, JSON, Parquet, Arrow, text, compressed "
-        "or not, a dataset directory, a folder or a pattern of such files",
+        description="a task (addition, countdown, sorting, chain, flaws), or files: JSONL, JSON, Parquet, Arrow, text, "
+        "compressed or not, a dataset directory, a folder or a pattern of such files",
     )
     columns: dict[Literal["prompt", "answer", "messages", "text"], str] = Field(
         {},
@@ -64,7 +64,10 @@ class Data(Section):
     digits: int = Field(
         3, ge=1, le=9, description="digits of the numbers of a task (countdown, sorting: at most this many)"
     )
-    length: int = Field(4, ge=2, le=64, description="numbers of a list (sorting)")
+    length: int = Field(4, ge=2, le=64, description="numbers of a list (sorting), steps of a chain (chain, flaws)")
+    flawed: Share = Field(
+        0.5, description="share of given solutions with a wrong step though the answer is right (chain, flaws)"
+    )
     heldout: str = Field("", description="a source of its own to evaluate on; empty: a share of data.source")
     holdout: Share = Field(0.1, description="share of prompts held out for evaluation, chosen by hash of the prompt")
     tokenizer: str = Field(
@@ -116,8 +119,8 @@ class Reward(Section):
 
     function: str | dict[str, float] = Field(
         "",
-        description="FILE.py:function, module:function, a verifier (addition, countdown, sorting, gsm8k, exact, "
-        'regex:PATTERN), or several with weights, as in {gsm8k = 1.0, "regex:####" = 0.1}; empty: the task\'s own',
+        description="FILE.py:function, module:function, a verifier (addition, countdown, sorting, chain, flaws, gsm8k, "
+        'exact, regex:PATTERN), or several, as in {gsm8k = 1.0, "regex:####" = 0.1}; empty: the task\'s own',
     )
     timeout: float = Field(10.0, gt=0, description="seconds one call may take before its reward is missing")
     workers: Positive = Field(1, description="processes that score")

@@ -8,6 +8,7 @@ import numpy as np
 
 from tilth.config.schema import Data
 from tilth.core.errors import DataError
+from tilth.data.chain import Chain, Flaws
 from tilth.data.columns import Columns, Document, Prompt, to_document
 from tilth.data.countdown import Countdown
 from tilth.data.formats import is_source, missing, read_records
@@ -22,6 +23,8 @@ TASKS: dict[str, Callable[[Data], Source]] = {
     "addition": lambda data: Addition(data.digits),
     "countdown": lambda data: Countdown(data.digits),
     "sorting": lambda data: Sorting(data.digits, data.length),
+    "chain": lambda data: Chain(data.digits, data.length, data.flawed),
+    "flaws": lambda data: Flaws(data.digits, data.length, data.flawed),
 }
 
 
