@@ -355,44 +355,6 @@ def _numbers(text: str) -> list[str] | None:
     return found if len(found) == text.count(",") + 1 else None
 
 
-# ---- sorting ----
-
-_LIST = re.compile(r"\s*-?[0-9]+(?:\s*,\s*-?[0-9]+)*\s*", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Sorting:
-    """Numbers in order: 1 if the completion is the list ``info["answer"]``, such as ``7,12,31``.
-
-    White space around numbers and leading zeros do not matter. Parts: ``correct``; ``format``: 1 for a list of the very
-    numbers of the answer in whatever order. The reward is ``correct``, and ``partial`` where only the format is right.
-    """
-
-    partial: float = 0.0
-    decides: ClassVar[bool] = True
-
-    def __call__(self, prompt: str, completion: str, info: Info) -> dict[str, float]:
-        given, wanted = _numbers(completion), _numbers(answer_of(info))
-        if wanted is None:
-            raise RewardError(f"the answer is no list of whole numbers: {answer_of(info)[:60]!r}")
-        well_formed = given is not None and Counter(given) == Counter(wanted)
-        return _graded(well_formed, given == wanted, self.partial)
-
-    def check(self, info: Info) -> str:
-        """The answer has to be a list in order."""
-        wanted = None if _missing(info) else _numbers(answer_of(info))
-        in_order = wanted is not None and sorted(map(int, wanted)) == list(map(int, wanted))
-        return _missing(info) or ("" if in_order else "the answer is no list of whole numbers in order, as in 7,12,31")
-
-
-def _numbers(text: str) -> list[str] | None:
-    """Canonical digits of each number of a list; None for any other text, and for one of a number that is too long."""
-    if not _LIST.fullmatch(text):
-        return None
-    found = [_integer(number) for number in text.split(",")]
-    return [n for n in found if n is not None and len(n) <= MOST_DIGITS] if len(text) <= MOST_LIST else None
-
-
 # ---- what is common ----
 
 
