@@ -19,7 +19,7 @@ from tilth.core.batch import Ragged
 from tilth.flows.model import load_model
 from tilth.models.decoder import Decoder
 from tilth.models.hf import load_weights
-from tilth.roles.policy import policy_loss
+from tilth.roles.objective import Objective
 from tilth.training.packed import micros, score
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -68,7 +68,7 @@ def tilth_side(task: Task, batch: Batch) -> tuple[Tensor, float, dict[str, Tenso
     model = Decoder(loaded.config, DTYPES[task.precision])
     load_weights(model, loaded.tensors, str(loaded.source))
     tokens, mask, advantages = batch.rows()
-    loss, _ = policy_loss(Algorithm(), mask, tokens, task.longest)
+    loss, _ = Objective(Algorithm(), task.longest).of(mask, tokens)
     total, found = 0.0, np.zeros(len(mask), np.float32)
     for index, micro in micros(tokens, mask, {"advantages": advantages}, 16_384, torch.device("cpu"), share=True):
         score(model, micro, temperature=1.0, entropy=True)

@@ -62,11 +62,12 @@ def run_recipe(
 
 def _reward(recipe: Recipe, prompts: "PromptSet | None", given: Spec | None) -> Spec | None:
     """What scores; None where nothing is generated: pre-training, and fine-tuning without a reward."""
-    if recipe.flow == "pretrain":
+    if recipe.facts.learns == "documents" or recipe.facts.value:
         return None
-    task = "" if prompts is not None else _task(recipe)
+    task = "" if prompts is not None or recipe.reward.model else _task(recipe)
     function = given or recipe.reward.function or task
-    return function or (None if recipe.flow == "sft" else _no_reward(recipe, prompts))
+    silent = not recipe.facts.samples or recipe.reward.model
+    return function or (None if silent else _no_reward(recipe, prompts))
 
 
 def _pool(recipe: Recipe, function: Spec | None) -> "AbstractContextManager[RewardPool | None]":
@@ -80,13 +81,15 @@ def _pool(recipe: Recipe, function: Spec | None) -> "AbstractContextManager[Rewa
 
 def _material(recipe: Recipe, prompts: "PromptSet | None", function: Spec | None) -> "Material":
     """What is learned from; of prompts with answers that the reward can verify. Raises DataError."""
+    from tilth.data.pairs import load_pairs
     from tilth.data.prompts import load_source, load_texts
     from tilth.flows.build import Texts
     from tilth.rl.rewards import check_answers
 
-    if recipe.flow == "pretrain":
+    if recipe.facts.learns == "documents":
         return Texts(*load_texts(recipe.data)) if prompts is None else Texts.of(prompts, recipe.data.holdout)
-    asked = prompts or load_source(recipe.data)
+    pairs = recipe.facts.learns == "pairs"
+    asked = prompts or (load_pairs(recipe.data) if pairs else load_source(recipe.data))
     if function and not (prompts is None and _task(recipe)):  # a task's are right, and a million are slow to check
         check_answers(function, asked)
     return asked

@@ -148,7 +148,7 @@ def test_old_values_are_read_once_a_batch_before_any_update(tmp_path, monkeypatc
     tiny.run(made)
     names = [c[0] for c in calls]
     alone = ["Critic.values", "Policy.advantages"] + ["Critic.update"] * 4
-    both = ["Critic.values", "Policy.advantages", "Policy.logprobs"] + ["Critic.update", "Policy.update"] * 4
+    both = ["Critic.values", "Policy.logprobs", "Policy.advantages"] + ["Critic.update", "Policy.update"] * 4
     assert names == alone + both + both
     hows = [c[1] for c in calls if c[0] == "Policy.advantages"]
     assert [(h.lam, h.gamma) for h in hows] == [(1.0, 0.9), (0.9, 0.9), (0.9, 0.9)]  # Monte-Carlo first
@@ -281,7 +281,7 @@ def test_the_right_ones_pass(tmp_path):
 
 def test_a_page_that_wants_a_critic_where_there_is_none(tmp_path, monkeypatch):
     """PPO's page over a run of another flow: said in one line, not an attribute of None."""
-    monkeypatch.setattr(launch, "grpo", page.ppo)
+    monkeypatch.setitem(launch.PAGES, "grpo", page.ppo)
     with pytest.raises(RecipeError, match="flow=grpo has no critic; set flow=ppo"):
         tiny.run(tiny.recipe(tmp_path, supervised={"steps": 0}))
 

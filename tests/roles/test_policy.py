@@ -17,7 +17,8 @@ from tilth.parallel.grid import Grid
 from tilth.parallel.sharded import Sharded, shard
 from tilth.rl.metrics import Metric
 from tilth.roles import policy as roles_policy
-from tilth.roles.policy import PolicyWorker, options, policy_loss
+from tilth.roles.objective import Objective, options
+from tilth.roles.policy import PolicyWorker
 from tilth.roles.recorder import RecorderWorker
 from tilth.roles.reference import ReferenceWorker
 from tilth.roles.shares import WEIGHT, alone, check_weight, everyone
@@ -165,7 +166,7 @@ def test_tokens_that_were_edited_in_the_store_are_refused(worker, batch):
 
 def test_the_weights_of_parts_must_add_up(worker, batch):
     tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
-    _, whole = policy_loss(small.HOW, mask, tokens, 4)
+    _, whole = Objective(small.HOW, 4).of(mask, tokens)
     assert whole == pytest.approx(1.0)  # token-mean: every token weighs 1 / tokens
     check_weight({WEIGHT: Metric(whole, 1, "sum")}, whole, Grid.alone())
 
@@ -199,7 +200,7 @@ def test_a_denominator_of_one_s_own_is_told_on_every_rank(pool):
 
 def test_a_dropped_token_is_told(worker, batch):
     tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
-    _, whole = policy_loss(small.HOW, mask, tokens, 4)
+    _, whole = Objective(small.HOW, 4).of(mask, tokens)
     with pytest.raises(TokenCountError, match="their whole batch 1: some tokens count twice or not at all"):
         check_weight({WEIGHT: Metric(whole - 1 / mask.sum(), 1, "sum")}, whole, Grid.alone())
 

@@ -64,7 +64,7 @@ def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Pa
     question = _question(recipe)
     if question:
         lines.append(f"  tilth generate {directory} {shlex.quote(question)} --temperature 0")
-    if recipe.flow in ("grpo", "ppo"):
+    if recipe.facts.samples:
         lines.append(f"  tilth eval {directory} --k 1,8")
     if recipe.data.template:
         lines.append(f"  tilth chat {directory}")

@@ -43,7 +43,7 @@ def _shape(recipe: Recipe) -> Iterator[str]:
 
 def _lengths(recipe: Recipe) -> Iterator[str]:
     context, r = recipe.model.context, recipe.rollout
-    if recipe.flow == "pretrain":  # generates nothing
+    if recipe.facts.learns == "documents":  # generates nothing
         return
     if r.max_tokens >= context:
         yield f"rollout.max_tokens = {r.max_tokens} leaves no room for a prompt in model.context = {context}"
@@ -71,7 +71,7 @@ def _parity(recipe: Recipe) -> Iterator[str]:
 def _learning(recipe: Recipe) -> Iterator[str]:
     a, r, w = recipe.algorithm, recipe.rollout, recipe.supervised
     supervised = bool(w.steps or w.epochs)
-    if recipe.flow in ("sft", "pretrain") and not supervised:
+    if not recipe.facts.samples and not supervised:
         yield f"nothing to train: flow = {recipe.flow}, and supervised.steps and supervised.epochs are both 0"
     if not a.steps and not supervised:
         yield "nothing to train: algorithm.steps and supervised.steps are both 0"
@@ -81,10 +81,18 @@ def _learning(recipe: Recipe) -> Iterator[str]:
         yield "data.holdout = 1 leaves no prompt to train on"
     if a.dual_clip and a.dual_clip < 1:
         yield f"algorithm.dual_clip = {a.dual_clip} is neither 0 (none) nor at least 1"
+    if recipe.facts.samples and a.kl_target and not a.kl_coef:
+        yield f"algorithm.kl_target = {a.kl_target} adapts algorithm.kl_coef, which is 0; give it a value to begin with"
+    if recipe.reference.path and not recipe.refers:
+        yield f"reference.path = {recipe.reference.path} has no use: algorithm.kl_coef is 0"
+    if recipe.flow == "distill" and not recipe.reference.path:
+        yield "flow = distill learns from the model in reference.path, which is empty"
     if a.clip_low > 1:
         yield f"algorithm.clip_low = {a.clip_low} is above 1: a ratio cannot fall below 0"
-    if recipe.flow in ("grpo", "ppo") and a.steps:
+    if recipe.facts.samples and a.steps:
         yield from _experience(recipe)
+    if recipe.facts.learns == "pairs":
+        yield from _pairs(recipe)
     if a.minibatches > r.prompts * r.group:
         yield f"algorithm.minibatches = {a.minibatches} is more than rollout.prompts x group = {r.prompts * r.group}"
 
@@ -94,6 +102,15 @@ def _experience(recipe: Recipe) -> Iterator[str]:
         yield f"rollout.temperature = 0 samples the same completion each time; flow {recipe.flow} needs it above 0"
     if recipe.flow == "grpo" and recipe.rollout.group == 1 and recipe.algorithm.drop_flat:
         yield "rollout.group = 1 with algorithm.drop_flat = true drops every group; use a group of 2 or more"
+
+
+def _pairs(recipe: Recipe) -> Iterator[str]:
+    if recipe.reward.model:
+        yield f"reward.model is for flows that learn from experience; flow = {recipe.flow} learns from pairs"
+    if recipe.model.dropout:
+        yield f"model.dropout = {recipe.model.dropout}: flow = {recipe.flow} compares whole answers; set it to 0"
+    if recipe.flow == "reward_model" and recipe.preference.sft:
+        yield f"preference.sft = {recipe.preference.sft}: a reward model has no likelihood; it is for flow = dpo"
 
 
 def _places(recipe: Recipe) -> Iterator[str]:
@@ -119,12 +136,13 @@ def pool_of(recipe: Recipe, role: str) -> str:
 
 def learners(recipe: Recipe) -> dict[str, Layout]:
     """Layouts of the roles that hold a model of the trainer's, as far as the recipe's flow has them."""
-    samples = recipe.flow in ("grpo", "ppo")
     found = {"policy": recipe.policy.layout}
-    if samples and recipe.algorithm.kl_coef:
+    if recipe.refers:
         found["reference"] = recipe.reference.layout
-    if recipe.flow == "ppo":
+    if recipe.facts.critic:
         found["critic"] = recipe.critic.layout
+    if recipe.facts.samples and recipe.reward.model:
+        found["reward_model"] = recipe.reward_model.layout
     return found
 
 
@@ -141,7 +159,7 @@ def _workers(recipe: Recipe) -> Iterator[str]:
 
 def _pools(recipe: Recipe) -> Iterator[str]:
     known = list(recipe.cluster.pools)
-    for role in ("policy", "reference", "critic", "rollout", "reward"):
+    for role in ("policy", "reference", "critic", "rollout", "reward", "reward_model"):
         wanted = getattr(recipe, role).pool
         if not wanted or wanted in known:
             continue
@@ -153,7 +171,7 @@ def _pools(recipe: Recipe) -> Iterator[str]:
 
 def _limits(recipe: Recipe) -> Iterator[str]:
     c, r = recipe.cluster, recipe.reward
-    if c.backend != "inline" and recipe.flow != "pretrain" and c.timeout < 2 * r.timeout:
+    if c.backend != "inline" and recipe.facts.learns != "documents" and c.timeout < 2 * r.timeout:
         yield (
             f"cluster.timeout = {c.timeout:g} s for a call does not leave room for a reward of reward.timeout = "
             f"{r.timeout:g} s; set cluster.timeout to {2 * r.timeout:g} or more, or a smaller reward.timeout"
@@ -161,7 +179,7 @@ def _limits(recipe: Recipe) -> Iterator[str]:
 
 
 def _fill(recipe: Recipe) -> Iterator[str]:
-    rollout = {} if recipe.flow == "pretrain" else {"rollout": recipe.rollout.layout}
+    rollout = {} if recipe.facts.learns == "documents" else {"rollout": recipe.rollout.layout}
     for role, layout in (learners(recipe) | rollout).items():
         pool = pool_of(recipe, role)
         workers = pools(recipe)[pool]
@@ -193,7 +211,7 @@ def _divided(recipe: Recipe) -> Iterator[str]:
     r = recipe.rollout.layout
     for key, value, right in (("fsdp", r.fsdp, "1"), ("tp", r.tp, "1"), ("sp", r.sp, "false")):
         found = str(value).lower()
-        if found != right and recipe.flow != "pretrain":
+        if found != right and recipe.facts.learns != "documents":
             yield f"rollout.layout.{key} = {found}, but the rollout engine takes dp only; set it to {right}"
     for role, layout in learners(recipe).items():
         name, inner = f"{role}.layout", layout.fsdp * layout.tp

@@ -3,15 +3,21 @@
 A recipe is a TOML file of these sections. Every key has a default, so a recipe states only what it means.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, Name, below
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["fp32", "bf16"]
+Option = bool | int | float | str | tuple[str, ...] | dict[str, float]
+Options = dict[str, Option]
+"""Options of an algorithm that have no key of their own."""
 
 
 class Section(BaseModel):
@@ -56,7 +62,7 @@ class Data(Section):
         description="a task (addition, countdown, sorting, chain, flaws), or files: JSONL, JSON, Parquet, Arrow, text, "
         "compressed or not, a dataset directory, a folder or a pattern of such files",
     )
-    columns: dict[Literal["prompt", "answer", "messages", "text"], str] = Field(
+    columns: dict[Literal["prompt", "answer", "messages", "text", "chosen", "rejected", "margin"], str] = Field(
         {},
         description="which column is which: a name, a path (reward_model.ground_truth) or a pattern (Q: {question}); "
         "a column of that very name needs no word",
@@ -122,6 +128,8 @@ class Reward(Section):
         description="FILE.py:function, module:function, a verifier (addition, countdown, sorting, chain, flaws, gsm8k, "
         'exact, regex:PATTERN), or several, as in {gsm8k = 1.0, "regex:####" = 0.1}; empty: the task\'s own',
     )
+    model: str = Field("", description="run of flow reward_model whose score is a reward too; empty: none")
+    model_weight: float = Field(1.0, description="weight of its score, which is added to the function's reward")
     timeout: float = Field(10.0, gt=0, description="seconds one call may take before its reward is missing")
     workers: Positive = Field(1, description="processes that score")
     pool: str = Field("", description="pool whose first worker starts the processes that score; empty: the first one")
@@ -132,19 +140,73 @@ class Algorithm(Section):
 
     advantage: str = Field("grpo", description="estimator, one of tilth.rl.names()")
     loss: str = Field("ppo_clip", description="policy loss, one of tilth.rl.names()")
-    aggregation: str = Field("token-mean", description="how token losses become one number")
+    aggregation: str = Field("", description="how token losses become one number; empty: as the loss was published")
+    options: Options = Field(
+        {}, description="options of estimator, loss and correction without a key of their own, as in {alpha = 0.05}"
+    )
     clip_low: Rate = Field(0.2, description="lower clip range of the ratio")
     clip_high: Rate = Field(0.2, description="upper clip range of the ratio")
     dual_clip: Rate = Field(0.0, description="bound on the loss of negative advantages (at least 1); 0: none")
-    kl: Literal["k1", "k2", "k3"] = Field("k3", description="form of the KL penalty towards the first policy")
-    kl_coef: Rate = Field(0.0, description="its weight in the loss; 0: no reference model is kept")
+    correction: str = Field(
+        "", description="for samples of an engine that differs from the trainer: one of tilth.rl.names(); empty: none"
+    )
+    kl: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = Field(
+        "k3", description="form of the KL penalty towards the reference; with + its gradient is that of k2"
+    )
+    kl_coef: Rate = Field(0.0, description="its weight; 0: no reference model is kept")
+    kl_in: Literal["loss", "reward"] = Field("loss", description="where the penalty goes")
+    kl_target: Rate = Field(0.0, description="KL per token that its weight is adapted to; 0: the weight is fixed")
+    kl_horizon: Positive = Field(10_000, description="samples over which the weight is adapted")
     entropy_coef: float = Field(0.0, description="weight of an entropy bonus")
+    entropy_target: Rate = Field(
+        0.0, description="entropy, in nats, below which the bonus grows; 0: its weight is fixed"
+    )
+    nll_coef: Rate = Field(0.0, description="weight of the likelihood of right answers in the loss (VAPO)")
     steps: Count = Field(100, description="training steps, each on one batch of experience")
     minibatches: Positive = Field(1, description="optimizer steps made of one batch")
     epochs: Positive = Field(1, description="passes over one batch")
-    gamma: Share = Field(1.0, description="discount of gae")
+    gamma: Share = Field(1.0, description="discount of estimators over tokens")
     lam: Share = Field(1.0, description="lambda of gae: 1 is reward-to-go minus value, 0 is one-step")
     drop_flat: bool = Field(True, description="leave out groups in which all rewards are equal (they have no gradient)")
+    refill: Count = Field(
+        0,
+        description="flows dapo and fapo: rounds of sampling, at most, until the batch is full of groups that are "
+        "neither all right nor all wrong; 0: groups are taken as they come",
+    )
+    overlong_buffer: Share = Field(
+        0.0, description="flows dapo and fapo: last share of rollout.max_tokens in which the reward falls; 0: none"
+    )
+    overlong_penalty: Rate = Field(1.0, description="what it has fallen by at rollout.max_tokens")
+    overlong_filter: bool = Field(False, description="flows dapo and fapo: cut completions have no part in the loss")
+
+
+class Preference(Section):
+    """How pairs of answers become a loss, in flows dpo and reward_model; their steps are those of [supervised]."""
+
+    loss: str = Field(
+        "sigmoid", description="sigmoid (DPO), robust, hinge, ipo, simpo or your own; flow reward_model: bradley_terry"
+    )
+    beta: Rate = Field(0.0, description="scale of the implicit reward; 0: the loss's own (0.1, simpo 2)")
+    smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="share of labels taken to be wrong; 0: the loss's own (0, robust 0.1)"
+    )
+    margin: float = Field(0.0, description="how far ahead the chosen answer should be (gamma of simpo), besides data's")
+    average: bool = Field(False, description="sigmoid, robust, hinge: log-probs a token instead of summed ones")
+    centring: Rate = Field(0.0, description="bradley_terry: weight of the squared sum of both scores, such as 0.01")
+    sft: Rate = Field(0.0, description="weight of the likelihood of chosen answers (RPO)")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of the loss that are not left to it."""
+        names = ("beta", "smoothing", "margin", "average", "centring")
+        return {n: getattr(self, n) for n in names if getattr(self, n) != type(self).model_fields[n].default}
+
+
+class RewardModel(Section):
+    """Where the reward model of reward.model is."""
+
+    pool: str = Field("", description="pool of workers that hold the reward model; empty: the first one")
+    layout: Layout = Field(Layout(), description="how the reward model lies over its pool")
 
 
 class Policy(Section):
@@ -158,8 +220,11 @@ class Policy(Section):
 
 
 class Reference(Section):
-    """Where the first policy is kept, for the KL penalty."""
+    """The model that a KL penalty holds the policy to, or that flow distill learns from."""
 
+    path: str = Field(
+        "", description="run or Hugging Face directory with the same tokens; empty: the policy as the phase began"
+    )
     pool: str = Field("", description="pool of workers that hold the reference; empty: the first one")
     layout: Layout = Field(Layout(), description="how the reference lies over its pool")
 
@@ -253,11 +318,18 @@ class Cluster(Section):
     address: str = Field("", description="of the Ray cluster to join; empty: one of this machine is started")
 
 
-class Recipe(Section):
-    """A whole run. Thirteen sections and two keys of its own."""
+def _said(value: Any) -> Any:
+    """What was said of a section, without its defaults."""
+    return {name: getattr(value, name) for name in value.model_fields_set} if isinstance(value, Section) else value
 
-    flow: Literal["grpo", "ppo", "sft", "pretrain"] = Field(
-        "grpo", description="grpo, ppo; or [supervised] alone: sft on answers, pretrain on whole texts"
+
+class Recipe(Section):
+    """A whole run. Fifteen sections and two keys of its own."""
+
+    flow: Name = Field(
+        "grpo",
+        description="the algorithm; or [supervised] alone: sft on answers, pretrain on whole texts, dpo and "
+        "reward_model on pairs of answers",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="seed of every random number of the run")
     model: Model = Model()
@@ -266,13 +338,37 @@ class Recipe(Section):
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()
+    preference: Preference = Preference()
     policy: Policy = Policy()
     reference: Reference = Reference()
+    reward_model: RewardModel = RewardModel()
     critic: Critic = Critic()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
     cluster: Cluster = Cluster()
     run: Run = Run()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_defaults(cls, data: Any) -> Any:
+        """A flow's own defaults lie below what is given."""
+        if not isinstance(data, Mapping) or data.get("flow", "grpo") not in FLOWS:
+            return data
+        own = FLOWS[data.get("flow", "grpo")].own
+        said = {name: _said(value) if name in own else value for name, value in data.items()}
+        return below(said, own) if all(isinstance(said.get(name, {}), Mapping) for name in own) else data
+
+    @property
+    def facts(self) -> Flow:
+        """What is known of its flow."""
+        return FLOWS[self.flow]
+
+    @property
+    def refers(self) -> bool:
+        """Whether the run keeps a reference model."""
+        if self.facts.learns == "pairs":
+            return self.facts.reference and self.preference.loss not in REFERENCE_FREE
+        return self.facts.reference or bool(self.facts.samples and self.algorithm.kl_coef)
 
     def dump(self) -> dict[str, Any]:
         """Plain nested dictionaries, all keys."""

@@ -19,10 +19,11 @@ from tilth.core.layout import Mesh
 from tilth.data.documents import Corpus
 from tilth.data.examples import check_examples, check_prompts
 from tilth.data.order import Order
+from tilth.data.pairs import check_pairs
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, new_config
+from tilth.flows.model import REWARD_MODEL, LoadedModel, choose_tokenizer, load_beginning, load_model, new_config
 from tilth.flows.named import find_checkpoint, split_spec
 from tilth.flows.run import Roles, Split
 from tilth.models.config import DecoderConfig
@@ -97,28 +98,33 @@ def build(
 
     pool: None where nothing is generated. earlier: model folder of the run that is to go on, with its tokenizer.
     """
-    loaded = load_model(recipe.model.path) if recipe.model.path else None
+    loaded = load_beginning(recipe) if recipe.model.path else None
     adopt = _optimizer_of(recipe) if recipe.model.optimizer else None
     tokenizer = _tokenizer(recipe, material, loaded, earlier)
     config = _config(recipe, loaded, tokenizer)
     check_shape(recipe, config)
+    if recipe.reference.path:
+        _check_tokens(recipe, "reference.path", load_model(recipe.reference.path), tokenizer)
+    if recipe.reward.model:
+        _check_tokens(recipe, "reward.model", load_model(recipe.reward.model, REWARD_MODEL), tokenizer)
+    generates = pool is not None or bool(recipe.reward.model)
     if isinstance(material, Texts):
         lesson = _documents(recipe, material, tokenizer)
     else:
-        lesson = _prompts(recipe, material, tokenizer, generates=pool is not None)
+        lesson = _prompts(recipe, material, tokenizer, generates=generates)
     plan = plan_run(
         recipe,
         config,
         train_prompts=len(lesson.train),
         heldout_prompts=len(lesson.heldout),
         longest_prompt=lesson.longest,
-        generates=pool is not None,
+        generates=generates,
     )
     recipe = _counted(recipe, len(lesson.train))
     team = Team(cluster, recipe, config)
     team.learners()
     team.make("recorder", lesson.recorder, **lesson.given)
-    if pool is not None:
+    if generates:
         team.speakers(tokenizer, material, pool)
     roles = team.roles()
     return Parts(recipe, config, tokenizer, lesson.train, lesson.heldout, plan, roles, lesson.notes, adopt)
@@ -142,23 +148,29 @@ class Team:
         """The policy and what is begun as its copy."""
         for role in ("policy", "reference", "critic"):
             if role in self.places:
-                self.make(role, **self.model)
+                learns = role == "policy" and self.model["recipe"].flow == "reward_model"
+                self.make(role, "preferring" if learns else "", **self.model)
 
-    def speakers(self, tokenizer: Tokenizer, prompts: Material, pool: RewardPool) -> None:
-        """Who generates and who scores."""
+    def speakers(self, tokenizer: Tokenizer, prompts: Material, pool: RewardPool | None) -> None:
+        """Who generates and who scores: a function, a reward model, or both."""
         self.make("rollout", **self.model, tokenizer=tokenizer, prompts=prompts)
-        self.make("reward", pool=pool, prompts=prompts)
+        if pool is not None:
+            self.make("reward", pool=pool, prompts=prompts)
+        if REWARD_MODEL in self.places:
+            self.make(REWARD_MODEL, recipe=self.model["recipe"])
 
     def roles(self) -> Roles:
         """All of them, with a relay on every worker that holds the policy or a copy of it."""
         source = self.places["policy"].mesh
-        targets = {role: self.places[role].mesh for role in ("rollout", "reference", "critic") if role in self.made}
+        loaded = ("reference",) if self.model["recipe"].reference.path else ()
+        copies = [role for role in ("rollout", "reference", "critic") if role in self.made and role not in loaded]
+        targets = {role: self.places[role].mesh for role in copies}
         if targets:
             ranks = tuple(sorted({rank for mesh in (source, *targets.values()) for rank in mesh.ranks}))
             given = {**self.model, "source": source, "targets": targets}
             mesh = Mesh(("to",), (len(ranks),), ranks)
             self.made["relay"] = self.cluster.group("relay", f"{_WORKERS}:relay", given, mesh=mesh)
-        return Roles(**self.made)
+        return Roles(**self.made, loaded=loaded)
 
 
 def _optimizer_of(recipe: Recipe) -> str:
@@ -175,14 +187,33 @@ def _optimizer_of(recipe: Recipe) -> str:
     return str(Path(named.path).resolve() if isinstance(named.path, Path) else named.path)
 
 
+def _check_tokens(recipe: Recipe, key: str, loaded: LoadedModel, tokenizer: Tokenizer) -> None:
+    """RecipeError unless the model of this key reads the very tokens that the policy writes."""
+    theirs = loaded.tokenizer.vocab_size if loaded.tokenizer is not None else loaded.config.vocab_size
+    same = loaded.tokenizer is None or all(
+        loaded.tokenizer.token(i) == tokenizer.token(i) for i in range(min(theirs, tokenizer.vocab_size))
+    )
+    if theirs < tokenizer.vocab_size or not same:
+        raise RecipeError(
+            f"{key} = {loaded.run or loaded.source} has other tokens ({theirs}) than the policy "
+            f"({tokenizer.vocab_size}): it cannot judge them; both need the same tokenizer"
+        )
+    if recipe.model.context > loaded.config.max_positions:
+        raise RecipeError(
+            f"model.context = {recipe.model.context} is more than the {loaded.config.max_positions} positions of "
+            f"{key} = {loaded.run or loaded.source}"
+        )
+
+
 def rooted(recipe: Recipe) -> Recipe:
     """With whole paths where workers read files: their working directory may be another one."""
     changed: dict[str, Any] = {}
-    if recipe.model.path:
-        folder, which = split_spec(recipe.model.path)
-        whole = folder if is_url(folder) else Path(folder).resolve()
-        path = f"{whole}@{which}" if which else str(whole)
-        changed["model"] = recipe.model.model_copy(update={"path": path})
+    for name, key in (("model", "path"), ("reference", "path"), ("reward", "model")):
+        section = getattr(recipe, name)
+        if path := getattr(section, key):
+            folder, which = split_spec(path)
+            whole = folder if is_url(folder) else Path(folder).resolve()
+            changed[name] = section.model_copy(update={key: f"{whole}@{which}" if which else str(whole)})
     template = Path(recipe.data.template)
     if recipe.data.template and template.is_file():
         changed["data"] = recipe.data.model_copy(update={"template": str(template.resolve())})
@@ -227,6 +258,8 @@ def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, genera
     longest = check_prompts(prompts, template, context - room) if generates else 0
     if recipe.flow == "sft":  # what is held out is read too
         longest = max(longest, check_examples(prompts, template, context) - room)
+    elif recipe.facts.learns == "pairs":
+        longest = max(longest, check_pairs(prompts, template, context) - room)
     elif recipe.supervised.steps or recipe.supervised.epochs:
         check_examples(train, template, context)
     if recipe.data.holdout and not recipe.data.heldout and not len(heldout):
@@ -236,7 +269,8 @@ def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, genera
         )
     told = f"{prompts.copies} prompts are in data.heldout too, word for word, and are left out of training"
     given = {"recipe": rooted(recipe), "tokenizer": tokenizer, "prompts": prompts}
-    return Lesson(train, heldout, longest, "recorder", given, [told] if prompts.copies else [])
+    who = "pair_recorder" if recipe.facts.learns == "pairs" else "recorder"
+    return Lesson(train, heldout, longest, who, given, [told] if prompts.copies else [])
 
 
 def _config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenizer) -> DecoderConfig:

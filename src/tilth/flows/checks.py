@@ -1,36 +1,122 @@
-"""What can be known to be wrong before a run starts."""
+"""What can be known to be wrong before a run starts, and what its pages will have to compute."""
+
+from typing import cast
 
 import tilth.rl as rl
-from tilth.config.schema import Recipe
+from tilth.config.schema import Algorithm, Recipe
 from tilth.core.errors import RecipeError
-from tilth.roles.policy import options
+from tilth.rl.preference import PreferenceLoss
+from tilth.rl.registry import Kind, nearest
+from tilth.roles.objective import aggregation, entry, options
 
-COLUMNS = {"rewards", "groups", "mask", "lengths", "logprobs", "old_logprobs", "advantages", "rollout_logprobs"}
-"""Columns that the pages of GRPO and PPO make; PPO's critic makes ``values`` too."""
+COLUMNS = {
+    "rewards",
+    "groups",
+    "counts",
+    "mask",
+    "lengths",
+    "logprobs",
+    "old_logprobs",
+    "advantages",
+    "rollout_logprobs",
+    "sum_pi_squared",
+    "uniforms",
+    "weights",
+}
+"""Columns that any page can make. A critic makes ``values``, a reference ``ref_logprobs``, flow remax ``baselines``."""
+_OF_POLICY = {"logprobs", "old_logprobs", "sum_pi_squared"}
+_SHARED = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")
+"""Keys of [algorithm] that are options of entries and of nothing else."""
 
 
 def check_algorithm(recipe: Recipe) -> None:
-    """Raise RecipeError for an unknown estimator, loss or aggregation, or one that needs what no role makes."""
+    """Raise RecipeError for an unknown estimator, loss, aggregation or correction, for an option that none of them has,
+    and for one that needs what no role makes."""
     if recipe.flow == "pretrain" and recipe.reward.function:
         raise RecipeError("flow=pretrain generates nothing, so nothing is scored; leave reward.function out")
-    if recipe.flow in ("sft", "pretrain"):
+    if recipe.facts.learns == "pairs":
+        _check_preference(recipe)
+    if not recipe.facts.samples:
         return
     how = recipe.algorithm
-    columns = COLUMNS | ({"ref_logprobs"} if how.kl_coef else set())
-    chosen = options("advantages", how.advantage, how)
-    found = rl.check(how.advantage, columns | {"values"}, chosen, kind="advantages")
-    _check_critic(recipe, judged="values" in found.needs)
-    rl.check(how.loss, columns, options("losses", how.loss, how), kind="losses")
-    rl.check(how.aggregation, columns, kind="aggregations")
+    columns = _columns(recipe)
+    chosen = _chosen(how)
+    _check_critic(recipe, judged="values" in entry("advantages", how.advantage, how).needs)
+    _check_options(how, chosen)
+    for kind, name in chosen.items():
+        rl.check(name, columns, options(kind, name, how), kind=kind)
+    rl.check(aggregation(how), columns, kind="aggregations")
+
+
+def _check_preference(recipe: Recipe) -> None:
+    """The loss compares what the flow's model says of an answer, and has the options that are set."""
+    how = recipe.preference
+    found = cast(PreferenceLoss, rl.check(how.loss, {"ref_logprobs"}, how.options, kind="preferences"))
+    wanted, right = ("rewards", "bradley_terry") if recipe.facts.value else ("logprobs", "sigmoid")
+    if found.compares != wanted:
+        raise RecipeError(
+            f"preference.loss = {how.loss} compares {found.compares} of answers, and flow={recipe.flow} "
+            f"has their {wanted}; use preference.loss={right}"
+        )
+
+
+def columns_needed(recipe: Recipe) -> set[str]:
+    """Of the policy's log-probs before its updates: ``logprobs`` where they are needed at all, and
+    ``sum_pi_squared``."""
+    how = recipe.algorithm
+    wanted = set(entry("advantages", how.advantage, how).needs) & _OF_POLICY
+    again = how.epochs * how.minibatches > 1
+    corrected = bool(how.correction) and not rl.bypasses(how.correction, **options("corrections", how.correction, how))
+    if again or corrected or (how.kl_coef and how.kl_in == "reward"):
+        wanted.add("logprobs")
+    return wanted | {"logprobs"} if wanted else wanted
+
+
+def _columns(recipe: Recipe) -> set[str]:
+    found = COLUMNS | ({"values"} if recipe.facts.critic else set()) | ({"ref_logprobs"} if recipe.refers else set())
+    if recipe.flow == "remax":
+        found.add("baselines")
+    how = recipe.algorithm  # parts of a reward are known when it has been called
+    return found | {name for name in entry("advantages", how.advantage, how).needs if name.startswith("part/")}
+
+
+def _chosen(how: Algorithm) -> dict[Kind, str]:
+    found = {"advantages": how.advantage, "losses": how.loss, "corrections": how.correction}
+    return {cast(Kind, kind): name for kind, name in found.items() if name}
+
+
+def _check_options(how: Algorithm, chosen: dict[Kind, str]) -> None:
+    """Each option is one of what was chosen; otherwise whose it is, or the nearest."""
+    known = {key for kind, name in chosen.items() for key in rl.options(kind, name)}
+    first_class = set(Algorithm.model_fields)
+    for key in how.options:
+        if key in first_class:
+            raise RecipeError(f"algorithm.options has {key}, which is a key of its own: algorithm.{key}")
+        if key not in known:
+            raise RecipeError(f"algorithm.options.{key}: {_whose(key, chosen, known - first_class)}")
+    for key in _SHARED:
+        value = getattr(how, key)
+        if value != Algorithm.model_fields[key].default and key not in known:
+            raise RecipeError(f"algorithm.{key} = {value}: {_whose(key, chosen, set())}")
+
+
+def _whose(key: str, chosen: dict[Kind, str], known: set[str]) -> str:
+    """Who has an option that nothing chosen has."""
+    kinds: tuple[Kind, ...] = ("advantages", "losses", "corrections")
+    owners = [name for kind in kinds for name in rl.names()[kind] if key in rl.options(kind, name)]
+    have = " and ".join(chosen.values())
+    if owners:
+        return f"{have} have no such option; it is one of {', '.join(owners)}"
+    return f"{have} have no such option{nearest(key, known)}"
 
 
 def _check_critic(recipe: Recipe, *, judged: bool) -> None:
     """A critic is there if and only if the estimator asks for its values."""
     name = recipe.algorithm.advantage
-    if judged and recipe.flow != "ppo":
+    if judged and not recipe.facts.critic:
         raise RecipeError(f"algorithm.advantage={name} needs a critic, which flow={recipe.flow} has not; set flow=ppo")
-    if not judged and recipe.flow == "ppo":
+    if not judged and recipe.facts.critic:
         raise RecipeError(
-            f"algorithm.advantage={name} never looks at the critic that flow=ppo trains; "
-            "use algorithm.advantage=gae, or flow=grpo"
+            f"algorithm.advantage={name} never looks at the critic that flow={recipe.flow} trains; "
+            "use algorithm.advantage=gae or vapo, or flow=grpo"
         )

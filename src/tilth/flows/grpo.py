@@ -6,14 +6,9 @@ from tilth.flows.run import Run
 
 def grpo(run: Run) -> None:
     """Sample groups, score them, compare within the group, update, publish; until the recipe's last step."""
-    how = run.recipe.algorithm
-    keep = has_spread if how.drop_flat else None
+    keep = has_spread if run.recipe.algorithm.drop_flat else None
     for batch in run.experience(group=run.recipe.rollout.group, max_staleness=0, keep=keep):
-        batch = run.policy.advantages(batch, how)
-        if how.epochs * how.minibatches > 1:
-            batch = run.policy.logprobs(batch)
-        if run.reference is not None:
-            batch = run.reference.logprobs(batch)
+        batch = run.policy.advantages(run.logprobs(batch), run.how)
         for part in run.minibatches(batch):
-            run.learned(run.policy.update(part, how))
+            run.learned(run.policy.update(part, run.how))
         run.publish(run.policy)

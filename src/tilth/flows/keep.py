@@ -1,15 +1,54 @@
-"""Which experience to learn from: functions from a batch of rows to a boolean mask over its rows."""
+"""Which experience to learn from: functions of rows, from a batch to a boolean mask or to fewer rows."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from tilth.core.batch import Batch
+from tilth.roles.experience import CORRECT
+
+LEAST = 1 / 8
+"""Share of the prompts that is thought to be kept at least, so that a round is of a bounded size."""
+
+
+def outcome(batch: Batch) -> np.ndarray:
+    """float [n]: what the verifier said of each row, without what shapes its reward."""
+    return batch[CORRECT] if CORRECT in batch.rows else batch["reward"]
 
 
 def has_spread(batch: Batch) -> np.ndarray:
     """bool [n]: rows of groups whose rewards are not all equal; the others have no gradient under a group baseline."""
-    _, group = np.unique(batch["group"], return_inverse=True)
+    return _spread(batch["group"], batch["reward"])
+
+
+def is_mixed(batch: Batch) -> np.ndarray:
+    """bool [n]: rows of groups that are neither all right nor all wrong (DAPO's dynamic sampling, 2503.14476 eq. 11).
+
+    By what the verifier said, never by a shaped reward: that differs between equally right answers of other lengths.
+    """
+    return _spread(batch["group"], outcome(batch))
+
+
+def _spread(groups: np.ndarray, values: np.ndarray) -> np.ndarray:
+    _, group = np.unique(groups, return_inverse=True)
     low = np.full(group.max(initial=-1) + 1, np.inf)
     high = -low
-    np.minimum.at(low, group, batch["reward"])
-    np.maximum.at(high, group, batch["reward"])
+    np.minimum.at(low, group, values)
+    np.maximum.at(high, group, values)
     return (high > low)[group]
+
+
+def first_groups(batch: Batch, most: int) -> Batch:
+    """The rows of the first ``most`` groups, in the order in which they were drawn: whole groups, whatever their
+    length."""
+    first = np.unique(batch["group"])[:most]
+    return batch.select(np.isin(batch["group"], first))
+
+
+def missing_prompts(wanted: int, sampled: Sequence[Batch], kept: Sequence[Batch]) -> int:
+    """How many prompts to sample next, so that about ``wanted`` of all are kept, by the share kept so far; at most
+    ``wanted``, and 0 when there are enough."""
+    asked, have = (sum(len(np.unique(batch["group"])) for batch in some) for some in (sampled, kept))
+    if have >= wanted:
+        return 0
+    return min(wanted, int(np.ceil((wanted - have) / max(have / max(asked, 1), LEAST))))

@@ -1,7 +1,7 @@
 """From a recipe to a run: set the machine up, build or restore, run the phases, end cleanly."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,9 @@ from tilth.data.prompts import PromptSet
 from tilth.flows.build import Material, Parts, build
 from tilth.flows.checks import check_algorithm
 from tilth.flows.continuing import Identity, find
+from tilth.flows.dapo import dapo
+from tilth.flows.distill import distill
+from tilth.flows.dpo import dpo
 from tilth.flows.grpo import grpo
 from tilth.flows.metrics import Metrics
 from tilth.flows.model import MODEL_FOLDER, save_shape
@@ -28,15 +31,36 @@ from tilth.flows.named import foreign, one_before, reaching
 from tilth.flows.ppo import ppo, values
 from tilth.flows.pretrain import pretrain
 from tilth.flows.readers import checkpoints_of
-from tilth.flows.run import PPO, VALUES, WARMUP, Beginner, Observer, Progress, Roles, Run
+from tilth.flows.reinforce_pp import reinforce_pp
+from tilth.flows.remax import remax
+from tilth.flows.reward_model import reward_model
+from tilth.flows.rloo import rloo
+from tilth.flows.run import VALUES, WARMUP, Beginner, Observer, Progress, Roles, Run
 from tilth.flows.rundir import RunDir, read_state, summarise
 from tilth.flows.saving import Saving
 from tilth.flows.seen import seen_before
 from tilth.flows.sft import sft
 from tilth.flows.signals import Interrupted, StopRequest
+from tilth.flows.vapo import vapo
 from tilth.flows.workers import threads
 from tilth.roles.reward_pool import RewardPool
 from tilth.trace.spans import recorder
+
+PAGES: dict[str, Callable[[Run], None]] = {
+    "grpo": grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "remax": remax,
+    "dapo": dapo,
+    "ppo": ppo,
+    "vapo": vapo,
+    "distill": distill,
+    "sft": sft,
+    "pretrain": pretrain,
+    "dpo": dpo,
+    "reward_model": reward_model,
+}
+"""The page of each flow of ``config.flows``."""
 
 
 @dataclass(frozen=True)
@@ -189,18 +213,15 @@ def _run(parts: Parts, cluster: Cluster, directory: RunDir, observers: Sequence[
 def _phases(run: Run) -> None:
     """The recipe's flow, after a supervised warm-up where it learns from experience and has one."""
     recipe, given = run.recipe, run.recipe.supervised
-    if recipe.flow == "pretrain":
-        pretrain(run.enter("pretrain", given.steps, given.lr))
-    elif recipe.flow == "sft":
-        sft(run.enter("sft", given.steps, given.lr))
-    elif given.steps:
+    page = PAGES[recipe.flow]
+    if not recipe.facts.samples:
+        page(run.enter(recipe.flow, given.steps, given.lr))
+        return
+    if given.steps:
         sft(run.enter(WARMUP, given.steps, given.lr))
-    if recipe.flow == "grpo":
-        grpo(run.enter("grpo", recipe.algorithm.steps, recipe.optimizer.lr))
-    if recipe.flow == "ppo":
-        if recipe.critic.steps:
-            values(run.enter(VALUES, recipe.critic.steps, recipe.optimizer.lr))
-        ppo(run.enter(PPO, recipe.algorithm.steps, recipe.optimizer.lr))
+    if recipe.facts.critic and recipe.critic.steps:
+        values(run.enter(VALUES, recipe.critic.steps, recipe.optimizer.lr))
+    page(run.enter(recipe.flow, recipe.algorithm.steps, recipe.optimizer.lr))
 
 
 def _announce(run: Run, parts: Parts, reward_file: str) -> None:

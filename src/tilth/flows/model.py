@@ -60,8 +60,11 @@ class LoadedModel(NamedTuple):
 # ---- by path ----
 
 
-MODELS = ("model", EMA, "critic", "reference")
+REWARD_MODEL = "reward_model"
+MODELS = ("model", EMA, "critic", "reference", REWARD_MODEL)
 """Groups of tensors of a checkpoint that are weights of a model."""
+OF_VALUES = ("critic", REWARD_MODEL)
+"""Those of a value model."""
 
 
 class StoredTensors(Unread):
@@ -114,6 +117,15 @@ def load_model(spec: str | Path, group: str = "") -> LoadedModel:
     return LoadedModel(config, tensors, _tokenizer(Path(spec)), Path(spec))
 
 
+def load_beginning(recipe: Recipe) -> LoadedModel:
+    """The model of ``model.path``: in flow reward_model a reward model goes on, and any other lends its body."""
+    spec = recipe.model.path
+    named = find_checkpoint(spec) if recipe.flow == "reward_model" else None
+    if named is not None and REWARD_MODEL in open_checkpoint(named.path).groups:
+        return load_model(spec, REWARD_MODEL)
+    return load_model(spec)
+
+
 def _from_checkpoint(named: Named) -> LoadedModel:
     run = named.run
     if run is None and is_url(named.path):
@@ -128,7 +140,7 @@ def _from_checkpoint(named: Named) -> LoadedModel:
     with explained(named):
         checkpoint = open_checkpoint(named.path)
     tensors = _tensors(checkpoint, named)
-    wanted_shapes = parameter_shapes(config, values=named.group == "critic")
+    wanted_shapes = parameter_shapes(config, values=named.group in OF_VALUES)
     check_tensors(f"group {named.group} of {named.path}", wanted_shapes, shapes(tensors))
     return LoadedModel(config, tensors, _tokenizer(source), source, run, run_settings(run), checkpoint.step)
 

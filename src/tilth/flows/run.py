@@ -5,7 +5,6 @@ and trajectories are kept, the held-out accuracy is measured and a checkpoint is
 is not committed is dropped on resume, and the step runs again from its start with the same random numbers.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -15,33 +14,38 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from tilth.cluster.group import WorkerGroup
-from tilth.config.schema import Recipe
+from tilth.config.flows import FLOWS
+from tilth.config.schema import Algorithm, Recipe
 from tilth.core.batch import Batch, Store, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
-from tilth.flows.keep import has_spread
+from tilth.flows.checks import columns_needed
+from tilth.flows.heldout import LOSS, measure
+from tilth.flows.keep import first_groups, has_spread, missing_prompts
 from tilth.flows.metrics import Metrics
 from tilth.flows.publish import Bounds, check_mismatch
 from tilth.flows.rundir import RunDir
 from tilth.flows.saving import Saving
+from tilth.flows.shape import adapted
 from tilth.flows.signals import Interrupted, StopRequest
 from tilth.rl.metrics import Metric
+from tilth.roles.experience import CORRECT
 from tilth.roles.reward_pool import Outcome
 from tilth.roles.rollout import ask
 from tilth.trace.spans import span
 
 Keep = Callable[[Batch], np.ndarray]
 WARMUP = "warmup"
-SUPERVISED = frozenset({WARMUP, "sft", "pretrain"})
-"""Phases of supervised learning: flows of their own, or the warm-up of another. The others learn from experience."""
-VALUES, PPO = "values", "ppo"
-"""Phases with a critic: it alone learns in the first."""
-ACCURACY, LOSS = "accuracy/heldout", "loss/heldout"
-CORRECT = "part/correct"
-"""Where a reward returns a part of this name, accuracy is its mean; otherwise that of the reward itself."""
+SUPERVISED = frozenset({WARMUP, *(name for name, flow in FLOWS.items() if not flow.samples)})
+"""Phases of learning from what is given: flows of their own, or the warm-up of another. The others learn from
+experience."""
+VALUES = "values"
+"""The phase in which the critic alone learns, before that of a flow with a critic."""
+ACCURACY = "accuracy/heldout"
 EVALUATION_IDS = -(2**40)
 """Trajectory ids of evaluations lie below those of training, and those of probes below both."""
 PROBE_IDS = 2 * EVALUATION_IDS
+BASELINE_IDS = 3 * EVALUATION_IDS
 PROBES = 8
 """Prompts of a probe."""
 
@@ -98,6 +102,8 @@ class Progress:
     drawn: dict[str, int] = field(default_factory=dict)
     """How far each stream of the data has been read: prompts, examples or documents; and samples, which have numbers
     of their own."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Key of [algorithm] -> what it has become, for weights that are adapted."""
 
 
 @dataclass
@@ -110,13 +116,16 @@ class Roles:
     reward: WorkerGroup | None = None
     reference: WorkerGroup | None = None
     critic: WorkerGroup | None = None
+    reward_model: WorkerGroup | None = None
     relay: WorkerGroup | None = None
     """What carries the policy's weights to its copies."""
+    loaded: tuple[str, ...] = ()
+    """Those whose weights come from elsewhere, by a path."""
 
     def keepers(self) -> dict[str, WorkerGroup]:
-        """Those with a state that a checkpoint holds."""
+        """Those with a state that a checkpoint holds: not those that were loaded and never change."""
         named = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
-        return {name: group for name, group in named.items() if group is not None}
+        return {name: group for name, group in named.items() if group is not None and name not in self.loaded}
 
 
 class Run:
@@ -167,6 +176,7 @@ class Run:
         self._owed: list[tuple[Mapping[str, Metric], bool]] = []
         self._improved = False
         self._drawn: dict[str, int] = {}
+        self._updated: list[Mapping[str, Metric]] = []
         self._adopt = adopt
 
     # ---- phases ----
@@ -193,9 +203,9 @@ class Run:
         self.policy.begin(lr, self._updates(phase, steps))
         if self._adopt is not None and not self.at.step:
             self.policy.adopt(self._adopt)
-        if self.reference is not None:
+        if self.reference is not None and "reference" not in self.roles.loaded:
             self._relay("reference")
-        if phase in (VALUES, PPO):
+        if self._judges(phase):
             if VALUES not in self.at.finished:
                 self._relay("critic")
             self.critic.begin(self.recipe.critic.lr, self._updates(phase, steps))
@@ -203,9 +213,13 @@ class Run:
     def _go_on(self, phase: str, lr: float, steps: int) -> None:
         """In the middle of a phase, with the learning rates and lengths that the recipe has now."""
         self.policy.tune(lr, self._updates(phase, steps))
-        if phase in (VALUES, PPO):
+        if self._judges(phase):
             self.critic.tune(self.recipe.critic.lr, self._updates(phase, steps))
         self._publish_for(phase)
+
+    def _judges(self, phase: str) -> bool:
+        """Whether a critic learns in it."""
+        return self.recipe.facts.critic and phase != WARMUP
 
     def _updates(self, phase: str, steps: int) -> int:
         """Optimizer steps of a phase."""
@@ -236,26 +250,38 @@ class Run:
     def critic(self) -> WorkerGroup:
         """The critic; RecipeError in a flow that has none."""
         if self.roles.critic is None:
-            raise RecipeError(f"flow={self.recipe.flow} has no critic; set flow=ppo")
+            raise RecipeError(f"flow={self.recipe.flow} has no critic; set flow=ppo or vapo")
         return self.roles.critic
 
     # ---- the streams ----
 
-    def experience(self, *, group: int, max_staleness: int = 0, keep: Keep | None = None) -> Iterator[Batch]:
+    def experience(
+        self, *, group: int, max_staleness: int = 0, keep: Keep | None = None, rounds: int = 0
+    ) -> Iterator[Batch]:
         """Batches of scored samples, ``group`` for each prompt, one batch a step.
 
         Samples whose reward is missing are left out, and those that ``keep`` refuses. max_staleness: policy versions
-        that a sample may be behind; only 0 (synchronous) so far.
+        that a sample may be behind; only 0 (synchronous) so far. rounds: above 0, further prompts are sampled, at most
+        so many times in all, until the recipe's number of them is kept; whole groups beyond it are left out again, the
+        last ones drawn.
         """
         if max_staleness:
             raise RecipeError(f"max_staleness={max_staleness}: only synchronous experience (0) is available")
         while self._goes_on():
             with self._step():
-                indices = self._draw("prompts", self.recipe.rollout.prompts)
-                first = self._advance("samples", len(indices) * group)
-                batch = self.collect(ask(indices.tolist(), group, first))
-                yield self._filter(batch, keep)
-                self._record(batch)
+                sampled, kept = list[Batch](), list[Batch]()
+                wanted = self.recipe.rollout.prompts
+                while wanted > 0 and len(sampled) < max(rounds, 1):
+                    indices = self._draw("prompts", wanted)
+                    first = self._advance("samples", len(indices) * group)
+                    sampled.append(self.collect(ask(indices.tolist(), group, first)))
+                    kept.append(self._filter(sampled[-1], keep))
+                    wanted = missing_prompts(self.recipe.rollout.prompts, sampled, kept)
+                found = first_groups(concat(kept), self.recipe.rollout.prompts)
+                self.metrics.add("samples/rounds", float(len(sampled)))
+                self.metrics.add("samples/trained", float(len(found)))
+                yield found
+                self._record(concat(sampled))
 
     def examples(self, count: int) -> Iterator[Batch]:
         """Batches of ``count`` prompts with their answers, one batch a step, the loss on the answers."""
@@ -269,13 +295,19 @@ class Run:
             with self._step():
                 yield self.roles.recorder.documents(self._draw("documents", count))
 
+    def pairs(self, count: int) -> Iterator[Batch]:
+        """Batches of the pairs of ``count`` prompts, one batch a step, both answers of each pair as rows."""
+        while self._goes_on():
+            with self._step():
+                yield self.roles.recorder.pairs(self._draw("pairs", count))
+
     def _draw(self, source: str, count: int) -> np.ndarray:
         """The next indices of a stream of the training data, by its name."""
         return self.train.take(stream(self.recipe.seed, source), self._advance(source, count), count)
 
     def _advance(self, counter: str, count: int) -> int:
         """Where this counter stands; the step that is under way moves it when it is committed."""
-        start = self.at.drawn.get(counter, 0)
+        start = self._drawn.get(counter, self.at.drawn.get(counter, 0))
         self._drawn[counter] = start + count
         return start
 
@@ -292,14 +324,40 @@ class Run:
 
     # ---- parts of a step ----
 
-    def collect(self, asked: Batch, *, greedy: bool = False) -> Batch:
-        """Generate and score; what failed by chance is written to the journal, or taken from it when replayed."""
-        if self.rollout is None or self.reward is None:
+    @property
+    def how(self) -> Algorithm:
+        """The recipe's algorithm, with the weights that are adapted as they are now."""
+        return self.recipe.algorithm.model_copy(update=self.at.weights)
+
+    def logprobs(self, batch: Batch) -> Batch:
+        """With the log-probs that what follows needs: of the policy before its updates, and of the reference."""
+        needed = columns_needed(self.recipe)
+        if "logprobs" in needed:
+            batch = self.policy.logprobs(batch)
+        return self.reference.logprobs(batch) if self.reference is not None else batch
+
+    def baselines(self, batch: Batch) -> Batch:
+        """With the row column ``baselines``: the reward of the greedy answer to the prompt; NaN where it is missing."""
+        prompts, place = np.unique(batch["prompt"], return_inverse=True)
+        greedy = self.collect(ask(prompts.tolist(), 1, BASELINE_IDS), greedy=True, prefix="baseline")
+        if len(prompts):
+            self.metrics.add("baseline/mean", float(np.nanmean(greedy["reward"])), len(prompts))
+        return batch.with_rows(baselines=greedy["reward"][place])
+
+    def collect(self, asked: Batch, *, greedy: bool = False, prefix: str = "") -> Batch:
+        """Generate and score; what failed by chance is written to the journal, or taken from it when replayed.
+
+        prefix: of the metric that counts missing rewards; empty: ``accuracy`` of greedy answers, else ``reward``.
+        """
+        if self.rollout is None:
             raise RecipeError(f"flow={self.recipe.flow} without a reward generates nothing; set reward.function")
         batch = self.rollout.generate(asked, greedy=greedy)
-        scored, failures = self._score(self.reward, batch)
+        scored, failures = (batch, {}) if self.reward is None else self._score(self.reward, batch)
+        if self.roles.reward_model is not None:
+            scored = self.roles.reward_model.rate(scored, alone=self.reward is None)
         self.directory.log_outcomes(self.at.step, {i: o for i, o in failures.items() if Outcome(**o).by_chance})
-        self.metrics.add("accuracy/missing" if greedy else "reward/missing", float(len(failures)))
+        missing = float(np.isnan(scored["reward"]).sum())
+        self.metrics.add(f"{prefix or ('accuracy' if greedy else 'reward')}/missing", missing)
         self.metrics.add("reward/timeout", float(sum(o["status"] == "timeout" for o in failures.values())))
         self._tell_failures(failures, len(scored))
         return scored
@@ -339,7 +397,6 @@ class Run:
             groups = len(np.unique(scored["group"]))
             spread = len(np.unique(scored["group"][has_spread(scored)]))
             self.metrics.add("groups/gradient", spread / groups, groups)
-        self.metrics.add("samples/trained", float(kept.sum()))
         return scored.select(kept)
 
     def _measure(self, batch: Batch) -> None:
@@ -372,6 +429,7 @@ class Run:
     def _settle(self) -> None:
         """Wait for the step's updates, which roles in different pools make at the same time, and take their metrics."""
         owed, self._owed = self._owed, []
+        self._updated += [metrics for metrics, policy in owed if policy]
         for metrics, policy in owed:
             if policy:
                 self.at.optimizer_steps += 1
@@ -413,11 +471,12 @@ class Run:
         The best evaluation is remembered, on ties the earlier one; the commit of its step keeps its checkpoint.
         """
         self.at.accuracy_last = accuracy = self.evaluate()
-        loss = self.heldout_loss() if self.at.phase in SUPERVISED - {WARMUP} else None
-        metric, value = (LOSS, loss) if self.rollout is None else (ACCURACY, accuracy)
+        metric, value = measure(self) if self.at.phase in SUPERVISED - {WARMUP} else (ACCURACY, None)
+        if self.rollout is not None:
+            metric, value = ACCURACY, accuracy
         if value is None or not self.at.step:
             return  # what nothing was learned for is no choice
-        best, sign = self.at.best, 1 if metric == ACCURACY else -1
+        best, sign = self.at.best, -1 if metric == LOSS else 1
         if best is None or sign * value > sign * best["value"]:
             self.at.best, self._improved = {"step": self.at.step, "metric": metric, "value": value}, True
 
@@ -432,7 +491,7 @@ class Run:
         if self._engine_version != self.at.version:
             self.publish(self.policy)
         with span("evaluate"), self.store.scope():
-            batch = self.collect(ask(self._chosen().tolist(), 1, EVALUATION_IDS), greedy=True)
+            batch = self.collect(ask(self.chosen().tolist(), 1, EVALUATION_IDS), greedy=True)
             known = batch.select(~np.isnan(batch["reward"]))
             self._measure_parts(known, "accuracy")
             right = known[CORRECT] if CORRECT in known.rows else known["reward"]
@@ -443,25 +502,7 @@ class Run:
         self.metrics.add(ACCURACY, accuracy)
         return accuracy
 
-    def heldout_loss(self) -> float | None:
-        """Mean negative log-likelihood of what is held out, in nats per token; None where nothing is.
-
-        Of documents also in bits per byte: the same sum over the bytes of the text that those tokens stand for.
-        """
-        if not len(self.heldout):
-            return None
-        pretrain = self.at.phase == "pretrain"
-        with span("evaluate"), self.store.scope():
-            recorder = self.roles.recorder
-            batch = recorder.documents(self._chosen(), heldout=True) if pretrain else recorder.examples(self._chosen())
-            found = self.policy.likelihood(batch)["loss"]
-        loss = float(found)
-        self.metrics.add(LOSS, loss)
-        if pretrain and (size := int(batch["bytes"].sum())):
-            self.metrics.add("bits_per_byte/heldout", float(found.total) / math.log(2) / size)
-        return loss
-
-    def _chosen(self) -> np.ndarray:
+    def chosen(self) -> np.ndarray:
         """The held-out prompts or pieces that every evaluation is about."""
         count = min(self.recipe.run.eval_prompts, len(self.heldout))
         return self.heldout.take(stream(self.recipe.seed, "heldout"), 0, count)
@@ -485,12 +526,13 @@ class Run:
 
     @contextmanager
     def _step(self) -> Iterator[int]:
-        self._drawn = {}
+        self._drawn, self._updated = {}, []
         with span("step", step=self.at.step + 1), self.store.scope():
             yield self.at.step
             self._settle()
             self.at.step += 1
             self.at.drawn |= self._drawn
+            self.at.weights |= adapted(self.how, self._updated, self.recipe.rollout.prompts * self.recipe.rollout.group)
             self.at.phase_step += 1
             if self._due():
                 self.assess()

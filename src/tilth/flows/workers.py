@@ -15,7 +15,7 @@ from tilth.data.documents import Corpus
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.model import load_model
+from tilth.flows.model import REWARD_MODEL, load_beginning, load_model
 from tilth.flows.publish import DTYPES
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
@@ -25,7 +25,10 @@ from tilth.parallel.grid import Grid, join
 from tilth.parallel.sharded import Sharded, shard
 from tilth.roles.critic import CriticWorker
 from tilth.roles.documents import DocumentWorker
+from tilth.roles.pair_recorder import PairRecorderWorker
+from tilth.roles.pairs import PairPolicyWorker, RewardModelWorker
 from tilth.roles.policy import PolicyWorker
+from tilth.roles.rating import RatingWorker
 from tilth.roles.recorder import RecorderWorker
 from tilth.roles.reference import ReferenceWorker
 from tilth.roles.relay import RelayWorker
@@ -34,19 +37,42 @@ from tilth.roles.reward_pool import RewardPool
 from tilth.roles.rollout import RolloutWorker
 from tilth.rollout.engine import Engine
 from tilth.training.engine import TrainEngine
-from tilth.training.packed import appraise
+from tilth.training.packed import appraise, rate
 
 
 def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWorker:
     """The model that learns: begun from ``model.path``, or new."""
     sharded = _sharded(context, recipe, recipe.policy.layout, lambda: _decoder(recipe, config))
-    if recipe.model.path:
-        loaded = load_model(recipe.model.path)
-        sharded.load_(loaded.tensors)
-    else:
-        sharded.init_(recipe.seed)
+    _begin(recipe, sharded)
     engine = _trainer(recipe, sharded, recipe.optimizer, ema=recipe.train.ema, watch=recipe.train.watch)
-    return PolicyWorker(engine, context.store, temperature=_temperature(recipe), norm_length=recipe.rollout.max_tokens)
+    kind = PairPolicyWorker if recipe.facts.learns == "pairs" else PolicyWorker
+    return kind(engine, context.store, temperature=_temperature(recipe), norm_length=recipe.rollout.max_tokens)
+
+
+def preferring(context: Context, recipe: Recipe, config: DecoderConfig) -> RewardModelWorker:
+    """The reward model that learns, in the place of the policy: begun from ``model.path``, or new."""
+    sharded = _sharded(context, recipe, recipe.policy.layout, lambda: ValueModel(_decoder(recipe, config)))
+    _begin(recipe, sharded)
+    more = {"ema": recipe.train.ema, "watch": recipe.train.watch}
+    return RewardModelWorker(_trainer(recipe, sharded, recipe.optimizer, scorer=rate, **more), context.store)
+
+
+def reward_model(context: Context, recipe: Recipe) -> RatingWorker:
+    """The reward model of ``reward.model``, which scores what is generated."""
+    loaded = load_model(recipe.reward.model, REWARD_MODEL)
+
+    def frozen() -> ValueModel:
+        return ValueModel(_decoder(recipe, loaded.config).requires_grad_(False)).requires_grad_(False)
+
+    sharded = _sharded(context, recipe, recipe.reward_model.layout, frozen)
+    sharded.load_(loaded.tensors)
+    return RatingWorker(
+        sharded,
+        context.store,
+        weight=recipe.reward.model_weight,
+        micro_tokens=recipe.train.micro_tokens,
+        parity=recipe.train.parity,
+    )
 
 
 def critic(context: Context, recipe: Recipe, config: DecoderConfig) -> CriticWorker:
@@ -59,9 +85,14 @@ def critic(context: Context, recipe: Recipe, config: DecoderConfig) -> CriticWor
 
 
 def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> ReferenceWorker:
-    """The policy as it was. It gets its weights where a phase begins."""
-    sharded = _sharded(context, recipe, recipe.reference.layout, lambda: _decoder(recipe, config).requires_grad_(False))
-    sharded.init_(recipe.seed)
+    """The policy as it was, which gets its weights where a phase begins; or the model of ``reference.path``."""
+    loaded = load_model(recipe.reference.path) if recipe.reference.path else None
+    shape = config if loaded is None else loaded.config
+    sharded = _sharded(context, recipe, recipe.reference.layout, lambda: _decoder(recipe, shape).requires_grad_(False))
+    if loaded is None:
+        sharded.init_(recipe.seed)
+    else:
+        sharded.load_(loaded.tensors)
     return ReferenceWorker(
         sharded,
         context.store,
@@ -103,6 +134,12 @@ def recorder(context: Context, recipe: Recipe, tokenizer: Tokenizer, prompts: Pr
     """What turns payload into tables, and prompts with answers into payload."""
     template = make_template(recipe.data.template, tokenizer)
     return RecorderWorker(prompts, template, recipe.model.context, context.store)
+
+
+def pair_recorder(context: Context, recipe: Recipe, tokenizer: Tokenizer, prompts: PromptSet) -> PairRecorderWorker:
+    """What turns pairs of answers into payload."""
+    template = make_template(recipe.data.template, tokenizer)
+    return PairRecorderWorker(prompts, template, recipe.model.context, context.store)
 
 
 def documents(context: Context, train: Corpus, heldout: Corpus | None, tokenizer: Tokenizer) -> DocumentWorker:
@@ -166,8 +203,16 @@ def _sharded(context: Context, recipe: Recipe, layout: LayoutSection, build: Any
     return shard(build, Grid.of(context.mesh, context.rank), sp=layout.sp, zero=layout.zero, device=str(device))
 
 
+def _begin(recipe: Recipe, sharded: Sharded) -> None:
+    if recipe.model.path:
+        sharded.load_(load_beginning(recipe).tensors)
+    else:
+        sharded.init_(recipe.seed)
+
+
 def _temperature(recipe: Recipe) -> float:
-    return recipe.rollout.temperature or 1.0
+    """Of log-probs: that of sampling; of answers that are given, 1."""
+    return recipe.rollout.temperature or 1.0 if recipe.facts.samples else 1.0
 
 
 def _trainer(recipe: Recipe, sharded: Sharded, section: Optimizer, **more: Any) -> TrainEngine:

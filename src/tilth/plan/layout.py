@@ -54,7 +54,7 @@ def place(recipe: Recipe) -> dict[str, Placed]:
     """
     check_cluster(recipe)
     placed = {role: _placed(recipe, role, layout) for role, layout in learners(recipe).items()}
-    if recipe.flow == "pretrain":
+    if recipe.facts.learns == "documents":
         return placed | {"recorder": _alone(recipe, "policy")}
     return placed | {
         "rollout": _placed(recipe, "rollout", recipe.rollout.layout),

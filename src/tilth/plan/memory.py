@@ -84,11 +84,11 @@ def predict(recipe: Recipe, shape: DecoderShape, longest: int, base: int = BASE,
     """
     whole = Cut(parameters(shape), 0, shape)
     needs = [policy_need(recipe, whole, longest)]
-    if recipe.flow == "ppo":
+    if recipe.facts.critic:
         needs.append(critic_need(recipe, whole._replace(elements=value_parameters(shape)), longest))
     if generates:
         needs.append(rollout_need(recipe, shape))
-    if recipe.algorithm.kl_coef and recipe.flow in ("grpo", "ppo"):
+    if recipe.refers:
         needs.append(reference_need(recipe, whole, longest))
     return together(needs, base)
 
@@ -162,7 +162,7 @@ def kv_tokens(recipe: Recipe) -> int:
 
 def micro_tokens(recipe: Recipe, longest: int, ranks: int = 1) -> int:
     """Most tokens of one micro-batch: what the budget allows, and what a step can have on one of so many ranks."""
-    w, samples = recipe.supervised, recipe.flow in ("grpo", "ppo") and recipe.algorithm.steps > 0
+    w, samples = recipe.supervised, recipe.facts.samples and recipe.algorithm.steps > 0
     rows = recipe.rollout.prompts * recipe.rollout.group if samples else 0
     rows = -(-max(rows, w.batch if w.steps or w.epochs else 0) // ranks)
     return max(longest, min(recipe.train.micro_tokens, rows * longest))

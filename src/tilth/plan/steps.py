@@ -95,20 +95,20 @@ def plan_run(
     rollout engine.
     """
     a, r, w = recipe.algorithm, recipe.rollout, recipe.supervised
-    ppo, pretrain = recipe.flow == "ppo", recipe.flow == "pretrain"
-    steps = a.steps if recipe.flow in ("grpo", "ppo") else 0
-    values = recipe.critic.steps if ppo else 0
+    critic, pretrain = recipe.facts.critic, recipe.facts.learns == "documents"
+    steps = a.steps if recipe.facts.samples else 0
+    values = recipe.critic.steps if critic else 0
     warm = supervised_steps(w, train_prompts)
     longest = recipe.model.context if pretrain else min(recipe.model.context, longest_prompt + r.max_tokens)
     rows, updates = r.prompts * r.group, a.epochs * a.minibatches
-    policy_rows, critic_rows = warm * w.batch + steps * rows * a.epochs, ppo * (steps + values) * rows * a.epochs
+    policy_rows, critic_rows = warm * w.batch + steps * rows * a.epochs, critic * (steps + values) * rows * a.epochs
     seen = (longest + 1) / 2
-    at_first = warm == 0 or recipe.flow in ("sft", "pretrain")  # the end of a warm-up is the beginning of what follows
+    at_first = warm == 0 or not recipe.facts.samples  # the end of a warm-up is the beginning of what follows
     flops = policy_rows * token_flops(shape, seen).both + critic_rows * token_flops(shape, seen, head=False).both
     heaviest = max(per_rank(recipe, shape, longest, generates=generates), key=lambda worker: worker.memory.peak)
     return RunPlan(
         parameters=parameters(shape),
-        critic_parameters=value_parameters(shape) if ppo else 0,
+        critic_parameters=value_parameters(shape) if critic else 0,
         train_prompts=train_prompts,
         heldout_prompts=heldout_prompts,
         longest=longest,
@@ -119,7 +119,7 @@ def plan_run(
         prompts=(steps + values) * r.prompts,
         samples=(steps + values) * rows,
         optimizer_steps=warm + steps * updates,
-        critic_optimizer_steps=ppo * (steps + values) * updates,
+        critic_optimizer_steps=critic * (steps + values) * updates,
         tokens_per_step=(rows if steps else w.batch) * longest,
         evaluations=_evaluations(warm, w.check_every) + _evaluations(steps, recipe.run.eval_every) + at_first,
         flops=longest * flops,

@@ -46,7 +46,7 @@ class Work:
 
 def work(recipe: Recipe, role: str, ranks: int, longest: int) -> Work:
     """Of a learner's rank, where ``ranks`` of them divide the rows."""
-    a, samples = recipe.algorithm, recipe.flow in ("grpo", "ppo") and recipe.algorithm.steps > 0
+    a, samples = recipe.algorithm, recipe.facts.samples and recipe.algorithm.steps > 0
     rows = recipe.rollout.prompts * recipe.rollout.group if samples else recipe.supervised.batch
     own = -(-rows // ranks) * longest
     updates = a.epochs * a.minibatches if samples else 1

@@ -13,6 +13,7 @@ from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.errors import ModelError
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.roles.experience import check_identity, put_like
+from tilth.roles.objective import aggregation
 from tilth.roles.shares import Everyone, Shares, alone, check_weight, everyone, leads
 from tilth.roles.state import Learner, whole_tensors
 from tilth.trace.spans import span
@@ -77,7 +78,7 @@ class CriticWorker(Learner):
             check_identity(batch, tokens)
             per_token = {name: column.values for name, column in columns.items()}
             mask = per_token.pop("mask")
-            loss, whole = value_loss(how.aggregation, mask, tokens, self.clip, self.norm_length, everyone(self.grid))
+            loss, whole = value_loss(aggregation(how), mask, tokens, self.clip, self.norm_length, everyone(self.grid))
             starts = batch.rows.get("start")
             found = self.engine.update(tokens, mask, per_token, loss, entropy=False, starts=starts)
             check_weight(found.metrics, whole, self.grid)

@@ -10,6 +10,8 @@ from tilth.core.errors import TokenIdentityError
 from tilth.core.trajectory import Trajectory
 
 FINISHES = ("stop", "length", "aborted", "error")
+CORRECT = "part/correct"
+"""Where a reward returns a part of this name, that says what is right; otherwise the reward itself does."""
 
 
 def to_batch(trajectories: Sequence[Trajectory], store: Store) -> Batch:

@@ -11,16 +11,17 @@ import tilth.rl as rl
 from tilth.cluster.protocol import transfer
 from tilth.config.schema import Algorithm
 from tilth.core.batch import Batch, Ragged, Store
+from tilth.core.random import stream
 from tilth.plan.flops import sequence_flops
-from tilth.rl.registry import Kind
-from tilth.roles.experience import check_identity, put_like
+from tilth.roles.experience import CORRECT, check_identity, put_like
+from tilth.roles.objective import RIGHT, Objective, entry, options
 from tilth.roles.scoring import scored
-from tilth.roles.shares import Everyone, Shares, alone, check_weight, everyone, leads
+from tilth.roles.shares import check_weight, everyone, leads
 from tilth.roles.state import Learner
 from tilth.trace.spans import span
-from tilth.training.engine import Loss, TrainEngine, UpdateResult
+from tilth.training.engine import TrainEngine, UpdateResult
 from tilth.training.losses import negative_log_likelihood
-from tilth.training.packed import Micro, packed_logprobs
+from tilth.training.packed import packed_logprobs
 from tilth.training.peak import measured_flops
 
 Metrics = dict[str, rl.Metric]
@@ -43,20 +44,28 @@ class PolicyWorker(Learner):
         An estimator that makes targets for a critic adds ``returns`` too.
         """
         with span("advantages"):
-            columns = batch.read(self.store, *(c for c in ("tokens", "mask", "values") if c in batch.payload))
+            columns = batch.read(self.store, *(c for c in batch.payload if c != "text"))
+            tokens = columns.pop("tokens")
+            per_token = {name: _tensor(column.values) for name, column in columns.items()}
+            lengths, mask = torch.from_numpy(tokens.lengths), per_token.pop("mask")
+            needs = entry("advantages", how.advantage, how).needs
+            given: dict[str, Any] = {
+                name: per_token[_COLUMN.get(name, name)] for name in needs if _COLUMN.get(name, name) in per_token
+            }
+            given |= {name: torch.from_numpy(batch[name].copy()) for name in needs if name in batch.rows}
             found = rl.estimate(
                 how.advantage,
-                rewards=torch.from_numpy(batch["reward"].copy()),
-                lengths=torch.from_numpy(columns["tokens"].lengths),
-                mask=_tensor(columns["mask"].values),
+                rewards=_rewards(batch, how, per_token, mask, lengths),
+                lengths=lengths,
+                mask=mask,
                 groups=torch.from_numpy(batch["group"].copy()),
-                values=_tensor(columns["values"].values) if "values" in columns else None,
                 **self._others(batch),
+                **given,
                 **options("advantages", how.advantage, how),
             )
             if found.returns is not None:
-                batch = put_like(batch, self.store, "returns", found.returns.numpy(), columns["tokens"])
-            return put_like(batch, self.store, "advantages", found.advantages.numpy(), columns["tokens"])
+                batch = put_like(batch, self.store, "returns", found.returns.numpy(), tokens)
+            return put_like(batch, self.store, "advantages", found.advantages.numpy(), tokens)
 
     def _others(self, batch: Batch) -> dict[str, Any]:
         """How an estimator sees the rows of other workers, where there are any."""
@@ -82,20 +91,90 @@ class PolicyWorker(Learner):
     @transfer(split="rows", gather="merge")
     def update(self, batch: Batch, how: Algorithm) -> Metrics:
         """One optimizer step of the policy loss on the whole batch; sums for the metrics."""
-        names = [c for c in batch.payload if c not in ("text", "tokens", "values", "returns")]
+        names = [c for c in batch.payload if c not in ("text", "tokens", "values", "returns", "sum_pi_squared")]
         with span("update", tokens=int(batch["length"].sum())) as spent:
             columns = batch.read(self.store, "tokens", *names)
             tokens = columns.pop("tokens")
             check_identity(batch, tokens)
             per_token = {name: column.values for name, column in columns.items()}
+            corrected = self._correct(how, per_token, tokens)
             mask = per_token.pop("mask")
-            loss, weight = policy_loss(how, mask, tokens, self.norm_length, everyone(self.grid))
-            found = self.engine.update(
+            if how.nll_coef:
+                per_token[RIGHT] = np.repeat(_right(batch), tokens.lengths)
+            found = self._first_pass(batch, how, mask, tokens, per_token)
+            objective = Objective(how, self.norm_length, everyone(self.grid), found)
+            loss, weight = objective.of(mask, tokens, per_token.get(RIGHT))
+            done = self.engine.update(
                 tokens, mask, per_token, loss, temperature=self.temperature, starts=batch.rows.get("start")
             )
-            spent.set(flops=self._flops(batch, found.computed))
-            check_weight(found.metrics, weight, self.grid)
-        return self._account(found)
+            spent.set(flops=self._flops(batch, done.computed))
+            check_weight(done.metrics, weight, self.grid)
+        return self._account(done) | corrected
+
+    def _correct(self, how: Algorithm, per_token: dict[str, np.ndarray], tokens: Ragged) -> Metrics:
+        """What the recipe's correction makes of the columns: weights, a mask without rejected tokens, and in the
+        two-policy form the engine's log-probs as those that the ratio is taken to."""
+        if not how.correction:
+            return {}
+        theirs = _tensor(per_token["rollout_logprobs"])
+        found = rl.correct(
+            how.correction,
+            old_logprobs=_tensor(per_token["old_logprobs"]) if "old_logprobs" in per_token else theirs,
+            rollout_logprobs=theirs,
+            advantages=_tensor(per_token["advantages"]),
+            mask=_tensor(per_token["mask"]),
+            lengths=torch.from_numpy(tokens.lengths),
+            reduce=self.grid.sum,
+            **options("corrections", how.correction, how),
+        )
+        per_token["mask"] = found.mask.numpy()
+        if found.weights is not None:
+            per_token["weights"] = found.weights.numpy()
+        if found.bypass:
+            per_token["old_logprobs"] = per_token["rollout_logprobs"]
+        return dict(found.metrics)
+
+    def _first_pass(
+        self, batch: Batch, how: Algorithm, mask: np.ndarray, tokens: Ragged, per_token: dict[str, np.ndarray]
+    ) -> dict[str, float] | None:
+        """What a loss that chooses among all tokens of the batch must know of them before the split; None: nothing.
+
+        Random numbers belong to the step and to a token's place in the batch, so that no layout changes them.
+        """
+        chosen = rl.loss_entry(how.loss, **options("losses", how.loss, how))
+        if not chosen.first_pass:
+            return None
+        if "uniforms" in chosen.needs:
+            per_token["uniforms"] = self._uniforms(batch, tokens)
+        engine = self.engine
+        now = packed_logprobs(
+            engine.sharded,
+            tokens,
+            mask,
+            max_tokens=engine.micro_tokens,
+            temperature=self.temperature,
+            parity=engine.parity,
+        )
+        uniforms = per_token.get("uniforms")
+        return rl.thresholds(
+            how.loss,
+            logprobs=_tensor(now),
+            old_logprobs=_tensor(per_token.get("old_logprobs", now)),
+            advantages=_tensor(per_token["advantages"]),
+            mask=_tensor(mask),
+            lengths=torch.from_numpy(tokens.lengths),
+            uniforms=None if uniforms is None else _tensor(uniforms),
+            reduce=self.grid.sum,
+            gather=self.grid.gather_rows,
+            **options("losses", how.loss, how),
+        )
+
+    def _uniforms(self, batch: Batch, tokens: Ragged) -> np.ndarray:
+        """In [0, 1), float32 [N]."""
+        numbers = stream(self.engine.seed, "chosen", self.engine.updates)
+        starts = batch.rows.get("start", tokens.offsets[:-1])
+        parts = [numbers.uniform(int(s), int(n)).numpy() for s, n in zip(starts, tokens.lengths)]
+        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
     @transfer(split="rows", gather="merge")
     def imitate(self, batch: Batch) -> Metrics:
@@ -158,36 +237,20 @@ def _tensor(values: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values))
 
 
-def options(kind: Kind, name: str, how: Algorithm) -> dict[str, Any]:
-    """Those keys of the recipe's algorithm section that are options of this entry."""
-    return {key: getattr(how, key) for key in rl.options(kind, name) if key in Algorithm.model_fields}
+_COLUMN = {"logprobs": "old_logprobs"}
+"""Where an estimator's column has another name in a batch."""
 
 
-def policy_loss(
-    how: Algorithm, mask: np.ndarray, tokens: Ragged, norm_length: int, everyone: Everyone = alone
-) -> tuple[Loss, float]:
-    """The recipe's loss with the denominator of the whole batch, and the weight that all of its tokens have in it."""
-    shares = Shares.of(how.aggregation, mask, tokens, norm_length, everyone)
+def _rewards(batch: Batch, how: Algorithm, columns: dict[str, Tensor], mask: Tensor, lengths: Tensor) -> Tensor:
+    """Of each row; or of each token, with the KL penalty that the recipe puts into them."""
+    rewards = torch.from_numpy(batch["reward"].copy())
+    if not how.kl_coef or how.kl_in == "loss":
+        return rewards
+    own, theirs = columns["old_logprobs"], columns["ref_logprobs"]
+    return rl.penalise(rewards, own, theirs, kl=how.kl, coef=how.kl_coef, mask=mask, lengths=lengths)
 
-    def loss(micro: Micro) -> tuple[Tensor, Metrics]:
-        found = rl.policy_loss(
-            how.loss,
-            logprobs=micro.logprobs,
-            old_logprobs=micro.columns.get("old_logprobs", micro.logprobs.detach()),
-            advantages=micro.columns["advantages"],
-            mask=micro.mask,
-            lengths=micro.lengths,
-            ref_logprobs=micro.columns.get("ref_logprobs"),
-            rollout_logprobs=micro.columns.get("rollout_logprobs"),
-            aggregation=how.aggregation,
-            denominator=shares.denominator,
-            **shares.options,
-            **options("losses", how.loss, how),
-        )
-        total = found.loss
-        if how.entropy_coef:
-            total = total - how.entropy_coef * shares.add_up(micro.entropy, micro)
-        entropy = rl.Metric(float(micro.entropy.detach().sum()), float(micro.mask.sum()), "mean")
-        return total, found.metrics | {"entropy": entropy} | shares.weight(micro)
 
-    return loss, shares.whole
+def _right(batch: Batch) -> np.ndarray:
+    """1 for rows that the verifier found right: by the part ``correct`` where there is one, else by the reward."""
+    said = batch[CORRECT] if CORRECT in batch.rows else batch["reward"]
+    return (said >= 1).astype(np.uint8)

@@ -75,9 +75,9 @@ class Progress:
 
     def __init__(self, recipe: Recipe) -> None:
         self.planned: dict[str, int] = {recipe.flow: recipe.supervised.steps}
-        if recipe.flow not in ("sft", "pretrain"):
+        if recipe.facts.samples:
             self.planned = {"warmup": recipe.supervised.steps}
-            if recipe.flow == "ppo":
+            if recipe.facts.critic:
                 self.planned["values"] = recipe.critic.steps
             self.planned[recipe.flow] = recipe.algorithm.steps
         self.until = recipe.supervised.until

@@ -2,16 +2,10 @@
 
 from typing import Any
 
+from tilth.config.flows import FLOWS
 from tilth.plan.steps import size as plan_size
 
-PHASES = {
-    "warmup": "warm-up",
-    "grpo": "GRPO",
-    "ppo": "PPO",
-    "values": "critic",
-    "sft": "fine-tuning",
-    "pretrain": "pre-training",
-}
+PHASES = {"warmup": "warm-up", "values": "critic"} | {name: flow.title for name, flow in FLOWS.items()}
 
 
 def duration(seconds: float) -> str:

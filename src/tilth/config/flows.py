@@ -1,0 +1,88 @@
+"""The flows there are and what is known of each without a model. Imports no torch.
+
+A flow has defaults of its own for some keys, below what a recipe says; so ``flow=dapo`` alone is DAPO as published.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+Name = Literal[
+    "grpo",
+    "rloo",
+    "reinforce_pp",
+    "remax",
+    "dapo",
+    "ppo",
+    "vapo",
+    "distill",
+    "sft",
+    "pretrain",
+    "dpo",
+    "reward_model",
+]
+Learns = Literal["experience", "answers", "documents", "pairs"]
+_Keys = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """learns: from samples of its own that are scored, or from given answers, whole documents, or pairs of answers.
+
+    critic: whether a value model learns beside the policy. reference: whether another model is always needed.
+    value: whether what it trains is a value model, which says nothing. own: section -> key -> default in this flow.
+    """
+
+    title: str
+    learns: Learns = "experience"
+    critic: bool = False
+    reference: bool = False
+    value: bool = False
+    own: _Keys = field(default_factory=dict)
+
+    @property
+    def samples(self) -> bool:
+        """Whether it learns from experience."""
+        return self.learns == "experience"
+
+
+_DAPO = {"clip_high": 0.28, "refill": 10, "overlong_buffer": 0.2}
+FLOWS: dict[str, Flow] = {
+    "grpo": Flow("GRPO"),
+    "rloo": Flow("RLOO", own={"algorithm": {"advantage": "rloo", "loss": "reinforce", "kl_in": "reward"}}),
+    "reinforce_pp": Flow(
+        "REINFORCE++", own={"algorithm": {"advantage": "reinforce_pp", "kl": "k1", "kl_in": "reward"}}
+    ),
+    "remax": Flow(
+        "ReMax",
+        own={
+            "algorithm": {"advantage": "remax", "loss": "reinforce", "kl": "k1", "kl_in": "reward"},
+            "rollout": {"group": 1},
+        },
+    ),
+    "dapo": Flow("DAPO", own={"algorithm": _DAPO}),
+    "ppo": Flow("PPO", critic=True, own={"algorithm": {"advantage": "gae"}}),
+    "vapo": Flow(
+        "VAPO",
+        critic=True,
+        own={"algorithm": {"advantage": "vapo", "clip_high": 0.28, "nll_coef": 0.1}, "critic": {"steps": 50}},
+    ),
+    "distill": Flow("distillation", reference=True, own={"algorithm": {"advantage": "distill", "loss": "reinforce"}}),
+    "sft": Flow("fine-tuning", "answers"),
+    "pretrain": Flow("pre-training", "documents"),
+    "dpo": Flow("DPO", "pairs", reference=True, own={"preference": {"loss": "sigmoid"}}),
+    "reward_model": Flow("reward model", "pairs", value=True, own={"preference": {"loss": "bradley_terry"}}),
+}
+assert tuple(FLOWS) == get_args(Name)
+
+
+REFERENCE_FREE = ("simpo",)
+"""Preference losses of log-probs that need no reference."""
+
+
+def below(data: Mapping[str, Any], own: _Keys) -> dict[str, Any]:
+    """A recipe's data with a flow's own defaults below what it says."""
+    merged = dict(data)
+    for section, keys in own.items():
+        merged[section] = {**keys, **merged.get(section, {})}
+    return merged

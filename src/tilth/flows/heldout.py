@@ -1,0 +1,44 @@
+"""What a phase that learns from what is given measures on what is held out: likelihood of texts, order of pairs."""
+
+import math
+from typing import TYPE_CHECKING
+
+from tilth.trace.spans import span
+
+if TYPE_CHECKING:
+    from tilth.flows.run import Run
+
+LOSS, PAIRS = "loss/heldout", "accuracy/pairs"
+
+
+def measure(run: "Run") -> tuple[str, float | None]:
+    """The metric that tells how good the model is, and its value; None where nothing is held out."""
+    if not len(run.heldout):
+        return LOSS, None
+    with span("evaluate"), run.store.scope():
+        return (PAIRS, _order(run)) if run.recipe.facts.learns == "pairs" else (LOSS, _likelihood(run))
+
+
+def _likelihood(run: "Run") -> float:
+    """Mean negative log-likelihood of what is held out, in nats per token.
+
+    Of documents also in bits per byte: the same sum over the bytes of the text that those tokens stand for.
+    """
+    documents, recorder = run.recipe.facts.learns == "documents", run.roles.recorder
+    batch = recorder.documents(run.chosen(), heldout=True) if documents else recorder.examples(run.chosen())
+    found = run.policy.likelihood(batch)["loss"]
+    run.metrics.add(LOSS, float(found))
+    if documents and (size := int(batch["bytes"].sum())):
+        run.metrics.add("bits_per_byte/heldout", float(found.total) / math.log(2) / size)
+    return float(found)
+
+
+def _order(run: "Run") -> float:
+    """Share of the held-out pairs in which the chosen answer is ahead; their loss beside it."""
+    batch = run.roles.recorder.pairs(run.chosen())
+    if run.reference is not None:
+        batch = run.reference.logprobs(batch)
+    found = run.policy.prefers(batch, run.recipe.preference)
+    run.metrics.add("loss/pairs", float(found["loss"]))
+    run.metrics.add(PAIRS, float(found["rewards/accuracy"]))
+    return float(found["rewards/accuracy"])

@@ -1,0 +1,101 @@
+"""What an update minimises: the recipe's policy loss on one worker's rows of a batch, with the batch's denominators."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import tilth.rl as rl
+from tilth.config.schema import Algorithm
+from tilth.core.batch import Ragged
+from tilth.rl.registry import Entry, Kind, build
+from tilth.roles.shares import Everyone, Shares, alone
+from tilth.training.engine import Loss
+from tilth.training.packed import Micro
+
+Metrics = dict[str, rl.Metric]
+RIGHT = "right"
+"""Column: 1 at the tokens of right answers, for the likelihood of those."""
+LABELS = ("advantages", "ref_logprobs", "rollout_logprobs")
+
+
+def options(kind: Kind, name: str, how: Algorithm) -> dict[str, Any]:
+    """Those keys of the recipe's algorithm section, and of its ``options``, that are options of this entry."""
+    known = rl.options(kind, name)
+    own = {key: getattr(how, key) for key in known if key in Algorithm.model_fields}
+    own |= {key: value for key, value in how.options.items() if key in known}
+    if kind == "losses" and how.kl_in == "reward":
+        own["kl_coef"] = 0.0  # it is in the reward already
+    return own
+
+
+def entry(kind: Kind, name: str, how: Algorithm) -> Entry:
+    """The chosen entry with its options. RecipeError for a wrong one."""
+    return build(kind, name, options(kind, name, how), Entry)
+
+
+def aggregation(how: Algorithm) -> str:
+    """How token losses become one number: what the recipe says, or else how the loss was published."""
+    return how.aggregation or rl.loss_entry(how.loss, **options("losses", how.loss, how)).aggregation
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Makes the loss of one update. everyone: numbers of the rows of all workers; found: of the loss's first pass."""
+
+    how: Algorithm
+    norm_length: int
+    everyone: Everyone = alone
+    found: Mapping[str, float] | None = None
+
+    def of(self, mask: np.ndarray, tokens: Ragged, right: np.ndarray | None = None) -> tuple[Loss, float]:
+        """The loss with the denominator of the whole batch, and the weight that all of its tokens have in it.
+
+        mask: [N] of this worker's rows; right: [N], 1 at the tokens of right answers, where their likelihood counts.
+        """
+        how = self.how
+        shares = Shares.of(aggregation(how), mask, tokens, self.norm_length, self.everyone)
+        rights = 0.0 if right is None else max(float(self.everyone(np.array([(right * mask).sum()])).sum()), 1.0)
+
+        def loss(micro: Micro) -> tuple[Tensor, Metrics]:
+            found = self._policy(micro, shares)
+            total, metrics = found.loss, found.metrics | shares.weight(micro)
+            if how.entropy_coef:
+                total = total - how.entropy_coef * shares.add_up(micro.entropy, micro)
+            if rights:
+                likelihood, nll = _likelihood(micro)
+                total = total + how.nll_coef * likelihood / rights
+                metrics |= nll
+            entropy = rl.Metric(float(micro.entropy.detach().sum()), float(micro.mask.sum()), "mean")
+            return total, metrics | {"entropy": entropy}
+
+        return loss, shares.whole
+
+    def _policy(self, micro: Micro, shares: Shares) -> rl.LossResult:
+        how, columns = self.how, micro.columns
+        return rl.policy_loss(
+            how.loss,
+            logprobs=micro.logprobs,
+            old_logprobs=columns.get("old_logprobs", micro.logprobs.detach()),
+            advantages=columns["advantages"],
+            mask=micro.mask,
+            lengths=micro.lengths,
+            ref_logprobs=columns.get("ref_logprobs"),
+            rollout_logprobs=columns.get("rollout_logprobs"),
+            weights=columns.get("weights"),
+            thresholds=self.found,
+            aggregation=shares.aggregation,
+            denominator=shares.denominator,
+            **shares.options,
+            **options("losses", how.loss, how),
+        )
+
+
+def _likelihood(micro: Micro) -> tuple[Tensor, Metrics]:
+    """Sum of -log p over the tokens of right answers (VAPO 2504.05118, section 4.3), and their mean as a metric."""
+    right = (micro.columns[RIGHT] != 0) & (micro.mask != 0)
+    losses = torch.where(right, -micro.logprobs, 0.0)
+    return losses.sum(), {"nll/right": rl.Metric(float(losses.detach().sum()), float(right.sum()), "mean")}
