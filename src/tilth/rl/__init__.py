@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from tilth.rl.catalog import check, names, options
     from tilth.rl.correction import Correction, bypasses, correct
     from tilth.rl.entropy import adapt_entropy, entropy_bonus
+    from tilth.rl.gap import mismatch
     from tilth.rl.kl import adapt, kl_penalty, penalise
     from tilth.rl.losses import LossResult, PolicyLoss, loss_entry, policy_loss, thresholds
     from tilth.rl.metrics import Metric, merge_metrics
-    from tilth.rl.mismatch import mismatch
     from tilth.rl.packing import keep_rows, token_counts
     from tilth.rl.preference import PreferenceResult, pair_weights, preference_loss
     from tilth.rl.registry import register
@@ -45,7 +45,7 @@ _HOME = {
     "kl_penalty": "kl",
     "loss_entry": "losses",
     "merge_metrics": "metrics",
-    "mismatch": "mismatch",
+    "mismatch": "gap",
     "names": "catalog",
     "options": "catalog",
     "pair_weights": "preference",

@@ -18,8 +18,8 @@ from pydantic import Field, create_model
 from torch import Tensor
 
 from tilth.core.errors import RecipeError
+from tilth.rl.gap import STATISTICS, EffectiveShare, Gap
 from tilth.rl.metrics import Metric
-from tilth.rl.mismatch import STATISTICS, EffectiveShare, Gap
 from tilth.rl.packing import Packing, Reduce, alone
 from tilth.rl.registry import Entry, Scope, build, nearest, register, require
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from tilth.core.errors import RecipeError
 from tilth.rl import ratio, selected, sequence  # noqa: F401  (importing them registers their entries)
 from tilth.rl.aggregation import Aggregation, reduce_tokens
+from tilth.rl.gap import Gap
 from tilth.rl.kl import kl_penalty
 from tilth.rl.metrics import Metric
-from tilth.rl.mismatch import Gap
 from tilth.rl.objectives import PolicyLoss, Step
 from tilth.rl.packing import Gather, Packing, Reduce, alone, rows_alone
 from tilth.rl.registry import build, lookup, nearest, require
