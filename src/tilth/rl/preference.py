@@ -252,7 +252,7 @@ def preference_loss(
         by = torch.autograd.grad(total, (won.scores, lost.scores))
     rewards = ahead.detach(), behind.detach()
     metrics = _metrics(*rewards, *((won.scores, lost.scores) if loss.compares == "logprobs" else ()))
-    return PreferenceResult(total.detach(), losses.detach(), *by, metrics)
+    return PreferenceResult(total.detach(), losses.detach(), by[0], by[1], metrics)
 
 
 def _answers(

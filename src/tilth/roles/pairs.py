@@ -1,0 +1,268 @@
+"""Learning from pairs: what a policy (DPO) and a reward model (Bradley-Terry) do with chosen and rejected answers.
+
+A pair's loss needs the scores of both its answers, whose tokens may lie in different micro-batches or on different
+workers. So each update has two passes: one without a gradient finds all scores, which every worker is told; the second
+takes the gradient of a sum of log-probs (values) with the loss's derivatives by the scores as weights. That is the
+exact gradient of the loss of the whole batch, whatever the split.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import tilth.rl as rl
+from tilth.cluster.protocol import transfer
+from tilth.config.schema import Preference
+from tilth.core.batch import Batch, Ragged, Store
+from tilth.core.errors import TilthError
+from tilth.parallel.grid import Grid
+from tilth.plan.flops import sequence_flops
+from tilth.rl.packing import Gather
+from tilth.rl.preference import PreferenceResult
+from tilth.roles.experience import check_identity
+from tilth.roles.policy import PolicyWorker
+from tilth.roles.shares import check_weight, leads
+from tilth.roles.state import Learner
+from tilth.trace.spans import span
+from tilth.training.engine import Loss, TrainEngine, UpdateResult
+from tilth.training.noise import WEIGHT
+from tilth.training.packed import Micro, packed_logprobs, packed_ratings
+from tilth.training.peak import measured_flops
+
+Metrics = dict[str, rl.Metric]
+SLOPE, SHARE = "slope", "share"
+CHOSEN = 1
+"""Row column ``side`` of a chosen answer; of a rejected one it is 0."""
+
+
+class PairError(TilthError):
+    """Answers that do not make up pairs of a chosen and a rejected one: some are lost, or there twice."""
+
+
+def _odd_pair(pair: np.ndarray, side: np.ndarray) -> PairError:
+    for number in np.unique(pair):
+        sides = side[pair == number].tolist()
+        if sides != [0, CHOSEN]:
+            break
+    return PairError(
+        f"pair {number} of the batch has {sides.count(CHOSEN)} chosen and {sides.count(0)} rejected answers, "
+        "not one of each: a part of the batch is missing or was passed twice"
+    )
+
+
+@dataclass(frozen=True)
+class PairTable:
+    """Answers of all workers as pairs. Row columns [2m], sorted by pair, the rejected answer before the chosen one."""
+
+    rows: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, own: dict[str, np.ndarray], gather: Gather) -> "PairTable":
+        """From one's own answers: pair, side, prompt, score, reference, count, margin [n]; every worker must ask.
+
+        PairError names a pair that is not one chosen and one rejected answer.
+        """
+        every = gather(own)
+        order = np.lexsort((every["side"], every["pair"]))
+        rows = {name: column[order] for name, column in every.items()}
+        pair, side = rows["pair"], rows["side"]
+        whole = len(pair) == 2 * len(np.unique(pair)) and not side[::2].any() and (side[1::2] == CHOSEN).all()
+        if not whole:
+            raise _odd_pair(pair, side)
+        return cls(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows["pair"]) // 2
+
+    def sides(self, name: str) -> tuple[Tensor, Tensor]:
+        """A column of the chosen and of the rejected answers: [m] each."""
+        column = torch.from_numpy(np.ascontiguousarray(self.rows[name]))
+        return column[CHOSEN::2], column[::2]
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """Of each pair, float64 [m]: see ``rl.pair_weights``."""
+        return rl.pair_weights(self.sides("prompt")[0])
+
+    def loss(self, how: Preference, default: str) -> PreferenceResult:
+        """The recipe's loss of all pairs. default: the loss of a flow whose recipe names none."""
+        chosen, rejected = self.sides("score")
+        return rl.preference_loss(
+            how.loss or default,
+            chosen=chosen,
+            rejected=rejected,
+            counts=self.sides("count"),
+            reference=self.sides("reference"),
+            margins=self.sides("margin")[0],
+            weights=self.weights,
+            sft=how.sft,
+            **how.options,
+        )
+
+    def of_rows(self, pair: np.ndarray, side: np.ndarray, chosen: Tensor, rejected: Tensor) -> np.ndarray:
+        """Values of pairs' sides [m] at the rows with these pairs and sides [n]: float64 [n]."""
+        at = np.searchsorted(self.rows["pair"][::2], pair)
+        return np.where(side == CHOSEN, chosen.numpy()[at], rejected.numpy()[at]) if len(self) else np.zeros(0)
+
+
+class Prefers:
+    """What learns from pairs: a role with a train engine and a score for each answer."""
+
+    engine: TrainEngine
+    store: Store
+    grid: Grid
+    default: str
+    """Its loss, where the recipe names none."""
+    what: str
+    """What a micro-batch has that scores are made of: logprobs or values."""
+
+    def _scores(self, tokens: Ragged, mask: np.ndarray) -> np.ndarray:
+        """The score of each answer, float64 [n]; no gradient."""
+        raise NotImplementedError
+
+    def _slopes(self, tokens: Ragged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+        """Derivative of the loss by each token's number in ``what``, from those by the scores [n]: float32 [N]."""
+        raise NotImplementedError
+
+    @transfer(split="rows", gather="merge")
+    def prefer(self, batch: Batch, how: Preference) -> Metrics:
+        """One optimizer step of the preference loss on the whole batch of pairs."""
+        with span("update", tokens=int(batch["length"].sum())) as spent:
+            tokens, mask, table = self._read(batch)
+            found = table.loss(how, self.default)
+            slopes = table.of_rows(batch["pair"], batch["side"], found.chosen, found.rejected)
+            halves = table.of_rows(batch["pair"], batch["side"], table.weights / 2, table.weights / 2)
+            per_token = {
+                SLOPE: self._slopes(tokens, mask, slopes),
+                SHARE: _at(_last(tokens, mask), halves, len(mask)),
+            }
+            done = self.engine.update(
+                tokens, mask, per_token, linear(self.what), entropy=False, starts=batch.rows.get("start")
+            )
+            spent.set(flops=self._cost(batch, done.computed))
+            check_weight(done.metrics, float(len(table) > 0), self.grid)
+        return self._told(done) | self._measured(found)
+
+    @transfer(split="rows", gather="merge")
+    def prefers(self, batch: Batch, how: Preference) -> Metrics:
+        """What ``prefer`` says of the loss and the pairs, without learning from them."""
+        return self._measured(self._read(batch)[2].loss(how, self.default))
+
+    def _read(self, batch: Batch) -> tuple[Ragged, np.ndarray, PairTable]:
+        columns = batch.read(self.store, "tokens", "mask", *(c for c in ("ref_logprobs",) if c in batch.payload))
+        tokens, mask = columns["tokens"], columns["mask"].values
+        check_identity(batch, tokens)
+        own = {name: batch[name] for name in ("pair", "side", "prompt", "margin")}
+        own["score"] = self._scores(tokens, mask)
+        own["count"] = _row_sums(mask, tokens)
+        theirs = columns.get("ref_logprobs")
+        own["reference"] = np.zeros(len(batch)) if theirs is None else _row_sums(theirs.values, tokens)
+        return tokens, mask, PairTable.of(own, self.grid.gather_rows)
+
+    def _measured(self, found: PreferenceResult) -> Metrics:
+        """All workers know all pairs: one of them tells."""
+        if not leads(self.grid) or not len(found.losses):
+            return {}
+        numbers = {name: rl.Metric(float(m.total), float(m.count), m.reduction) for name, m in found.metrics.items()}
+        return numbers | {
+            "loss": rl.Metric(float(found.loss), 1, "mean"),
+            "pairs": rl.Metric(len(found.losses), 1, "sum"),
+        }
+
+    def _cost(self, batch: Batch, computed: int) -> float:
+        """Model FLOPs of both passes: the first has no backward pass, which is two thirds of the second."""
+        tokens = int(batch["length"].sum())
+        whole = sequence_flops(self.engine.model.config, batch["length"])
+        return (whole.both + whole.forward) * computed / max(tokens, 1)
+
+    def _told(self, found: UpdateResult) -> Metrics:
+        padded = {"micro_batches/padded": rl.Metric(found.padded, 1, "sum")} if found.padded else {}
+        return (
+            found.metrics
+            | padded
+            | {
+                "grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
+                "lr": rl.Metric(found.lr, 1, "mean"),
+                "tokens/trained": rl.Metric(found.tokens, 1, "sum"),
+                "steps/skipped": rl.Metric(float(found.skipped and leads(self.grid)), 1, "sum"),
+            }
+        )
+
+
+class PairPolicyWorker(Prefers, PolicyWorker):
+    """A policy that learns from pairs: the score of an answer is the sum of its tokens' log-probs."""
+
+    default, what = "sigmoid", "logprobs"
+
+    def _scores(self, tokens: Ragged, mask: np.ndarray) -> np.ndarray:
+        engine = self.engine
+        found = packed_logprobs(engine.sharded, tokens, mask, max_tokens=engine.micro_tokens, parity=engine.parity)
+        return _row_sums(found, tokens)
+
+    def _slopes(self, tokens: Ragged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+        return (np.repeat(slopes, tokens.lengths) * (mask != 0)).astype(np.float32)
+
+
+class RewardModelWorker(Prefers, Learner):
+    """A value model that learns what is better: the score of an answer is its value after its last token."""
+
+    default, what = "bradley_terry", "values"
+
+    def __init__(self, engine: TrainEngine, store: Store) -> None:
+        """engine: of a value model, with the scorer ``rate``."""
+        super().__init__(engine, "reward_model", "optimizer")
+        self.store = store
+
+    def _scores(self, tokens: Ragged, mask: np.ndarray) -> np.ndarray:
+        engine = self.engine
+        return ratings(engine.sharded, tokens, mask, micro_tokens=engine.micro_tokens, parity=engine.parity)
+
+    def _slopes(self, tokens: Ragged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+        return _at(_last(tokens, mask), slopes, len(mask))
+
+    @transfer(split="all", gather="all")
+    def peak_flops(self) -> float:
+        """What this worker's share of the machine can do, all workers measuring at once: FLOP/s."""
+        return measured_flops(self.engine.device, self.engine.model.dtype)
+
+
+def ratings(model: object, tokens: Ragged, mask: np.ndarray, *, micro_tokens: int, parity: bool) -> np.ndarray:
+    """What a reward model says of each sequence: its value after the last token in the mask, float64 [n].
+
+    NaN where the mask has no token. model: a value model, sharded or not.
+    """
+    found = packed_ratings(model, tokens, mask, max_tokens=micro_tokens, parity=parity)  # type: ignore[arg-type]
+    last = _last(tokens, mask)
+    return np.where(last >= 0, found[last].astype(np.float64) if len(found) else np.nan, np.nan)
+
+
+def linear(what: str) -> Loss:
+    """The sum of a micro-batch's numbers, each times its slope: the gradient of what the slopes are derivatives of."""
+
+    def loss(micro: Micro) -> tuple[Tensor, Metrics]:
+        value = (getattr(micro, what) * micro.columns[SLOPE]).sum()
+        return value, {WEIGHT: rl.Metric(float(micro.columns[SHARE].sum(dtype=torch.float64)), 1, "sum")}
+
+    return loss
+
+
+def _row_sums(values: np.ndarray, tokens: Ragged) -> np.ndarray:
+    """Sum over each row of a column [N] that is 0 where it does not count: float64 [n]."""
+    rows = zip(tokens.offsets, tokens.offsets[1:])
+    return np.array([values[a:b].sum(dtype=np.float64) for a, b in rows], np.float64)
+
+
+def _last(tokens: Ragged, mask: np.ndarray) -> np.ndarray:
+    """Index of the last token in the mask of each row, int64 [n]; -1 where there is none."""
+    places = np.where(mask != 0, np.arange(len(mask)), -1)
+    return np.array([places[a:b].max(initial=-1) for a, b in zip(tokens.offsets, tokens.offsets[1:])], np.int64)
+
+
+def _at(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    """Values [n] at their places, 0 elsewhere: float32 [size]."""
+    found = np.zeros(size, np.float32)
+    found[index[index >= 0]] = values[index >= 0]
+    return found
