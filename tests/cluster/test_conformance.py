@@ -219,9 +219,21 @@ def test_roles_are_closed_at_the_end(backend, tmp_path):
     cluster.close()  # twice is fine
 
 
-@pytest.mark.parametrize(
-    "kind, error", [("data", DataError), ("odd", Odd), ("value", WorkerError), ("exit", WorkerError)]
-)
+RAISED = {"data": DataError, "odd": Odd, "value": WorkerError, "exit": WorkerError}
+OFTEN = {"local-1": ("odd",), "ray-2": ("odd", "exit")}
+"""What becomes of the others is settled in code that the rows of local-4 run too."""
+
+
+def raised():
+    """Each kind on each backend; a fleet of processes for each."""
+    for backend, kind in itertools.product(BACKENDS, RAISED):
+        given, marks = getattr(backend, "values", (backend,))[0], list(getattr(backend, "marks", ()))
+        name = f"{given[0]}-{given[1]}"
+        seldom = kind not in OFTEN.get(name, RAISED)
+        yield pytest.param(given, kind, RAISED[kind], marks=marks + [pytest.mark.slow] * seldom, id=f"{name}-{kind}")
+
+
+@pytest.mark.parametrize("backend, kind, error", list(raised()), indirect=["backend"])
 def test_what_a_worker_raises(backend, kind, error):
     if backend == ("inline", 1):
         error = {"value": ValueError, "exit": SystemExit}.get(kind, error)

@@ -170,7 +170,10 @@ class TestWithRay:
             dict(cluster.group("faulty", f"{HERE}:faulty", {}, BOTH).leave(0))
         self.assert_gone()
 
-    @pytest.mark.parametrize("how, state, extra", [("stop", "stopped", ()), ("hold", "sleeping", (60,))])
+    @pytest.mark.parametrize(
+        "how, state, extra",
+        [pytest.param("stop", "stopped", (), marks=pytest.mark.slow), ("hold", "sleeping", (60,))],
+    )
     def test_a_worker_that_is_stuck_is_seen_from_outside(self, how, state, extra):
         began = time.monotonic()
         with pytest.raises(CallTimeout) as raised, self.open(timeout=2.0) as cluster:
