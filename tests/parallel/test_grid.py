@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import PoolError
+from tests.pool import Pool, PoolError
 from tilth.core.layout import Mesh
 from tilth.parallel.grid import Grid, join
 
@@ -79,16 +79,33 @@ def test_joining_another_world_is_refused(pool):
     assert all("is rank" in said for said in pool.run(2, HERE + "join_twice"))
 
 
+@pytest.fixture
+def own_pool():
+    """One that may be ended: the others' processes have imported what they need."""
+    made = Pool()
+    yield made
+    made.close()
+
+
 @pytest.mark.dist
-def test_what_raises_dies_or_hangs_fails_with_its_rank_and_leaves_nothing(pool):
-    pool.run(2, HERE + "speak", names=("fsdp",), sizes=(2,))
+@pytest.mark.slow
+def test_what_raises_dies_or_hangs_fails_with_its_rank_and_leaves_nothing(own_pool):
     for function, said in (("raises", "ZeroDivisionError"), ("dies", "rank 1"), ("hangs", "rank 1 did not finish")):
-        before = [p.pid for p in pool.processes]
+        assert own_pool.run(2, HERE + "fine") == [0, 1]
+        before = [p.pid for p in own_pool.processes]
         with pytest.raises(PoolError, match=said):
-            pool.run(2, HERE + function, timeout=30 if function != "hangs" else 1.0)
-        assert not any(os.path.exists(f"/proc/{pid}") for pid in before) and not pool.processes
-        if function == "raises":
-            assert pool.run(2, HERE + "fine") == [0, 1]
+            own_pool.run(2, HERE + function, timeout=30 if function != "hangs" else 1.0)
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in before) and not own_pool.processes
+
+
+@pytest.mark.dist
+def test_all_of_it_at_once_is_told_of_each_rank(own_pool):
+    with pytest.raises(PoolError) as caught:
+        own_pool.run(3, HERE + "goes_wrong", timeout=30)
+    said = str(caught.value)
+    assert "rank 0 failed:" in said and "ZeroDivisionError" in said
+    assert "rank 1 failed:\nprocess died with exit status 7" in said and "rank 2 did not finish" in said
+    assert not own_pool.processes
 
 
 @pytest.mark.dist
@@ -130,6 +147,13 @@ def dies(rank):
 def hangs(rank):
     if rank == 1:
         time.sleep(3600)
+
+
+def goes_wrong(rank):
+    """Each in its way."""
+    if rank == 0:
+        raises(1)
+    os._exit(7) if rank == 1 else time.sleep(3600)
 
 
 def speak(rank, names, sizes):
