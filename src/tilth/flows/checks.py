@@ -5,6 +5,7 @@ from typing import cast
 import tilth.rl as rl
 from tilth.config.schema import Algorithm, Recipe
 from tilth.core.errors import RecipeError
+from tilth.rl.correction import Rule
 from tilth.rl.preference import PreferenceLoss
 from tilth.rl.registry import Kind, nearest
 from tilth.roles.objective import aggregation, entry, options
@@ -44,7 +45,9 @@ def check_algorithm(recipe: Recipe) -> None:
     _check_critic(recipe, judged="values" in entry("advantages", how.advantage, how).needs)
     _check_options(how, chosen)
     for kind, name in chosen.items():
-        rl.check(name, columns, options(kind, name, how), kind=kind)
+        found = rl.check(name, columns, options(kind, name, how), kind=kind)
+        if isinstance(found, Rule):
+            found.fits(how.loss)
     rl.check(aggregation(how), columns, kind="aggregations")
 
 

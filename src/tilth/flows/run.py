@@ -117,6 +117,7 @@ class Roles:
     reference: WorkerGroup | None = None
     critic: WorkerGroup | None = None
     reward_model: WorkerGroup | None = None
+    judge: WorkerGroup | None = None
     relay: WorkerGroup | None = None
     """What carries the policy's weights to its copies."""
     loaded: tuple[str, ...] = ()
@@ -333,7 +334,7 @@ class Run:
         """With the log-probs that what follows needs: of the policy before its updates, and of the reference."""
         needed = columns_needed(self.recipe)
         if "logprobs" in needed:
-            batch = self.policy.logprobs(batch)
+            batch = self.policy.logprobs(batch, squares="sum_pi_squared" in needed)
         return self.reference.logprobs(batch) if self.reference is not None else batch
 
     def baselines(self, batch: Batch) -> Batch:

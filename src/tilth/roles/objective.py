@@ -86,6 +86,7 @@ class Objective:
             ref_logprobs=columns.get("ref_logprobs"),
             rollout_logprobs=columns.get("rollout_logprobs"),
             weights=columns.get("weights"),
+            uniforms=columns.get("uniforms"),
             thresholds=self.found,
             aggregation=shares.aggregation,
             denominator=shares.denominator,

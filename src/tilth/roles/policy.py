@@ -1,6 +1,6 @@
 """The policy role: the model that learns, its gradients and its weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from tilth.roles.state import Learner
 from tilth.trace.spans import span
 from tilth.training.engine import TrainEngine, UpdateResult
 from tilth.training.losses import negative_log_likelihood
-from tilth.training.packed import packed_logprobs
+from tilth.training.packed import packed_logprobs, packed_squares
 from tilth.training.peak import measured_flops
 
 Metrics = dict[str, rl.Metric]
@@ -48,11 +48,7 @@ class PolicyWorker(Learner):
             tokens = columns.pop("tokens")
             per_token = {name: _tensor(column.values) for name, column in columns.items()}
             lengths, mask = torch.from_numpy(tokens.lengths), per_token.pop("mask")
-            needs = entry("advantages", how.advantage, how).needs
-            given: dict[str, Any] = {
-                name: per_token[_COLUMN.get(name, name)] for name in needs if _COLUMN.get(name, name) in per_token
-            }
-            given |= {name: torch.from_numpy(batch[name].copy()) for name in needs if name in batch.rows}
+            given = _columns(batch, how, per_token)
             found = rl.estimate(
                 how.advantage,
                 rewards=_rewards(batch, how, per_token, mask, lengths),
@@ -75,9 +71,27 @@ class PolicyWorker(Learner):
         return {"reduce": self.grid.sum, "gather": self.grid.gather_rows, "row": rows}
 
     @transfer(split="rows", gather="rows")
-    def logprobs(self, batch: Batch) -> Batch:
-        """Add ``old_logprobs``: the policy before any update on this batch; needed when it is used more than once."""
-        return scored(batch, self.store, self.engine, self.temperature, "old_logprobs", "logprobs")
+    def logprobs(self, batch: Batch, *, squares: bool = False) -> Batch:
+        """Add ``old_logprobs``: the policy before any update on this batch; needed when it is used more than once.
+
+        squares: add ``sum_pi_squared`` too, at each token the sum over the vocabulary of squared probabilities.
+        """
+        if not squares:
+            return scored(batch, self.store, self.engine, self.temperature, "old_logprobs", "logprobs")
+        with span("logprobs", tokens=int(batch["length"].sum())):
+            columns = batch.read(self.store, "tokens", "mask")
+            tokens, engine = columns["tokens"], self.engine
+            found = packed_squares(
+                engine.sharded,
+                tokens,
+                columns["mask"].values,
+                max_tokens=engine.micro_tokens,
+                temperature=self.temperature,
+                parity=engine.parity,
+            )
+            for name, values in zip(("old_logprobs", "sum_pi_squared"), found):
+                batch = put_like(batch, self.store, name, values, tokens)
+            return batch
 
     @transfer(split="rows", gather="merge")
     def compare(self, batch: Batch) -> Metrics:
@@ -239,6 +253,18 @@ def _tensor(values: np.ndarray) -> Tensor:
 
 _COLUMN = {"logprobs": "old_logprobs"}
 """Where an estimator's column has another name in a batch."""
+
+
+def _columns(batch: Batch, how: Algorithm, per_token: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the estimator needs, or uses where it is there: columns of tokens [N] and of rows [n]."""
+    wanted = entry("advantages", how.advantage, how)
+    found: dict[str, Any] = {}
+    for name in (*wanted.needs, *wanted.takes):
+        if _COLUMN.get(name, name) in per_token:
+            found[name] = per_token[_COLUMN.get(name, name)]
+        elif name in batch.rows:
+            found[name] = torch.from_numpy(batch[name].copy())
+    return found
 
 
 def _rewards(batch: Batch, how: Algorithm, columns: dict[str, Tensor], mask: Tensor, lengths: Tensor) -> Tensor:
