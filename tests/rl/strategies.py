@@ -5,6 +5,10 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
+from tilth.rl.advantages import Advantage
+from tilth.rl.estimators import OF_TOKENS
+from tilth.rl.registry import build
+
 EXAMPLES = 200
 
 
@@ -55,3 +59,32 @@ def batches(draw, rows=st.integers(1, 9)) -> Drawn:
         torch.tensor(groups, dtype=torch.int64),
         draw(st.integers(0, 2**20)),
     )
+
+
+def columns_for(name: str, batch: Drawn, **options) -> dict[str, torch.Tensor]:
+    """Every further column that an estimator needs or takes: of tokens with NaN where masked, of rows some missing."""
+    entry = build("advantages", name, options, Advantage)
+    wanted = [c for c in (*entry.needs, *entry.takes) if c not in ("rewards", "groups")]
+    likely = batch.column(9).abs().neg().exp()
+    of_tokens = {
+        "values": batch.column(1),
+        "logprobs": likely.log(),
+        "ref_logprobs": batch.column(12),
+        "sum_pi_squared": likely**2 + batch.column(10).abs().neg().exp() * (1 - likely) ** 2,
+        "weights": batch.column(11).exp(),
+    }
+    return {c: of_tokens[c] if c in of_tokens else row_column(batch, c) for c in wanted}
+
+
+def row_column(batch: Drawn, name: str) -> torch.Tensor:
+    """A column [n] of numbers of which many are equal and some missing; another one for each name."""
+    generator = torch.Generator().manual_seed(batch.seed * 16 + sum(map(ord, name)) % 16)
+    return torch.tensor([0.0, 0.0, 1.0, 1.0, 0.3, -0.7, torch.nan])[
+        torch.randint(7, (len(batch.lengths),), generator=generator)
+    ]
+
+
+def pick_columns(columns: dict[str, torch.Tensor], batch: Drawn, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The columns of these rows."""
+    tokens = batch.token_index(rows)
+    return {name: column[tokens if name in OF_TOKENS else rows] for name, column in columns.items()}

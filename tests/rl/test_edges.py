@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rl.strategies import batches
+from tests.rl.strategies import batches, columns_for
 from tilth import rl
 from tilth.core.errors import TokenCountError
 
@@ -70,10 +70,8 @@ def test_a_row_without_tokens_has_no_reward_per_token():
 @settings(max_examples=300, deadline=None)
 @given(batches(st.integers(0, 6)), st.sampled_from(rl.names()["advantages"]))
 def test_never_nan(batch, name):
-    values = batch.column(1)
-    result = rl.estimate(
-        name, rewards=batch.rewards, lengths=batch.lengths, mask=batch.mask, groups=batch.groups, values=values
-    )
+    columns = {"lengths": batch.lengths, "mask": batch.mask, "groups": batch.groups}
+    result = rl.estimate(name, rewards=batch.rewards, **columns, **columns_for(name, batch))
     assert result.advantages.dtype == torch.float32 and len(result.advantages) == len(batch.mask)
     assert torch.isfinite(result.advantages).all()
     assert not result.advantages[~result.mask].any()

@@ -35,14 +35,23 @@ def estimate(data, name, rewards=REWARDS, **options):
         ("grpo_no_std", {}, [0.333333, -0.666667, 0.333333, 0.6, 0.3, -0.9, 0.7]),
         ("rloo", {}, [0.5, -1, 0.5, 0.9, 0.45, -1.35, 0.7]),
         ("rloo", {"singleton": "zero"}, [0.5, -1, 0.5, 0.9, 0.45, -1.35, 0]),
+        ("opo", {}, [0.266667, -0.733333, 0.266667, 0.466667, 0.166667, -1.033333, 0.7]),
+        ("gpg", {}, [0.388889, -0.777778, 0.388889, 0.7, 0.35, -1.05, 0.816667]),
+        ("grpo_passk", {}, [0, 0, 0, 0.377964, 0, 0, 0]),
+        ("reinforce_pp_baseline", {}, [0.301223, -1.645141, 0.301223, 0.820254, 0.236344, -2.099293, 1.01489]),
+        ("gdpo", {}, [0.493076, -1.869418, 0.493076, 0.736655, 0.221117, -1.841038, 0.660369]),
+        ("gdpo", {"keys": ("own",)}, [0.493076, -1.869418, 0.493076, 0.736655, 0.221117, -1.841038, 0.660369]),
     ],
 )
 def test_row_constant_advantages(data, name, options, expected, per_token):
+    if "keys" in options:
+        options = options | {"part/own": REWARDS}
     result = estimate(data, name, data.token_rewards if per_token else REWARDS, **options)
-    expected = torch.as_tensor(expected)
+    expected = torch.as_tensor(expected, dtype=torch.float32)
     close(result.advantages, torch.where(data.mask > 0, expected[data.row], 0.0))
     assert result.returns is None and result["advantages"] is result.advantages
-    close(rl.estimate_rows(name, rewards=REWARDS, groups=GROUPS, **options), expected)
+    counts = rl.token_counts(data.mask, data.lengths)
+    close(rl.estimate_rows(name, rewards=REWARDS, groups=GROUPS, counts=counts, **options), expected)
 
 
 GAE = {
@@ -71,6 +80,42 @@ def test_gae(data, gamma, lam, per_token):
     for row, values in expected.items():
         close(data.tokens(result.advantages, row), values)
     assert not result.advantages[data.mask == 0].any() and not result.returns[data.mask == 0].any()
+
+
+REINFORCE_PP = {
+    0: [0.374854, 0.507209, 0.654271, 0.817673, 0.999231, 1.200961],
+    4: [-0.522223, -0.489542, 0, 0, -0.453231, -0.412884],
+}
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["per sequence", "per token"])
+def test_reinforce_pp(data, per_token):
+    result = estimate(data, "reinforce_pp", data.token_rewards if per_token else REWARDS, gamma=0.9)
+    for row, values in REINFORCE_PP.items():
+        close(data.tokens(result.advantages, row), values)
+    close(data.tokens(result.returns, 4), [0.1458, 0.162, 0, 0, 0.18, 0.2])
+
+
+def test_remax(data):
+    """verl leaves 0.2, the reward to come, in the masked tokens of row 4; here they are 0."""
+    result = estimate(data, "remax", baselines=torch.tensor([0.5, 0.5, 0.5, 0.1, 0.1, 0.1, 0.2]))
+    close(data.tokens(result.advantages, 0), [0.5] * 6)
+    close(data.tokens(result.advantages, 4), [0.1, 0.1, 0, 0, 0.1, 0.1])
+
+
+OPTIMAL = {
+    0: [0.456103, 0.365695, 0.351843, 0.346233, 0, 1],
+    1: [-0.543897, -0.634305, -0.648157, -0.653767],
+}
+
+
+def test_optimal_token_baseline(data):
+    columns = {"logprobs": data.old, "sum_pi_squared": torch.full_like(data.old, 0.5)}
+    result = estimate(data, "optimal_token_baseline", **columns)
+    for row, values in OPTIMAL.items():
+        close(data.tokens(result.advantages, row), values, 1.5e-6)
+    turns = estimate(data, "tir_optimal_token_baseline", **columns)
+    close(data.tokens(turns.advantages, 4), [0.436497, 0.424765, 0, 0, -0.124497, 0.2])
 
 
 AGGREGATED = [

@@ -26,7 +26,9 @@ LOSSES = {
 def test_names():
     found = rl.names()
     assert set(found["losses"]) == LOSSES and found["losses"][0] == "ppo_clip"
-    assert {"gae", "grpo", "grpo_no_std", "rloo"} <= set(found["advantages"])
+    whole = {"grpo", "grpo_no_std", "rloo", "reinforce_pp_baseline", "opo", "gpg", "grpo_passk", "gdpo"}
+    by_token = {"gae", "vapo", "reinforce_pp", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"}
+    assert set(found["advantages"]) == whole | by_token | {"distill"}
     sums = ["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
     assert found["aggregations"] == ["token-mean", "token-sum", *sums]
     assert found["kl"] == ["k1", "abs", "k2", "k3", "k1+", "k3+", "abs+"]
@@ -61,7 +63,7 @@ def test_scopes():
         ("gae", ["rewards"], {}, "gae needs the column 'values'"),
         ("grpo", ["rewards"], {}, "grpo needs the column 'groups'"),
         ("grpo", ALL, {"epss": 1}, "grpo: no option 'epss'; did you mean 'eps'"),
-        ("grpo", ALL, {"lam": 1}, "grpo: no option 'lam'; there are singleton, eps"),
+        ("grpo", ALL, {"lam": 1}, "grpo: no option 'lam'; there are singleton, eps, std"),
         ("gae", ALL, {"gamma": 1.5}, "gae: gamma = 1.5: .*less than or equal to 1"),
         ("gae", ALL, {"gamma": "x"}, "gae: gamma = 'x'"),
         ("grpo", ALL, {"singleton": "keep"}, "grpo: singleton = 'keep': .*'reward' or 'zero'"),

@@ -112,6 +112,8 @@ def estimate_rows(
     entry, columns = _prepare(name, {k: v for k, v in given.items() if v is not None}, options)
     if not isinstance(entry, RowAdvantage):
         raise RecipeError(f"{name} works on tokens (scope {entry.scope!r}), not on rows alone")
+    if entry.weighs and counts is None:
+        raise RecipeError(f"{name} needs the column 'counts', which is not there")
     scores = torch.as_tensor(rewards).to(torch.float64)
     own = _row_columns(columns, len(scores))
     valid = _complete(entry, torch.isfinite(scores), own)

@@ -7,7 +7,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tilth.core.errors import RecipeError
 from tilth.rl.packing import Gather, Groups, Packing, Reduce, rows_alone
 from tilth.rl.registry import Entry, Scope
 
@@ -44,9 +43,8 @@ class Rows:
 
     @cached_property
     def weights(self) -> Tensor:
-        """Tokens that count in each row, float64 [n], 0 where the reward is missing; RecipeError without counts."""
-        if self.counts is None:
-            raise RecipeError("it needs the column 'counts', which is not there: it weighs rows by tokens")
+        """Tokens that count in each row, float64 [n], 0 where the reward is missing; needs ``counts``."""
+        assert self.counts is not None
         return torch.where(self.valid, self.counts.to(self.scores), 0.0)
 
 
@@ -101,6 +99,11 @@ class RowAdvantage(Advantage):
     def scope(self) -> Scope:
         """Rows."""
         return "rows"
+
+    @property
+    def weighs(self) -> bool:
+        """Whether it needs ``Rows.counts``: rows count by their tokens."""
+        return False
 
     def rows(self, rows: Rows) -> Tensor:
         """Advantage of each row, float64 [n]; any value where the reward is missing."""

@@ -6,6 +6,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from tilth.core.errors import RecipeError
 from tilth.rl.estimators import RowAdvantage, Rows
 from tilth.rl.packing import Groups, whiten_rows
 from tilth.rl.registry import register
@@ -90,6 +91,11 @@ class ReinforcePPBaseline(_Grouped):
     loss.
     """
 
+    @property
+    def weighs(self) -> bool:
+        """By tokens."""
+        return True
+
     def rows(self, rows: Rows) -> Tensor:
         """Whitened."""
         return whiten_rows(super().rows(rows), rows.weights)
@@ -101,6 +107,11 @@ class Opo(_Grouped):
 
     l: tokens of each row that count. Exactly 0 where all scores are equal. A group of one keeps its score (verl).
     """
+
+    @property
+    def weighs(self) -> bool:
+        """By tokens."""
+        return True
 
     def rows(self, rows: Rows) -> Tensor:
         """Score minus the length-weighted mean of its group."""
@@ -172,10 +183,14 @@ class Gdpo(Grpo):
 
     @model_validator(mode="after")
     def _pairs(self) -> "Gdpo":
-        if len(set(self.keys)) != len(self.keys):
-            raise ValueError("each key may be there once")
+        twice = [key for i, key in enumerate(self.keys) if key in self.keys[:i]]
+        if twice:
+            raise RecipeError(f"gdpo: keys has {twice[0]!r} twice; each part once, with a weight")
         if self.weights and len(self.weights) != max(len(self.keys), 1):
-            raise ValueError(f"{len(self.weights)} weights, but {max(len(self.keys), 1)} parts of the reward")
+            parts = ", ".join(self.keys) or "the reward itself"
+            raise RecipeError(
+                f"gdpo: weights = {list(self.weights)}: there must be one for each part ({parts}), or none"
+            )
         return self
 
     @property
@@ -187,6 +202,11 @@ class Gdpo(Grpo):
     def finite(self) -> tuple[str, ...]:
         """Every part."""
         return tuple(f"part/{key}" for key in self.keys)
+
+    @property
+    def weighs(self) -> bool:
+        """By tokens."""
+        return True
 
     def rows(self, rows: Rows) -> Tensor:
         """Each part relative to its group, then all of them together."""

@@ -97,8 +97,9 @@ def require(name: str, entry: Entry, columns: Iterable[str]) -> None:
     columns = set(columns)
     missing = [c for c in entry.needs if c not in columns]
     if missing:
-        parts = sorted(c for c in columns if c.startswith("part/") and missing[0].startswith("part/"))
-        hint = nearest(missing[0], parts) if parts else ""
+        part = missing[0].partition("part/")[2]
+        parts = sorted(c.removeprefix("part/") for c in columns if part and c.startswith("part/"))
+        hint = nearest(part, parts) if parts else ""
         raise RecipeError(f"{name} needs the column {missing[0]!r}, which is not there{hint}")
 
 
