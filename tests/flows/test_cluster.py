@@ -60,9 +60,13 @@ class Lent:
         """They write no events: a worker writes to one place in its life."""
 
 
+def lend(workers, monkeypatch):
+    monkeypatch.setattr(launch, "open_cluster", lambda *_, **__: Lent(workers))
+
+
 @pytest.fixture
 def shared(workers, monkeypatch):
-    monkeypatch.setattr(launch, "open_cluster", lambda *_, **__: Lent(workers))
+    lend(workers, monkeypatch)
 
 
 def sections(flow, **more):
@@ -253,7 +257,7 @@ def test_a_tensor_that_one_engine_holds_wrongly_stops_the_run_in_that_step(tmp_p
     assert not watcher.records  # the publish at the end of the first step is the first with a version above 0
 
 
-def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path, monkeypatch):
+def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path, workers, monkeypatch):
     with monkeypatch.context() as once:
         replace_rollout(once, "dies")
         with pytest.raises(
@@ -262,9 +266,11 @@ def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path, monkeypatch
             tiny.run(tiny.recipe(tmp_path, **WRONG))
     (directory,) = [p for p in tmp_path.iterdir() if p.name.startswith("tiny")]
     assert read_state(directory)["state"] != "finished"
+    lend(workers, monkeypatch)
     assert tiny.run(tiny.recipe(tmp_path, **WRONG)).directory == directory
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_worker_comes_with_its_traceback(tmp_path, monkeypatch):
     replace_rollout(monkeypatch, "raises")
     said = r"role rollout, rank \d, generate: AttributeError(.|\n)*requests\[0\]\.nothing"

@@ -36,11 +36,8 @@ def recipe(folder, **sections):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The uninterrupted run, every checkpoint kept, in a process of its own like those that are killed."""
-    folder = tmp_path_factory.mktemp("whole")
-    code, said = finish(child(folder))
-    assert code == 0, said
-    return folder / "tiny-001"
+    """The uninterrupted run."""
+    return tiny.run(recipe(tmp_path_factory.mktemp("whole"))).directory
 
 
 def child(folder, point="none", call=0):
