@@ -177,6 +177,6 @@ class DppoKl(_Dppo):
 
     def outside(self, now: Tensor, old: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """By the binary KL and the direction."""
-        others = torch.log((1 - old + 1e-8) / (1 - now + 1e-8))
+        others = torch.log(((1 - old).clamp(min=0) + 1e-8) / ((1 - now).clamp(min=0) + 1e-8))
         kl = -old * step.log_ratio.detach() + (1 - old) * others
         return (kl > self.kl_low) & (now < old), (kl > self.kl_high) & (now > old)

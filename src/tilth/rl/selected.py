@@ -43,15 +43,19 @@ def total(mask: Tensor, reduce: Reduce) -> int:
 
 
 def greatest(own: Tensor, k: int, reduce: Reduce, gather: Gather) -> dict[str, float]:
-    """The k-th greatest of all workers' values, ``at``, and the ``share`` of those equal to it that belongs to the k.
+    """What tells the k greatest of all workers' values from the others: ``at``, and the ``share`` of those equal to it.
+
+    It lies between the k-th and the next, so that log-probs that are computed again, a rounding apart, choose the same
+    tokens; where both are equal, there, and a share of the equal ones belongs to the k.
 
     own: float64 [any number]; k: at most their number over all workers; 0: nothing is chosen.
     """
-    best = torch.topk(own, min(k, len(own))).values.cpu().numpy()
-    every = np.sort(gather({"value": best})["value"])[::-1]
-    at = float(every[k - 1]) if k else math.inf
+    best = torch.topk(own, min(k + 1, len(own))).values.cpu().numpy()
+    every = np.append(np.sort(gather({"value": best})["value"])[::-1], -math.inf)
+    middle, last = (every[k - 1] + every[k]) / 2, every[k - 1]
+    at = float(middle if middle < last else last) if k else math.inf
     above, equal = reduce(torch.stack([(own > at).sum(dtype=torch.float64), (own == at).sum(dtype=torch.float64)]))
-    return {"at": at, "share": float((k - above) / equal) if k else 0.0}
+    return {"at": at, "share": float((k - above) / equal.clamp(min=1))}
 
 
 def chosen(values: Tensor, found: dict[str, float]) -> Tensor:
