@@ -87,6 +87,10 @@ def _learning(recipe: Recipe) -> Iterator[str]:
         yield f"reference.path = {recipe.reference.path} has no use: algorithm.kl_coef is 0"
     if recipe.flow == "distill" and not recipe.reference.path:
         yield "flow = distill learns from the model in reference.path, which is empty"
+    if recipe.facts.judge and not recipe.judge.path:
+        yield f"flow = {recipe.flow} asks the model in judge.path, which is empty; recipe flaws-judge trains one"
+    if recipe.judge.path and not recipe.facts.judge:
+        yield f"judge.path = {recipe.judge.path} has no use in flow = {recipe.flow}; set flow = fapo"
     if a.clip_low > 1:
         yield f"algorithm.clip_low = {a.clip_low} is above 1: a ratio cannot fall below 0"
     if recipe.facts.samples and a.steps:
@@ -159,7 +163,7 @@ def _workers(recipe: Recipe) -> Iterator[str]:
 
 def _pools(recipe: Recipe) -> Iterator[str]:
     known = list(recipe.cluster.pools)
-    for role in ("policy", "reference", "critic", "rollout", "reward", "reward_model"):
+    for role in ("policy", "reference", "critic", "rollout", "reward", "reward_model", "judge"):
         wanted = getattr(recipe, role).pool
         if not wanted or wanted in known:
             continue
@@ -180,7 +184,8 @@ def _limits(recipe: Recipe) -> Iterator[str]:
 
 def _fill(recipe: Recipe) -> Iterator[str]:
     rollout = {} if recipe.facts.learns == "documents" else {"rollout": recipe.rollout.layout}
-    for role, layout in (learners(recipe) | rollout).items():
+    judge = {"judge": recipe.judge.layout} if recipe.facts.judge else {}
+    for role, layout in (learners(recipe) | rollout | judge).items():
         pool = pool_of(recipe, role)
         workers = pools(recipe)[pool]
         where = f"the {workers} workers of pool {pool}" if pool else f"cluster.workers = {workers}"
@@ -208,11 +213,10 @@ def _divisors(number: int) -> str:
 
 def _divided(recipe: Recipe) -> Iterator[str]:
     """What a division of the model rules out."""
-    r = recipe.rollout.layout
-    for key, value, right in (("fsdp", r.fsdp, "1"), ("tp", r.tp, "1"), ("sp", r.sp, "false")):
-        found = str(value).lower()
-        if found != right and recipe.facts.learns != "documents":
-            yield f"rollout.layout.{key} = {found}, but the rollout engine takes dp only; set it to {right}"
+    if recipe.facts.learns != "documents":
+        yield from _copied("rollout", recipe.rollout.layout)
+    if recipe.facts.judge:
+        yield from _copied("judge", recipe.judge.layout)
     for role, layout in learners(recipe).items():
         name, inner = f"{role}.layout", layout.fsdp * layout.tp
         if layout.sp and layout.tp == 1:
@@ -223,3 +227,11 @@ def _divided(recipe: Recipe) -> Iterator[str]:
             continue
         if "noise_scale" in recipe.train.watch and role == "policy":
             yield f"train.watch noise_scale needs whole gradients: {name}.fsdp = 1 and tp = 1; or leave it out"
+
+
+def _copied(role: str, layout: Layout) -> Iterator[str]:
+    """An engine is not divided."""
+    for key, value, right in (("fsdp", layout.fsdp, "1"), ("tp", layout.tp, "1"), ("sp", layout.sp, "false")):
+        found = str(value).lower()
+        if found != right:
+            yield f"{role}.layout.{key} = {found}, but the {role} engine takes dp only; set it to {right}"

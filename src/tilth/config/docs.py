@@ -20,8 +20,9 @@ The recipe with all its keys is kept in the run's folder as `recipe.toml`, and t
 """
 
 LAYOUTS = """\
-What `policy.layout`, `critic.layout`, `reference.layout` and `rollout.layout` hold. `policy.layout.fsdp=2` sets one
-entry, `policy.layout={fsdp = 2, tp = 2}` all of them. `tilth layout RECIPE` shows what comes of it."""
+What `policy.layout`, `critic.layout`, `reference.layout`, `judge.layout` and `rollout.layout` hold.
+`policy.layout.fsdp=2` sets one entry, `policy.layout={fsdp = 2, tp = 2}` all of them. `tilth layout RECIPE` shows what
+comes of it."""
 
 
 def reference() -> str:

@@ -20,6 +20,7 @@ Name = Literal[
     "pretrain",
     "dpo",
     "reward_model",
+    "fapo",
 ]
 Learns = Literal["experience", "answers", "documents", "pairs"]
 _Keys = Mapping[str, Mapping[str, Any]]
@@ -30,7 +31,8 @@ class Flow:
     """learns: from samples of its own that are scored, or from given answers, whole documents, or pairs of answers.
 
     critic: whether a value model learns beside the policy. reference: whether another model is always needed.
-    value: whether what it trains is a value model, which says nothing. own: section -> key -> default in this flow.
+    value: whether what it trains is a value model, which says nothing. judge: whether a frozen model reads its
+    answers. own: section -> key -> default in this flow.
     """
 
     title: str
@@ -38,6 +40,7 @@ class Flow:
     critic: bool = False
     reference: bool = False
     value: bool = False
+    judge: bool = False
     own: _Keys = field(default_factory=dict)
 
     @property
@@ -72,6 +75,7 @@ FLOWS: dict[str, Flow] = {
     "pretrain": Flow("pre-training", "documents"),
     "dpo": Flow("DPO", "pairs", reference=True, own={"preference": {"loss": "sigmoid"}}),
     "reward_model": Flow("reward model", "pairs", value=True, own={"preference": {"loss": "bradley_terry"}}),
+    "fapo": Flow("FAPO", judge=True, own={"algorithm": {**_DAPO, "refill": 0}}),
 }
 assert tuple(FLOWS) == get_args(Name)
 

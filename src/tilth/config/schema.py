@@ -229,6 +229,18 @@ class Reference(Section):
     layout: Layout = Field(Layout(), description="how the reference lies over its pool")
 
 
+class Judge(Section):
+    """The frozen model of flow fapo, which reads the steps of right answers and names the first wrong one."""
+
+    path: str = Field("", description="run or Hugging Face directory of the judge, such as a run of flaws-judge")
+    penalty: Rate = Field(
+        1.0, description="FAPO's lambda: half of it is what a right answer with a wrong step loses; 0: only measured"
+    )
+    max_tokens: Positive = Field(256, description="longest verdict in tokens, with what is said before it")
+    pool: str = Field("", description="pool of workers that judge; empty: the first one")
+    layout: Layout = Field(Layout(), description="how the judges lie over it: dp alone, a whole copy each")
+
+
 class Critic(Section):
     """The value model of flow ppo: a decoder like the policy, begun as its copy, with a value at each token."""
 
@@ -324,7 +336,7 @@ def _said(value: Any) -> Any:
 
 
 class Recipe(Section):
-    """A whole run. Fifteen sections and two keys of its own."""
+    """A whole run. Sixteen sections and two keys of its own."""
 
     flow: Name = Field(
         "grpo",
@@ -342,6 +354,7 @@ class Recipe(Section):
     policy: Policy = Policy()
     reference: Reference = Reference()
     reward_model: RewardModel = RewardModel()
+    judge: Judge = Judge()
     critic: Critic = Critic()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()

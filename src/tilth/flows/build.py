@@ -158,6 +158,8 @@ class Team:
             self.make("reward", pool=pool, prompts=prompts)
         if REWARD_MODEL in self.places:
             self.make(REWARD_MODEL, recipe=self.model["recipe"])
+        if "judge" in self.places:
+            self.make("judge", recipe=self.model["recipe"], prompts=prompts)
 
     def roles(self) -> Roles:
         """All of them, with a relay on every worker that holds the policy or a copy of it."""
@@ -208,7 +210,7 @@ def _check_tokens(recipe: Recipe, key: str, loaded: LoadedModel, tokenizer: Toke
 def rooted(recipe: Recipe) -> Recipe:
     """With whole paths where workers read files: their working directory may be another one."""
     changed: dict[str, Any] = {}
-    for name, key in (("model", "path"), ("reference", "path"), ("reward", "model")):
+    for name, key in (("model", "path"), ("reference", "path"), ("reward", "model"), ("judge", "path")):
         section = getattr(recipe, name)
         if path := getattr(section, key):
             folder, which = split_spec(path)

@@ -24,7 +24,9 @@ from tilth.flows.continuing import Identity, find
 from tilth.flows.dapo import dapo
 from tilth.flows.distill import distill
 from tilth.flows.dpo import dpo
+from tilth.flows.fapo import fapo
 from tilth.flows.grpo import grpo
+from tilth.flows.judged import identity
 from tilth.flows.metrics import Metrics
 from tilth.flows.model import MODEL_FOLDER, save_shape
 from tilth.flows.named import foreign, one_before, reaching
@@ -59,6 +61,7 @@ PAGES: dict[str, Callable[[Run], None]] = {
     "pretrain": pretrain,
     "dpo": dpo,
     "reward_model": reward_model,
+    "fapo": fapo,
 }
 """The page of each flow of ``config.flows``."""
 
@@ -165,11 +168,14 @@ def _told_how_to_go_on(directory: Path) -> Iterator[None]:
 
 
 def _inputs(recipe: Recipe, fingerprint: str, reward: str) -> str:
-    """Fingerprint of what decides the run beside its recipe: the data, a reward by value, a template's file."""
+    """Fingerprint of what decides the run beside its recipe: the data, a reward by value, a template's file, the
+    judge that a path leads to."""
     said = f"{fingerprint} {reward}"
     template = Path(recipe.data.template)
     if recipe.data.template and template.is_file():
         said += f" {hashlib.blake2b(template.read_bytes(), digest_size=8).hexdigest()}"
+    if recipe.judge.path:
+        said += f" {identity(recipe.judge.path)}"
     return hashlib.blake2b(said.encode(), digest_size=4).hexdigest()
 
 
@@ -241,6 +247,9 @@ def _announce(run: Run, parts: Parts, reward_file: str) -> None:
         say.append("checkpoints in memory:// are gone when this process ends: nothing can go on from them")
     if before != reward_file:
         say.append("the reward's file has changed since this run began; it goes on with the new one")
+    if run.recipe.judge.path:
+        directory.update(judge=identity(run.recipe.judge.path))
+        say.append(f"judge: {identity(run.recipe.judge.path)}")
     for line in say:
         run.say(line)
 

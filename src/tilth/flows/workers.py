@@ -15,7 +15,7 @@ from tilth.data.documents import Corpus
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.model import REWARD_MODEL, load_beginning, load_model
+from tilth.flows.model import REWARD_MODEL, load_beginning, load_model, wants_tokenizer
 from tilth.flows.publish import DTYPES
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
@@ -25,6 +25,7 @@ from tilth.parallel.grid import Grid, join
 from tilth.parallel.sharded import Sharded, shard
 from tilth.roles.critic import CriticWorker
 from tilth.roles.documents import DocumentWorker
+from tilth.roles.judge import JudgeWorker
 from tilth.roles.pair_recorder import PairRecorderWorker
 from tilth.roles.pairs import PairPolicyWorker, RewardModelWorker
 from tilth.roles.policy import PolicyWorker
@@ -128,6 +129,24 @@ def rollout(
 def reward(context: Context, pool: RewardPool, prompts: PromptSet) -> RewardWorker:
     """The pool of processes that score."""
     return RewardWorker(pool, prompts, context.store)
+
+
+def judge(context: Context, recipe: Recipe, prompts: PromptSet) -> JudgeWorker:
+    """One engine in each worker with the weights of ``judge.path``, which stay; its version is their step."""
+    prepare(context, recipe)
+    loaded = load_model(recipe.judge.path)
+    tokenizer = wants_tokenizer(loaded)
+    engine = Engine(
+        loaded.config,
+        tokenizer=tokenizer,
+        device=pick_device(recipe.train.device, context.local_rank),
+        dtype=DTYPES[recipe.train.precision],
+        seed=recipe.seed,
+        max_rows=recipe.rollout.max_rows,
+        step_tokens=recipe.rollout.step_tokens,
+    )
+    engine.load_weights(loaded.tensors.items(), version=loaded.step or 0)
+    return JudgeWorker(engine, make_template(loaded.template, tokenizer), prompts, recipe.judge, context.store)
 
 
 def recorder(context: Context, recipe: Recipe, tokenizer: Tokenizer, prompts: PromptSet) -> RecorderWorker:

@@ -45,8 +45,8 @@ class Placed:
 
 
 def place(recipe: Recipe) -> dict[str, Placed]:
-    """Role -> where it is, for all roles that a run of this flow can have: policy, reference, critic, rollout, reward,
-    recorder.
+    """Role -> where it is, for all roles that a run of this flow can have: policy, reference, critic, judge, rollout,
+    reward, recorder.
 
     Pools take neighbouring ranks in their order. reward and recorder are one worker, the first of their pool; the
     recorder, which reads what was generated, is where the reward is. RecipeError where workers, pools and layouts
@@ -56,6 +56,8 @@ def place(recipe: Recipe) -> dict[str, Placed]:
     placed = {role: _placed(recipe, role, layout) for role, layout in learners(recipe).items()}
     if recipe.facts.learns == "documents":
         return placed | {"recorder": _alone(recipe, "policy")}
+    if recipe.facts.judge:
+        placed["judge"] = _placed(recipe, "judge", recipe.judge.layout)
     return placed | {
         "rollout": _placed(recipe, "rollout", recipe.rollout.layout),
         "reward": _alone(recipe, "reward"),

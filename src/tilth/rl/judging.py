@@ -7,6 +7,8 @@ same in both. The verdict is the index of the first wrong step, -1 where none is
 import re
 from collections.abc import Sequence
 
+import numpy as np
+
 NONE_WRONG = -1
 """The verdict on a solution without a wrong step."""
 _VERDICT = re.compile(r"(?:#+[ \t]*|\\boxed[ \t]*\{[ \t]*)(-?[0-9]{1,9})(?![0-9])")
@@ -48,10 +50,10 @@ def process_reward(said: int | None, truth: int, count: int) -> float:
     return 1.0 - abs(said - truth) / count
 
 
-def penalty(right: float, *, coefficient: float, flawed: bool) -> float:
-    """The reward of a right answer after its judgement, where wrong is 0 and right is 1.
+def penalty(reward: np.ndarray, *, coefficient: float, flawed: np.ndarray) -> np.ndarray:
+    """float64 [n]: rewards after their judgement, where wrong is 0 and right is 1. flawed: bool [n].
 
     FAPO takes ``coefficient`` (lambda) off rewards of -1 and 1, which are twice as far apart: half of it is taken here,
     so that advantages over the group's spread are those of the paper.
     """
-    return right - coefficient / 2 if flawed else right
+    return np.where(flawed, reward - coefficient / 2, reward)

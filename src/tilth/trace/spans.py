@@ -33,7 +33,7 @@ CAPACITY = 200_000
 """Most events that wait in memory (about 50 MB); beyond it events are dropped and counted, totals stay exact."""
 PHASES = frozenset((
     "generate", "score", "values", "reference", "logprobs", "advantages", "critic", "update", "publish", "verify",
-    "evaluate", "save",
+    "evaluate", "save", "judge",
 ))  # fmt: skip
 """Operations that a step consists of. Time inside several of them (generating within ``evaluate``) belongs to the
 outermost, so that the phases of a step never overlap."""

@@ -1,0 +1,98 @@
+"""What a judge of steps does to rewards (FAPO, arXiv 2510.22543): flawed-positive answers lose a part of theirs."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from tilth.checkpoint import open_checkpoint
+from tilth.core.batch import Batch
+from tilth.core.errors import RecipeError
+from tilth.flows.keep import has_spread, outcome
+from tilth.flows.named import find_checkpoint
+from tilth.flows.run import Keep, Run
+from tilth.rl.judging import NONE_WRONG, penalty
+from tilth.roles.judge import JUDGED_BY, VERDICT
+
+FLAWED = "part/flawed"
+"""Where a task knows of a right answer whether a step of it is wrong; the judge is measured by it, no reward is."""
+
+
+def can_differ(coefficient: float) -> Keep:
+    """The rows of groups whose rewards differ, or will if the judge calls some of their right answers flawed.
+
+    So a group that is all right is not left out before it is judged, and without a penalty nothing else is.
+    """
+    if not coefficient:
+        return has_spread
+
+    def keep(batch: Batch) -> np.ndarray:
+        _, group, counts = np.unique(batch["group"], return_inverse=True, return_counts=True)
+        right = np.bincount(group, weights=is_right(batch), minlength=len(counts))
+        return has_spread(batch) | ((right > 0) & (counts > 1))[group]
+
+    return keep
+
+
+def is_right(batch: Batch) -> np.ndarray:
+    """bool [n]: answers that the verifier calls right."""
+    return outcome(batch) >= 1
+
+
+def ask_judge(run: Run, batch: Batch) -> Batch:
+    """The right answers of a batch, with the judge's verdicts; it is asked about no others. Lazy: a judge with a pool
+    of its own reads while other roles work."""
+    if run.roles.judge is None:
+        raise RecipeError(f"flow={run.recipe.flow} has no judge; set judge.path")
+    right = batch.select(is_right(batch))
+    return run.roles.judge.verdicts(right) if len(right) else right.with_rows(**{VERDICT: np.zeros(0, np.float32)})
+
+
+def identity(path: str) -> str:
+    """The judge that a path leads to, and what tells its weights from any others: a run goes on with no other judge."""
+    named = find_checkpoint(path)
+    if named is not None:
+        checkpoint = open_checkpoint(named.path)
+        said = checkpoint.manifest.dump()
+        return f"{named} (step {checkpoint.step}, weights {hashlib.blake2b(said, digest_size=8).hexdigest()})"
+    files = sorted(file for pattern in ("*.safetensors", "*.json") for file in Path(path).glob(pattern))
+    listed = " ".join(f"{file.name} {file.stat().st_size}" for file in files)
+    return f"{path} (files {hashlib.blake2b(listed.encode(), digest_size=8).hexdigest()})"
+
+
+def penalised(run: Run, batch: Batch, told: Batch) -> Batch:
+    """With the rewards of right answers that are flawed lowered. told: see ``ask_judge``.
+
+    A verdict that is missing lowers nothing, and is counted.
+    """
+    flawed = ~np.isnan(told[VERDICT]) & (told[VERDICT] != NONE_WRONG)
+    _measure(run, told, flawed)
+    place = np.isin(batch["id"], told["id"][flawed])
+    lowered = penalty(batch["reward"], coefficient=run.recipe.judge.penalty, flawed=place)
+    return batch.with_rows(reward=lowered.astype(np.float32))
+
+
+def spread(run: Run, batch: Batch) -> Batch:
+    """Without the groups in which all rewards are equal now, where the recipe leaves such out."""
+    how = run.recipe.algorithm
+    if how.refill or not how.drop_flat:
+        return batch
+    kept = batch.select(has_spread(batch))
+    run.metrics.add("samples/trained", float(len(kept) - len(batch)))
+    return kept
+
+
+def _measure(run: Run, told: Batch, flawed: np.ndarray) -> None:
+    add, asked = run.metrics.add, len(told)
+    add("judge/asked", float(asked))
+    add("judge/unparsed", float(np.isnan(told[VERDICT]).sum()))
+    if asked:
+        add("judge/flawed", float(flawed.mean()), asked)
+        add("judge/version", float(told[JUDGED_BY][-1]))
+    if FLAWED not in told.rows:
+        return
+    truth = told[FLAWED]
+    for name, among in (("judge/precision", flawed), ("judge/recall", truth == 1)):
+        known = among & ~np.isnan(truth)
+        if known.any():
+            add(name, float((flawed & (truth == 1))[known].mean()), int(known.sum()))

@@ -1,0 +1,69 @@
+"""The judge role: a frozen model that reads the steps of right answers and says which is the first wrong one (FAPO)."""
+
+import numpy as np
+
+from tilth.cluster.protocol import transfer
+from tilth.config.schema import Judge as JudgeSection
+from tilth.core.batch import Batch, Store
+from tilth.core.errors import DataError
+from tilth.data.columns import Prompt
+from tilth.data.prompts import PromptSet
+from tilth.data.template import Template
+from tilth.rl.judging import question, steps, verdict
+from tilth.roles.experience import texts
+from tilth.rollout.engine import Engine
+from tilth.rollout.request import Request, SamplingParams
+from tilth.trace.spans import span
+
+VERDICT = "verdict"
+"""Row column of a judged batch: index of the first wrong step, -1 none, NaN where the judge said nothing usable."""
+JUDGED_BY = "judged_by"
+"""Row column beside it: the training step of the judge's checkpoint."""
+
+
+class JudgeWorker:
+    """One engine with the judge's weights, the judge's own template, and the prompts whose answers it is told.
+
+    Verdicts are greedy, so a step that is run again gets the same ones.
+    """
+
+    def __init__(
+        self, engine: Engine, template: Template, prompts: PromptSet, section: JudgeSection, store: Store
+    ) -> None:
+        self.engine = engine
+        self.template = template
+        self.prompts = prompts
+        self.section = section
+        self.store = store
+
+    @transfer(split="rows", gather="rows")
+    def verdicts(self, batch: Batch) -> Batch:
+        """Fill in the row columns ``verdict`` and ``judged_by``.
+
+        A solution that does not fit, that cannot be put into the judge's tokens or on which it says no index of a step
+        has no verdict: NaN.
+        """
+        written = [steps(text) for text in texts(batch.read(self.store, "text")["text"])]
+        asked = [self._ask(int(i), int(p), s) for i, p, s in zip(batch["id"], batch["prompt"], written)]
+        requests = [request for request in asked if request is not None]
+        with span("judge") as spent:
+            self.engine.reset_prefix_cache()  # no trace of earlier steps, so that a resumed run does the same work
+            said = {t.id: t.text for t in self.engine.generate(requests)}
+            spent.set(tokens=sum(len(request.prompt) for request in requests))
+        found = [verdict(said.get(i, ""), len(s)) for i, s in zip(batch["id"].tolist(), written)]
+        columns = {VERDICT: np.array([np.nan if v is None else v for v in found], np.float32)}
+        columns[JUDGED_BY] = np.full(len(batch), self.engine.version, np.int64)
+        return batch.with_rows(**columns)
+
+    def _ask(self, id: int, index: int, written: list[str]) -> Request | None:
+        """The question about one solution; None for one that the judge cannot be asked about."""
+        prompt = self.prompts[index]
+        text = question(prompt.text, str(prompt.info.get("answer", "")), written)
+        try:
+            ids = self.template.prompts([Prompt(index, text)])[0] if written else []
+        except DataError:  # a character that the judge has no token for
+            return None
+        room = min(self.section.max_tokens, self.engine.max_length - len(ids))
+        if not ids or room < 1:
+            return None
+        return Request(id=id, prompt=ids, params=SamplingParams(room, 0.0, stop_tokens=self.template.stops))
