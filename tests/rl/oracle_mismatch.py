@@ -54,7 +54,7 @@ def passes(name, bounds, old, rollout, gaps):
     return [bounds[0] <= math.exp(v) <= bounds[1] for v in values]
 
 
-def correct(batch, columns, *, level, cap, low, beyond, normalise, denominators, reject_negative, reject):
+def correct(batch, columns, *, level, max_weight, min_weight, beyond, normalise, denominators, reject_negative, reject):
     weights, masks, above, below, failed, held = [], [], 0, 0, dict.fromkeys(reject, 0), []
     lost_rows = lost = total = rows_alive = 0
     if reject_negative is not None:
@@ -63,9 +63,9 @@ def correct(batch, columns, *, level, cap, low, beyond, normalise, denominators,
     for (old, rollout, advantages), _ in rows(batch, columns):
         gaps = [gap(o, r) for o, r in zip(old, rollout)]
         rho = ratios(level, gaps) if gaps else []
-        row = [bounded(r, cap, low, beyond) for r in rho]
-        above += sum(bool(cap) and r > cap for r in rho)
-        below += sum(r < low for r in rho)
+        row = [bounded(r, max_weight, min_weight, beyond) for r in rho]
+        above += sum(bool(max_weight) and r > max_weight for r in rho)
+        below += sum(r < min_weight for r in rho)
         keep = [k for _, k in row]
         for name, bounds in reject.items():
             ok = passes(name, bounds, old, rollout, gaps) if gaps else []

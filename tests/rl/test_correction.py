@@ -58,10 +58,22 @@ def kept(data, found):
 @pytest.mark.parametrize(
     "name, options, row, mean, effective",
     [
-        ("decoupled_token_is", {"cap": 1.02}, [1.02, 1.02, 1, 0.980199, 0.960789, 1.02], 0.999462, 0.999455),
-        ("decoupled_token_icepop", {"low": 0.97, "cap": 1.03}, [0, 1.020201, 1, 0.980199, 0, 0], 0.572943, 0.571262),
-        ("decoupled_seq_is", {"cap": 1.05}, [1.040811] * 6, 1.014481, 0.999641),
-        ("decoupled_seq_is", {"low": 0.95, "cap": 1.05, "beyond": "zero"}, [1.040811] * 6, 0.939481, 0.928306),
+        ("decoupled_token_is", {"max_weight": 1.02}, [1.02, 1.02, 1, 0.980199, 0.960789, 1.02], 0.999462, 0.999455),
+        (
+            "decoupled_token_icepop",
+            {"min_weight": 0.97, "max_weight": 1.03},
+            [0, 1.020201, 1, 0.980199, 0, 0],
+            0.572943,
+            0.571262,
+        ),
+        ("decoupled_seq_is", {"max_weight": 1.05}, [1.040811] * 6, 1.014481, 0.999641),
+        (
+            "decoupled_seq_is",
+            {"min_weight": 0.95, "max_weight": 1.05, "beyond": "zero"},
+            [1.040811] * 6,
+            0.939481,
+            0.928306,
+        ),
     ],
 )
 def test_weights(data, name, options, row, mean, effective):
@@ -146,7 +158,7 @@ def loss(data, found, name, logprobs, old, **options):
     [
         ("decoupled_token_is", {}, "ppo_clip", {"dual_clip": 3.0}, (-0.222004, 0.710468)),
         ("bypass_ppo_clip", {}, "ppo_clip", {"dual_clip": 3.0}, (-0.222004, 0.710468)),
-        ("bypass_pg_is", {"level": "token", "cap": 1.05}, "reinforce", {}, (0.138040, 0.701392)),
+        ("bypass_pg_is", {"level": "token", "max_weight": 1.05}, "reinforce", {}, (0.138040, 0.701392)),
     ],
 )
 def test_losses_with_a_correction(data, preset, options, name, loss_options, expected):
@@ -184,8 +196,8 @@ chosen_statistics = st.dictionaries(st.sampled_from(STATISTICS), st.sampled_from
 chosen_options = st.fixed_dictionaries(
     {
         "level": st.sampled_from(["token", "sequence", "geometric"]),
-        "cap": st.sampled_from([0.0, 1.1, 2.0]),
-        "low": st.sampled_from([0.0, 0.5, 0.95]),
+        "max_weight": st.sampled_from([0.0, 1.1, 2.0]),
+        "min_weight": st.sampled_from([0.0, 0.5, 0.95]),
         "beyond": st.sampled_from(["clip", "zero", "reject"]),
         "normalise": st.booleans(),
         "denominators": st.sampled_from(["kept", "all"]),
@@ -331,16 +343,16 @@ def one_row(old, rollout, **options):
 
 
 def test_log_ratios_are_clamped():
-    far = one_row([-50.0, -1.0, -1.0], [-1.0, -50.0, -30.0], level="token", cap=0)
+    far = one_row([-50.0, -1.0, -1.0], [-1.0, -50.0, -30.0], level="token", max_weight=0)
     close(far.weights, [math.exp(-20), math.exp(20), math.exp(20)], 1e-3)
     assert float(far.metrics["mismatch/max"]) == 49.0  # that one is not
-    both = one_row([-1.0, -1.0], [-50.0, -50.0], level="sequence", cap=0)
+    both = one_row([-1.0, -1.0], [-50.0, -50.0], level="sequence", max_weight=0)
     close(both.weights, [math.exp(20)] * 2, 1e-3)
 
 
 def test_impossible_tokens():
     never = -math.inf
-    found = one_row([never, -1.0, never, -1.0], [-1.0, never, never, -1.0], level="token", cap=0)
+    found = one_row([never, -1.0, never, -1.0], [-1.0, never, never, -1.0], level="token", max_weight=0)
     close(found.weights, [math.exp(-20), math.exp(20), 1.0, 1.0], 1e-3)
     assert float(found.metrics["mismatch/max"]) == math.inf
     assert all(math.isfinite(float(found.metrics[f"mismatch/{k}"])) for k in ("kl", "k3", "chi2_token", "ppl_ratio"))
@@ -374,8 +386,8 @@ def test_negative_sequences():
 
 def test_masked_importance_leaves_out_what_truncation_holds():
     data = Fixture()
-    truncated = correct(data, "decoupled_seq_is", cap=1.03)
-    masked = correct(data, "decoupled_seq_mis", cap=1.03)
+    truncated = correct(data, "decoupled_seq_is", max_weight=1.03)
+    masked = correct(data, "decoupled_seq_mis", max_weight=1.03)
     held = [float(data.tokens(truncated.weights, row).max()) == pytest.approx(1.03) for row in range(7)]
     assert held == [kept == 0 for kept in kept(data, masked)] and any(held) and not all(held)
     assert float(masked.metrics["correction/above"]) == float(masked.metrics["correction/rejected"])
@@ -409,7 +421,7 @@ def test_presets():
         assert registry.lookup("corrections", name).__doc__
     assert rl.options("corrections", "none") == {}
     icepop = rl.options("corrections", "decoupled_token_icepop")
-    assert (icepop["low"], icepop["cap"], icepop["beyond"]) == (0.5, 5.0, "zero")
+    assert (icepop["min_weight"], icepop["max_weight"], icepop["beyond"]) == (0.5, 5.0, "zero")
     assert rl.options("corrections", "decoupled_seq_is_rs")["reject"] == {"seq_sum_k1": (0.5, 2.0)}
     assert rl.options("corrections", "decoupled_geo_rs")["reject"] == {"seq_mean_k1": (0.999, 1.001)}
     assert rl.options("corrections", "bypass_ppo_clip_k3_rs")["reject"] == {"seq_mean_k3": 0.01}
@@ -435,10 +447,17 @@ def test_every_preset_takes_a_step(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_takes_every_option(name):
     if name == "none":
-        with pytest.raises(RecipeError, match="none: no option 'cap'; it has none"):
-            rl.check(name, [], {"cap": 2.0})
+        with pytest.raises(RecipeError, match="none: no option 'max_weight'; it has none"):
+            rl.check(name, [], {"max_weight": 2.0})
         return
-    options = {"level": "geometric", "cap": 3.0, "low": 0.1, "beyond": "reject", "normalise": True, "bypass": False}
+    options = {
+        "level": "geometric",
+        "max_weight": 3.0,
+        "min_weight": 0.1,
+        "beyond": "reject",
+        "normalise": True,
+        "bypass": False,
+    }
     options |= {"reject": {"token_k2": 2.0}, "reject_negative": 1.0, "denominators": "all", "made_for": ""}
     columns = ["rollout_logprobs", "old_logprobs", "advantages"]
     assert rl.check(name, columns, options).model_dump() == rl.check("custom", columns, options).model_dump()
@@ -486,12 +505,20 @@ def test_a_bypass_without_the_trainers_log_probs():
     "name, options, message",
     [
         ("decoupled_token_iss", {}, "corrections: no 'decoupled_token_iss'; did you mean 'decoupled_token_is'"),
-        ("decoupled_token_is", {"caps": 2}, "decoupled_token_is: no option 'caps'; did you mean 'cap'"),
-        ("decoupled_token_is", {"cap": -1}, "cap = -1: .*greater than or equal to 0"),
-        ("decoupled_token_is", {"cap": math.nan}, "cap = nan"),
+        (
+            "decoupled_token_is",
+            {"max_weights": 2},
+            "decoupled_token_is: no option 'max_weights'; did you mean 'max_weight'",
+        ),
+        ("decoupled_token_is", {"max_weight": -1}, "max_weight = -1: .*greater than or equal to 0"),
+        ("decoupled_token_is", {"max_weight": math.nan}, "max_weight = nan"),
         ("decoupled_token_is", {"level": "row"}, "level = 'row': .*'none', 'token', 'sequence' or 'geometric'"),
-        ("decoupled_token_is", {"low": 3}, "decoupled_token_is: low = 3.0: it must be at most cap = 2.0"),
-        ("decoupled_geo_rs", {"cap": 3}, "decoupled_geo_rs: cap is for weights, but level is none"),
+        (
+            "decoupled_token_is",
+            {"min_weight": 3},
+            "decoupled_token_is: min_weight = 3.0: it must be at most max_weight = 2.0",
+        ),
+        ("decoupled_geo_rs", {"max_weight": 3}, "decoupled_geo_rs: max_weight is for weights, but level is none"),
         ("custom", {"normalise": True}, "custom: normalise is for weights"),
         ("custom", {"reject": {"seq_mean_k4": 1}}, "reject: no statistic 'seq_mean_k4'; did you mean 'seq_mean_k"),
         ("custom", {"reject": {"seq_max_k1": 2}}, "reject: no statistic 'seq_max_k1'"),

@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, Name, below
+from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, Name, below, own_defaults
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["fp32", "bf16"]
-Option = bool | int | float | str | tuple[str, ...] | dict[str, float]
+Option = bool | int | float | str | tuple[str, ...] | dict[str, float | tuple[float, float]]
 Options = dict[str, Option]
 """Options of an algorithm that have no key of their own."""
 
@@ -364,10 +364,10 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _own_defaults(cls, data: Any) -> Any:
-        """A flow's own defaults lie below what is given."""
+        """A flow's own defaults, and the clips of the chosen loss, lie below what is given."""
         if not isinstance(data, Mapping) or data.get("flow", "grpo") not in FLOWS:
             return data
-        own = FLOWS[data.get("flow", "grpo")].own
+        own = own_defaults(data.get("flow", "grpo"), _said(data.get("algorithm", {})))
         said = {name: _said(value) if name in own else value for name, value in data.items()}
         return below(said, own) if all(isinstance(said.get(name, {}), Mapping) for name in own) else data
 

@@ -80,8 +80,8 @@ class Corrector(Rule):
         Literal["none", "token", "sequence", "geometric"],
         Field(description="weight: rho = old / mu of each token, product over the sequence, or its geometric mean"),
     ] = "none"
-    cap: Annotated[float, Field(ge=0, description="upper bound of weights; 0: none")] = 2.0
-    low: Annotated[float, Field(ge=0, description="lower bound of weights; 0: none")] = 0.0
+    max_weight: Annotated[float, Field(ge=0, description="upper bound of weights; 0: none")] = 2.0
+    min_weight: Annotated[float, Field(ge=0, description="lower bound of weights; 0: none")] = 0.0
     beyond: Annotated[
         Literal["clip", "zero", "reject"],
         Field(description="weights out of bounds: moved to them (TIS), 0 (IcePop), or their tokens left out (MIS)"),
@@ -107,13 +107,15 @@ class Corrector(Rule):
 
     def model_post_init(self, context: Any) -> None:
         """Options that contradict each other, and bounds that nothing could meet, are named before the run starts."""
-        idle = self.model_fields_set & {"cap", "low", "beyond", "normalise"}
+        idle = self.model_fields_set & {"max_weight", "min_weight", "beyond", "normalise"}
         if self.level == "none" and idle:
             raise RecipeError(
                 f"{self.title}: {min(idle)} is for weights, but level is none; set level=token, or sequence"
             )
-        if self.cap and self.low > self.cap:
-            raise RecipeError(f"{self.title}: low = {self.low}: it must be at most cap = {self.cap}")
+        if self.max_weight and self.min_weight > self.max_weight:
+            raise RecipeError(
+                f"{self.title}: min_weight = {self.min_weight}: it must be at most max_weight = {self.max_weight}"
+            )
         for statistic, threshold in self.reject.items():
             _check_threshold(self.title, statistic, threshold)
 
@@ -179,9 +181,9 @@ class Corrector(Rule):
     def _weigh(self, gap: Gap, reduce: Reduce) -> tuple[Tensor, Tensor, dict[str, Metric]]:
         """Weights [total], tokens that ``beyond`` does not reject (bool [total]), metrics."""
         rho = gap.ratio(self.level)
-        above, below = rho > (self.cap or torch.inf), rho < self.low
+        above, below = rho > (self.max_weight or torch.inf), rho < self.min_weight
         if self.beyond == "clip":
-            bounded = rho.clamp(self.low, self.cap or None)
+            bounded = rho.clamp(self.min_weight, self.max_weight or None)
         else:
             bounded = torch.where(above | below, 0.0, rho)
         spread = (lambda c: c) if self.level == "token" else gap.packing.spread
@@ -250,7 +252,7 @@ def _share(chosen: Tensor, given: Tensor) -> Metric:
 
 
 _TOKEN, _SEQUENCE = {"level": "token"}, {"level": "sequence"}
-_ICEPOP = {"level": "token", "low": 0.5, "cap": 5.0, "beyond": "zero"}
+_ICEPOP = {"level": "token", "min_weight": 0.5, "max_weight": 5.0, "beyond": "zero"}
 _GEO, _K3 = {"reject": {"seq_mean_k1": (0.999, 1.001)}}, {"reject": {"seq_mean_k3": 0.01}}
 _CLIP, _PG = {"bypass": True, "made_for": "ppo_clip"}, {"bypass": True, "made_for": "reinforce"}
 _PRESETS: dict[str, tuple[dict[str, Any], str]] = {
@@ -270,7 +272,7 @@ _PRESETS: dict[str, tuple[dict[str, Any], str]] = {
     "decoupled_k3_rs_token_tis": (_K3 | _TOKEN, "decoupled_k3_rs with truncated weights of tokens."),
     "decoupled_seq_mis": (
         _SEQUENCE | {"beyond": "reject"},
-        "Weights of sequences; those above the cap are left out (masked importance sampling, MIS). Not in verl.",
+        "Weights of sequences; those above the bound are left out (masked importance sampling, MIS). Not in verl.",
     ),
     "decoupled_negative": (
         {"reject_negative": 0.5},

@@ -63,7 +63,8 @@ def policy_loss(
         denominator: that of the global batch (``tilth.rl.denominator``), so that the losses of its micro-batches add up
             to its loss; None: this call sees the whole global batch.
         ref_logprobs: [total], for a KL penalty (options ``kl``, ``kl_coef``) and its metric.
-        rollout_logprobs: [total], behaviour policy as the rollout engine computed it, for the metrics of the mismatch.
+        rollout_logprobs: [total], behaviour policy as the rollout engine computed it, for the metrics of the mismatch
+            with old_logprobs; with logprobs where both are the same tensor, so that the ratio is taken to it (bypass).
         weights: [total], constants that multiply the loss of each token (importance weights of ``tilth.rl.correct``),
             not its KL penalty towards the reference.
         uniforms: [total], counted random numbers in [0, 1), for losses that choose tokens at random.
@@ -92,7 +93,11 @@ def policy_loss(
         means["kl_ref"] = kl_penalty(entry.kl, step.logprobs, columns["ref_logprobs"])
     if entry.kl_coef:
         losses = losses + entry.kl_coef * means["kl_ref"]
-    return LossResult(reduce_tokens(aggregate, losses, packing, denominator), _metrics(step, means))
+    metrics = _metrics(step, means)
+    if rollout_logprobs is not None:
+        ours = step.logprobs if old_logprobs is rollout_logprobs else step.old_logprobs
+        metrics |= Gap.of(packing, ours, columns["rollout_logprobs"]).metrics()
+    return LossResult(reduce_tokens(aggregate, losses, packing, denominator), metrics)
 
 
 def thresholds(
@@ -185,7 +190,4 @@ def _metrics(step: Step, means: Mapping[str, Tensor]) -> dict[str, Metric]:
     count = step.packing.mask.sum()
     stacked = torch.stack([step.packing.masked(c.to(step.ratio.dtype)) for c in columns.values()])
     sums = stacked.sum(1, dtype=torch.float64)
-    metrics = {k: Metric(total, count, "mean") for k, total in zip(columns, sums)}
-    if "rollout_logprobs" in step.columns:
-        metrics |= Gap.of(step.packing, step.old_logprobs, step.columns["rollout_logprobs"]).metrics()
-    return metrics
+    return {k: Metric(total, count, "mean") for k, total in zip(columns, sums)}

@@ -44,12 +44,14 @@ def aggregation(how: Algorithm) -> str:
 
 @dataclass(frozen=True)
 class Objective:
-    """Makes the loss of one update. everyone: numbers of the rows of all workers; found: of the loss's first pass."""
+    """Makes the loss of one update. everyone: numbers of the rows of all workers; found: of the loss's first pass;
+    bypass: its ratio is taken to the engine's policy."""
 
     how: Algorithm
     norm_length: int
     everyone: Everyone = alone
     found: Mapping[str, float] | None = None
+    bypass: bool = False
 
     def of(self, mask: np.ndarray, tokens: Ragged, right: np.ndarray | None = None) -> tuple[Loss, float]:
         """The loss with the denominator of the whole batch, and the weight that all of its tokens have in it.
@@ -76,10 +78,11 @@ class Objective:
 
     def _policy(self, micro: Micro, shares: Shares) -> rl.LossResult:
         how, columns = self.how, micro.columns
+        ratio_to = "rollout_logprobs" if self.bypass else "old_logprobs"
         return rl.policy_loss(
             how.loss,
             logprobs=micro.logprobs,
-            old_logprobs=columns.get("old_logprobs", micro.logprobs.detach()),
+            old_logprobs=columns.get(ratio_to, micro.logprobs.detach()),
             advantages=columns["advantages"],
             mask=micro.mask,
             lengths=micro.lengths,

@@ -111,12 +111,12 @@ class PolicyWorker(Learner):
             tokens = columns.pop("tokens")
             check_identity(batch, tokens)
             per_token = {name: column.values for name, column in columns.items()}
-            corrected = self._correct(how, per_token, tokens)
+            corrected, bypass = self._correct(how, per_token, tokens)
             mask = per_token.pop("mask")
             if how.nll_coef:
                 per_token[RIGHT] = np.repeat(_right(batch), tokens.lengths)
             found = self._first_pass(batch, how, mask, tokens, per_token)
-            objective = Objective(how, self.norm_length, everyone(self.grid), found)
+            objective = Objective(how, self.norm_length, everyone(self.grid), found, bypass)
             loss, weight = objective.of(mask, tokens, per_token.get(RIGHT))
             done = self.engine.update(
                 tokens, mask, per_token, loss, temperature=self.temperature, starts=batch.rows.get("start")
@@ -125,16 +125,15 @@ class PolicyWorker(Learner):
             check_weight(done.metrics, weight, self.grid)
         return self._account(done) | corrected
 
-    def _correct(self, how: Algorithm, per_token: dict[str, np.ndarray], tokens: Ragged) -> Metrics:
+    def _correct(self, how: Algorithm, per_token: dict[str, np.ndarray], tokens: Ragged) -> tuple[Metrics, bool]:
         """What the recipe's correction makes of the columns: weights, a mask without rejected tokens, and in the
-        two-policy form the engine's log-probs as those that the ratio is taken to."""
+        two-policy form (True) the engine's log-probs as those that the ratio is taken to."""
         if not how.correction:
-            return {}
-        theirs = _tensor(per_token["rollout_logprobs"])
+            return {}, False
         found = rl.correct(
             how.correction,
-            old_logprobs=_tensor(per_token["old_logprobs"]) if "old_logprobs" in per_token else theirs,
-            rollout_logprobs=theirs,
+            old_logprobs=_tensor(per_token["old_logprobs"]) if "old_logprobs" in per_token else None,
+            rollout_logprobs=_tensor(per_token["rollout_logprobs"]),
             advantages=_tensor(per_token["advantages"]),
             mask=_tensor(per_token["mask"]),
             lengths=torch.from_numpy(tokens.lengths),
@@ -146,7 +145,7 @@ class PolicyWorker(Learner):
             per_token["weights"] = found.weights.numpy()
         if found.bypass:
             per_token["old_logprobs"] = per_token["rollout_logprobs"]
-        return dict(found.metrics)
+        return found.metrics, found.bypass
 
     def _first_pass(
         self, batch: Batch, how: Algorithm, mask: np.ndarray, tokens: Ragged, per_token: dict[str, np.ndarray]

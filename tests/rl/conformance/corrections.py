@@ -30,10 +30,10 @@ def _rho(row: Row, level: str) -> list[float]:
 
 def _bounded(rho: float, o: Options) -> tuple[float, bool]:
     """Weight, and whether the ratio lies inside of the bounds."""
-    high = o["cap"] or math.inf
-    inside = o["low"] <= rho <= high
+    high = o["max_weight"] or math.inf
+    inside = o["min_weight"] <= rho <= high
     if o["beyond"] == "clip":
-        return min(max(rho, o["low"]), high), inside
+        return min(max(rho, o["min_weight"]), high), inside
     return (rho if inside else 0.0), inside
 
 

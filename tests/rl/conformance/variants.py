@@ -42,10 +42,10 @@ _LOSSES: dict[str, list[dict]] = {
     "geo_mean": [{"clip_low": 0.05, "clip_high": 0.1}],
 }
 _CORRECTIONS: list[dict] = [
-    {"level": "token", "cap": 1.1, "low": 0.9},
-    {"level": "token", "cap": 1.1, "low": 0.9, "beyond": "zero", "normalise": True},
-    {"level": "sequence", "cap": 1.3, "beyond": "reject"},
-    {"level": "geometric", "cap": 0.0, "normalise": True, "bypass": True, "made_for": "reinforce"},
+    {"level": "token", "max_weight": 1.1, "min_weight": 0.9},
+    {"level": "token", "max_weight": 1.1, "min_weight": 0.9, "beyond": "zero", "normalise": True},
+    {"level": "sequence", "max_weight": 1.3, "beyond": "reject"},
+    {"level": "geometric", "max_weight": 0.0, "normalise": True, "bypass": True, "made_for": "reinforce"},
     {"reject": {"token_k1": (0.9, 1.1), "seq_sum_k1": 1.5}},
     {"reject": {"token_k2": 0.02, "seq_sum_k2": 0.1, "seq_max_k2": 0.05}, "denominators": "all"},
     {"reject": {"token_k3": 0.02, "seq_mean_k3": 0.02, "seq_max_k3": 0.04}, "level": "sequence"},
