@@ -10,6 +10,7 @@ from tests.rl.losing import ACTIVE, AGGREGATIONS, FIRST_PASS, LOSSES, columns, f
 from tests.rl.strategies import Drawn
 from tests.rl.test_golden import PACKINGS, close
 from tilth import rl
+from tilth.config.schema import Algorithm, Recipe
 from tilth.core.errors import RecipeError, TokenCountError
 
 NAN = float("nan")
@@ -369,3 +370,18 @@ def test_losses_without_a_first_pass_need_nothing():
 def test_options_under_test_are_those_of_the_losses():
     for name, options in ACTIVE.items():
         assert set(options) <= set(rl.options("losses", name))
+
+
+def test_a_recipe_has_the_clips_of_its_loss():
+    """Said nowhere: those of the entry, whatever the flow has for PPO's loss; and what a recipe says stays."""
+    for name in LOSSES:
+        own = {k: v for k, v in rl.options("losses", name).items() if k in ("clip_low", "clip_high")}
+        for flow, high in (("grpo", 0.2), ("dapo", 0.28)):
+            found = Recipe(flow=flow, algorithm={"loss": name}).algorithm
+            wanted = {"clip_low": 0.2, "clip_high": 0.2} | own
+            if name in ("ppo_clip", "clip_cov"):
+                wanted["clip_high"] = high
+            assert {k: getattr(found, k) for k in wanted} == wanted, (flow, name)
+        assert Recipe(flow="dapo", algorithm={"loss": name, "clip_high": 0.01}).algorithm.clip_high == 0.01
+    assert Recipe(algorithm=Algorithm(loss="gspo")).algorithm.clip_low == 3e-4
+    assert Recipe(flow="dapo").algorithm.clip_high == 0.28

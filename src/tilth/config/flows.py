@@ -44,6 +44,11 @@ class Flow:
     own: _Keys = field(default_factory=dict)
 
     @property
+    def rows(self) -> int:
+        """Sequences of one item of given data."""
+        return 2 if self.learns == "pairs" else 1
+
+    @property
     def samples(self) -> bool:
         """Whether it learns from experience."""
         return self.learns == "experience"
@@ -80,8 +85,28 @@ FLOWS: dict[str, Flow] = {
 assert tuple(FLOWS) == get_args(Name)
 
 
+_NOTHING_TO_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+LOSSES: dict[str, Mapping[str, Any]] = {
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "geo_mean": {"clip_low": 0.4, "clip_high": 0.4},
+    "cispo": {"clip_low": 1.0, "clip_high": 0.2},
+    **dict.fromkeys(("reinforce", "gpg", "sapo", "dro", "dppo_tv", "dppo_kl", "kl_cov"), _NOTHING_TO_CLIP),
+}
+"""Clips of policy losses that were published with others than PPO's, or have none: below what a recipe says, above what
+its flow says for PPO's loss."""
+
+
 REFERENCE_FREE = ("simpo",)
 """Preference losses of log-probs that need no reference."""
+
+
+def own_defaults(flow: str, algorithm: Any) -> _Keys:
+    """A flow's own defaults, with the clips of the policy loss that the recipe's section ``algorithm`` names."""
+    own = FLOWS[flow].own
+    loss = algorithm.get("loss") if isinstance(algorithm, Mapping) else None
+    if not isinstance(loss, str) or loss not in LOSSES:
+        return own
+    return {**own, "algorithm": {**own.get("algorithm", {}), **LOSSES[loss]}}
 
 
 def below(data: Mapping[str, Any], own: _Keys) -> dict[str, Any]:
