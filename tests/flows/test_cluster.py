@@ -35,10 +35,17 @@ COUNTED = ("reward/mean", "length/mean", "tokens/generated", "samples/trained", 
 
 @pytest.fixture(scope="module")
 def workers():
-    """Two worker processes that all runs of this file share, one after the other."""
-    cluster = Cluster(LocalFleet(2, timeout=60.0), 60.0)
-    yield cluster
-    cluster.close()
+    """Two worker processes that all runs of this file share, one after the other; new ones after a failure."""
+    made = []
+
+    def give():
+        if not made or made[-1].dispatch.failed is not None:
+            made.append(Cluster(LocalFleet(2, timeout=60.0), 60.0))
+        return made[-1]
+
+    yield give
+    for cluster in made:
+        cluster.close()
 
 
 class Lent:
@@ -60,13 +67,9 @@ class Lent:
         """They write no events: a worker writes to one place in its life."""
 
 
-def lend(workers, monkeypatch):
-    monkeypatch.setattr(launch, "open_cluster", lambda *_, **__: Lent(workers))
-
-
 @pytest.fixture
 def shared(workers, monkeypatch):
-    lend(workers, monkeypatch)
+    monkeypatch.setattr(launch, "open_cluster", lambda *_, **__: Lent(workers()))
 
 
 def sections(flow, **more):
@@ -248,16 +251,7 @@ def replace_rollout(monkeypatch, factory, **more):
 WRONG = {"supervised": {"steps": 0}, "cluster": {**LOCAL, "timeout": 60.0}}
 
 
-@pytest.mark.parametrize("damage", [*(pytest.param(d, marks=pytest.mark.slow) for d in ("drop", "permute")), "corrupt"])
-def test_a_tensor_that_one_engine_holds_wrongly_stops_the_run_in_that_step(tmp_path, monkeypatch, damage):
-    replace_rollout(monkeypatch, "harmed", damage=damage)
-    watcher = tiny.Recorder()
-    with pytest.raises(WeightMismatch, match=r"rank 1.* model\.layers\.1\.mlp\.up_proj\.weight in the rollout engine"):
-        tiny.run(tiny.recipe(tmp_path, **WRONG), observers=[watcher])
-    assert not watcher.records  # the publish at the end of the first step is the first with a version above 0
-
-
-def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path, workers, monkeypatch):
+def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path, shared, monkeypatch):
     with monkeypatch.context() as once:
         replace_rollout(once, "dies")
         with pytest.raises(
@@ -266,12 +260,11 @@ def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path, workers, mo
             tiny.run(tiny.recipe(tmp_path, **WRONG))
     (directory,) = [p for p in tmp_path.iterdir() if p.name.startswith("tiny")]
     assert read_state(directory)["state"] != "finished"
-    lend(workers, monkeypatch)
     assert tiny.run(tiny.recipe(tmp_path, **WRONG)).directory == directory
 
 
 @pytest.mark.slow
-def test_a_mistake_in_a_worker_comes_with_its_traceback(tmp_path, monkeypatch):
+def test_a_mistake_in_a_worker_comes_with_its_traceback(tmp_path, shared, monkeypatch):
     replace_rollout(monkeypatch, "raises")
     said = r"role rollout, rank \d, generate: AttributeError(.|\n)*requests\[0\]\.nothing"
     with pytest.raises(WorkerError, match=said):
@@ -309,3 +302,15 @@ def test_rewards_that_are_slow_together_end_within_the_limit_of_a_call(tmp_path,
     result = tiny.run(made, reward=lambda prompt, completion, info: time.sleep(0.03) or float(len(completion)))
     assert len(read_trajectories(result.directory)) == 24
     assert read_metrics(result.directory)[0]["reward/missing"] == 0
+
+
+# ---- at the end: the workers do not survive it ----
+
+
+@pytest.mark.parametrize("damage", [*(pytest.param(d, marks=pytest.mark.slow) for d in ("drop", "permute")), "corrupt"])
+def test_a_tensor_that_one_engine_holds_wrongly_stops_the_run_in_that_step(tmp_path, shared, monkeypatch, damage):
+    replace_rollout(monkeypatch, "harmed", damage=damage)
+    watcher = tiny.Recorder()
+    with pytest.raises(WeightMismatch, match=r"rank 1.* model\.layers\.1\.mlp\.up_proj\.weight in the rollout engine"):
+        tiny.run(tiny.recipe(tmp_path, **WRONG), observers=[watcher])
+    assert not watcher.records  # the publish at the end of the first step is the first with a version above 0
