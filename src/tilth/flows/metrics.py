@@ -165,6 +165,7 @@ _DECLARED = (
     Metric("correction/rejected_rows", "share", "mean", "samples of which it leaves a token out"),
     Metric("correction/rejected/*", "share", "mean", "tokens outside of the bounds of one statistic"),
     Metric("tokens/generated", "tokens", "sum", "tokens that the policy chose, for training"),
+    Metric("tokens/baseline", "tokens", "sum", "tokens of the greedy answers that samples are compared with"),
     Metric("tokens/trained", "tokens", "sum", "tokens that went through forward and backward, prompts included"),
     Metric("tokens_per_second/generate", "tokens/s", "mean", "chosen tokens over the time of generating"),
     Metric("tokens_per_second/train", "tokens/s", "mean", "trained tokens over the time of the update"),

@@ -343,6 +343,7 @@ class Run:
         greedy = self.collect(ask(prompts.tolist(), 1, BASELINE_IDS), greedy=True, prefix="baseline")
         if len(prompts):
             self.metrics.add("baseline/mean", float(np.nanmean(greedy["reward"])), len(prompts))
+            self.metrics.add("tokens/baseline", float(greedy["completion"].sum()))
         return batch.with_rows(baselines=greedy["reward"][place])
 
     def collect(self, asked: Batch, *, greedy: bool = False, prefix: str = "") -> Batch:
