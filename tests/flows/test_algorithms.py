@@ -1,0 +1,258 @@
+"""The pages of the policy-gradient flows, on a run that takes a second."""
+
+import signal
+
+import numpy as np
+import pytest
+
+import tilth.flows.dapo as dapo_page
+from tests.flows import tiny
+from tilth.config.load import from_dict
+from tilth.core.errors import RecipeError
+from tilth.data.prompts import PromptSet
+from tilth.flows.checks import check_algorithm, columns_needed
+from tilth.flows.readers import read_trajectories
+from tilth.flows.run import Run
+from tilth.flows.signals import Interrupted
+from tilth.roles.policy import PolicyWorker
+
+SHORT = {"supervised": {"steps": 2}, "run": {"eval_every": 0}}
+
+
+def recipe(folder, flow, algorithm=None, **sections):
+    """Of this flow with its own defaults, but for what is named."""
+    base = tiny.settings(folder, **{"flow": flow, **SHORT, **sections})
+    base["algorithm"] = {"steps": 3, **(algorithm or {})}
+    return from_dict(base)
+
+
+def parity(prompt, completion, info):
+    """About every other answer is right; longer ones a little better, which is no skill."""
+    return {"reward": len(completion) % 2 + 0.01 * len(completion), "correct": len(completion) % 2}
+
+
+# ---- DAPO ----
+
+
+OFF = {"refill": 0, "overlong_buffer": 0.0, "clip_high": 0.2, "aggregation": "seq-mean-token-mean"}
+
+
+def test_with_every_switch_off_dapo_is_grpo_bit_for_bit(tmp_path):
+    same = {"advantage": "grpo", "epochs": 2}
+    plain = tiny.run(recipe(tmp_path / "a", "grpo", {**same, "aggregation": "seq-mean-token-mean"}))
+    off = tiny.run(recipe(tmp_path / "b", "dapo", {**same, **OFF}))
+    assert tiny.weights(plain.directory) == tiny.weights(off.directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("refill", 10),
+        ("overlong_buffer", 0.5),
+        ("clip_high", 0.28),
+        ("aggregation", "token-mean"),
+        ("overlong_filter", True),
+    ],
+)
+def test_each_switch_changes_what_is_learned(tmp_path, key, value):
+    given = {"advantage": "grpo", "epochs": 3}
+    off = tiny.run(recipe(tmp_path / "a", "dapo", {**given, **OFF}, optimizer={"lr": 5e-2}), reward=parity)
+    on = tiny.run(recipe(tmp_path / "b", "dapo", {**given, **OFF, key: value}, optimizer={"lr": 5e-2}), reward=parity)
+    assert tiny.weights(off.directory) != tiny.weights(on.directory)
+
+
+def sometimes(prompt, completion, info):
+    """Most groups are flat: only some prompts can be answered at all."""
+    return float(prompt[0] in "0123" and len(completion) % 2)
+
+
+@pytest.fixture(scope="module")
+def refilled(tmp_path_factory):
+    """A run of DAPO, what its page got, and the records of its steps."""
+    seen, whole = [], dapo_page.overlong
+    patch = pytest.MonkeyPatch()
+    patch.setattr(dapo_page, "overlong", lambda batch, *a: seen.append(batch) or whole(batch, *a))
+    watcher = tiny.Recorder()
+    made = recipe(tmp_path_factory.mktemp("dapo"), "dapo", {"refill": 8})
+    directory = tiny.run(made, reward=sometimes, observers=[watcher]).directory
+    patch.undo()
+    return directory, seen, [r for r in watcher.records if r["phase"] == "dapo"]
+
+
+def test_refilled_batches_are_full_of_whole_mixed_groups(refilled):
+    _, seen, records = refilled
+    assert len(seen) == 3
+    for batch, record in zip(seen, records):
+        groups, counts = np.unique(batch["group"], return_counts=True)
+        assert len(groups) == 6 and (counts == 4).all()
+        for group in groups:
+            assert 0 < batch["reward"][batch["group"] == group].mean() < 1
+        assert record["samples/trained"] == 24 < record["samples"]
+    assert max(record["samples/rounds"] for record in records) > 1
+
+
+def test_everything_that_was_sampled_is_kept_on_disk_with_a_number_of_its_own(refilled):
+    directory, _, records = refilled
+    table = read_trajectories(directory)
+    ids = table["id"].to_pylist()
+    assert len(ids) == len(set(ids)) == sum(record["samples"] for record in records)
+
+
+def test_rounds_are_bounded_and_what_is_there_is_learned_from(tmp_path):
+    watcher = tiny.Recorder()
+    tiny.run(recipe(tmp_path, "dapo", {"refill": 2, "steps": 1}), reward=lambda p, c, i: 1.0, observers=[watcher])
+    record = watcher.records[-1]
+    assert record["samples/rounds"] == 2 and record["samples/trained"] == 0
+
+
+def test_a_stopped_run_of_dapo_goes_on_as_if_nothing_had_been(tmp_path, refilled):
+    """The streams stand where a step's last round left them."""
+    made = recipe(tmp_path, "dapo", {"refill": 8})
+    stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 3 else None)
+    with pytest.raises(Interrupted):
+        tiny.run(made, reward=sometimes, observers=[stop])
+    assert tiny.weights(tiny.run(made, reward=sometimes).directory) == tiny.weights(refilled[0])
+
+
+# ---- ReMax ----
+
+
+def test_the_baseline_of_remax_is_the_reward_of_the_greedy_answer(tmp_path, monkeypatch):
+    seen, whole = [], Run.baselines
+
+    def baselines(run, batch):
+        found = whole(run, batch)
+        seen.append((found, run.collect(tiny_ask(batch["prompt"]), greedy=True, prefix="baseline")))
+        return found
+
+    from tilth.roles.rollout import ask
+
+    def tiny_ask(prompts):
+        return ask(prompts.tolist(), 1, -7_000_000)
+
+    monkeypatch.setattr(Run, "baselines", baselines)
+    tiny.run(recipe(tmp_path, "remax", rollout={"group": 2}))
+    for batch, greedy in seen:
+        np.testing.assert_array_equal(batch["baselines"], greedy["reward"])
+        assert len(np.unique(batch["baselines"] - batch["reward"])) > 1
+
+
+def test_samples_whose_greedy_answer_has_no_reward_are_left_out(tmp_path):
+    def fails_at_times(prompt, completion, info):
+        return float("nan") if prompt[0] in "02468" else len(completion) / 4
+
+    watcher = tiny.Recorder()
+    tiny.run(recipe(tmp_path, "remax", rollout={"group": 2}), reward=fails_at_times, observers=[watcher])
+    last = watcher.records[-1]
+    assert last["baseline/missing"] + last["reward/missing"] > 0 and np.isfinite(last["loss"])
+
+
+# ---- weights that follow, KL in the reward ----
+
+
+def test_an_adapted_weight_is_used_in_the_next_step_and_survives_a_stop(tmp_path, monkeypatch):
+    coefs, whole = [], PolicyWorker.update
+
+    def update(worker, batch, how):
+        coefs.append(how.kl_coef)
+        return whole(worker, batch, how)
+
+    update.__tilth_transfer__ = whole.__tilth_transfer__
+    monkeypatch.setattr(PolicyWorker, "update", update)
+    given = {"kl": "k3", "kl_coef": 0.2, "kl_target": 1e-9, "kl_horizon": 24, "steps": 4}
+    made = recipe(tmp_path, "reinforce_pp", given, optimizer={"lr": 1e-2})
+    stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 4 else None)
+    with pytest.raises(Interrupted):
+        tiny.run(made, observers=[stop])
+    tiny.run(made)
+    assert coefs[0] == 0.2 and len(coefs) == 4
+    np.testing.assert_allclose(coefs[2:], [coefs[1] * 1.2, coefs[1] * 1.44], rtol=1e-6)
+
+
+def test_what_the_policy_must_compute_before_an_update(tmp_path):
+    def needed(flow, **algorithm):
+        return columns_needed(recipe(tmp_path, flow, algorithm))
+
+    assert needed("grpo") == set()
+    assert needed("grpo", epochs=2) == {"logprobs"}
+    assert needed("rloo", kl_coef=0.1) == {"logprobs"}
+    assert needed("grpo", kl_coef=0.1) == set()
+    assert needed("grpo", advantage="optimal_token_baseline") == {"logprobs", "sum_pi_squared"}
+    assert needed("grpo", correction="decoupled_token_is") == {"logprobs"}
+    assert needed("grpo", correction="bypass_ppo_clip") == set()
+
+
+# ---- distillation ----
+
+
+def test_a_student_comes_closer_to_its_teacher(tmp_path):
+    teacher = tiny.run(recipe(tmp_path / "t", "sft", supervised={"steps": 40, "lr": 2e-2})).directory
+    watcher = tiny.Recorder()
+    made = recipe(
+        tmp_path / "s",
+        "distill",
+        {"steps": 16},
+        reference={"path": str(teacher)},
+        supervised={"steps": 0},
+        optimizer={"lr": 1e-2},
+        rollout={"prompts": 16},
+    )
+    tiny.run(made, observers=[watcher])
+    gap = [record["kl_ref"] for record in watcher.records]
+    assert np.mean(gap[-5:]) < 0.8 * np.mean(gap[:5])
+
+
+def test_a_teacher_with_other_tokens_is_refused(tmp_path):
+    prompts = PromptSet.from_records([{"prompt": f"{a}x", "answer": a} for a in "abcdefgh"])
+    teacher = tiny.run(recipe(tmp_path / "t", "sft"), prompts=prompts).directory
+    with pytest.raises(RecipeError, match=r"other tokens .* both need the same tokenizer"):
+        tiny.run(recipe(tmp_path / "s", "distill", reference={"path": str(teacher)}))
+
+
+# ---- said before the run ----
+
+
+@pytest.mark.parametrize(
+    "flow, algorithm, said",
+    [
+        ("grpo", {"options": {"alpha": 0.1}}, "grpo and ppo_clip have no such option; it is one of .*vapo"),
+        ("grpo", {"options": {"epz": 0.1}}, "did you mean 'eps'"),
+        ("grpo", {"options": {"clip_low": 0.1}}, "a key of its own: algorithm.clip_low"),
+        ("grpo", {"lam": 0.9}, "algorithm.lam = 0.9: grpo and ppo_clip have no such option; it is one of gae"),
+        ("grpo", {"advantage": "remax"}, "remax needs the column 'baselines'"),
+        ("grpo", {"advantage": "vapo"}, "needs a critic"),
+        ("ppo", {"advantage": "grpo"}, "never looks at the critic"),
+        ("grpo", {"advantage": "distill"}, "needs the column 'ref_logprobs'"),
+        ("grpo", {"correction": "decoupled_token_iss"}, "did you mean 'decoupled_token_is'"),
+        ("grpo", {"loss": "gspoo"}, "did you mean 'gspo'"),
+        ("grpo", {"aggregation": "token-men"}, "did you mean 'token-mean'"),
+    ],
+)
+def test_what_does_not_fit_is_named_before_anything_starts(tmp_path, flow, algorithm, said):
+    with pytest.raises(RecipeError, match=said):
+        check_algorithm(recipe(tmp_path, flow, algorithm))
+
+
+@pytest.mark.parametrize(
+    "flow, sections, said",
+    [
+        ("distill", {}, "reference.path, which is empty"),
+        ("grpo", {"reference": {"path": "x"}}, "has no use: algorithm.kl_coef is 0"),
+    ],
+)
+def test_keys_that_contradict_each_other(tmp_path, flow, sections, said):
+    with pytest.raises(RecipeError, match=said):
+        recipe(tmp_path, flow, **sections)
+
+
+def test_an_adapted_weight_needs_a_beginning(tmp_path):
+    with pytest.raises(RecipeError, match=r"kl_target = 0\.1 adapts algorithm\.kl_coef, which is 0"):
+        recipe(tmp_path, "grpo", {"kl_target": 0.1})
+
+
+def test_a_flow_brings_its_own_defaults_below_what_is_said(tmp_path):
+    how = recipe(tmp_path, "dapo").algorithm
+    assert (how.clip_high, how.refill) == (0.28, 10)
+    assert recipe(tmp_path, "dapo", {"clip_high": 0.2}).algorithm.clip_high == 0.2
+    assert recipe(tmp_path, "vapo").critic.steps == 50
