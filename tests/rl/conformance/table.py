@@ -8,6 +8,7 @@ from typing import Any
 from tests.rl.conformance.cell import Cell, Check, Subject, cell
 from tests.rl.conformance.checks import FEW, MANY, check_golden, check_invariance, check_oracle, check_split
 from tests.rl.conformance.edges import check_edges
+from tests.rl.conformance.flows import check_flows
 from tilth import rl
 
 FUNCTIONS = {"value": ("clip", "no clip")}
@@ -75,11 +76,23 @@ def _text(found: Cell, reasons: list[str]) -> str:
     return f"n/a {reasons.index(found.note) + 1}" if found.state == "n/a" else found.text()
 
 
-def make(quick: bool, chosen: Iterable[Subject] | None = None, say: Callable[[str], None] = lambda text: None) -> Table:
-    """Run the checks of these entries, or of all of them."""
+def make(
+    quick: bool,
+    chosen: Iterable[Subject] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    flows: bool = True,
+) -> Table:
+    """Run the checks of these entries, or of all of them. flows: whether to run recipes too."""
     table = Table()
     for subject in subjects() if chosen is None else chosen:
         table.cells[subject] = {name: cell(check, subject) for name, check in checks(quick).items()}
         took = sum(found.seconds for found in table.cells[subject].values())
         say(f"{subject.kind} {subject.name}: {took:.1f} s")
+    if flows:
+        say("one step of every flow")
+        for subject, cells in check_flows(list(table.cells), quick).items():
+            processes = cells.pop("processes", Cell("pass"))
+            if processes.state == "fail":
+                table.cells[subject]["workers"] = processes
+            table.cells[subject] |= cells
     return table
