@@ -81,15 +81,14 @@ def _pool(recipe: Recipe, function: Spec | None) -> "AbstractContextManager[Rewa
 
 def _material(recipe: Recipe, prompts: "PromptSet | None", function: Spec | None) -> "Material":
     """What is learned from; of prompts with answers that the reward can verify. Raises DataError."""
-    from tilth.data.pairs import load_pairs
-    from tilth.data.prompts import load_source, load_texts
+    from tilth.data.pairs import recipe_prompts
+    from tilth.data.prompts import load_texts
     from tilth.flows.build import Texts
     from tilth.rl.rewards import check_answers
 
     if recipe.facts.learns == "documents":
         return Texts(*load_texts(recipe.data)) if prompts is None else Texts.of(prompts, recipe.data.holdout)
-    pairs = recipe.facts.learns == "pairs"
-    asked = prompts or (load_pairs(recipe.data) if pairs else load_source(recipe.data))
+    asked = prompts or recipe_prompts(recipe)
     if function and not (prompts is None and _task(recipe)):  # a task's are right, and a million are slow to check
         check_answers(function, asked)
     return asked
@@ -130,14 +129,17 @@ def train(
 
 def _given(data: Iterable[Mapping[str, Any] | str], recipe: Recipe) -> "PromptSet":
     """The caller's records, with those of ``data.heldout`` after them. Raises DataError."""
-    from tilth.data.prompts import PromptSet, load_source
+    from tilth.data.pairs import JoinedPairs, pair_records, recipe_prompts
+    from tilth.data.prompts import PromptSet
     from tilth.data.sources import Joined, from_records
 
-    source = from_records(data, recipe.data.columns)
+    pairs = recipe.facts.learns == "pairs"
+    source = pair_records(data, recipe.data.columns) if pairs else from_records(data, recipe.data.columns)
     if not recipe.data.heldout:
         return PromptSet(source)
     held = recipe.data.model_copy(update={"source": recipe.data.heldout, "heldout": ""})
-    return PromptSet(Joined(source, load_source(held).source))
+    theirs = recipe_prompts(recipe.model_copy(update={"data": held})).source
+    return PromptSet((JoinedPairs if pairs else Joined)(source, theirs))
 
 
 def _with_keys(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:

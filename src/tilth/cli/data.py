@@ -1,6 +1,7 @@
 """What a model will see of a recipe's data: tokens with the loss mask, template, lengths, what would stop the run."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +18,8 @@ from tilth.core.errors import DataError, TilthError
 from tilth.core.random import stream
 from tilth.data.documents import Corpus
 from tilth.data.examples import check_examples, check_prompts
-from tilth.data.prompts import TASKS, Prompt, PromptSet, load_source, load_texts
+from tilth.data.pairs import Encoded, check_pairs, encode_pairs, recipe_prompts
+from tilth.data.prompts import TASKS, Prompt, PromptSet, load_texts
 from tilth.data.template import Example, Template, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.build import CACHE
@@ -119,7 +121,7 @@ def look(recipe: Recipe, n: int) -> View:
 
 
 def _prompts(recipe: Recipe, n: int) -> View:
-    prompts = load_source(recipe.data)
+    prompts = recipe_prompts(recipe)
     train, heldout = prompts.split(recipe.data.holdout)
     tokenizer = choose_tokenizer(recipe, prompts, load_model(recipe.model.path) if recipe.model.path else None)
     template = make_template(recipe.data.template, tokenizer)
@@ -135,9 +137,17 @@ def _prompts(recipe: Recipe, n: int) -> View:
         view.problems.append(
             f"{view.longer['prompt']:,} prompts are longer than the {room} tokens that model.context leaves them"
         )
-    _learnt(recipe, view, template, some)
+    pairs = recipe.facts.learns == "pairs"
+    if pairs:
+        _compared(recipe, view, template, prompts, [p.index for p in some])
+    else:
+        _learnt(recipe, view, template, some)
     view.problems += [said for said in _refused(recipe, prompts, template) if said not in view.problems]
-    view.examples = [_shown(p, template, tokenizer) for p in _spread(train, n)]
+    chosen = list(_spread(train, n))
+    if pairs:
+        view.examples = [shown for p in chosen for shown in _both(prompts, p.index, template, tokenizer)]
+    else:
+        view.examples = [_shown(p, template, tokenizer) for p in chosen]
     return view
 
 
@@ -149,7 +159,9 @@ def _refused(recipe: Recipe, prompts: PromptSet, template: Template) -> Iterator
     checks: list[Callable[[], object]] = []
     if _generates(recipe):
         checks.append(lambda: check_prompts(prompts, template, context - recipe.rollout.max_tokens))
-    if recipe.flow == "sft":
+    if recipe.facts.learns == "pairs":
+        checks.append(lambda: check_pairs(prompts, template, context))
+    elif recipe.flow == "sft":
         checks.append(lambda: check_examples(prompts, template, context))
     elif supervised:
         checks.append(lambda: check_examples(train, template, context))
@@ -157,7 +169,7 @@ def _refused(recipe: Recipe, prompts: PromptSet, template: Template) -> Iterator
         checks.append(lambda: check_answers(reward, prompts))
     if (recipe.data.holdout or recipe.data.heldout) and not len(heldout):
         yield f"data.holdout={recipe.data.holdout} of {len(prompts)} prompts leaves none to evaluate on"
-    if reward is None and recipe.flow in ("grpo", "ppo"):
+    if reward is None and recipe.facts.samples:
         yield "the data has no reward of its own; set reward.function"
     for check in checks:
         try:
@@ -197,6 +209,32 @@ def _learnt(recipe: Recipe, view: View, template: Template, prompts: Sequence[Pr
     view.packing = _packed(recipe, whole) if supervised else None
 
 
+def _compared(recipe: Recipe, view: View, template: Template, prompts: PromptSet, indices: list[int]) -> None:
+    """Both answers of the pairs, as flows that learn from pairs see them."""
+    found: list[Encoded] = []
+    for start in range(0, len(indices), CHUNK):
+        try:
+            found += encode_pairs(prompts, indices[start : start + CHUNK], template, sys.maxsize)
+        except DataError as error:
+            view.problems.append(str(error))
+    if not found:
+        return
+    whole = np.array([len(e.tokens) for one in found for e in (one.chosen, one.rejected)])
+    said = np.array([int(e.mask.sum()) for one in found for e in (one.chosen, one.rejected)])
+    view.lengths |= {"chosen": Lengths.of(said[::2]), "rejected": Lengths.of(said[1::2]), "example": Lengths.of(whole)}
+    view.longer["example"] = int((whole > recipe.model.context).sum())
+    view.loss_share = float(said.sum() / whole.sum())
+    view.packing = _packed(recipe, whole)
+    view.notes.append(f"{len(found):,} pairs of {len(indices):,} prompts; of each pair the chosen answer comes first")
+
+
+def _both(prompts: PromptSet, index: int, template: Template, tokenizer: Tokenizer) -> list[Shown]:
+    """The first pair of a prompt."""
+    first = encode_pairs(prompts, [index], template, sys.maxsize)[0]
+    sides = (first.chosen, first.rejected)
+    return [_spelled(index, e.tokens.tolist(), e.mask.tolist(), tokenizer) for e in sides]
+
+
 def _examples(template: Template, prompts: Sequence[Prompt]) -> tuple[list[Example], list[str]]:
     """Examples, and what is wrong with those that cannot be made."""
     found: list[Example] = []
@@ -225,7 +263,9 @@ def _shown(prompt: Prompt, template: Template, tokenizer: Tokenizer) -> Shown:
 
 
 def _generates(recipe: Recipe) -> bool:
-    return recipe.flow in ("grpo", "ppo") or bool(recipe.reward.function) or recipe.data.source in TASKS
+    if recipe.facts.value:
+        return False
+    return recipe.facts.samples or bool(recipe.reward.function) or recipe.data.source in TASKS
 
 
 # ---- documents ----
@@ -329,7 +369,7 @@ def lines(view: View) -> list[str]:
         rows.append(("packing", _packing(view.packing)))
     rows += [("", note) for note in view.notes]
     rows += [("would stop", problem) for problem in view.problems]
-    return [f"{name:<15}{text}" for name, text in rows]
+    return [f"{name:<14} {text}" for name, text in rows]
 
 
 def _lengths(view: View, name: str) -> str:

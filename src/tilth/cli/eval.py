@@ -14,6 +14,7 @@ from tilth.cli.reward import own_option
 from tilth.config.load import from_dict, load_recipe
 from tilth.config.schema import Data
 from tilth.core.errors import DataError, RewardError, TilthError
+from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import PromptSet, load_source
 from tilth.flows.evaluate import Evaluation, How, Sample, check_out, evaluate, write_completions
 from tilth.flows.files import to_json
@@ -161,7 +162,7 @@ def _own(run: Path) -> tuple[PromptSet, PromptSet] | None:
     recipe = load_recipe(str(run / "recipe.toml"))
     if recipe.flow == "pretrain":  # it had documents, not prompts
         return None
-    prompts, state = load_source(recipe.data), read_state(run)
+    prompts, state = recipe_prompts(recipe), read_state(run)
     train, held = prompts.split(recipe.data.holdout)
     plan = state.get("plan") or {}
     same = (plan.get("train_prompts"), plan.get("heldout_prompts")) == (len(train), len(held))

@@ -13,7 +13,8 @@ from rich.table import Table
 from tilth.cli.tables import WIDTH, new_table
 from tilth.config.load import load_recipe
 from tilth.config.schema import Recipe
-from tilth.data.prompts import PromptSet, load_source, load_texts
+from tilth.data.pairs import recipe_prompts
+from tilth.data.prompts import PromptSet, load_texts
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, new_config
@@ -75,7 +76,9 @@ def look(recipe: Recipe) -> Plan:
 
 def generating(recipe: Recipe) -> bool:
     """Whether the run has an engine and something that scores: fine-tuning has them where it can be evaluated."""
-    if recipe.flow == "sft":
+    if recipe.facts.value:
+        return False
+    if recipe.facts.learns in ("answers", "pairs"):
         return bool(recipe.reward.function) or recipe.data.source in TASKS
     return recipe.flow != "pretrain"
 
@@ -91,10 +94,10 @@ def _model(recipe: Recipe) -> tuple[DecoderShape, int, str]:
             return loaded.config, context, str(loaded.source)
         tokenizer = choose_tokenizer(recipe, None, None, load_texts(recipe.data)[0])
         return new_config(recipe, tokenizer.vocab_size), context, name or "characters of the data"
-    prompts = load_source(recipe.data)
+    prompts = recipe_prompts(recipe)
     tokenizer = choose_tokenizer(recipe, prompts, loaded)
     longest = context  # of what is only read, answers are of any length
-    if recipe.flow != "sft":
+    if recipe.facts.samples:
         longest = min(context, _longest_prompt(recipe, prompts, tokenizer) + recipe.rollout.max_tokens)
     if loaded is not None:
         return loaded.config, longest, str(loaded.source)

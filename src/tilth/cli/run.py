@@ -61,14 +61,17 @@ def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Pa
     """What was learned, what it took, where to look, what to try. name: of the recipe, as on the command line."""
     learned = [line for line in (_learned(summary), words.best(summary.get("best"))) if line]
     lines = [*learned, _took(summary), f"report: {report}", "", "next:"]
-    question = _question(recipe)
+    question = "" if recipe.facts.value else _question(recipe)
     if question:
         lines.append(f"  tilth generate {directory} {shlex.quote(question)} --temperature 0")
     if recipe.facts.samples:
         lines.append(f"  tilth eval {directory} --k 1,8")
     if recipe.data.template:
         lines.append(f"  tilth chat {directory}")
-    lines += [f"  tilth show {directory}", f"  tilth export {directory} my-model"]
+    lines.append(f"  tilth show {directory}")
+    if recipe.facts.value:
+        return [*lines, f"  tilth run RECIPE reward.model={directory}@best"]
+    lines.append(f"  tilth export {directory} my-model")
     if recipe.data.source == "addition":
         lines.append(f"  tilth run {shlex.quote(name)} data.digits={recipe.data.digits + 1} model.context=64")
     return lines
@@ -89,6 +92,9 @@ def _learned(s: Mapping[str, Any]) -> str:
 def _learned_text(s: Mapping[str, Any], spent: str) -> str:
     """Of a run without accuracy: what it came to on text that it never trained on."""
     first, last, bits = s.get("loss_heldout_first"), s.get("loss_heldout_last"), s.get("bits_per_byte")
+    pairs = s.get("pairs_heldout_last")
+    if pairs is not None:
+        return f"In {spent}, it came to put {words.share(pairs)} of the pairs it never trained on in their order."
     if first is None or last is None:
         return f"Done in {spent}."
     also = f" ({bits:.3f} bits per byte)" if bits else ""
@@ -111,12 +117,13 @@ def _took(s: Mapping[str, Any]) -> str:
 
 def _question(recipe: Recipe) -> str:
     """A held-out prompt that fits a command line, or the beginning of a held-out document."""
-    from tilth.data.prompts import load_source, load_texts
+    from tilth.data.pairs import recipe_prompts
+    from tilth.data.prompts import load_texts
 
     if recipe.flow == "pretrain":
         _, texts = load_texts(recipe.data)
         tried = (" ".join(text.split()[:WORDS]) for text in texts[:10])
     else:
-        _, held = load_source(recipe.data).split(recipe.data.holdout)
+        _, held = recipe_prompts(recipe).split(recipe.data.holdout)
         tried = (prompt.text for prompt in held.subset(10))
     return next((text for text in tried if 0 < len(text) < 60 and text.isprintable()), "")

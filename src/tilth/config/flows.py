@@ -73,7 +73,10 @@ FLOWS: dict[str, Flow] = {
     "vapo": Flow(
         "VAPO",
         critic=True,
-        own={"algorithm": {"advantage": "vapo", "clip_high": 0.28, "nll_coef": 0.1}, "critic": {"steps": 50}},
+        own={
+            "algorithm": {"advantage": "vapo", "clip_high": 0.28, "lam": 0.95, "nll_coef": 0.1},
+            "critic": {"steps": 50},
+        },
     ),
     "distill": Flow("distillation", reference=True, own={"algorithm": {"advantage": "distill", "loss": "reinforce"}}),
     "sft": Flow("fine-tuning", "answers"),

@@ -13,11 +13,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from tilth.config.schema import Data
+from tilth.config.schema import Data, Recipe
 from tilth.core.errors import DataError
 from tilth.data.columns import Columns, Prompt, messages, plain, short, text_of, to_prompt, turn_of, value_of
 from tilth.data.formats import read_records
-from tilth.data.prompts import TASKS, PromptSet, check_source
+from tilth.data.prompts import TASKS, PromptSet, check_source, load_source
 from tilth.data.sources import Joined, Records, Source, mixed
 from tilth.data.template import Example, Template
 
@@ -129,7 +129,12 @@ def load_pairs(data: Data) -> PromptSet:
     return PromptSet(JoinedPairs(source, _source("heldout", data.heldout, data)) if data.heldout else source)
 
 
-def pair_records(records: Iterable[Mapping[str, Any]], columns: Columns | None = None) -> PairRecords:
+def recipe_prompts(recipe: Recipe) -> PromptSet:
+    """The prompts of a recipe's data as its flow reads them, with their pairs where it learns from those."""
+    return load_pairs(recipe.data) if recipe.facts.learns == "pairs" else load_source(recipe.data)
+
+
+def pair_records(records: Iterable[Any], columns: Columns | None = None) -> PairRecords:
     """From dictionaries as in a JSONL file. Raises ``DataError`` with the place in the list."""
     return _grouped(((f"record {i + 1}", record) for i, record in enumerate(records)), columns or {}, "the data")
 

@@ -95,6 +95,7 @@ def summarise(run: str | Path) -> Record:
         "accuracy_best": max(values, default=None),
         "loss_heldout_first": _first([v for _, v in curve(records, "loss/heldout")]),
         "loss_heldout_last": _first([v for _, v in curve(records[::-1], "loss/heldout")]),
+        "pairs_heldout_last": _first([v for _, v in curve(records[::-1], "accuracy/pairs")]),
         "bits_per_byte": _first([v for _, v in curve(records[::-1], "bits_per_byte/heldout")]),
         "parts_heldout": _parts(records),
         "best": state.get("best"),

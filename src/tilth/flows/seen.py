@@ -5,7 +5,8 @@ from pathlib import Path
 from tilth.config.load import load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.errors import TilthError
-from tilth.data.prompts import TASKS, PromptSet, load_documents, load_source
+from tilth.data.pairs import recipe_prompts
+from tilth.data.prompts import TASKS, PromptSet, load_documents
 from tilth.flows.named import split_spec
 
 _MOST = 2**28
@@ -40,5 +41,5 @@ def _common(earlier: Recipe, heldout: PromptSet) -> int:
     if earlier.flow == "pretrain" and earlier.data.source not in TASKS:
         known = {one.key for one in load_documents(earlier.data)[0]}
         return sum(prompt.key in known for prompt in heldout)
-    train, _ = load_source(earlier.data).split(earlier.data.holdout)
+    train, _ = recipe_prompts(earlier).split(earlier.data.holdout)
     return heldout.common(train)

@@ -17,6 +17,7 @@ from tilth.plan.memory import (
     critic_need,
     policy_need,
     reference_need,
+    reward_model_need,
     rollout_need,
     together,
 )
@@ -98,6 +99,8 @@ def check_shape(recipe: Recipe, shape: DecoderShape) -> None:
     any size are divided.
     """
     for role, layout in learners(recipe).items():
+        if role == "reward_model":  # has a shape of its own
+            continue
         wrong = misfit(shape, layout.tp)
         if wrong:
             workers = len(ranks_of(recipe, pool_of(recipe, role)))
@@ -210,13 +213,20 @@ def _seats(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longe
     return found
 
 
-_NEEDS = {"policy": policy_need, "reference": reference_need, "critic": critic_need}
+_NEEDS = {
+    "policy": policy_need,
+    "reference": reference_need,
+    "critic": critic_need,
+    "reward_model": reward_model_need,
+}
+"""What each role needs; a reward model is taken to have the policy's shape."""
 
 
 def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, fsdp: int, tp: int) -> Cut:
     """What of the model of a learner is on its rank with these coordinates."""
     wanted: Wanted = getattr(recipe, role).layout
-    shapes = parameter_shapes(shape, value=role == "critic")
+    values = role in ("critic", "reward_model") or (role == "policy" and recipe.facts.value)
+    shapes = parameter_shapes(shape, value=values)
     sizes = placed.mesh.sizes
     own = layouts(shapes, Mesh(NAMES, (1, *sizes[1:])), shape.num_kv_heads)
     part = layouts(shapes, Mesh(NAMES, (1, 1, sizes[2])), shape.num_kv_heads)  # what is computed with

@@ -141,6 +141,14 @@ def reference_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
     return Need((*held, *copy), training=(*working, logits))
 
 
+def reward_model_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
+    """Of a reward model's part on one rank, which scores and never learns; it has no logits and is not saved."""
+    found = reference_need(recipe, cut, longest)
+    return Need(
+        (Item("reward model", cut.elements * _FP32),), training=tuple(i for i in found.training if i.name != _LOGITS)
+    )
+
+
 def rollout_need(recipe: Recipe, shape: DecoderShape) -> Need:
     """Of an engine with a whole copy of the model."""
     element = _element(recipe)
@@ -164,7 +172,7 @@ def micro_tokens(recipe: Recipe, longest: int, ranks: int = 1) -> int:
     """Most tokens of one micro-batch: what the budget allows, and what a step can have on one of so many ranks."""
     w, samples = recipe.supervised, recipe.facts.samples and recipe.algorithm.steps > 0
     rows = recipe.rollout.prompts * recipe.rollout.group if samples else 0
-    rows = -(-max(rows, w.batch if w.steps or w.epochs else 0) // ranks)
+    rows = -(-max(rows, w.batch * recipe.facts.rows if w.steps or w.epochs else 0) // ranks)
     return max(longest, min(recipe.train.micro_tokens, rows * longest))
 
 

@@ -101,7 +101,8 @@ def plan_run(
     warm = supervised_steps(w, train_prompts)
     longest = recipe.model.context if pretrain else min(recipe.model.context, longest_prompt + r.max_tokens)
     rows, updates = r.prompts * r.group, a.epochs * a.minibatches
-    policy_rows, critic_rows = warm * w.batch + steps * rows * a.epochs, critic * (steps + values) * rows * a.epochs
+    given, learned = w.batch * recipe.facts.rows, rows * a.epochs
+    policy_rows, critic_rows = warm * given + steps * learned, critic * (steps + values) * learned
     seen = (longest + 1) / 2
     at_first = warm == 0 or not recipe.facts.samples  # the end of a warm-up is the beginning of what follows
     flops = policy_rows * token_flops(shape, seen).both + critic_rows * token_flops(shape, seen, head=False).both
@@ -120,7 +121,7 @@ def plan_run(
         samples=(steps + values) * rows,
         optimizer_steps=warm + steps * updates,
         critic_optimizer_steps=critic * (steps + values) * updates,
-        tokens_per_step=(rows if steps else w.batch) * longest,
+        tokens_per_step=(rows if steps else given) * longest,
         evaluations=_evaluations(warm, w.check_every) + _evaluations(steps, recipe.run.eval_every) + at_first,
         flops=longest * flops,
         memory=heaviest.memory,

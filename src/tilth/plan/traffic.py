@@ -47,11 +47,11 @@ class Work:
 def work(recipe: Recipe, role: str, ranks: int, longest: int) -> Work:
     """Of a learner's rank, where ``ranks`` of them divide the rows."""
     a, samples = recipe.algorithm, recipe.facts.samples and recipe.algorithm.steps > 0
-    rows = recipe.rollout.prompts * recipe.rollout.group if samples else recipe.supervised.batch
+    rows = recipe.rollout.prompts * recipe.rollout.group if samples else recipe.supervised.batch * recipe.facts.rows
     own = -(-rows // ranks) * longest
     updates = a.epochs * a.minibatches if samples else 1
-    scores = {"policy": samples and updates > 1, "reference": True, "critic": True}[role]
-    learns = role != "reference"
+    scores = role != "policy" or (samples and updates > 1) or recipe.facts.learns == "pairs"
+    learns = role in ("policy", "critic")
     budget = micro_tokens(recipe, longest, ranks)
     one = -(-own // (a.minibatches if samples else 1))
     return Work(

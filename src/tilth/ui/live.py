@@ -24,6 +24,7 @@ LEVELS = "▁▂▃▄▅▆▇█"
 CURVES = (
     ("accuracy/heldout", "held-out accuracy", "bold green"),
     ("loss/heldout", "held-out loss", "bold green"),
+    ("accuracy/pairs", "held-out pairs", "bold green"),
     ("reward/mean", "reward", "cyan"),
     ("loss", "loss", "blue"),
     ("entropy", "entropy", "magenta"),
@@ -187,6 +188,8 @@ def line(p: Progress) -> str:
     shown = (("reward/mean", "reward"), ("loss", "loss"), ("entropy", "entropy"), ("length/mean", "length"))
     if "accuracy/heldout" in p.latest:
         parts.append(f"accuracy {words.share(p.latest['accuracy/heldout'])}")
+    if "accuracy/pairs" in p.latest:
+        parts.append(f"held-out pairs {words.share(p.latest['accuracy/pairs'])}")
     if "loss/heldout" in p.latest:
         parts.append(f"held-out loss {words.number(p.latest['loss/heldout'])}")
     parts += [f"{label} {words.number(p.record[name])}" for name, label in shown if p.record.get(name) is not None]
@@ -264,7 +267,7 @@ def _curves(p: Progress, width: int) -> RenderableType:
 
 def _value(p: Progress, name: str) -> str:
     value = p.latest[name]
-    if name == "accuracy/heldout":
+    if name in ("accuracy/heldout", "accuracy/pairs"):
         first = p.first.get(name, value)
         return words.share(value) + (f" from {words.share(first)}" if first != value else "")
     if name == "length/mean":

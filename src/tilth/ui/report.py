@@ -89,6 +89,9 @@ def headline(summary: Mapping[str, Any]) -> Html:
 def _text_headline(summary: Mapping[str, Any], spent: str) -> Html:
     """Of a run without accuracy."""
     first, last, bits = (summary.get(k) for k in ("loss_heldout_first", "loss_heldout_last", "bits_per_byte"))
+    pairs = summary.get("pairs_heldout_last")
+    if pairs is not None:
+        return join(["It puts ", tag("b", words.share(pairs)), f" of the held-out pairs in their order after {spent}."])
     if first is None or last is None:
         return join([f"Trained for {spent}."])
     ends = ["from ", tag("b", f"{first:.3f}", class_="from"), " to ", tag("b", f"{last:.3f}")]

@@ -42,6 +42,8 @@ def best(found: dict[str, Any] | None) -> str:
         return ""
     if found.get("metric") == "loss/heldout":
         return f"best at step {found['step']:,}: held-out loss {found['value']:.4f} nats per token"
+    if found.get("metric") == "accuracy/pairs":
+        return f"best at step {found['step']:,}: {share(found['value'])} of the held-out pairs in their order"
     return f"best at step {found['step']:,}: held-out accuracy {share(found['value'])}"
 
 
