@@ -1,5 +1,6 @@
 """From the command line to a trained model and back: a run in miniature, and every command on its directory."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from tilth.cli.main import app
 
 SMALL = [
     "model.hidden=32",
@@ -38,17 +42,19 @@ def start(folder, *arguments):
 
 
 def tilth(folder, *arguments):
-    process = start(folder, *arguments)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
+    """A command in this process, which has imported what most of them need: exit code, output, errors."""
+    with contextlib.chdir(folder):
+        found = CliRunner(env={"COLUMNS": "200"}).invoke(app, list(map(str, arguments)))
+    return found.exit_code, found.stdout, found.stderr
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with the finished run runs/addition-grpo-001; what the run printed is in said.txt."""
     where = tmp_path_factory.mktemp("whole")
-    code, out, err = tilth(where, "run", "addition-grpo", *SMALL, "algorithm.steps=3")
-    assert code == 0, err
+    process = start(where, "run", "addition-grpo", *SMALL, "algorithm.steps=3")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
     (where / "said.txt").write_text(out)
     return where
 
