@@ -47,7 +47,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
 
 test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --hypothesis-profile=long
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
