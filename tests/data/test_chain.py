@@ -29,7 +29,7 @@ def test_some_prompts_of_every_machine_and_version():
     assert (found.text, found.answer, found.info) == ("8-5*0-3+9=", "8-5=3\n3*0=0\n0-3=7\n#6", {"answer": "6"})
     asked = Flaws(1, 4, 0.5).prompt(1)
     assert asked.text == "7-0-9*0*0=\n0\n0:7-0=7\n1:7-9=8\n2:8*0=0\n3:0*1=0\n4:#0\n?"
-    assert (asked.answer, asked.info) == ("7+8+0+0-#3", {"answer": "3", "steps": 5})
+    assert (asked.answer, asked.info) == ("0:7+1:8+2:0+3:0-#3", {"answer": "3", "steps": 5})
 
 
 def test_all_that_a_warm_up_teaches_ends_right_and_its_share_of_flaws_is_the_one_asked_for(size):

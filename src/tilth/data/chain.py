@@ -131,8 +131,8 @@ class Chain(Chains):
 class Flaws(Chains):
     """A judge's task: a chain, its answer and a solution in indexed steps -> the index of the first wrong step, or -1.
 
-    What is taught before the verdict is what each step should have made, and whether it did: ``7+4-#1``. Everywhere the
-    answer is right, as wherever a judge is asked.
+    What is taught before the verdict is what each step should have made, and whether it did: ``0:7+1:4-#1``. The
+    answer is right everywhere, as wherever a judge is asked.
     """
 
     MOST = 50_000
@@ -170,9 +170,9 @@ def asked(found: Written) -> str:
 
 
 def reasoned(found: Written) -> str:
-    """What a judge is taught to say: the right result of each step and a sign, ``-`` at the first wrong one."""
+    """What a judge is taught to say: index and right result of each step and a sign, ``-`` at the first wrong one."""
     width = len(found.problem.numbers[0])
     until = len(found.right) if found.first == NONE_WRONG else found.first + 1
     results = [step[-width:] for step in found.right[:until]]
-    marks = "".join(f"{result}{'-' if i == found.first else '+'}" for i, result in enumerate(results))
+    marks = "".join(f"{i}:{result}{'-' if i == found.first else '+'}" for i, result in enumerate(results))
     return f"{marks}#{found.first}"

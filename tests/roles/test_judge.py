@@ -1,0 +1,123 @@
+"""The judge role, called directly: what it is asked, what comes of what it says, and that the same is said again."""
+
+import numpy as np
+import pytest
+
+from tests.roles import small
+from tilth.cluster.inline import InlineStore
+from tilth.config.schema import Judge
+from tilth.core.trajectory import Trajectory
+from tilth.data.prompts import PromptSet
+from tilth.data.template import make_template
+from tilth.data.tokenizer import Tokenizer
+from tilth.models.config import DecoderConfig
+from tilth.rl.judging import question, steps
+from tilth.roles.experience import to_batch
+from tilth.roles.judge import JUDGED_BY, VERDICT, JudgeWorker
+from tilth.rollout.engine import Engine
+
+TOKENIZER = Tokenizer.characters("\n #+-0123456789=:?")
+PROMPTS = PromptSet.of([{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(5)])
+CONTEXT = 48
+
+
+class Scripted:
+    """An engine that says what it is told to, and remembers what it was asked."""
+
+    max_length = CONTEXT
+    version = 40
+
+    def __init__(self, says):
+        self.says, self.asked = says, []
+
+    def reset_prefix_cache(self):
+        pass
+
+    def generate(self, requests):
+        self.asked += requests
+        return [trajectory(r.id, 0, self.says(TOKENIZER.decode(r.prompt))) for r in requests]
+
+
+def trajectory(id, prompt, text):
+    tokens = np.array([2, *TOKENIZER.encode(text)], np.int64)
+    mask = np.ones(len(tokens), np.uint8)
+    mask[0] = 0
+    return Trajectory(
+        id=id, prompt=prompt, group=0, tokens=tokens, loss_mask=mask, logprobs=np.zeros(len(tokens), np.float32),
+        versions=[(1, 0)], finish="stop", text=text,
+    )  # fmt: skip
+
+
+def written(store, *texts):
+    """Solutions to the first prompts, with ids from 100."""
+    return to_batch([trajectory(100 + i, i, text) for i, text in enumerate(texts)], store)
+
+
+def judge(store, engine, **section):
+    return JudgeWorker(engine, make_template("", TOKENIZER), PROMPTS, Judge(path="x", **section), store)
+
+
+def verdicts(says, *texts, **section):
+    store = InlineStore()
+    engine = Scripted(says)
+    found = judge(store, engine, **section).verdicts(written(store, *texts))
+    return found, engine
+
+
+def test_it_is_asked_the_problem_its_answer_and_the_steps_as_a_judge_is_trained():
+    _, engine = verdicts(lambda asked: "#-1", "0+0=0\n#0", " 1+1=2 \n\n#2\n")
+    for request, prompt, text in zip(engine.asked, PROMPTS, ("0+0=0\n#0", "1+1=2\n#2")):
+        assert TOKENIZER.decode(request.prompt) == question(prompt.text, prompt.answer, steps(text))
+        assert request.params.temperature == 0 and request.params.stop_tokens == TOKENIZER.stop_ids
+    assert [request.id for request in engine.asked] == [100, 101]
+
+
+def test_what_it_says_becomes_a_verdict_of_each_row():
+    said = iter(["#-1", "9-#0", "#1", "#2", "9+9+"])
+    found, _ = verdicts(lambda asked: next(said), *["1+1=2\n#2"] * 5)
+    assert found[VERDICT].tolist()[:3] == [-1, 0, 1] and np.isnan(found[VERDICT][3:]).all()
+    assert found[JUDGED_BY].tolist() == [40] * 5 and found["id"].tolist() == [100, 101, 102, 103, 104]
+
+
+def test_what_it_cannot_be_asked_about_has_no_verdict_and_harms_no_other():
+    store = InlineStore()
+    engine = Scripted(lambda asked: "#0")
+    strange = [trajectory(100 + i, i, "#1") for i in range(4)]
+    texts = ["#0", "\u00e9#0", "1" * CONTEXT, " \n "]
+    batch = to_batch([t.__class__(**{**vars_of(t), "text": text}) for t, text in zip(strange, texts)], store)
+    found = judge(store, engine).verdicts(batch)
+    assert found[VERDICT][0] == 0 and np.isnan(found[VERDICT][1:]).all() and len(engine.asked) == 1
+
+
+def vars_of(t):
+    return {name: getattr(t, name) for name in ("id", "prompt", "group", "tokens", "loss_mask", "logprobs", "versions",
+                                                "finish", "text")}  # fmt: skip
+
+
+@pytest.mark.parametrize("most, room", [(4, 4), (256, None)])
+def test_a_verdict_has_as_much_room_as_the_recipe_and_the_judges_context_leave(most, room):
+    _, engine = verdicts(lambda asked: "#0", "#0", max_tokens=most)
+    (request,) = engine.asked
+    assert request.params.max_tokens == (room or CONTEXT - len(request.prompt))
+
+
+def test_no_rows_are_no_question():
+    found, engine = verdicts(lambda asked: "#0")
+    assert len(found[VERDICT]) == 0 == len(engine.asked)
+
+
+def test_a_real_engine_says_the_same_again_in_whatever_company():
+    """Greedy, so a step that is run again, on the same rows, has the same verdicts."""
+    shape = small.config()
+    config = DecoderConfig(**{**vars(shape), "vocab_size": TOKENIZER.vocab_size, "max_positions": CONTEXT})
+    model = small.Decoder(config)
+    model.init_weights_(7)
+    engine = Engine(config, tokenizer=TOKENIZER, seed=1, max_rows=4)
+    engine.load_weights(model.named_parameters(), version=12)
+    store = InlineStore()
+    worker, batch = judge(store, engine, max_tokens=8), written(store, *["1+1=2\n#2", "#2", "7", "0+0=1\n#0", "=\n="])
+    said, whole = [], engine.generate
+    engine.generate = lambda requests: said.append([t.text for t in whole(requests)]) or whole(requests)
+    first, second = worker.verdicts(batch), worker.verdicts(batch)
+    assert said[0] == said[1] and first[JUDGED_BY].tolist() == [12] * 5
+    assert np.array_equal(first[VERDICT], second[VERDICT], equal_nan=True)
