@@ -13,6 +13,8 @@ from tests.rl.strategies import EXAMPLES, batches
 from tests.rl.test_edges import expected_gradient, gradient_of, policy
 from tests.rl.test_golden import close
 from tilth import rl
+from tilth.config.checks import check
+from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError, TokenCountError
 
 FORMS = rl.names()["kl"]
@@ -184,6 +186,17 @@ def test_adaptive_kl_of_nothing_and_of_nonsense():
             rl.adapt(0.3, 1.0, **{"target": 1.0, "horizon": 100, "count": 1, **wrong})
     with pytest.raises(RecipeError, match="horizon = 100: it must be more than a fifth of the 500 samples"):
         rl.adapt(0.3, 0.0, target=1.0, horizon=100, count=500)
+
+
+def test_a_horizon_that_is_too_short_is_named_before_the_run():
+    how = {"kl_coef": 0.1, "kl_target": 1.0}
+    rollout = {"prompts": 16, "group": 8}
+    check(Recipe(algorithm={**how, "kl_horizon": 26}, rollout=rollout, reward={"function": "addition"}))
+    with pytest.raises(RecipeError, match=r"algorithm.kl_horizon = 25 is no more than a fifth of the 128 samples"):
+        check(Recipe(algorithm={**how, "kl_horizon": 25}, rollout=rollout, reward={"function": "addition"}))
+    assert rl.adapt(0.1, 0.0, target=1.0, horizon=26, count=128) > 0
+    with pytest.raises(RecipeError):
+        rl.adapt(0.1, 0.0, target=1.0, horizon=25, count=128)
 
 
 def test_entropy_is_held_from_below():

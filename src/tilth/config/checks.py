@@ -83,6 +83,11 @@ def _learning(recipe: Recipe) -> Iterator[str]:
         yield f"algorithm.dual_clip = {a.dual_clip} is neither 0 (none) nor at least 1"
     if recipe.facts.samples and a.kl_target and not a.kl_coef:
         yield f"algorithm.kl_target = {a.kl_target} adapts algorithm.kl_coef, which is 0; give it a value to begin with"
+    if recipe.facts.samples and a.kl_target and 5 * a.kl_horizon <= r.prompts * r.group:
+        yield (
+            f"algorithm.kl_horizon = {a.kl_horizon} is no more than a fifth of the {r.prompts * r.group} samples of a "
+            "step, so that the weight could turn negative"
+        )
     if recipe.reference.path and not recipe.refers:
         yield f"reference.path = {recipe.reference.path} has no use: algorithm.kl_coef is 0"
     if recipe.flow == "distill" and not recipe.reference.path:

@@ -6,13 +6,13 @@ from tilth.core.errors import RecipeError
 
 
 def adapt_entropy(
-    coef: float, entropy: float, *, target: float, step: float = 1e-4, least: float = 0.0, most: float = 0.005
+    coef: float, entropy: float, *, target: float, step: float = 1e-4, least: float = 0.0, most: float = math.inf
 ) -> float:
     """The coefficient of the entropy bonus after a training step (Skywork-OR1, 2505.22312, adaptive entropy control).
 
     It rises by ``step`` while the entropy is below its target and falls by as much elsewhere. In the paper the bonus is
-    in the loss only while the entropy is at most the target: that is ``entropy_bonus`` of what this returns. Defaults
-    are those of the released recipes; the paper's own example moves by 0.005.
+    in the loss only while the entropy is at most the target: that is ``entropy_bonus`` of what this returns. The step
+    is that of the released recipes, which hold the coefficient to 0.005; the paper's own example moves by 0.005.
 
     Args:
         coef: the coefficient now. entropy: mean of the policy's entropy over tokens, in nats; not finite, as where no
