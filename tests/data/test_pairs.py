@@ -136,7 +136,7 @@ def test_of_a_file_the_place_is_its_line(tmp_path):
         pair_records(["text"])
     with pytest.raises(DataError, match="is empty"):
         pair_records([])
-    with pytest.raises(DataError, match="data.source = 'additon' is neither a task nor a file; did you mean"):
+    with pytest.raises(DataError, match=r"data\.source = 'additon' is neither a task nor a file; did you mean"):
         load_pairs(Data(source="additon"))
     with pytest.raises(DataError, match="countdown has no pairs of answers; tasks that have are addition, sorting"):
         load_pairs(Data(source="countdown"))
@@ -235,5 +235,5 @@ def test_what_does_not_fit_the_context_is_named_with_its_side():
     prompts = PromptSet(pair_records([ONE, {**ONE, "prompt": "Why?", "rejected": "No. " * 9}]))
     template = make_template("", Tokenizer.characters(prompts.alphabet()))
     assert check_pairs(prompts, template, 64) == 41
-    with pytest.raises(DataError, match="record 2, rejected with its answer has 41 tokens; model.context is 40"):
+    with pytest.raises(DataError, match=r"record 2, rejected with its answer has 41 tokens; model\.context is 40"):
         check_pairs(prompts, template, 40)

@@ -87,11 +87,11 @@ class PairTable:
         """Of each pair, float64 [m]: see ``rl.pair_weights``."""
         return rl.pair_weights(self.sides("prompt")[0])
 
-    def loss(self, how: Preference, default: str) -> PreferenceResult:
-        """The recipe's loss of all pairs. default: the loss of a flow whose recipe names none."""
+    def loss(self, how: Preference) -> PreferenceResult:
+        """The recipe's loss of all pairs."""
         chosen, rejected = self.sides("score")
         return rl.preference_loss(
-            how.loss or default,
+            how.loss,
             chosen=chosen,
             rejected=rejected,
             counts=self.sides("count"),
@@ -114,8 +114,6 @@ class Prefers:
     engine: TrainEngine
     store: Store
     grid: Grid
-    default: str
-    """Its loss, where the recipe names none."""
     what: str
     """What a micro-batch has that scores are made of: logprobs or values."""
 
@@ -132,7 +130,7 @@ class Prefers:
         """One optimizer step of the preference loss on the whole batch of pairs."""
         with span("update", tokens=int(batch["length"].sum())) as spent:
             tokens, mask, table = self._read(batch)
-            found = table.loss(how, self.default)
+            found = table.loss(how)
             slopes = table.of_rows(batch["pair"], batch["side"], found.chosen, found.rejected)
             halves = table.of_rows(batch["pair"], batch["side"], table.weights / 2, table.weights / 2)
             per_token = {
@@ -149,7 +147,7 @@ class Prefers:
     @transfer(split="rows", gather="merge")
     def prefers(self, batch: Batch, how: Preference) -> Metrics:
         """What ``prefer`` says of the loss and the pairs, without learning from them."""
-        return self._measured(self._read(batch)[2].loss(how, self.default))
+        return self._measured(self._read(batch)[2].loss(how))
 
     def _read(self, batch: Batch) -> tuple[Ragged, np.ndarray, PairTable]:
         columns = batch.read(self.store, "tokens", "mask", *(c for c in ("ref_logprobs",) if c in batch.payload))
@@ -195,7 +193,7 @@ class Prefers:
 class PairPolicyWorker(Prefers, PolicyWorker):
     """A policy that learns from pairs: the score of an answer is the sum of its tokens' log-probs."""
 
-    default, what = "sigmoid", "logprobs"
+    what = "logprobs"
 
     def _scores(self, tokens: Ragged, mask: np.ndarray) -> np.ndarray:
         engine = self.engine
@@ -209,7 +207,7 @@ class PairPolicyWorker(Prefers, PolicyWorker):
 class RewardModelWorker(Prefers, Learner):
     """A value model that learns what is better: the score of an answer is its value after its last token."""
 
-    default, what = "bradley_terry", "values"
+    what = "values"
 
     def __init__(self, engine: TrainEngine, store: Store) -> None:
         """engine: of a value model, with the scorer ``rate``."""
