@@ -33,12 +33,12 @@ def judge(tmp_path_factory):
     return tiny.learn(tmp_path_factory.mktemp("judge"), "sft", prompts=PromptSet.of(TOLD), **sections).directory
 
 
-def recipe(folder, judge, flow="fapo", algorithm=None, penalty=1.0, **sections):
+def recipe(folder, path, flow="fapo", algorithm=None, penalty=1.0, **sections):
     how = {"steps": 3, "overlong_buffer": 0.0, "refill": 0, "minibatches": 2, **(algorithm or {})}
     short = {"supervised": {"steps": 2}, "run": {"eval_every": 1, "save_every": 100}}
     base = tiny.settings(folder, **{"flow": flow, **short, **sections})
-    if judge is not None:
-        base["judge"] = {"path": str(judge), "penalty": penalty, "max_tokens": 8, **sections.get("judge", {})}
+    if path is not None:
+        base["judge"] = {"path": str(path), "penalty": penalty, "max_tokens": 8, **sections.get("judge", {})}
     base["algorithm"] = how
     return from_dict(base)
 
