@@ -9,7 +9,8 @@ import tilth.flows.dapo as dapo_page
 from tests.flows import tiny
 from tilth.config.load import from_dict
 from tilth.core.errors import RecipeError
-from tilth.data.prompts import from_records
+from tilth.data.prompts import PromptSet
+from tilth.data.sources import from_records
 from tilth.flows.checks import check_algorithm, columns_needed
 from tilth.flows.readers import read_trajectories
 from tilth.flows.run import Run
@@ -204,7 +205,7 @@ def test_a_student_comes_closer_to_its_teacher(tmp_path):
 
 
 def test_a_teacher_with_other_tokens_is_refused(tmp_path):
-    prompts = from_records([{"prompt": f"{a}x", "answer": a} for a in "abcdefgh"])
+    prompts = PromptSet(from_records([{"prompt": f"{a}x", "answer": a} for a in "abcdefgh"]))
     teacher = tiny.run(recipe(tmp_path / "t", "sft"), prompts=prompts).directory
     with pytest.raises(RecipeError, match=r"other tokens .* both need the same tokenizer"):
         tiny.run(recipe(tmp_path / "s", "distill", reference={"path": str(teacher)}))

@@ -119,6 +119,38 @@ def test_grpo_learns_in_every_layout_as_on_one_process(tmp_path, shared, one, la
         assert torch.allclose(final[name], tensor, atol=2e-4), name
 
 
+KL = {"kl_coef": 0.05}
+CHOSEN = {"minibatches": 2, "options": {"cov_share": 0.2}}
+SHAPED = {"overlong_buffer": 0.5, "overlong_filter": True, "advantage": "optimal_token_baseline", "epochs": 2}
+ALGORITHMS = {
+    "rloo": {"flow": "rloo", "algorithm": {**KL, "advantage": "rloo"}},
+    "reinforce_pp": {"flow": "reinforce_pp", "algorithm": {**KL, "advantage": "reinforce_pp", "kl_target": 1e-3}},
+    "remax": {"flow": "remax", "algorithm": {"advantage": "remax"}, "rollout": {"group": 2}},
+    "dapo": {"flow": "dapo", "algorithm": {**SHAPED, "correction": "decoupled_seq_is"}},
+    "vapo": {"flow": "vapo", "algorithm": {"advantage": "vapo", "options": {"alpha": 1.0}}, "critic": {"steps": 1}},
+    "kl_cov": {"algorithm": {**CHOSEN, "loss": "kl_cov"}},
+    "clip_cov": {"algorithm": {**CHOSEN, "loss": "clip_cov"}},
+    "gspo": {"algorithm": {"minibatches": 2, "loss": "gspo", "aggregation": "seq-mean-token-mean"}},
+    "gdpo": {"algorithm": {"advantage": "gdpo", "options": {"keys": ["right", "length"]}}},
+}
+"""Parts that look at other workers' rows: baselines in groups, moments, tokens chosen among all, row sums."""
+
+
+def in_parts(prompt, completion, info):
+    right = sum(a == b for a, b in zip(completion, info["answer"]))
+    return {"reward": right + 0.1 * len(completion), "right": right, "length": len(completion)}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "dapo")) for n in ALGORITHMS])
+def test_every_algorithm_on_two_workers_is_what_it_is_on_one(tmp_path, shared, name):
+    found = []
+    for where in ({}, {"cluster": LOCAL, "policy": {"layout": {"fsdp": 2}}}):
+        given = {**ALGORITHMS[name], **where, "optimizer": {"lr": 1e-3}}
+        given["algorithm"] = {"steps": 3, **given["algorithm"]}
+        found.append(tiny.run(tiny.recipe(tmp_path / str(len(found)), **given), reward=in_parts))
+    assert_near(found[1], found[0], rel=1e-3, abs=1e-4)
+
+
 CRITICS = {
     "all on both": {"cluster": LOCAL, "policy": {"layout": {"fsdp": 2}}, "critic": {"steps": 2, "layout": {"tp": 2}}},
     "critic elsewhere": {"cluster": SPLIT, "critic": {"steps": 2, **ELSEWHERE}, "rollout": ELSEWHERE},
