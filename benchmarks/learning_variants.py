@@ -1,9 +1,9 @@
 """What is compared: for each variant its keys, and the parent that it is compared with.
 
-Every step makes 256 samples (or keeps as many), in four optimizer steps of 64; flows that take one step a batch by their
-definition (RLOO, ReMax) make batches of 64. So each optimizer step of every variant sees 64 samples, and clipping has
-something to do where the method clips. No variant has a KL penalty. Where a published method leaves no doubt its own
-choice holds: samples a prompt, aggregation, clip range, lambda.
+Every step makes 256 samples (or keeps as many), in four optimizer steps of 64; flows that take one step a batch by
+their definition (RLOO, ReMax) make batches of 64. So each optimizer step of every variant sees 64 samples, and clipping
+has something to do where the method clips. No variant has a KL penalty. Where a published method leaves no doubt its
+own choice holds: samples a prompt, aggregation, clip range, lambda.
 """
 
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ _VAPO = {
     "algorithm.lam": LAM,
     "algorithm.options": {"alpha": ALPHA},
 }
-_DAPO = {"flow": "dapo", **grouped(GROUP)}
+_DAPO = {"flow": "dapo", **grouped(GROUP), "run.eval_every": 2}  # a step of it is about two of the others
 
 
 def _without(parent: Variant, part: str, **changes: Any) -> Variant:
@@ -70,7 +70,7 @@ VARIANTS = (
     DAPO,
     _without(DAPO, "clip-higher", algorithm__clip_high=0.2),
     _without(DAPO, "token mean", **SAMPLE_MEAN),
-    _without(DAPO, "dynamic sampling", algorithm__refill=0),
+    _without(DAPO, "dynamic sampling", algorithm__refill=0, run__eval_every=4),
     _without(DAPO, "overlong shaping", algorithm__overlong_buffer=0.0),
     Variant("PPO", {"flow": "ppo", **grouped(1), "algorithm.lam": LAM}, GRPO.title),
     VAPO,
