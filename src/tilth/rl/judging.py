@@ -6,8 +6,10 @@ same in both. The verdict is the index of the first wrong step, -1 where none is
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 NONE_WRONG = -1
 """The verdict on a solution without a wrong step."""
@@ -50,10 +52,12 @@ def process_reward(said: int | None, truth: int, count: int) -> float:
     return 1.0 - abs(said - truth) / count
 
 
-def penalty(reward: np.ndarray, *, coefficient: float, flawed: np.ndarray) -> np.ndarray:
+def penalty(reward: "np.ndarray", *, coefficient: float, flawed: "np.ndarray") -> "np.ndarray":
     """float64 [n]: rewards after their judgement, where wrong is 0 and right is 1. flawed: bool [n].
 
     FAPO takes ``coefficient`` (lambda) off rewards of -1 and 1, which are twice as far apart: half of it is taken here,
     so that advantages over the group's spread are those of the paper.
     """
+    import numpy as np  # here: processes that score import nothing heavy
+
     return np.where(flawed, reward - coefficient / 2, reward)
