@@ -15,6 +15,7 @@ from tilth.core.errors import RecipeError, TokenCountError
 from tilth.rl import optimal
 from tilth.rl.advantages import Advantage
 from tilth.rl.estimators import OF_TOKENS
+from tilth.rl.packing import Groups, whiten_rows
 from tilth.rl.registry import build
 
 VARIANTS = [
@@ -359,6 +360,12 @@ def test_vapo_with_one_fixed_lambda_is_gae():
     assert torch.equal(ours.advantages, theirs.advantages) and torch.equal(ours.returns, theirs.returns)
 
 
+def test_the_critic_has_a_lambda_of_its_own():
+    found, values, given = vapo(30, value_lam=0.6)
+    theirs = rl.estimate("gae", values=values, lam=0.6, whiten=False, **given)
+    assert torch.equal(found.returns, theirs.returns) and torch.equal(found.advantages, vapo(30)[0].advantages)
+
+
 # -- the optimal token baseline --------------------------------------------------------------------------------------
 
 
@@ -458,6 +465,57 @@ def test_without_the_others_tokens_the_baseline_is_another():
     alone = {k: v[: len(v) // 2] for k, v in given.items()}
     assert not torch.allclose(rl.estimate("tir_optimal_token_baseline", **alone).advantages, whole[:2], atol=0.01)
     assert optimal._ROUNDING < 0.01
+
+
+# -- the last bit: float32 results hide most of what an order of summation does ----------------------------------------
+
+
+def shuffles(n):
+    generator = torch.Generator().manual_seed(n)
+    return [torch.randperm(n, generator=generator) for _ in range(10)]
+
+
+def drawn(n, *values):
+    """n of these numbers in float64, so that many are equal."""
+    return torch.tensor(values, dtype=torch.float64)[torch.randint(len(values), (n,), generator=torch.manual_seed(n))]
+
+
+def test_whitening_of_rows_has_the_same_bits_in_any_order():
+    values, weights = drawn(60, 0.1, 0.7, -0.3, 1 / 3), drawn(61, 0, 1, 3, 7)[:60]
+    whole, moved = whiten_rows(values, weights), 0
+    for order in shuffles(60):
+        assert torch.equal(whiten_rows(values[order], weights[order]), whole[order])
+        moved += float((values * weights)[order].cumsum(0)[-1]) != float((values * weights).cumsum(0)[-1])
+    assert moved, "the numbers would not show an order"
+
+
+def test_group_sums_have_the_same_bits_in_any_order():
+    """Sums of products with counts too, where scores are equal and counts are not (OPO)."""
+    scores, counts, ids = drawn(60, 0.1, 0.7, -0.3), drawn(61, 1, 3, 7, 9)[:60], drawn(62, 4, 5)[:60].long()
+
+    def sums(order):
+        of = Groups.of(ids[order], scores[order], torch.ones(60, dtype=torch.bool), counts[order])
+        return of.sum((scores * counts)[order])
+
+    whole = sums(torch.arange(60))
+    assert all(torch.equal(sums(order), whole[order]) for order in shuffles(60))
+    plain = [(scores * counts)[order][ids[order] == 4].cumsum(0)[-1].item() for order in shuffles(60)]
+    assert len(set(plain)) > 1, "the numbers would not show an order"
+
+
+def test_baselines_of_places_have_the_same_bits_in_any_order():
+    columns = (
+        drawn(60, 2, 3).long(),
+        drawn(61, 0, 1)[:60].long(),
+        drawn(62, 0.1, 0.7, 1.3)[:60],
+        drawn(63, 0.2, 0.9, 0.3)[:60],
+    )
+
+    def found(order):
+        return optimal._Cells(*(c[order] for c in columns)).advantages(1e-8, "reward")
+
+    whole = found(torch.arange(60))
+    assert all(torch.equal(found(order), whole[order]) for order in shuffles(60))
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
