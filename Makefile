@@ -44,10 +44,10 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest -m "not slow and not gpu"
 
 test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --hypothesis-profile=long
+	OMP_NUM_THREADS=1 GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --hypothesis-profile=long
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
