@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tilth.data.prompts import PromptSet
     from tilth.flows.build import Material
     from tilth.flows.launch import RunResult
-    from tilth.flows.run import Observer
+    from tilth.flows.observers import Observer
     from tilth.roles.reward_pool import RewardPool
 
 Reward = Callable[[str, str, dict[str, Any]], Any]

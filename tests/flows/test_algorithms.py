@@ -8,7 +8,7 @@ import pytest
 import tilth.flows.dapo as dapo_page
 from tests.flows import tiny
 from tilth.config.load import from_dict
-from tilth.core.errors import RecipeError
+from tilth.core.errors import RecipeError, RewardError
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import from_records
 from tilth.flows.checks import check_algorithm, columns_needed
@@ -257,3 +257,27 @@ def test_a_flow_brings_its_own_defaults_below_what_is_said(tmp_path):
     assert (how.clip_high, how.refill) == (0.28, 10)
     assert recipe(tmp_path, "dapo", {"clip_high": 0.2}).algorithm.clip_high == 0.2
     assert recipe(tmp_path, "vapo").critic.steps == 50
+
+
+# ---- parts of a reward ----
+
+
+GDPO = {"advantage": "gdpo", "options": {"keys": ["right", "short"], "weights": [1.0, 0.5]}}
+
+
+def test_an_estimator_that_wants_a_part_that_the_reward_lacks_stops_the_run_at_once(tmp_path):
+    def lacks(prompt, completion, info):
+        return {"reward": 1.0, "right": 1.0}
+
+    with pytest.raises(RewardError, match=r"gdpo wants the part 'short' .* returns these parts: right"):
+        tiny.run(recipe(tmp_path, "grpo", GDPO), reward=lacks)
+
+
+def test_a_row_without_a_part_is_left_out_and_the_run_goes_on(tmp_path):
+    def at_times(prompt, completion, info):
+        parts = {"reward": len(completion), "right": len(completion) % 2}
+        return parts if prompt[0] in "02468" else {**parts, "short": -len(completion)}
+
+    watcher = tiny.Recorder()
+    tiny.run(recipe(tmp_path, "grpo", GDPO), reward=at_times, observers=[watcher])
+    assert all(np.isfinite(record["loss"]) for record in watcher.records)

@@ -15,7 +15,7 @@ Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["fp32", "bf16"]
-Option = bool | int | float | str | tuple[str, ...] | dict[str, float | tuple[float, float]]
+Option = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | dict[str, float | tuple[float, float]]
 Options = dict[str, Option]
 """Options of an algorithm that have no key of their own."""
 

@@ -2,9 +2,12 @@
 
 from typing import cast
 
+import numpy as np
+
 import tilth.rl as rl
 from tilth.config.schema import Algorithm, Recipe
-from tilth.core.errors import RecipeError
+from tilth.core.batch import Batch
+from tilth.core.errors import RecipeError, RewardError
 from tilth.rl.correction import Rule
 from tilth.rl.preference import PreferenceLoss
 from tilth.rl.registry import Kind, nearest
@@ -75,12 +78,29 @@ def columns_needed(recipe: Recipe) -> set[str]:
     return wanted | {"logprobs"} if wanted else wanted
 
 
+def check_parts(recipe: Recipe, scored: Batch) -> None:
+    """RewardError if the estimator wants a part that the reward does not return."""
+    parts = {name for name in scored.rows if name.startswith("part/")}
+    wanted = _parts(recipe) - parts if recipe.facts.samples else set()
+    if wanted and not np.isnan(scored["reward"]).all():
+        have = ", ".join(sorted(name.removeprefix("part/") for name in parts)) or "none"
+        raise RewardError(
+            f"algorithm.advantage={recipe.algorithm.advantage} wants the part {min(wanted).removeprefix('part/')!r} of "
+            f"the reward, which returns these parts: {have}"
+        )
+
+
+def _parts(recipe: Recipe) -> set[str]:
+    """Columns ``part/NAME`` of the reward that the estimator cannot work without."""
+    how = recipe.algorithm
+    return {name for name in entry("advantages", how.advantage, how).needs if name.startswith("part/")}
+
+
 def _columns(recipe: Recipe) -> set[str]:
     found = COLUMNS | ({"values"} if recipe.facts.critic else set()) | ({"ref_logprobs"} if recipe.refers else set())
     if recipe.flow == "remax":
         found.add("baselines")
-    how = recipe.algorithm  # parts of a reward are known when it has been called
-    return found | {name for name in entry("advantages", how.advantage, how).needs if name.startswith("part/")}
+    return found | _parts(recipe)  # whether they are there is known when the reward has been called
 
 
 def _chosen(how: Algorithm) -> dict[Kind, str]:

@@ -30,6 +30,7 @@ from tilth.flows.judged import identity
 from tilth.flows.metrics import Metrics
 from tilth.flows.model import MODEL_FOLDER, save_shape
 from tilth.flows.named import foreign, one_before, reaching
+from tilth.flows.observers import Beginner, Observer
 from tilth.flows.ppo import ppo, values
 from tilth.flows.pretrain import pretrain
 from tilth.flows.readers import checkpoints_of
@@ -37,7 +38,7 @@ from tilth.flows.reinforce_pp import reinforce_pp
 from tilth.flows.remax import remax
 from tilth.flows.reward_model import reward_model
 from tilth.flows.rloo import rloo
-from tilth.flows.run import VALUES, WARMUP, Beginner, Observer, Progress, Roles, Run
+from tilth.flows.run import VALUES, WARMUP, Progress, Roles, Run
 from tilth.flows.rundir import RunDir, read_state, summarise
 from tilth.flows.saving import Saving
 from tilth.flows.seen import seen_before

@@ -8,8 +8,7 @@ is not committed is dropped on resume, and the step runs again from its start wi
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,10 +18,11 @@ from tilth.config.schema import Algorithm, Recipe
 from tilth.core.batch import Batch, Store, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
-from tilth.flows.checks import columns_needed
+from tilth.flows.checks import check_parts, columns_needed
 from tilth.flows.heldout import LOSS, measure
 from tilth.flows.keep import first_groups, has_spread, missing_prompts
 from tilth.flows.metrics import Metrics
+from tilth.flows.observers import Observer
 from tilth.flows.publish import Bounds, check_mismatch
 from tilth.flows.rundir import RunDir
 from tilth.flows.saving import Saving
@@ -57,31 +57,6 @@ class Split(Protocol):
 
     def take(self, stream: Stream, start: int, count: int) -> np.ndarray:
         """Indices int64 [count] from this place of the stream's endless order on, a pure function of the arguments."""
-        ...
-
-
-class Observer(Protocol):
-    """Who watches a run: the terminal, the report, a test."""
-
-    def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
-        """A step was committed. ``sample``: one sampled answer, where there is one."""
-        ...
-
-    def on_message(self, text: str) -> None:
-        """Something worth a line."""
-        ...
-
-    def on_end(self, summary: dict[str, Any]) -> None:
-        """The run ended."""
-        ...
-
-
-@runtime_checkable
-class Beginner(Protocol):
-    """An observer that wants to know, before the first step, where the run is kept and whether it goes on."""
-
-    def on_begin(self, directory: Path, step: int, say: Callable[[str], None]) -> None:
-        """step: the last one that is kept, a later one of an earlier attempt is void; say: a line for the run's log."""
         ...
 
 
@@ -362,6 +337,7 @@ class Run:
         self.metrics.add(f"{prefix or ('accuracy' if greedy else 'reward')}/missing", missing)
         self.metrics.add("reward/timeout", float(sum(o["status"] == "timeout" for o in failures.values())))
         self._tell_failures(failures, len(scored))
+        check_parts(self.recipe, scored)
         return scored
 
     def _score(self, reward: WorkerGroup, batch: Batch) -> tuple[Batch, dict[int, dict[str, Any]]]:

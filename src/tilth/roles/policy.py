@@ -263,6 +263,8 @@ def _columns(batch: Batch, how: Algorithm, per_token: Mapping[str, Tensor]) -> d
             found[name] = per_token[_COLUMN.get(name, name)]
         elif name in batch.rows:
             found[name] = torch.from_numpy(batch[name].copy())
+        elif name.startswith("part/"):  # no reward of this batch could be had
+            found[name] = torch.full((len(batch),), torch.nan)
     return found
 
 
