@@ -26,6 +26,7 @@ the bytes. Exit status 1 if bits or bytes are wrong; whether times reach their g
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -63,15 +64,28 @@ def start(arguments: Mapping[str, object], rank: int, folder: Path) -> subproces
         return subprocess.Popen(command, env={**os.environ, **quiet}, stdout=log, stderr=log)
 
 
+def _failed(started: Sequence[subprocess.Popen[bytes]], folder: Path) -> str:
+    """What every rank that failed said last: the first to fail takes the others with it."""
+    for process in started:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+    failed = [rank for rank, process in enumerate(started) if process.poll()]
+    return "\n".join(f"rank {r} failed ({started[r].returncode}):\n{_log(folder, r)}" for r in failed)
+
+
+def _log(folder: Path, rank: int) -> str:
+    return (folder / f"log-{rank}").read_text()[-2000:]
+
+
 def ranks(arguments: Mapping[str, object], count: int, folder: Path) -> list[dict[str, Any]]:
-    """What so many processes found, by rank. RuntimeError with the log of the first that failed."""
+    """What so many processes found, by rank. RuntimeError with the logs of those that failed."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     started = [start(arguments, rank, folder) for rank in range(count)]
     try:
-        for rank, process in enumerate(started):
+        for process in started:
             if process.wait():
-                raise RuntimeError(f"rank {rank} failed:\n{(folder / f'log-{rank}').read_text()[-4000:]}")
+                raise RuntimeError(_failed(started, folder))
     finally:
         for process in started:
             process.kill()
