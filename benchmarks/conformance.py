@@ -5,8 +5,8 @@ python benchmarks/conformance.py --bandit
 
 Rows: advantages, policy losses, aggregations, KL forms, corrections, preference losses, the value loss. Columns:
 vectors published by running verl's functions; plain loops in float64; invariance to micro-batches, order and padding;
-edge cases; two workers; one step of every flow. Exit status 1 if a cell fails. --quick: fewer random batches, workers as
-threads, each entry in one flow. The checks are those of tests/rl/conformance, which `make test` samples.
+edge cases; two workers; one step of every flow. Exit status 1 if a cell fails. --quick: fewer random batches, workers
+as threads only, each entry in one flow. The checks are those of tests/rl/conformance, which `make test` samples.
 """
 
 import argparse

@@ -15,6 +15,49 @@ FORMS: dict[str, Callable[[float], float]] = {
 }
 
 
+_TOKEN, _SEQUENCE = {"level": "token", "max_weight": 2.0}, {"level": "sequence", "max_weight": 2.0}
+_ICEPOP = {"level": "token", "min_weight": 0.5, "max_weight": 5.0, "beyond": "zero"}
+_GEO, _K3 = {"reject": {"seq_mean_k1": (0.999, 1.001)}}, {"reject": {"seq_mean_k3": 0.01}}
+_BYPASS = {"bypass": True}
+PRESETS: dict[str, Options] = {
+    "none": {},
+    "custom": {},
+    "decoupled_token_is": _TOKEN,
+    "decoupled_seq_is": _SEQUENCE,
+    "decoupled_token_icepop": _ICEPOP,
+    "decoupled_seq_is_rs": _SEQUENCE | {"reject": {"seq_sum_k1": (0.5, 2.0)}},
+    "decoupled_geo_rs": _GEO,
+    "decoupled_geo_rs_seq_tis": _GEO | _SEQUENCE,
+    "decoupled_geo_rs_token_tis": _GEO | _TOKEN,
+    "decoupled_k3_rs": _K3,
+    "decoupled_k3_rs_seq_tis": _K3 | _SEQUENCE,
+    "decoupled_k3_rs_token_tis": _K3 | _TOKEN,
+    "decoupled_seq_mis": _SEQUENCE | {"beyond": "reject"},
+    "decoupled_negative": {"reject_negative": 0.5},
+    "bypass_ppo_clip": _BYPASS,
+    "bypass_ppo_clip_geo_rs": _BYPASS | _GEO,
+    "bypass_ppo_clip_k3_rs": _BYPASS | _K3,
+    "bypass_pg_is": _BYPASS | _SEQUENCE,
+    "bypass_pg_token_icepop": _BYPASS | _ICEPOP,
+    "bypass_pg_geo_rs": _BYPASS | _GEO,
+    "bypass_pg_geo_rs_seq_tis": _BYPASS | _GEO | _SEQUENCE,
+    "bypass_pg_geo_rs_token_tis": _BYPASS | _GEO | _TOKEN,
+}
+"""What each preset is, from the description of verl's, written down here anew."""
+NOTHING: Options = {
+    "level": "none",
+    "max_weight": 2.0,
+    "min_weight": 0.0,
+    "beyond": "clip",
+    "normalise": False,
+    "reject": {},
+    "reject_negative": None,
+    "denominators": "kept",
+    "bypass": False,
+}
+"""No correction, and the bounds of one where an option asks for weights."""
+
+
 def apart(t: Token) -> float:
     """log rho = log old - log mu."""
     return min(max(t.old_logprobs - t.rollout_logprobs, -20.0), 20.0)

@@ -84,7 +84,7 @@ def variants(kind: str, name: str) -> list[Variant]:
     if kind == "preferences" and name != "ipo":
         found.append(Variant(weighted=True))  # by margins of the data
     if kind == "kl":
-        found += [Variant({}, a) for a in AGGREGATIONS]
+        found.append(Variant({}, "seq-mean-token-mean"))
     return found
 
 
