@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tilth.config.schema import Algorithm
 from tilth.core.batch import Batch
 from tilth.flows.keep import first_groups, has_spread, is_mixed, missing_prompts
-from tilth.flows.shape import adapted, overlong, uncut
+from tilth.flows.shape import adapted, current, overlong, uncut
 from tilth.rl.metrics import Metric
 
 MOST = 20
@@ -102,18 +102,27 @@ def updates(kl, entropy):
 
 def test_the_kl_weight_follows_its_target_as_published():
     given = how(kl_coef=0.2, kl_target=6.0, kl_horizon=10_000)
-    assert adapted(given, updates(10, 1), 256)["kl_coef"] == pytest.approx(0.201024)
-    assert adapted(given, updates(1, 1), 256)["kl_coef"] < 0.2
+    assert adapted(given, {}, updates(10, 1), 256)["kl_coef"] == pytest.approx(0.201024)
+    assert adapted(given, {}, updates(1, 1), 256)["kl_coef"] < 0.2
 
 
 def test_the_entropy_weight_grows_below_its_target_and_falls_above():
     given = how(entropy_coef=0.001, entropy_target=0.5)
-    assert adapted(given, updates(0, 0.1), 8)["entropy_coef"] > 0.001
-    assert adapted(given, updates(0, 0.9), 8)["entropy_coef"] < 0.001
+    assert adapted(given, {}, updates(0, 0.1), 8)["entropy_coef"] > 0.001
+    assert adapted(given, {}, updates(0, 0.9), 8)["entropy_coef"] < 0.001
 
 
 def test_nothing_is_adapted_unasked_or_from_nothing():
-    assert adapted(how(kl_coef=0.2), updates(10, 1), 8) == {}
-    assert adapted(how(kl_coef=0.2, kl_target=6.0, entropy_target=1.0), [], 8) == {}
+    assert adapted(how(kl_coef=0.2), {}, updates(10, 1), 8) == {}
+    assert adapted(how(kl_coef=0.2, kl_target=6.0, entropy_target=1.0), {}, [], 8) == {}
     empty = [{"kl_ref": Metric(0.0, 0, "mean")}]
-    assert adapted(how(kl_coef=0.2, kl_target=6.0), empty, 8) == {}
+    assert adapted(how(kl_coef=0.2, kl_target=6.0), {}, empty, 8) == {}
+
+
+def test_an_adapted_entropy_bonus_is_there_only_below_its_target():
+    given = how(entropy_coef=0.001, entropy_target=0.5)
+    low = adapted(given, {}, updates(0, 0.1), 8)
+    assert current(given, low).entropy_coef == low["entropy_coef"] > 0.001
+    high = adapted(given, low, updates(0, 0.9), 8)
+    assert current(given, high).entropy_coef == 0 < high["entropy_coef"] < low["entropy_coef"]
+    assert current(given, {}) == given

@@ -26,7 +26,7 @@ from tilth.flows.observers import Observer
 from tilth.flows.publish import Bounds, check_mismatch
 from tilth.flows.rundir import RunDir
 from tilth.flows.saving import Saving
-from tilth.flows.shape import adapted
+from tilth.flows.shape import adapted, current
 from tilth.flows.signals import Interrupted, StopRequest
 from tilth.rl.metrics import Metric
 from tilth.roles.experience import CORRECT
@@ -303,7 +303,7 @@ class Run:
     @property
     def how(self) -> Algorithm:
         """The recipe's algorithm, with the weights that are adapted as they are now."""
-        return self.recipe.algorithm.model_copy(update=self.at.weights)
+        return current(self.recipe.algorithm, self.at.weights)
 
     def logprobs(self, batch: Batch) -> Batch:
         """With the log-probs that what follows needs: of the policy before its updates, and of the reference."""
@@ -510,7 +510,8 @@ class Run:
             self._settle()
             self.at.step += 1
             self.at.drawn |= self._drawn
-            self.at.weights |= adapted(self.how, self._updated, self.recipe.rollout.prompts * self.recipe.rollout.group)
+            how, samples = self.recipe.algorithm, self.recipe.rollout.prompts * self.recipe.rollout.group
+            self.at.weights |= adapted(how, self.at.weights, self._updated, samples)
             self.at.phase_step += 1
             if self._due():
                 self.assess()

@@ -28,15 +28,33 @@ def uncut(batch: Batch, how: Algorithm) -> Batch:
     return batch.select(batch["finish"] != CUT) if how.overlong_filter else batch
 
 
-def adapted(how: Algorithm, updates: Sequence[Mapping[str, rl.Metric]], samples: int) -> dict[str, float]:
-    """Key -> its new value, for weights that the recipe wants adapted, from the metrics of a step's updates."""
+def current(how: Algorithm, weights: Mapping[str, float]) -> Algorithm:
+    """The recipe's algorithm with what ``adapted`` has found so far. An adapted entropy bonus is in the loss only while
+    the entropy of the step before was at most its target."""
+    keys = {name: value for name, value in weights.items() if name != "entropy"}
+    if "entropy" in weights:
+        coef = keys.get("entropy_coef", how.entropy_coef)
+        keys["entropy_coef"] = rl.entropy_bonus(coef, weights["entropy"], target=how.entropy_target)
+    return how.model_copy(update=keys)
+
+
+def adapted(
+    how: Algorithm, weights: Mapping[str, float], updates: Sequence[Mapping[str, rl.Metric]], samples: int
+) -> dict[str, float]:
+    """Key -> its new value, for weights that the recipe wants adapted, from the metrics of a step's updates; and the
+    entropy where that decides.
+
+    weights: what it found before.
+    """
+    before = how.model_copy(update={name: value for name, value in weights.items() if name != "entropy"})
     means = {name: _mean(name, updates) for name in ("kl_ref", "entropy")}
     found: dict[str, float] = {}
     if how.kl_target and means["kl_ref"] is not None:
         kl = means["kl_ref"]
-        found["kl_coef"] = rl.adapt(how.kl_coef, kl, target=how.kl_target, horizon=how.kl_horizon, count=samples)
+        found["kl_coef"] = rl.adapt(before.kl_coef, kl, target=how.kl_target, horizon=how.kl_horizon, count=samples)
     if how.entropy_target and means["entropy"] is not None:
-        found["entropy_coef"] = rl.adapt_entropy(how.entropy_coef, means["entropy"], target=how.entropy_target)
+        found["entropy"] = means["entropy"]
+        found["entropy_coef"] = rl.adapt_entropy(before.entropy_coef, means["entropy"], target=how.entropy_target)
     return found
 
 
