@@ -4,10 +4,13 @@ import signal
 
 import numpy as np
 import pytest
+import torch
 
 import tilth.flows.dapo as dapo_page
 from tests.flows import tiny
+from tests.roles import small
 from tilth.config.load import from_dict
+from tilth.config.schema import Algorithm
 from tilth.core.errors import RecipeError, RewardError
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import from_records
@@ -147,6 +150,19 @@ def test_samples_whose_greedy_answer_has_no_reward_are_left_out(tmp_path):
     tiny.run(recipe(tmp_path, "remax", rollout={"group": 2}), reward=fails_at_times, observers=[watcher])
     last = watcher.records[-1]
     assert last["baseline/missing"] + last["reward/missing"] > 0 and np.isfinite(last["loss"])
+
+
+def test_what_lacks_its_baseline_counts_in_no_denominator():
+    worker = small.policy()
+    batch = small.experience(worker)
+    baselines = np.where(np.arange(len(batch)) < 6, np.nan, 0.25).astype(np.float32)
+    how = Algorithm(advantage="remax", loss="reinforce")
+    worker.update(worker.advantages(batch.with_rows(baselines=baselines), how), how)
+    alone = small.policy()
+    rest = small.experience(alone).with_rows(baselines=np.full(len(batch), 0.25, np.float32)).select(np.arange(6, 12))
+    alone.update(alone.advantages(rest, how), how)
+    for (name, tensor), (_, same) in zip(worker.weights(), alone.weights()):
+        torch.testing.assert_close(tensor, same, rtol=1e-4, atol=1e-6, msg=name)
 
 
 # ---- weights that follow, KL in the reward ----

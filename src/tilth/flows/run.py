@@ -316,8 +316,9 @@ class Run:
         """With the row column ``baselines``: the reward of the greedy answer to the prompt; NaN where it is missing."""
         prompts, place = np.unique(batch["prompt"], return_inverse=True)
         greedy = self.collect(ask(prompts.tolist(), 1, BASELINE_IDS), greedy=True, prefix="baseline")
-        if len(prompts):
-            self.metrics.add("baseline/mean", float(np.nanmean(greedy["reward"])), len(prompts))
+        known = greedy["reward"][~np.isnan(greedy["reward"])]
+        if len(known):
+            self.metrics.add("baseline/mean", float(known.mean()), len(known))
             self.metrics.add("tokens/baseline", float(greedy["completion"].sum()))
         return batch.with_rows(baselines=greedy["reward"][place])
 

@@ -48,6 +48,9 @@ class PolicyWorker(Learner):
             tokens = columns.pop("tokens")
             per_token = {name: _tensor(column.values) for name, column in columns.items()}
             lengths, mask = torch.from_numpy(tokens.lengths), per_token.pop("mask")
+            if how.correction and "weights" in entry("advantages", how.advantage, how).takes:
+                weights = self._correction(how, {n: c.values for n, c in columns.items()}, tokens).weights
+                per_token |= {} if weights is None else {"weights": weights}
             given = _columns(batch, how, per_token)
             found = rl.estimate(
                 how.advantage,
@@ -61,6 +64,8 @@ class PolicyWorker(Learner):
             )
             if found.returns is not None:
                 batch = put_like(batch, self.store, "returns", found.returns.numpy(), tokens)
+            if not torch.equal(found.mask, mask != 0):  # rows that lack what the estimator needs are out of the loss
+                batch = put_like(batch, self.store, "mask", found.mask.numpy().astype(np.uint8), tokens)
             return put_like(batch, self.store, "advantages", found.advantages.numpy(), tokens)
 
     def _others(self, batch: Batch) -> dict[str, Any]:
@@ -130,22 +135,30 @@ class PolicyWorker(Learner):
         two-policy form (True) the engine's log-probs as those that the ratio is taken to."""
         if not how.correction:
             return {}, False
-        found = rl.correct(
-            how.correction,
-            old_logprobs=_tensor(per_token["old_logprobs"]) if "old_logprobs" in per_token else None,
-            rollout_logprobs=_tensor(per_token["rollout_logprobs"]),
-            advantages=_tensor(per_token["advantages"]),
-            mask=_tensor(per_token["mask"]),
-            lengths=torch.from_numpy(tokens.lengths),
-            reduce=self.grid.sum,
-            **options("corrections", how.correction, how),
-        )
+        found = self._correction(how, per_token, tokens)
         per_token["mask"] = found.mask.numpy()
         if found.weights is not None:
             per_token["weights"] = found.weights.numpy()
         if found.bypass:
             per_token["old_logprobs"] = per_token["rollout_logprobs"]
         return found.metrics, found.bypass
+
+    def _correction(self, how: Algorithm, per_token: Mapping[str, np.ndarray], tokens: Ragged) -> rl.Correction:
+        """Before there are advantages, what needs them (``reject_negative``) is left out: it changes no weight."""
+        given = options("corrections", how.correction, how)
+        known = {name: _tensor(per_token[name]) for name in ("old_logprobs", "advantages") if name in per_token}
+        if "advantages" not in known:
+            given["reject_negative"] = None
+        return rl.correct(
+            how.correction,
+            old_logprobs=known.get("old_logprobs"),
+            rollout_logprobs=_tensor(per_token["rollout_logprobs"]),
+            advantages=known.get("advantages"),
+            mask=_tensor(per_token["mask"]),
+            lengths=torch.from_numpy(tokens.lengths),
+            reduce=self.grid.sum,
+            **given,
+        )
 
     def _first_pass(
         self, batch: Batch, how: Algorithm, mask: np.ndarray, tokens: Ragged, per_token: dict[str, np.ndarray]
