@@ -13,6 +13,7 @@ from tests.flows import tiny
 from tests.flows.test_cluster import LOCAL, shared, workers
 from tilth.api import run_recipe, train
 from tilth.checkpoint import open_checkpoint, read_best
+from tilth.cli.export import write_model
 from tilth.config.load import load_recipe, names
 from tilth.core.errors import DataError, ModelError, RecipeError
 from tilth.data.pairs import load_pairs, pairs_of
@@ -185,6 +186,18 @@ def test_a_run_learns_from_a_reward_model_alone(made, tmp_path):
             ids = torch.tensor(row["tokens"])
             expected = float(value.score(value(ids, PackedContext([len(ids)])))[-1])
         assert row["reward"] == pytest.approx(expected, abs=1e-5) and dict(row["parts"])["model"] == row["reward"]
+
+
+def test_a_reward_model_as_a_directory_of_hugging_face_says_the_same(made, tmp_path):
+    run, folder = made["reward_model"].directory, tmp_path / "exported"
+    write_model(str(run), folder, group="reward_model")
+    again, before = load_model(folder, "reward_model"), load_model(run, "reward_model")
+    assert all(torch.equal(again.tensors[name], before.tensors[name]) for name in before.tensors)
+    found = [
+        tiny.run_recipe(tiny.recipe(tmp_path / name, reward={"model": str(where)}, algorithm={"steps": 2}), name=name)
+        for name, where in (("a", run), ("b", folder))
+    ]
+    assert tiny.same(*(tiny.numbers(result.directory) for result in found))
 
 
 def test_a_reward_model_beside_a_function(made, tmp_path):

@@ -7,12 +7,10 @@ import torch
 import typer
 
 from tilth.core.errors import DataError, StorageError
-from tilth.flows.model import load_model
+from tilth.flows.model import OF_VALUES, load_model
 from tilth.models.hf import save_pretrained
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CRITIC = "critic"
-"""The group that is a value model."""
 
 
 def write_model(spec: str, out: Path, *, group: str = "", dtype: str = "", as_json: bool = False) -> None:
@@ -38,12 +36,12 @@ def write_model(spec: str, out: Path, *, group: str = "", dtype: str = "", as_js
         tokenizer=tokenizer,
         source=model.source,
         token_ids=ids,
-        values=group == CRITIC,
+        values=group in OF_VALUES,
     )
     if as_json:
         files = sorted(file.name for file in out.iterdir())
         nbytes = sum((out / name).stat().st_size for name in files)
         typer.echo(json.dumps({"path": str(out), "step": model.step, "files": files, "bytes": nbytes}))
         return
-    loader = "AutoModelForTokenClassification" if group == CRITIC else "AutoModelForCausalLM"
+    loader = "AutoModelForTokenClassification" if group in OF_VALUES else "AutoModelForCausalLM"
     typer.echo(f"wrote {out}: transformers.{loader}.from_pretrained({str(out)!r}) loads it")

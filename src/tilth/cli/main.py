@@ -358,7 +358,7 @@ def ckpt_diff(
 def ckpt_export(
     checkpoint: CheckpointArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a new directory")],
-    group: Annotated[str, typer.Option(help="weights to write: model, ema, critic or reference")] = "",
+    group: Annotated[str, typer.Option(help="weights to write: model, ema, critic, reference or reward_model")] = "",
     dtype: Annotated[str, typer.Option(help="fp32 or bf16; default: as they are kept")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="what was written as one JSON object")] = False,
 ) -> None:

@@ -70,7 +70,8 @@ def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Pa
         lines.append(f"  tilth chat {directory}")
     lines.append(f"  tilth show {directory}")
     if recipe.facts.value:
-        return [*lines, f"  tilth run RECIPE reward.model={directory}@best"]
+        export = f"  tilth export {directory}@best my-model --group reward_model"
+        return [*lines, export, f"  tilth run RECIPE reward.model={directory}@best"]
     lines.append(f"  tilth export {directory} my-model")
     if recipe.data.source == "addition":
         lines.append(f"  tilth run {shlex.quote(name)} data.digits={recipe.data.digits + 1} model.context=64")

@@ -111,9 +111,9 @@ def load_model(spec: str | Path, group: str = "") -> LoadedModel:
     named = find_checkpoint(str(spec))
     if named is not None:
         return _from_checkpoint(named._replace(group=group or named.group))
-    if group not in ("", "model"):
+    if group not in ("", "model", REWARD_MODEL):
         raise ModelError(f"{str(spec)!r} is no checkpoint, so it has no group {group}")
-    config, tensors = load_pretrained(spec)
+    config, tensors = load_pretrained(spec, values=group == REWARD_MODEL)
     return LoadedModel(config, tensors, _tokenizer(Path(spec)), Path(spec))
 
 

@@ -33,6 +33,7 @@ TOKENIZER_FILES = (
     CHAT_TEMPLATE,
 )
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_LOGITS, _VALUES = "ForCausalLM", "ForTokenClassification"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _STORED = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -120,20 +121,26 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def load_pretrained(
-    directory: str | os.PathLike[str], dtype: torch.dtype | None = None
+    directory: str | os.PathLike[str], dtype: torch.dtype | None = None, *, values: bool = False
 ) -> tuple[DecoderConfig, LazyTensors]:
     """Config and tensors (read when used) of a Hugging Face directory, checked against each other.
 
-    dtype: of the tensors; None: as stored. Raises ModelError in one line for a missing directory or file, an
-    architecture or rope type that is not supported, missing, extra or mis-shaped tensors, a corrupt file.
+    dtype: of the tensors; None: as stored. values: it is a value model, as ``save_pretrained`` writes one. Raises
+    ModelError in one line for a missing directory or file, an architecture or rope type that is not supported,
+    missing, extra or mis-shaped tensors, a corrupt file.
     """
-    config = DecoderConfig.from_hf(read_config(directory))
+    said = read_config(directory)
+    if values:
+        said = {**said, "architectures": [str(a).replace(_VALUES, _LOGITS) for a in said.get("architectures") or []]}
+    config = DecoderConfig.from_hf(said)
     tensors = _tensors(Path(directory), dtype)
     if config.tie_embeddings and _HEAD in tensors and _EMBEDDING in tensors:
         if not torch.equal(tensors[_HEAD], tensors[_EMBEDDING]):
             raise ModelError(f"{directory}: config.json ties {_HEAD} to {_EMBEDDING}, but their values differ")
         tensors = tensors.without(_HEAD)
-    check_tensors(str(directory), parameter_shapes(config), {name: tensors.shape(name) for name in tensors})
+    check_tensors(
+        str(directory), parameter_shapes(config, values=values), {name: tensors.shape(name) for name in tensors}
+    )
     return config, tensors
 
 
@@ -239,7 +246,7 @@ def _clear(out: Path) -> None:
 def _of_values(config: DecoderConfig) -> dict[str, Any]:
     """config.json of a value model: a classifier of tokens with one label."""
     hf = config.to_hf()
-    kind = str(hf["architectures"][0]).replace("ForCausalLM", "ForTokenClassification")
+    kind = str(hf["architectures"][0]).replace(_LOGITS, _VALUES)
     labels = {"num_labels": 1, "id2label": {"0": "value"}, "label2id": {"value": 0}}
     return hf | {"architectures": [kind], "classifier_dropout": 0.0, "tie_word_embeddings": True, **labels}
 
