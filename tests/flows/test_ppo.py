@@ -134,9 +134,9 @@ def test_old_values_are_read_once_a_batch_before_any_update(tmp_path, monkeypatc
     ):
         plain = getattr(owner, name)
 
-        def spy(self, *arguments, plain=plain, name=f"{owner.__name__[:6]}.{name}"):
+        def spy(self, *arguments, plain=plain, name=f"{owner.__name__[:6]}.{name}", **more):
             calls.append((name, *arguments[1:]))
-            return plain(self, *arguments)
+            return plain(self, *arguments, **more)
 
         spy.__tilth_transfer__ = plain.__tilth_transfer__
         monkeypatch.setattr(owner, name, spy)
@@ -349,3 +349,19 @@ def test_what_a_resume_could_forget_would_be_seen(tmp_path, stopped, monkeypatch
     shutil.copytree(part, tmp_path / "runs")
     directory = tiny.run(recipe(tmp_path / "runs", **FALLING)).directory
     assert equal(checkpoint(directory, "critic"), whole) == (forgotten == "nothing")
+
+
+def test_the_critic_alone_learns_from_rewards_with_the_penalty_in_them(tmp_path, monkeypatch):
+    """Before the policy moves, too: its targets have the penalty, which here is of the policy against itself."""
+    seen = []
+    plain = PolicyWorker.advantages
+
+    def watched(self, batch, how):
+        seen.append({"old_logprobs", "ref_logprobs"} <= set(batch.payload))
+        return plain(self, batch, how)
+
+    watched.__tilth_transfer__ = plain.__tilth_transfer__
+    monkeypatch.setattr(PolicyWorker, "advantages", watched)
+    how = {"steps": 1, "kl_coef": 0.1, "kl_in": "reward", "kl": "k1"}
+    made = tiny.run(recipe(tmp_path, algorithm=how, critic={"steps": 1}, supervised={"steps": 0}))
+    assert len(read_metrics(made.directory)) == 2 and len(seen) == 2 and all(seen)

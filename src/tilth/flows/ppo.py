@@ -8,7 +8,10 @@ def values(run: Run) -> None:
     monte_carlo = {"advantage": "gae", "lam": 1.0, "options": {}}  # no value of an untrained critic in its own target
     how = run.how.model_copy(update=monte_carlo)
     for batch in run.experience(group=run.recipe.rollout.group, max_staleness=0):
-        batch = run.policy.advantages(run.critic.values(batch), how)
+        batch = run.critic.values(batch)
+        if how.kl_coef and how.kl_in == "reward":  # what samples end with has the penalty in it
+            batch = run.logprobs(batch)
+        batch = run.policy.advantages(batch, how)
         for part in run.minibatches(batch):
             run.valued(run.critic.update(part, how))
 
