@@ -51,7 +51,8 @@ def main() -> int:
     made = table.make(given.quick, rows, lambda text: print(text, file=sys.stderr, flush=True))
     print(made.markdown())
     took = time.perf_counter() - start
-    print(f"\n{len(made.cells)} entries, {len(made.failures)} cells fail; {took:.0f} s")
+    work = f"{took:.0f} s, {time.process_time():.0f} s of CPU in this process"
+    print(f"\n{len(made.cells)} entries, {len(made.failures)} cells fail; {work}")
     _write(given.json, json.dumps({"quick": given.quick, "seconds": took, "cells": made.as_dict()}, indent=1))
     _write(given.markdown, made.markdown() + "\n")
     return 1 if made.failures or not made.cells else 0

@@ -257,7 +257,8 @@ def _blame(found: dict[Subject, dict[str, Cell]], runs: Runs, made: Mix, column:
     guilty: dict[Subject, str] = {}
     if told:
         for subject in made.subjects:
-            alone = replace(made, entries={subject.kind: subject.name}, kl_in="loss")
+            alone = replace(made, entries={subject.kind: subject.name})
+            alone = alone if subject.kind == "kl" else replace(alone, kl_in="loss")
             if subject.kind == "corrections":
                 loss = build("corrections", subject.name, {}, Rule).made_for if subject.name != "none" else ""
                 alone = replace(alone, entries=alone.entries | {"losses": loss or "ppo_clip"})
