@@ -35,7 +35,7 @@ from learning_task import WARM, Task, base, warm_up, write
 from learning_variants import GRPO, QUICK, VARIANTS, Variant, chosen, keys_of
 
 HERE = Path(__file__).parent
-BUDGET, QUICK_BUDGET = 100_000, 8_000
+BUDGET, QUICK_BUDGET = 100_000, 12_000
 LR = 1e-4
 SWEEP, SWEEP_SEED = (3e-5, 1e-4, 2e-4, 4e-4), 100
 Result = dict[str, Any]
@@ -91,7 +91,10 @@ def kept(result: Path, keys: Mapping[str, Any], budget: float) -> bool:
 def warm(plan: Plan) -> None:
     """The data and the checkpoint that all share."""
     write(plan.task, plan.folder)
-    found = run(plan.folder, WARM, warm_up(plan.task, plan.folder), 0)
+    try:
+        found = run(plan.folder, WARM, warm_up(plan.task, plan.folder), 0)
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from None
     accuracy, spent = found["points"][-1][2], found["wall_seconds"]
     print(f"warm-up: {found['steps']} steps, {spent:.0f} s, greedy held-out accuracy {accuracy:.3f}", flush=True)
 
@@ -156,13 +159,10 @@ def tell(plan: Plan, results: Sequence[Result]) -> dict[str, Any]:
 def picture(plan: Plan, results: Sequence[Result]) -> str:
     """The SVG."""
     runs, parents = by_title(plan, results), {v.title: v.parent for v in plan.variants}
-    bands = {
-        t: figures.band([figures.curve(r["points"]) for r in some], plan.budget) for t, some in runs.items() if some
-    }
-    what = (
-        f"Sorting, one checkpoint, {plan.budget // 1000}k generated tokens: mean and range of {len(plan.seeds)} seeds"
-    )
-    return plot.draw(bands, parents, title=what)
+    curves = {title: [figures.curve(r["points"]) for r in some] for title, some in runs.items() if some}
+    bands = {title: figures.band(some, plan.budget) for title, some in curves.items()}
+    what = f"{plan.budget // 1000}k generated tokens from one checkpoint, mean and range over {len(plan.seeds)} seed(s)"
+    return plot.draw(bands, parents, title=f"Sorting: {what}")
 
 
 def sweep(plan: Plan, rates: Sequence[float]) -> None:

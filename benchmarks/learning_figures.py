@@ -111,6 +111,10 @@ def measured(runs: Sequence[Mapping[str, Any]], budget: float, *, counted: bool 
     return {name: Spread(tuple(how[name](points, budget) for points in curves)) for name in MEASURES}
 
 
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
 def row(
     title: str, runs: Sequence[Mapping[str, Any]], parent: Sequence[Mapping[str, Any]], budget: float, *, counted: bool
 ) -> dict[str, Any]:
@@ -119,10 +123,10 @@ def row(
     theirs = measured(parent, budget, counted=counted) if parent else {}
     found: dict[str, Any] = {"title": title, "seeds": len(runs)}
     for name, spread in mine.items():
-        found[name] = {"mean": spread.mean, "std": spread.std, "low": spread.low, "high": spread.high}
+        found[name] = {"mean": spread.mean, "std": _known(spread.std), "low": spread.low, "high": spread.high}
         if name in theirs:
             apart = difference(spread, theirs[name])
-            found[name] |= {"difference": apart.value, "pooled": apart.pooled, "verdict": apart.verdict}
+            found[name] |= {"difference": apart.value, "pooled": _known(apart.pooled), "verdict": apart.verdict}
     means = ("wall_seconds", "cpu_seconds", "steps", "tokens", "value_tokens", "greedy_tokens", "dropped")
     return found | {name: statistics.fmean(run[name] for run in runs) for name in means}
 
@@ -147,14 +151,14 @@ def elsewhere(row: Mapping[str, Any]) -> str:
 
 
 def _spread(found: Mapping[str, Any]) -> str:
-    std = "" if math.isnan(found["std"]) else f" ± {100 * found['std']:.1f}"
+    std = "" if found["std"] is None else f" ± {100 * found['std']:.1f}"
     return f"{100 * found['mean']:.1f}{std} ({100 * found['low']:.1f} to {100 * found['high']:.1f})"
 
 
 def _apart(found: Mapping[str, Any]) -> str:
     if "difference" not in found:
         return ""
-    pooled = "" if math.isnan(found["pooled"]) else f" (seed {100 * found['pooled']:.1f})"
+    pooled = "" if found["pooled"] is None else f" (seed {100 * found['pooled']:.1f})"
     return f"{100 * found['difference']:+.1f}{pooled}: {found['verdict']}"
 
 

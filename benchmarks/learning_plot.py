@@ -60,6 +60,8 @@ def draw(bands: Mapping[str, Band], parents: Mapping[str, str], *, title: str) -
     width = (WIDTH - GAP * (ACROSS + 1)) / ACROSS
     whole = Frame(60, 50, WIDTH - 280, 360, tokens, ticks)
     parts = [_text(20, 26, title, size=17, weight=600), _panel(whole, large, bands, labels=True), _legend(large, bands)]
+    if small:
+        parts.append(_text(20, 452, "Ablations, in colour, beside the whole method, in grey", size=13, weight=600))
     for i, panel in enumerate(small):
         left, top = GAP + (i % ACROSS) * (width + GAP) + 30, 490 + (i // ACROSS) * 200
         frame = Frame(left, top, width - 34, 140, tokens, ticks)
@@ -84,7 +86,7 @@ def _panel(f: Frame, panel: Panel, bands: Mapping[str, Band], *, labels: bool = 
 def _level(f: Frame, tick: float) -> Html:
     y = f"{f.y(tick):.1f}"
     rule = tag("line", x1=f"{f.left:.1f}", x2=f"{f.left + f.width:.1f}", y1=y, y2=y, stroke=GRID)
-    return join([rule, _text(f.left - 5, f.y(tick) + 3, f"{100 * tick:.0f} %", size=10, anchor="end")])
+    return join([rule, _text(f.left - 5, f.y(tick) + 3, f"{100 * tick:g} %", size=10, anchor="end")])
 
 
 def _area(f: Frame, band: Band, colour: str) -> Html:
