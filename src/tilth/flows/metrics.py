@@ -102,7 +102,12 @@ _DECLARED = (
     Metric("samples/rounds", "rounds", "sum", "times that prompts were sampled until the batch was full"),
     Metric("baseline/mean", "reward", "mean", "reward of the greedy answers that samples are compared with"),
     Metric("baseline/missing", "samples", "sum", "greedy answers whose reward is missing; their samples are left out"),
-    Metric("samples/trained", "samples", "sum", "completions that the update saw"),
+    Metric(
+        "samples/trained",
+        "samples",
+        "sum",
+        "completions kept for the update; of those, overlong_filter masks what was cut",
+    ),
     Metric(
         "loss", "1", "mean", "the loss that was minimised; for policy losses its value is near 0, its gradient is not"
     ),
