@@ -12,6 +12,7 @@ from tilth.config.load import from_dict
 from tilth.core.batch import Batch
 from tilth.core.errors import ModelError, RecipeError
 from tilth.data.prompts import PromptSet
+from tilth.flows import launch
 from tilth.flows.judged import can_differ, identity, is_right
 from tilth.flows.readers import read_metrics, read_trajectories
 from tilth.flows.signals import Interrupted
@@ -187,6 +188,14 @@ def test_a_judge_reads_in_a_run_and_the_run_goes_on_after_a_stop_bit_for_bit(tmp
 def test_another_judge_under_the_same_path_is_another_run(tmp_path, judge):
     first = identity(f"{judge}@1")
     assert first != identity(f"{judge}@2") == identity(str(judge)) and "step 2" in identity(str(judge))
+
+
+def test_a_run_goes_on_with_the_same_weights_of_its_judge_only(tmp_path, judge, monkeypatch):
+    made = recipe(tmp_path, judge)
+    before = launch._inputs(made, "", "")
+    assert before == launch._inputs(made, "", "")
+    monkeypatch.setattr(launch, "identity", lambda path: f"{path} with other weights")
+    assert before != launch._inputs(made, "", "")
 
 
 def test_the_identity_of_a_directory_of_weights_is_that_of_its_files(tmp_path):

@@ -106,7 +106,7 @@ def test_no_rows_are_no_question():
     assert len(found[VERDICT]) == 0 == len(engine.asked)
 
 
-def test_a_real_engine_says_the_same_again_in_whatever_company():
+def test_a_real_engine_says_the_same_again():
     """Greedy, so a step that is run again, on the same rows, has the same verdicts."""
     shape = small.config()
     config = DecoderConfig(**{**vars(shape), "vocab_size": TOKENIZER.vocab_size, "max_positions": CONTEXT})
