@@ -1,7 +1,7 @@
 """The task of the learning curves: its data, and the one model that every run of them begins with.
 
 Lists of two to eight numbers of one or two digits are put in order. Long lists are hard and short ones easy, so answers
-differ in length (4 to 24 tokens), in how often they are right, and some ramble on to the limit.
+differ in length (4 to 24 tokens) and in how often they are right.
 """
 
 import json
@@ -18,7 +18,7 @@ SHAPE = {"model.hidden": 64, "model.layers": 2, "model.heads": 4}
 
 @dataclass(frozen=True)
 class Task:
-    """lists: fewest and most numbers; below: what the numbers are below; longest: tokens of an answer at most, a few
+    """lists: fewest and most numbers; below: what the numbers are below; longest: tokens of an answer at most, two
     more than the longest right one has with its end; until: greedy held-out accuracy at which the warm-up ends."""
 
     lists: tuple[int, int] = (2, 8)
