@@ -127,7 +127,7 @@ def row(
         if name in theirs:
             apart = difference(spread, theirs[name])
             found[name] |= {"difference": apart.value, "pooled": _known(apart.pooled), "verdict": apart.verdict}
-    means = ("wall_seconds", "cpu_seconds", "steps", "tokens", "value_tokens", "greedy_tokens", "dropped")
+    means = ("wall_seconds", "cpu_seconds", "steps", "tokens", "value_tokens", "greedy_tokens", "dropped", "clipped")
     return found | {name: statistics.fmean(run[name] for run in runs) for name in means}
 
 
@@ -164,12 +164,23 @@ def _apart(found: Mapping[str, Any]) -> str:
 
 def markdown(rows: Sequence[Mapping[str, Any]], parents: Mapping[str, str]) -> str:
     """The table as it stands in docs: accuracies in percent, mean ± standard deviation (range) over seeds."""
-    heads = ("", "final accuracy %", "area %", "compared with", "final", "area", "steps", "wall s", "not learned from")
-    lines = [heads, ("---", "---", "---", "---", "---", "---", "---:", "---:", "---")]
+    heads = (
+        "",
+        "final accuracy %",
+        "area %",
+        "compared with",
+        "final",
+        "area",
+        "steps",
+        "wall s",
+        "clipped %",
+        "not learned from",
+    )
+    lines = [heads, ("---", "---", "---", "---", "---", "---", "---:", "---:", "---:", "---")]
     for r in rows:
         measures = [_spread(r[name]) for name in MEASURES]
         apart = [_apart(r[name]) for name in MEASURES]
         parent = parents[r["title"]] if apart[0] else ""
-        counts = (f"{r['steps']:.0f}", f"{r['wall_seconds']:.0f}", elsewhere(r))
+        counts = (f"{r['steps']:.0f}", f"{r['wall_seconds']:.0f}", f"{100 * r['clipped']:.2f}", elsewhere(r))
         lines.append((r["title"], *measures, parent, *apart, *counts))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

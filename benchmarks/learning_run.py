@@ -68,6 +68,12 @@ def points(records: Sequence[Record]) -> list[tuple[float, float, float]]:
     return found
 
 
+def mean_of(records: Sequence[Record], name: str) -> float:
+    """Over the steps that have it; 0 where none has."""
+    found = [float(record[name]) for record in records if record.get(name) is not None]
+    return sum(found) / len(found) if found else 0.0
+
+
 def totals(records: Sequence[Record]) -> dict[str, float]:
     """Steps, tokens and what the samples were like."""
     main = [r for r in records if r["phase"] != VALUES]
@@ -82,6 +88,7 @@ def totals(records: Sequence[Record]) -> dict[str, float]:
         "greedy_tokens": sum(float(r.get("tokens/baseline") or 0) for r in main),
         "samples": samples,
         "dropped": 1 - trained / samples if samples else 0.0,
+        "clipped": mean_of(main, "clip_low") + mean_of(main, "clip_high"),
         "step_seconds": sum(float(r.get("time/step") or 0) for r in records),
         "reward_first": float(main[0].get("reward/mean", 0.0)) if main else 0.0,
         "reward_last": float(main[-1].get("reward/mean", 0.0)) if main else 0.0,

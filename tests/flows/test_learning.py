@@ -123,7 +123,7 @@ def test_equal_runs_are_no_difference_and_one_seed_knows_nothing():
 
 
 def result(final, **changes):
-    figures_of_a_run = dict.fromkeys(("value_tokens", "greedy_tokens", "dropped"), 0.0)
+    figures_of_a_run = dict.fromkeys(("value_tokens", "greedy_tokens", "dropped", "clipped"), 0.0)
     rest = {"wall_seconds": 20.0, "cpu_seconds": 15.0, "steps": 28, "tokens": 110.0}
     return {"points": [[0.0, 0.0, 0.4], [100.0, 0.0, final]], **figures_of_a_run, **rest, **changes}
 
@@ -181,7 +181,7 @@ RECORDS = [
     record("values", 2, 10),
     record("vapo", 1, 7, 0.4, samples=8, **{"samples/trained": 8}),
     record("vapo", 2, 7, 0.6, samples=8, **{"samples/trained": 4}),
-    record("vapo", 3, 7, 0.7, samples=8, **{"samples/trained": 6}),
+    record("vapo", 3, 7, 0.7, samples=8, clip_low=0.01, clip_high=0.03, **{"samples/trained": 6}),
 ]
 
 
@@ -199,6 +199,7 @@ def test_totals_are_of_the_main_phase_but_for_tokens():
     found = runs.totals(RECORDS)
     assert (found["steps"], found["value_steps"], found["tokens"], found["value_tokens"]) == (3, 2, 41, 20)
     assert found["dropped"] == pytest.approx(1 - 18 / 24)
+    assert found["clipped"] == pytest.approx(0.04) and runs.totals(RECORDS[:3])["clipped"] == 0
 
 
 def test_a_run_stops_at_the_first_evaluation_after_its_budget(monkeypatch):
