@@ -394,6 +394,27 @@ def ckpt_prune(
     prune(where, keep=keep, every=every, dry=dry_run, damaged=damaged, as_json=as_json)
 
 
+trace = typer.Typer(help="Say what happened, and what would be gained.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(trace, name="trace")
+
+
+@trace.command(name="whatif")
+def trace_whatif(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="a trace in the straggler study's format (Parquet)")],
+    meta: Annotated[Path | None, typer.Option(metavar="META.yaml", help="the job's sizes, to check the trace")] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="PATH", help="write the heat map of workers as a picture")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="all numbers as one JSON object")] = False,
+) -> None:
+    """Say what stragglers cost, which operations, stages and workers they are, and the likely cause.
+
+    Keys of --json: slowdown, ideal_step (seconds), by_optype, by_stage, by_dp, by_worker (dp, stage, rank, exact,
+    shortcut), m_w, m_s, cause (text, findings, evidence).
+    """
+    from tilth.cli.trace import whatif
+
+    whatif(file, meta, svg, as_json=as_json)
+
+
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="all findings as one JSON object")] = False,

@@ -37,9 +37,10 @@ class Schedule:
     last: np.ndarray
     """int64: places of operations that nothing waits for."""
 
-    def run(self, duration: np.ndarray, delay: np.ndarray | None = None) -> np.ndarray:
+    def run(self, duration: np.ndarray, launched: np.ndarray | None = None) -> np.ndarray:
         """When each operation ends. duration: float64 [n, x, d], seconds, transfer time for communication, in
-        ``order``; x: steps, scenarios or both; d: dp ranks. delay: [n, x, d] between ready and launched.
+        ``order``; x: steps, scenarios or both; d: dp ranks. launched: [n, x, d], gets when each is ready, which for
+        communication is before its group has come together.
 
         Returns float64 [n, x, d], seconds since the start of the step.
         """
@@ -50,15 +51,15 @@ class Schedule:
             ready = end[level.before[0]]
             for row in level.before[1:]:
                 np.maximum(ready, end[row], out=ready)
-            if delay is not None:
-                ready += delay[level.low : level.high]
+            if launched is not None:
+                launched[level.low : level.high] = ready
             meet(ready, level)
             np.add(ready, duration[level.low : level.high], out=end[level.low : level.high])
         return end[:n]
 
-    def seconds(self, duration: np.ndarray, delay: np.ndarray | None = None) -> np.ndarray:
-        """float64 [x]: time of a step, over all dp ranks. Arguments as for ``run``."""
-        return self.run(duration, delay)[self.last].max((0, 2))
+    def seconds(self, duration: np.ndarray) -> np.ndarray:
+        """float64 [x]: time of a step, over all dp ranks. duration: as for ``run``."""
+        return self.run(duration)[self.last].max((0, 2))
 
 
 def meet(ready: np.ndarray, level: _Level) -> None:

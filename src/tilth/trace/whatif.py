@@ -77,6 +77,10 @@ class WhatIf:
     m_w: Mended
     m_s: Mended
     """Of the last stage; a share of 0 without a pipeline."""
+    m_p: Mended
+    """Of the stage with the greatest S."""
+    m_c: Mended
+    """Of all communication."""
     m_l: Mended
     """Of the spread of computes within a stage: each takes the mean of its type on its stage in that step."""
 
@@ -123,8 +127,12 @@ class Model:
     def seconds(self, keep: np.ndarray) -> np.ndarray:
         """float64 [s]: time of each step where ``keep``, bool [n] or [n, d], is as recorded and all else ideal."""
         keep = keep.reshape(len(keep), 1, -1)
-        parts = [np.where(keep, real, self.ideal[:, None, None]) for real in self._blocks(self.real)]
-        return np.concatenate([self.schedule.seconds(p) for p in parts])
+        blocks = self._blocks(self.real)
+        return np.concatenate([self.schedule.seconds(np.where(keep, b, self.ideal[:, None, None])) for b in blocks])
+
+    def times(self, duration: np.ndarray) -> np.ndarray:
+        """float64 [s]: time of each step with these durations, [n, s, d]."""
+        return np.concatenate([self.schedule.seconds(b) for b in self._blocks(duration)])
 
     def apart(self, keep: np.ndarray) -> np.ndarray:
         """float64 [d, s]: for each dp rank, time of each step where its operations in ``keep``, bool [n], are as
@@ -182,31 +190,47 @@ def ideal(trace: Trace, real: np.ndarray) -> np.ndarray:
     return result
 
 
-def what_if(trace: Trace) -> WhatIf:
-    """All findings of a trace."""
-    model = Model(trace)
+def what_if(trace: Trace, model: Model | None = None) -> WhatIf:
+    """All findings of a trace. DataError where its operations do not fit together. model: if it is there already."""
+    model = model or Model(trace)
     everything = np.ones(len(model.optype), bool)
     replayed, best = model.seconds(everything), model.seconds(~everything)
 
     def slowdown(seconds: np.ndarray) -> Slowdown:
         return Slowdown(float(seconds.mean() / best.mean()), seconds / best)
 
+    def without(fix: np.ndarray) -> Mended:
+        return mended(model, fix, replayed, best)
+
     by_stage = [slowdown(model.seconds(model.stage == p)) for p in range(trace.stages)]
     by_dp = [slowdown(s) for s in model.apart(everything)]
-    names = [MERGED.get(OPTYPES[i], OPTYPES[i]) for i in model.optype]
-    by_optype = {name: slowdown(model.seconds(np.array([n == name for n in names]))) for name in dict.fromkeys(names)}
     workers = np.stack([model.apart(model.stage == p) for p in range(trace.stages)])
-    shortcut = np.minimum.outer([s.mean for s in by_stage], [s.mean for s in by_dp])
-    worst = guilty(shortcut, trace.ranks)
-    mine = np.zeros((len(names), trace.dp), bool)
-    for dp, stage in worst:
-        mine[model.stage == stage, dp] = True
-    last = (model.stage == trace.stages - 1) & (trace.stages > 1)
+    worst = guilty(np.minimum.outer([s.mean for s in by_stage], [s.mean for s in by_dp]), trace.ranks)
+    last, slowest = trace.stages - 1, int(np.argmax([s.mean for s in by_stage]))
+    piped = trace.stages > 1
     return WhatIf(
-        trace.steps, trace.seconds, replayed, best, by_optype, by_stage, by_dp, workers.mean(-1) / best.mean(),
-        workers / best, trace.ranks, worst, mended(model, mine, replayed, best), mended(model, last, replayed, best),
-        level(model, replayed, best),
+        steps=trace.steps, recorded=trace.seconds, replayed=replayed, ideal=best,
+        by_optype={name: slowdown(model.seconds(mine)) for name, mine in _types(model).items()},
+        by_stage=by_stage, by_dp=by_dp, exact=workers.mean(-1) / best.mean(), exact_per_step=workers / best,
+        ranks=trace.ranks, worst=worst, m_w=without(_workers(model, worst)),
+        m_s=without((model.stage == last) & piped), m_p=without((model.stage == slowest) & piped),
+        m_c=without(~np.isin(model.optype, [OPTYPES.index(name) for name in LOCAL])),
+        m_l=replaced(model, levelled(model), replayed, best),
     )  # fmt: skip
+
+
+def _types(model: Model) -> dict[str, np.ndarray]:
+    """bool [n] for each type, sends and receives of one direction together."""
+    names = np.array([MERGED.get(name, name) for name in OPTYPES])[model.optype]
+    return {str(name): names == name for name in dict.fromkeys(names)}
+
+
+def _workers(model: Model, workers: list[tuple[int, int]]) -> np.ndarray:
+    """bool [n, d]: the operations of these (dp rank, stage)."""
+    mine = np.zeros((len(model.stage), model.trace.dp), bool)
+    for dp, stage in workers:
+        mine[model.stage == stage, dp] = True
+    return mine
 
 
 def guilty(scores: np.ndarray, ranks: np.ndarray) -> list[tuple[int, int]]:
@@ -219,24 +243,28 @@ def mended(model: Model, fix: np.ndarray, replayed: np.ndarray, best: np.ndarray
     """What is gained where ``fix``, bool [n] or [n, d], is made ideal; nothing where it is empty."""
     if not fix.any():
         return Mended(0.0, float(replayed.mean()), 0.0, float(best.mean()))
-    fixed, added = model.seconds(~fix).mean(), model.seconds(fix).mean()
+    return _mended(model.seconds(~fix), model.seconds(fix), replayed, best)
+
+
+def _mended(fixed: np.ndarray, added: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
     lost = replayed.mean() - best.mean()
-    return Mended(_part(replayed.mean() - fixed, lost), float(fixed), _part(added - best.mean(), lost), float(added))
+    scale = 1 / lost if lost else 0.0
+    gain, loss = replayed.mean() - fixed.mean(), added.mean() - best.mean()
+    return Mended(float(gain * scale), float(fixed.mean()), float(loss * scale), float(added.mean()))
 
 
-def _part(gain: float, lost: float) -> float:
-    return float(gain / lost) if lost else 0.0
+def replaced(model: Model, even: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
+    """What is gained where operations take the durations ``even``, [n, s, d], instead of the recorded ones."""
+    only = model.ideal[:, None, None] + model.real - even
+    return _mended(model.times(even), model.times(np.maximum(only, 0)), replayed, best)
 
 
-def level(model: Model, replayed: np.ndarray, best: np.ndarray) -> Mended:
-    """What is gained where each compute takes the mean of its type on its stage in that step."""
-    even, only = model.real.copy(), np.broadcast_to(model.ideal[:, None, None], model.real.shape).copy()
+def levelled(model: Model) -> np.ndarray:
+    """float64 [n, s, d]: durations where each compute takes the mean of its type on its stage in that step."""
+    even = model.real.copy()
     for stage in range(model.trace.stages):
         for name in COMPUTE:
             mine = (model.stage == stage) & (model.optype == OPTYPES.index(name))
             if mine.any():
-                mean = model.real[mine].mean((0, 2), keepdims=True)
-                even[mine], only[mine] = mean, model.ideal[mine][:, None, None] + model.real[mine] - mean
-    fixed, added = model.schedule.seconds(even).mean(), model.schedule.seconds(only).mean()
-    lost = replayed.mean() - best.mean()
-    return Mended(_part(replayed.mean() - fixed, lost), float(fixed), _part(added - best.mean(), lost), float(added))
+                even[mine] = model.real[mine].mean((0, 2), keepdims=True)
+    return even
