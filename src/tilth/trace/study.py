@@ -91,6 +91,8 @@ def read_study(path: str | Path, meta: str | Path | None = None) -> Trace:
 
 
 def _table(path: Path) -> pa.Table:
+    if path.is_dir():
+        raise DataError(f"{path} is a folder; a trace in the study's format is one Parquet file")
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
