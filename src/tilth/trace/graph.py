@@ -14,7 +14,7 @@ from tilth.trace.study import COMPUTE, DATA, OPTYPES, PIPE, Trace
 
 FORWARD, BACKWARD = OPTYPES.index("forward-compute"), OPTYPES.index("backward-compute")
 ALONE, TOGETHER, ACROSS = 0, 1, 2
-"""How an operation starts: by itself; with the same group on its dp rank; with its group on all dp ranks."""
+"""How an operation starts: by itself; with one peer on its dp rank; with its group on all dp ranks."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Graph:
     after: np.ndarray
     """int64 [e]: ... before this one is ready."""
     group: np.ndarray
-    """int64 [n]: operations of one group start together, when the last of them is ready."""
+    """int64 [n]: operations of one group start together, when the last of them is ready; a group has one kind."""
     kind: np.ndarray
     """int64 [n]: ALONE, TOGETHER or ACROSS."""
 

@@ -22,9 +22,10 @@ class _Level:
     high: int
     before: np.ndarray
     """int64 [width, m]: operations to wait for; the one after the last stands for the start of the step."""
-    together: tuple[int, np.ndarray, np.ndarray] | None
-    """Where groups on one dp rank begin in the slice, their first members, and their sizes."""
+    together: slice
+    """Where in the slice the pairs are, peer beside peer."""
     across: tuple[int, np.ndarray, np.ndarray] | None
+    """Where in the slice groups over all dp ranks begin, their first members from there, and their sizes."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,13 @@ class Schedule:
 
 def meet(ready: np.ndarray, level: _Level) -> None:
     """Members of a group start when the last of them is ready. ready: [m, x, d] of this level, changed in place."""
-    if level.together is not None:
-        at, first, sizes = level.together
-        mine = ready[at : at + sizes.sum()]
-        mine[:] = np.repeat(np.maximum.reduceat(mine, first, axis=0), sizes, axis=0)
+    pairs = ready[level.together]
+    if len(pairs):
+        np.maximum(pairs[0::2], pairs[1::2], out=pairs[0::2])
+        pairs[1::2] = pairs[0::2]
     if level.across is not None:
         at, first, sizes = level.across
-        latest = np.maximum.reduceat(ready[at:], first, axis=0).max(-1, keepdims=True)
+        latest = np.maximum.reduceat(ready[at:].max(-1, keepdims=True), first, axis=0)
         ready[at:] = np.repeat(latest, sizes, axis=0)
 
 
@@ -123,11 +124,12 @@ def _padded(before: np.ndarray, after: np.ndarray, n: int) -> np.ndarray:
 def _level(graph: Graph, order: np.ndarray, waits: np.ndarray, low: int, high: int) -> _Level:
     ops, before = order[low:high], waits[:, low:high]
     used = max(int((before < len(order)).any(1).sum()), 1)
-    return _Level(low, high, before[:used], _groups(graph, ops, TOGETHER), _groups(graph, ops, ACROSS))
+    pairs = np.searchsorted(graph.kind[ops], [TOGETHER, ACROSS])  # kinds are in this order
+    return _Level(low, high, before[:used], slice(*pairs.tolist()), _across(graph, ops))
 
 
-def _groups(graph: Graph, ops: np.ndarray, kind: int) -> tuple[int, np.ndarray, np.ndarray] | None:
-    mine = np.flatnonzero(graph.kind[ops] == kind)
+def _across(graph: Graph, ops: np.ndarray) -> tuple[int, np.ndarray, np.ndarray] | None:
+    mine = np.flatnonzero(graph.kind[ops] == ACROSS)
     if not len(mine):
         return None
     group = graph.group[ops[mine]]
