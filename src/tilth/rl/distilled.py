@@ -27,6 +27,11 @@ class Distill(Advantage):
         return ("logprobs", "ref_logprobs")
 
     @property
+    def reads_reward(self) -> bool:
+        """The teacher says what is good."""
+        return False
+
+    @property
     def scope(self) -> Scope:
         """Any part of the rows."""
         return "token-local"

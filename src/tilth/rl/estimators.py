@@ -87,6 +87,32 @@ class Advantage(Entry):
         """Row columns without which a row teaches nothing: where one is not finite, the reward counts as missing."""
         return ()
 
+    @property
+    def flat_teaches(self) -> bool:
+        """Whether a group of samples whose rewards are all equal may have advantages that are not 0.
+
+        False: they are exactly 0 at every token (a group of one apart: option ``singleton``), so a flow may leave such
+        groups out and draw others in their place. Where this is True, leaving them out would change what is learned.
+        """
+        return True
+
+    @property
+    def reads_reward(self) -> bool:
+        """Whether advantages depend on the reward. Where not, what a flow adds to the reward (a KL penalty, one for
+        length, a judge's) never reaches the policy; a row without a reward is left out all the same.
+        """
+        return True
+
+    @property
+    def relative_to_spread(self) -> bool:
+        """Whether a difference between rewards counts in full however small it is.
+
+        True where advantages are divided by the spread of rewards in the group, or by the number of rows that have one:
+        in a group of equal rewards a KL penalty of 1e-3 in the reward is then as large as right and wrong elsewhere, or
+        makes every row count as one that teaches.
+        """
+        return False
+
     def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Advantages and, where there are any, returns."""
         raise NotImplementedError

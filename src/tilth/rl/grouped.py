@@ -28,6 +28,11 @@ class _Grouped(RowAdvantage):
         """Rewards and groups."""
         return ("rewards", "groups")
 
+    @property
+    def flat_teaches(self) -> bool:
+        """A score that is the group's mean is worth nothing."""
+        return False
+
     def rows(self, rows: Rows) -> Tensor:
         """Advantage of each row; groups of one apart."""
         return self.grouped(rows.groups)
@@ -55,6 +60,11 @@ class Grpo(_Grouped):
 
     eps: float = Field(1e-6, ge=0, description=_EPS)
     std: Std = Field("unbiased", description=_STD)
+
+    @property
+    def relative_to_spread(self) -> bool:
+        """Over the group's standard deviation."""
+        return True
 
     def relative(self, groups: Groups) -> Tensor:
         """Standardised score."""
@@ -94,6 +104,11 @@ class ReinforcePPBaseline(_Grouped):
     @property
     def weighs(self) -> bool:
         """By tokens."""
+        return True
+
+    @property
+    def flat_teaches(self) -> bool:
+        """Whitening moves its zeros by the mean over the batch's tokens."""
         return True
 
     def rows(self, rows: Rows) -> Tensor:
@@ -136,6 +151,11 @@ class Gpg(_Grouped):
     )
     norm: float = Field(1.0, gt=0, description="constant that advantages are divided by (F_norm)")
 
+    @property
+    def relative_to_spread(self) -> bool:
+        """alpha counts rows by whether a reward is not 0, or differs, not by how much."""
+        return True
+
     def rows(self, rows: Rows) -> Tensor:
         """Scaled to the share of rows that teach."""
         counted = rows.valid & (rows.scores != 0 if self.count == "nonzero" else ~rows.groups.flat)
@@ -158,6 +178,16 @@ class GrpoPassk(RowAdvantage):
     def needs(self) -> tuple[str, ...]:
         """Rewards and groups."""
         return ("rewards", "groups")
+
+    @property
+    def flat_teaches(self) -> bool:
+        """Where all are best, none is."""
+        return False
+
+    @property
+    def relative_to_spread(self) -> bool:
+        """Over the group's standard deviation, if over any."""
+        return self.std != "none"
 
     def rows(self, rows: Rows) -> Tensor:
         """How far the best is above the rest of its group."""
@@ -207,6 +237,16 @@ class Gdpo(Grpo):
     def weighs(self) -> bool:
         """By tokens."""
         return True
+
+    @property
+    def flat_teaches(self) -> bool:
+        """Parts may differ where their sum does not; and whitening moves zeros by the mean over the batch's tokens."""
+        return True
+
+    @property
+    def reads_reward(self) -> bool:
+        """The parts alone, where any are named."""
+        return not self.keys
 
     def rows(self, rows: Rows) -> Tensor:
         """Each part relative to its group, then all of them together."""

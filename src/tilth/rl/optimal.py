@@ -78,6 +78,11 @@ class _Optimal(Advantage):
         return ("weights",)
 
     @property
+    def flat_teaches(self) -> bool:
+        """A token that has its place in the group alone keeps its reward to come."""
+        return self.singleton == "reward"
+
+    @property
     def scope(self) -> Scope:
         """Other workers' tokens of the groups that are not whole here."""
         return "group tokens"
