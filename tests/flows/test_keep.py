@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilth.core.batch import Batch
-from tilth.flows.keep import has_spread
+from tilth.flows.keep import has_spread, is_mixed
 
 
 def batch(groups, rewards):
@@ -13,6 +13,12 @@ def batch(groups, rewards):
 def test_groups_with_equal_rewards_are_left_out():
     kept = has_spread(batch([7, 7, 3, 3, 9], [1, 0, 1, 1, 1]))
     assert kept.tolist() == [True, True, False, False, False]
+
+
+def test_what_is_unknown_neither_makes_a_group_mixed_nor_hides_that_it_is():
+    nan = np.nan
+    groups = batch([1, 1, 1, 2, 2, 3, 3, 3], [1, 0, nan, nan, nan, 1, nan, 1])
+    assert is_mixed(groups).tolist() == [True] * 3 + [False] * 5
 
 
 def test_no_rows_no_mask():

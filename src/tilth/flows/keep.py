@@ -30,11 +30,12 @@ def is_mixed(batch: Batch) -> np.ndarray:
 
 
 def _spread(groups: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """bool [n]: rows of groups in which two values that are known differ; NaN is unknown."""
     _, group = np.unique(groups, return_inverse=True)
     low = np.full(group.max(initial=-1) + 1, np.inf)
     high = -low
-    np.minimum.at(low, group, values)
-    np.maximum.at(high, group, values)
+    np.fmin.at(low, group, values)
+    np.fmax.at(high, group, values)
     return (high > low)[group]
 
 
