@@ -4,6 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tilth.core.errors import DataError
 from tilth.trace.schedules import by_type, orders, synthetic, to_table
@@ -140,6 +142,33 @@ def test_transfers_that_belong_to_no_compute():
     cut = made.filter(pa.array(~((names == "forward-send") & (column("seq_id") == 2))))
     with pytest.raises(DataError, match="stage 0 has 2 forward-send for 3 forward-compute that have a neighbour"):
         Model(from_table(cut))
+
+
+@pytest.mark.parametrize("name", ["stage", "dp_rank", "seq_id"])
+def test_numbers_that_would_fill_the_memory(name):
+    with pytest.raises(DataError, match=f"228 rows are far too few for .*{name} up to 900000"):
+        from_table(table(**spoilt(name, 900_000)))
+
+
+def test_a_stage_without_operations():
+    with pytest.raises(DataError, match="there is no operation on stage 1, but on stage 2"):
+        from_table(table(stage=(column("stage") * 2).tolist()))
+
+
+def test_a_trace_in_which_no_time_passes():
+    with pytest.raises(DataError, match="a step takes no time"):
+        what_if(from_table(table(duration=[0.0] * len(column("step")))))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 227), st.sampled_from(list(COLUMNS)), st.integers(-2, 40))
+def test_one_wrong_number_is_an_error_in_one_line_or_read(at, name, value):
+    try:
+        made = table(**spoilt(name, float(value) if name in ("start_ts", "duration") else value, at))
+        found = what_if(from_table(made))
+        assert np.isfinite(found.slowdown)
+    except DataError as error:
+        assert "\n" not in str(error)
 
 
 META = "trial_name: AR\nrun_id: 0\ndp_size: 2\npp_size: 2\ntp_size: 4\ndsp_size: 1\nvpp_size: 1\nworld_size: 16\n"

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tilth.cli.tables import WIDTH, new_table, show
-from tilth.core.errors import StorageError
+from tilth.core.errors import DataError, StorageError
 from tilth.trace.cause import Cause, diagnose
 from tilth.trace.study import Trace, read_study
 from tilth.trace.whatif import Model, Slowdown, WhatIf, what_if
@@ -26,8 +26,11 @@ SHOWN = 8
 def whatif(file: Path, meta: Path | None, svg: Path | None, *, as_json: bool) -> None:
     """Read a trace, analyse it and print what was found."""
     trace = read_study(file, meta)
-    model = Model(trace)
-    found = what_if(trace, model)
+    try:
+        model = Model(trace)
+        found = what_if(trace, model)
+    except DataError as error:
+        raise DataError(f"{file}: {error}") from error
     cause = diagnose(model, found)
     if svg is not None:
         _write(svg, file, found, cause)

@@ -112,10 +112,12 @@ def from_table(table: pa.Table) -> Trace:
     rows = {name: _column(table, name, kind) for name, kind in COLUMNS.items()}
     rows["optype"] = _optypes(table)
     stages, dp, seqs = (int(rows[name].max()) + 1 for name in ("stage", "dp_rank", "seq_id"))
+    _plausible(rows, len(OPTYPES) * stages * seqs)
     code = (rows["optype"] * stages + rows["stage"]) * seqs + rows["seq_id"]
     present = np.bincount(code, minlength=len(OPTYPES) * stages * seqs) > 0
     n, op = int(present.sum()), (np.cumsum(present) - 1)[code]
     steps, step = _steps(rows["step"])
+    _plausible(rows, n * len(steps) * dp)
     place = (op * len(steps) + step) * dp + rows["dp_rank"]
     counts = np.bincount(place, minlength=n * len(steps) * dp).reshape(n, len(steps), dp)
     codes = np.flatnonzero(present)
@@ -126,6 +128,15 @@ def from_table(table: pa.Table) -> Trace:
         codes // (stages * seqs), codes // seqs % stages, codes % seqs, np.maximum(chunk, 0), micro_batch,
         fill["start_ts"], fill["duration"], steps[whole], _ranks(table, rows, stages, dp), steps[~whole].tolist(),
     )  # fmt: skip
+
+
+def _plausible(rows: dict[str, np.ndarray], cells: int) -> None:
+    """Numbers that leave most places empty are wrong, and would fill the memory."""
+    if cells > 1000 * (len(rows["step"]) + 1000):
+        sizes = ", ".join(f"{name} up to {rows[name].max()}" for name in ("stage", "dp_rank", "seq_id"))
+        raise DataError(f"{len(rows['step'])} rows are far too few for {sizes}")
+    if len(idle := np.flatnonzero(np.bincount(rows["stage"]) == 0)):
+        raise DataError(f"there is no operation on stage {idle[0]}, but on stage {rows['stage'].max()}")
 
 
 def _column(table: pa.Table, name: str, kind: type) -> np.ndarray:

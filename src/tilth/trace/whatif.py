@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tilth.core.errors import DataError
 from tilth.trace.graph import ACROSS, TOGETHER, Graph, dependencies
 from tilth.trace.replay import schedule
 from tilth.trace.study import COMPUTE, OPTYPES, Trace
@@ -191,10 +192,15 @@ def ideal(trace: Trace, real: np.ndarray) -> np.ndarray:
 
 
 def what_if(trace: Trace, model: Model | None = None) -> WhatIf:
-    """All findings of a trace. DataError where its operations do not fit together. model: if it is there already."""
+    """All findings of a trace. DataError where its operations do not fit together or take no time.
+
+    model: that of the trace, if it is there already.
+    """
     model = model or Model(trace)
     everything = np.ones(len(model.optype), bool)
     replayed, best = model.seconds(everything), model.seconds(~everything)
+    if min(best.min(), replayed.min()) <= 0:
+        raise DataError("a step takes no time: its durations are 0")
 
     def slowdown(seconds: np.ndarray) -> Slowdown:
         return Slowdown(float(seconds.mean() / best.mean()), seconds / best)
