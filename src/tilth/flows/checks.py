@@ -50,7 +50,7 @@ def check_algorithm(recipe: Recipe) -> None:
     for kind, name in chosen.items():
         found = rl.check(name, columns, options(kind, name, how), kind=kind)
         if isinstance(found, Rule):
-            found.fits(how.loss)
+            found.fits(rl.loss_entry(how.loss, **options("losses", how.loss, how)))
     rl.check(aggregation(how), columns, kind="aggregations")
 
 

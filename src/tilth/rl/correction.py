@@ -20,12 +20,11 @@ from torch import Tensor
 from tilth.core.errors import RecipeError
 from tilth.rl.gap import STATISTICS, EffectiveShare, Gap
 from tilth.rl.metrics import Metric
+from tilth.rl.objectives import PolicyLoss
 from tilth.rl.packing import Packing, Reduce, alone
-from tilth.rl.registry import Entry, Scope, build, nearest, register, require
+from tilth.rl.registry import Entry, Scope, build, name_of, nearest, register, require
 
 Threshold = float | tuple[float, float]
-NO_RATIO = ("reinforce", "gpg")
-"""Losses that take no ratio, so that a weight towards mu does not count twice."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,8 @@ class Rule(Entry):
         """The correction of one worker's rows."""
         raise NotImplementedError
 
-    def fits(self, loss: str) -> None:
-        """RecipeError unless this correction can be used with this policy loss."""
+    def fits(self, loss: PolicyLoss) -> None:
+        """RecipeError unless this correction can be used with this policy loss, as ``loss_entry`` makes it."""
 
 
 @register("corrections", "none")
@@ -146,14 +145,15 @@ class Corrector(Rule):
         """The mean of the weights is that of the global batch; all else is of a row."""
         return "global moments" if self.normalise else "token-local"
 
-    def fits(self, loss: str) -> None:
+    def fits(self, loss: PolicyLoss) -> None:
         """RecipeError: made for another loss, or the loss's ratio and the weights would both correct for mu."""
-        if self.made_for and loss != self.made_for:
-            raise RecipeError(f"{self.title} is made for algorithm.loss={self.made_for}, not {loss}")
-        if self.bypass and self.weighted and loss not in NO_RATIO:
+        name = name_of("losses", loss)
+        if self.made_for and name != self.made_for:
+            raise RecipeError(f"{self.title} is made for algorithm.loss={self.made_for}, not {name}")
+        if self.bypass and self.weighted and loss.takes_ratio:
             raise RecipeError(
-                f"{self.title}: the ratio of algorithm.loss={loss} is taken to the sampling policy already, and "
-                f"weights would correct twice; set level=none, bypass=false, or algorithm.loss={NO_RATIO[0]}"
+                f"{self.title}: the ratio of algorithm.loss={name} is taken to the sampling policy already, and "
+                "weights would correct twice; set level=none, bypass=false, or algorithm.loss=reinforce without cap"
             )
 
     def apply(self, sampled: Sampled) -> Correction:

@@ -68,6 +68,12 @@ class PolicyLoss(Entry):
         return "token-mean"
 
     @property
+    def takes_ratio(self) -> bool:
+        """Whether the ratio to the old policy is in the loss: where that is the policy that sampled, importance weights
+        towards it would correct twice."""
+        return True
+
+    @property
     def first_pass(self) -> bool:
         """Whether it needs ``tilth.rl.thresholds`` over the whole batch before the split into micro-batches."""
         return False

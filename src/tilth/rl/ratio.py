@@ -49,6 +49,11 @@ class Reinforce(PolicyLoss):
         super().model_post_init(context)
         at_least_one("reinforce", "cap", self.cap)
 
+    @property
+    def takes_ratio(self) -> bool:
+        """With ``cap``, as a weight."""
+        return bool(self.cap)
+
     def tokens(self, step: Step) -> TokenLosses:
         """Loss of each token; share of tokens whose weight is held at the cap."""
         loss = -step.advantages * step.logprobs
@@ -63,6 +68,11 @@ class Gpg(PolicyLoss):
 
     The same function as ``reinforce`` without a cap, under the name by which verl has it.
     """
+
+    @property
+    def takes_ratio(self) -> bool:
+        """None."""
+        return False
 
     def tokens(self, step: Step) -> TokenLosses:
         """Loss of each token."""

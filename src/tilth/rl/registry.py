@@ -75,6 +75,12 @@ def lookup(kind: Kind, name: str) -> type[Entry]:
     return table[name]
 
 
+def name_of(kind: Kind, entry: Entry) -> str:
+    """The name that an entry is registered by; of one that is not, its class's."""
+    known = [name for name, made in _ENTRIES[kind].items() if made is type(entry)]
+    return known[0] if known else type(entry).__name__
+
+
 def build(kind: Kind, name: str, options: Mapping[str, Any], known: type[E]) -> E:
     """The entry with its options checked; RecipeError names a wrong option, its value and what would be right."""
     entry = lookup(kind, name)

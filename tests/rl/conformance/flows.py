@@ -80,7 +80,7 @@ _EVERY = (
 
 def _fits(correction: str, loss: str) -> bool:
     try:
-        build("corrections", correction, {}, Rule).fits(loss)
+        build("corrections", correction, {}, Rule).fits(rl.loss_entry(loss))
     except RecipeError:
         return False
     return True
