@@ -9,6 +9,8 @@ own choice holds: samples a prompt, aggregation, clip range, lambda.
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilth.config.flows import FLOWS
+
 SAMPLES, UPDATES, GROUP = 256, 4, 8
 LAM = 0.95
 """Lambda of PPO, and of VAPO where it does not go by the length (both papers)."""
@@ -114,12 +116,13 @@ def keys_of(variant: Variant, lr: float) -> Keys:
     common = {
         "algorithm.steps": 10**5,
         "algorithm.minibatches": UPDATES,
-        "algorithm.drop_flat": False,
         "optimizer.lr": lr,
         "critic.lr": 2 * lr,
         "run.eval_every": 4,
     }
     keys = common | variant.keys
+    if "drop_flat" in FLOWS[variant.keys["flow"]].reads:
+        keys["algorithm.drop_flat"] = False
     if keys["algorithm.minibatches"] == 1:
         keys["run.eval_every"] *= UPDATES // (2 if variant.keys["flow"] == "remax" else 1)
     return keys

@@ -14,7 +14,7 @@ from tilth.config.schema import Algorithm
 from tilth.core.errors import RecipeError, RewardError
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import from_records
-from tilth.flows.checks import check_algorithm, columns_needed
+from tilth.flows.checks import check_algorithm, columns_needed, drops_flat
 from tilth.flows.readers import read_trajectories
 from tilth.flows.run import Run
 from tilth.flows.signals import Interrupted
@@ -297,3 +297,72 @@ def test_a_row_without_a_part_is_left_out_and_the_run_goes_on(tmp_path):
     watcher = tiny.Recorder()
     tiny.run(recipe(tmp_path, "grpo", GDPO), reward=at_times, observers=[watcher])
     assert all(np.isfinite(record["loss"]) for record in watcher.records)
+
+
+# ---- groups without spread, and what is added to rewards ----
+
+
+@pytest.mark.parametrize(
+    "algorithm, dropped",
+    [
+        ({}, True),
+        ({"drop_flat": False}, False),
+        ({"advantage": "rloo"}, True),
+        ({"advantage": "optimal_token_baseline"}, False),
+        ({"advantage": "reinforce_pp_baseline"}, False),
+        ({"advantage": "gdpo", "options": {"keys": ["right"]}}, False),
+        ({"kl_coef": 0.1}, False),
+        ({"entropy_coef": 0.1}, False),
+        ({"nll_coef": 0.1}, False),
+    ],
+)
+def test_flat_groups_are_left_out_only_where_they_have_no_gradient(tmp_path, algorithm, dropped):
+    assert drops_flat(recipe(tmp_path, "grpo", algorithm)) == dropped
+
+
+@pytest.mark.parametrize(
+    "flow, algorithm, said",
+    [
+        ("grpo", {"kl_coef": 0.1, "kl_in": "reward"}, "kl_in=reward with advantage=grpo: .* the smallest penalty"),
+        ("dapo", {"advantage": "gdpo", "options": {"keys": ["right"]}}, "overlong_buffer changes the reward, which"),
+        ("rloo", {"kl_coef": 0.1, "kl_in": "reward"}, ""),
+    ],
+)
+def test_a_penalty_that_would_be_lost_or_blown_up_is_refused(tmp_path, flow, algorithm, said):
+    if not said:
+        check_algorithm(recipe(tmp_path, flow, algorithm))
+        return
+    with pytest.raises(RecipeError, match=said):
+        check_algorithm(recipe(tmp_path, flow, algorithm))
+
+
+@pytest.mark.parametrize(
+    "flow, given, said",
+    [
+        ("rloo", {"minibatches": 2}, "algorithm.minibatches = 2 has no use in flow = rloo; it is of grpo"),
+        ("grpo", {"refill": 3}, "algorithm.refill = 3 has no use in flow = grpo; it is of dapo, fapo"),
+        (
+            "ppo",
+            {"drop_flat": False},
+            "algorithm.drop_flat = False has no use in flow = ppo; it is of grpo, dapo, fapo",
+        ),
+        ("ppo", {"entropy_target": 0.1, "entropy_coef": -0.1}, "entropy"),
+    ],
+)
+def test_a_key_that_its_flow_never_reads_is_refused(tmp_path, flow, given, said):
+    with pytest.raises(RecipeError, match=said):
+        recipe(tmp_path, flow, given)
+
+
+@pytest.mark.parametrize("flow", ["grpo", "dapo", "fapo", "rloo"])
+def test_a_group_of_one_where_samples_are_compared_is_refused(tmp_path, flow):
+    with pytest.raises(RecipeError, match=f"rollout.group = 1 in flow = {flow}"):
+        recipe(tmp_path, flow, rollout={"group": 1}, judge={"path": "x"} if flow == "fapo" else {})
+
+
+def test_in_the_reward_the_penalty_is_k1_unless_the_recipe_says_so(tmp_path):
+    assert recipe(tmp_path, "rloo").algorithm.kl == "k1"
+    assert recipe(tmp_path, "ppo", {"kl_in": "reward"}).algorithm.kl == "k1"
+    assert recipe(tmp_path, "rloo", {"kl": "k3"}).algorithm.kl == "k3"
+    baseline = recipe(tmp_path, "reinforce_pp", {"advantage": "reinforce_pp_baseline"}).algorithm
+    assert (baseline.kl, baseline.kl_in) == ("k2", "loss")

@@ -10,6 +10,7 @@ from tilth.core.batch import Batch
 from tilth.flows.keep import first_groups, has_spread, is_mixed, missing_prompts
 from tilth.flows.shape import adapted, current, overlong, uncut
 from tilth.rl.metrics import Metric
+from tilth.roles.experience import is_right
 
 MOST = 20
 
@@ -26,7 +27,7 @@ def rows(lengths, rewards=None, finish=None, **more):
 
 
 def how(**keys):
-    return Algorithm(**{"overlong_buffer": 0.2, **keys})
+    return Algorithm(**{"overlong_buffer": 0.2, "overlong_penalty": 1.0, **keys})
 
 
 def test_the_reward_falls_in_the_last_part_only_and_by_all_of_the_penalty_at_the_end():
@@ -61,7 +62,7 @@ def test_cut_completions_leave_the_loss_where_the_recipe_says_so():
 
 def grouped(groups, rewards, correct=None):
     given = {"group": np.array(groups, np.int64), "reward": np.array(rewards, np.float32)}
-    return Batch(given | ({} if correct is None else {"part/correct": np.array(correct, np.float32)}))
+    return Batch(given | {"outcome": given["reward"] if correct is None else np.array(correct, np.float32)})
 
 
 def test_groups_are_mixed_by_what_is_right_not_by_the_shaped_reward():
@@ -69,6 +70,14 @@ def test_groups_are_mixed_by_what_is_right_not_by_the_shaped_reward():
     assert has_spread(batch).all()
     assert is_mixed(batch).tolist() == [False, False, True, True]
     assert is_mixed(grouped([1, 1, 2, 2], [1, 1, 1, 0])).tolist() == [False, False, True, True]
+
+
+def test_a_shaped_reward_does_not_change_what_is_right():
+    batch = grouped([1, 1, 2, 2], [1, 1, 1, 0]).with_rows(completion=np.array([18, 17, 19, 3], np.int32))
+    shaped = overlong(batch, how(), MOST)
+    assert has_spread(shaped).all() and (shaped["reward"][:3] < 1).all()
+    assert is_mixed(shaped).tolist() == [False, False, True, True]
+    assert is_right(shaped).tolist() == [True, True, True, False]
 
 
 def test_surplus_groups_are_cut_whole_the_last_ones_first():

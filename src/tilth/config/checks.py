@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator
 
 from tilth.config.errors import RecipeError
-from tilth.config.schema import Layout, Recipe
+from tilth.config.flows import FLOWS, OPTIONAL
+from tilth.config.schema import Algorithm, Layout, Recipe
 
 KV_BLOCK = 16
 """Tokens of a block of the rollout engine's cache."""
@@ -107,10 +108,17 @@ def _learning(recipe: Recipe) -> Iterator[str]:
 
 
 def _experience(recipe: Recipe) -> Iterator[str]:
+    a, flow = recipe.algorithm, recipe.flow
+    for key in sorted(OPTIONAL - recipe.facts.reads):
+        if getattr(a, key) != Algorithm.model_fields[key].default:
+            who = ", ".join(name for name, other in FLOWS.items() if other.samples and key in other.reads)
+            yield f"algorithm.{key} = {getattr(a, key)} has no use in flow = {flow}; it is of {who}"
+    grouped = flow == "rloo" or bool(recipe.facts.reads & {"drop_flat"} and (a.drop_flat or a.refill))
     if recipe.rollout.temperature == 0:
         yield f"rollout.temperature = 0 samples the same completion each time; flow {recipe.flow} needs it above 0"
-    if recipe.flow == "grpo" and recipe.rollout.group == 1 and recipe.algorithm.drop_flat:
-        yield "rollout.group = 1 with algorithm.drop_flat = true drops every group; use a group of 2 or more"
+    if recipe.rollout.group == 1 and grouped:
+        why = "has nothing to compare a sample with" if flow == "rloo" else "with drop_flat or refill keeps no group"
+        yield f"rollout.group = 1 in flow = {flow} {why}; use a group of 2 or more"
 
 
 def _pairs(recipe: Recipe) -> Iterator[str]:

@@ -32,7 +32,7 @@ class Flow:
 
     critic: whether a value model learns beside the policy. reference: whether another model is always needed.
     value: whether what it trains is a value model, which says nothing. judge: whether a frozen model reads its
-    answers. own: section -> key -> default in this flow.
+    answers. reads: those of the keys ``OPTIONAL`` that its page goes by. own: section -> key -> default in this flow.
     """
 
     title: str
@@ -41,6 +41,7 @@ class Flow:
     reference: bool = False
     value: bool = False
     judge: bool = False
+    reads: frozenset[str] = frozenset()
     own: _Keys = field(default_factory=dict)
 
     @property
@@ -54,36 +55,44 @@ class Flow:
         return self.learns == "experience"
 
 
+_PARTS = frozenset({"minibatches", "epochs"})
+_GROUPS = frozenset({"drop_flat"})
+_SHAPED = frozenset({"refill", "overlong_buffer", "overlong_penalty", "overlong_filter"})
+OPTIONAL = _PARTS | _GROUPS | _SHAPED
+"""Keys of [algorithm] that some pages of flows that sample go by and others do not."""
 _DAPO = {"clip_high": 0.28, "refill": 10, "overlong_buffer": 0.2}
 FLOWS: dict[str, Flow] = {
-    "grpo": Flow("GRPO"),
+    "grpo": Flow("GRPO", reads=_PARTS | _GROUPS),
     "rloo": Flow("RLOO", own={"algorithm": {"advantage": "rloo", "loss": "reinforce", "kl_in": "reward"}}),
     "reinforce_pp": Flow(
-        "REINFORCE++", own={"algorithm": {"advantage": "reinforce_pp", "kl": "k1", "kl_in": "reward"}}
+        "REINFORCE++", reads=_PARTS, own={"algorithm": {"advantage": "reinforce_pp", "kl_in": "reward"}}
     ),
     "remax": Flow(
         "ReMax",
         own={
-            "algorithm": {"advantage": "remax", "loss": "reinforce", "kl": "k1", "kl_in": "reward"},
+            "algorithm": {"advantage": "remax", "loss": "reinforce", "kl_in": "reward"},
             "rollout": {"group": 1},
         },
     ),
-    "dapo": Flow("DAPO", own={"algorithm": _DAPO}),
-    "ppo": Flow("PPO", critic=True, own={"algorithm": {"advantage": "gae"}}),
+    "dapo": Flow("DAPO", reads=OPTIONAL, own={"algorithm": _DAPO}),
+    "ppo": Flow("PPO", critic=True, reads=_PARTS, own={"algorithm": {"advantage": "gae"}}),
     "vapo": Flow(
         "VAPO",
         critic=True,
+        reads=_PARTS,
         own={
             "algorithm": {"advantage": "vapo", "clip_high": 0.28, "lam": 0.95, "nll_coef": 0.1},
             "critic": {"steps": 50},
         },
     ),
-    "distill": Flow("distillation", reference=True, own={"algorithm": {"advantage": "distill", "loss": "reinforce"}}),
+    "distill": Flow(
+        "distillation", reference=True, reads=_PARTS, own={"algorithm": {"advantage": "distill", "loss": "reinforce"}}
+    ),
     "sft": Flow("fine-tuning", "answers"),
     "pretrain": Flow("pre-training", "documents"),
     "dpo": Flow("DPO", "pairs", reference=True, own={"preference": {"loss": "sigmoid"}}),
     "reward_model": Flow("reward model", "pairs", value=True, own={"preference": {"loss": "bradley_terry"}}),
-    "fapo": Flow("FAPO", judge=True, own={"algorithm": {**_DAPO, "refill": 0}}),
+    "fapo": Flow("FAPO", judge=True, reads=OPTIONAL, own={"algorithm": {**_DAPO, "refill": 0}}),
 }
 assert tuple(FLOWS) == get_args(Name)
 
@@ -103,13 +112,21 @@ REFERENCE_FREE = ("simpo",)
 """Preference losses of log-probs that need no reference."""
 
 
+ADVANTAGES: dict[str, Mapping[str, Any]] = {"reinforce_pp_baseline": {"kl": "k2", "kl_in": "loss"}}
+"""Estimators that were published with a KL penalty of their own: below what a recipe says, above its flow's."""
+
+
 def own_defaults(flow: str, algorithm: Any) -> _Keys:
-    """A flow's own defaults, with the clips of the policy loss that the recipe's section ``algorithm`` names."""
-    own = FLOWS[flow].own
-    loss = algorithm.get("loss") if isinstance(algorithm, Mapping) else None
-    if not isinstance(loss, str) or loss not in LOSSES:
-        return own
-    return {**own, "algorithm": {**own.get("algorithm", {}), **LOSSES[loss]}}
+    """A flow's own defaults, with the clips of the policy loss and the penalty of the estimator that the recipe's
+    section ``algorithm`` names. In the reward the penalty is k1, whose mean is the KL: that of k3 is one there too,
+    but the gradient that comes of it is not."""
+    own, said = FLOWS[flow].own, algorithm if isinstance(algorithm, Mapping) else {}
+    found = dict(own.get("algorithm", {}))
+    for table, key in ((LOSSES, "loss"), (ADVANTAGES, "advantage")):
+        found |= table.get(str(said.get(key)), {})
+    if {**found, **said}.get("kl_in") == "reward":
+        found.setdefault("kl", "k1")
+    return {**own, "algorithm": found} if found else own
 
 
 def below(data: Mapping[str, Any], own: _Keys) -> dict[str, Any]:

@@ -167,7 +167,11 @@ class Algorithm(Section):
     epochs: Positive = Field(1, description="passes over one batch")
     gamma: Share = Field(1.0, description="discount of estimators over tokens")
     lam: Share = Field(1.0, description="lambda of gae: 1 is reward-to-go minus value, 0 is one-step")
-    drop_flat: bool = Field(True, description="leave out groups in which all rewards are equal (they have no gradient)")
+    drop_flat: bool = Field(
+        True,
+        description="leave out groups in which all rewards are equal, where they have no gradient: under estimators "
+        "that give them 0, and without a KL, entropy or likelihood term",
+    )
     refill: Count = Field(
         0,
         description="flows dapo and fapo: rounds of sampling, at most, until the batch is full of groups that are "
@@ -176,7 +180,10 @@ class Algorithm(Section):
     overlong_buffer: Share = Field(
         0.0, description="flows dapo and fapo: last share of rollout.max_tokens in which the reward falls; 0: none"
     )
-    overlong_penalty: Rate = Field(1.0, description="what it has fallen by at rollout.max_tokens")
+    overlong_penalty: Rate = Field(
+        0.5,
+        description="what it has fallen by at rollout.max_tokens (as published: half of the way from right to wrong)",
+    )
     overlong_filter: bool = Field(False, description="flows dapo and fapo: cut completions have no part in the loss")
 
 
@@ -287,7 +294,8 @@ class Train(Section):
         (), description="further metrics: gradient noise scale; norms of each layer's weights and gradients"
     )
     mismatch: Rate = Field(
-        0.0, description="largest log-prob difference of trainer and engine; 0: 1e-3 in fp32, 0.5 in bf16"
+        0.0,
+        description="largest log-prob difference of trainer and engine; 0: 1e-3 in fp32, 0.5 in bf16, 2 if corrected",
     )
 
 

@@ -9,8 +9,9 @@ from tilth.config.schema import Algorithm, Recipe
 from tilth.core.batch import Batch
 from tilth.core.errors import RecipeError, RewardError
 from tilth.rl.correction import Rule
+from tilth.rl.estimators import Advantage
 from tilth.rl.preference import PreferenceLoss
-from tilth.rl.registry import Kind, nearest
+from tilth.rl.registry import Kind, build, nearest
 from tilth.roles.objective import aggregation, entry, options
 
 COLUMNS = {
@@ -47,6 +48,7 @@ def check_algorithm(recipe: Recipe) -> None:
     chosen = _chosen(how)
     _check_critic(recipe, judged="values" in entry("advantages", how.advantage, how).needs)
     _check_options(how, chosen)
+    _check_reward(recipe)
     for kind, name in chosen.items():
         found = rl.check(name, columns, options(kind, name, how), kind=kind)
         if isinstance(found, Rule):
@@ -64,6 +66,36 @@ def _check_preference(recipe: Recipe) -> None:
             f"preference.loss = {how.loss} compares {found.compares} of answers, and flow={recipe.flow} "
             f"has their {wanted}; use preference.loss={right}"
         )
+
+
+def drops_flat(recipe: Recipe) -> bool:
+    """Whether groups with equal rewards are left out: where the recipe says so and they have no gradient at all."""
+    how = recipe.algorithm
+    terms = how.kl_coef or how.entropy_coef or how.entropy_target or how.nll_coef
+    return how.drop_flat and not terms and not _estimator(how).flat_teaches
+
+
+def _estimator(how: Algorithm) -> Advantage:
+    return build("advantages", how.advantage, options("advantages", how.advantage, how), Advantage)
+
+
+def _check_reward(recipe: Recipe) -> None:
+    """What is added to the reward reaches the policy, and does not become noise on the way."""
+    how, found, name = recipe.algorithm, _estimator(recipe.algorithm), recipe.algorithm.advantage
+    in_reward = bool(how.kl_coef) and how.kl_in == "reward"
+    if in_reward and found.relative_to_spread:
+        raise RecipeError(
+            f"algorithm.kl_in=reward with advantage={name}: in a group of equal rewards the smallest penalty would "
+            "count as much as right and wrong; use kl_in=loss, or an estimator that is not divided by the spread"
+        )
+    added = {
+        "algorithm.kl_in=reward": in_reward,
+        "algorithm.overlong_buffer": bool(how.overlong_buffer),
+        "judge.penalty": recipe.facts.judge and bool(recipe.judge.penalty),
+    }
+    lost = [key for key, given in added.items() if given and not found.reads_reward]
+    if lost:
+        raise RecipeError(f"{lost[0]} changes the reward, which advantage={name} never reads; leave it out")
 
 
 def columns_needed(recipe: Recipe) -> set[str]:

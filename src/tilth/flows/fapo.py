@@ -3,6 +3,7 @@
 ``judge.penalty`` is its lambda; with 0 the judge is asked and measured, and all else is as in DAPO.
 """
 
+from tilth.flows.checks import drops_flat
 from tilth.flows.judged import ask_judge, can_differ, penalised, spread
 from tilth.flows.keep import is_mixed
 from tilth.flows.run import Run
@@ -12,7 +13,7 @@ from tilth.flows.shape import overlong, uncut
 def fapo(run: Run) -> None:
     """Sample, judge the steps of what is right, lower what is flawed, compare within the group, update, publish."""
     how, rollout = run.recipe.algorithm, run.recipe.rollout
-    keep = is_mixed if how.refill else can_differ(run.recipe.judge.penalty) if how.drop_flat else None
+    keep = is_mixed if how.refill else can_differ(run.recipe.judge.penalty) if drops_flat(run.recipe) else None
     for batch in run.experience(group=rollout.group, max_staleness=0, keep=keep, rounds=how.refill):
         told = ask_judge(run, batch)  # read below: a judge with a pool of its own works beside what comes between
         batch = spread(run, penalised(run, run.logprobs(batch), told))

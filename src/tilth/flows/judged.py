@@ -8,10 +8,12 @@ import numpy as np
 from tilth.checkpoint import open_checkpoint
 from tilth.core.batch import Batch
 from tilth.core.errors import RecipeError
-from tilth.flows.keep import has_spread, outcome
+from tilth.flows.checks import drops_flat
+from tilth.flows.keep import has_spread
 from tilth.flows.named import find_checkpoint
 from tilth.flows.run import Keep, Run
 from tilth.rl.judging import NONE_WRONG, penalty
+from tilth.roles.experience import is_right
 from tilth.roles.judge import JUDGED_BY, VERDICT
 
 FLAWED = "part/flawed"
@@ -32,11 +34,6 @@ def can_differ(coefficient: float) -> Keep:
         return has_spread(batch) | ((right > 0) & (counts > 1))[group]
 
     return keep
-
-
-def is_right(batch: Batch) -> np.ndarray:
-    """bool [n]: answers that the verifier calls right."""
-    return outcome(batch) >= 1
 
 
 def ask_judge(run: Run, batch: Batch) -> Batch:
@@ -75,7 +72,7 @@ def penalised(run: Run, batch: Batch, told: Batch) -> Batch:
 def spread(run: Run, batch: Batch) -> Batch:
     """Without the groups in which all rewards are equal now, where the recipe leaves such out."""
     how = run.recipe.algorithm
-    if how.refill or not how.drop_flat:
+    if how.refill or not drops_flat(run.recipe):
         return batch
     kept = batch.select(has_spread(batch))
     run.metrics.add("samples/trained", float(len(kept) - len(batch)))

@@ -15,6 +15,8 @@ from tilth.rl.metrics import Metric
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEFAULT_MISMATCH = {"fp32": 1e-3, "bf16": 0.5}
 """Largest tolerated |log-prob difference| of one token: far above rounding, far below a wrong tensor's effect."""
+CORRECTED_MISMATCH = 2.0
+"""The same where a correction is there for an engine that does differ: beyond a factor of 7 none mends it."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Bounds:
     def of(cls, recipe: Recipe) -> "Bounds":
         """The recipe's own bound; in parity mode it is 0."""
         t = recipe.train
-        return cls(DTYPES[t.precision], 0.0 if t.parity else t.mismatch or DEFAULT_MISMATCH[t.precision])
+        usual = CORRECTED_MISMATCH if recipe.algorithm.correction else DEFAULT_MISMATCH[t.precision]
+        return cls(DTYPES[t.precision], 0.0 if t.parity else t.mismatch or usual)
 
 
 def check_mismatch(metrics: Mapping[str, Metric], bounds: Bounds, step: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 import tilth.rl as rl
 from tilth.config.schema import Algorithm
 from tilth.core.batch import Ragged
+from tilth.rl.correction import Corrector
 from tilth.rl.registry import Entry, Kind, build
 from tilth.roles.shares import Everyone, Shares, alone
 from tilth.training.engine import Loss
@@ -42,16 +43,20 @@ def aggregation(how: Algorithm) -> str:
     return how.aggregation or rl.loss_entry(how.loss, **options("losses", how.loss, how)).aggregation
 
 
+def bypass(how: Algorithm) -> bool:
+    """Whether the ratio is taken to the engine's policy, not to the trainer's before the update."""
+    chosen = entry("corrections", how.correction, how) if how.correction else None
+    return isinstance(chosen, Corrector) and chosen.bypass
+
+
 @dataclass(frozen=True)
 class Objective:
-    """Makes the loss of one update. everyone: numbers of the rows of all workers; found: of the loss's first pass;
-    bypass: its ratio is taken to the engine's policy."""
+    """Makes the loss of one update. everyone: numbers of the rows of all workers; found: of the loss's first pass."""
 
     how: Algorithm
     norm_length: int
     everyone: Everyone = alone
     found: Mapping[str, float] | None = None
-    bypass: bool = False
 
     def of(self, mask: np.ndarray, tokens: Ragged, right: np.ndarray | None = None) -> tuple[Loss, float]:
         """The loss with the denominator of the whole batch, and the weight that all of its tokens have in it.
@@ -78,7 +83,7 @@ class Objective:
 
     def _policy(self, micro: Micro, shares: Shares) -> rl.LossResult:
         how, columns = self.how, micro.columns
-        ratio_to = "rollout_logprobs" if self.bypass else "old_logprobs"
+        ratio_to = "rollout_logprobs" if bypass(how) else "old_logprobs"
         return rl.policy_loss(
             how.loss,
             logprobs=micro.logprobs,

@@ -13,7 +13,7 @@ from tilth.config.schema import Algorithm
 from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.random import stream
 from tilth.plan.flops import sequence_flops
-from tilth.roles.experience import CORRECT, check_identity, put_like
+from tilth.roles.experience import check_identity, is_right, put_like
 from tilth.roles.objective import RIGHT, Objective, entry, options
 from tilth.roles.scoring import scored
 from tilth.roles.shares import check_weight, everyone, leads
@@ -36,6 +36,7 @@ class PolicyWorker(Learner):
         self.store = store
         self.temperature = temperature
         self.norm_length = norm_length
+        self._corrections: Metrics = {}
 
     @transfer(split="rows", gather="rows")
     def advantages(self, batch: Batch, how: Algorithm) -> Batch:
@@ -66,7 +67,20 @@ class PolicyWorker(Learner):
                 batch = put_like(batch, self.store, "returns", found.returns.numpy(), tokens)
             if not torch.equal(found.mask, mask != 0):  # rows that lack what the estimator needs are out of the loss
                 batch = put_like(batch, self.store, "mask", found.mask.numpy().astype(np.uint8), tokens)
-            return put_like(batch, self.store, "advantages", found.advantages.numpy(), tokens)
+            columns["advantages"] = Ragged(found.advantages.numpy(), tokens.offsets)
+            batch = put_like(batch, self.store, "advantages", columns["advantages"].values, tokens)
+            return self._corrected(batch, how, columns, tokens)
+
+    def _corrected(self, batch: Batch, how: Algorithm, columns: Mapping[str, Ragged], tokens: Ragged) -> Batch:
+        """With what the recipe's correction makes of the whole batch, once: ``weights`` and ``kept``, the mask without
+        rejected tokens, which the policy's loss goes by. What it measured is told with the next update."""
+        if not how.correction:
+            return batch
+        found = self._correction(how, {name: column.values for name, column in columns.items()}, tokens)
+        self._corrections = dict(found.metrics)
+        if found.weights is not None:
+            batch = put_like(batch, self.store, "weights", found.weights.numpy(), tokens)
+        return put_like(batch, self.store, "kept", found.mask.numpy().astype(np.uint8), tokens)
 
     def _others(self, batch: Batch) -> dict[str, Any]:
         """How an estimator sees the rows of other workers, where there are any."""
@@ -116,32 +130,20 @@ class PolicyWorker(Learner):
             tokens = columns.pop("tokens")
             check_identity(batch, tokens)
             per_token = {name: column.values for name, column in columns.items()}
-            corrected, bypass = self._correct(how, per_token, tokens)
             mask = per_token.pop("mask")
+            mask = per_token.pop("kept", mask)
             if how.nll_coef:
-                per_token[RIGHT] = np.repeat(_right(batch), tokens.lengths)
+                per_token[RIGHT] = np.repeat(is_right(batch).astype(np.uint8), tokens.lengths)
             found = self._first_pass(batch, how, mask, tokens, per_token)
-            objective = Objective(how, self.norm_length, everyone(self.grid), found, bypass)
+            objective = Objective(how, self.norm_length, everyone(self.grid), found)
             loss, weight = objective.of(mask, tokens, per_token.get(RIGHT))
             done = self.engine.update(
                 tokens, mask, per_token, loss, temperature=self.temperature, starts=batch.rows.get("start")
             )
             spent.set(flops=self._flops(batch, done.computed))
             check_weight(done.metrics, weight, self.grid)
-        return self._account(done) | corrected
-
-    def _correct(self, how: Algorithm, per_token: dict[str, np.ndarray], tokens: Ragged) -> tuple[Metrics, bool]:
-        """What the recipe's correction makes of the columns: weights, a mask without rejected tokens, and in the
-        two-policy form (True) the engine's log-probs as those that the ratio is taken to."""
-        if not how.correction:
-            return {}, False
-        found = self._correction(how, per_token, tokens)
-        per_token["mask"] = found.mask.numpy()
-        if found.weights is not None:
-            per_token["weights"] = found.weights.numpy()
-        if found.bypass:
-            per_token["old_logprobs"] = per_token["rollout_logprobs"]
-        return found.metrics, found.bypass
+        measured, self._corrections = self._corrections, {}
+        return self._account(done) | measured
 
     def _correction(self, how: Algorithm, per_token: Mapping[str, np.ndarray], tokens: Ragged) -> rl.Correction:
         """Before there are advantages, what needs them (``reject_negative``) is left out: it changes no weight."""
@@ -288,9 +290,3 @@ def _rewards(batch: Batch, how: Algorithm, columns: dict[str, Tensor], mask: Ten
         return rewards
     own, theirs = columns["old_logprobs"], columns["ref_logprobs"]
     return rl.penalise(rewards, own, theirs, kl=how.kl, coef=how.kl_coef, mask=mask, lengths=lengths)
-
-
-def _right(batch: Batch) -> np.ndarray:
-    """1 for rows that the verifier found right: by the part ``correct`` where there is one, else by the reward."""
-    said = batch[CORRECT] if CORRECT in batch.rows else batch["reward"]
-    return (said >= 1).astype(np.uint8)
