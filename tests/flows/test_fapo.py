@@ -13,10 +13,11 @@ from tilth.core.batch import Batch
 from tilth.core.errors import ModelError, RecipeError
 from tilth.data.prompts import PromptSet
 from tilth.flows import launch
-from tilth.flows.judged import can_differ, identity, is_right
+from tilth.flows.judged import can_differ, identity
 from tilth.flows.readers import read_metrics, read_trajectories
 from tilth.flows.signals import Interrupted
 from tilth.rl.judging import question
+from tilth.roles.experience import is_right
 from tilth.roles.judge import JUDGED_BY, VERDICT, JudgeWorker
 from tilth.roles.policy import PolicyWorker
 
@@ -239,14 +240,14 @@ def test_an_engine_is_not_divided():
 
 
 def rows(groups, rewards, **more):
-    columns = {"group": np.array(groups), "reward": np.array(rewards, np.float32), **more}
-    return Batch({"id": np.arange(len(groups)), **columns})
+    said = np.array(rewards, np.float32)
+    return Batch({"id": np.arange(len(groups)), "group": np.array(groups), "reward": said, "outcome": said, **more})
 
 
 def test_what_is_right():
     assert is_right(rows([0, 0], [1.0, 0.1])).tolist() == [True, False]
-    shaped = rows([0, 0], [0.4, 1.3], **{"part/correct": np.array([1.0, 0.0])})
-    assert is_right(shaped).tolist() == [True, False]
+    shaped = rows([0, 0, 0], [0.4, 1.3, 1.3], outcome=np.array([1.0, 0.0, np.nan]))
+    assert is_right(shaped).tolist() == [True, False, False]
 
 
 def test_groups_that_may_come_to_differ_are_judged():

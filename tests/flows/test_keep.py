@@ -7,7 +7,8 @@ from tilth.flows.keep import has_spread, is_mixed
 
 
 def batch(groups, rewards):
-    return Batch({"group": np.array(groups, np.int64), "reward": np.array(rewards, np.float32)})
+    said = np.array(rewards, np.float32)
+    return Batch({"group": np.array(groups, np.int64), "reward": said, "outcome": said})
 
 
 def test_groups_with_equal_rewards_are_left_out():

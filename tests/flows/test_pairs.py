@@ -208,6 +208,19 @@ def test_a_reward_model_beside_a_function(made, tmp_path):
         assert row["reward"] == pytest.approx(own + 0.5 * dict(row["parts"])["model"], abs=1e-5)
 
 
+def test_a_reward_model_does_not_change_what_is_right(made, tmp_path):
+    reward = {"model": str(made["reward_model"].directory), "model_weight": 0.5}
+    records = [
+        read_metrics(tiny.run(tiny.recipe(tmp_path / name, algorithm={"steps": 1}, **given)).directory)
+        for name, given in (("with", {"reward": reward}), ("without", {}))
+    ]
+    first, second = (
+        [r["accuracy/heldout"] for r in found if r["phase"] == "warmup" and "accuracy/heldout" in r]
+        for found in records
+    )
+    assert first == second and len(first) > 1
+
+
 def test_a_reward_model_of_other_tokens_is_refused(tmp_path, made):
     other = PromptSet.of([{"prompt": text, "answer": "abc"} for text in ("äöü", "b", "c")])
     reward = {"model": str(made["reward_model"].directory)}

@@ -6,7 +6,7 @@ import torch
 
 from tests.roles import small
 from tilth.config.schema import Algorithm
-from tilth.roles.experience import CORRECT, put_like
+from tilth.roles.experience import OUTCOME, put_like
 
 
 def how(**keys):
@@ -31,7 +31,7 @@ def updated(chosen: Algorithm, micro_tokens: int, order=None):
     """Weights after one update, and its metrics; the engine that sampled differed a little from the trainer."""
     worker = small.policy(micro_tokens=micro_tokens)
     batch = small.experience(worker)
-    batch = batch.with_rows(**{CORRECT: (np.arange(len(batch)) % 2).astype(np.float32)})
+    batch = batch.with_rows(**{OUTCOME: (np.arange(len(batch)) % 2).astype(np.float32)})
     for handle in batch.payload["rollout_logprobs"].handles:
         noise = 0.03 * np.sin(np.arange(len(worker.store.get(handle).values)))
         worker.store.get(handle).values[:] += noise.astype(np.float32)
@@ -62,9 +62,18 @@ def test_every_part_has_an_effect(part):
     assert any((tensor != other[0][name]).any() for name, tensor in plain[0].items())
 
 
+def test_a_right_answer_stays_right_when_its_reward_is_shaped():
+    """By the outcome alone: a punishment for length takes nobody out of the likelihood of right answers."""
+    worker = small.policy()
+    right = small.experience(worker).with_rows(**{OUTCOME: np.ones(12, np.float32)})
+    shaped = right.with_rows(reward=(right["reward"] - 1).astype(np.float32))
+    found = worker.update(worker.advantages(shaped, how()), how(nll_coef=0.5))
+    assert float(found["nll/right"].count) == right.read(worker.store, "mask")["mask"].values.sum()
+
+
 def test_without_right_answers_their_likelihood_is_nothing():
     worker = small.policy()
-    batch = small.experience(worker).with_rows(**{CORRECT: np.zeros(12, np.float32)})
+    batch = small.experience(worker).with_rows(**{OUTCOME: np.zeros(12, np.float32)})
     batch = worker.advantages(batch, how())
     found = worker.update(batch, how(nll_coef=0.5))
     assert "nll/right" not in found or not float(found["nll/right"].count)

@@ -354,6 +354,9 @@ def test_the_score_is_added_to_the_reward_and_what_is_missing_stays_so():
     found = rated(batch.with_rows(reward=gone), speaker.store, weight=0.5, alone=False)
     expected = gone + 0.5 * found[PART]
     assert np.allclose(found["reward"], expected, equal_nan=True, atol=1e-6) and np.isnan(found["reward"][2])
+    said = rated(batch.with_rows(outcome=batch["reward"]), speaker.store, alone=False)
+    assert np.array_equal(said["outcome"], batch["reward"]) and (said["reward"] != batch["reward"]).any()
+    assert np.array_equal(*(rated(batch, speaker.store, weight=0.5)[name] for name in ("outcome", "reward")))
     broken = knowing()
     with torch.no_grad():
         broken.score.bias.fill_(torch.nan)

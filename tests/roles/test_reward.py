@@ -58,6 +58,16 @@ def test_without_parts_there_is_no_such_column(asked):
     assert not any(n.startswith("part/") for n in worker(store, *[Outcome(1.0)] * 3).score(batch).rows)
 
 
+def test_what_the_verifier_said_is_noted_once(asked):
+    """By the part ``correct`` of the very row where it has one, else by its reward."""
+    store, batch = asked
+    scored = worker(store, Outcome(0.4, {"correct": 1.0}), Outcome(1.0), Outcome(None)).score(batch)
+    assert np.array_equal(scored["outcome"], np.float32([1, 1, np.nan]), equal_nan=True)
+    assert scored["outcome"].dtype == np.float32
+    odd = worker(store, Outcome(0.4, {"correct": np.nan}), Outcome(0.0), Outcome(-1.0)).score(batch)
+    assert np.array_equal(odd["outcome"], np.float32([np.nan, 0, -1]), equal_nan=True)
+
+
 def test_a_missing_reward_is_nan_and_told_by_id(asked):
     store, batch = asked
     late = Outcome(None, reason="too late", status="timeout")

@@ -24,8 +24,6 @@ from tilth.roles.reward_pool import Outcome, RewardPool
 from tilth.rollout.engine import Engine
 from tilth.rollout.request import Request, SamplingParams
 
-CORRECT = "correct"
-"""The part of a reward that says whether an answer is right; without one it is the reward itself, from 1 on."""
 SAMPLES = 1 << 20
 """Trajectory ids are index of the prompt times this plus the number of the sample: neither how many prompts nor how
 many samples are asked for changes the random numbers of one."""
@@ -72,9 +70,7 @@ class Sample:
     @property
     def score(self) -> float:
         """The part ``correct`` or else the reward; NaN: missing."""
-        if self.outcome.value is None:
-            return math.nan
-        return self.outcome.parts.get(CORRECT, self.outcome.value)
+        return self.outcome.verdict
 
     @property
     def right(self) -> bool | None:

@@ -5,15 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from tilth.core.batch import Batch
-from tilth.roles.experience import CORRECT
+from tilth.roles.experience import outcome
 
 LEAST = 1 / 8
 """Share of the prompts that is thought to be kept at least, so that a round is of a bounded size."""
-
-
-def outcome(batch: Batch) -> np.ndarray:
-    """float [n]: what the verifier said of each row, without what shapes its reward."""
-    return batch[CORRECT] if CORRECT in batch.rows else batch["reward"]
 
 
 def has_spread(batch: Batch) -> np.ndarray:

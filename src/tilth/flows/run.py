@@ -29,7 +29,7 @@ from tilth.flows.saving import Saving
 from tilth.flows.shape import adapted, current
 from tilth.flows.signals import Interrupted, StopRequest
 from tilth.rl.metrics import Metric
-from tilth.roles.experience import CORRECT
+from tilth.roles.experience import outcome
 from tilth.roles.reward_pool import Outcome
 from tilth.roles.rollout import ask
 from tilth.trace.spans import span
@@ -460,7 +460,7 @@ class Run:
             self.at.best, self._improved = {"step": self.at.step, "metric": metric, "value": value}, True
 
     def evaluate(self) -> float | None:
-        """Accuracy of greedy answers to the fixed held-out prompts: mean of the reward, or of its part "correct".
+        """Accuracy of greedy answers to the fixed held-out prompts: mean of what the verifier says of them.
 
         Publishes first if the engine holds older weights. None, and no metric, where nothing can be generated, nothing
         is held out or every reward is missing.
@@ -473,8 +473,7 @@ class Run:
             batch = self.collect(ask(self.chosen().tolist(), 1, EVALUATION_IDS), greedy=True)
             known = batch.select(~np.isnan(batch["reward"]))
             self._measure_parts(known, "accuracy")
-            right = known[CORRECT] if CORRECT in known.rows else known["reward"]
-            right = right[~np.isnan(right)]
+            right = outcome(known)[~np.isnan(outcome(known))]
             if not len(right):
                 return None
             accuracy = float(right.mean(dtype=np.float64))

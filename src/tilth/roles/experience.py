@@ -10,19 +10,22 @@ from tilth.core.errors import TokenIdentityError
 from tilth.core.trajectory import Trajectory
 
 FINISHES = ("stop", "length", "aborted", "error")
-CORRECT = "part/correct"
-"""Where a reward returns a part of this name, that says what is right; otherwise the reward itself does."""
+OUTCOME = "outcome"
+"""Row column of what the verifier said, noted where rewards are made: later the reward may be shaped, this never."""
 
 
 def to_batch(trajectories: Sequence[Trajectory], store: Store) -> Batch:
-    """Rows (ids, lengths, reward, version, finish, checksum of the ids) and payload (tokens, mask, logprobs, text)."""
+    """Rows (ids, lengths, reward, outcome, version, finish, checksum of the ids) and payload (tokens, mask, logprobs,
+    text)."""
+    rewards = np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32)
     rows: dict[str, np.ndarray] = {
         "id": np.array([t.id for t in trajectories], np.int64),
         "group": np.array([t.group for t in trajectories], np.int64),
         "prompt": np.array([t.prompt for t in trajectories], np.int64),
         "length": np.array([len(t.tokens) for t in trajectories], np.int32),
         "completion": np.array([t.completion_length for t in trajectories], np.int32),
-        "reward": np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32),
+        "reward": rewards,
+        OUTCOME: rewards.copy(),
         "version": np.array([t.versions[-1][1] if t.versions else 0 for t in trajectories], np.int32),
         "finish": np.array([FINISHES.index(t.finish) for t in trajectories], np.int8),
         "identity": np.array([identity(t.tokens) for t in trajectories], np.uint32),
@@ -35,6 +38,19 @@ def to_batch(trajectories: Sequence[Trajectory], store: Store) -> Batch:
     }
     payload = {k: Column.whole(store.put(k, Ragged.of(v)), len(trajectories)) for k, v in columns.items()}
     return Batch(rows, payload)
+
+
+def outcome(batch: Batch) -> np.ndarray:
+    """float32 [n]: what the verifier said of each row, without what shapes its reward; NaN: nothing.
+
+    The part ``correct`` of the reward function where there is one, else its reward; of a reward model alone its reward.
+    """
+    return batch[OUTCOME]
+
+
+def is_right(batch: Batch) -> np.ndarray:
+    """bool [n]: answers that the verifier calls right."""
+    return outcome(batch) >= 1
 
 
 def identity(tokens: np.ndarray) -> int:

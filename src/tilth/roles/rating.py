@@ -5,7 +5,7 @@ import numpy as np
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Store
 from tilth.parallel.sharded import Sharded
-from tilth.roles.experience import check_identity
+from tilth.roles.experience import OUTCOME, check_identity
 from tilth.roles.pairs import ratings
 from tilth.trace.spans import span
 
@@ -29,7 +29,8 @@ class RatingWorker:
         """Add weight * score to the row column ``reward`` and the score as ``part/model``; NaN: missing.
 
         The score is the value after the last token that the policy chose, its end token or the last one before a cut.
-        alone: there is no other reward. A reward that is missing stays so, and a score that is not finite makes it so.
+        alone: there is no other reward, so that this is the ``outcome`` too. A reward that is missing stays so, and a
+        score that is not finite makes it so.
         """
         with span("score", tokens=int(batch["length"].sum())):
             columns = batch.read(self.store, "tokens", "mask")
@@ -44,4 +45,5 @@ class RatingWorker:
             found = np.where(np.isfinite(found), found, np.nan)
             before = np.zeros(len(batch)) if alone else batch["reward"].astype(np.float64)
             reward = (before + self.weight * found).astype(np.float32)
-            return batch.with_rows(reward=reward, **{PART: found.astype(np.float32)})
+            said = {OUTCOME: reward.copy()} if alone else {}
+            return batch.with_rows(reward=reward, **said, **{PART: found.astype(np.float32)})

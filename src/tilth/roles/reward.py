@@ -8,7 +8,7 @@ import numpy as np
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Store
 from tilth.data.prompts import PromptSet
-from tilth.roles.experience import texts
+from tilth.roles.experience import OUTCOME, texts
 from tilth.roles.reward_pool import Outcome, RewardPool
 from tilth.trace.spans import span
 
@@ -29,7 +29,10 @@ class RewardWorker:
 
     @transfer(split="rows", gather="rows")
     def score(self, batch: Batch, *, known: dict[int, dict[str, Any]] | None = None) -> Batch:
-        """Fill in the row column ``reward`` (NaN: missing). known: journaled outcomes by id, not tried again."""
+        """Fill in the row columns ``reward`` (NaN: missing) and ``outcome``, and each part of the reward.
+
+        known: journaled outcomes by id, not tried again.
+        """
         completions = texts(batch.read(self.store, "text")["text"])
         asked = [self.prompts[int(p)] for p in batch["prompt"]]
         items = [
@@ -40,7 +43,9 @@ class RewardWorker:
             journaled = {i: Outcome(**o) for i, o in (known or {}).items()}
             self.outcomes = dict(zip(batch["id"].tolist(), self.pool.score(items, known=journaled)))
         values = [np.nan if o.value is None else o.value for o in self.outcomes.values()]
-        return batch.with_rows(reward=np.array(values, np.float32), **self._parts())
+        said = [o.verdict for o in self.outcomes.values()]
+        columns = {"reward": np.array(values, np.float32), OUTCOME: np.array(said, np.float32)}
+        return batch.with_rows(**columns, **self._parts())
 
     def _parts(self) -> dict[str, np.ndarray]:
         """A row column ``part/<name>`` for each named part that any outcome has, NaN where it has not."""

@@ -53,6 +53,10 @@ BOOT = (
 )
 
 
+CORRECT = "correct"
+"""The part of a reward that says whether an answer is right; without one it is the reward itself, from 1 on."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of one item. Plain values only, so that ``Outcome(**dataclasses.asdict(o))`` is the same."""
@@ -66,6 +70,11 @@ class Outcome:
     seconds: float = 0.0
     status: Status = "ok"
     """ok; error: the function raised; invalid: it returned no finite number; timeout; died: with its process."""
+
+    @property
+    def verdict(self) -> float:
+        """The part ``correct`` or else the reward; NaN: missing."""
+        return math.nan if self.value is None else self.parts.get(CORRECT, self.value)
 
     @property
     def by_chance(self) -> bool:
