@@ -77,7 +77,7 @@ def correct(batch, columns, *, level, max_weight, min_weight, beyond, normalise,
                 failed["negative"] += len(gaps)
                 keep = [False] * len(gaps)
         held += [w for w, _ in row]
-        scales += [w for w, _ in row] if level == "token" else [w for w, _ in row[:1]]
+        scales += [w for w, inside in (row if level == "token" else row[:1]) if inside]
         weights.append([w for w, _ in row])
         masks.append(keep)
         total, lost = total + len(keep), lost + sum(not k for k in keep)

@@ -95,6 +95,21 @@ def test_weights_of_mean_one(data):
     close(sum(data.tokens(rows.weights, row)[0] for row in range(7)), 7, 1e-5)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("reject", [{}, {"token_k2": 1e-9}])
+def test_weights_of_mean_one_over_what_is_left(level, reject):
+    """What is out of bounds is not in the loss, so its weight is not in the mean; other tests change no weight."""
+    rho = torch.tensor([1.0, 1.0, 9.0, 1.5])
+    found = rl.correct(
+        "custom", old_logprobs=rho.log(), rollout_logprobs=torch.zeros(4), mask=torch.ones(4),
+        lengths=torch.ones(4, dtype=torch.int64), level=level, max_weight=2.0, beyond="reject", normalise=True,
+        reject=reject,
+    )  # fmt: skip
+    close(found.weights, torch.tensor([1, 1, 0, 1.5]) * 3 / 3.5)
+    close(float(found.metrics["correction/scale"]), 3.5 / 3)
+    assert found.mask.tolist() == [True, True, False, not reject]
+
+
 @pytest.mark.parametrize(
     "statistic, bounds, expected",
     [

@@ -85,7 +85,13 @@ class Corrector(Rule):
         Literal["clip", "zero", "reject"],
         Field(description="weights out of bounds: moved to them (TIS), 0 (IcePop), or their tokens left out (MIS)"),
     ] = "clip"
-    normalise: Annotated[bool, Field(description="divide weights by their mean over the global batch")] = False
+    normalise: Annotated[
+        bool,
+        Field(
+            description="divide weights by their mean over the global batch, without those that "
+            "beyond=reject leaves out"
+        ),
+    ] = False
     reject: Annotated[
         dict[str, Threshold],
         Field(
@@ -186,6 +192,7 @@ class Corrector(Rule):
             bounded = rho.clamp(self.min_weight, self.max_weight or None)
         else:
             bounded = torch.where(above | below, 0.0, rho)
+        kept = ~(above | below) if self.beyond == "reject" else torch.ones_like(above)
         spread = (lambda c: c) if self.level == "token" else gap.packing.spread
         mask, weights = gap.packing.mask, spread(bounded)
         metrics = {
@@ -195,11 +202,10 @@ class Corrector(Rule):
             "below": _share(mask & spread(below), mask),
         }
         if self.normalise:
-            scale = _mean(bounded[mask if self.level == "token" else gap.rows], reduce)
+            scale = _mean(bounded[kept & (mask if self.level == "token" else gap.rows)], reduce)
             weights = weights / scale
             metrics["scale"] = Metric(scale, 1, "mean")
-        inside = ~spread(above | below) if self.beyond == "reject" else torch.ones_like(mask)
-        return weights, inside, {f"correction/{name}": metric for name, metric in metrics.items()}
+        return weights, spread(kept), {f"correction/{name}": metric for name, metric in metrics.items()}
 
     def _tests(self, gap: Gap, advantages: Tensor | None) -> dict[str, Tensor]:
         """Which tokens meet each condition, bool [total]. A NaN meets it: it belongs to the loss, which tells of it."""

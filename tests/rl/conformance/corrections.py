@@ -119,28 +119,31 @@ def _passes(row: Row, o: Options) -> list[bool]:
 
 def correct(rows: list[Row], o: Options) -> tuple[list[list[float]], list[list[bool]]]:
     """Weight (1 where there are none) and whether it is kept, of each token that counts."""
-    weights, kept = [], []
+    weights, kept, bounds = [], [], []
     for row in rows:
         passes = _passes(row, o)
+        within = [True] * len(row.tokens)
         if o["level"] == "none":
             weights.append([1.0] * len(row.tokens))
         else:
             bounded = [_bounded(rho, o) for rho in (_rho(row, o["level"]) if row.tokens else [])]
             weights.append([w for w, _ in bounded])
             if o["beyond"] == "reject":
-                passes = [p and inside for p, (_, inside) in zip(passes, bounded)]
-        kept.append(passes)
+                within = [inside for _, inside in bounded]
+        kept.append([p and inside for p, inside in zip(passes, within)])
+        bounds.append(within)
     if o["normalise"] and o["level"] != "none":
-        weights = _normalised(weights, o["level"])
+        weights = _normalised(weights, bounds, o["level"])
     if o["denominators"] == "all":
         weights = [[w if k else 0.0 for w, k in zip(*row)] for row in zip(weights, kept)]
         kept = [[True] * len(row) for row in kept]
     return weights, kept
 
 
-def _normalised(weights: list[list[float]], level: str) -> list[list[float]]:
-    """Over the mean of the tokens' weights, or that of the rows."""
-    flat = [w for row in weights for w in (row if level == "token" else row[:1])]
+def _normalised(weights: list[list[float]], within: list[list[bool]], level: str) -> list[list[float]]:
+    """Over the mean of the tokens' weights, or that of the rows, without those that are out of bounds and left out."""
+    every = [list(zip(*row)) for row in zip(weights, within)]
+    flat = [w for row in every for w, inside in (row if level == "token" else row[:1]) if inside]
     scale = mean(flat) if flat and mean(flat) > 1e-8 else 1.0
     return [[w / scale for w in row] for row in weights]
 

@@ -45,6 +45,7 @@ _CORRECTIONS: list[dict] = [
     {"level": "token", "max_weight": 1.1, "min_weight": 0.9},
     {"level": "token", "max_weight": 1.1, "min_weight": 0.9, "beyond": "zero", "normalise": True},
     {"level": "sequence", "max_weight": 1.3, "beyond": "reject"},
+    {"level": "token", "max_weight": 1.1, "min_weight": 0.9, "beyond": "reject", "normalise": True},
     {"level": "geometric", "max_weight": 0.0, "normalise": True, "bypass": True, "made_for": "reinforce"},
     {"reject": {"token_k1": (0.9, 1.1), "seq_sum_k1": 1.5}},
     {"reject": {"token_k2": 0.02, "seq_sum_k2": 0.1, "seq_max_k2": 0.05}, "denominators": "all"},
