@@ -9,6 +9,7 @@ import torch
 import tilth.flows.dapo as dapo_page
 from tests.flows import tiny
 from tests.roles import small
+from tilth.api import run_recipe
 from tilth.config.load import from_dict
 from tilth.config.schema import Algorithm
 from tilth.core.errors import RecipeError, RewardError
@@ -225,6 +226,31 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path):
     teacher = tiny.run(recipe(tmp_path / "t", "sft"), prompts=prompts).directory
     with pytest.raises(RecipeError, match=r"other tokens .* both need the same tokenizer"):
         tiny.run(recipe(tmp_path / "s", "distill", reference={"path": str(teacher)}))
+
+
+def test_a_run_goes_on_with_another_teacher_only_if_that_is_allowed(tmp_path):
+    def teacher(steps):
+        made = recipe(tmp_path, "sft", supervised={"steps": steps}, run={"name": "teacher"})
+        return run_recipe(made, name="teacher", observers=[], allow=["supervised.steps"]).directory
+
+    def student(*allow, stop=0):
+        watcher = tiny.Recorder(lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == stop else None)
+        made = recipe(tmp_path, "distill", reference={"path": str(teacher_run)}, run={"name": "student"})
+        found = run_recipe(made, name="student", observers=[watcher], reward=tiny.close_enough, allow=allow)
+        return found.summary["state"], watcher.messages
+
+    teacher_run = teacher(2)
+    with pytest.raises(Interrupted):
+        student(stop=3)
+    teacher(3)
+    refused = r"reference\.path led to \S*teacher@2 .* leads to \S*teacher@3 .*--allow reference\.path to go on"
+    for allow in ((), ("reward", "judge", "data")):
+        with pytest.raises(RecipeError, match=refused):
+            student(*allow)
+    state, said = student("reference")
+    told = f"reference: {teacher_run}@3 (step 3, weights "
+    assert state == "finished" and any(line.startswith(told) for line in said)
+    assert any("it goes on changed, as allowed" in line and "teacher@3" in line for line in said)
 
 
 # ---- said before the run ----

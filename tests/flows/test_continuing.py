@@ -14,13 +14,18 @@ TWO = {"cluster": {"workers": 2, "backend": "local"}, "policy": {"layout": {"fsd
 
 def begun(folder, inputs="data1", **sections):
     """The path of an unfinished run."""
-    with RunDir.create(tiny.recipe(folder, **sections), "demo", inputs) as run:
+    with RunDir.create(tiny.recipe(folder, **sections), "demo", given(inputs)) as run:
         run.end("interrupted")
     return run.path
 
 
 def who(folder, *allow, inputs="data1", **sections):
-    return Identity(tiny.recipe(folder, **sections), inputs, allow)
+    return Identity(tiny.recipe(folder, **sections), given(inputs), allow)
+
+
+def given(inputs):
+    """By key; a text alone is that of the data."""
+    return {"data": inputs} if isinstance(inputs, str) else inputs
 
 
 def test_the_same_work_goes_on_and_other_work_begins_anew(tmp_path):
@@ -43,7 +48,16 @@ def test_the_same_work_goes_on_and_other_work_begins_anew(tmp_path):
         (("optimizer.lr",), {"optimizer": {"lr": 1.0}, "inputs": "data2"}, False),
         (("optimizer.lr", "data"), {"optimizer": {"lr": 1.0}, "inputs": "data2"}, True),
         (("data.source",), {"inputs": "data2"}, True),
-        (("reward.function",), {"inputs": "data2"}, True),
+        (("reward.function",), {"inputs": "data2"}, False),  # each input has its own key
+        (("reward",), {"inputs": {"data": "data1", "reward.function": "f"}}, True),
+        (("reward.function",), {"inputs": {"data": "data1", "reward.function": "f"}}, True),
+        (("reward",), {"inputs": {"data": "data1", "reward.model": "m"}}, True),
+        (("reward.function",), {"inputs": {"data": "data1", "reward.model": "m"}}, False),
+        (("judge",), {"inputs": {"data": "data1", "judge.path": "j"}}, True),
+        (("reference",), {"inputs": {"data": "data1", "judge.path": "j"}}, False),
+        (("reference.path",), {"inputs": {"data": "data1", "reference.path": "r"}}, True),
+        (("data",), {"inputs": {"data": "data1", "reference.path": "r"}}, False),
+        (("data",), {"inputs": {"data": "data1", "data.template": "t"}}, True),
         (("policy.layout", "cluster"), TWO, True),
         (("cluster",), TWO, False),
         ((), {"run": {"save_every": 9, "keep": 5, "save_background": False, "grace": 1.0, "save_minutes": 3.0}}, True),
@@ -70,8 +84,12 @@ def test_a_named_run_says_which_keys_would_have_to_be_allowed(tmp_path):
     assert "optimizer.lr was 0.0001 and is 1.0" in message and "seed was" not in message
     assert "--allow optimizer.lr --allow optimizer.clip_norm" in message and "\n" not in message
     who(tmp_path, "seed", "optimizer", **changed).check_name()
-    with pytest.raises(RecipeError, match="its data, reward or template is another one"):
+    with pytest.raises(RecipeError, match=r"its data are others\. .*--allow data to go on"):
         who(tmp_path, "seed", inputs="data2", run={"name": "mine"}).check_name()
+    teacher = {"data": "data1", "reference.path": "runs/teacher@4"}
+    said = r"reference\.path led to nothing and leads to runs/teacher@4\. .*--allow reference\.path to go on"
+    with pytest.raises(RecipeError, match=said):
+        who(tmp_path, inputs=teacher, run={"name": "mine"}).check_name()
     (tmp_path / "mine" / "recipe.toml").write_text(dump_toml(who(tmp_path, **changed).recipe))  # as a kill may leave it
     with pytest.raises(RecipeError, match="it has gone on with other keys since"):
         who(tmp_path, **changed).check_name()
@@ -96,7 +114,7 @@ def test_a_finished_run_goes_on_only_if_it_is_named_and_something_may_change(tmp
 def test_a_run_remembers_as_what_it_went_on(tmp_path):
     path = begun(tmp_path)
     first = read_state(path)["digest"]
-    with RunDir.create(tiny.recipe(tmp_path, seed=9), "demo", "data1", ("seed",)) as run:
+    with RunDir.create(tiny.recipe(tmp_path, seed=9), "demo", given("data1"), ("seed",)) as run:
         assert run.path == path and run.resumed and run.changes == {"seed": "seed was 3 and is 9"}
         assert read_state(path)["digest"] == first  # not before it could be gone on with
         run.accept()
@@ -104,7 +122,7 @@ def test_a_run_remembers_as_what_it_went_on(tmp_path):
     state = read_state(path)
     assert state["digest"] == run.digest and state["attempts"][-1]["changed"] == ["seed was 3 and is 9"]
     assert find(who(tmp_path), "demo") is None  # what it was before is now the other work
-    with RunDir.create(tiny.recipe(tmp_path, seed=9), "demo", "data1") as again:
+    with RunDir.create(tiny.recipe(tmp_path, seed=9), "demo", given("data1")) as again:
         assert again.path == path and not again.changes
 
 
@@ -120,7 +138,7 @@ def test_checkpoints_elsewhere_have_a_place_of_their_own(tmp_path):
     runs = [begun(tmp_path / name, run={"checkpoints": place}) for name in ("a", "b")]
     found = [checkpoints_of(run) for run in runs]
     assert len(set(found)) == 2 and all(f.startswith(f"{place}/demo-001-") for f in found)
-    with RunDir.create(tiny.recipe(tmp_path / "a", run={"checkpoints": place}), "demo", "data1") as again:
+    with RunDir.create(tiny.recipe(tmp_path / "a", run={"checkpoints": place}), "demo", given("data1")) as again:
         assert again.checkpoints == found[0]
     url = begun(tmp_path / "c", run={"checkpoints": "memory://bucket/x/"})
     assert checkpoints_of(url).startswith("memory://bucket/x/demo-001-")
@@ -133,8 +151,8 @@ def test_checkpoints_stay_where_they_are_once_there_may_be_some(tmp_path):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     path = begun(tmp_path / "runs", run={"checkpoints": first})
     place = checkpoints_of(path)
-    with RunDir.create(tiny.recipe(tmp_path / "runs", run={"checkpoints": second}), "demo", "data1") as run:
+    with RunDir.create(tiny.recipe(tmp_path / "runs", run={"checkpoints": second}), "demo", given("data1")) as run:
         assert run.path == path and run.checkpoints.startswith(second)  # nothing has been saved yet
         run.update(saved=4)
-    with RunDir.create(tiny.recipe(tmp_path / "runs", run={"checkpoints": first}), "demo", "data1") as run:
+    with RunDir.create(tiny.recipe(tmp_path / "runs", run={"checkpoints": first}), "demo", given("data1")) as run:
         assert run.path == path and run.checkpoints.startswith(second) and run.checkpoints != place

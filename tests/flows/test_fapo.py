@@ -13,7 +13,8 @@ from tilth.core.batch import Batch
 from tilth.core.errors import ModelError, RecipeError
 from tilth.data.prompts import PromptSet
 from tilth.flows import launch
-from tilth.flows.judged import can_differ, identity
+from tilth.flows.judged import can_differ
+from tilth.flows.named import identity
 from tilth.flows.readers import read_metrics, read_trajectories
 from tilth.flows.signals import Interrupted
 from tilth.rl.judging import question
@@ -193,18 +194,10 @@ def test_another_judge_under_the_same_path_is_another_run(tmp_path, judge):
 
 def test_a_run_goes_on_with_the_same_weights_of_its_judge_only(tmp_path, judge, monkeypatch):
     made = recipe(tmp_path, judge)
-    before = launch._inputs(made, "", "")
-    assert before == launch._inputs(made, "", "")
+    before = launch._inputs(made, "d", "")
+    assert before == launch._inputs(made, "d", "") == {"data": "d", "judge.path": identity(str(judge))}
     monkeypatch.setattr(launch, "identity", lambda path: f"{path} with other weights")
-    assert before != launch._inputs(made, "", "")
-
-
-def test_the_identity_of_a_directory_of_weights_is_that_of_its_files(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"12")
-    before = identity(str(tmp_path))
-    assert before == identity(str(tmp_path))
-    (tmp_path / "model.safetensors").write_bytes(b"123")
-    assert before != identity(str(tmp_path))
+    assert {key for key, said in launch._inputs(made, "d", "").items() if said != before[key]} == {"judge.path"}
 
 
 def test_a_judge_that_is_not_there_is_told_before_the_run(tmp_path):

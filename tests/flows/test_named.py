@@ -15,7 +15,7 @@ from tilth.checkpoint import mark_best
 from tilth.core.errors import CheckpointError, ModelError, StorageError
 from tilth.flows.build import rooted
 from tilth.flows.model import load_model
-from tilth.flows.named import Named, explained, find_checkpoint, reaching, root_of, run_settings, split_spec
+from tilth.flows.named import Named, explained, find_checkpoint, identity, reaching, root_of, run_settings, split_spec
 
 
 @pytest.fixture
@@ -50,6 +50,20 @@ def test_one_that_is_named_itself(run, url, tmp_path, monkeypatch):
     monkeypatch.chdir(own)
     found = find_checkpoint(".")
     assert found is not None and found.run is not None and found.run.samefile(run)
+
+
+def test_the_identity_of_a_checkpoint_is_that_of_its_weights(run, url):
+    assert identity(str(run)) == identity(f"{run}@6") != identity(f"{run}@4")
+    assert identity(str(run)).startswith(f"{run}@6 (step 6, weights ")
+    assert identity(str(run)).partition("(")[2] == identity(url).partition("(")[2]
+
+
+def test_the_identity_of_a_directory_of_weights_is_that_of_its_bytes(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"12")
+    before = identity(str(tmp_path))
+    assert before == identity(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"13")  # trained further: as long as it was
+    assert before != identity(str(tmp_path))
 
 
 def test_what_is_neither(run, tmp_path):

@@ -1,8 +1,10 @@
 """Which run a recipe goes on with: an unfinished one of the same work, or of work that differs in allowed keys only."""
 
+import hashlib
+import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,12 @@ from tilth.core.errors import DataError, RecipeError, StorageError
 from tilth.flows.files import Lock, writing
 from tilth.flows.readers import read_state
 
-_INPUTS = ("data", "reward")
-"""Sections whose keys decide the fingerprint of what the recipe does not hold."""
+_OTHER = {
+    "data": "its data are others",
+    "reward.function": "its reward function is another one",
+    "data.template": "the file of its template is another one",
+}
+"""What is said of an input that changed; of one that is a model, what its key led to and leads to."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +27,18 @@ class Identity:
     """What a run is: its recipe, and what that does not hold."""
 
     recipe: Recipe
-    inputs: str = ""
-    """Fingerprint of data, a reward by value, a template's file."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Key -> fingerprint: of the data, a reward by value, a template's file, the models that paths lead to."""
     allow: tuple[str, ...] = ()
     """Keys and sections in which the run that goes on may have had other values (``--allow``)."""
 
     @property
     def digest(self) -> str:
         """Tells this work from any other."""
-        return digest(self.recipe) + (f"-{self.inputs}" if self.inputs else "")
+        if not self.inputs:
+            return digest(self.recipe)
+        said = json.dumps(self.inputs, sort_keys=True).encode()
+        return f"{digest(self.recipe)}-{hashlib.blake2b(said, digest_size=4).hexdigest()}"
 
     def same(self, path: Path, state: dict[str, Any]) -> bool:
         """Whether the run in this folder is this one, or may become it."""
@@ -39,12 +48,14 @@ class Identity:
 
     def changes(self, path: Path, state: dict[str, Any]) -> dict[str, str]:
         """In which keys the run in this folder is another one, each in words; RecipeError if it cannot be read."""
-        recorded, _, inputs = state["digest"].partition("-")
         found = {}
-        if recorded != digest(self.recipe):
+        if state["digest"].partition("-")[0] != digest(self.recipe):
             found = differences(load_recipe(str(path / "recipe.toml")), self.recipe)
-        if inputs != self.inputs:
-            found["data"] = "its data, reward or template is another one"
+        before = state.get("inputs", {})
+        for key in sorted({*before, *self.inputs}):
+            was, now = (inputs.get(key, "nothing") for inputs in (before, self.inputs))
+            if was != now:
+                found.setdefault(key, _OTHER.get(key, f"{key} led to {was} and leads to {now}"))
         return found
 
     def _refused(self, path: Path, state: dict[str, Any]) -> Iterator[str]:
@@ -60,7 +71,7 @@ class Identity:
     def _allowed(self, name: str) -> bool:
         if any(name == given or name.startswith(f"{given}.") for given in self.allow):
             return True
-        return name == "data" and any(given.partition(".")[0] in _INPUTS for given in self.allow)
+        return name == "data" and any(given.partition(".")[0] == "data" for given in self.allow)
 
     def check_name(self) -> None:
         """RecipeError, before anything is started, if ``run.name`` is taken by a run that this cannot go on with."""

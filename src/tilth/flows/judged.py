@@ -1,16 +1,11 @@
 """What a judge of steps does to rewards (FAPO, arXiv 2510.22543): flawed-positive answers lose a part of theirs."""
 
-import hashlib
-from pathlib import Path
-
 import numpy as np
 
-from tilth.checkpoint import open_checkpoint
 from tilth.core.batch import Batch
 from tilth.core.errors import RecipeError
 from tilth.flows.checks import drops_flat
 from tilth.flows.keep import has_spread
-from tilth.flows.named import find_checkpoint
 from tilth.flows.run import Keep, Run
 from tilth.rl.judging import NONE_WRONG, penalty
 from tilth.roles.experience import is_right
@@ -43,18 +38,6 @@ def ask_judge(run: Run, batch: Batch) -> Batch:
         raise RecipeError(f"flow={run.recipe.flow} has no judge; set judge.path")
     right = batch.select(is_right(batch))
     return run.roles.judge.verdicts(right) if len(right) else right.with_rows(**{VERDICT: np.zeros(0, np.float32)})
-
-
-def identity(path: str) -> str:
-    """The judge that a path leads to, and what tells its weights from any others: a run goes on with no other judge."""
-    named = find_checkpoint(path)
-    if named is not None:
-        checkpoint = open_checkpoint(named.path)
-        said = checkpoint.manifest.dump()
-        return f"{named} (step {checkpoint.step}, weights {hashlib.blake2b(said, digest_size=8).hexdigest()})"
-    files = sorted(file for pattern in ("*.safetensors", "*.json") for file in Path(path).glob(pattern))
-    listed = " ".join(f"{file.name} {file.stat().st_size}" for file in files)
-    return f"{path} (files {hashlib.blake2b(listed.encode(), digest_size=8).hexdigest()})"
 
 
 def penalised(run: Run, batch: Batch, told: Batch) -> Batch:

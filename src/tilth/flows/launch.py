@@ -26,10 +26,9 @@ from tilth.flows.distill import distill
 from tilth.flows.dpo import dpo
 from tilth.flows.fapo import fapo
 from tilth.flows.grpo import grpo
-from tilth.flows.judged import identity
 from tilth.flows.metrics import Metrics
 from tilth.flows.model import MODEL_FOLDER, save_shape
-from tilth.flows.named import foreign, one_before, reaching
+from tilth.flows.named import foreign, identity, one_before, reaching
 from tilth.flows.observers import Beginner, Observer
 from tilth.flows.ppo import ppo, values
 from tilth.flows.pretrain import pretrain
@@ -65,6 +64,9 @@ PAGES: dict[str, Callable[[Run], None]] = {
     "fapo": fapo,
 }
 """The page of each flow of ``config.flows``."""
+LOADED = {"judge.path": "judge", "reference.path": "reference", "reward.model": "reward model"}
+"""Keys that lead to models which never change in a run, and what these are called. Nor may another one take the place
+of one when the run goes on."""
 
 
 @dataclass(frozen=True)
@@ -168,16 +170,20 @@ def _told_how_to_go_on(directory: Path) -> Iterator[None]:
         raise type(error)(f"{error}\nthe same command continues in {directory} {where}") from error
 
 
-def _inputs(recipe: Recipe, fingerprint: str, reward: str) -> str:
-    """Fingerprint of what decides the run beside its recipe: the data, a reward by value, a template's file, the
-    judge that a path leads to."""
-    said = f"{fingerprint} {reward}"
+def _inputs(recipe: Recipe, fingerprint: str, reward: str) -> dict[str, str]:
+    """Key -> fingerprint of what decides the run beside its recipe: the data, a reward by value, a template's file, the
+    models that paths lead to."""
+    found = {"data": fingerprint}
+    if reward:
+        found["reward.function"] = hashlib.blake2b(reward.encode(), digest_size=8).hexdigest()
     template = Path(recipe.data.template)
     if recipe.data.template and template.is_file():
-        said += f" {hashlib.blake2b(template.read_bytes(), digest_size=8).hexdigest()}"
-    if recipe.judge.path:
-        said += f" {identity(recipe.judge.path)}"
-    return hashlib.blake2b(said.encode(), digest_size=4).hexdigest()
+        found["data.template"] = hashlib.blake2b(template.read_bytes(), digest_size=8).hexdigest()
+    for key in LOADED:
+        section, _, name = key.partition(".")
+        if path := getattr(getattr(recipe, section), name):
+            found[key] = identity(path)
+    return found
 
 
 def _earlier(who: Identity, name: str) -> Path | None:
@@ -248,9 +254,7 @@ def _announce(run: Run, parts: Parts, reward_file: str) -> None:
         say.append("checkpoints in memory:// are gone when this process ends: nothing can go on from them")
     if before != reward_file:
         say.append("the reward's file has changed since this run began; it goes on with the new one")
-    if run.recipe.judge.path:
-        directory.update(judge=identity(run.recipe.judge.path))
-        say.append(f"judge: {identity(run.recipe.judge.path)}")
+    say += [f"{name}: {directory.inputs[key]}" for key, name in LOADED.items() if key in directory.inputs]
     for line in say:
         run.say(line)
 

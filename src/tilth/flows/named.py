@@ -1,12 +1,15 @@
 """Checkpoints by name: a run, one of its checkpoints, a checkpoint itself, a folder of them; those two also by URL."""
 
+import hashlib
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilth.checkpoint import read_best
+import xxhash
+
+from tilth.checkpoint import open_checkpoint, read_best
 from tilth.checkpoint.directory import complete, step_of
 from tilth.checkpoint.manifest import NAME as MANIFEST
 from tilth.checkpoint.storage import Location, is_url, split, storage_of
@@ -51,6 +54,28 @@ def find_checkpoint(spec: str) -> Named | None:
     if is_url(where):
         raise ModelError(f"{where} is neither a checkpoint nor a folder of checkpoints")
     return None
+
+
+def identity(spec: str) -> str:
+    """The model that a text leads to as things stand, and what tells its weights from any others, in words.
+
+    Of a checkpoint by its manifest, which has the checksums of all tensors; of a directory by the bytes of its files.
+    """
+    named = find_checkpoint(spec)
+    if named is not None:
+        with explained(named):
+            checkpoint = open_checkpoint(named.path)
+        said = hashlib.blake2b(checkpoint.manifest.dump(), digest_size=8).hexdigest()
+        return f"{named} (step {checkpoint.step}, weights {said})"
+    files = sorted(file for pattern in ("*.safetensors", "*.json") for file in Path(spec).glob(pattern))
+    with reaching(spec):
+        listed = " ".join(f"{file.name} {_bytes_hash(file)}" for file in files)
+    return f"{spec} (files {hashlib.blake2b(listed.encode(), digest_size=8).hexdigest()})"
+
+
+def _bytes_hash(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
 
 
 def split_spec(spec: str) -> tuple[Location, str]:

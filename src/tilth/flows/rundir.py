@@ -44,7 +44,7 @@ class RunDir:
     def __init__(self, path: Path, who: Identity, name: str, lock: Lock) -> None:
         """Use ``create``. ``lock`` is held until ``close``."""
         self.path, self.recipe, self.name, self._lock = path, who.recipe, name, lock
-        self.digest = who.digest
+        self.digest, self.inputs = who.digest, dict(who.inputs)
         self.events = path / "events"
         before = read_state(path) if (path / "run.json").exists() else {}
         self.resumed = bool(before)
@@ -66,13 +66,15 @@ class RunDir:
         self._announce()
 
     @classmethod
-    def create(cls, recipe: Recipe, name: str, inputs: str = "", allow: tuple[str, ...] = ()) -> "RunDir":
+    def create(
+        cls, recipe: Recipe, name: str, inputs: Mapping[str, str] | None = None, allow: tuple[str, ...] = ()
+    ) -> "RunDir":
         """The run that this recipe goes on with, or a new one: see ``continuing.claim`` for which, and what it raises.
 
-        inputs: fingerprint of what the recipe does not hold (data, a reward by value); other inputs, other run. allow:
-        keys in which the run that goes on may differ.
+        inputs: key -> fingerprint of what the recipe does not hold (data, a reward by value); other inputs, other run.
+        allow: keys in which the run that goes on may differ.
         """
-        who = Identity(recipe, inputs, allow)
+        who = Identity(recipe, inputs or {}, allow)
         path, lock = claim(who, name)
         try:
             return cls(path, who, name, lock)
@@ -98,7 +100,7 @@ class RunDir:
     def accept(self) -> None:
         """The recipe of this attempt is the run's from now on: it could be gone on with."""
         digests = [*(d for d in self.digests if d != self.digest), self.digest]
-        self.update(digest=self.digest, digests=digests)
+        self.update(digest=self.digest, digests=digests, inputs=self.inputs)
         replace(self.path / "recipe.toml", dump_toml(self.recipe).encode())
 
     # ---- what a step leaves ----
@@ -238,6 +240,7 @@ class RunDir:
             "memory": None,
             "digest": self.digest,
             "digests": [self.digest],
+            "inputs": self.inputs,
             **before,
             "checkpoints": _place(self.recipe, self.path, before),
             "state": "running",
