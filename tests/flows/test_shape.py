@@ -135,3 +135,30 @@ def test_an_adapted_entropy_bonus_is_there_only_below_its_target():
     high = adapted(given, low, updates(0, 0.9), 8)
     assert current(given, high).entropy_coef == 0 < high["entropy_coef"] < low["entropy_coef"]
     assert current(given, {}) == given
+
+
+@pytest.mark.parametrize(("name", "target"), [("kl_coef", "kl_target"), ("entropy_coef", "entropy_target")])
+def test_a_weight_is_adapted_only_while_its_target_is_set(name, target):
+    """As after ``--allow``: without a target the recipe's value holds again, and nothing of before comes back."""
+    given = how(**{name: 0.2, target: 0.5})
+    found = adapted(given, {}, updates(5, 0.9), 8)
+    fixed = how(**{name: 0.2})
+    assert found[name] != 0.2 and current(fixed, found) == fixed
+    assert current(given, adapted(fixed, found, updates(5, 0.9), 8)) == given
+
+
+@pytest.mark.parametrize(("name", "target"), [("kl_coef", "kl_target"), ("entropy_coef", "entropy_target")])
+def test_a_weight_that_was_changed_in_the_recipe_begins_anew_from_it(name, target):
+    low = updates(5, 0.1)
+    found = adapted(how(**{name: 0.2, target: 0.5}), {}, low, 8)
+    changed = how(**{name: 0.3, target: 0.5})
+    assert getattr(current(changed, found), name) == 0.3
+    assert adapted(changed, found, low, 8) == adapted(changed, {}, low, 8)
+    again = adapted(how(**{name: 0.2, target: 0.6}), found, low, 8)  # another target is no new beginning
+    assert again[name] > found[name] > 0.2
+
+
+def test_what_was_found_stays_where_a_step_measures_nothing():
+    given = how(kl_coef=0.2, kl_target=6.0, entropy_coef=0.001, entropy_target=0.5)
+    found = adapted(given, {}, updates(10, 0.1), 8)
+    assert adapted(given, found, [], 8) == found

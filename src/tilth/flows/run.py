@@ -78,7 +78,7 @@ class Progress:
     """How far each stream of the data has been read: prompts, examples or documents; and samples, which have numbers
     of their own."""
     weights: dict[str, float] = field(default_factory=dict)
-    """Key of [algorithm] -> what it has become, for weights that are adapted."""
+    """Key of [algorithm] -> what it has become, for weights that are adapted; and what they follow from."""
 
 
 @dataclass
@@ -511,7 +511,7 @@ class Run:
             self.at.step += 1
             self.at.drawn |= self._drawn
             how, samples = self.recipe.algorithm, self.recipe.rollout.prompts * self.recipe.rollout.group
-            self.at.weights |= adapted(how, self.at.weights, self._updated, samples)
+            self.at.weights = adapted(how, self.at.weights, self._updated, samples)
             self.at.phase_step += 1
             if self._due():
                 self.assess()

@@ -8,6 +8,8 @@ import tilth.rl as rl
 from tilth.config.schema import Algorithm
 from tilth.core.batch import Batch
 
+_ADAPTED = {"kl_coef": "kl_target", "entropy_coef": "entropy_target"}
+"""Keys of [algorithm] that may be adapted -> the key that says to what."""
 CUT = 1
 """``finish`` of a completion that reached rollout.max_tokens."""
 
@@ -31,30 +33,41 @@ def uncut(batch: Batch, how: Algorithm) -> Batch:
 def current(how: Algorithm, weights: Mapping[str, float]) -> Algorithm:
     """The recipe's algorithm with what ``adapted`` has found so far. An adapted entropy bonus is in the loss only while
     the entropy of the step before was at most its target."""
-    keys = {name: value for name, value in weights.items() if name != "entropy"}
-    if "entropy" in weights:
+    held = _held(how, weights)
+    keys = {name: held[name] for name in _ADAPTED if name in held}
+    if "entropy" in held:
         coef = keys.get("entropy_coef", how.entropy_coef)
-        keys["entropy_coef"] = rl.entropy_bonus(coef, weights["entropy"], target=how.entropy_target)
+        keys["entropy_coef"] = rl.entropy_bonus(coef, held["entropy"], target=how.entropy_target)
     return how.model_copy(update=keys)
 
 
 def adapted(
     how: Algorithm, weights: Mapping[str, float], updates: Sequence[Mapping[str, rl.Metric]], samples: int
 ) -> dict[str, float]:
-    """Key -> its new value, for weights that the recipe wants adapted, from the metrics of a step's updates; and the
-    entropy where that decides.
+    """Key -> its new value, for weights that the recipe wants adapted, from the metrics of a step's updates; the value
+    in the recipe that each began from; and the entropy where that decides.
 
-    weights: what it found before.
+    weights: what it found before, in place of which this is.
     """
-    before = how.model_copy(update={name: value for name, value in weights.items() if name != "entropy"})
+    found = _held(how, weights)
+    before = how.model_copy(update={name: found[name] for name in _ADAPTED if name in found})
     means = {name: _mean(name, updates) for name in ("kl_ref", "entropy")}
-    found: dict[str, float] = {}
     if how.kl_target and means["kl_ref"] is not None:
         kl = means["kl_ref"]
         found["kl_coef"] = rl.adapt(before.kl_coef, kl, target=how.kl_target, horizon=how.kl_horizon, count=samples)
     if how.entropy_target and means["entropy"] is not None:
         found["entropy"] = means["entropy"]
         found["entropy_coef"] = rl.adapt_entropy(before.entropy_coef, means["entropy"], target=how.entropy_target)
+    return found | {f"{name}_from": getattr(how, name) for name in _ADAPTED if name in found}
+
+
+def _held(how: Algorithm, weights: Mapping[str, float]) -> dict[str, float]:
+    """What was found before and still holds. A weight has its value while its target is set and the recipe has the
+    value that it began from: so one that was changed in the recipe begins anew."""
+    found = {"entropy": weights["entropy"]} if how.entropy_target and "entropy" in weights else {}
+    for name, target in _ADAPTED.items():
+        if getattr(how, target) and weights.get(f"{name}_from") == getattr(how, name):
+            found[name] = weights[name]
     return found
 
 
