@@ -292,6 +292,9 @@ def test_keys_that_contradict_each_other(tmp_path, flow, sections, said):
 def test_an_adapted_weight_needs_a_beginning(tmp_path):
     with pytest.raises(RecipeError, match=r"kl_target = 0\.1 adapts algorithm\.kl_coef, which is 0"):
         recipe(tmp_path, "grpo", {"kl_target": 0.1})
+    with pytest.raises(RecipeError, match=r"entropy_coef = -0\.1 is below 0, where algorithm\.entropy_target adapts"):
+        recipe(tmp_path, "grpo", {"entropy_target": 0.2, "entropy_coef": -0.1})
+    assert recipe(tmp_path, "grpo", {"entropy_coef": -0.1}).algorithm.entropy_coef == -0.1
 
 
 def test_a_flow_brings_its_own_defaults_below_what_is_said(tmp_path):

@@ -89,6 +89,8 @@ def _learning(recipe: Recipe) -> Iterator[str]:
             f"algorithm.kl_horizon = {a.kl_horizon} is no more than a fifth of the {r.prompts * r.group} samples of a "
             "step, so that the weight could turn negative"
         )
+    if recipe.facts.samples and a.entropy_target and a.entropy_coef < 0:
+        yield f"algorithm.entropy_coef = {a.entropy_coef} is below 0, where algorithm.entropy_target adapts it from 0 up"
     if recipe.reference.path and not recipe.refers:
         yield f"reference.path = {recipe.reference.path} has no use: algorithm.kl_coef is 0"
     if recipe.flow == "distill" and not recipe.reference.path:
