@@ -90,7 +90,7 @@ def _learning(recipe: Recipe) -> Iterator[str]:
             "step, so that the weight could turn negative"
         )
     if recipe.facts.samples and a.entropy_target and a.entropy_coef < 0:
-        yield f"algorithm.entropy_coef = {a.entropy_coef} is below 0, where algorithm.entropy_target adapts it from 0 up"
+        yield f"algorithm.entropy_coef = {a.entropy_coef} is below 0, where algorithm.entropy_target adapts it"
     if recipe.reference.path and not recipe.refers:
         yield f"reference.path = {recipe.reference.path} has no use: algorithm.kl_coef is 0"
     if recipe.flow == "distill" and not recipe.reference.path:
