@@ -121,7 +121,7 @@ def counted(batch, columns, rewards=None):
                 else ([float(column[start + t]) for t in at])
             )
         needed = [row["score"]] + [row[c] for c in columns if c.startswith(("part", "base"))]
-        row["valid"] = all(map(math.isfinite, needed))
+        row["valid"] = bool(at) and all(map(math.isfinite, needed))
         rows.append(row)
         start += len(mask)
     return rows

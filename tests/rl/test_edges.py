@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rl.strategies import batches, columns_for
+from tests.rl.strategies import Drawn, batches, columns_for
 from tilth import rl
 from tilth.core.errors import TokenCountError
 
@@ -64,7 +64,28 @@ def test_missing_rewards_leave_the_loss():
 def test_a_row_without_tokens_has_no_reward_per_token():
     lengths, mask = torch.tensor([2, 1]), torch.tensor([0, 0, 1])
     assert rl.valid_rows(torch.zeros(3), lengths, mask).tolist() == [False, True]
-    assert rl.valid_rows(torch.zeros(2), lengths, mask).tolist() == [True, True]
+    assert rl.valid_rows(torch.zeros(2), lengths, mask).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("name", [n for n in rl.names()["advantages"] if n not in ("distill", "gae", "vapo")])
+def test_a_row_without_tokens_enters_no_statistic(name):
+    """However rewards are given: rows [1, 0, 1], of which the last is masked, are rows [1, 0]."""
+    lengths, mask = torch.tensor([2, 1, 2]), torch.tensor([1, 1, 1, 0, 0])
+    per_row, groups = torch.tensor([1.0, 0.0, 1.0]), torch.zeros(3, dtype=torch.int64)
+    per_token = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0])
+    batch = Drawn(lengths, mask > 0, per_row, groups, 3)
+    columns = columns_for(name, batch)
+    columns |= {"baselines": torch.full((3,), 0.25)} if name == "remax" else {}
+
+    def run(rows, rewards):
+        tokens = batch.token_index(torch.arange(rows))
+        own = {k: v[:rows] if len(v) == 3 else v[tokens] for k, v in columns.items()}
+        given = {"lengths": lengths[:rows], "mask": mask[tokens], "groups": groups[:rows]}
+        return rl.estimate(name, rewards=rewards, **given, **own)["advantages"]
+
+    without = run(2, per_row[:2])
+    assert without.any()
+    assert torch.equal(run(3, per_row)[:3], without) and torch.equal(run(3, per_token)[:3], without)
 
 
 @settings(max_examples=300, deadline=None)

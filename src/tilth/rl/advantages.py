@@ -3,6 +3,7 @@
 Statistics run in float64 and come back as float32. A reward that is not finite is missing: its row enters no statistic,
 its advantage is 0, and ``Estimate.mask`` leaves its tokens out, so that the loss does not count them either. Some
 estimators need another number of each row too (the greedy answer's reward, parts of a reward): the same holds for it.
+A row without any token that counts is as if it were not there: it enters no statistic either.
 """
 
 from collections.abc import Mapping
@@ -77,7 +78,7 @@ def estimate(
     Args:
         name: one of ``names()["advantages"]``.
         rewards: per sequence [n] (given at the last token that counts) or per token [total] (those at masked positions
-            are ignored; a row without any token that counts has no reward). Not finite: missing.
+            are ignored). Not finite: missing. A row without any token that counts has no reward either way.
         lengths: integers [n], tokens of each sequence. mask: [total], not 0 where the policy chose the token.
         groups: integers [n], samples of one occurrence of a prompt share one.
         values, logprobs, ref_logprobs: [total], for estimators that need them.
@@ -106,7 +107,8 @@ def estimate_rows(
     """The advantage of each row, float32 [n], by an estimator of scope "rows": the controller needs no token for it.
 
     rewards: [n]; counts: tokens that count in each row [n], for estimators that weigh by length. A row whose reward is
-    missing (not finite) gets 0. A worker spreads the result over the row's tokens that count.
+    missing (not finite), or that ``counts`` says has no token, gets 0 and enters no statistic. A worker spreads the
+    result over the row's tokens that count.
     """
     given = {"rewards": rewards, "groups": groups, "counts": counts}
     entry, columns = _prepare(name, {k: v for k, v in given.items() if v is not None}, options)
@@ -117,6 +119,7 @@ def estimate_rows(
     scores = torch.as_tensor(rewards).to(torch.float64)
     own = _row_columns(columns, len(scores))
     valid = _complete(entry, torch.isfinite(scores), own)
+    valid = valid if counts is None else valid & (own["counts"] > 0)
     found = entry.rows(Rows(torch.where(valid, scores, 0.0), valid, own.get("counts"), own))
     return torch.where(valid, found, 0.0).float()
 
@@ -210,17 +213,15 @@ def _check_local(name: str, groups: np.ndarray, worker: np.ndarray) -> None:
 
 
 def _scores(packing: Packing, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Score of each row, float64 [n], 0 where missing, and bool [n] where it is there."""
+    """Score of each row, float64 [n], 0 where missing, and bool [n] where it is there: never of a row without tokens
+    that count, however rewards are given."""
     rewards = rewards.to(packing.mask.device, torch.float64)
     n, total = len(packing.lengths), len(packing.mask)
-    if rewards.shape == (n,):
-        valid = torch.isfinite(rewards)
-        return torch.where(valid, rewards, 0.0), valid
-    if rewards.shape != (total,):
+    if rewards.shape not in ((n,), (total,)):
         raise TokenCountError(f"rewards has the shape {tuple(rewards.shape)}; there are {n} rows of {total} tokens")
-    broken = packing.sum((~torch.isfinite(rewards)).to(torch.float64)) > 0
-    valid = ~broken & (packing.counts > 0)
-    return torch.where(valid, packing.sum(rewards), 0.0), valid
+    scores = rewards if rewards.shape == (n,) else packing.sum(rewards)
+    valid = torch.isfinite(scores) & (packing.counts > 0)
+    return torch.where(valid, scores, 0.0), valid
 
 
 def _row_columns(columns: Mapping[str, Tensor], n: int) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """Oracles of the advantage estimators: plain loops in Python floats, written from the formulas of the papers.
 
 Each takes the rows of a whole batch and the options; it gives the advantages of each row's tokens that count and, where
-the estimator makes targets for a critic, its returns. A row without a reward enters nothing and has None.
+the estimator makes targets for a critic, its returns. A row without a reward, or without a token that counts,
+enters nothing and has None.
 """
 
 import math
@@ -37,7 +38,7 @@ def deviation(values: list[float], how: str = "unbiased") -> float:
 
 
 def there(row: Row) -> bool:
-    return math.isfinite(row.reward)
+    return math.isfinite(row.reward) and bool(row.tokens)
 
 
 def company(rows: list[Row], row: Row) -> list[Row]:
