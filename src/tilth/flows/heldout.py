@@ -1,17 +1,45 @@
 """What a phase that learns from what is given measures on what is held out: likelihood of texts, order of pairs."""
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sized
+from typing import Protocol
 
+import numpy as np
+
+from tilth.cluster.group import WorkerGroup
+from tilth.config.schema import Recipe
+from tilth.core.batch import Store
+from tilth.flows.metrics import Metrics
 from tilth.trace.spans import span
-
-if TYPE_CHECKING:
-    from tilth.flows.run import Run
 
 LOSS, PAIRS = "loss/heldout", "accuracy/pairs"
 
 
-def measure(run: "Run") -> tuple[str, float | None]:
+class Measured(Protocol):
+    """What of a run this looks at."""
+
+    recipe: Recipe
+    policy: WorkerGroup
+    reference: WorkerGroup | None
+    store: Store
+    metrics: Metrics
+
+    @property
+    def heldout(self) -> Sized:
+        """What is held out."""
+        ...
+
+    @property
+    def recorder(self) -> WorkerGroup:
+        """What makes payload of it."""
+        ...
+
+    def chosen(self) -> np.ndarray:
+        """What of it every evaluation is about: indices int64."""
+        ...
+
+
+def measure(run: Measured) -> tuple[str, float | None]:
     """The metric that tells how good the model is, and its value; None where nothing is held out."""
     if not len(run.heldout):
         return LOSS, None
@@ -19,12 +47,12 @@ def measure(run: "Run") -> tuple[str, float | None]:
         return (PAIRS, _order(run)) if run.recipe.facts.learns == "pairs" else (LOSS, _likelihood(run))
 
 
-def _likelihood(run: "Run") -> float:
+def _likelihood(run: Measured) -> float:
     """Mean negative log-likelihood of what is held out, in nats per token.
 
     Of documents also in bits per byte: the same sum over the bytes of the text that those tokens stand for.
     """
-    documents, recorder = run.recipe.facts.learns == "documents", run.roles.recorder
+    documents, recorder = run.recipe.facts.learns == "documents", run.recorder
     batch = recorder.documents(run.chosen(), heldout=True) if documents else recorder.examples(run.chosen())
     found = run.policy.likelihood(batch)["loss"]
     run.metrics.add(LOSS, float(found))
@@ -33,9 +61,9 @@ def _likelihood(run: "Run") -> float:
     return float(found)
 
 
-def _order(run: "Run") -> float:
+def _order(run: Measured) -> float:
     """Share of the held-out pairs in which the chosen answer is ahead; their loss beside it."""
-    batch = run.roles.recorder.pairs(run.chosen())
+    batch = run.recorder.pairs(run.chosen())
     if run.reference is not None:
         batch = run.reference.logprobs(batch)
     found = run.policy.prefers(batch, run.recipe.preference)

@@ -43,9 +43,10 @@ VALUES = "values"
 """The phase in which the critic alone learns, before that of a flow with a critic."""
 ACCURACY = "accuracy/heldout"
 EVALUATION_IDS = -(2**40)
-"""Trajectory ids of evaluations lie below those of training, and those of probes below both."""
 PROBE_IDS = 2 * EVALUATION_IDS
 BASELINE_IDS = 3 * EVALUATION_IDS
+"""First trajectory ids. Those of training begin at 0; below them are those of evaluations, then of probes, and lowest
+the greedy answers that are baselines, so that none takes another's random numbers."""
 PROBES = 8
 """Prompts of a probe."""
 
@@ -132,6 +133,7 @@ class Run:
             roles.reward,
             roles.reference,
         )
+        self.recorder = roles.recorder
         self.train = train
         self.heldout = heldout
         self.store = store
@@ -263,19 +265,19 @@ class Run:
         """Batches of ``count`` prompts with their answers, one batch a step, the loss on the answers."""
         while self._goes_on():
             with self._step():
-                yield self.roles.recorder.examples(self._draw("examples", count))
+                yield self.recorder.examples(self._draw("examples", count))
 
     def documents(self, count: int) -> Iterator[Batch]:
         """Batches of ``count`` pieces of documents, one batch a step, the loss on every token but each first one."""
         while self._goes_on():
             with self._step():
-                yield self.roles.recorder.documents(self._draw("documents", count))
+                yield self.recorder.documents(self._draw("documents", count))
 
     def pairs(self, count: int) -> Iterator[Batch]:
         """Batches of the pairs of ``count`` prompts, one batch a step, both answers of each pair as rows."""
         while self._goes_on():
             with self._step():
-                yield self.roles.recorder.pairs(self._draw("pairs", count))
+                yield self.recorder.pairs(self._draw("pairs", count))
 
     def _draw(self, source: str, count: int) -> np.ndarray:
         """The next indices of a stream of the training data, by its name."""
@@ -525,7 +527,7 @@ class Run:
 
     def _record(self, batch: Batch) -> None:
         """Hand the trajectories to the run directory."""
-        table, self._sample = self.roles.recorder.table(batch, self.at.step + 1)
+        table, self._sample = self.recorder.table(batch, self.at.step + 1)
         self.directory.add_trajectories(table)
 
     def _commit(self) -> None:
