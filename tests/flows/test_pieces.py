@@ -158,7 +158,7 @@ def test_a_run_whose_groups_are_all_flat_goes_on_with_several_minibatches(tmp_pa
     made = tiny.recipe(
         tmp_path,
         supervised={"steps": 0},
-        algorithm={"steps": 2, "minibatches": 2, "kl_coef": 0.1},
+        algorithm={"steps": 2, "minibatches": 2},
         run={"eval_prompts": 2},
     )
     result = tiny.run(made, reward=lambda p, c, i: 1.0, observers=[watcher])
