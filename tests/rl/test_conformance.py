@@ -264,6 +264,47 @@ def test_one_step_of_three_flows():
             assert not flows.problem(runs, made)
 
 
+SOUND = dict.fromkeys(("loss", "grad_norm", *flows.SAMPLED, "value/loss", "correction/weight"), 0.5)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({}, ""),
+        ({"grad_norm": 0.0}, "grad_norm = 0.0"),
+        ({"samples/trained": 0.0}, "samples/trained = 0.0"),
+        ({"loss": math.nan}, "loss = nan"),
+        ({"value/loss": None}, "value/loss = nan"),
+        ({"entropy": None}, "entropy = nan"),
+        ({"correction/weight": 1.0}, "all weights are 1"),
+        ({"correction/rejected": 0.0}, "nothing was rejected"),
+    ],
+)
+def test_a_run_that_learns_nothing_or_corrects_nothing_fails(change, said):
+    made = flows.Mix("ppo", {"corrections": "decoupled_seq_mis"})
+    record = {k: v for k, v in ({**SOUND, "correction/rejected": 0.1} | change).items() if v is not None}
+    assert flows.wrong(made, record) == said
+
+
+def test_numbers_that_both_runs_lack_are_not_equal():
+    made = flows.Mix("grpo")
+    assert not flows.unequal(made, SOUND, SOUND)
+    without = {k: v for k, v in SOUND.items() if k != "grad_norm"}
+    assert flows.unequal(made, without, without) == "grad_norm = nan on two workers, nan on one"
+    assert flows.unequal(made, SOUND, without) and flows.unequal(made, without, SOUND)
+    assert flows.unequal(made, SOUND | {"kl": 1.0}, SOUND).startswith("kl = 1 ")
+
+
+def test_corrections_have_something_to_correct():
+    with flows.Runs() as runs:
+        for name in ("decoupled_seq_mis", "decoupled_geo_rs_token_tis"):
+            made = flows.Mix("grpo", {"corrections": name, "losses": "ppo_clip"})
+            assert not flows.problem(runs, made)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(flows, "moved", flows.to_batch)
+                assert flows.problem(runs, replace(made, kl_in="reward")).endswith(("all weights are 1", "rejected"))
+
+
 def test_the_blame_for_a_failed_run_is_with_the_entry_that_fails_alone():
     made = flows.Mix("grpo", {"losses": "gspo", "advantages": "rloo", "kl": "k1"})
     found = {s: {} for s in made.subjects}

@@ -2,18 +2,22 @@
 
 One run has an entry of every kind, so that a few runs cover all. Where one fails, its entries run one by one, and those
 that fail alone have the blame. With two workers (column e of the whole table) the same runs must give the same numbers.
+Runs with a correction have something to correct: their engine's log-probs are moved, in two rows of three.
 """
 
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
+import tilth.roles.rollout
 from tests.flows import tiny
 from tests.flows.test_cluster import COUNTED, NEAR, Lent
 from tests.rl.conformance.cell import Cell, Subject
@@ -23,20 +27,27 @@ from tilth.cluster.local import LocalFleet
 from tilth.config.flows import FLOWS
 from tilth.config.load import from_dict
 from tilth.config.schema import Recipe
+from tilth.core.batch import Batch, Store
 from tilth.core.errors import RecipeError
 from tilth.data.pairs import load_pairs
 from tilth.data.prompts import load_source
 from tilth.flows import launch
 from tilth.flows.readers import read_metrics
-from tilth.rl.correction import Rule
+from tilth.rl.correction import Corrector, Rule
 from tilth.rl.registry import build
+from tilth.roles.experience import to_batch
 from tilth.roles.reward_pool import RewardPool
+from tilth.rollout.request import Trajectory
 
 OWN_BASELINE = "remax"
 """The flow that makes ``baselines``."""
 TAUGHT = ("distill", "fapo")
 """Flows that ask another run's model, as teacher or judge."""
 VALUE = {"clip": 0.2, "no clip": 0.0}
+LEARNT = ("loss", "grad_norm")
+"""Metrics that every run has: one that is missing is a failure, not 0."""
+SAMPLED = ("samples/trained", "reward/mean", "length/mean", "tokens/generated", "entropy")
+"""And those of runs that sample."""
 FIRST = {"losses": "ppo_clip", "aggregations": "", "kl": "", "corrections": "", "value": "clip"}
 """What a run has where nothing is left to be covered; its estimator is then the flow's own."""
 
@@ -127,7 +138,7 @@ def plan(subjects: list[Subject], quick: bool) -> list[Mix]:
 def recipe(made: Mix, folder: Path, teacher: str, **more: Any) -> Recipe:
     """A run of one step by a model of one layer."""
     names, facts = made.entries, FLOWS[made.flow]
-    how: dict[str, Any] = {"steps": 1, "minibatches": 1 if made.flow == "remax" else 2, "kl_in": made.kl_in}
+    how: dict[str, Any] = {"steps": 1, "minibatches": 2 if "minibatches" in facts.reads else 1, "kl_in": made.kl_in}
     keys = {"advantages": "advantage", "losses": "loss", "aggregations": "aggregation", "corrections": "correction"}
     how |= {key: names[kind] for kind, key in keys.items() if names.get(kind)}
     if names.get("kl") or _needs_reference(names):
@@ -144,6 +155,7 @@ def recipe(made: Mix, folder: Path, teacher: str, **more: Any) -> Recipe:
         "preference": {"loss": names["preferences"]} if names.get("preferences") else {},
         "reference": {"path": teacher} if made.flow == "distill" else {},
         "judge": {"path": teacher} if made.flow == "fapo" else {},
+        "train": base["train"] | {"mismatch": 2.0 if _corrects(made) else 0.0},
         "run": {"dir": str(folder), "eval_every": 0, "eval_prompts": 2, "save_every": 100},
     }
     return from_dict(base | sections | {"flow": made.flow} | more)
@@ -175,8 +187,13 @@ class Runs:
         """What a run committed; made once."""
         key = repr(made)
         if key not in self._made:
-            self._made[key] = self._run(made)
+            with mock.patch.object(tilth.roles.rollout, "to_batch", moved) if _corrects(made) else nullcontext():
+                self._made[key] = self._run(made)
         return self._made[key]
+
+    def exact(self, made: Mix) -> list[dict[str, Any]]:
+        """The same by the engine's own log-probs, as worker processes have them."""
+        return self._run(made) if _corrects(made) else self.metrics(made)
 
     def of_two(self, made: Mix) -> list[dict[str, Any]]:
         """The same on two worker processes, which all these runs share."""
@@ -199,6 +216,21 @@ class Runs:
             return launch.launch(asked, name, material, None if pairs else pool, []).directory
 
 
+def _corrects(made: Mix) -> bool:
+    return bool(made.entries.get("corrections"))
+
+
+def moved(trajectories: Sequence[Trajectory], store: Store) -> Batch:
+    """``to_batch`` of an engine with another policy: of three rows it finds one less likely by about 0.75 a token, one
+    likelier, one as it is; seeded by the rows."""
+
+    def other(t: Trajectory) -> Trajectory:
+        by = np.random.default_rng(abs(t.id)).normal((-0.75, 0.75, 0.0)[t.id % 3], 0.05, len(t.logprobs))
+        return replace(t, logprobs=t.logprobs + np.float32(t.loss_mask * by * (t.id % 3 < 2)))
+
+    return to_batch([other(t) for t in trajectories], store)
+
+
 @contextmanager
 def _pool(asked: Recipe, here: RewardPool) -> Iterator[RewardPool]:
     """The pool of this process; another one, not started, for workers that have their own."""
@@ -215,25 +247,51 @@ def problem(runs: Runs, made: Mix) -> str:
         records = runs.metrics(made)
     except Exception as error:  # noqa: BLE001 - a crash is the cell of these entries
         return f"{made}: {type(error).__name__}: {error}"
-    if not records:
-        return f"{made}: no step was committed"
-    for name in ("loss", "grad_norm", "value/loss"):
-        if not math.isfinite(records[-1].get(name, 0.0)):
-            return f"{made}: {name} = {records[-1][name]}"
-    return "" if "loss" in records[-1] else f"{made}: the last step has no loss"
+    said = wrong(made, records[-1]) if records else "no step was committed"
+    return f"{made}: {said}" if said else ""
+
+
+def present(made: Mix) -> tuple[str, ...]:
+    """Metrics that a run of this flow must have."""
+    facts = FLOWS[made.flow]
+    return LEARNT + (SAMPLED if facts.samples else ()) + (("value/loss",) if facts.critic else ())
+
+
+def wrong(made: Mix, record: dict[str, Any]) -> str:
+    """What is wrong with the record of a step; "": nothing. Something was learned, and a correction did something."""
+    for name in present(made):
+        number = record.get(name, math.nan)
+        if not math.isfinite(number) or (number <= 0 and name in ("samples/trained", "grad_norm")):
+            return f"{name} = {number}"
+    chosen = build("corrections", made.entries["corrections"], {}, Rule) if _corrects(made) else None
+    if not isinstance(chosen, Corrector):
+        return ""
+    if chosen.weighted and record.get("correction/weight", 1.0) == 1:
+        return "all weights are 1"
+    if chosen.rejects and not record.get("correction/rejected", 0.0) > 0:
+        return "nothing was rejected"
+    return ""
 
 
 def apart(runs: Runs, made: Mix) -> str:
     """What two workers make otherwise than one; "": nothing."""
     try:
-        ours, theirs = runs.of_two(made), runs.metrics(made)
+        ours, theirs = runs.of_two(made), runs.exact(made)
     except Exception as error:  # noqa: BLE001 - a crash is the cell of these entries
         return f"{made} on two workers: {type(error).__name__}: {error}"
-    for a, b in zip(ours, theirs, strict=True):
-        for name, tolerance in [*((n, 1e-6) for n in COUNTED), *((n, 2e-4) for n in NEAR)]:
-            x, y = a.get(name, 0.0), b.get(name, 0.0)
-            if (name in a) != (name in b) or abs(x - y) > tolerance * max(1.0, abs(y)):
-                return f"{made}: {name} = {x:.7g} on two workers, {y:.7g} on one"
+    said = [unequal(made, a, b) for a, b in zip(ours, theirs, strict=True)]
+    return next((f"{made}: {what}" for what in said if what), "" if said else f"{made}: no step was committed")
+
+
+def unequal(made: Mix, ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Which number of a step on two workers is not that of one worker; "": all are. What both lack is not equal."""
+    must = present(made)
+    for name, tolerance in [*((n, 1e-6) for n in COUNTED), *((n, 2e-4) for n in NEAR)]:
+        if name not in must and name not in ours and name not in theirs:
+            continue
+        x, y = ours.get(name, math.nan), theirs.get(name, math.nan)
+        if not abs(x - y) <= tolerance * max(1.0, abs(y)):
+            return f"{name} = {x:.7g} on two workers, {y:.7g} on one"
     return ""
 
 
