@@ -442,6 +442,14 @@ def test_presets():
     assert rl.options("corrections", "bypass_ppo_clip_k3_rs")["reject"] == {"seq_mean_k3": 0.01}
 
 
+def test_the_mask_of_negative_sequences_says_how_it_differs_from_its_source():
+    """It knows mu and old alone: a policy that moves on changes nothing, where DeepSeek-V3.2's would."""
+    entry = registry.lookup("corrections", "decoupled_negative")
+    assert set(entry().needs) == {"rollout_logprobs", "old_logprobs", "advantages"}
+    said = (entry.__doc__ or "", entry.model_fields["reject_negative"].description or "")
+    assert all("DeepSeek-V3.2" in text and "the policy that moves" in text for text in said)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_takes_a_step(name):
     data = Fixture(2)

@@ -6,7 +6,11 @@ the loss takes its ratio to mu. All is computed once for a batch, in float64, an
 
 Presets are those of verl's rollout correction (Liu et al. 2025, "When Speed Kills Stability"), over one set of options.
 Weights: truncated (TIS), zero outside of an interval (IcePop), tokens or sequences left out (masked, MIS). Rejection by
-statistics of k1, k2, k3, and of sequences with a negative advantage (DeepSeek-V3.2, 2512.02556).
+statistics of k1, k2, k3, and of sequences with a negative advantage, after the mask of DeepSeek-V3.2 (2512.02556).
+
+That mask compares mu with theta at each optimizer step, so it also leaves out what the policy has moved away from since;
+``reject_negative`` compares mu with old, once, so it sees the gap to the engine (and staleness) alone. The two are the
+same at the first step on a batch. Denominators, which have to be known before the first micro-batch, are why.
 """
 
 import math
@@ -101,7 +105,11 @@ class Corrector(Rule):
     ] = {}  # noqa: RUF012 - pydantic copies defaults
     reject_negative: Annotated[
         float | None,
-        Field(ge=0, description="leave out sequences of negative advantage whose mean log(mu / old) is above this"),
+        Field(
+            ge=0,
+            description="leave out sequences of negative advantage whose mean log(mu / old) is above this "
+            "(DeepSeek-V3.2's mask takes the policy that moves in place of old)",
+        ),
     ] = None
     denominators: Annotated[
         Literal["kept", "all"],
@@ -282,7 +290,8 @@ _PRESETS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "decoupled_negative": (
         {"reject_negative": 0.5},
-        "Sequences of negative advantage that mu finds far likelier are left out (DeepSeek-V3.2). Not in verl.",
+        "Sequences of negative advantage that mu finds far likelier than old are left out (after DeepSeek-V3.2, whose "
+        "mask compares mu with the policy that moves; the same at the first step on a batch). Not in verl.",
     ),
     "bypass_ppo_clip": (_CLIP, "Two policies: the clipped ratio is taken to mu."),
     "bypass_ppo_clip_geo_rs": (_CLIP | _GEO, "bypass_ppo_clip without the sequences that decoupled_geo_rs leaves out."),
