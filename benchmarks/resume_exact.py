@@ -43,7 +43,7 @@ from tilth.flows.readers import read_metrics, read_state, read_trajectories
 ROOT = Path(__file__).parent.parent
 WATCH = Path(__file__).parent / "watch"
 COMMAND = [sys.executable, "-m", "tilth", "run", "addition-grpo"]
-RUN = ("train.threads=1", "train.ema=0.99", "supervised.until=1", "run.name=run")
+RUN = ("train.threads=1", "reward.timeout=120", "train.ema=0.99", "supervised.until=1", "run.name=run")
 FULL = ("supervised.steps=80", "algorithm.steps=60", "run.save_every=5", "run.eval_every=10", "run.eval_prompts=128")
 QUICK = (
     "model.hidden=32", "model.layers=2", "data.digits=1", "rollout.prompts=16", "supervised.batch=64",

@@ -15,7 +15,7 @@ from tilth.config.schema import Algorithm
 from tilth.core.errors import RecipeError, RewardError
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import from_records
-from tilth.flows.checks import check_algorithm, columns_needed, drops_flat
+from tilth.flows.checks import check_algorithm, columns_needed, drops_flat, replaced
 from tilth.flows.readers import read_trajectories
 from tilth.flows.run import Run
 from tilth.flows.signals import Interrupted
@@ -395,3 +395,28 @@ def test_in_the_reward_the_penalty_is_k1_unless_the_recipe_says_so(tmp_path):
     assert recipe(tmp_path, "rloo", {"kl": "k3"}).algorithm.kl == "k3"
     baseline = recipe(tmp_path, "reinforce_pp", {"advantage": "reinforce_pp_baseline"}).algorithm
     assert (baseline.kl, baseline.kl_in) == ("k2", "loss")
+
+
+# ---- a flow and what it makes ----
+
+
+@pytest.mark.parametrize("flow, made", [("remax", "greedy answers"), ("distill", "teacher's log-probs")])
+def test_what_a_flow_makes_must_be_looked_at(tmp_path, flow, made):
+    given = {"reference": {"path": "x"}} if flow == "distill" else {}
+    with pytest.raises(RecipeError, match=f"advantage=grpo never looks at the {made} that flow={flow} makes"):
+        check_algorithm(recipe(tmp_path, flow, {"advantage": "grpo"}, **given))
+
+
+def test_what_stands_in_the_place_of_a_flow_s_own_is_told(tmp_path):
+    watcher = tiny.Recorder()
+    tiny.run(recipe(tmp_path, "rloo", {"advantage": "opo", "steps": 1}), observers=[watcher])
+    assert "flow rloo with advantage = opo instead of rloo, as the recipe says" in watcher.messages
+    assert replaced(recipe(tmp_path, "rloo")) == replaced(recipe(tmp_path, "grpo", {"advantage": "opo"})) == []
+
+
+def test_a_policy_that_moves_is_no_gap_to_the_engine(tmp_path):
+    watcher = tiny.Recorder()
+    given = {"correction": "bypass_ppo_clip", "epochs": 3, "minibatches": 2}
+    tiny.run(recipe(tmp_path, "grpo", given, optimizer={"lr": 3e-2}), observers=[watcher])
+    assert max(r["mismatch/max"] for r in watcher.records if "mismatch/max" in r) < 1e-4
+    assert max(r["approx_kl_k3"] for r in watcher.records if "approx_kl_k3" in r) > 1e-4

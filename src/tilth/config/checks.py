@@ -93,6 +93,11 @@ def _learning(recipe: Recipe) -> Iterator[str]:
         yield f"algorithm.entropy_coef = {a.entropy_coef} is below 0, where algorithm.entropy_target adapts it"
     if recipe.reference.path and not recipe.refers:
         yield f"reference.path = {recipe.reference.path} has no use: algorithm.kl_coef is 0"
+    if (
+        recipe.reward.model_weight != type(recipe.reward).model_fields["model_weight"].default
+        and not recipe.reward.model
+    ):
+        yield f"reward.model_weight = {recipe.reward.model_weight} has no use: reward.model is empty"
     if recipe.flow == "distill" and not recipe.reference.path:
         yield "flow = distill learns from the model in reference.path, which is empty"
     if recipe.facts.judge and not recipe.judge.path:

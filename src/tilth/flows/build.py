@@ -191,14 +191,15 @@ def _optimizer_of(recipe: Recipe) -> str:
 
 def _check_tokens(recipe: Recipe, key: str, loaded: LoadedModel, tokenizer: Tokenizer) -> None:
     """RecipeError unless the model of this key reads the very tokens that the policy writes."""
-    theirs = loaded.tokenizer.vocab_size if loaded.tokenizer is not None else loaded.config.vocab_size
-    same = loaded.tokenizer is None or all(
-        loaded.tokenizer.token(i) == tokenizer.token(i) for i in range(min(theirs, tokenizer.vocab_size))
-    )
-    if theirs < tokenizer.vocab_size or not same:
+    other, ours = loaded.tokenizer, tokenizer.vocab_size
+    theirs = other.vocab_size if other is not None else loaded.config.vocab_size
+    pairs = [(i, other.token(i), tokenizer.token(i)) for i in range(min(theirs, ours))] if other is not None else []
+    found = [f"token {i} is {a!r} there and {b!r} here" for i, a, b in pairs if a != b]
+    found += [f"{theirs} there and {ours} here"] if theirs < ours else []
+    if found:
         raise RecipeError(
-            f"{key} = {loaded.run or loaded.source} has other tokens ({theirs}) than the policy "
-            f"({tokenizer.vocab_size}): it cannot judge them; both need the same tokenizer"
+            f"{key} = {loaded.run or loaded.source} has other tokens than the policy ({found[0]}): it cannot judge "
+            "them; both need the same tokenizer"
         )
     if recipe.model.context > loaded.config.max_positions:
         raise RecipeError(

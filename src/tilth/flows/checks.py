@@ -12,7 +12,7 @@ from tilth.rl.correction import Rule
 from tilth.rl.estimators import Advantage
 from tilth.rl.preference import PreferenceLoss
 from tilth.rl.registry import Kind, build, nearest
-from tilth.roles.objective import aggregation, entry, options
+from tilth.roles.objective import aggregation, bypass, entry, options
 
 COLUMNS = {
     "rewards",
@@ -29,6 +29,7 @@ COLUMNS = {
     "weights",
 }
 """Columns that any page can make. A critic makes ``values``, a reference ``ref_logprobs``, flow remax ``baselines``."""
+_MADE = {"remax": "greedy answers", "distill": "teacher's log-probs"}
 _OF_POLICY = {"logprobs", "old_logprobs", "sum_pi_squared"}
 _SHARED = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")
 """Keys of [algorithm] that are options of entries and of nothing else."""
@@ -68,6 +69,20 @@ def _check_preference(recipe: Recipe) -> None:
         )
 
 
+def replaced(recipe: Recipe) -> list[str]:
+    """Lines on what the recipe has in the place of its flow's own estimator and loss."""
+    if not recipe.facts.samples:
+        return []
+    own = {"loss": "ppo_clip", **recipe.facts.own.get("algorithm", {})}
+    keys = [
+        key
+        for key in ("advantage", "loss")
+        if own.get(key, getattr(recipe.algorithm, key)) != getattr(recipe.algorithm, key)
+    ]
+    told = " and ".join(f"{key} = {getattr(recipe.algorithm, key)} instead of {own[key]}" for key in keys)
+    return [f"flow {recipe.flow} with {told}, as the recipe says"] if keys else []
+
+
 def drops_flat(recipe: Recipe) -> bool:
     """Whether groups with equal rewards are left out: where the recipe says so and they have no gradient at all."""
     how = recipe.algorithm
@@ -103,7 +118,7 @@ def columns_needed(recipe: Recipe) -> set[str]:
     ``sum_pi_squared``."""
     how = recipe.algorithm
     wanted = set(entry("advantages", how.advantage, how).needs) & _OF_POLICY
-    again = how.epochs * how.minibatches > 1
+    again = how.epochs * how.minibatches > 1 and not bypass(how)
     corrected = bool(how.correction) and not rl.bypasses(how.correction, **options("corrections", how.correction, how))
     if again or corrected or (how.kl_coef and how.kl_in == "reward"):
         wanted.add("logprobs")
@@ -166,10 +181,16 @@ def _whose(key: str, chosen: dict[Kind, str], known: set[str]) -> str:
 
 
 def _check_critic(recipe: Recipe, *, judged: bool) -> None:
-    """A critic is there if and only if the estimator asks for its values."""
+    """A critic is there if and only if the estimator asks for its values; so are greedy answers and a teacher."""
     name = recipe.algorithm.advantage
     if judged and not recipe.facts.critic:
         raise RecipeError(f"algorithm.advantage={name} needs a critic, which flow={recipe.flow} has not; set flow=ppo")
+    wanted = {"remax": "baselines", "distill": "ref_logprobs"}.get(recipe.flow)
+    if wanted and wanted not in entry("advantages", name, recipe.algorithm).needs:
+        raise RecipeError(
+            f"algorithm.advantage={name} never looks at the {_MADE[recipe.flow]} that flow={recipe.flow} makes; "
+            f"use algorithm.advantage={recipe.flow}, or flow=grpo"
+        )
     if not judged and recipe.facts.critic:
         raise RecipeError(
             f"algorithm.advantage={name} never looks at the critic that flow={recipe.flow} trains; "

@@ -19,7 +19,7 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import CallTimeout, CheckpointError, WorkerLost
 from tilth.data.prompts import PromptSet
 from tilth.flows.build import Material, Parts, build
-from tilth.flows.checks import check_algorithm
+from tilth.flows.checks import check_algorithm, replaced
 from tilth.flows.continuing import Identity, find
 from tilth.flows.dapo import dapo
 from tilth.flows.distill import distill
@@ -243,6 +243,7 @@ def _announce(run: Run, parts: Parts, reward_file: str) -> None:
     directory.update(reward_file=reward_file)
     say = [f"{'continuing' if directory.resumed else 'new run'} in {directory.path}", *parts.plan.lines(), *parts.notes]
     directory.set_plan(parts.plan.as_dict())
+    say += replaced(run.recipe)
     save_shape(directory.path / MODEL_FOLDER, parts.config, parts.tokenizer)
     if directory.changes:
         changed = "; ".join(directory.changes.values())

@@ -150,7 +150,8 @@ def _tensors(checkpoint: Checkpoint, named: Named) -> StoredTensors:
         raise ModelError(f"{named.path} has no moving average of the weights; train.ema = 0.999 would keep one")
     if named.group not in MODELS or named.group not in checkpoint.groups:
         there = ", ".join(name for name in checkpoint.groups if name in MODELS) or "none"
-        raise ModelError(f"{named.path} has no weights in a group {named.group}; weights are in: {there}")
+        hint = ": it is a reward model, for reward.model" if there == REWARD_MODEL else ""
+        raise ModelError(f"{named.path} has no weights in a group {named.group}; weights are in: {there}{hint}")
     return StoredTensors(checkpoint, named.group, named)
 
 

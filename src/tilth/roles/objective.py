@@ -49,6 +49,11 @@ def bypass(how: Algorithm) -> bool:
     return isinstance(chosen, Corrector) and chosen.bypass
 
 
+def ratio_to(how: Algorithm) -> str:
+    """The column of the log-probs that the ratio is taken to."""
+    return "rollout_logprobs" if bypass(how) else "old_logprobs"
+
+
 @dataclass(frozen=True)
 class Objective:
     """Makes the loss of one update. everyone: numbers of the rows of all workers; found: of the loss's first pass."""
@@ -83,11 +88,10 @@ class Objective:
 
     def _policy(self, micro: Micro, shares: Shares) -> rl.LossResult:
         how, columns = self.how, micro.columns
-        ratio_to = "rollout_logprobs" if bypass(how) else "old_logprobs"
         return rl.policy_loss(
             how.loss,
             logprobs=micro.logprobs,
-            old_logprobs=columns.get(ratio_to, micro.logprobs.detach()),
+            old_logprobs=columns.get(ratio_to(how), micro.logprobs.detach()),
             advantages=columns["advantages"],
             mask=micro.mask,
             lengths=micro.lengths,

@@ -14,7 +14,7 @@ from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.random import stream
 from tilth.plan.flops import sequence_flops
 from tilth.roles.experience import check_identity, is_right, put_like
-from tilth.roles.objective import RIGHT, Objective, entry, options
+from tilth.roles.objective import RIGHT, Objective, bypass, entry, options, ratio_to
 from tilth.roles.scoring import scored
 from tilth.roles.shares import check_weight, everyone, leads
 from tilth.roles.state import Learner
@@ -37,6 +37,7 @@ class PolicyWorker(Learner):
         self.temperature = temperature
         self.norm_length = norm_length
         self._corrections: Metrics = {}
+        self._moved = False
 
     @transfer(split="rows", gather="rows")
     def advantages(self, batch: Batch, how: Algorithm) -> Batch:
@@ -74,6 +75,7 @@ class PolicyWorker(Learner):
     def _corrected(self, batch: Batch, how: Algorithm, columns: Mapping[str, Ragged], tokens: Ragged) -> Batch:
         """With what the recipe's correction makes of the whole batch, once: ``weights`` and ``kept``, the mask without
         rejected tokens, which the policy's loss goes by. What it measured is told with the next update."""
+        self._moved = False
         if not how.correction:
             return batch
         found = self._correction(how, {name: column.values for name, column in columns.items()}, tokens)
@@ -143,7 +145,14 @@ class PolicyWorker(Learner):
             spent.set(flops=self._flops(batch, done.computed))
             check_weight(done.metrics, weight, self.grid)
         measured, self._corrections = self._corrections, {}
-        return self._account(done) | measured
+        return self._compared(how, self._account(done)) | measured
+
+    def _compared(self, how: Algorithm, metrics: Metrics) -> Metrics:
+        """Without the gap to the engine where the policy that it was measured of has moved since it was published."""
+        moved, self._moved = self._moved, True
+        if moved and bypass(how):
+            return {name: metric for name, metric in metrics.items() if not name.startswith("mismatch/")}
+        return metrics
 
     def _correction(self, how: Algorithm, per_token: Mapping[str, np.ndarray], tokens: Ragged) -> rl.Correction:
         """Before there are advantages, what needs them (``reject_negative``) is left out: it changes no weight."""
@@ -187,7 +196,7 @@ class PolicyWorker(Learner):
         return rl.thresholds(
             how.loss,
             logprobs=_tensor(now),
-            old_logprobs=_tensor(per_token.get("old_logprobs", now)),
+            old_logprobs=_tensor(per_token.get(ratio_to(how), now)),
             advantages=_tensor(per_token["advantages"]),
             mask=_tensor(mask),
             lengths=torch.from_numpy(tokens.lengths),
