@@ -26,7 +26,6 @@ def rows(name, rewards, groups=None, **options):
 def test_equal_rewards_teach_exactly_nothing(name, value, size):
     """Seven float32 rewards of 0.7 have a standard deviation above 0 by rounding; the advantage is 0 all the same."""
     assert not rows(name, [value] * size).any()
-    assert rl.flat_rows(torch.full((size,), value), torch.zeros(size)).all()
 
 
 def test_float32_statistics_would_not_be_zero():
@@ -53,18 +52,12 @@ def test_missing_rewards_leave_the_loss():
     rewards, groups = torch.tensor([1.0, NAN, 0.0]), torch.tensor([4, 4, 4])
     result = rl.estimate("grpo", rewards=rewards, lengths=lengths, mask=mask, groups=groups)
     assert result.mask.tolist() == [False, True, False, False, False, True]
-    assert rl.valid_rows(rewards, lengths, mask).tolist() == [True, False, True]
-    assert torch.equal(rl.keep_rows(mask, lengths, rl.valid_rows(rewards, lengths, mask)), result.mask)
+    assert torch.equal(rl.keep_rows(mask, lengths, torch.isfinite(rewards)), result.mask)
     assert rl.denominator("token-mean", result.mask, lengths) == 2
     assert rl.denominator("seq-mean-token-mean", result.mask, lengths) == 2
     per_token = torch.tensor([NAN, 1.0, 0.0, NAN, 0.0, 0.0])
-    assert rl.valid_rows(per_token, lengths, mask).tolist() == [True, False, True]
-
-
-def test_a_row_without_tokens_has_no_reward_per_token():
-    lengths, mask = torch.tensor([2, 1]), torch.tensor([0, 0, 1])
-    assert rl.valid_rows(torch.zeros(3), lengths, mask).tolist() == [False, True]
-    assert rl.valid_rows(torch.zeros(2), lengths, mask).tolist() == [False, True]
+    again = rl.estimate("grpo", rewards=per_token, lengths=lengths, mask=mask, groups=groups)
+    assert torch.equal(again.mask, result.mask) and torch.equal(again.advantages, result.advantages)
 
 
 @pytest.mark.parametrize("name", [n for n in rl.names()["advantages"] if n not in ("distill", "gae", "vapo")])

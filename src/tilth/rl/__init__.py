@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilth.rl.advantages import Estimate, estimate, estimate_rows, flat_rows, valid_rows
+    from tilth.rl.advantages import Estimate, estimate, estimate_rows
     from tilth.rl.aggregation import aggregate, denominator, row_denominator
     from tilth.rl.catalog import check, names, options
     from tilth.rl.correction import Correction, bypasses, correct
@@ -40,7 +40,6 @@ _HOME = {
     "estimate": "advantages",
     "estimate_rows": "advantages",
     "explained_variance": "values",
-    "flat_rows": "advantages",
     "keep_rows": "packing",
     "kl_penalty": "kl",
     "loss_entry": "losses",
@@ -56,7 +55,6 @@ _HOME = {
     "row_denominator": "aggregation",
     "thresholds": "losses",
     "token_counts": "packing",
-    "valid_rows": "advantages",
     "value_loss": "values",
 }
 
@@ -79,7 +77,6 @@ __all__ = [
     "estimate",
     "estimate_rows",
     "explained_variance",
-    "flat_rows",
     "keep_rows",
     "kl_penalty",
     "loss_entry",
@@ -95,7 +92,6 @@ __all__ = [
     "row_denominator",
     "thresholds",
     "token_counts",
-    "valid_rows",
     "value_loss",
 ]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tilth.core.errors import RecipeError, TokenCountError
 from tilth.rl import grouped, optimal, returns  # noqa: F401  (importing them registers their estimators)
 from tilth.rl.estimators import OF_TOKENS, Advantage, Everyone, RowAdvantage, Rows, Tokens
-from tilth.rl.packing import Gather, Groups, Packing, Reduce, alone, rows_alone
+from tilth.rl.packing import Gather, Packing, Reduce, alone, rows_alone
 from tilth.rl.registry import Scope, build, require
 
 __all__ = [
@@ -28,8 +28,6 @@ __all__ = [
     "Tokens",
     "estimate",
     "estimate_rows",
-    "flat_rows",
-    "valid_rows",
 ]
 
 
@@ -104,7 +102,8 @@ def estimate(
 def estimate_rows(
     name: str, *, rewards: Tensor, groups: Tensor | None = None, counts: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """The advantage of each row, float32 [n], by an estimator of scope "rows": the controller needs no token for it.
+    """The advantage of each row, float32 [n], by an estimator of scope "rows", without tokens: to try estimators on
+    rewards alone, and what ``estimate`` is held to. Flows call ``estimate``, where the tokens are.
 
     rewards: [n]; counts: tokens that count in each row [n], for estimators that weigh by length. A row whose reward is
     missing (not finite), or that ``counts`` says has no token, gets 0 and enters no statistic. A worker spreads the
@@ -122,21 +121,6 @@ def estimate_rows(
     valid = valid if counts is None else valid & (own["counts"] > 0)
     found = entry.rows(Rows(torch.where(valid, scores, 0.0), valid, own.get("counts"), own))
     return torch.where(valid, found, 0.0).float()
-
-
-def valid_rows(rewards: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
-    """bool [n]: rows whose reward is there. Arguments as in ``estimate``; see ``keep_rows`` for the mask."""
-    return _scores(Packing.of(lengths, mask), torch.as_tensor(rewards))[1]
-
-
-def flat_rows(rewards: Tensor, groups: Tensor) -> Tensor:
-    """bool [n]: rows of groups in which all rewards that are there are equal, so that they teach nothing.
-
-    rewards: [n]. Groups with fewer than two rewards are flat too.
-    """
-    scores = torch.as_tensor(rewards).to(torch.float64)
-    valid = torch.isfinite(scores)
-    return Groups.of(torch.as_tensor(groups), torch.where(valid, scores, 0.0), valid).flat
 
 
 def _prepare(name: str, columns: dict[str, Tensor], options: dict[str, Any]) -> tuple[Advantage, dict[str, Tensor]]:

@@ -8,9 +8,9 @@ Presets are those of verl's rollout correction (Liu et al. 2025, "When Speed Kil
 Weights: truncated (TIS), zero outside of an interval (IcePop), tokens or sequences left out (masked, MIS). Rejection by
 statistics of k1, k2, k3, and of sequences with a negative advantage, after the mask of DeepSeek-V3.2 (2512.02556).
 
-That mask compares mu with theta at each optimizer step, so it also leaves out what the policy has moved away from since;
-``reject_negative`` compares mu with old, once, so it sees the gap to the engine (and staleness) alone. The two are the
-same at the first step on a batch. Denominators, which have to be known before the first micro-batch, are why.
+That mask compares mu with theta at each optimizer step, so it also leaves out what the policy has moved away from
+since; ``reject_negative`` compares mu with old, once, so it sees the gap to the engine (and staleness) alone. The two
+are the same at the first step on a batch. Denominators, which have to be known before the first micro-batch, are why.
 """
 
 import math
