@@ -135,6 +135,8 @@ _DECLARED = (
     Metric("selected", "share", "mean", "tokens chosen by the first pass of clip_cov and kl_cov"),
     Metric("approx_kl_k1", "nats", "mean", "KL of the update at a token, estimated as -log ratio"),
     Metric("approx_kl_k3", "nats", "mean", "the same, estimated as ratio - 1 - log ratio"),
+    Metric("kl_coef", "1", "last", "weight of the KL penalty, where it follows algorithm.kl_target"),
+    Metric("entropy_coef", "1", "last", "weight of the entropy bonus, where it follows algorithm.entropy_target"),
     Metric("kl_ref", "nats", "mean", "KL towards the reference at a token, as the policy loss saw it"),
     Metric("value/loss", "reward^2", "mean", "value loss at a token: half the squared distance to its return, clipped"),
     Metric("value/clipped", "share", "mean", "tokens whose value is held by critic.clip"),

@@ -155,6 +155,7 @@ class Run:
         self._improved = False
         self._drawn: dict[str, int] = {}
         self._updated: list[Mapping[str, Metric]] = []
+        self._empty = 0
         self._adopt = adopt
 
     # ---- phases ----
@@ -222,6 +223,11 @@ class Run:
     def _leave(self) -> None:
         """End the phase: the next one starts from a checkpoint of its own."""
         self.at.finished.append(self.at.phase)
+        if self._empty:
+            self.say(
+                f"{self._empty} of the steps of {self.at.phase} had no sample left to learn from: groups/flat says why"
+            )
+        self._empty = 0
         self.save()
 
     @property
@@ -258,6 +264,7 @@ class Run:
                 found = first_groups(concat(kept), self.recipe.rollout.prompts)
                 self.metrics.add("samples/rounds", float(len(sampled)))
                 self.metrics.add("samples/trained", float(len(found)))
+                self._empty += not len(found)
                 yield found
                 self._record(concat(sampled))
 
@@ -514,6 +521,9 @@ class Run:
             self.at.drawn |= self._drawn
             how, samples = self.recipe.algorithm, self.recipe.rollout.prompts * self.recipe.rollout.group
             self.at.weights = adapted(how, self.at.weights, self._updated, samples)
+            for name in ("kl_coef", "entropy_coef"):
+                if name in self.at.weights:
+                    self.metrics.add(name, self.at.weights[name])
             self.at.phase_step += 1
             if self._due():
                 self.assess()
