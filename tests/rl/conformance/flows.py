@@ -33,6 +33,7 @@ from tilth.data.pairs import load_pairs
 from tilth.data.prompts import load_source
 from tilth.flows import launch
 from tilth.flows.readers import read_metrics
+from tilth.rl.advantages import Advantage
 from tilth.rl.correction import Corrector, Rule
 from tilth.rl.registry import build
 from tilth.roles.experience import to_batch
@@ -117,7 +118,11 @@ def mix(flow: str, wanted: list[Subject]) -> Mix:
     entries = {"corrections": correction, "losses": loss}
     for kind in ("advantages", "aggregations", "kl", *(["value"] if facts.critic else [])):
         entries[kind] = _take(kind, flow, wanted)
-    return Mix(flow, entries, "reward" if len(wanted) % 2 else "loss")
+    chosen = entries["advantages"] or facts.own.get("algorithm", {}).get("advantage", "grpo")
+    entry = rl.check(chosen, _EVERY, kind="advantages")
+    assert isinstance(entry, Advantage)
+    shaped = len(wanted) % 2 and entry.reads_reward and not entry.relative_to_spread
+    return Mix(flow, entries, "reward" if shaped else "loss")
 
 
 def plan(subjects: list[Subject], quick: bool) -> list[Mix]:
@@ -224,9 +229,12 @@ def moved(trajectories: Sequence[Trajectory], store: Store) -> Batch:
     """``to_batch`` of an engine with another policy: of three rows it finds one less likely by about 0.75 a token, one
     likelier, one as it is; seeded by the rows."""
 
+    def kind(t: Trajectory) -> int:
+        return (t.id + t.prompt) % 3
+
     def other(t: Trajectory) -> Trajectory:
-        by = np.random.default_rng(abs(t.id)).normal((-0.75, 0.75, 0.0)[t.id % 3], 0.05, len(t.logprobs))
-        return replace(t, logprobs=t.logprobs + np.float32(t.loss_mask * by * (t.id % 3 < 2)))
+        by = np.random.default_rng(abs(t.id)).normal((-0.75, 0.75, 0.0)[kind(t)], 0.05, len(t.logprobs))
+        return replace(t, logprobs=t.logprobs + np.float32(t.loss_mask * by * (kind(t) < 2)))
 
     return to_batch([other(t) for t in trajectories], store)
 
