@@ -313,3 +313,15 @@ def test_on_policy_gradient_is_reinforce():
         return rl.aggregate("token-mean", -advantages * logprobs, mask=mask, lengths=lengths)
 
     torch.testing.assert_close(gradient(ppo), gradient(reinforce))
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_pp"])
+def test_a_negative_length_is_named(name):
+    with pytest.raises(TokenCountError, match="lengths has -1: a sequence has no fewer than 0 tokens"):
+        rl.estimate(
+            name,
+            rewards=torch.tensor([1.0, 0.0]),
+            groups=torch.tensor([0, 0]),
+            lengths=torch.tensor([-1, 6]),
+            mask=torch.ones(5),
+        )

@@ -44,6 +44,8 @@ class Packing:
         """Check and convert: lengths any integers [n], mask anything that is not 0 where the token counts [total]."""
         mask = torch.as_tensor(mask)
         lengths = torch.as_tensor(lengths).to(mask.device, torch.int64)
+        if lengths.numel() and int(lengths.min()) < 0:
+            raise TokenCountError(f"lengths has {int(lengths.min())}: a sequence has no fewer than 0 tokens")
         total = int(lengths.sum())
         if mask.dim() != 1 or lengths.dim() != 1 or total != len(mask):
             raise TokenCountError(f"lengths add up to {total} tokens, but mask has the shape {tuple(mask.shape)}")
