@@ -309,7 +309,7 @@ def test_a_reward_that_hangs_is_missing_and_journaled(tmp_path):
     [
         ({"algorithm": {"advantage": "gae"}}, RecipeError, "needs a critic"),
         ({"algorithm": {"advantage": "grpoo"}}, RecipeError, "grpo"),
-        ({"algorithm": {"loss": "ppo"}}, RecipeError, "ppo_clip"),
+        ({"algorithm": {"loss": "ppoclip"}}, RecipeError, "ppo_clip"),
         ({"algorithm": {"aggregation": "mean"}}, RecipeError, "token-mean"),
         ({"flow": "sft", "supervised": {"steps": 0}}, RecipeError, "supervised.steps"),
         ({"data": {"source": "nowhere.jsonl"}}, DataError, "nowhere.jsonl"),
