@@ -162,7 +162,10 @@ def test_load_a_module_of_the_working_folder(folder, monkeypatch):
     "spec, message",
     [
         ("additon", "did you mean 'addition'"),
-        ("additon", "one of addition, countdown, sorting, chain, flaws, exact, gsm8k, countdown:CREDIT, gsm8k:CREDIT, s"),
+        (
+            "additon",
+            "one of addition, countdown, sorting, chain, flaws, exact, gsm8k, countdown:CREDIT, gsm8k:CREDIT, s",
+        ),
         ("gsm9k", "; did you mean 'gsm8k'"),
         ("regx:a+", "no module 'regx' on the import path; did you mean 'regex'"),
         ("countdwn:0.1", "did you mean 'countdown'"),
@@ -392,4 +395,13 @@ def test_another_file_is_another_reward(folder):
 
 
 def test_all_names_are_in_the_list():
-    assert {s.partition(":")[0] for s in SPECS} == {"addition", "countdown", "sorting", "chain", "flaws", "exact", "gsm8k", "regex"}
+    assert {s.partition(":")[0] for s in SPECS} == {
+        "addition",
+        "countdown",
+        "sorting",
+        "chain",
+        "flaws",
+        "exact",
+        "gsm8k",
+        "regex",
+    }
