@@ -154,14 +154,19 @@ def test_samples_whose_greedy_answer_has_no_reward_are_left_out(tmp_path):
     assert last["baseline/missing"] + last["reward/missing"] > 0 and np.isfinite(last["loss"])
 
 
-def test_what_lacks_its_baseline_counts_in_no_denominator():
+@pytest.mark.parametrize("correction", ["", "decoupled_token_is"])
+def test_what_lacks_its_baseline_counts_in_no_denominator(correction):
     worker = small.policy()
-    batch = small.experience(worker)
+    batch = worker.logprobs(small.experience(worker))
     baselines = np.where(np.arange(len(batch)) < 6, np.nan, 0.25).astype(np.float32)
-    how = Algorithm(advantage="remax", loss="reinforce")
+    how = Algorithm(advantage="remax", loss="reinforce", correction=correction)
     worker.update(worker.advantages(batch.with_rows(baselines=baselines), how), how)
     alone = small.policy()
-    rest = small.experience(alone).with_rows(baselines=np.full(len(batch), 0.25, np.float32)).select(np.arange(6, 12))
+    rest = (
+        alone.logprobs(small.experience(alone))
+        .with_rows(baselines=np.full(len(batch), 0.25, np.float32))
+        .select(np.arange(6, 12))
+    )
     alone.update(alone.advantages(rest, how), how)
     for (name, tensor), (_, same) in zip(worker.weights(), alone.weights()):
         torch.testing.assert_close(tensor, same, rtol=1e-4, atol=1e-6, msg=name)

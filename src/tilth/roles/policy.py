@@ -67,7 +67,8 @@ class PolicyWorker(Learner):
             if found.returns is not None:
                 batch = put_like(batch, self.store, "returns", found.returns.numpy(), tokens)
             if not torch.equal(found.mask, mask != 0):  # rows that lack what the estimator needs are out of the loss
-                batch = put_like(batch, self.store, "mask", found.mask.numpy().astype(np.uint8), tokens)
+                columns["mask"] = Ragged(found.mask.numpy().astype(np.uint8), tokens.offsets)
+                batch = put_like(batch, self.store, "mask", columns["mask"].values, tokens)
             columns["advantages"] = Ragged(found.advantages.numpy(), tokens.offsets)
             batch = put_like(batch, self.store, "advantages", columns["advantages"].values, tokens)
             return self._corrected(batch, how, columns, tokens)
