@@ -62,7 +62,7 @@ def test_generating_in_halves_is_generating(worker):
     asked = ask([3, 8, 41], 4, 0)
     whole, halves = speaker.generate(asked), in_halves(speaker.generate, asked)
     same(worker.store, whole, halves, "tokens", "mask", "rollout_logprobs", "text")
-    assert all(np.array_equal(whole[c], halves[c], equal_nan=c == "reward") for c in whole.rows)
+    assert all(np.array_equal(whole[c], halves[c], equal_nan=c in ("reward", "outcome")) for c in whole.rows)
 
 
 @pytest.mark.parametrize("method, column", [("logprobs", "old_logprobs"), ("advantages", "advantages")])
