@@ -8,9 +8,11 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 
 from tilth.core.errors import RewardError
 from tilth.roles import reward_pool
+from tilth.roles.reward_child import Progress
 from tilth.roles.reward_pool import Outcome, RewardPool
 
 LIMIT = 0.5
@@ -522,3 +525,31 @@ def test_trivial_calls_are_cheap():
             assert len(pool.score(asked)) == 512
             seconds.append(time.perf_counter() - begun)
     assert min(seconds) < 0.1
+
+
+WRITES = """
+import sys, time
+from tilth.roles.reward_child import Progress
+progress, end = Progress(int(sys.argv[1])), time.monotonic() + 0.7
+place = 0
+while time.monotonic() < end:
+    place = (place + 1) % 1000
+    progress.put(time.monotonic(), place)
+"""
+
+
+def test_what_is_at_work_is_never_seen_half_written():
+    """A time of 0 would be an item that takes too long: a reward that is lost for nothing."""
+    with tempfile.TemporaryFile() as shared:
+        shared.truncate(Progress.NBYTES)
+        with closing(Progress(shared.fileno())) as progress:
+            began = time.monotonic()
+            progress.put(began, -1)
+            fd = shared.fileno()
+            writer = subprocess.Popen([sys.executable, "-c", WRITES, str(fd)], pass_fds=[fd])
+            seen = set()
+            while writer.poll() is None:
+                begun, place = progress.get()
+                assert began - 0.001 <= begun <= time.monotonic() and -1 <= place < 1000
+                seen.add(place)
+    assert writer.returncode == 0 and len(seen) > 100

@@ -13,17 +13,15 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from contextlib import closing
 from mmap import mmap
 from typing import Any, BinaryIO
 
 from tilth.core.errors import RewardError
 from tilth.rl.rewards import Reward, Weighted, describe, load_reward, normalise
 
-PROGRESS = struct.Struct("<dq")
-"""Shared with the parent: when (time.monotonic) the item at work was begun, and its place in the chunk (-1: none)."""
-MEMBER = struct.Struct("<q")
-"""Behind it: which of several rewards is at work on that item, by its place among them."""
+PLACES = 1 << 20
+"""More items than a chunk has."""
 FLUSH_SECONDS = 0.005
 """Results wait at most this long for company: a hang loses no more finished work than that."""
 PR_SET_PDEATHSIG = 1
@@ -33,19 +31,56 @@ Result = tuple[float | None, dict[str, float], str, str, float]
 """value, parts, reason, status, seconds."""
 
 
+class Progress:
+    """Memory shared by a process that scores and its parent: what is at work since when.
+
+    Each of the two words is written at once. (``struct.pack_into`` would first write zeros, and a parent that looks
+    just then would see an item that has been at work since the machine was started.)
+    """
+
+    NBYTES = 16
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap(fd, self.NBYTES)
+        self._words = memoryview(self._memory).cast("q")
+
+    def put(self, begun: float, place: int) -> None:
+        """begun: time.monotonic, kept in milliseconds; place: of the item in its chunk, -1: none is at work."""
+        self._words[0] = int(begun * 1000) * PLACES + place + 1
+
+    def get(self) -> tuple[float, int]:
+        """What was put last."""
+        milliseconds, place = divmod(self._words[0], PLACES)
+        return milliseconds / 1000, place - 1
+
+    @property
+    def member(self) -> int:
+        """Which of several rewards is at work on that item, by its place among them."""
+        return self._words[1]
+
+    def enter(self, member: int) -> None:
+        """Say so."""
+        self._words[1] = member
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._words.release()
+        self._memory.close()
+
+
 def main(progress_fd: int, parent: int) -> None:
     """Serve until the pipe from the parent is closed."""
     die_with(parent)
     signal.signal(signal.SIGTERM, lambda *_: None)  # a launcher sends it to all; the run ends at a step's end
     requests, replies = take_pipes()
-    with mmap(progress_fd, PROGRESS.size + MEMBER.size) as progress:
+    with closing(Progress(progress_fd)) as progress:
         try:
             function = receive_function(requests)
         except RewardError as error:
             send(replies, ("failed", str(error)))
             return
         if isinstance(function, Weighted):
-            function.entered = partial(MEMBER.pack_into, progress, PROGRESS.size)
+            function.entered = progress.enter
         send(replies, ("ready",))
         serve(function, requests, replies, progress)
 
@@ -82,7 +117,7 @@ def receive_function(requests: BinaryIO) -> Reward:
         raise RewardError(f"the reward function cannot be rebuilt in its process: {describe(error)}") from error
 
 
-def serve(function: Reward, requests: BinaryIO, replies: BinaryIO, progress: mmap) -> None:
+def serve(function: Reward, requests: BinaryIO, replies: BinaryIO, progress: Progress) -> None:
     """Chunk after chunk until end of file. Each chunk is answered by one or more ``results``, in order."""
     while (body := receive_bytes(requests)) is not None:
         try:
@@ -93,18 +128,18 @@ def serve(function: Reward, requests: BinaryIO, replies: BinaryIO, progress: mma
         score_chunk(function, chunk, progress, lambda results: send(replies, ("results", results)))
 
 
-def score_chunk(function: Reward, chunk: list[Item], progress: mmap, reply: Callable[[list[Result]], None]) -> None:
+def score_chunk(function: Reward, chunk: list[Item], progress: Progress, reply: Callable[[list[Result]], None]) -> None:
     """Score items one after another; the one at work is in ``progress``, so that the parent knows whom to blame."""
     ready: list[Result] = []
     flushed = time.monotonic()
     for place, item in enumerate(chunk):
         begun = time.monotonic()
-        PROGRESS.pack_into(progress, 0, begun, place)
+        progress.put(begun, place)
         value, parts, reason, status = score_item(function, item)
         ended = time.monotonic()
         ready.append((value, parts, reason, status, ended - begun))
         if ended - flushed > FLUSH_SECONDS or place == len(chunk) - 1:
-            PROGRESS.pack_into(progress, 0, ended, -1)  # waiting for the parent to read is nobody's fault
+            progress.put(ended, -1)  # waiting for the parent to read is nobody's fault
             reply(ready)
             ready, flushed = [], time.monotonic()
 

@@ -26,7 +26,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from mmap import mmap
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -35,7 +34,7 @@ import cloudpickle
 
 from tilth.core.errors import RewardError
 from tilth.rl.rewards import Reward, describe, load_reward, member_names
-from tilth.roles.reward_child import MEMBER, PROGRESS
+from tilth.roles.reward_child import Progress
 
 Status = Literal["ok", "error", "invalid", "timeout", "died"]
 Item = tuple[Hashable, str, str, dict[str, Any]]
@@ -300,8 +299,8 @@ class Child:
         self.finished = 0
         self._inbox, self._outbox = bytearray(), memoryview(greeting)
         with tempfile.TemporaryFile() as shared:
-            shared.truncate(PROGRESS.size + MEMBER.size)
-            self._progress = mmap(shared.fileno(), PROGRESS.size + MEMBER.size)
+            shared.truncate(Progress.NBYTES)
+            self._progress = Progress(shared.fileno())
             self._process = _start(shared.fileno(), log)
         assert self._process.stdin is not None and self._process.stdout is not None
         self.requests, self.replies = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -310,16 +309,15 @@ class Child:
         self._rest()
 
     def _rest(self) -> None:
-        PROGRESS.pack_into(self._progress, 0, time.monotonic(), -1)
+        self._progress.put(time.monotonic(), -1)
 
     def at_work(self) -> tuple[float, int]:
         """When (time.monotonic) the item at work was begun, and its place in the chunk; place -1: none is."""
-        return PROGRESS.unpack_from(self._progress)
+        return self._progress.get()
 
     def member(self) -> int:
         """Which of several rewards is at work on that item."""
-        found: int = MEMBER.unpack_from(self._progress, PROGRESS.size)[0]
-        return found
+        return self._progress.member
 
     def deadline(self, timeout: float) -> float:
         """When (time.monotonic) this process will have taken too long over what it does now."""
