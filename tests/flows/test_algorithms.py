@@ -426,3 +426,12 @@ def test_a_policy_that_moves_is_no_gap_to_the_engine(tmp_path):
     tiny.run(recipe(tmp_path, "grpo", given, optimizer={"lr": 3e-2}), observers=[watcher])
     assert max(r["mismatch/max"] for r in watcher.records if "mismatch/max" in r) < 1e-4
     assert max(r["approx_kl_k3"] for r in watcher.records if "approx_kl_k3" in r) > 1e-4
+
+
+def test_a_correction_is_of_the_policy_s_loss_alone(tmp_path):
+    """Value pre-training has no log-probs of the trainer, and needs none."""
+    watcher = tiny.Recorder()
+    given = {"steps": 1, "correction": "decoupled_token_is"}
+    tiny.run(recipe(tmp_path, "vapo", given, critic={"steps": 1}), observers=[watcher])
+    assert [r["phase"] for r in watcher.records] == ["warmup", "warmup", "values", "vapo"]
+    assert "correction/weight" not in watcher.records[-2] and "correction/weight" in watcher.records[-1]

@@ -5,7 +5,8 @@ from tilth.flows.run import Run
 
 def values(run: Run) -> None:
     """Train the critic alone on what the policy, left as it is, does: towards the rewards that its samples end with."""
-    monte_carlo = {"advantage": "gae", "lam": 1.0, "options": {}}  # no value of an untrained critic in its own target
+    # No value of an untrained critic in its own target; nothing that the policy's loss alone goes by.
+    monte_carlo = {"advantage": "gae", "lam": 1.0, "options": {}, "correction": ""}
     how = run.how.model_copy(update=monte_carlo)
     for batch in run.experience(group=run.recipe.rollout.group, max_staleness=0):
         batch = run.critic.values(batch)

@@ -40,8 +40,8 @@ from tilth.roles.experience import to_batch
 from tilth.roles.reward_pool import RewardPool
 from tilth.rollout.request import Trajectory
 
-OWN_BASELINE = "remax"
-"""The flow that makes ``baselines``."""
+MADE = {"remax": "baselines", "distill": "ref_logprobs"}
+"""Flows that make a column which their estimator must look at; as an advantage nobody else has a use for it."""
 TAUGHT = ("distill", "fapo")
 """Flows that ask another run's model, as teacher or judge."""
 VALUE = {"clip": 0.2, "no clip": 0.0}
@@ -80,7 +80,8 @@ def usable(flow: str, subject: Subject) -> bool:
         return facts.critic
     if kind == "advantages":
         needs = rl.check(name, _EVERY, kind="advantages").needs
-        return facts.samples and ("values" in needs) == facts.critic and ("baselines" not in needs or flow == "remax")
+        made = all((column in needs) == (flow == maker) for maker, column in MADE.items())
+        return facts.samples and ("values" in needs) == facts.critic and made
     return facts.samples
 
 
@@ -117,7 +118,8 @@ def mix(flow: str, wanted: list[Subject]) -> Mix:
         loss = build("corrections", correction, {}, Rule).made_for or "reinforce"
     entries = {"corrections": correction, "losses": loss}
     for kind in ("advantages", "aggregations", "kl", *(["value"] if facts.critic else [])):
-        entries[kind] = _take(kind, flow, wanted)
+        # Of few samples grpo_passk has a gradient at one in three: those that a correction may reject.
+        entries[kind] = _take(kind, flow, wanted, lambda name: not correction or name != "grpo_passk")
     chosen = entries["advantages"] or facts.own.get("algorithm", {}).get("advantage", "grpo")
     entry = rl.check(chosen, _EVERY, kind="advantages")
     assert isinstance(entry, Advantage)
@@ -202,7 +204,7 @@ class Runs:
 
     def of_two(self, made: Mix) -> list[dict[str, Any]]:
         """The same on two worker processes, which all these runs share."""
-        if not hasattr(self, "_cluster"):
+        if not hasattr(self, "_cluster") or self._cluster.dispatch.failed is not None:
             self._cluster = Cluster(LocalFleet(2, timeout=120.0), 120.0)
             self._open.callback(self._cluster.close)
         with mock.patch.object(launch, "open_cluster", lambda *_, **__: Lent(self._cluster)):
