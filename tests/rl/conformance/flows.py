@@ -194,6 +194,7 @@ class Runs:
         """What a run committed; made once."""
         key = repr(made)
         if key not in self._made:
+            self._teach(made)
             with mock.patch.object(tilth.roles.rollout, "to_batch", moved) if _corrects(made) else nullcontext():
                 self._made[key] = self._run(made)
         return self._made[key]
@@ -210,9 +211,13 @@ class Runs:
         with mock.patch.object(launch, "open_cluster", lambda *_, **__: Lent(self._cluster)):
             return self._run(made, cluster={"backend": "local", "workers": 2})
 
-    def _run(self, made: Mix, **more: Any) -> list[dict[str, Any]]:
+    def _teach(self, made: Mix) -> None:
+        """The teacher's run, by an engine as it is."""
         if made.flow in TAUGHT and not self._teacher:
             self._teacher = str(self._launch(Mix("grpo"), "teacher"))
+
+    def _run(self, made: Mix, **more: Any) -> list[dict[str, Any]]:
+        self._teach(made)
         return read_metrics(self._launch(made, "run", **more))
 
     def _launch(self, made: Mix, name: str, **more: Any) -> Path:
@@ -278,7 +283,7 @@ def wrong(made: Mix, record: dict[str, Any]) -> str:
         return ""
     if chosen.weighted and record.get("correction/weight", 1.0) == 1:
         return "all weights are 1"
-    if chosen.rejects and not record.get("correction/rejected", 0.0) > 0:
+    if chosen.rejects and chosen.reject_negative is None and not record.get("correction/rejected", 0.0) > 0:
         return "nothing was rejected"
     return ""
 
@@ -289,13 +294,15 @@ def apart(runs: Runs, made: Mix) -> str:
         ours, theirs = runs.of_two(made), runs.exact(made)
     except Exception as error:  # noqa: BLE001 - a crash is the cell of these entries
         return f"{made} on two workers: {type(error).__name__}: {error}"
-    said = [unequal(made, a, b) for a, b in zip(ours, theirs, strict=True)]
+    last = len(ours) - 1  # steps before it are the critic's alone
+    said = [
+        unequal(present(made) if i == last else (), a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))
+    ]
     return next((f"{made}: {what}" for what in said if what), "" if said else f"{made}: no step was committed")
 
 
-def unequal(made: Mix, ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """Which number of a step on two workers is not that of one worker; "": all are. What both lack is not equal."""
-    must = present(made)
+def unequal(must: Sequence[str], ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Which number of a step on two workers is not that of one worker; "": all are. must: what both may not lack."""
     for name, tolerance in [*((n, 1e-6) for n in COUNTED), *((n, 2e-4) for n in NEAR)]:
         if name not in must and name not in ours and name not in theirs:
             continue
