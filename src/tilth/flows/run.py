@@ -29,7 +29,7 @@ from tilth.flows.saving import Saving
 from tilth.flows.shape import adapted, current
 from tilth.flows.signals import Interrupted, StopRequest
 from tilth.rl.metrics import Metric
-from tilth.roles.experience import outcome
+from tilth.roles.experience import CUT, outcome
 from tilth.roles.reward_pool import Outcome
 from tilth.roles.rollout import ask
 from tilth.trace.spans import span
@@ -397,7 +397,7 @@ class Run:
         self._measure_parts(batch, "reward")
         self.metrics.add("length/mean", float(batch["completion"].mean()), len(batch))
         self.metrics.add("length/max", float(batch["completion"].max()))
-        self.metrics.add("length/cut", float((batch["finish"] == 1).mean()), len(batch))
+        self.metrics.add("length/cut", float((batch["finish"] == CUT).mean()), len(batch))
         self.metrics.add("tokens/generated", float(batch["completion"].sum()))
 
     def _measure_parts(self, batch: Batch, prefix: str) -> None:

@@ -7,11 +7,10 @@ import numpy as np
 import tilth.rl as rl
 from tilth.config.schema import Algorithm
 from tilth.core.batch import Batch
+from tilth.roles.experience import CUT
 
 _ADAPTED = {"kl_coef": "kl_target", "entropy_coef": "entropy_target"}
 """Keys of [algorithm] that may be adapted -> the key that says to what."""
-CUT = 1
-"""``finish`` of a completion that reached rollout.max_tokens."""
 
 
 def overlong(batch: Batch, how: Algorithm, most: int) -> Batch:

@@ -10,6 +10,8 @@ from tilth.core.errors import TokenIdentityError
 from tilth.core.trajectory import Trajectory
 
 FINISHES = ("stop", "length", "aborted", "error")
+CUT = FINISHES.index("length")
+"""``finish`` of a completion that reached rollout.max_tokens."""
 OUTCOME = "outcome"
 """Row column of what the verifier said, noted where rewards are made: later the reward may be shaped, this never."""
 

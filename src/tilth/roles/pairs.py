@@ -24,13 +24,12 @@ from tilth.rl.packing import Gather
 from tilth.rl.preference import PreferenceResult
 from tilth.roles.experience import check_identity
 from tilth.roles.policy import PolicyWorker
-from tilth.roles.shares import check_weight, leads
+from tilth.roles.shares import account, check_weight, leads
 from tilth.roles.state import Learner
 from tilth.trace.spans import span
-from tilth.training.engine import Loss, TrainEngine, UpdateResult
+from tilth.training.engine import Loss, TrainEngine
 from tilth.training.noise import WEIGHT
 from tilth.training.packed import Micro, packed_logprobs, packed_ratings
-from tilth.training.peak import measured_flops
 
 Metrics = dict[str, rl.Metric]
 SLOPE, SHARE = "slope", "share"
@@ -142,7 +141,7 @@ class Prefers:
             )
             spent.set(flops=self._cost(batch, done.computed))
             check_weight(done.metrics, float(len(table) > 0), self.grid)
-        return self._told(done) | self._measured(found)
+        return account(done, self.grid) | self._measured(found)
 
     @transfer(split="rows", gather="merge")
     def prefers(self, batch: Batch, how: Preference) -> Metrics:
@@ -176,19 +175,6 @@ class Prefers:
         whole = sequence_flops(self.engine.model.config, batch["length"])
         return (whole.both + whole.forward) * computed / max(tokens, 1)
 
-    def _told(self, found: UpdateResult) -> Metrics:
-        padded = {"micro_batches/padded": rl.Metric(found.padded, 1, "sum")} if found.padded else {}
-        return (
-            found.metrics
-            | padded
-            | {
-                "grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
-                "lr": rl.Metric(found.lr, 1, "mean"),
-                "tokens/trained": rl.Metric(found.tokens, 1, "sum"),
-                "steps/skipped": rl.Metric(float(found.skipped and leads(self.grid)), 1, "sum"),
-            }
-        )
-
 
 class PairPolicyWorker(Prefers, PolicyWorker):
     """A policy that learns from pairs: the score of an answer is the sum of its tokens' log-probs."""
@@ -220,11 +206,6 @@ class RewardModelWorker(Prefers, Learner):
 
     def _slopes(self, tokens: Ragged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
         return _at(_last(tokens, mask), slopes, len(mask))
-
-    @transfer(split="all", gather="all")
-    def peak_flops(self) -> float:
-        """What this worker's share of the machine can do, all workers measuring at once: FLOP/s."""
-        return measured_flops(self.engine.device, self.engine.model.dtype)
 
 
 def ratings(model: object, tokens: Ragged, mask: np.ndarray, *, micro_tokens: int, parity: bool) -> np.ndarray:

@@ -16,13 +16,12 @@ from tilth.plan.flops import sequence_flops
 from tilth.roles.experience import check_identity, is_right, put_like
 from tilth.roles.objective import RIGHT, Objective, bypass, entry, options, ratio_to
 from tilth.roles.scoring import scored
-from tilth.roles.shares import check_weight, everyone, leads
+from tilth.roles.shares import account, check_weight, everyone
 from tilth.roles.state import Learner
 from tilth.trace.spans import span
 from tilth.training.engine import TrainEngine, UpdateResult
 from tilth.training.losses import negative_log_likelihood
 from tilth.training.packed import packed_logprobs, packed_squares
-from tilth.training.peak import measured_flops
 
 Metrics = dict[str, rl.Metric]
 
@@ -247,28 +246,12 @@ class PolicyWorker(Learner):
         return sequence_flops(self.engine.model.config, batch["length"]).both * computed / max(tokens, 1)
 
     def _account(self, found: UpdateResult) -> Metrics:
-        padded = {"micro_batches/padded": rl.Metric(found.padded, 1, "sum")} if found.padded else {}
-        return (
-            found.metrics
-            | padded
-            | {
-                "loss": rl.Metric(found.loss, 1, "mean"),
-                "grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
-                "lr": rl.Metric(found.lr, 1, "mean"),
-                "tokens/trained": rl.Metric(found.tokens, 1, "sum"),
-                "steps/skipped": rl.Metric(float(found.skipped and leads(self.grid)), 1, "sum"),
-            }
-        )
+        return account(found, self.grid) | {"loss": rl.Metric(found.loss, 1, "mean")}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and live parameters of a model that is whole in this process."""
         for name, parameter in self.engine.model.named_parameters():
             yield name, parameter.detach()
-
-    @transfer(split="all", gather="all")
-    def peak_flops(self) -> float:
-        """What this worker's share of the machine can do, all workers measuring at once: FLOP/s."""
-        return measured_flops(self.engine.device, self.engine.model.dtype)
 
 
 def _tensor(values: np.ndarray) -> Tensor:

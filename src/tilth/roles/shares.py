@@ -12,6 +12,7 @@ import tilth.rl as rl
 from tilth.core.batch import Ragged
 from tilth.core.errors import TokenCountError
 from tilth.parallel.grid import Grid
+from tilth.training.engine import UpdateResult
 from tilth.training.noise import WEIGHT
 from tilth.training.packed import Micro
 
@@ -84,6 +85,21 @@ def everyone(grid: Grid) -> Everyone:
 def leads(grid: Grid) -> bool:
     """Whether this is the first data-parallel rank: what all of them know alike, it tells."""
     return grid.coordinate("dp") == grid.coordinate("fsdp") == 0
+
+
+def account(found: UpdateResult, grid: Grid) -> dict[str, rl.Metric]:
+    """What one optimizer step of a model that learns reports, whatever its loss was; without the loss's value."""
+    padded = {"micro_batches/padded": rl.Metric(found.padded, 1, "sum")} if found.padded else {}
+    return (
+        found.metrics
+        | padded
+        | {
+            "grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
+            "lr": rl.Metric(found.lr, 1, "mean"),
+            "tokens/trained": rl.Metric(found.tokens, 1, "sum"),
+            "steps/skipped": rl.Metric(float(found.skipped and leads(grid)), 1, "sum"),
+        }
+    )
 
 
 def check_weight(metrics: dict[str, rl.Metric], expected: float, grid: Grid) -> None:

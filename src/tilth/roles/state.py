@@ -14,6 +14,7 @@ from tilth.core.errors import CheckpointError, StorageError
 from tilth.parallel.grid import Grid
 from tilth.parallel.sharded import Sharded
 from tilth.training.engine import TrainEngine
+from tilth.training.peak import measured_flops
 
 Groups = dict[str, Group]
 """Groups of tensors of a checkpoint: this worker's pieces, and where they belong."""
@@ -84,6 +85,11 @@ class Learner(Keeper):
             optimizer: Group(state, state_layouts(layouts, state)),
         }
         return found | ({"ema": Group(average, layouts)} if average else {})
+
+    @transfer(split="all", gather="all")
+    def peak_flops(self) -> float:
+        """What this worker's share of the machine can do, all workers measuring at once: FLOP/s."""
+        return measured_flops(self.engine.device, self.engine.model.dtype)
 
     @transfer(split="all", gather="first")
     def begin(self, lr: float, total_steps: int) -> None:
