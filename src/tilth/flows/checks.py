@@ -74,13 +74,9 @@ def replaced(recipe: Recipe) -> list[str]:
     if not recipe.facts.samples:
         return []
     own = {"loss": "ppo_clip", **recipe.facts.own.get("algorithm", {})}
-    keys = [
-        key
-        for key in ("advantage", "loss")
-        if own.get(key, getattr(recipe.algorithm, key)) != getattr(recipe.algorithm, key)
-    ]
-    told = " and ".join(f"{key} = {getattr(recipe.algorithm, key)} instead of {own[key]}" for key in keys)
-    return [f"flow {recipe.flow} with {told}, as the recipe says"] if keys else []
+    chosen = {key: getattr(recipe.algorithm, key) for key in ("advantage", "loss") if key in own}
+    told = [f"{key} = {name} instead of {own[key]}" for key, name in chosen.items() if name != own[key]]
+    return [f"flow {recipe.flow} with {' and '.join(told)}, as the recipe says"] if told else []
 
 
 def drops_flat(recipe: Recipe) -> bool:
