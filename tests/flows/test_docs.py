@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tilth.flows.docs import MEANS, reference
 from tilth.flows.metrics import METRICS
-from tilth.trace.spans import PHASES
+from tilth.trace.ops import PHASES
 
 
 def test_the_page_equals_the_declarations():

@@ -1,6 +1,8 @@
 """The controller's handle on the ranks of one role."""
 
+import itertools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,6 +12,9 @@ from tilth.cluster.inline import InlineFleet
 from tilth.cluster.lazy import LazyBatch, LazyMap, resolved
 from tilth.cluster.protocol import Deal, Divide, Transfer, deal, evenly, gather
 from tilth.core.layout import Mesh
+from tilth.trace.spans import span
+
+_numbers = itertools.count()
 
 
 class WorkerGroup:
@@ -54,11 +59,20 @@ class WorkerGroup:
     def _send(self, method: str, dealt: Deal) -> list[Flight]:
         """Ranks with the same arguments share one Call, which a backend then has to encode only once."""
         calls: dict[tuple[int, bool], Call] = {}
+        number = next(_numbers)
         for arguments, answer in zip(dealt.arguments, dealt.answers):
             key = id(arguments), answer
-            calls.setdefault(key, Call(self.role, method, arguments.args, arguments.kwargs, answer))
+            calls.setdefault(key, Call(self.role, method, arguments.args, arguments.kwargs, answer, number))
         keys = zip(map(id, dealt.arguments), dealt.answers)
-        return [self._dispatch.submit(rank, calls[key]) for rank, key in zip(self.mesh.ranks, keys)]
+        with self._traced("submit", number, method):
+            return [self._dispatch.submit(rank, calls[key]) for rank, key in zip(self.mesh.ranks, keys)]
 
     def _gather(self, how: Transfer, dealt: Deal, flights: list[Flight]) -> Any:
-        return gather(how, dealt, [reply.value for reply in self._dispatch.wait(flights)])
+        call = flights[0].call
+        with self._traced("await", call.number, call.method):
+            replies = self._dispatch.wait(flights)
+        return gather(how, dealt, [reply.value for reply in replies])
+
+    def _traced(self, op: str, number: int, method: str) -> AbstractContextManager[Any]:
+        """A span of the controller's side. Inline there is one side only, and its span is that of the call."""
+        return nullcontext() if self._inline else span(op, detail=f"{self.role}.{method}", seq=number)

@@ -17,7 +17,7 @@ from tilth.cluster.room import MORE_ROOM
 from tilth.core.batch import Store
 from tilth.core.errors import StorageError, TilthError
 from tilth.core.layout import Mesh
-from tilth.trace.spans import recorder
+from tilth.trace.spans import Where, recorder, span
 
 
 class Host:
@@ -41,6 +41,7 @@ class Host:
         self.rank, self.workers, self.store, self.local_rank = rank, workers, store, local_rank
         self.meeting, self.timeout, self.alone = meeting, timeout, alone
         self.roles: dict[str, object] = {}
+        self._where: dict[str, Where] = {}
         self.phase, self.since = "", time.monotonic()
         self._note = note
         self._tracing = False
@@ -78,7 +79,8 @@ class Host:
     def _run(self, call: Call) -> Any:
         if not call.role:
             return getattr(self, f"_{call.method}")(*call.args, **call.kwargs)
-        return getattr(self.roles[call.role], call.method)(*call.args, **call.kwargs)
+        with span("call", detail=call.name, seq=call.number, where=self._where[call.role]):
+            return getattr(self.roles[call.role], call.method)(*call.args, **call.kwargs)
 
     def _create(self, role: str, factory: str, packed: Packed, mesh: Mesh) -> dict[str, Transfer]:
         """Make a role's object; answers the protocols of its methods."""
@@ -94,6 +96,7 @@ class Host:
             self.timeout,
             MappingProxyType(self.roles),
         )
+        self._where[role] = role, mesh.place(self.rank)
         self.roles[role] = getattr(importlib.import_module(module), function)(context, **packed.kwargs)
         return offered(self.roles[role])
 

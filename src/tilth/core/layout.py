@@ -138,6 +138,10 @@ class Mesh:
             coordinates.append(at)
         return tuple(reversed(coordinates))
 
+    def place(self, rank: int) -> str:
+        """The coordinates of a rank in words, "dp=0 fsdp=1"; ValueError as in ``coordinates``."""
+        return " ".join(f"{name}={at}" for name, at in zip(self.names, self.coordinates(rank)))
+
     def rank(self, coordinates: Shape) -> int:
         """The rank at these coordinates."""
         place = 0

@@ -4,7 +4,7 @@ import textwrap
 from typing import get_args
 
 from tilth.flows.metrics import KEYS, METRICS, OTHER, Reduction
-from tilth.trace.spans import PHASES
+from tilth.trace.ops import PHASES
 
 INTRODUCTION = (
     "One line of a run's `metrics.jsonl` is one committed step: the fields {keys}, and those of the metrics below that "

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from tilth.core.errors import StorageError
+from tilth.trace.ops import PHASES
 
 if TYPE_CHECKING:
     from tilth.trace.writer import PartWriter
@@ -31,15 +32,12 @@ R = TypeVar("R")
 
 CAPACITY = 200_000
 """Most events that wait in memory (about 50 MB); beyond it events are dropped and counted, totals stay exact."""
-PHASES = frozenset((
-    "generate", "score", "values", "reference", "logprobs", "advantages", "critic", "update", "publish", "verify",
-    "evaluate", "save", "judge",
-))  # fmt: skip
-"""Operations that a step consists of. Time inside several of them (generating within ``evaluate``) belongs to the
-outermost, so that the phases of a step never overlap."""
 WAKE = 20_000
 """As many waiting events wake the writer before its time."""
 WIDTH = 8  # sums kept for each operation
+Where = tuple[str, str]
+"""Role and place: the coordinates of this rank in the role's mesh, as "dp=0 fsdp=1 tp=0"."""
+NOWHERE: Where = ("", "")
 _now = time.perf_counter_ns
 
 
@@ -82,17 +80,30 @@ class _Local(threading.local):
 class span:
     """A context manager that times its block under the name ``op``; name the thing done, e.g. ``generate``.
 
-    ``step`` and ``micro_batch`` default to those of the enclosing span (-1 at the root). ``tokens``, ``bytes`` and
-    ``flops`` say how much was done, here or by ``set`` inside. Usable once. After the block ``seconds`` is its time.
+    ``step``, ``micro_batch`` and ``where`` default to those of the enclosing span (-1, -1, nowhere at the root).
+    ``tokens``, ``squares`` (the sum of squared lengths of their sequences), ``bytes`` and ``flops`` say how much was
+    done, here or by ``set`` inside. ``detail`` and ``seq`` say which one it is of its kind, as ``trace.ops`` declares.
+    Usable once. After the block ``seconds`` is its time.
     """
 
     __slots__ = (
         "_covered", "_inside", "_open", "_parent", "_thread",
-        "bytes", "depth", "duration", "flops", "id", "micro_batch", "op", "start", "step", "tokens",
+        "bytes", "depth", "detail", "duration", "flops", "id", "micro_batch", "op", "seq", "squares", "start", "step",
+        "tokens", "where",
     )  # fmt: skip
 
     def __init__(
-        self, op: str, step: int = -1, micro_batch: int = -1, tokens: int = 0, bytes: int = 0, flops: float = 0
+        self,
+        op: str,
+        step: int = -1,
+        micro_batch: int = -1,
+        tokens: int = 0,
+        bytes: int = 0,
+        flops: float = 0,
+        squares: int = 0,
+        detail: str = "",
+        seq: int = -1,
+        where: Where = NOWHERE,
     ) -> None:
         self.op = op
         self.step = step
@@ -100,10 +111,22 @@ class span:
         self.tokens = tokens
         self.bytes = bytes
         self.flops = flops
+        self.squares = squares
+        self.detail = detail
+        self.seq = seq
+        self.where = where
         self.duration = 0
 
-    def set(self, *, tokens: int | None = None, bytes: int | None = None, flops: float | None = None) -> None:
+    def set(
+        self,
+        *,
+        tokens: int | None = None,
+        bytes: int | None = None,
+        flops: float | None = None,
+        squares: int | None = None,
+    ) -> None:
         """State what became known inside the block."""
+        self.squares = self.squares if squares is None else squares
         self.tokens = self.tokens if tokens is None else tokens
         self.bytes = self.bytes if bytes is None else bytes
         self.flops = self.flops if flops is None else flops
@@ -126,6 +149,8 @@ class span:
                 self.step = parent.step
             if self.micro_batch < 0:
                 self.micro_batch = parent.micro_batch
+            if self.where is NOWHERE:
+                self.where = parent.where
         self.id = next(_ids)
         self._inside = 0
         self._open = True
@@ -212,8 +237,8 @@ class Recorder:
             return
         parent = s._parent
         events.append((
-            s.id, -1 if parent is None else parent.id, s.depth, s.op, s.step, s.micro_batch,
-            s.start, s.duration, s.tokens, s.bytes, s.flops, s._thread.name,
+            s.id, -1 if parent is None else parent.id, s.depth, s.op, s.detail, s.seq, *s.where, s.step, s.micro_batch,
+            s.start, s.duration, s.tokens, s.squares, s.bytes, s.flops, s._thread.name,
         ))  # fmt: skip
         if waiting >= WAKE and not self._wake.is_set():
             self._wake.set()

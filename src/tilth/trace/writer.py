@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from tilth.core.errors import StorageError
 
-VERSION = "1"
+VERSION = "2"
 EVENTS = pa.schema(
     [
         ("attempt", pa.int32()),
@@ -20,17 +20,24 @@ EVENTS = pa.schema(
         ("id", pa.int64()),  # unique in (attempt, rank)
         ("parent", pa.int64()),  # id of the enclosing span of the same thread, -1 at the root
         ("depth", pa.int32()),
-        ("op", pa.string()),
+        ("op", pa.string()),  # one of trace.ops
+        ("detail", pa.string()),  # which one of its kind, as trace.ops declares: "" where nothing is to be said
+        ("seq", pa.int64()),  # its number among those, -1: none
+        ("role", pa.string()),  # "" outside of every role's calls
+        ("place", pa.string()),  # coordinates in the role's mesh, "dp=0 fsdp=1 tp=0"
         ("step", pa.int64()),  # -1: none
         ("micro_batch", pa.int32()),  # -1: none
         ("start", pa.int64()),  # ns since the Unix epoch, on the process's monotonic clock
         ("duration", pa.int64()),  # ns
         ("tokens", pa.int64()),
+        ("squares", pa.int64()),  # sum of squared lengths of the sequences
         ("bytes", pa.int64()),
         ("flops", pa.float64()),
         ("thread", pa.string()),
     ]
 )
+START = EVENTS.get_field_index("start") - EVENTS.get_field_index("id")
+"""Place of the start in the tuple of an event."""
 PART = re.compile(r"attempt-(\d+)-rank-(\d+)-(\d+)\.parquet")
 
 
@@ -64,7 +71,7 @@ class PartWriter:
 
     def _table(self, rows: Sequence[tuple], dropped: int) -> pa.Table:
         columns = [list(c) for c in zip(*rows)]
-        columns[6] = [start + self.epoch for start in columns[6]]
+        columns[START] = [start + self.epoch for start in columns[START]]
         constant = [[self.attempt] * len(rows), [self.rank] * len(rows)]
         about = {
             "tilth.events": VERSION, "dropped": str(dropped), "epoch": str(self.epoch),
