@@ -22,6 +22,8 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     answer: bool = True
     """Whether the value is wanted; without it the reply's is None, and its tokens are counted by another rank."""
+    step: int = -1
+    """The controller's step that it belongs to, for the trace; -1: none."""
     number: int = -1
     """Which call of the controller it is part of: the same in the traces of both sides; -1: of the cluster's own."""
 

@@ -12,7 +12,7 @@ from tilth.cluster.inline import InlineFleet
 from tilth.cluster.lazy import LazyBatch, LazyMap, resolved
 from tilth.cluster.protocol import Deal, Divide, Transfer, deal, evenly, gather
 from tilth.core.layout import Mesh
-from tilth.trace.spans import span
+from tilth.trace.spans import current_step, span
 
 _numbers = itertools.count()
 
@@ -59,12 +59,12 @@ class WorkerGroup:
     def _send(self, method: str, dealt: Deal) -> list[Flight]:
         """Ranks with the same arguments share one Call, which a backend then has to encode only once."""
         calls: dict[tuple[int, bool], Call] = {}
-        number = next(_numbers)
+        at = current_step(), next(_numbers)
         for arguments, answer in zip(dealt.arguments, dealt.answers):
             key = id(arguments), answer
-            calls.setdefault(key, Call(self.role, method, arguments.args, arguments.kwargs, answer, number))
+            calls.setdefault(key, Call(self.role, method, arguments.args, arguments.kwargs, answer, *at))
         keys = zip(map(id, dealt.arguments), dealt.answers)
-        with self._traced("submit", number, method):
+        with self._traced("submit", at[1], method):
             return [self._dispatch.submit(rank, calls[key]) for rank, key in zip(self.mesh.ranks, keys)]
 
     def _gather(self, how: Transfer, dealt: Deal, flights: list[Flight]) -> Any:

@@ -79,7 +79,7 @@ class Host:
     def _run(self, call: Call) -> Any:
         if not call.role:
             return getattr(self, f"_{call.method}")(*call.args, **call.kwargs)
-        with span("call", detail=call.name, seq=call.number, where=self._where[call.role]):
+        with span("call", call.step, detail=call.name, seq=call.number, where=self._where[call.role]):
             return getattr(self.roles[call.role], call.method)(*call.args, **call.kwargs)
 
     def _create(self, role: str, factory: str, packed: Packed, mesh: Mesh) -> dict[str, Transfer]:

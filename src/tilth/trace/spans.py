@@ -192,6 +192,12 @@ def in_phase() -> bool:
     return top is not None and top._covered
 
 
+def current_step() -> int:
+    """The step that this thread is in, as its innermost open span says; -1: none."""
+    top = _local.state.top
+    return -1 if top is None else top.step
+
+
 def traced(op: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: every call of the function is a span of this name."""
 
