@@ -36,6 +36,15 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from None
 
 
+class RunFirst(TyperGroup):
+    """A group whose first word may be a run in place of a command: ``tilth trace RUN`` is its command ``RUN``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Whatever is neither a command nor a wish for help belongs to the command ``RUN``."""
+        named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if named or not args else ["RUN", *args])
+
+
 app = typer.Typer(
     cls=Commands,
     help="Trains language models by reinforcement learning.",
@@ -394,8 +403,28 @@ def ckpt_prune(
     prune(where, keep=keep, every=every, dry=dry_run, damaged=damaged, as_json=as_json)
 
 
-trace = typer.Typer(help="Say what happened, and what would be gained.", no_args_is_help=True, rich_markup_mode=None)
+trace = typer.Typer(
+    cls=RunFirst,
+    help="Say what happened, and what would be gained. As in: tilth trace runs/addition-grpo-001 --steps 10:20",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 app.add_typer(trace, name="trace")
+StepsOption = Annotated[
+    str, typer.Option("--steps", metavar="A:B", help="steps A to B, B not included; A: from A on, :B up to B")
+]
+
+
+@trace.command(name="RUN")
+def trace_run(
+    run: RunArgument,
+    steps: StepsOption = "",
+    as_json: Annotated[bool, typer.Option("--json", help="all numbers as one JSON object")] = False,
+) -> None:
+    """Say where the time of a run went, and what would be gained if the worst were mended; also while it goes on."""
+    from tilth.cli.trace_run import account
+
+    account(run, steps, as_json=as_json)
 
 
 @trace.command(name="whatif")
