@@ -1,0 +1,198 @@
+"""The events of one attempt of a run as columns of numbers: what every analysis and picture of it starts from."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tilth.core.errors import DataError
+from tilth.trace.ops import kind
+from tilth.trace.read import read_events
+
+NUMBERS = ("step", "micro_batch", "seq", "tokens", "squares", "bytes")
+CODED = ("op", "detail", "role", "place", "thread")
+
+
+@dataclass(frozen=True, eq=False)
+class Coded:
+    """A column of few different texts: ``names[codes]``. codes: int32 [n]."""
+
+    codes: np.ndarray
+    names: tuple[str, ...]
+
+    def is_(self, *names: str) -> np.ndarray:
+        """bool [n]: which rows say one of these."""
+        return np.isin(self.codes, [i for i, name in enumerate(self.names) if name in names])
+
+    def text(self, row: int) -> str:
+        """What a row says."""
+        return self.names[self.codes[row]]
+
+    def __getitem__(self, rows: np.ndarray) -> "Coded":
+        return Coded(self.codes[rows], self.names)
+
+
+@dataclass(frozen=True, eq=False)
+class Events:
+    """n finished spans of one attempt, in order of their start. Times in ns since the first of them began."""
+
+    attempt: int
+    controller: int
+    """The controller's rank: that of the process which has the steps. Inline it is the only one, 0."""
+    rank: np.ndarray
+    """int64 [n]."""
+    parent: np.ndarray
+    """int64 [n]: row of the enclosing span of the same thread, -1 at a root and where it is not among these."""
+    start: np.ndarray
+    """int64 [n]."""
+    duration: np.ndarray
+    """int64 [n]."""
+    own: np.ndarray
+    """int64 [n]: the duration less that of the spans directly inside."""
+    step: np.ndarray
+    micro_batch: np.ndarray
+    seq: np.ndarray
+    tokens: np.ndarray
+    squares: np.ndarray
+    bytes: np.ndarray
+    """Each int64 [n], as ``trace.writer.EVENTS`` has them."""
+    flops: np.ndarray
+    """float64 [n]."""
+    op: Coded
+    kind: Coded
+    """Of the operation, as ``trace.ops`` declares; "unknown" for one that it does not."""
+    detail: Coded
+    role: Coded
+    place: Coded
+    thread: Coded
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @property
+    def end(self) -> np.ndarray:
+        """int64 [n]."""
+        return self.start + self.duration
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Processes that have events, ascending."""
+        return tuple(np.unique(self.rank).tolist())
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The processes that execute calls: all but the controller; inline the controller."""
+        return tuple(r for r in self.ranks if r != self.controller) or self.ranks
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """Steps that are told as a whole, ascending: the controller's ``step`` span has ended."""
+        return tuple(np.unique(self.step[self.op.is_("step")]).tolist())
+
+    def select(self, rows: np.ndarray) -> "Events":
+        """Some of the rows (bool [n]), in the same order; times and own times stay as they are."""
+        kept = np.flatnonzero(rows)
+        place = np.full(len(self) + 1, -1, np.int64)  # the last one: of no parent
+        place[kept] = np.arange(len(kept))
+        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("attempt", "controller")}
+        chosen = {name: column[kept] for name, column in columns.items()}
+        return Events(self.attempt, self.controller, **chosen | {"parent": place[chosen["parent"]]})
+
+
+def load(path: str | Path, attempt: int | None = None, steps: range | None = None) -> Events:
+    """The events of an attempt (default: the newest) of a run's folder, its events folder, or one of its files.
+
+    steps: only events of these. DataError: nothing was recorded yet, no such attempt, or as ``read_events``.
+    """
+    table = read_events(path)
+    attempts = sorted(set(table["attempt"].unique().to_pylist()))
+    if not attempts:
+        raise DataError(f"{path} has no events yet")
+    if attempt is not None and attempt not in attempts:
+        raise DataError(f"{path} has no attempt {attempt}; there {'are' if attempts[1:] else 'is'} {_listed(attempts)}")
+    chosen = attempts[-1] if attempt is None else attempt
+    events = from_table(table.filter(pc.equal(table["attempt"], chosen)))
+    if steps is None:
+        return events
+    found = events.select(np.isin(events.step, np.arange(steps.start, steps.stop)))
+    if not len(found):
+        first, last = (events.steps[0], events.steps[-1]) if events.steps else (0, 0)
+        raise DataError(f"{path} has no events of steps {steps.start}:{steps.stop}; its steps are {first} to {last}")
+    return found
+
+
+def from_table(table: pa.Table) -> Events:
+    """The events of one attempt in a table with the columns of ``trace.writer.EVENTS``."""
+    if not len(table):
+        raise DataError("there are no events")
+    table = table.take(np.argsort(_number(table, "start"), kind="stable"))
+    rank, start, duration = (_number(table, name) for name in ("rank", "start", "duration"))
+    parent = _parents(rank, _number(table, "id"), _number(table, "parent"))
+    own = duration.copy()
+    np.subtract.at(own, parent[parent >= 0], duration[parent >= 0])
+    coded = {name: _coded(table, name) for name in CODED}
+    columns: dict[str, Any] = {name: _number(table, name) for name in NUMBERS} | coded
+    return Events(
+        attempt=int(table["attempt"][0].as_py()), controller=_controller(rank, coded["op"]), rank=rank, parent=parent,
+        start=start - start[0], duration=duration, own=own, flops=table["flops"].to_numpy(), kind=_kinds(coded["op"]),
+        **columns,
+    )  # fmt: skip
+
+
+def parse_steps(text: str) -> range:
+    """ "20:40" (20 to 39) or "20"; DataError for anything else."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    if not found or (found[2] is not None and int(found[2]) <= int(found[1])):
+        raise DataError(f"steps {text!r} are not of the form 20:40 (20 to 39) or 20")
+    first = int(found[1])
+    return range(first, first + 1 if found[2] is None else int(found[2]))
+
+
+def _number(table: pa.Table, name: str) -> np.ndarray:
+    return table[name].to_numpy().astype(np.int64, copy=False)
+
+
+def _coded(table: pa.Table, name: str) -> Coded:
+    column = table[name].combine_chunks()
+    if isinstance(column, pa.ChunkedArray):
+        column = column.unify_dictionaries().combine_chunks()
+    if not pa.types.is_dictionary(column.type):
+        column = column.dictionary_encode()
+    return Coded(column.indices.to_numpy().astype(np.int32, copy=False), tuple(column.dictionary.to_pylist()))
+
+
+def _parents(rank: np.ndarray, ids: np.ndarray, parent: np.ndarray) -> np.ndarray:
+    """Rows of the parents, -1 where there is none. Ids are unique in a rank."""
+    key, wanted = rank << 44 | ids, rank << 44 | np.maximum(parent, 0)
+    order = np.argsort(key, kind="stable")
+    row = order[np.searchsorted(key, wanted, sorter=order).clip(max=len(key) - 1)]
+    return np.where((parent >= 0) & (key[row] == wanted), row, -1)
+
+
+def _controller(rank: np.ndarray, op: Coded) -> int:
+    """The process with the steps; before the first has ended, the one behind the workers."""
+    found = rank[op.is_("step")]
+    return int(found[0]) if len(found) else int(rank.max())
+
+
+def _kinds(op: Coded) -> Coded:
+    kinds = [_kind(name) for name in op.names]
+    names = tuple(dict.fromkeys(kinds))
+    return Coded(np.array([names.index(k) for k in kinds], np.int32)[op.codes], names)
+
+
+def _kind(name: str) -> str:
+    try:
+        return kind(name)
+    except KeyError:  # a user's own span
+        return "unknown"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
