@@ -1,0 +1,103 @@
+"""What costs how much: non-negative, robust least squares of seconds against amounts of work.
+
+Times have outliers on one side (a busy machine, a page fault) and an error that grows with them, so relative errors
+are made small, and rows far away from the others stop counting (Tukey's biweight, by iterated weights).
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+HUBER, TUKEY = 1.345, 4.685
+"""Widths, in robust standard deviations, at which either is 95 % as good as least squares on normal errors."""
+ENOUGH = 20_000
+"""Rows that a fit looks at; of more, so many evenly spaced ones."""
+_ROUNDS = (8, 12)  # Huber's first: Tukey's has local minima, and needs a start near the right one
+_TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class Error:
+    """Relative errors |predicted - measured| / measured of ``count`` rows; nan of none."""
+
+    median: float
+    p90: float
+    count: int
+
+
+def fit(features: np.ndarray, seconds: np.ndarray, weight: np.ndarray | None = None) -> np.ndarray:
+    """float64 [k]: coefficients, none below 0, with features [n, k] @ coefficients near ``seconds`` [n].
+
+    A column without any amount gets 0, and so does everything where n is 0. Rows of no time at all are left out. Of
+    columns that say the same the first one counts. weight: float64 [n], above 0, how much each row counts.
+    """
+    x, y = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
+    scale = np.abs(x).max(0, initial=0.0)
+    some, there = np.flatnonzero(y > 0), scale > 0
+    some = some[np.linspace(0, len(some) - 1, min(len(some), ENOUGH)).astype(int)]
+    found = np.zeros(len(scale))
+    if len(some) and there.any():
+        counts = np.ones(len(some)) if weight is None else np.asarray(weight, np.float64)[some]
+        found[there] = _robust(x[some][:, there] / scale[there], y[some], counts) / scale[there]
+    return found
+
+
+def error(features: np.ndarray, seconds: np.ndarray, coefficients: np.ndarray) -> Error:
+    """Of these rows, [n, k] and [n]; rows of no time are left out."""
+    x, y = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
+    apart = np.abs(x[y > 0] @ coefficients - y[y > 0]) / y[y > 0]
+    if not len(apart):
+        return Error(float("nan"), float("nan"), 0)
+    return Error(float(np.median(apart)), float(np.quantile(apart, 0.9)), len(apart))
+
+
+def nonnegative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
+    """float64 [k]: the b >= 0 with the least |X b - y|, from X'X [k, k] and X'y [k].
+
+    The positive ones of the best b solve the equations of their columns alone, so each set of columns is tried: exact,
+    and for a handful of columns cheaper than any search.
+    """
+    k = len(moment)
+    best, least = np.zeros(k), 0.0
+    for size in range(1, k + 1):
+        for columns in itertools.combinations(range(k), size):
+            mine = list(columns)
+            b = np.linalg.lstsq(gram[np.ix_(mine, mine)], moment[mine], rcond=None)[0]
+            rest = float(b @ gram[np.ix_(mine, mine)] @ b - 2 * b @ moment[mine])
+            if (b >= 0).all() and rest < least - _TINY * abs(least):
+                best, least = np.zeros(k), rest
+                best[mine] = b
+    return best
+
+
+def _robust(x: np.ndarray, y: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    b = _weighted(x, y, counts * y**-2)
+    for rounds, weigh in zip(_ROUNDS, (_huber, _tukey)):
+        for _ in range(rounds):
+            at = np.maximum(
+                x @ b, _TINY + 1e-3 * y
+            )  # errors relative to the fit: to the data, low ones would count more
+            apart = (y - at) / at
+            spread = max(1.4826 * _median(np.abs(apart), counts), _TINY)
+            b = _weighted(x, y, counts * weigh(apart / spread) * at**-2)
+    return b
+
+
+def _median(values: np.ndarray, counts: np.ndarray) -> float:
+    order = np.argsort(values)
+    reached = np.cumsum(counts[order])
+    return float(values[order[np.searchsorted(reached, reached[-1] / 2)]])
+
+
+def _weighted(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    weight = weight / weight.max()
+    return nonnegative(x.T @ (weight[:, None] * x), x.T @ (weight * y))
+
+
+def _huber(apart: np.ndarray) -> np.ndarray:
+    return HUBER / np.maximum(np.abs(apart), HUBER)
+
+
+def _tukey(apart: np.ndarray) -> np.ndarray:
+    return np.maximum(1 - (apart / TUKEY) ** 2, 0.0) ** 2

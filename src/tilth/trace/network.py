@@ -1,0 +1,209 @@
+"""Communications of a run: their transfers without the waiting, the links that explain them, and another network.
+
+A communication begins for each of its ranks when that one comes to it, but nothing moves before the last has come: the
+transfer is what follows. Over a link a transfer takes ``messages * latency + bytes on the wire / bandwidth``, both as
+of rings (Patarasuk and Yuan 2009; Thakur et al. 2005), which gloo and NCCL use.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tilth.core.errors import DataError
+from tilth.trace.events import Coded, Events
+from tilth.trace.fit import Error, error, fit
+
+ROOM = 2.0
+"""A transfer up to so many times its link's time is as slow as the network makes it; what is beyond is a delay that
+another network would not mend."""
+APART = 2
+"""Latency and bandwidth can be told apart where the greatest tensor has so many times the bytes of the least."""
+_BITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+
+
+@dataclass(frozen=True)
+class Meetings:
+    """The m rows of communications whose members are all there."""
+
+    rows: np.ndarray
+    """int64 [m]: in ``Events``, ascending."""
+    number: np.ndarray
+    """int64 [m]: the same for all rows of one communication."""
+    ranks: np.ndarray
+    """int64 [m]: members of its group."""
+    transfer: np.ndarray
+    """int64 [m]: ns from the arrival of the last member to this one's end; 0 where it ended before."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How long one kind of communication among so many ranks takes."""
+
+    op: str
+    ranks: int
+    latency: float
+    """Seconds a message."""
+    bandwidth: float
+    """Bytes a second; inf where the time does not grow with them."""
+    least: int
+    greatest: int
+    """Bytes of the tensors it was fitted on."""
+    separate: bool
+    """Whether sizes differed enough to tell latency and bandwidth apart; if not, all of it is bandwidth."""
+    error: Error
+    """Of steps that were not fitted."""
+
+    def seconds(self, nbytes: np.ndarray | float) -> np.ndarray:
+        """float64 like ``nbytes``: of a communication whose tensor (as ``wire`` counts it) has so many."""
+        messages, moved = wire(self.op, self.ranks, nbytes)
+        return messages * self.latency + moved / self.bandwidth
+
+
+def wire(op: str, ranks: int, nbytes: np.ndarray | float) -> tuple[float, np.ndarray]:
+    """Messages one after another, and bytes that go over each rank's link, in one communication.
+
+    nbytes: of the rank's own tensor: all_reduce's input, all_gather's own part, reduce_scatter's whole input, what is
+    broadcast or sent.
+    """
+    size, others = np.asarray(nbytes, np.float64), ranks - 1
+    if op == "all_reduce":
+        return 2.0 * others, 2 * size * others / ranks
+    if op == "reduce_scatter":
+        return float(others), size * others / ranks
+    if op == "all_gather":
+        return float(others), size * others
+    if op == "broadcast":
+        return float(others), size * min(others, 1)
+    if op in ("send", "receive"):
+        return 1.0, size
+    raise DataError(f"{op!r} is no communication whose bytes are known")
+
+
+def meetings(events: Events) -> Meetings:
+    """The communications of a run. Rows belong together by detail and seq; where a member is missing (its events are
+    not written yet, or were lost) or comes twice, none of them is among the meetings."""
+    sizes = np.array([_members(name) for name in events.detail.names], np.int64)[events.detail.codes]
+    rows = np.flatnonzero(events.kind.is_("communication") & (events.seq >= 0) & (sizes > 0))
+    key = np.stack([events.detail.codes[rows], events.seq[rows]])
+    _, number = np.unique(key, axis=1, return_inverse=True)
+    number = number.reshape(-1)
+    whole = np.bincount(number)[number] == sizes[rows] if len(rows) else np.zeros(0, bool)
+    rows, number = rows[whole], number[whole]
+    last = np.full(int(number.max(initial=-1)) + 1, np.iinfo(np.int64).min)
+    np.maximum.at(last, number, events.start[rows])
+    return Meetings(rows, number, sizes[rows], np.maximum(events.end[rows] - last[number], 0))
+
+
+def _members(detail: str) -> int:
+    """Ranks in "0,1,2" or "0>1"; 0 where it names none."""
+    names = re.split("[,>]", detail)
+    return len(names) if all(name.isdecimal() for name in names) else 0
+
+
+def links(events: Events, met: Meetings | None = None) -> list[Link]:
+    """A link for each operation and size of group, fitted on transfers; the error is of every fifth step, by a fit on
+    the others."""
+    met = met or meetings(events)
+    return [
+        _link(op, ranks, *_samples(events, met, mine)) for op, ranks, mine in _kinds(events.op[met.rows], met.ranks)
+    ]
+
+
+def _kinds(op: Coded, ranks: np.ndarray) -> Iterator[tuple[str, int, np.ndarray]]:
+    """(operation, ranks, int64 places in the arrays) of each kind that occurs."""
+    for code, size in np.unique(np.stack([op.codes, ranks]), axis=1).T.tolist():
+        yield op.names[code], size, np.flatnonzero((op.codes == code) & (ranks == size))
+
+
+def _samples(events: Events, met: Meetings, mine: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rows = met.rows[mine]
+    return events.bytes[rows], met.transfer[mine] * 1e-9, events.step[rows]
+
+
+def _link(op: str, ranks: int, nbytes: np.ndarray, seconds: np.ndarray, step: np.ndarray) -> Link:
+    messages, moved = wire(op, ranks, nbytes)
+    least, greatest = int(nbytes.min()), int(nbytes.max())
+    separate = greatest >= APART * max(least, 1) or greatest == 0
+    features = np.stack([moved, np.full(len(moved), messages * separate)], 1)
+    size = np.unique(np.log2(np.maximum(nbytes, 1)).astype(int), return_inverse=True)[1].reshape(-1)
+    weight = 1 / np.bincount(size)[size]  # one size class counts as much as another, however rare
+    held = held_out(step)
+    tried = fit(features[~held], seconds[~held], weight[~held])
+    stated = error(features[held], seconds[held], tried) if held.any() else error(features, seconds, tried)
+    slope, latency = fit(features, seconds, weight).tolist()
+    return Link(op, ranks, latency, 1 / slope if slope > 0 else float("inf"), least, greatest, separate, stated)
+
+
+def held_out(step: np.ndarray) -> np.ndarray:
+    """bool [n]: rows of every fifth of the steps that occur, on which no model is fitted; none of a single step."""
+    there, place = np.unique(step, return_inverse=True)
+    every = min(5, max(len(there), 1))
+    return (place.reshape(-1) % every == every - 1) & (len(there) > 1)
+
+
+def retimed(events: Events, latency: float | None = None, bandwidth: float | None = None) -> np.ndarray:
+    """int64 [n]: ns that each row takes by itself where messages have this latency (seconds) and links this bandwidth
+    (bytes a second); None: as in the run, so that without both these are the recorded transfers.
+
+    Of a communication that is the transfer, without waiting for others; of all other rows, and of communications
+    whose members are not all there, the duration as recorded. A transfer keeps its place against the typical one of
+    its link, as many times as fast or slow; delay beyond ``ROOM`` times that stays as it is.
+    """
+    _positive(latency, bandwidth)
+    met, result = meetings(events), events.duration.copy()
+    result[met.rows] = met.transfer
+    if latency is None and bandwidth is None:
+        return result
+    op = events.op[met.rows]
+    for link, (_, _, mine) in zip(links(events, met), _kinds(op, met.ranks)):
+        other = replace(
+            link,
+            latency=link.latency if latency is None else latency,
+            bandwidth=link.bandwidth if bandwidth is None else bandwidth,
+        )
+        nbytes = events.bytes[met.rows[mine]]
+        took = _moved(met.transfer[mine] * 1e-9, link.seconds(nbytes), other.seconds(nbytes))
+        result[met.rows[mine]] = np.rint(took * 1e9).astype(np.int64)
+    return result
+
+
+def _moved(took: np.ndarray, usual: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Seconds on the other network of transfers that took so long where ``usual`` is typical."""
+    inside = np.minimum(took, ROOM * usual)
+    times = np.divide(inside, usual, out=np.ones_like(usual), where=usual > 0)
+    return other * times + (took - inside)
+
+
+def _positive(latency: float | None, bandwidth: float | None) -> None:
+    if latency is not None and not 0 <= latency < float("inf"):
+        raise DataError(f"a latency of {latency} s is none; it is at least 0, and finite")
+    if bandwidth is not None and not bandwidth > 0:
+        raise DataError(f"a bandwidth of {bandwidth} bytes/s is none; it is above 0")
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bytes a second of "10Gbit", "10 Gbit/s", "25Gbps", "1.25GB/s" or "800MiB/s"; DataError for anything else."""
+    found = re.fullmatch(r"([\d.]+)\s*([kMGT]i?|)(bit/s|bits/s|bit|bps|B/s|B)", text.strip())
+    value = _number(found[1]) if found else 0.0
+    if found is None or value <= 0:
+        raise DataError(f"bandwidth {text!r} is not of the form 10Gbit or 1.25GB/s")
+    return value * _BITS[found[2]] / (1 if found[3].startswith("B") else 8)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of "50us", "0.2 ms", "3ns" or "1s"; DataError for anything else."""
+    found = re.fullmatch(r"([\d.]+)\s*(s|ms|us|µs|ns)", text.strip())
+    value = _number(found[1]) if found else -1.0
+    if found is None or value < 0:
+        raise DataError(f"latency {text!r} is not of the form 50us, 0.2ms or 1s")
+    return value * _SECONDS[found[2]]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0
