@@ -3,6 +3,7 @@
 A backend joins by a line in BACKENDS; ``open_cluster`` makes it. With one worker everything holds too.
 """
 
+import gc
 import itertools
 import os
 import signal
@@ -198,18 +199,23 @@ def test_bytes_through_the_controller_do_not_grow_with_the_tokens(cluster, echo,
     assert sizes[0] == sizes[1] <= 200
 
 
-def test_every_worker_writes_its_trace(cluster, echo, tmp_path):
+def test_every_worker_writes_its_trace_and_collects_when_all_do(cluster, echo, tmp_path):
     from tilth.trace.read import read_events
 
     with open_cluster("local", 2) if cluster.workers > 1 else open_cluster("inline", 1) as traced:
-        traced.trace(tmp_path, 0)
+        traced.trace(tmp_path, 0, planned=True)
         assert traced.rank == (traced.workers if cluster.workers > 1 else 0)
         group = traced.group("echo", f"{HERE}:echo", {}, Mesh(("dp",), (traced.workers,)))
         with traced.store.scope():
             group.think(batch_of(4))
-    assert not recorder.recording
+        traced.collect(7)
+    assert not recorder.recording and gc.isenabled()
     events = read_events(tmp_path).to_pylist()
     assert {e["rank"] for e in events if e["op"] == "think"} == set(range(traced.workers))
+    asked = [e["rank"] for e in events if e["op"] == "call" and e["detail"] == "collect"]
+    assert sorted(asked) == list(range(traced.workers))
+    pauses = [e for e in events if e["op"] == "gc" and e["step"] >= 0]
+    assert [(e["step"], e["detail"], e["role"]) for e in pauses] == [(7, "2", "")] * traced.workers
 
 
 def test_roles_are_closed_at_the_end(backend, tmp_path):

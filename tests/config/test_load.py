@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilth.config import load
+from tilth.config.checks import profiled
 from tilth.config.errors import RecipeError, TilthError
 from tilth.config.keys import keys
 from tilth.config.load import check_allowed, digest, dump_toml, from_dict, load_recipe, parse_overrides
@@ -288,7 +289,7 @@ def test_dump_states_every_key_and_is_a_recipe_file(tmp_path):
 def test_digest_ignores_only_where_the_run_is_kept():
     base = load_recipe("addition-grpo")
     kept = ["run.dir=elsewhere", "run.name=x", "run.keep=3", "run.save_every=7", "run.save_minutes=1", "run.grace=9"]
-    kept.append("run.checkpoints=elsewhere")
+    kept += ["run.checkpoints=elsewhere", "run.collect_every=9"]
     assert digest(base) == digest(load_recipe("addition-grpo", kept))
     others = ["seed=1", "run.eval_every=3", "optimizer.lr=1e-3", "rollout.stop=['a']", "model.tied=false"]
     digests = {digest(load_recipe("addition-grpo", [o])) for o in others}
@@ -384,6 +385,34 @@ def test_a_supervised_flow_without_steps_or_epochs_trains_nothing(flow):
 def test_trackers_do_not_make_another_run():
     plain, tracked = load_recipe("addition-grpo"), load_recipe("addition-grpo", ['run.track=["wandb"]'])
     assert load.digest(plain) == load.digest(tracked)
+
+
+@pytest.mark.parametrize("override", ["run.prometheus=9400", "run.profile=3:5", "run.profile_ranks=[0]"])
+def test_what_only_watches_does_not_make_another_run(override):
+    assert load.digest(load_recipe("addition-grpo")) == load.digest(load_recipe("addition-grpo", [override]))
+
+
+@pytest.mark.parametrize(
+    ("steps", "want"), [("", range(0)), ("1:2", range(1, 2)), ("10:12", range(10, 12)), ("7:107", range(7, 107))]
+)
+def test_profiled_steps_begin_at_the_first_and_end_before_the_second(steps, want):
+    assert profiled(load_recipe("addition-grpo", [f"run.profile='{steps}'"])) == want
+
+
+@pytest.mark.parametrize("steps", ["0:2", "3", "3:", ":3", "3:3", "5:3", "-1:3", "1:102", "a:b", "1:2:3", "1 : 2"])
+def test_profiled_steps_that_cannot_be_are_named(steps):
+    told = problem(f"run.profile='{steps}'")
+    assert told.startswith(f"run.profile = '{steps}' is not A:B with 1 <= A < B <= A + 100")
+
+
+def test_profiled_ranks_must_be_workers():
+    local = "cluster.backend=local", "cluster.workers=2", "run.profile=1:3"
+    load_recipe("addition-grpo", [*local, "run.profile_ranks=[0, 1]"])
+    assert problem(*local, "run.profile_ranks=[1, 2]") == (
+        "run.profile_ranks: there is no rank 2; the workers are ranks 0 to 1"
+    )
+    assert problem("run.profile=1:3", "run.profile_ranks=[-1]").endswith("no rank -1; the one worker is rank 0")
+    assert problem("run.profile=1:3", "run.profile_ranks=[]").endswith("no rank is named; the one worker is rank 0")
 
 
 def test_pretraining_generates_nothing_so_its_context_may_be_short():

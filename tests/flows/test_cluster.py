@@ -63,7 +63,7 @@ class Lent:
     def __exit__(self, *error):
         pass
 
-    def trace(self, path, attempt):
+    def trace(self, path, attempt, planned):
         """They write no events: a worker writes to one place in its life."""
 
 

@@ -8,14 +8,15 @@ from typing import Any
 
 from tilth.cluster.dispatch import Dispatch
 from tilth.cluster.fleet import Call, Fleet, Packed
-from tilth.cluster.group import WorkerGroup
+from tilth.cluster.group import WorkerGroup, call_numbers
 from tilth.cluster.inline import InlineFleet
 from tilth.cluster.protocol import Divide
 from tilth.cluster.totals import together
 from tilth.core.batch import Handle, Ragged, Store
 from tilth.core.errors import RecipeError
 from tilth.core.layout import Mesh
-from tilth.trace.spans import Total, recorder
+from tilth.trace.collector import collector
+from tilth.trace.spans import Total, recorder, span
 
 BACKENDS = ("inline", "local", "ray")
 LEAVE = 10.0
@@ -60,10 +61,25 @@ class Cluster:
         workers'. Its recorder must be started with it, so that no two processes write the same files."""
         return 0 if isinstance(self.fleet, InlineFleet) else self.workers
 
-    def trace(self, path: str | Path, attempt: int) -> None:
-        """Every worker writes its spans to ``path`` under its rank. The controller's own recorder is not touched."""
-        call = Call("", "trace", (str(path), attempt))
+    def trace(self, path: str | Path, attempt: int, planned: bool = False) -> None:
+        """Every worker writes its spans to ``path`` under its rank. The controller's own recorder is not touched.
+
+        planned: Python's garbage is collected by ``collect`` only.
+        """
+        call = Call("", "trace", (str(path), attempt, planned))
         self.dispatch.wait([self.dispatch.submit(rank, call) for rank in range(self.workers)])
+
+    def collect(self, step: int) -> None:
+        """The controller and all workers collect Python's garbage now, at the same time; returns when all have."""
+        call = Call("", "collect", step=step, number=next(call_numbers))
+        if isinstance(self.fleet, InlineFleet):
+            self.dispatch.submit(0, call)
+            return
+        with span("submit", detail=call.name, seq=call.number):
+            flights = [self.dispatch.submit(rank, call) for rank in range(self.workers)]
+        collector.collect()
+        with span("await", detail=call.name, seq=call.number):
+            self.dispatch.wait(flights)
 
     def totals(self) -> dict[str, Total]:
         """``recorder.totals()`` of the controller and all workers: where the time since the last call of this went."""

@@ -14,7 +14,8 @@ from tilth.cluster.protocol import Deal, Divide, Transfer, deal, evenly, gather
 from tilth.core.layout import Mesh
 from tilth.trace.spans import current_step, span
 
-_numbers = itertools.count()
+call_numbers = itertools.count()
+"""Of all calls of this controller."""
 
 
 class WorkerGroup:
@@ -59,7 +60,7 @@ class WorkerGroup:
     def _send(self, method: str, dealt: Deal) -> list[Flight]:
         """Ranks with the same arguments share one Call, which a backend then has to encode only once."""
         calls: dict[tuple[int, bool], Call] = {}
-        at = current_step(), next(_numbers)
+        at = current_step(), next(call_numbers)
         for arguments, answer in zip(dealt.arguments, dealt.answers):
             key = id(arguments), answer
             calls.setdefault(key, Call(self.role, method, arguments.args, arguments.kwargs, answer, *at))

@@ -17,7 +17,8 @@ from tilth.cluster.room import MORE_ROOM
 from tilth.core.batch import Store
 from tilth.core.errors import StorageError, TilthError
 from tilth.core.layout import Mesh
-from tilth.trace.spans import Where, recorder, span
+from tilth.trace.collector import collector
+from tilth.trace.spans import NOWHERE, Where, recorder, span
 
 
 class Host:
@@ -77,10 +78,11 @@ class Host:
             self._note(phase)
 
     def _run(self, call: Call) -> Any:
-        if not call.role:
-            return getattr(self, f"_{call.method}")(*call.args, **call.kwargs)
-        with span("call", call.step, detail=call.name, seq=call.number, where=self._where[call.role]):
-            return getattr(self.roles[call.role], call.method)(*call.args, **call.kwargs)
+        method = getattr(self.roles[call.role], call.method) if call.role else getattr(self, f"_{call.method}")
+        if not call.role and call.number < 0:  # of no step; and what starts and ends the trace is not in it
+            return method(*call.args, **call.kwargs)
+        with span("call", call.step, detail=call.name, seq=call.number, where=self._where.get(call.role, NOWHERE)):
+            return method(*call.args, **call.kwargs)
 
     def _create(self, role: str, factory: str, packed: Packed, mesh: Mesh) -> dict[str, Transfer]:
         """Make a role's object; answers the protocols of its methods."""
@@ -100,11 +102,17 @@ class Host:
         self.roles[role] = getattr(importlib.import_module(module), function)(context, **packed.kwargs)
         return offered(self.roles[role])
 
-    def _trace(self, path: str, attempt: int) -> None:
-        """Write the spans of this process from now on, under its rank. A recorder that runs already is left alone."""
+    def _trace(self, path: str, attempt: int, planned: bool) -> None:
+        """Write the spans of this process from now on, under its rank, and watch its collections of garbage. A recorder
+        that runs already is left alone."""
         if not recorder.recording:
             recorder.start(path, rank=self.rank, attempt=attempt)
             self._tracing = True
+        if self._tracing:
+            collector.start(planned)
+
+    def _collect(self) -> None:
+        collector.collect()
 
     def _end(self) -> None:
         """Close the roles that can be closed, the newest first, and the trace."""
@@ -114,6 +122,7 @@ class Host:
                 role.close()
         if self._tracing:
             self._tracing = False
+            collector.stop()
             recorder.stop()
 
 

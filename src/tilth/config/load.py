@@ -120,7 +120,8 @@ _SAVING = (
     "keep",
     "keep_every",
 )
-_SAME_WORK = {"run": ("dir", "name", "track", *_SAVING), "cluster": ("timeout", "address")}
+_WATCHING = ("collect_every", "prometheus", "profile", "profile_ranks")
+_SAME_WORK = {"run": ("dir", "name", "track", *_WATCHING, *_SAVING), "cluster": ("timeout", "address")}
 
 
 def digest(recipe: Recipe) -> str:

@@ -318,9 +318,19 @@ class Run(Section):
     )
     keep: Positive = Field(2, description="newest checkpoints kept; the best one by evaluation stays too, RUN@best")
     keep_every: Count = Field(0, description="checkpoints of steps that are a multiple of this are kept too; 0: none")
+    collect_every: Count = Field(
+        0, description="steps between two collections of Python's garbage, on all ranks at once; 0: when Python likes"
+    )
     track: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         (), description="trackers that get every metric too (wandb: offline unless WANDB_MODE says otherwise)"
     )
+    prometheus: int = Field(
+        0, ge=0, le=65535, description="port of 127.0.0.1 where Prometheus can fetch the newest metrics; 0: none"
+    )
+    profile: str = Field(
+        "", description="steps A:B, B not included, that torch's profiler records, into RUN/profiles; empty: none"
+    )
+    profile_ranks: tuple[int, ...] = Field((0,), description="ranks that it records them on")
 
 
 class Cluster(Section):

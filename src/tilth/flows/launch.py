@@ -46,6 +46,7 @@ from tilth.flows.signals import Interrupted, StopRequest
 from tilth.flows.vapo import vapo
 from tilth.flows.workers import threads
 from tilth.roles.reward_pool import RewardPool
+from tilth.trace.collector import collector
 from tilth.trace.spans import recorder
 
 PAGES: dict[str, Callable[[Run], None]] = {
@@ -131,10 +132,11 @@ def launch(
         with (
             RunDir.create(recipe, name, who.inputs, who.allow) as directory,
             recorder.to(directory.events, cluster.rank, directory.attempt),
+            collector.to(planned=bool(recipe.run.collect_every)),
             _told_how_to_go_on(directory.path),
         ):
             with StopRequest(recipe.run.grace) as stop:
-                cluster.trace(directory.events.resolve(), directory.attempt)
+                cluster.trace(directory.events.resolve(), directory.attempt, bool(recipe.run.collect_every))
                 run = _run(parts, cluster, directory, observers, stop)
                 directory.update(data=fingerprint)
                 _announce(run, parts, reward_file)
@@ -220,7 +222,13 @@ def _run(parts: Parts, cluster: Cluster, directory: RunDir, observers: Sequence[
         metrics=metrics,
         say=say,
         adopt=parts.adopt,
+        collect=partial(_collect, cluster, parts.recipe.run.collect_every),
     )
+
+
+def _collect(cluster: Cluster, every: int, step: int) -> None:
+    if every and step % every == 0:
+        cluster.collect(step)
 
 
 def _phases(run: Run) -> None:

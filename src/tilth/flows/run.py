@@ -122,9 +122,10 @@ class Run:
         metrics: Metrics,
         say: Callable[[str], None],
         adopt: str | None = None,
+        collect: Callable[[int], None] = lambda step: None,
     ) -> None:
         """say: puts a line into the log and before whoever watches; adopt: the checkpoint whose optimizer state the
-        first phase begins with."""
+        first phase begins with; collect: garbage is collected at the end of this step, if it is its turn."""
         self.recipe = recipe
         self.roles = roles
         self.policy, self.rollout, self.reward, self.reference = (
@@ -157,6 +158,7 @@ class Run:
         self._updated: list[Mapping[str, Metric]] = []
         self._empty = 0
         self._adopt = adopt
+        self._collect = collect
 
     # ---- phases ----
 
@@ -527,6 +529,7 @@ class Run:
             self.at.phase_step += 1
             if self._due():
                 self.assess()
+            self._collect(self.at.step)
         self._commit()
 
     def _due(self) -> bool:
