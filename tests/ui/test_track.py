@@ -189,7 +189,7 @@ def test_tensorboard_reads_every_step_back(tmp_path):
     assert [(e.step, e.value) for e in found.Scalars("loss")] == [(s, s + 0.125) for s in range(1, 6)]
     assert set(found.Tags()["scalars"]) == {"loss", "length/mean"}
     about = found.SummaryMetadata("length/mean")
-    assert about.summary_description == "length of a completion (unit: tokens)"
+    assert about.summary_description == "length of a completion (unit: tokens, reduction: mean)"
 
 
 @needs_tensorboard
@@ -305,7 +305,8 @@ def test_wandb_knows_recipe_units_and_a_sample(offline):
     (file,) = offline.glob("wandb/offline-run-*/*.wandb")
     runs = [r.run for r in whole(file) if r.WhichOneof("record_type") == "run"]
     config = {u.key: json.loads(u.value_json) for u in runs[0].config.update}
-    assert config["algorithm"]["steps"] == 7 and config["metrics"]["length/mean"] == "tokens"
+    assert config["algorithm"]["steps"] == 7 and config["metrics"]["length/mean"]["unit"] == "tokens"
+    assert config["metrics"]["length/max"]["reduction"] == "max"
     assert (runs[0].project, runs[0].display_name) == ("tilth", offline.name)
     (sample,) = offline.glob("wandb/offline-run-*/files/media/html/*.html")
     assert "2 &lt;b&gt;*x*" in sample.read_text()

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tilth.config.errors import RecipeError
 from tilth.config.flows import FLOWS, OPTIONAL
@@ -10,6 +10,8 @@ from tilth.config.schema import Algorithm, Layout, Recipe
 
 KV_BLOCK = 16
 """Tokens of a block of the rollout engine's cache."""
+MOST_PROFILED = 100
+"""Steps in one profile: each operation of each step is kept in memory until the last one."""
 
 
 def check(recipe: Recipe) -> None:
@@ -22,7 +24,7 @@ def check(recipe: Recipe) -> None:
 
 def check_cluster(recipe: Recipe) -> None:
     """Raise ``RecipeError`` where workers, pools and layouts contradict each other or what else the recipe asks for."""
-    for rule in (_workers, _pools, _fill, _divided, _limits):
+    for rule in (_workers, _pools, _fill, _divided, _limits, _profile):
         for problem in rule(recipe):
             raise RecipeError(problem)
 
@@ -200,6 +202,34 @@ def _limits(recipe: Recipe) -> Iterator[str]:
             f"cluster.timeout = {c.timeout:g} s for a call does not leave room for a reward of reward.timeout = "
             f"{r.timeout:g} s; set cluster.timeout to {2 * r.timeout:g} or more, or a smaller reward.timeout"
         )
+
+
+def _profile(recipe: Recipe) -> Iterator[str]:
+    r, steps = recipe.run, profiled(recipe)
+    if r.profile and not 0 < len(steps) <= MOST_PROFILED:
+        yield (
+            f"run.profile = {r.profile!r} is not A:B with 1 <= A < B <= A + {MOST_PROFILED}, as in 10:12 for steps 10 "
+            "and 11"
+        )
+    if r.profile:
+        yield from (f"run.profile_ranks: {problem}" for problem in unknown_ranks(recipe, r.profile_ranks))
+
+
+def profiled(recipe: Recipe) -> range:
+    """The steps of ``run.profile``; none where it is empty, or says nothing of use."""
+    found = re.fullmatch(r"([1-9]\d{0,17}):(\d{1,18})", recipe.run.profile)
+    return range(int(found[1]), int(found[2])) if found else range(0)
+
+
+def unknown_ranks(recipe: Recipe, ranks: Sequence[int]) -> Iterator[str]:
+    """What is wrong with these ranks of workers: each must be one of the recipe's, and there must be one."""
+    workers = sum(pools(recipe).values())
+    right = f"the workers are ranks 0 to {workers - 1}" if workers > 1 else "the one worker is rank 0"
+    if not ranks:
+        yield f"no rank is named; {right}"
+    for rank in ranks:
+        if not 0 <= rank < workers:
+            yield f"there is no rank {rank}; {right}"
 
 
 def _fill(recipe: Recipe) -> Iterator[str]:

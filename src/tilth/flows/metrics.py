@@ -48,6 +48,11 @@ class Metric:
     reduction: Reduction
     description: str
 
+    @property
+    def about(self) -> str:
+        """What it means, its unit and its reduction in one line, for tools that show a text beside the curve."""
+        return f"{self.description} (unit: {self.unit}, reduction: {self.reduction})"
+
 
 _DECLARED = (
     Metric("reward/mean", "reward", "mean", "reward of a sample; missing ones are left out"),

@@ -22,6 +22,7 @@ from tilth.config.load import dump_toml
 from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError
 from tilth.flows.metrics import KEYS, declaration, schema
+from tilth.ui.prometheus import Endpoint
 
 SAMPLE_EVERY = 25
 """Steps between two sampled answers that are kept as text."""
@@ -170,8 +171,7 @@ class TensorBoard(Tracker):
         if name in self._described:
             return Summary.Value(tag=name, simple_value=value)
         self._described.add(name)
-        declared = declaration(name)
-        about = SummaryMetadata(summary_description=f"{declared.description} (unit: {declared.unit})")
+        about = SummaryMetadata(summary_description=declaration(name).about)
         return Summary.Value(tag=name, simple_value=value, metadata=about)
 
 
@@ -210,7 +210,6 @@ class WeightsAndBiases(Tracker):
         known: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else fresh
         self._id, self._sent = known["id"], known["step"]
         self._remember(self._sent)
-        units = {name: about["unit"] for name, about in schema().items()}
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "tilth"),
             name=directory.name,
@@ -218,7 +217,7 @@ class WeightsAndBiases(Tracker):
             resume="allow",
             dir=str(directory),
             mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]
-            config={**self.recipe.dump(), "metrics": units},
+            config={**self.recipe.dump(), "metrics": schema()},
             settings=wandb.Settings(console="off", silent=True, init_timeout=PATIENCE / 2),
         )
 
@@ -251,9 +250,12 @@ TRACKERS: dict[str, type[Tracker]] = {t.package: t for t in (TensorBoard, Weight
 
 
 @contextmanager
-def tracking(recipe: Recipe) -> Iterator[list[Tracker]]:
-    """The trackers that ``run.track`` names, closed at the end. RecipeError if a library is missing."""
-    trackers = [TRACKERS[name](recipe) for name in dict.fromkeys(recipe.run.track)]
+def tracking(recipe: Recipe) -> Iterator[list[Tracker | Endpoint]]:
+    """The trackers that ``run.track`` names and the endpoint at ``run.prometheus``, closed at the end. RecipeError if a
+    library is missing, or the port is taken."""
+    trackers: list[Tracker | Endpoint] = [TRACKERS[name](recipe) for name in dict.fromkeys(recipe.run.track)]
+    if recipe.run.prometheus:
+        trackers.append(Endpoint(recipe.run.prometheus))
     failed = True
     try:
         yield trackers

@@ -1,0 +1,105 @@
+"""The newest metrics of a run for Prometheus: ``http://127.0.0.1:PORT/metrics`` while it goes on (``run.prometheus``).
+
+Read by the server that asks, so a step costs a few dictionary entries; nothing outside this machine can connect.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tilth.core.errors import RecipeError
+from tilth.flows.metrics import KEYS, METRICS, Metric, declaration
+
+HOST = "127.0.0.1"
+"""Loopback alone: metrics tell of the data, and the endpoint asks nobody who they are."""
+POSITION = {
+    "step": Metric("step", "steps", "last", "the newest committed step"),
+    "seconds": Metric("seconds", "s", "last", "run time until then"),
+}
+"""Fields of a record that say how far it is, as metrics."""
+_WORDS = {"s": "seconds", "bytes": "bytes"}
+"""Units that Prometheus wants at the end of a name."""
+
+
+def exposed(metric: Metric) -> str:
+    """The metric's name in Prometheus: ``memory/rss`` in bytes is tilth_memory_rss_bytes; a family ``time/*`` is
+    tilth_time_seconds, whose label ``name`` says which. A family beside a metric of the same name ends in _by_name."""
+    name = metric.name.removesuffix("/*")
+    by_name = ["by_name"] if name != metric.name and name in METRICS else []
+    unit = _WORDS.get(metric.unit, "")
+    return "_".join(["tilth", *name.split("/"), *([unit] if unit and unit not in name else []), *by_name])
+
+
+class Endpoint:
+    """An observer whose newest values can be fetched; of a metric that not every step measures, the last one."""
+
+    def __init__(self, port: int) -> None:
+        """Take the port. RecipeError: it cannot be had, or prometheus_client is not installed."""
+        if importlib.util.find_spec("prometheus_client") is None:
+            raise RecipeError(
+                f"run.prometheus = {port} needs prometheus_client, which is not installed: pip install "
+                "tilth[prometheus]"
+            )
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._run = ""
+        self._newest: dict[str, tuple[str, float]] = {}
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(port, HOST, registry)
+        except OSError as error:
+            raise RecipeError(
+                f"run.prometheus = {port}: {HOST}:{port} cannot be had ({error.strerror or error}); choose another "
+                "port, or 0 for none"
+            ) from error
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.server_port)
+
+    # ---- what is observed ----
+
+    def on_begin(self, directory: Path, step: int, say: Callable[[str], None]) -> None:
+        """The run is kept in ``directory``, whose name is the label ``run``."""
+        self._run = directory.name
+        say(f"metrics for Prometheus: http://{HOST}:{self.port}/metrics")
+
+    def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
+        """A step was committed. A number that is not finite is shown as it is: an old one in its place would lie."""
+        fresh = {
+            name: (str(record.get("phase", "")), float(value))
+            for name, value in record.items()
+            if (name not in KEYS or name in POSITION) and isinstance(value, (int, float))
+        }
+        self._newest = self._newest | fresh  # another dictionary: a request may be reading this one
+
+    def on_message(self, text: str) -> None:
+        """Messages are no metrics."""
+
+    def on_end(self, summary: dict[str, Any]) -> None:
+        """The last values stay until ``close``."""
+
+    def close(self, failed: bool) -> None:
+        """Give the port back."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    # ---- what is asked for ----
+
+    def collect(self) -> Iterator[Any]:
+        """One gauge for each metric, as prometheus_client wants them of a collector."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        gauges: dict[str, Any] = {}
+        for name, (phase, value) in self._newest.items():
+            metric = POSITION.get(name) or declaration(name)
+            family = metric.name.endswith("/*")
+            labels = ["run", "phase", *(["name"] if family else [])]
+            gauge = gauges.setdefault(metric.name, GaugeMetricFamily(exposed(metric), metric.about, labels=labels))
+            which = [name.removeprefix(metric.name[:-1])] if family else []
+            gauge.add_metric([self._run, phase, *which], value)
+        yield from gauges.values()
