@@ -38,10 +38,10 @@ class Share:
     @classmethod
     def of_group(cls, group: "ProcessGroup", ranks: Sequence[int], me: int) -> "Share":
         """The ranks of a process group, by their numbers in the world."""
-        import torch.distributed as dist
+        from tilth.parallel import meeting
 
         def broadcast(tensor: Tensor, source: int) -> None:
-            dist.broadcast(tensor, source, group=group)
+            meeting.broadcast(tensor, source, group)
 
         return cls(tuple(ranks), me, broadcast)
 

@@ -8,20 +8,17 @@ the group call them in the same order with the same number of rows; without elem
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Group = dist.ProcessGroup
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from tilth.parallel.meeting import Group, all_gather_into, all_reduce, reduce_scatter
 
 
 def add_up_(x: Tensor, group: Group) -> Tensor:
     """Contiguous x becomes the sum over the group, the same bits on every rank."""
     if x.numel():
-        dist.all_reduce(x, group=group)
+        all_reduce(x, group)
     return x
 
 
@@ -29,7 +26,7 @@ def _gather(x: Tensor, group: Group) -> Tensor:
     """[n, ...] of each rank, one behind another: [n * ranks, ...]."""
     out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     if out.numel():
-        _all_gather(out, x.contiguous(), group=group)
+        all_gather_into(out, x.contiguous(), group)
     return out
 
 
@@ -37,7 +34,7 @@ def _scatter(x: Tensor, group: Group) -> Tensor:
     """The rank's share of the rows of the sum over the group: [n * ranks, ...] to [n, ...]."""
     out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     if x.numel():
-        _reduce_scatter(out, x.contiguous(), group=group)
+        reduce_scatter(out, x.contiguous(), group)
     return out
 
 

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilth.core.layout import Mesh
+from tilth.parallel import meeting
 
 DATA = ("dp", "fsdp")
 """Dimensions that the rows of a batch are divided over."""
@@ -50,6 +51,7 @@ def join(rank: int, workers: int, meeting: str, timeout: float, device: str = "c
 def leave() -> None:
     """The inverse of ``join``."""
     _groups.clear()
+    meeting.forget()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -115,7 +117,7 @@ class Grid:
         group = self.group(*over)
         if group is not None:
             vector = vector.clone()
-            dist.all_reduce(vector, group=group)
+            meeting.all_reduce(vector, group)
         return vector
 
     def most(self, value: int) -> int:
@@ -124,7 +126,7 @@ class Grid:
         if group is None:
             return value
         found = torch.tensor(value)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        meeting.all_reduce(found, group, meeting.MAX)
         return int(found)
 
     def gather_rows(self, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -134,13 +136,13 @@ class Grid:
             return dict(rows)
         n = len(next(iter(rows.values())))
         counts = [torch.zeros((), dtype=torch.int64) for _ in range(group.size())]
-        dist.all_gather(counts, torch.tensor(n), group=group)
+        meeting.all_gather(counts, torch.tensor(n), group)
         width = sum(column.dtype.itemsize for column in rows.values())
         own = torch.zeros(int(max(counts)) * width, dtype=torch.uint8)
         packed = b"".join(np.ascontiguousarray(column).tobytes() for column in rows.values())
         own[: len(packed)] = torch.from_numpy(np.frombuffer(packed, np.uint8).copy())
         every = [torch.empty_like(own) for _ in counts]
-        dist.all_gather(every, own, group=group)
+        meeting.all_gather(every, own, group)
         parts = [_unpack(blob.numpy(), int(count), rows) for blob, count in zip(every, counts)]
         return {name: np.concatenate([part[name] for part in parts]) for name in rows}
 

@@ -24,6 +24,7 @@ from tilth.models.hf import Unread, check_tensors, shapes
 from tilth.models.rope import Rope
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.parallel.grid import DATA, MODEL, Grid
+from tilth.parallel.meeting import all_gather, all_reduce, watch
 from tilth.parallel.tensor import TensorPlan, apply_tensor
 from tilth.plan.layout import nested
 
@@ -67,6 +68,7 @@ def _fully_shard(model: Decoder, grid: Grid, zero: Zero, device: str) -> None:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_reshard_after_backward(zero == 3, recurse=False)
+        watch(module, grid.group("dp"))
 
 
 class Sharded:
@@ -166,7 +168,7 @@ class Sharded:
         own = mine.new_zeros(longest)
         own[: mine.numel()] = mine
         every = [torch.empty_like(own) for _ in ranks]
-        dist.all_gather(every, own, group=group)
+        all_gather(every, own, group)
         whole = {name: mine.new_empty(self.layouts[name].shape) for name in parts}
         for rank, blob in zip(ranks, every):
             at = 0
@@ -281,7 +283,7 @@ def _add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
         full = sum(t.nbytes for t in bucket) + (0 if following is None else following.nbytes) > BUCKET
         if following is None or full or following.dtype != tensor.dtype:
             flat = bucket[0].flatten() if len(bucket) == 1 else torch.cat([t.flatten() for t in bucket])
-            dist.all_reduce(flat, group=group)
+            all_reduce(flat, group)
             for t, summed in zip(bucket, flat.split([t.numel() for t in bucket])):
                 t.copy_(summed.view_as(t))
             bucket = []

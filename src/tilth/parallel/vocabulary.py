@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilth.models.logprobs import chunk_rows, grad_logits, head_logits, keeps, wide
 from tilth.parallel.collectives import Group, add_up_, copy_in, gather_copies, reduce_out, scatter_tokens
+from tilth.parallel.meeting import MAX, all_reduce
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class _Parts:
         """Of all ranks' logits: the target's above the greatest one, log of the sum of exp(l - m), mean of l - m."""
         own = self.greatest.clone()
         if own.numel():
-            dist.all_reduce(self.greatest, dist.ReduceOp.MAX, group=group)
+            all_reduce(self.greatest, group, MAX)
         lower = own - self.greatest
         scale = lower.exp()
         total, spread = self.sums[:2]

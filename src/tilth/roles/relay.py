@@ -21,6 +21,7 @@ from tilth.core.errors import WeightMismatch
 from tilth.core.layout import Mesh, Shape
 from tilth.models.value import OUTPUT
 from tilth.parallel.grid import Grid
+from tilth.parallel.meeting import broadcast
 from tilth.parallel.sharded import WHOLE, Sharded, buckets
 from tilth.trace.spans import span
 
@@ -137,7 +138,7 @@ class RelayWorker:
             flat = torch.cat([whole[name].reshape(-1) for name in names])
         else:
             flat = torch.empty(sum(sizes), dtype=dtype, device=self._device())
-        dist.broadcast(flat, grid.mesh.ranks[0], group=grid.group("to"))
+        _send(flat, grid)
         self._bytes += flat.nbytes
         return {name: part.view(self.shapes[name]) for name, part in zip(names, flat.split(sizes))}
 
@@ -147,11 +148,18 @@ class RelayWorker:
             return
         names = list(self.shapes)
         sums = torch.tensor([expected.get(name, 0) - 2**63 for name in names], dtype=torch.int64, device=self._device())
-        dist.broadcast(sums, route.outside.mesh.ranks[0], group=route.outside.group("to"))
+        _send(sums, route.outside)
         expected |= {name: total + 2**63 for name, total in zip(names, sums.tolist())}
 
     def _device(self) -> torch.device:
         return torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _send(x: Tensor, grid: Grid) -> None:
+    """Fill x with what the first of the grid has in it."""
+    group = grid.group("to")
+    assert group is not None  # a sender and a stranger at least
+    broadcast(x, grid.mesh.ranks[0], group)
 
 
 def verify_weights(expected: Mapping[str, int], received: Mapping[str, int], target: str = "rollout") -> None:

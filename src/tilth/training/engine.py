@@ -20,6 +20,7 @@ from tilth.core.errors import NonFiniteError, RecipeError, TokenCountError
 from tilth.models.attention import DropoutContext
 from tilth.models.decoder import Decoder
 from tilth.parallel.grid import DATA, MODEL, Grid
+from tilth.parallel.meeting import lent
 from tilth.parallel.sharded import Sharded
 from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
@@ -165,8 +166,8 @@ class TrainEngine:
             with span("forward", micro_batch=i, tokens=micro.computed) as forward:
                 self._score(micro, places[index], temperature, entropy=entropy)
                 value, parts = loss(micro)
-            with span("backward", micro_batch=i, tokens=micro.computed) as backward, self._apart(micro, parts):
-                value.backward()
+            with span("backward", micro_batch=i, tokens=micro.computed) as backward:
+                self._backward(value, backward, micro, parts)
             if self._compiling:
                 self.compile_seconds, self._compiling = forward.seconds + backward.seconds, False
             values.append(value.detach())  # read at the end: a device need not wait for each micro-batch
@@ -175,7 +176,7 @@ class TrainEngine:
             metrics.append(parts)
         _check_used(used)
         for i in range(len(plan), rounds):
-            with span("padding", micro_batch=i):
+            with span("padding", micro_batch=i) as padding, lent(padding):
                 self.sharded.micro(last=i == rounds - 1)
                 self.sharded.blank().backward()
         total = sum(torch.stack(values).tolist()) if values else 0.0
@@ -215,6 +216,10 @@ class TrainEngine:
             return loss, sequences, learn
         summed = self.grid.sum(torch.tensor([loss, sequences, learn], dtype=torch.float64)).tolist()
         return summed[0], int(summed[1]), summed[2] > 0
+
+    def _backward(self, value: Tensor, around: span, micro: Micro, parts: Mapping[str, Metric]) -> None:
+        with lent(around), self._apart(micro, parts):
+            value.backward()
 
     def _forget(self) -> None:
         self.optimizers.zero_grad()
