@@ -411,7 +411,7 @@ trace = typer.Typer(
 )
 app.add_typer(trace, name="trace")
 StepsOption = Annotated[
-    str, typer.Option("--steps", metavar="A:B", help="steps A to B, B not included; A: from A on, :B up to B")
+    str, typer.Option("--steps", metavar="A:B", help="steps A to B, B not included; or one; default: all")
 ]
 
 
@@ -422,9 +422,9 @@ def trace_run(
     as_json: Annotated[bool, typer.Option("--json", help="all numbers as one JSON object")] = False,
 ) -> None:
     """Say where the time of a run went, and what would be gained if the worst were mended; also while it goes on."""
-    from tilth.cli.trace_run import account
+    from tilth.cli.trace_run import account_of
 
-    account(run, steps, as_json=as_json)
+    account_of(run, steps, as_json=as_json)
 
 
 @trace.command(name="whatif")

@@ -1,24 +1,234 @@
-"""``tilth trace RUN``: where the time of a run went."""
+"""``tilth trace RUN``: where the time of a run went, in about ten lines."""
 
 import json
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import typer
 
 from tilth.core.errors import DataError
+from tilth.trace.account import COMMUNICATION, CONTROLLER, PAUSE, PEERS, Account, account
+from tilth.trace.events import Events, load, parse_steps
+from tilth.trace.recent import dropped
+from tilth.ui import words
+
+SHOWN = 4
+"""Most ranks with a line of their own; of more the two with most work and the two with least."""
+WIDTH, INDENT = 100, 15
+Found = dict[str, Any]
 
 
-def account(run: Path, steps: str, *, as_json: bool) -> None:
-    """Print where the time of a run's steps went. steps: "A:B", empty: all."""
+def account_of(run: Path, steps: str, *, as_json: bool) -> None:
+    """Print where the time of a run's steps went. steps: "A:B" or "A"; empty: all that have ended."""
     if not run.exists():
         raise DataError(f"no run at {str(run)!r}, nor is it a command of tilth trace (tilth trace --help)")
-    from tilth.flows.readers import read_metrics
+    events = load(run)
+    try:
+        found = account(events, parse_steps(steps) if steps else None)
+    except DataError as error:
+        raise DataError(f"{run}: {error}") from error
+    said = as_dict(run, events, found)
+    typer.echo(json.dumps(said, allow_nan=False) if as_json else "\n".join(lines(said)))
 
-    spent: Counter[str] = Counter()
-    for record in read_metrics(run):
-        spent.update({k[5:]: v for k, v in record.items() if k.startswith("time/") and v})
-    if as_json:
-        typer.echo(json.dumps(spent))
-    else:
-        typer.echo("\n".join(f"{name:<12} {seconds:10.2f} s" for name, seconds in spent.most_common()))
+
+def as_dict(run: Path, events: Events, found: Account) -> Found:
+    """The findings as JSON has them. Times in seconds, rates in tokens per second, shares from 0 to 1."""
+    slowest = int(found.seconds.argmax())
+    inline = events.controller in events.workers
+    return {
+        "run": str(run),
+        "state": _state(run),
+        "attempt": found.attempt,
+        "steps": {"first": int(found.steps[0]), "last": int(found.steps[-1]), "count": len(found.steps)},
+        "seconds": found.whole,
+        "step": {
+            "mean": float(found.seconds.mean()), "median": float(np.median(found.seconds)),
+            "longest": float(found.seconds[slowest]), "longest_at": int(found.steps[slowest]),
+        },
+        "parts": {name: {"seconds": s, "share": s / found.whole} for name, s in found.parts.items()},
+        "roles": {role: _by_rank(found, took) for role, took in found.roles.items()},
+        "ranks": [_rank(found, i) for i in range(len(found.ranks))],
+        "communication": {"by_op": found.meetings.by_op, **_talk(found)},
+        "controller": None if inline else {"rank": events.controller, "busy": found.controller},
+        "rates": _rates(run, found),
+        "events": len(events),
+        "dropped": dropped(run, found.attempt),
+    }  # fmt: skip
+
+
+def _state(run: Path) -> str | None:
+    """None: not a run's folder, but that of its events."""
+    from tilth.flows.readers import read_state
+
+    return str(read_state(run)["state"]) if (run / "run.json").exists() else None
+
+
+def _by_rank(found: Account, took: np.ndarray) -> dict[str, float]:
+    return {str(r): float(t) for r, t in zip(found.ranks, took) if t}
+
+
+def _rank(found: Account, i: int) -> Found:
+    at = {name: float(found.by_rank[i, k]) for k, name in enumerate(found.names)}
+    meetings = found.meetings
+    return {
+        "rank": found.ranks[i],
+        "busy": float(found.busy[i]),
+        "communication": {
+            "transfer": float(meetings.transfer[i]), "waiting": float(meetings.waiting[i]),
+            "hidden": float(meetings.hidden[i]), "others_waited": float(meetings.blamed[i]),
+        },
+        "parts": {name: seconds for name, seconds in at.items() if seconds},
+    }  # fmt: skip
+
+
+def _talk(found: Account) -> dict[str, float]:
+    """Means over ranks."""
+    meetings = found.meetings
+    return {name: float(getattr(meetings, name).mean()) for name in ("transfer", "waiting", "hidden")}
+
+
+def _rates(run: Path, found: Account) -> dict[str, float | None]:
+    """From the metrics of these steps; None where they have none."""
+    from tilth.flows.readers import rate, read_metrics
+
+    first, last = int(found.steps[0]), int(found.steps[-1])
+    records = [r for r in read_metrics(run) if first <= r["step"] <= last]
+    generated, trained = (sum(r.get(f"tokens/{n}") or 0 for r in records) for n in ("generated", "trained"))
+    mfu = rate(records, "mfu", "time/update")
+    updating = sum(r.get("time/update") or 0 for r in records if r.get("mfu") is not None)
+    return {
+        "generate": rate(records, "tokens_per_second/generate", "time/generate"),
+        "train": rate(records, "tokens_per_second/train", "time/update"),
+        "generated_overall": generated / found.whole if generated else None,
+        "trained_overall": trained / found.whole if trained else None,
+        "mfu": mfu,
+        "mfu_overall": None if mfu is None else mfu * updating / found.whole,
+    }
+
+
+def lines(said: Found) -> list[str]:
+    """What a person reads."""
+    pairs = [
+        ("steps", _steps(said)),
+        ("where", _where(said)),
+        ("roles", _roles(said)),
+        *_ranks(said),
+        ("communication", _communication(said)),
+        ("controller", _controller(said)),
+        ("rates", _speeds(said["rates"])),
+        ("trace", _trace(said)),
+    ]
+    return [line for name, parts in pairs if parts for line in _wrapped(name, parts)]
+
+
+def _wrapped(name: str, parts: Sequence[str]) -> list[str]:
+    """A label, and parts behind it in as many lines as they need."""
+    made = [f"{name:<{INDENT}}"]
+    for i, part in enumerate(parts):
+        part += "," if i < len(parts) - 1 else ""
+        if len(made[-1]) + len(part) > WIDTH and made[-1].strip():
+            made.append(" " * INDENT)
+        made[-1] += part + " "
+    return [line.rstrip() for line in made]
+
+
+def _share(seconds: float, whole: float) -> str:
+    share = 100 * seconds / whole
+    return f"{share:.0f} %" if share >= 9.95 or share == 0 else f"{share:.1f} %" if share >= 0.05 else "< 0.1 %"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _steps(said: Found) -> list[str]:
+    steps, step = said["steps"], said["step"]
+    several = steps["count"] > 1
+    state = {"running": "so far", None: ""}.get(said["state"], said["state"])
+    return [
+        f"{steps['first']} to {steps['last']}" if several else str(steps["first"]),
+        f"attempt {said['attempt']}",
+        *([state] if state else []),
+        f"{words.duration(said['seconds'])} min" if said["seconds"] >= 60 else _time(said["seconds"]),
+        *([f"{_time(step['median'])} a step (median)"] if several else []),
+        *([f"step {step['longest_at']} the longest with {_time(step['longest'])}"] if several else []),
+    ]
+
+
+def _where(said: Found) -> list[str]:
+    """Shares of the time: what was done first, then waiting, the greatest first in both."""
+    items = sorted(said["parts"].items(), key=lambda kv: (kv[0] in (PEERS, CONTROLLER), -kv[1]["seconds"]))
+    return [f"{name} {_share(part['seconds'], said['seconds'])}" for name, part in items]
+
+
+def _roles(said: Found) -> list[str]:
+    """Each role's share of its ranks' time; where ranks differ, the least and the most."""
+    found = []
+    for role, ranks in said["roles"].items():
+        shares = sorted(ranks.values())
+        low, high = (_share(s, said["seconds"]) for s in (shares[0], shares[-1]))
+        who = f" (rank {next(iter(ranks))})" if len(ranks) == 1 < len(said["ranks"]) else ""
+        found.append(f"{role} {high}{who}" if low == high else f"{role} {low.removesuffix(' %')} to {high}")
+    return found
+
+
+def _ranks(said: Found) -> list[tuple[str, list[str]]]:
+    ranks = said["ranks"]
+    if len(ranks) == 1:
+        return []
+    order = sorted(ranks, key=lambda r: (-r["busy"], r["rank"]))
+    half = SHOWN // 2
+    shown = ranks if len(ranks) <= SHOWN else order[:half] + order[-half:]
+    rest = [("", [f"and {len(ranks) - SHOWN} ranks between these"])] if len(ranks) > SHOWN else []
+    return [(f"rank {r['rank']}", _rank_parts(r, said["seconds"])) for r in shown] + rest
+
+
+def _rank_parts(rank: Mapping[str, Any], whole: float) -> list[str]:
+    parts, talk = rank["parts"], rank["communication"]
+    named = [
+        (COMMUNICATION, parts.get(COMMUNICATION)), (PAUSE, parts.get(PAUSE)), ("waits for ranks", parts.get(PEERS)),
+        ("for the controller", parts.get(CONTROLLER)), ("others waited for it", talk["others_waited"]),
+    ]  # fmt: skip
+    return [f"busy {_share(rank['busy'], whole)}", *(f"{name} {_share(s, whole)}" for name, s in named if s)]
+
+
+def _communication(said: Found) -> list[str]:
+    talk, whole = said["communication"], said["seconds"]
+    exposed = talk["transfer"] + talk["waiting"]
+    if not exposed + talk["hidden"]:
+        return []
+    most = max(talk["by_op"], key=talk["by_op"].get, default=None)
+    return [
+        f"exposed {_share(exposed, whole)} (waiting for the last rank {_share(talk['waiting'], whole)}",
+        f"transfer {_share(talk['transfer'], whole)})",
+        f"hidden {_share(talk['hidden'], whole)}",
+        *([f"most in {most}"] if most else []),
+    ]
+
+
+def _controller(said: Found) -> list[str]:
+    if said["controller"] is None:
+        return []
+    return [f"busy {_share(said['controller']['busy'], said['seconds'])}, else it waits for answers"]
+
+
+def _speeds(rates: Mapping[str, float | None]) -> list[str]:
+    """Rates within their phases, and over the whole time."""
+    pairs = [
+        (name, rates[key], rates[f"{name}_overall"]) for name, key in (("generated", "generate"), ("trained", "train"))
+    ]
+    found = [
+        f"{inside:,.0f} tokens/s {name}" + (f" ({overall:,.0f} over all time)" if overall else "")
+        for name, inside, overall in pairs
+        if inside
+    ]
+    if rates["mfu"] is not None and rates["mfu_overall"] is not None:
+        found.append(f"MFU {_share(rates['mfu'], 1)} of updates ({_share(rates['mfu_overall'], 1)} of all time)")
+    return found
+
+
+def _trace(said: Found) -> list[str]:
+    lost = f"{said['dropped']:,} dropped" if said["dropped"] else "none dropped"
+    return [f"{said['events']:,} events", lost]

@@ -13,7 +13,9 @@ from tilth.core.errors import DataError
 from tilth.flows.files import read_lines
 from tilth.flows.trajectories import read_trajectories, steps_of
 
-__all__ = ["checkpoints_of", "curve", "read_metrics", "read_state", "read_trajectories", "steps_of", "summarise"]
+__all__ = [
+    "checkpoints_of", "curve", "rate", "read_metrics", "read_state", "read_trajectories", "steps_of", "summarise",
+]  # fmt: skip
 
 Record = dict[str, Any]
 
@@ -100,8 +102,8 @@ def summarise(run: str | Path) -> Record:
         "parts_heldout": _parts(records),
         "best": state.get("best"),
         "reward_last": next((r["reward/mean"] for r in reversed(records) if r.get("reward/mean") is not None), None),
-        "tokens_per_second_generate": _rate(records, "tokens_per_second/generate", "time/generate"),
-        "tokens_per_second_train": _rate(records, "tokens_per_second/train", "time/update"),
+        "tokens_per_second_generate": rate(records, "tokens_per_second/generate", "time/generate"),
+        "tokens_per_second_train": rate(records, "tokens_per_second/train", "time/update"),
         "mismatch_max": max((v for _, v in curve(records, "mismatch/max")), default=None),
         "mismatch_mean": max((v for _, v in curve(records, "mismatch/mean")), default=None),
         "rewards_missing": int(sum(v for _, v in curve(records, "reward/missing"))),
@@ -135,9 +137,9 @@ def _first(values: Sequence[float]) -> float | None:
     return values[0] if values else None
 
 
-def _rate(records: Sequence[Record], rate: str, time: str) -> float | None:
-    """Tokens per second over all steps: each step's rate weighs by its time."""
-    pairs = [(r[rate], r.get(time) or 0.0) for r in records if r.get(rate) is not None]
+def rate(records: Sequence[Record], name: str, time: str) -> float | None:
+    """A rate (tokens per second, flops of the peak) over all steps: each step's weighs by its time."""
+    pairs = [(r[name], r.get(time) or 0.0) for r in records if r.get(name) is not None]
     spent = sum(t for _, t in pairs)
     return sum(v * t for v, t in pairs) / spent if spent else None
 
