@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tilth.cluster.clocks import Clocks
 from tilth.cluster.dispatch import Dispatch
 from tilth.cluster.fleet import Call, Fleet, Packed
 from tilth.cluster.group import WorkerGroup, call_numbers
@@ -34,6 +35,7 @@ class Cluster:
         self.dispatch = Dispatch(fleet, timeout)
         self.store: Store = SettledStore(fleet.store, self.dispatch)
         self._open = True
+        self._clocks: Clocks | None = None
 
     def group(
         self,
@@ -62,12 +64,16 @@ class Cluster:
         return 0 if isinstance(self.fleet, InlineFleet) else self.workers
 
     def trace(self, path: str | Path, attempt: int, planned: bool = False) -> None:
-        """Every worker writes its spans to ``path`` under its rank. The controller's own recorder is not touched.
+        """Every worker writes its spans to ``path`` under its rank. How its clock stands against the controller is kept
+        there too. The controller's own recorder, which must be running then, is not touched.
 
         planned: Python's garbage is collected by ``collect`` only.
         """
         call = Call("", "trace", (str(path), attempt, planned))
         self.dispatch.wait([self.dispatch.submit(rank, call) for rank in range(self.workers)])
+        if not isinstance(self.fleet, InlineFleet):
+            self._clocks = Clocks(self.dispatch, Path(path), attempt)
+            self._clocks.begin()
 
     def collect(self, step: int) -> None:
         """The controller and all workers collect Python's garbage now, at the same time; returns when all have."""
@@ -82,8 +88,14 @@ class Cluster:
             self.dispatch.wait(flights)
 
     def totals(self) -> dict[str, Total]:
-        """``recorder.totals()`` of the controller and all workers: where the time since the last call of this went."""
-        return together(recorder.totals(), self.dispatch.totals.take())
+        """``recorder.totals()`` of the controller and all workers: where the time since the last call of this went.
+
+        Asked for between two steps, when clocks can be compared too.
+        """
+        found = together(recorder.totals(), self.dispatch.totals.take())
+        if self._clocks is not None:
+            self._clocks.now_and_then()
+        return found
 
     def close(self) -> None:
         """Wait for outstanding calls, let the roles close, end the workers. Raises what failed in a call that nobody
@@ -94,10 +106,17 @@ class Cluster:
         try:
             if self.dispatch.failed is None:
                 self.dispatch.drain()
+                if self._clocks is not None:
+                    self._clocks.end()
                 end = Call("", "end")
                 self.dispatch.wait([self.dispatch.submit(rank, end) for rank in range(self.workers)])
         finally:
-            self.fleet.close(kill=self.dispatch.failed is not None)
+            self._end(kill=self.dispatch.failed is not None)
+
+    def _end(self, kill: bool) -> None:
+        if self._clocks is not None:
+            self._clocks.close()
+        self.fleet.close(kill)
 
     def __enter__(self) -> "Cluster":
         return self
@@ -117,7 +136,7 @@ class Cluster:
         try:
             kill = not self.dispatch.end(LEAVE)
         finally:  # an interrupt while they end kills them
-            self.fleet.close(kill)
+            self._end(kill)
 
 
 class SettledStore:

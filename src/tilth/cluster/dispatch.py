@@ -95,6 +95,11 @@ class Dispatch:
             self._give_up(first)
         return [flight.future.result() for flight in flights]
 
+    def idle(self) -> bool:
+        """Whether no call is in flight, and none has failed."""
+        with self._changed:
+            return self.failed is None and not self._failures and not any(self._flying)
+
     def drain(self) -> None:
         """Wait for all calls that nobody waited for."""
         with self._changed:
@@ -104,9 +109,8 @@ class Dispatch:
     def end(self, seconds: float) -> bool:
         """Let the roles of idle workers close. False, and no error, if a call has failed or is in flight, or if not all
         workers have answered within ``seconds``."""
-        with self._changed:
-            if self.failed is not None or self._failures or any(self._flying):
-                return False
+        if not self.idle():
+            return False
         call = Call("", "end")
         try:
             flights = [self.submit(rank, call) for rank in range(self.fleet.workers)]

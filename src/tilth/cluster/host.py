@@ -18,6 +18,7 @@ from tilth.core.batch import Store
 from tilth.core.errors import StorageError, TilthError
 from tilth.core.layout import Mesh
 from tilth.trace.collector import collector
+from tilth.trace.rounds import Origin, origin
 from tilth.trace.spans import NOWHERE, Where, recorder, span
 
 
@@ -110,6 +111,13 @@ class Host:
             self._tracing = True
         if self._tracing:
             collector.start(planned)
+
+    def _origin(self) -> Origin:
+        return origin()
+
+    def _clock(self) -> int:
+        """Now, on the clock of the events of this process."""
+        return time.perf_counter_ns() + recorder.epoch
 
     def _collect(self) -> None:
         collector.collect()

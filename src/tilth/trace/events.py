@@ -1,7 +1,7 @@
 """The events of one attempt of a run as columns of numbers: what every analysis and picture of it starts from."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -12,8 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tilth.core.errors import DataError
+from tilth.trace.align import Spans, align
 from tilth.trace.ops import kind
 from tilth.trace.read import read_events
+from tilth.trace.rounds import Asked, events_folder, read_rounds
 
 NUMBERS = ("step", "micro_batch", "seq", "tokens", "squares", "bytes")
 CODED = ("op", "detail", "role", "place", "thread")
@@ -117,7 +119,8 @@ def load(path: str | Path, attempt: int | None = None, steps: range | None = Non
     if attempt is not None and attempt not in attempts:
         raise DataError(f"{path} has no attempt {attempt}; there {'are' if attempts[1:] else 'is'} {_listed(attempts)}")
     chosen = attempts[-1] if attempt is None else attempt
-    events = from_table(table.filter(pc.equal(table["attempt"], chosen)))
+    asked = read_rounds(events_folder(path), chosen)
+    events = from_table(table.filter(pc.equal(table["attempt"], chosen)), asked)
     if steps is None:
         return events
     found = events.select(np.isin(events.step, np.arange(steps.start, steps.stop)))
@@ -127,10 +130,15 @@ def load(path: str | Path, attempt: int | None = None, steps: range | None = Non
     return found
 
 
-def from_table(table: pa.Table) -> Events:
-    """The events of one attempt in a table with the columns of ``trace.writer.EVENTS``."""
+def from_table(table: pa.Table, asked: Mapping[int, Asked] | None = None) -> Events:
+    """The events of one attempt in a table with the columns of ``trace.writer.EVENTS``.
+
+    asked: what is known of the clocks; with it all times are on the controller's.
+    """
     if not len(table):
         raise DataError("there are no events")
+    if asked:
+        table = _aligned(table, asked)
     table = table.take(np.argsort(_number(table, "start"), kind="stable"))
     rank, start, duration = (_number(table, name) for name in ("rank", "start", "duration"))
     parent = _parents(rank, _number(table, "id"), _number(table, "parent"))
@@ -143,6 +151,16 @@ def from_table(table: pa.Table) -> Events:
         start=start - start[0], duration=duration, own=own, flops=table["flops"].to_numpy(), kind=_kinds(coded["op"]),
         **columns,
     )  # fmt: skip
+
+
+def _aligned(table: pa.Table, asked: Mapping[int, Asked]) -> pa.Table:
+    rank, seq, start, took = (_number(table, name) for name in ("rank", "seq", "start", "duration"))
+    op, detail = _coded(table, "op"), _coded(table, "detail")
+    spans = Spans(rank, seq, start, start + took, op.codes, op.names, detail.codes, detail.names)
+    start, end = align(asked, _controller(rank, op), spans)
+    for name, values in (("start", start), ("duration", end - start)):
+        table = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
+    return table
 
 
 def parse_steps(text: str) -> range:

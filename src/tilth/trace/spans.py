@@ -249,6 +249,12 @@ class Recorder:
         if waiting >= WAKE and not self._wake.is_set():
             self._wake.set()
 
+    @property
+    def epoch(self) -> int:
+        """ns to add to ``time.perf_counter_ns`` for the clock of the events that are being written; 0: none are."""
+        writer = self._writer
+        return 0 if writer is None else writer.epoch
+
     def totals(self, reset: bool = True) -> dict[str, Total]:
         """Sums by operation over the spans that ended since the last reset, in all threads; time in seconds."""
         with self._totals_lock:

@@ -1,0 +1,179 @@
+"""The events of several processes on one clock, the controller's: from rounds, calls and communications.
+
+Beside the rounds (``trace.rounds``) the trace itself bounds offsets for nothing: a call cannot begin before it was
+submitted, nor end after its answer was there; no rank leaves an all-reduce before the last one has entered it; nothing
+is received before it is sent (dPRO, arXiv 2205.02473, section 5). Processes that read the very same clock (one machine)
+need no estimate, if their rounds do not say otherwise.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilth.trace.clock import SLACK, Bounds, Clock, fit, same
+from tilth.trace.rounds import Asked
+
+EVERYONE = ("all_reduce", "all_gather", "reduce_scatter")
+"""Communications that need something of everyone, so that nobody can be done before all have begun."""
+PASSES = 2
+"""Times that ranks tell one another through communications how well their clocks are known."""
+NEVER = np.iinfo(np.int64).min // 4
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """All that is known of one clock."""
+
+    least: Bounds
+    most: Bounds
+    knots: np.ndarray
+    clock: Clock
+
+    @classmethod
+    def of(cls, bursts: Sequence[np.ndarray], begin: int, end: int) -> "Known":
+        """From rounds, int64 [k, 3] each burst; of a burst, which is short, the best round of either kind. begin, end:
+        what the clock shall be known for."""
+        rounds = [b[(np.argmax(b[:, 0] - b[:, 1]), np.argmin(b[:, 2] - b[:, 1])), :] for b in bursts]
+        asked, answered = np.array([r[0] for r in rounds]), np.array([r[1] for r in rounds])
+        least = Bounds(asked[:, 1], asked[:, 0] - asked[:, 1])
+        most = Bounds(answered[:, 1], answered[:, 2] - answered[:, 1])
+        knots = np.unique(np.r_[begin, end, [int(b[0, 1]) for b in bursts]])
+        return cls(least, most, knots, fit(least, most, knots))
+
+    def told(self, least: Bounds, most: Bounds) -> "Known":
+        """With what else is known; of it the tightest at each knot. What the rounds contradict is left out."""
+        least, most = self._tightest(least, 1), self._tightest(most, -1)
+        if not len(least.at) and not len(most.at):
+            return self
+        clock = fit(self.least + least, self.most + most, self.knots)
+        return Known(self.least, self.most, self.knots, clock)
+
+    def _tightest(self, bounds: Bounds, side: int) -> Bounds:
+        room = self.clock.error(bounds.at)
+        excess = side * (bounds.value - self.clock.offset(bounds.at))
+        news = np.flatnonzero((excess <= room) & (excess > -room))
+        knot = bounds[news].near(self.knots)
+        order = np.lexsort((excess[news], knot))
+        last = np.flatnonzero(np.diff(knot[order], append=-1))
+        return bounds[news[order[last]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """What the bounds that a trace itself gives are read from. rank, seq, start, end: int64 [n], each on the clock of
+    its process; op, detail: int32 [n] codes of ops and details."""
+
+    rank: np.ndarray
+    seq: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    op: np.ndarray
+    ops: tuple[str, ...]
+    detail: np.ndarray
+    details: tuple[str, ...]
+
+    def of(self, *names: str) -> np.ndarray:
+        """int64 [k]: rows of these operations."""
+        return np.flatnonzero(np.isin(self.op, [i for i, name in enumerate(self.ops) if name in names]))
+
+
+def clocks(asked: Mapping[int, Asked], controller: int, spans: Spans) -> dict[int, Clock]:
+    """The clock of each rank that was asked, and the controller's own."""
+    known, found = dict[int, Known](), {controller: same()}
+    for rank, about in asked.items():
+        mine = spans.rank == rank
+        if rank == controller or not about.bursts or not mine.any():
+            continue
+        told = Known.of(about.bursts, int(spans.start[mine].min()), int(spans.end[mine].max()))
+        exact = _shared(asked.get(controller), about, told)
+        if exact is None:
+            known[rank] = told.told(*calls(spans, controller, rank))
+        else:
+            found[rank] = exact
+    together = [r for r, about in asked.items() if about.origin.waits]
+    for _ in range(PASSES if known else 0):
+        found |= {rank: about.clock for rank, about in known.items()}
+        met = meetings(spans, {r: found[r] for r in together if r in found})
+        known = {rank: about.told(*met[rank]) if rank in met else about for rank, about in known.items()}
+    return found | {rank: about.clock for rank, about in known.items()}
+
+
+def _shared(controller: Asked | None, worker: Asked, told: Known) -> Clock | None:
+    """The clock of a worker that reads the controller's very own, as both say, if its rounds agree."""
+    if controller is None or not controller.origin.clock or controller.origin.clock != worker.origin.clock:
+        return None
+    offset = controller.origin.epoch - worker.origin.epoch
+    agrees = (told.least.value - SLACK <= offset).all() and (offset <= told.most.value + SLACK).all()
+    return same(offset) if agrees else None
+
+
+def calls(spans: Spans, controller: int, rank: int) -> tuple[Bounds, Bounds]:
+    """What a rank's calls say: none begins before it was submitted, nor ends after its answer was there."""
+    here = spans.of("call")
+    here = here[spans.rank[here] == rank]
+    submits, awaits = (rows[spans.rank[rows] == controller] for rows in (spans.of("submit"), spans.of("await")))
+    i, j = _matched(spans.seq[here], spans.seq[submits])
+    begun, asked = here[i], submits[j]
+    i, j = _matched(spans.seq[here], spans.seq[awaits])
+    ended, answered = here[i], awaits[j]
+    return (
+        Bounds(spans.start[begun], spans.start[asked] - spans.start[begun]),
+        Bounds(spans.end[ended], spans.end[answered] - spans.end[ended]),
+    )
+
+
+def _matched(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    _, i, j = np.intersect1d(one, other, return_indices=True)
+    return i, j
+
+
+def meetings(spans: Spans, clocks: Mapping[int, Clock]) -> dict[int, tuple[Bounds, Bounds]]:
+    """What communications say: by the time when the first of a group can have left, at the latest, all have entered."""
+    rows = spans.of(*EVERYONE, "send", "receive")
+    rows = rows[np.isin(spans.rank[rows], list(clocks))]
+    group = _groups(spans, rows)
+    rows, group = rows[group >= 0], group[group >= 0]
+    early, late = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+    for rank, clock in clocks.items():
+        mine = spans.rank[rows] == rank
+        early[mine], late[mine] = clock.reach(spans.start[rows[mine]])[0], clock.reach(spans.end[rows[mine]])[1]
+    enters, leaves = ~np.isin(rows, spans.of("receive")), ~np.isin(rows, spans.of("send"))
+    entered = np.full(group.max(initial=-1) + 1, NEVER)
+    left = -entered
+    np.maximum.at(entered, group[enters], early[enters])
+    np.minimum.at(left, group[leaves], late[leaves])
+    found = {}
+    for rank in clocks:
+        mine = spans.rank[rows] == rank
+        a, b = mine & leaves, mine & enters
+        least = Bounds(spans.end[rows[a]], entered[group[a]] - spans.end[rows[a]])
+        most = Bounds(spans.start[rows[b]], left[group[b]] - spans.start[rows[b]])
+        found[rank] = least, most
+    return found
+
+
+def _groups(spans: Spans, rows: np.ndarray) -> np.ndarray:
+    """int64 [k]: which communication each is part of, from 0 on; -1 where not all of its members are there."""
+    if not len(rows):
+        return np.zeros(0, np.int64)
+    pair = np.isin(rows, spans.of("send", "receive"))
+    key = np.stack([np.where(pair, -1, spans.op[rows]), spans.detail[rows], spans.seq[rows]], 1)
+    _, group, count = np.unique(key, axis=0, return_inverse=True, return_counts=True)
+    group = group.reshape(-1)
+    members = np.array([len(re.split("[,>]", text)) for text in spans.details])[spans.detail[rows]]
+    _, first = np.unique(np.stack([group, spans.rank[rows]], 1), axis=0, return_index=True)
+    ranks = np.bincount(group[first], minlength=len(count))
+    whole = (count[group] == members) & (ranks[group] == members) & (spans.seq[rows] >= 0)
+    return np.where(whole, group, -1)
+
+
+def align(asked: Mapping[int, Asked], controller: int, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+    """Start and end of all spans on the controller's clock, int64 [n] each; of a rank that nobody asked as they are.
+    What is within a span stays so, and the order of a process."""
+    start, end = spans.start.copy(), spans.end.copy()
+    for rank, clock in clocks(asked, controller, spans).items():
+        mine = spans.rank == rank
+        start[mine], end[mine] = clock.aligned(start[mine]), clock.aligned(end[mine])
+    return start, end
