@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tilth.core.errors import CallTimeout, TilthError, WorkerError, WorkerLost
+from tilth.core.errors import CallTimeout, DataError, TilthError, WorkerError, WorkerLost
 
 USAGE: Any = typer.BadParameter.__mro__[1]
 """click's UsageError, wherever this version of typer has it from."""
@@ -429,19 +429,54 @@ def trace_run(
 
 @trace.command(name="whatif")
 def trace_whatif(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="a trace in the straggler study's format (Parquet)")],
-    meta: Annotated[Path | None, typer.Option(metavar="META.yaml", help="the job's sizes, to check the trace")] = None,
+    path: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="a run, or a trace in the straggler study's format")],
+    meta: Annotated[
+        Path | None, typer.Option(metavar="META.yaml", help="of a FILE: the job's sizes, to check it")
+    ] = None,
+    steps: StepsOption = "",
+    bandwidth: Annotated[str, typer.Option(metavar="RATE", help="of a RUN: on another network, as 10Gbit")] = "",
+    latency: Annotated[str, typer.Option(metavar="TIME", help="of a RUN: on another network, as 50us")] = "",
     svg: Annotated[Path | None, typer.Option(metavar="PATH", help="write the heat map of workers as a picture")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="all numbers as one JSON object")] = False,
 ) -> None:
     """Say what stragglers cost, which operations, stages and workers they are, and the likely cause.
 
     Keys of --json: slowdown, ideal_step (seconds), by_optype, by_stage, by_dp, by_worker (dp, stage, rank, exact,
-    shortcut), m_w, m_s, cause (text, findings, evidence).
+    shortcut), m_w, m_s, cause (text, findings, evidence). Of a RUN also step, model_error, steps, left_out,
+    other_network, and in findings seconds, those of a step without the cause.
     """
+    if path.is_dir():
+        from tilth.cli.trace_own import whatif_of
+
+        if meta is not None:
+            raise DataError("--meta is of a trace in the straggler study's format; of a run all sizes are known")
+        whatif_of(path, steps, latency, bandwidth, svg, as_json=as_json)
+        return
     from tilth.cli.trace import whatif
 
-    whatif(file, meta, svg, as_json=as_json)
+    if steps or bandwidth or latency:
+        raise DataError(
+            "--steps, --bandwidth and --latency are of a RUN; of a trace in the study's format all is taken"
+        )
+    whatif(path, meta, svg, as_json=as_json)
+
+
+@trace.command(name="costs")
+def trace_costs(
+    run: RunArgument,
+    steps: StepsOption = "",
+    save: Annotated[Path | None, typer.Option(metavar="PATH", help="write them as JSON, for planners")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="everything as one JSON object")] = False,
+) -> None:
+    """Say what work costs on this machine: seconds against tokens and bytes, fitted, each with its error.
+
+    Keys of --json and of the file: format, version, about, compute (op, role, fixed, per_token, per_square in seconds,
+    tokens, squares, count, ranks, separate, error), links (op, ranks, latency, bandwidth, least, greatest, separate,
+    error), left.
+    """
+    from tilth.cli.costs import costs
+
+    costs(run, steps, save, as_json=as_json)
 
 
 @app.command()

@@ -40,6 +40,15 @@ def whatif(file: Path, meta: Path | None, svg: Path | None, *, as_json: bool) ->
         _print(file, trace, found, cause)
 
 
+def about(cause: Cause) -> dict[str, Any]:
+    """A cause as JSON has it."""
+    findings = [{"kind": f.kind, "share": f.share, "where": list(f.where), "text": f.text} for f in cause.findings]
+    for told, finding in zip(findings, cause.findings):
+        if finding.seconds is not None:
+            told["seconds"] = finding.seconds
+    return {"text": cause.text, "findings": findings, "evidence": cause.evidence}
+
+
 def as_dict(found: WhatIf, cause: Cause) -> dict[str, Any]:
     """The findings as JSON has them. Times in seconds."""
     return {
@@ -51,13 +60,7 @@ def as_dict(found: WhatIf, cause: Cause) -> dict[str, Any]:
         "by_worker": _workers(found),
         "m_w": found.m_w.share,
         "m_s": found.m_s.share,
-        "cause": {
-            "text": cause.text,
-            "findings": [
-                {"kind": f.kind, "share": f.share, "where": list(f.where), "text": f.text} for f in cause.findings
-            ],
-            "evidence": cause.evidence,
-        },
+        "cause": about(cause),
     }
 
 
@@ -76,10 +79,14 @@ def _workers(found: WhatIf) -> list[dict[str, Any]]:
 def _write(path: Path, file: Path, found: WhatIf, cause: Cause) -> None:
     stages, dp = found.exact.shape
     names = [[f"dp {d} stage {p} (rank {found.ranks[p, d]})" for d in range(dp)] for p in range(stages)]
-    title = f"{file.name}: S = {found.slowdown:.3f}"
+    write_map(path, f"{file.name}: S = {found.slowdown:.3f}", cause, found.exact, names)
+
+
+def write_map(path: Path, title: str, cause: Cause, values: np.ndarray, names: list[list[str]]) -> None:
+    """The heat map of workers, [stages, dp] and as many names, as a picture. StorageError if it cannot be written."""
     note = "Slowdown of a step in which only this worker keeps its recorded times. " + _short(cause)
     try:
-        path.write_text(heat_map(title, note, found.exact, names))
+        path.write_text(heat_map(title, note, values, names))
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
@@ -106,17 +113,16 @@ def _print(file: Path, trace: Trace, found: WhatIf, cause: Cause) -> None:
         "",
     )
     _tables(found)
-    _map(found)
+    draw_map(found.exact)
 
 
 def _tables(found: WhatIf) -> None:
-    types = sorted(found.by_optype.items(), key=lambda kv: -kv[1].mean)
-    _table("operation", types)
+    by_type(found.by_optype)
     if len(found.by_stage) > 1:
-        _table("stage", [(str(i), s) for i, s in enumerate(found.by_stage)])
+        slowdowns("stage", [(str(i), s) for i, s in enumerate(found.by_stage)])
     ranks = sorted(((str(i), s) for i, s in enumerate(found.by_dp)), key=lambda kv: -kv[1].mean)
     if len(ranks) > 1:
-        _table("dp rank", ranks[:SHOWN], len(ranks) - SHOWN)
+        slowdowns("dp rank", ranks[:SHOWN], len(ranks) - SHOWN)
     table = new_table("worker", "rank", "S exact", "S shortcut", right=("rank", "S exact", "S shortcut"))
     for r in _workers(found)[:SHOWN]:
         name = f"dp {r['dp']} stage {r['stage']}"
@@ -124,17 +130,24 @@ def _tables(found: WhatIf) -> None:
     show(table, *([f"and {found.exact.size - SHOWN} more"] if found.exact.size > SHOWN else []), "")
 
 
-def _table(what: str, rows: list[tuple[str, Slowdown]], more: int = 0) -> None:
+def by_type(found: dict[str, Slowdown], most: int | None = None) -> None:
+    """A table of operations, the worst first."""
+    rows = sorted(found.items(), key=lambda kv: -kv[1].mean)
+    slowdowns("operation", rows[:most], len(rows) - len(rows[:most]))
+
+
+def slowdowns(what: str, rows: list[tuple[str, Slowdown]], more: int = 0) -> None:
+    """A table of S; more: rows that are not shown."""
     table = new_table(what, "S", "worst step", right=("S", "worst step"))
     for name, s in rows:
         table.add_row(name, f"{s.mean:.4f}", f"{s.per_step.max():.4f}")
     show(table, *([f"and {more} more"] if more > 0 else []), "")
 
 
-def _map(found: WhatIf) -> None:
-    """The workers as a picture of characters; where they do not fit, a cell is the worst of several."""
+def draw_map(values: np.ndarray) -> None:
+    """Workers, [stages, dp], as a picture of characters; where they do not fit, a cell is the worst of several."""
     console = Console(width=shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
-    stages, dp = found.exact.shape
+    stages, dp = values.shape
     room = max(console.width - 12, 8)
     fold = -(-dp // room)
     several = f", a column is the worst of {fold}" if fold > 1 else ""
@@ -142,8 +155,8 @@ def _map(found: WhatIf) -> None:
     console.print(Text.assemble(*(_shade(v, sys.stdout.isatty()) for v in np.linspace(LOW, HIGH, 5))))
     wide = max(1, min(4, room // dp))
     for p in range(stages):
-        values = [found.exact[p, i : i + fold].max() for i in range(0, dp, fold)]
-        cells = [_shade(v, sys.stdout.isatty(), wide) for v in values]
+        row = [values[p, i : i + fold].max() for i in range(0, dp, fold)]
+        cells = [_shade(v, sys.stdout.isatty(), wide) for v in row]
         console.print(Text.assemble(f"{f'stage {p}':>10} ", *cells, "|"), soft_wrap=True)
 
 

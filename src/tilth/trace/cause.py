@@ -26,12 +26,15 @@ Place = dict[str, int | str]
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause. ``kind``: slow-worker, stage-imbalance, sequence-lengths, garbage-collection, communication."""
+    """One cause. ``kind``: slow-worker, stage-imbalance, sequence-lengths, garbage-collection, communication;
+    of our own runs also controller."""
 
     kind: str
     share: float
     text: str
     where: tuple[Place, ...] = ()
+    seconds: float | None = None
+    """Of our own runs: what a step would take without it, the median."""
 
 
 @dataclass(frozen=True)

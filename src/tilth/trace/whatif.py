@@ -54,8 +54,8 @@ class Mended:
 
 
 @dataclass(frozen=True)
-class WhatIf:
-    """Findings of a trace: s steps, p stages, d dp ranks. Times in seconds."""
+class Replayed:
+    """Steps as they were, as the model has them, and in the ideal. Times in seconds."""
 
     steps: np.ndarray
     recorded: np.ndarray
@@ -65,25 +65,6 @@ class WhatIf:
     ideal: np.ndarray
     """float64 [s]: T_ideal."""
     by_optype: dict[str, Slowdown]
-    by_stage: list[Slowdown]
-    by_dp: list[Slowdown]
-    exact: np.ndarray
-    """float64 [p, d]: S of each worker by a replay of its own."""
-    exact_per_step: np.ndarray
-    """float64 [p, d, s]."""
-    ranks: np.ndarray
-    """int64 [p, d]: global ranks."""
-    worst: list[tuple[int, int]]
-    """(dp rank, stage) of the workers that M_W mends, the study's choice: by the shortcut."""
-    m_w: Mended
-    m_s: Mended
-    """Of the last stage; a share of 0 without a pipeline."""
-    m_p: Mended
-    """Of the stage with the greatest S."""
-    m_c: Mended
-    """Of all communication."""
-    m_l: Mended
-    """Of the spread of computes within a stage: each takes the mean of its type on its stage in that step."""
 
     @property
     def slowdown(self) -> float:
@@ -104,6 +85,31 @@ class WhatIf:
     def error(self) -> float:
         """The model's own error: recorded over replayed, less 1; that of the means over steps."""
         return float(self.recorded.mean() / self.replayed.mean() - 1)
+
+
+@dataclass(frozen=True)
+class WhatIf(Replayed):
+    """Findings of a trace: s steps, p stages, d dp ranks."""
+
+    by_stage: list[Slowdown]
+    by_dp: list[Slowdown]
+    exact: np.ndarray
+    """float64 [p, d]: S of each worker by a replay of its own."""
+    exact_per_step: np.ndarray
+    """float64 [p, d, s]."""
+    ranks: np.ndarray
+    """int64 [p, d]: global ranks."""
+    worst: list[tuple[int, int]]
+    """(dp rank, stage) of the workers that M_W mends, the study's choice: by the shortcut."""
+    m_w: Mended
+    m_s: Mended
+    """Of the last stage; a share of 0 without a pipeline."""
+    m_p: Mended
+    """Of the stage with the greatest S."""
+    m_c: Mended
+    """Of all communication."""
+    m_l: Mended
+    """Of the spread of computes within a stage: each takes the mean of its type on its stage in that step."""
 
     @property
     def shortcut(self) -> np.ndarray:
@@ -249,10 +255,11 @@ def mended(model: Model, fix: np.ndarray, replayed: np.ndarray, best: np.ndarray
     """What is gained where ``fix``, bool [n] or [n, d], is made ideal; nothing where it is empty."""
     if not fix.any():
         return Mended(0.0, float(replayed.mean()), 0.0, float(best.mean()))
-    return _mended(model.seconds(~fix), model.seconds(fix), replayed, best)
+    return mended_by(model.seconds(~fix), model.seconds(fix), replayed, best)
 
 
-def _mended(fixed: np.ndarray, added: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
+def mended_by(fixed: np.ndarray, added: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
+    """From times of each step: with something made ideal, with only it as recorded, as recorded, in the ideal."""
     lost = replayed.mean() - best.mean()
     scale = 1 / lost if lost else 0.0
     gain, loss = replayed.mean() - fixed.mean(), added.mean() - best.mean()
@@ -262,7 +269,7 @@ def _mended(fixed: np.ndarray, added: np.ndarray, replayed: np.ndarray, best: np
 def replaced(model: Model, even: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
     """What is gained where operations take the durations ``even``, [n, s, d], instead of the recorded ones."""
     only = model.ideal[:, None, None] + model.real - even
-    return _mended(model.times(even), model.times(np.maximum(only, 0)), replayed, best)
+    return mended_by(model.times(even), model.times(np.maximum(only, 0)), replayed, best)
 
 
 def levelled(model: Model) -> np.ndarray:

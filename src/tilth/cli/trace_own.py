@@ -1,0 +1,102 @@
+"""``tilth trace whatif RUN``: what stragglers cost one of our own runs, where they are, and the likely cause."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+
+from tilth.cli.tables import new_table, show
+from tilth.cli.trace import SHOWN, about, by_type, draw_map, slowdowns, write_map
+from tilth.trace.cause import Cause
+from tilth.trace.events import parse_steps
+from tilth.trace.network import parse_bandwidth, parse_seconds
+from tilth.trace.own import RunWhatIf, analyse
+
+
+def whatif_of(run: Path, steps: str, latency: str, bandwidth: str, svg: Path | None, *, as_json: bool) -> None:
+    """Analyse a run and print what was found. Empty texts: all steps, the network as it was."""
+    chosen = parse_steps(steps) if steps else None
+    network = parse_seconds(latency) if latency else None, parse_bandwidth(bandwidth) if bandwidth else None
+    _, found, cause = analyse(run, chosen, *network)
+    if svg is not None:
+        names = [[f"dp {d} (rank {r})" for d, r in zip(found.dp, found.workers)]]
+        write_map(svg, f"{run.name}: S = {found.slowdown:.3f}", cause, found.exact[None], names)
+    if as_json:
+        typer.echo(json.dumps(as_dict(found, cause), allow_nan=False))
+    else:
+        _print(run, found, cause)
+
+
+def as_dict(found: RunWhatIf, cause: Cause) -> dict[str, Any]:
+    """The findings as JSON has them: the keys of foreign traces, then those of our own runs. Times in seconds."""
+    return {
+        "slowdown": found.slowdown,
+        "ideal_step": float(found.ideal.mean()),
+        "by_optype": {name: s.mean for name, s in found.by_optype.items()},
+        "by_stage": {},
+        "by_dp": {str(d): s.mean for d, s in found.by_dp.items()},
+        "by_worker": _workers(found),
+        "m_w": found.m_w.share,
+        "m_s": 0.0,
+        "cause": about(cause),
+        "step": float(found.recorded.mean()),
+        "model_error": found.error,
+        "steps": {"first": int(found.steps[0]), "last": int(found.steps[-1]), "count": len(found.steps)},
+        "left_out": found.dropped,
+        "other_network": found.other_network,
+    }
+
+
+def _workers(found: RunWhatIf) -> list[dict[str, Any]]:
+    """Every worker, the slowest first."""
+    columns = zip(found.dp.tolist(), found.workers.tolist(), found.exact.tolist(), found.shortcut.tolist())
+    rows = [{"dp": d, "stage": 0, "rank": r, "exact": e, "shortcut": s} for d, r, e, s in columns]
+    return sorted(rows, key=lambda r: (-r["exact"], r["rank"]))
+
+
+def _print(run: Path, found: RunWhatIf, cause: Cause) -> None:
+    steps, count = found.steps, len(found.workers)
+    who = f"{count} workers" if count else "inline: one process, so there are no peers to compare it with"
+    left = f"; {len(found.dropped)} steps left out for calls of theirs are missing" if found.dropped else ""
+    worst = float(np.abs(found.recorded / found.replayed - 1).max())
+    show(
+        f"{run}: {who}; steps {steps[0]} to {steps[-1]}{left}",
+        f"slowdown S {found.slowdown:.4f}: a step takes {found.replayed.mean():.4g} s instead of "
+        f"{found.ideal.mean():.4g} s, {100 * found.waste:.1f} % of the time is lost; "
+        f"worst step {found.per_step.max():.4f}",
+        f"error of the model {100 * found.error:.2f} % (recorded over replayed; worst step {100 * worst:.2f} %)",
+        *_shares(found),
+        *_elsewhere(found),
+        f"cause: {cause.text}",
+        "",
+    )
+    by_type(found.by_optype, SHOWN)
+    if count:
+        _ranks(found)
+
+
+def _shares(found: RunWhatIf) -> list[str]:
+    if not len(found.workers):
+        return []
+    worst = ", ".join(map(str, found.worst))
+    return [f"M_W {found.m_w.share:.4f} (rank {worst} mended), communication {found.m_c.share:.4f}, both of the loss"]
+
+
+def _elsewhere(found: RunWhatIf) -> list[str]:
+    if found.other_network is None:
+        return []
+    times = found.replayed.mean() / found.other_network
+    return [f"on the other network a step takes {found.other_network:.4g} s, {times:.2f} times as fast"]
+
+
+def _ranks(found: RunWhatIf) -> None:
+    dp = sorted(((str(d), s) for d, s in found.by_dp.items()), key=lambda kv: -kv[1].mean)
+    if len(dp) > 1:
+        slowdowns("dp rank", dp[:SHOWN], len(dp) - SHOWN)
+    table = new_table("worker", "dp rank", "S", right=("worker", "dp rank", "S"))
+    for r in _workers(found)[:SHOWN]:
+        table.add_row(str(r["rank"]), str(r["dp"]), f"{r['exact']:.4f}")
+    show(table, *([f"and {len(found.workers) - SHOWN} more"] if len(found.workers) > SHOWN else []), "")
+    draw_map(found.exact[None])

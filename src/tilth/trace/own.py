@@ -1,0 +1,140 @@
+"""What a step of one of our own runs would take if some of it were like its peers: S, by operation, data rank, worker.
+
+The study's numbers (arXiv 2505.05713; ``whatif`` has the definitions) on the dependency model of ``own_graph``. Our
+runs have no pipeline, so there is one stage. What is ideal is said in ``own_replay``.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tilth.core.errors import DataError
+from tilth.trace.cause import Cause
+from tilth.trace.events import Events, load
+from tilth.trace.network import retimed
+from tilth.trace.own_graph import Steps, read_steps
+from tilth.trace.own_replay import Model, kinds
+from tilth.trace.whatif import GUILTY, Mended, Replayed, Slowdown, mended_by
+
+
+@dataclass(frozen=True)
+class RunWhatIf(Replayed):
+    """Findings of a run: s steps, w workers (0 inline). Times in seconds."""
+
+    by_dp: dict[int, Slowdown]
+    workers: np.ndarray
+    """int64 [w]: their ranks."""
+    dp: np.ndarray
+    """int64 [w]: place of each among the ranks that share the data."""
+    exact: np.ndarray
+    """float64 [w]: S of each worker."""
+    exact_per_step: np.ndarray
+    """float64 [w, s]."""
+    worst: list[int]
+    """Ranks of the worst 3 % of workers, at least one."""
+    m_w: Mended
+    """Of these workers."""
+    m_c: Mended
+    """Of all communication."""
+    dropped: list[int]
+    """Steps left out, for calls of theirs are missing."""
+    other_network: float | None
+    """Seconds of a step with the recorded work on the network that was asked for; None: none was."""
+
+    @property
+    def shortcut(self) -> np.ndarray:
+        """float64 [w]: S of each worker as the study has it: that of its data rank, or of its only stage if less."""
+        of = [self.by_dp[int(d)].mean for d in self.dp]
+        return np.minimum(of, self.slowdown)
+
+
+def analyse(
+    run: str | Path, steps: range | None = None, latency: float | None = None, bandwidth: float | None = None
+) -> tuple[Model, RunWhatIf, Cause]:
+    """Everything about the newest attempt of a run.
+
+    steps: only these; what is usual is taken from the whole run all the same. latency, bandwidth: seconds and bytes a
+    second of another network, for ``other_network``. DataError: no events, no whole step, none of these steps.
+    """
+    from tilth.trace.own_cause import diagnose_run
+
+    try:
+        model = Model(read_steps(load(run), steps))
+        found = what_if_run(model, latency, bandwidth)
+    except DataError as error:
+        raise DataError(str(error) if str(run) in str(error) else f"{run}: {error}") from error
+    return model, found, diagnose_run(model, found)
+
+
+def what_if_run(model: Model, latency: float | None = None, bandwidth: float | None = None) -> RunWhatIf:
+    """All numbers of a run."""
+    steps = model.steps
+    replayed, best = model.times(np.stack([model.sum_real, model.sum_ideal], 1)).T
+    if best.min() <= 0:
+        raise DataError("a step takes no time: its durations are 0")
+
+    def slowdown(seconds: np.ndarray) -> Slowdown:
+        return Slowdown(float(seconds.mean() / best.mean()), seconds / best)
+
+    workers = steps.workers
+    places = data_ranks(steps)
+    dp = np.array([places[int(r)] for r in workers], np.int64)
+    alone = model.recorded_for(workers)
+    exact = alone.mean(0) / best.mean()
+    worst = workers[np.lexsort((workers, -exact))][: math.ceil(GUILTY * len(workers))]
+    by_dp = model.groups_of([workers[dp == d] for d in np.unique(dp)])
+    return RunWhatIf(
+        steps=steps.steps, recorded=steps.recorded, replayed=replayed, ideal=best,
+        by_optype={name: slowdown(t) for name, t in zip(steps.ops, model.operations().T) if _told(model, name)},
+        by_dp={int(d): slowdown(t) for d, t in zip(np.unique(dp), by_dp.T)},
+        workers=workers, dp=dp, exact=exact, exact_per_step=(alone / best[:, None]).T, worst=worst.tolist(),
+        m_w=_mended(model, np.isin(model.rank, worst)[:, None], replayed, best),
+        m_c=_mended(model, np.array([kind == "communication" for kind in kinds(steps)])[None], replayed, best),
+        dropped=steps.dropped, other_network=_elsewhere(steps, latency, bandwidth),
+    )  # fmt: skip
+
+
+def _told(model: Model, name: str) -> bool:
+    """Frames that spend nothing by themselves say nothing."""
+    return bool(model.real[:, model.steps.ops.index(name)].sum() > 1e-3 * model.sum_real.sum())
+
+
+def _mended(model: Model, fix: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
+    """Where ``fix``, bool [n, 1] or [1, k], is ideal, and where only it is as recorded."""
+    if not fix.any():
+        return Mended(0.0, float(replayed.mean()), 0.0, float(best.mean()))
+    fixed = model.seconds(np.where(fix, model.ideal, model.real))
+    return mended_by(fixed, model.seconds(np.where(fix, model.real, model.ideal)), replayed, best)
+
+
+def _elsewhere(steps: Steps, latency: float | None, bandwidth: float | None) -> float | None:
+    if latency is None and bandwidth is None:
+        return None
+    model = Model(steps, retimed(steps.events, latency, bandwidth))
+    return float(model.times(model.sum_real[:, None]).mean())
+
+
+def data_ranks(steps: Steps) -> dict[int, int]:
+    """For each rank its place among those that share the data, dp and fsdp as one, in the role it works for most."""
+    events = steps.events
+    found = {int(r): 0 for r in np.unique(steps.rank)}
+    places = [tuple(_coordinate(name, axis) for axis in ("dp", "fsdp")) for name in events.place.names]
+    width = max((fsdp for _, fsdp in places), default=0) + 1
+    for rank in steps.workers.tolist():
+        rows = _frames(events, rank)
+        took = np.bincount(events.place.codes[rows], events.duration[rows], len(places))
+        dp, fsdp = places[int(took.argmax())]
+        found[rank] = dp * width + fsdp
+    return found
+
+
+def _frames(events: Events, rank: int) -> np.ndarray:
+    return np.flatnonzero((events.rank == rank) & events.op.is_("call"))
+
+
+def _coordinate(place: str, axis: str) -> int:
+    found = re.search(rf"\b{axis}=(\d+)", place)
+    return int(found[1]) if found else 0

@@ -1,0 +1,171 @@
+"""The likely cause of slow steps in one of our own runs: each candidate is taken out, and the steps are replayed.
+
+What counts is the gain, the share of the step's time that goes with a cause. Slowness of a rank is what it needs beyond
+the cost of its work (``own_rates``); unequal work is costs that differ among the ranks of a call; garbage collection
+is traced; a slow network is one against the run's own fast transfers; a late controller one against its own usual
+steps. Without communications and peers (inline) there are pauses and the controller's own time only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilth.trace.cause import Cause, Finding, Place
+from tilth.trace.own import RunWhatIf, data_ranks
+from tilth.trace.own_graph import MEET, WORK, Steps
+from tilth.trace.own_rates import Rates, rates
+from tilth.trace.own_replay import Model, columns_of, fast, kinds, numbered, quantiles
+
+LEAST = 0.05
+"""Share of a step's time that must go with something for it to be a cause."""
+SLOWER, LONGER = 1.1, 1.1
+"""Times the usual: from which a rank is slow, and its work more than that of others."""
+BLOCK = 10
+"""Steps over which what is typical is taken: a fault may come and go."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    kind: str
+    pieces: np.ndarray
+    """float64 [n, k]: the times without it."""
+    text: Callable[[], str]
+    where: tuple[Place, ...]
+    plausible: bool
+
+
+def diagnose_run(model: Model, found: RunWhatIf) -> Cause:
+    """Why the steps are slow, and how long they would be without each cause."""
+    steps, work = model.steps, rates(model.steps)
+    without = dict[str, np.ndarray]()
+    candidates = [_pauses(steps), _controller(steps)]
+    if len(steps.workers) > 1:
+        candidates += [_worker(steps, work), _lengths(steps, work), _network(steps)]
+    findings = []
+    evidence = {"model_error": found.error, "waste": found.waste, **_evidence(steps, work)}
+    for c in candidates:
+        without[c.kind] = times = model.seconds(c.pieces[model.order])
+        gain = 1 - times.mean() / found.replayed.mean()
+        evidence[f"gain_{c.kind.replace('-', '_')}"] = float(gain)
+        if gain >= LEAST and c.plausible:
+            findings.append(_finding(c, times, found))
+    findings.sort(key=lambda f: f.seconds or 0.0)
+    none = f"none: nothing alone costs {100 * LEAST:.0f} % of a step"
+    return Cause("; ".join(f.text for f in findings) or none, tuple(findings), evidence)
+
+
+def _finding(c: _Candidate, times: np.ndarray, found: RunWhatIf) -> Finding:
+    now, then = float(np.median(found.replayed)), float(np.median(times))
+    lost = found.replayed.mean() - found.ideal.mean()
+    share = float((found.replayed.mean() - times.mean()) / lost) if lost > 0 else 0.0
+    text = f"{c.text()}; without it a step would take {then:.4g} s instead of {now:.4g} s (medians)"
+    return Finding(c.kind, share, text, c.where, then)
+
+
+def _evidence(steps: Steps, work: Rates) -> dict[str, float]:
+    if len(steps.workers) < 2:
+        return {}
+    return {
+        "worst_excess": float(typical(work.excess).mean(0).max()),
+        "worst_load": float(work.load.max()),
+    }
+
+
+def blocks(steps: int) -> np.ndarray:
+    """int64 [s]: numbers of runs of about BLOCK neighbouring steps, none shorter than that but where there are less."""
+    return np.minimum(np.arange(steps) // BLOCK, max(steps // BLOCK - 1, 0))
+
+
+def typical(values: np.ndarray) -> np.ndarray:
+    """float64 [s, ...]: the median of each step's block."""
+    block = blocks(len(values))
+    medians = np.stack([np.median(values[block == b], 0) for b in range(int(block[-1]) + 1)])
+    return medians[block]
+
+
+def _place(steps: Steps, rank: int) -> Place:
+    return {"dp": data_ranks(steps)[rank], "stage": 0, "rank": rank}
+
+
+def _pauses(steps: Steps) -> _Candidate:
+    pauses = [i for i, kind in enumerate(kinds(steps)) if kind == "pause"]
+    pieces = steps.real.copy()
+    pieces[:, pauses] = 0.0
+    took = steps.real[:, pauses].sum(1)
+    by_rank = {int(r): float(took[steps.rank == r].sum()) / len(steps.steps) for r in np.unique(steps.rank)}
+    top = max(by_rank, key=lambda r: by_rank[r])
+    where = tuple(_place(steps, r) for r in sorted(by_rank, key=lambda r: -by_rank[r]) if by_rank[r] > by_rank[top] / 2)
+
+    def text() -> str:
+        return f"garbage collection: {1000 * by_rank[top]:.0f} ms a step on rank {top}"
+
+    return _Candidate("garbage-collection", pieces, text, where, True)
+
+
+def _controller(steps: Steps) -> _Candidate:
+    """Its own work in each step is at most as much as in a quick one."""
+    mine = steps.home & (steps.kind == WORK)
+    step = np.searchsorted(steps.steps, steps.events.step[steps.frame])
+    total = np.bincount(step[mine], steps.real[mine].sum(1), len(steps.steps))
+    quick = float(np.quantile(total, 0.25))
+    pieces = steps.real.copy()
+    pieces[mine] *= np.minimum(1, quick / np.maximum(total, 1e-12))[step[mine], None]
+
+    def text() -> str:
+        return (
+            f"late controller: {1000 * total.mean():.0f} ms of its own work a step, {1000 * quick:.0f} ms in quick ones"
+        )
+
+    return _Candidate("controller", pieces, text, (), len(steps.workers) > 0)
+
+
+def _worker(steps: Steps, work: Rates) -> _Candidate:
+    """The slowest rank does its work at the rate of its peers, block by block; its jitter stays."""
+    slow = np.maximum(typical(work.excess), 1)
+    by_rank = slow.mean(0)
+    worst = int(by_rank.argmax())
+    step, rank = work.at
+    pieces = work.scaled(np.where(rank == worst, 1 / slow[step, worst], 1.0))
+    name = int(steps.workers[worst])
+
+    def text() -> str:
+        return f"slow worker: rank {name} takes {by_rank[worst]:.2f} times as long as its peers for the same work"
+
+    return _Candidate("slow-worker", pieces, text, (_place(steps, name),), by_rank[worst] >= SLOWER)
+
+
+def _lengths(steps: Steps, work: Rates) -> _Candidate:
+    """The work of each call is dealt evenly; each rank keeps its rate."""
+    worst = int(work.load.argmax())
+    name = int(steps.workers[worst])
+
+    def text() -> str:
+        return f"unequal sequences: rank {name} got {work.load[worst]:.2f} times the work of the mean"
+
+    pieces = work.scaled(1 / np.maximum(work.uneven, 1e-12))
+    return _Candidate("sequence-lengths", pieces, text, (_place(steps, name),), work.load[worst] >= LONGER)
+
+
+def _network(steps: Steps) -> _Candidate:
+    """Transfers lose what those of their kind in their block of steps typically have beyond the run's fast ones."""
+    pieces = steps.real.copy()
+    nodes = np.flatnonzero(steps.kind == MEET)
+    if not len(nodes):
+        return _Candidate("communication", pieces, str, (), False)
+    events, rows = steps.events, steps.row[nodes]
+    column, usual = columns_of(steps)[nodes], fast(steps)[rows] * 1e-9
+    now = steps.real[nodes, column]
+    block = blocks(len(steps.steps))[np.searchsorted(steps.steps, events.step[rows])]
+    size = np.floor(np.log2(np.maximum(events.bytes[rows], 1))).astype(np.int64)
+    which = numbered(np.stack([events.op.codes[rows], events.detail.codes[rows], size, block]))
+    beyond = np.maximum(quantiles(which, now, 0.5)[which] - usual, 0)
+    pieces[nodes, column] = np.maximum(now - beyond, np.minimum(now, usual))
+    lost = {name: float((now - pieces[nodes, column])[column == i].sum()) for i, name in enumerate(steps.ops)}
+    most = max(lost, key=lambda name: lost[name])
+
+    def text() -> str:
+        times = now[column == steps.ops.index(most)].sum() / usual[column == steps.ops.index(most)].sum()
+        return f"communication: transfers of {most} take {times:.1f} times as long as fast ones of the run"
+
+    return _Candidate("communication", pieces, text, ({"optype": most},), True)

@@ -1,0 +1,130 @@
+"""How much work each rank got in a call, and how fast it did it: seconds against the cost of the work.
+
+The cost of a span is what the spans of its operation took in the whole run, on all ranks, for so many tokens and
+squared tokens (``fit``): it is the same for every rank. What a rank needs beyond its cost is its own slowness; costs
+that differ between the ranks of a call are unequal work.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tilth.trace.fit import fit
+from tilth.trace.own_graph import WORK, Steps, outermost
+from tilth.trace.own_replay import numbered
+
+APART = frozenset({"communication", "pause", "wait", "storage", "call", "unknown"})
+"""Kinds of operations whose time is not for tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rates:
+    """Of s steps and w ranks. A cost is in seconds of a usual rank."""
+
+    steps: Steps
+    frames: np.ndarray
+    """int64 [f]: rows of the calls that more than one rank executed."""
+    spent: np.ndarray
+    """float64 [f]: seconds of work in each, without communications, pauses and waits."""
+    cost: np.ndarray
+    """float64 [f]: what they should have taken."""
+
+    @cached_property
+    def at(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [f] each: places of the step and of the rank of each call."""
+        rows = self.steps.events
+        return (
+            np.searchsorted(self.steps.steps, rows.step[self.frames]),
+            np.searchsorted(self.steps.workers, rows.rank[self.frames]),
+        )
+
+    @cached_property
+    def rate(self) -> np.ndarray:
+        """float64 [s, w]: seconds per cost; 1 where a rank had nothing to do with others."""
+        shape = len(self.steps.steps), len(self.steps.workers)
+        spent, cost = np.zeros(shape), np.zeros(shape)
+        np.add.at(spent, self.at, self.spent)
+        np.add.at(cost, self.at, self.cost)
+        return np.divide(spent, cost, out=np.ones(shape), where=cost > 0)
+
+    @cached_property
+    def excess(self) -> np.ndarray:
+        """float64 [s, w]: a rank's rate over the median of the others'."""
+        rate = self.rate
+        if rate.shape[1] < 2:
+            return np.ones(rate.shape)
+        others = [np.median(np.delete(rate, i, 1), 1) for i in range(rate.shape[1])]
+        return rate / np.maximum(np.stack(others, 1), 1e-12)
+
+    @cached_property
+    def uneven(self) -> np.ndarray:
+        """float64 [f]: the cost of a call on its rank over the mean of the ranks that share it; 1 where it has none."""
+        mean = self._shared(self.cost)
+        return np.divide(self.cost, mean, out=np.ones(len(mean)), where=mean > 0)
+
+    def _shared(self, values: np.ndarray) -> np.ndarray:
+        """float64 [f]: means over the ranks of a call."""
+        which = numbered(self.steps.events.seq[self.frames][None])
+        return (np.bincount(which, values) / np.bincount(which))[which]
+
+    @cached_property
+    def load(self) -> np.ndarray:
+        """float64 [w]: means over the steps of a rank's cost over the mean cost of those that share its calls."""
+        shape = len(self.steps.steps), len(self.steps.workers)
+        cost, mean = np.zeros(shape), np.zeros(shape)
+        np.add.at(cost, self.at, self.cost)
+        np.add.at(mean, self.at, self._shared(self.cost))
+        return np.divide(cost, mean, out=np.ones(shape), where=mean > 0).mean(0)
+
+    def scaled(self, factor: np.ndarray) -> np.ndarray:
+        """float64 [n, k]: the times of all nodes, where the work of each call takes ``factor`` times as long."""
+        steps = self.steps
+        by_row = np.ones(len(steps.events))
+        by_row[self.frames] = factor
+        scale = np.where((steps.kind == WORK) & ~steps.home, by_row[steps.frame], 1.0)
+        result = steps.real.copy()
+        work = np.array([name not in _apart(steps) for name in steps.ops])
+        result[:, work] *= scale[:, None]
+        return result
+
+
+def _apart(steps: Steps) -> set[str]:
+    """Names of operations whose time is not for tokens."""
+    events = steps.events
+    known = dict(zip(events.op.codes.tolist(), events.kind.codes.tolist()))
+    return {events.op.names[op] for op, kind in known.items() if events.kind.names[kind] in APART}
+
+
+def rates(steps: Steps) -> Rates:
+    """Costs fitted on the whole run, and what the calls of these steps took."""
+    events = steps.events
+    call = outermost(events.parent, events.op.is_("call") & (events.rank != events.controller))
+    worked = np.flatnonzero((call >= 0) & ~events.kind.is_(*APART))
+    cost = _costs(steps, worked)
+    frames = np.unique(steps.frame[~steps.home])
+    frames = frames[_shared(events.seq[frames])]
+    place = np.full(len(events), -1)
+    place[frames] = np.arange(len(frames))
+    mine = place[call[worked]] >= 0
+    of = place[call[worked[mine]]]
+    spent = np.bincount(of, events.own[worked[mine]] * 1e-9, len(frames))
+    return Rates(steps, frames, spent, np.bincount(of, cost[mine], len(frames)))
+
+
+def _shared(call: np.ndarray) -> np.ndarray:
+    """bool: whether more than one rank executed the call."""
+    _, which, count = np.unique(call, return_inverse=True, return_counts=True)
+    return count[which.reshape(-1)] > 1
+
+
+def _costs(steps: Steps, rows: np.ndarray) -> np.ndarray:
+    """float64: seconds that each of these spans should have taken, by its operation, role and amount of work."""
+    events = steps.events
+    which = numbered(np.stack([events.op.codes[rows], events.role.codes[rows]]))
+    amounts = np.stack([np.ones(len(rows)), events.tokens[rows], events.squares[rows]], 1).astype(np.float64)
+    seconds, cost = events.own[rows] * 1e-9, np.zeros(len(rows))
+    for kind in range(int(which.max(initial=-1)) + 1):
+        mine = which == kind
+        cost[mine] = amounts[mine] @ fit(amounts[mine], seconds[mine])
+    return cost
