@@ -13,7 +13,7 @@ import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.trace.events import Coded, Events
-from tilth.trace.fit import Error, error, fit
+from tilth.trace.fit import Error, fit, tested
 
 ROOM = 2.0
 """A transfer up to so many times its link's time is as slow as the network makes it; what is beyond is a delay that
@@ -54,7 +54,7 @@ class Link:
     separate: bool
     """Whether sizes differed enough to tell latency and bandwidth apart; if not, all of it is bandwidth."""
     error: Error
-    """Of steps that were not fitted."""
+    """Of steps that were not fitted, if there are several."""
 
     def seconds(self, nbytes: np.ndarray | float) -> np.ndarray:
         """float64 like ``nbytes``: of a communication whose tensor (as ``wire`` counts it) has so many."""
@@ -130,18 +130,9 @@ def _link(op: str, ranks: int, nbytes: np.ndarray, seconds: np.ndarray, step: np
     features = np.stack([moved, np.full(len(moved), messages * separate)], 1)
     size = np.unique(np.log2(np.maximum(nbytes, 1)).astype(int), return_inverse=True)[1].reshape(-1)
     weight = 1 / np.bincount(size)[size]  # one size class counts as much as another, however rare
-    held = held_out(step)
-    tried = fit(features[~held], seconds[~held], weight[~held])
-    stated = error(features[held], seconds[held], tried) if held.any() else error(features, seconds, tried)
+    stated = tested(features, seconds, step, weight)
     slope, latency = fit(features, seconds, weight).tolist()
     return Link(op, ranks, latency, 1 / slope if slope > 0 else float("inf"), least, greatest, separate, stated)
-
-
-def held_out(step: np.ndarray) -> np.ndarray:
-    """bool [n]: rows of every fifth of the steps that occur, on which no model is fitted; none of a single step."""
-    there, place = np.unique(step, return_inverse=True)
-    every = min(5, max(len(there), 1))
-    return (place.reshape(-1) % every == every - 1) & (len(there) > 1)
 
 
 def retimed(events: Events, latency: float | None = None, bandwidth: float | None = None) -> np.ndarray:

@@ -1,0 +1,240 @@
+"""What work costs on a machine, learned from the trace of a run: for schedulers and planners.
+
+Seconds of a compute are ``fixed + per_token * tokens + per_square * squares``, none of them negative, where squares is
+the sum of the squared lengths of the sequences (attention). Seconds of a communication are those of ``trace.network``'s
+links. Each says how far it is off on steps that it has not seen, and answers only for amounts like those it was fitted
+on, unless it is asked for what lies beyond.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tilth.core.errors import DataError, StorageError
+from tilth.trace.events import Events
+from tilth.trace.fit import Error, fit, tested
+from tilth.trace.network import Link, links
+
+FORMAT, VERSION = "tilth-costs", 1
+APART = 1.25
+"""The fixed part can be told where the most tokens of a span are so many times the fewest."""
+REACH = 1.5
+"""Amounts up to so many times beyond the least and the greatest that were fitted are answered for."""
+ENOUGH = 8
+"""Fewer rows of an operation are not fitted."""
+SCORING = ("logprobs", "reference", "values", "judge", "score")
+"""Phases that do the work themselves."""
+Numbers = np.ndarray | float
+_TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What one operation of one role costs. Times in seconds."""
+
+    op: str
+    role: str
+    fixed: float
+    """Whenever it is done."""
+    per_token: float
+    per_square: float
+    """For each of the sum of squared lengths."""
+    tokens: tuple[int, int]
+    squares: tuple[int, int]
+    """The least and the greatest amount of one span; squares are (0, 0) where the trace does not tell them."""
+    count: int
+    ranks: tuple[tuple[int, float], ...]
+    """Each rank, and how many times the fitted seconds it takes (median): above its peers it is slow."""
+    separate: bool
+    """Whether amounts differed enough to tell the fixed part; if not, all goes by the amounts."""
+    error: Error
+
+    def seconds(self, tokens: Numbers = 0, squares: Numbers = 0, *, beyond: bool = False) -> np.ndarray:
+        """float64 [...]: own time of spans of so many tokens and squares. DataError outside of what was fitted."""
+        if not beyond:
+            _check(f"{self.op} of {self.role or 'the run'}", "tokens", tokens, self.tokens)
+            _check(f"{self.op} of {self.role or 'the run'}", "squares", squares, self.squares)
+        return self.fixed + self.per_token * np.asarray(tokens, float) + self.per_square * np.asarray(squares, float)
+
+    def rows(self, lengths: np.ndarray) -> np.ndarray:
+        """float64 [n]: what each of the sequences adds, as ``packing.balance`` takes it; without the fixed part."""
+        n = np.asarray(lengths, np.float64)
+        return self.per_token * n + self.per_square * n**2
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All that a trace tells."""
+
+    compute: tuple[Compute, ...]
+    links: tuple[Link, ...]
+    left: tuple[str, ...] = ()
+    """Operations that had too few rows, in words."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """Where it was measured: run, model, machine; anything that JSON takes."""
+
+    def of(self, op: str, role: str) -> Compute:
+        """DataError where there is none."""
+        for one in self.compute:
+            if (one.op, one.role) == (op, role):
+                return one
+        known = ", ".join(f"{c.op} of {c.role or 'the run'}" for c in self.compute) or "nothing"
+        raise DataError(f"no cost of {op!r} of {role!r} was fitted; there is that of {known}")
+
+    def link(self, op: str, ranks: int) -> Link:
+        """DataError where there is none."""
+        for one in self.links:
+            if (one.op, one.ranks) == (op, ranks):
+                return one
+        known = ", ".join(f"{k.op} of {k.ranks}" for k in self.links) or "nothing"
+        raise DataError(f"no cost of {op!r} among {ranks} ranks was fitted; there is that of {known}")
+
+    def communication(self, op: str, ranks: int, nbytes: Numbers, *, beyond: bool = False) -> np.ndarray:
+        """float64 like ``nbytes``: seconds of a transfer. DataError outside of what was fitted."""
+        link = self.link(op, ranks)
+        if not beyond:
+            _check(f"{op} among {ranks} ranks", "bytes", nbytes, (link.least, link.greatest))
+        return link.seconds(nbytes)
+
+
+def fit_costs(events: Events, about: Mapping[str, Any] | None = None) -> Costs:
+    """Costs of each operation and role, of each communication and size of group. DataError where nothing is enough."""
+    compute, left = list[Compute](), list[str]()
+    op, role = events.op, events.role
+    pairs = np.stack([op.codes, role.codes])[:, _works(events)]
+    for i, j in np.unique(pairs, axis=1).T.tolist():
+        rows = np.flatnonzero(_works(events) & (op.codes == i) & (role.codes == j))
+        if len(rows) >= ENOUGH:
+            compute.append(_compute(op.names[i], role.names[j], events, rows))
+        else:
+            left.append(f"{op.names[i]} of {role.names[j] or 'the run'}: {len(rows)} of {ENOUGH} spans")
+    found = links(events)
+    if not compute and not found:
+        raise DataError(
+            f"nothing to learn costs from ({'; '.join(left) or 'no work in the trace'}); let more steps run"
+        )
+    ordered = sorted(compute, key=lambda c: (c.role, c.op))
+    return Costs(tuple(ordered), tuple(found), tuple(sorted(left)), dict(about or {}))
+
+
+def _works(events: Events) -> np.ndarray:
+    """bool [n]: spans that do work themselves, which those that hold a compute do not."""
+    compute = events.kind.is_("compute")
+    holds = np.zeros(len(events) + 1, bool)  # the last one: of no parent
+    holds[events.parent[compute]] = True
+    return (compute | (events.op.is_(*SCORING) & (events.tokens > 0))) & ~holds[:-1] & (events.own > 0)
+
+
+def _compute(op: str, role: str, events: Events, rows: np.ndarray) -> Compute:
+    tokens, squares, seconds = events.tokens[rows], events.squares[rows], events.own[rows] * 1e-9
+    separate = bool(tokens.max() == 0 or tokens.max() >= APART * tokens.min())
+    features = np.stack([tokens, squares, np.full(len(rows), int(separate))], 1)
+    found = fit(features, seconds)
+    times = seconds / np.maximum(features @ found, _TINY)
+    ranks = tuple((int(r), float(np.median(times[events.rank[rows] == r]))) for r in np.unique(events.rank[rows]))
+    per_token, per_square, fixed = found.tolist()
+    return Compute(
+        op, role, fixed, per_token, per_square, (int(tokens.min()), int(tokens.max())),
+        (int(squares.min()), int(squares.max())), len(rows), ranks, separate,
+        tested(features, seconds, events.step[rows]),
+    )  # fmt: skip
+
+
+def _check(what: str, name: str, amount: Numbers, fitted: tuple[int, int]) -> None:
+    least, greatest = fitted
+    asked = np.asarray(amount, np.float64)
+    if not asked.size or greatest == 0:
+        return
+    for value in (float(asked.min()), float(asked.max())):
+        if not least / REACH <= value <= greatest * REACH:
+            raise DataError(
+                f"the cost of {what} was fitted on {least:,} to {greatest:,} {name}, not on {value:,.0f}: "
+                "trace a run with such amounts, or ask for what lies beyond"
+            )
+
+
+def as_dict(costs: Costs) -> dict[str, Any]:
+    """As JSON has it; a bandwidth or an error that is no number is null. Times in seconds, bandwidths in bytes/s."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "about": dict(costs.about),
+        "compute": [_finite(asdict(c) | {"ranks": {str(r): x for r, x in c.ranks}}) for c in costs.compute],
+        "links": [_finite(asdict(k)) for k in costs.links],
+        "left": list(costs.left),
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def save_costs(costs: Costs, path: str | Path) -> None:
+    """StorageError where the file cannot be written."""
+    try:
+        Path(path).write_text(json.dumps(as_dict(costs), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def load_costs(path: str | Path) -> Costs:
+    """Costs that were saved. DataError names the file, and what in it is wrong."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"cannot read costs from {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise DataError(f"{path} holds no costs; tilth trace costs RUN --save PATH writes them")
+    if found.get("version") != VERSION:
+        raise DataError(f"{path} is of version {found.get('version')!r}; this Tilth reads {VERSION}")
+    try:
+        return Costs(
+            tuple(_read_compute(c) for c in found["compute"]), tuple(_read_link(k) for k in found["links"]),
+            tuple(map(str, found["left"])), dict(found["about"]),
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path} is damaged: {type(error).__name__} {error}") from error
+
+
+def _read_compute(found: dict[str, Any]) -> Compute:
+    ranks = tuple((int(r), float(x)) for r, x in found["ranks"].items())
+    pairs = {name: _pair(found[name]) for name in ("tokens", "squares")}
+    numbers = {name: _cost(found, name) for name in ("fixed", "per_token", "per_square")}
+    return Compute(**_known(found, Compute) | pairs | numbers | {"ranks": ranks, "error": _read_error(found["error"])})
+
+
+def _read_link(found: dict[str, Any]) -> Link:
+    bandwidth = float("inf") if found["bandwidth"] is None else _cost(found, "bandwidth")
+    numbers = {"latency": _cost(found, "latency"), "bandwidth": bandwidth}
+    return Link(**_known(found, Link) | numbers | {"error": _read_error(found["error"])})
+
+
+def _read_error(found: dict[str, Any]) -> Error:
+    given = _known(found, Error)
+    return Error(**given | {name: float("nan") for name in ("median", "p90") if given[name] is None})
+
+
+def _known(found: dict[str, Any], kind: type) -> dict[str, Any]:
+    """Its fields; KeyError for one that is missing, what is not known is left out."""
+    return {f.name: found[f.name] for f in fields(kind)}
+
+
+def _pair(found: list[Any]) -> tuple[int, int]:
+    least, greatest = map(int, found)
+    return least, greatest
+
+
+def _cost(found: dict[str, Any], name: str) -> float:
+    value = float(found[name])
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} = {value}")
+    return value
