@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilth.trace import fit as fit_module
-from tilth.trace.fit import error, fit, nonnegative, tested
+from tilth.trace.fit import error, fit, nonnegative, held_out_error
 
 numbers = st.floats(-3, 3, allow_nan=False)
 
@@ -123,15 +123,15 @@ def test_of_very_many_rows_some_are_looked_at(monkeypatch):
 def test_errors_are_those_of_steps_that_were_not_fitted():
     features, seconds, _ = work(100)
     step = np.repeat(np.arange(3, 23), 5)
-    assert tested(features, seconds, step).p90 < 1e-6
+    assert held_out_error(features, seconds, step).p90 < 1e-6
     odd = np.where(step % 5 == 2, 2 * seconds, seconds)  # every fifth step takes twice as long: the fit does not know
-    found = tested(features, odd, step)
+    found = held_out_error(features, odd, step)
     assert (found.median, found.count, found.held_out) == (pytest.approx(0.5), 20, True)
 
 
 def test_a_single_step_is_compared_with_itself():
     features, seconds, _ = work(9)
-    found = tested(features, seconds, np.full(9, 4), np.ones(9))
+    found = held_out_error(features, seconds, np.full(9, 4), np.ones(9))
     assert (found.count, found.held_out) == (9, False)
-    assert tested(features, seconds, np.repeat([4, 5], [6, 3])).count == 3
-    assert tested(features[:0], seconds[:0], np.zeros(0, int)).count == 0
+    assert held_out_error(features, seconds, np.repeat([4, 5], [6, 3])).count == 3
+    assert held_out_error(features[:0], seconds[:0], np.zeros(0, int)).count == 0

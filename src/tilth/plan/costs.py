@@ -17,7 +17,7 @@ import numpy as np
 
 from tilth.core.errors import DataError, StorageError
 from tilth.trace.events import Events
-from tilth.trace.fit import Error, fit, tested
+from tilth.trace.fit import Error, fit, held_out_error
 from tilth.trace.network import Link, links
 
 FORMAT, VERSION = "tilth-costs", 1
@@ -113,7 +113,9 @@ def fit_costs(events: Events, about: Mapping[str, Any] | None = None) -> Costs:
             compute.append(_compute(op.names[i], role.names[j], events, rows))
         else:
             left.append(f"{op.names[i]} of {role.names[j] or 'the run'}: {len(rows)} of {ENOUGH} spans")
-    found = links(events)
+    every = links(events)
+    found = [k for k in every if k.count >= ENOUGH]
+    left += [f"{k.op} among {k.ranks} ranks: {k.count} of {ENOUGH} spans" for k in every if k.count < ENOUGH]
     if not compute and not found:
         raise DataError(
             f"nothing to learn costs from ({'; '.join(left) or 'no work in the trace'}); let more steps run"
@@ -141,7 +143,7 @@ def _compute(op: str, role: str, events: Events, rows: np.ndarray) -> Compute:
     return Compute(
         op, role, fixed, per_token, per_square, (int(tokens.min()), int(tokens.max())),
         (int(squares.min()), int(squares.max())), len(rows), ranks, separate,
-        tested(features, seconds, events.step[rows]),
+        held_out_error(features, seconds, events.step[rows]),
     )  # fmt: skip
 
 

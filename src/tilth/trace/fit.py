@@ -54,7 +54,9 @@ def error(features: np.ndarray, seconds: np.ndarray, coefficients: np.ndarray, *
     return Error(float(np.median(apart)), float(np.quantile(apart, 0.9)), len(apart), held_out)
 
 
-def tested(features: np.ndarray, seconds: np.ndarray, step: np.ndarray, weight: np.ndarray | None = None) -> Error:
+def held_out_error(
+    features: np.ndarray, seconds: np.ndarray, step: np.ndarray, weight: np.ndarray | None = None
+) -> Error:
     """How far a fit on four of five steps is from the rows of the fifth ones; of a single step, from its own rows.
 
     step: int64 [n]; the others as for ``fit``.

@@ -13,7 +13,7 @@ import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.trace.events import Coded, Events
-from tilth.trace.fit import Error, fit, tested
+from tilth.trace.fit import Error, fit, held_out_error
 
 ROOM = 2.0
 """A transfer up to so many times its link's time is as slow as the network makes it; what is beyond is a delay that
@@ -51,6 +51,8 @@ class Link:
     least: int
     greatest: int
     """Bytes of the tensors it was fitted on."""
+    count: int
+    """Ends of communications that were fitted: each member's."""
     separate: bool
     """Whether sizes differed enough to tell latency and bandwidth apart; if not, all of it is bandwidth."""
     error: Error
@@ -130,9 +132,10 @@ def _link(op: str, ranks: int, nbytes: np.ndarray, seconds: np.ndarray, step: np
     features = np.stack([moved, np.full(len(moved), messages * separate)], 1)
     size = np.unique(np.log2(np.maximum(nbytes, 1)).astype(int), return_inverse=True)[1].reshape(-1)
     weight = 1 / np.bincount(size)[size]  # one size class counts as much as another, however rare
-    stated = tested(features, seconds, step, weight)
+    stated = held_out_error(features, seconds, step, weight)
     slope, latency = fit(features, seconds, weight).tolist()
-    return Link(op, ranks, latency, 1 / slope if slope > 0 else float("inf"), least, greatest, separate, stated)
+    bandwidth = 1 / slope if slope > 0 else float("inf")
+    return Link(op, ranks, latency, bandwidth, least, greatest, len(nbytes), separate, stated)
 
 
 def retimed(events: Events, latency: float | None = None, bandwidth: float | None = None) -> np.ndarray:
