@@ -33,7 +33,7 @@ OPERATORS = {
     "broadcast_": ("broadcast", 0),
 }
 """Torch's operator -> how the trace calls it, and which argument is this rank's own tensor."""
-PASSES = {"forward", "backward", "padding"}
+PASSES = {"forward", "backward", "infer", "padding"}
 
 
 class Operators(TorchDispatchMode):

@@ -32,10 +32,14 @@ def token_flops(shape: DecoderShape, attended: float, head: bool = True) -> Flop
 
 def sequence_flops(shape: DecoderShape, lengths: np.ndarray, window: int | None = None) -> Flops:
     """Of whole sequences under causal attention, with the head at every token. lengths: int [n]."""
-    tokens = int(np.sum(lengths))
+    return pass_flops(shape, int(np.sum(lengths)), attended(lengths, window))
+
+
+def pass_flops(shape: DecoderShape, tokens: int, pairs: int, head: bool = True) -> Flops:
+    """Of one pass over ``tokens`` that attend to ``pairs`` tokens in all, themselves among them; ``head``: at each."""
     if tokens == 0:
         return Flops(0.0, 0.0)
-    one = token_flops(shape, attended(lengths, window) / tokens)
+    one = token_flops(shape, pairs / tokens, head)
     return Flops(tokens * one.forward, tokens * one.backward)
 
 

@@ -12,11 +12,10 @@ from tilth.config.schema import Algorithm
 from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.errors import ModelError
 from tilth.models.value import HEAD, OUTPUT, ValueModel
-from tilth.roles.experience import check_identity, put_like
+from tilth.roles.experience import check_identity, on_rows, put_like
 from tilth.roles.objective import aggregation
 from tilth.roles.shares import Everyone, Shares, alone, check_weight, everyone, leads
 from tilth.roles.state import Learner, whole_tensors
-from tilth.trace.spans import span
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
 from tilth.training.packed import Micro, packed_values
 
@@ -58,7 +57,7 @@ class CriticWorker(Learner):
     @transfer(split="rows", gather="rows")
     def values(self, batch: Batch) -> Batch:
         """Add ``values``: of the state in which each token of the mask was chosen, before any update on this batch."""
-        with span("values", tokens=int(batch["length"].sum())):
+        with on_rows("values", batch):
             columns = batch.read(self.store, "tokens", "mask")
             found = packed_values(
                 self.engine.sharded,
@@ -72,7 +71,7 @@ class CriticWorker(Learner):
     @transfer(split="rows", gather="merge")
     def update(self, batch: Batch, how: Algorithm) -> Metrics:
         """One optimizer step of the value loss towards ``returns``, aggregated as the recipe's policy loss is."""
-        with span("critic", tokens=int(batch["length"].sum())):
+        with on_rows("critic", batch) as spent:
             columns = batch.read(self.store, "tokens", "mask", "values", "returns")
             tokens = columns.pop("tokens")
             check_identity(batch, tokens)
@@ -81,6 +80,7 @@ class CriticWorker(Learner):
             loss, whole = value_loss(aggregation(how), mask, tokens, self.clip, self.norm_length, everyone(self.grid))
             starts = batch.rows.get("start")
             found = self.engine.update(tokens, mask, per_token, loss, entropy=False, starts=starts)
+            spent.set(flops=found.flops)
             check_weight(found.metrics, whole, self.grid)
         return self._account(found)
 

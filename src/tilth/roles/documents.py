@@ -9,6 +9,7 @@ from tilth.core.batch import Batch, Column, Ragged, Store
 from tilth.data.documents import Corpus
 from tilth.data.tokenizer import Tokenizer
 from tilth.roles.experience import identity
+from tilth.trace.spans import span
 
 
 class DocumentWorker:
@@ -29,7 +30,9 @@ class DocumentWorker:
         (the end of a document is none; a character that a border cuts counts as its replacement's three).
         """
         corpus = self.heldout if heldout and self.heldout is not None else self.train
-        tokens = corpus.tokens(indices)
+        with span("load") as spent:
+            tokens = corpus.tokens(indices)
+            spent.set(tokens=len(tokens.values))
         mask = np.ones(len(tokens.values), np.uint8)
         mask[tokens.offsets[:-1]] = 0
         pieces = [tokens.row(i) for i in range(len(indices))]

@@ -8,6 +8,7 @@ import numpy as np
 from tilth.core.batch import Batch, Column, Ragged, Store
 from tilth.core.errors import TokenIdentityError
 from tilth.core.trajectory import Trajectory
+from tilth.trace.spans import span
 
 FINISHES = ("stop", "length", "aborted", "error")
 CUT = FINISHES.index("length")
@@ -40,6 +41,12 @@ def to_batch(trajectories: Sequence[Trajectory], store: Store) -> Batch:
     }
     payload = {k: Column.whole(store.put(k, Ragged.of(v)), len(trajectories)) for k, v in columns.items()}
     return Batch(rows, payload)
+
+
+def on_rows(op: str, batch: Batch) -> span:
+    """The span of work on all tokens of these rows."""
+    lengths = batch["length"].astype(np.int64)
+    return span(op, tokens=int(lengths.sum()), squares=int(lengths @ lengths))
 
 
 def outcome(batch: Batch) -> np.ndarray:

@@ -10,6 +10,7 @@ from tilth.data.pairs import encode_pairs, pairs_of
 from tilth.roles.experience import identity
 from tilth.roles.pairs import CHOSEN
 from tilth.roles.recorder import RecorderWorker
+from tilth.trace.spans import span
 
 
 class PairRecorderWorker(RecorderWorker):
@@ -23,9 +24,11 @@ class PairRecorderWorker(RecorderWorker):
         prompt, whose tokens they share), id, identity. The mask is 1 on the answer and its end token.
         """
         counts = [len(pairs_of(self.prompts, int(i))) for i in indices]
-        encoded = encode_pairs(self.prompts, indices, self.template, self.context)
+        with span("load") as spent:
+            encoded = encode_pairs(self.prompts, indices, self.template, self.context)
+            examples = [example for one in encoded for example in (one.chosen, one.rejected)]
+            spent.set(tokens=sum(len(e.tokens) for e in examples))
         made = list(zip(np.repeat(np.arange(len(counts)), counts).tolist(), encoded))
-        examples = [example for _, one in made for example in (one.chosen, one.rejected)]
         pair = np.repeat(np.arange(len(made), dtype=np.int64), 2)
         prompt = np.repeat(np.array([place for place, _ in made], np.int64), 2)
         rows: dict[str, np.ndarray] = {

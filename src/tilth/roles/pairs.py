@@ -19,14 +19,12 @@ from tilth.config.schema import Preference
 from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.errors import TilthError
 from tilth.parallel.grid import Grid
-from tilth.plan.flops import sequence_flops
 from tilth.rl.packing import Gather
 from tilth.rl.preference import PreferenceResult
-from tilth.roles.experience import check_identity
+from tilth.roles.experience import check_identity, on_rows
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.shares import account, check_weight, leads
 from tilth.roles.state import Learner
-from tilth.trace.spans import span
 from tilth.training.engine import Loss, TrainEngine
 from tilth.training.noise import WEIGHT
 from tilth.training.packed import Micro, packed_logprobs, packed_ratings
@@ -127,7 +125,7 @@ class Prefers:
     @transfer(split="rows", gather="merge")
     def prefer(self, batch: Batch, how: Preference) -> Metrics:
         """One optimizer step of the preference loss on the whole batch of pairs."""
-        with span("update", tokens=int(batch["length"].sum())) as spent:
+        with on_rows("update", batch) as spent:
             tokens, mask, table = self._read(batch)
             found = table.loss(how)
             slopes = table.of_rows(batch["pair"], batch["side"], found.chosen, found.rejected)
@@ -139,7 +137,7 @@ class Prefers:
             done = self.engine.update(
                 tokens, mask, per_token, linear(self.what), entropy=False, starts=batch.rows.get("start")
             )
-            spent.set(flops=self._cost(batch, done.computed))
+            spent.set(flops=done.flops * 4 / 3)  # the scores took a forward pass more, a third of both
             check_weight(done.metrics, float(len(table) > 0), self.grid)
         return account(done, self.grid) | self._measured(found)
 
@@ -168,12 +166,6 @@ class Prefers:
             "loss": rl.Metric(float(found.loss), 1, "mean"),
             "pairs": rl.Metric(len(found.losses), 1, "sum"),
         }
-
-    def _cost(self, batch: Batch, computed: int) -> float:
-        """Model FLOPs of both passes: the first has no backward pass, which is two thirds of the second."""
-        tokens = int(batch["length"].sum())
-        whole = sequence_flops(self.engine.model.config, batch["length"])
-        return (whole.both + whole.forward) * computed / max(tokens, 1)
 
 
 class PairPolicyWorker(Prefers, PolicyWorker):

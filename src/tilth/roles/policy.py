@@ -12,8 +12,7 @@ from tilth.cluster.protocol import transfer
 from tilth.config.schema import Algorithm
 from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.random import stream
-from tilth.plan.flops import sequence_flops
-from tilth.roles.experience import check_identity, is_right, put_like
+from tilth.roles.experience import check_identity, is_right, on_rows, put_like
 from tilth.roles.objective import RIGHT, Objective, bypass, entry, options, ratio_to
 from tilth.roles.scoring import scored
 from tilth.roles.shares import account, check_weight, everyone
@@ -99,7 +98,7 @@ class PolicyWorker(Learner):
         """
         if not squares:
             return scored(batch, self.store, self.engine, self.temperature, "old_logprobs", "logprobs")
-        with span("logprobs", tokens=int(batch["length"].sum())):
+        with on_rows("logprobs", batch):
             columns = batch.read(self.store, "tokens", "mask")
             tokens, engine = columns["tokens"], self.engine
             found = packed_squares(
@@ -127,7 +126,7 @@ class PolicyWorker(Learner):
     def update(self, batch: Batch, how: Algorithm) -> Metrics:
         """One optimizer step of the policy loss on the whole batch; sums for the metrics."""
         names = [c for c in batch.payload if c not in ("text", "tokens", "values", "returns", "sum_pi_squared")]
-        with span("update", tokens=int(batch["length"].sum())) as spent:
+        with on_rows("update", batch) as spent:
             columns = batch.read(self.store, "tokens", *names)
             tokens = columns.pop("tokens")
             check_identity(batch, tokens)
@@ -142,7 +141,7 @@ class PolicyWorker(Learner):
             done = self.engine.update(
                 tokens, mask, per_token, loss, temperature=self.temperature, starts=batch.rows.get("start")
             )
-            spent.set(flops=self._flops(batch, done.computed))
+            spent.set(flops=done.flops)
             check_weight(done.metrics, weight, self.grid)
         measured, self._corrections = self._corrections, {}
         return self._compared(how, self._account(done)) | measured
@@ -216,14 +215,14 @@ class PolicyWorker(Learner):
     @transfer(split="rows", gather="merge")
     def imitate(self, batch: Batch) -> Metrics:
         """One optimizer step of supervised learning: mean negative log-likelihood of the tokens in the mask."""
-        with span("update", tokens=int(batch["length"].sum())) as spent:
+        with on_rows("update", batch) as spent:
             columns = batch.read(self.store, "tokens", "mask")
             mask = columns["mask"].values
             learned = self.grid.sum(torch.tensor([mask.sum()], dtype=torch.float64))
             loss = negative_log_likelihood(float(learned))
             starts = batch.rows.get("start")
             found = self.engine.update(columns["tokens"], mask, {}, loss, entropy=False, starts=starts)
-            spent.set(flops=self._flops(batch, found.computed))
+            spent.set(flops=found.flops)
         return self._account(found)
 
     @transfer(split="rows", gather="merge")
@@ -239,11 +238,6 @@ class PolicyWorker(Learner):
             parity=self.engine.parity,
         )
         return {"loss": rl.Metric(-float(found.sum(dtype=np.float64)), float(mask.sum(dtype=np.int64)), "mean")}
-
-    def _flops(self, batch: Batch, computed: int) -> float:
-        """Model FLOPs of the tokens that were computed, at the mean cost of the batch's tokens."""
-        tokens = int(batch["length"].sum())
-        return sequence_flops(self.engine.model.config, batch["length"]).both * computed / max(tokens, 1)
 
     def _account(self, found: UpdateResult) -> Metrics:
         return account(found, self.grid) | {"loss": rl.Metric(found.loss, 1, "mean")}

@@ -5,9 +5,8 @@ import numpy as np
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Store
 from tilth.parallel.sharded import Sharded
-from tilth.roles.experience import OUTCOME, check_identity
+from tilth.roles.experience import OUTCOME, check_identity, on_rows
 from tilth.roles.pairs import ratings
-from tilth.trace.spans import span
 
 PART = "part/model"
 """Row column of what the reward model says."""
@@ -32,7 +31,7 @@ class RatingWorker:
         alone: there is no other reward, so that this is the ``outcome`` too. A reward that is missing stays so, and a
         score that is not finite makes it so.
         """
-        with span("score", tokens=int(batch["length"].sum())):
+        with on_rows("score", batch):
             columns = batch.read(self.store, "tokens", "mask")
             check_identity(batch, columns["tokens"])
             found = ratings(

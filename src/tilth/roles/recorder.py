@@ -12,6 +12,7 @@ from tilth.data.examples import supervised
 from tilth.data.prompts import PromptSet
 from tilth.data.template import Template
 from tilth.roles.experience import FINISHES, identity, texts
+from tilth.trace.spans import span
 
 
 class RecorderWorker:
@@ -26,7 +27,9 @@ class RecorderWorker:
     @transfer(split="all", gather="first")
     def examples(self, indices: Sequence[int]) -> Batch:
         """Prompts with their answers as token payload; the mask is 1 on what the policy would write."""
-        found = supervised([self.prompts[int(i)] for i in indices], self.template, self.context)
+        with span("load") as spent:
+            found = supervised([self.prompts[int(i)] for i in indices], self.template, self.context)
+            spent.set(tokens=sum(len(e.tokens) for e in found))
         rows: dict[str, np.ndarray] = {
             "prompt": np.asarray(indices, np.int64),
             "length": np.array([len(e.tokens) for e in found], np.int32),

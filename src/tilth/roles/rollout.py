@@ -42,7 +42,8 @@ class RolloutWorker:
         with span("generate") as spent:
             self.engine.reset_prefix_cache()  # no trace of earlier steps, so that a resumed run does the same work
             found = self.engine.generate(requests)
-            spent.set(tokens=sum(t.completion_length for t in found))
+            written = sum(t.completion_length for t in found)
+            spent.set(tokens=written, squares=sum(len(t.tokens) ** 2 - t.prompt_length**2 for t in found))
         return to_batch(found, self.store)
 
     def _params(self, greedy: bool) -> SamplingParams:

@@ -4,8 +4,7 @@ from typing import Protocol
 
 from tilth.core.batch import Batch, Store
 from tilth.parallel.sharded import Sharded
-from tilth.roles.experience import put_like
-from tilth.trace.spans import span
+from tilth.roles.experience import on_rows, put_like
 from tilth.training.packed import packed_logprobs
 
 
@@ -19,7 +18,7 @@ class Scores(Protocol):
 
 def scored(batch: Batch, store: Store, owner: Scores, temperature: float, column: str, op: str) -> Batch:
     """Add the log-probs of the chosen tokens under the owner's model as a payload column; ``op`` names its time."""
-    with span(op, tokens=int(batch["length"].sum())):
+    with on_rows(op, batch):
         columns = batch.read(store, "tokens", "mask")
         values = packed_logprobs(
             owner.sharded,

@@ -265,7 +265,8 @@ class Engine:
     def _decode_lane(self, lane: Lane, rows: int, done: list[Trajectory]) -> None:
         c, every = lane.columns, np.arange(rows)
         at, live = c.position[:rows], c.live[:rows].copy()
-        with span("decode", tokens=int(live.sum())) as decoding:
+        seen = at[live]
+        with span("decode", tokens=len(seen), squares=int(2 * seen.sum()) + len(seen)) as decoding:
             rules, ids = lane.rules(rows, self.device), self._tensor(c.tokens[every, at])
             inputs = (lane.slab, ids, self._tensor(at), lane.slots)
             logp, mass = self._runner.decode(*inputs, rules.temperature, rules.unit)
@@ -321,7 +322,8 @@ class Engine:
         ids, start, length = batch.inputs(chunk)
         ending = [row for row, p in enumerate(batch.prompts) if chunk[row] == p.remaining]
         last = np.array([row * ids.shape[1] + chunk[row] - 1 for row in ending], np.int64)
-        with span("prefill", tokens=int(chunk.sum())) as spent:
+        squares = int((((start + chunk) ** 2) - start**2).sum())
+        with span("prefill", tokens=int(chunk.sum()), squares=squares) as spent:
             tensors = (self._tensor(ids), self._tensor(start), length, self._tensor(last))
             logits = self._runner.prefill(batch.slab, *tensors)
         for i, row in enumerate(ending):

@@ -40,6 +40,7 @@ _DECLARED = (
     Op("save", "phase", "a checkpoint is begun; what of it stops the run"),
     Op("forward", "compute", "forward pass and loss of a micro-batch"),
     Op("backward", "compute", "backward pass of a micro-batch"),
+    Op("infer", "compute", "forward pass of a micro-batch that nothing is learned from"),
     Op("padding", "compute", "an empty micro-batch, for another rank has more"),
     Op("reduce", "frame", "gradients become those of all ranks"),
     Op("optimizer", "compute", "clipping and the optimizer's step"),

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from tilth.training.ema import Average
 from tilth.training.noise import WEIGHT, NoiseScale
 from tilth.training.norms import LayerNorms
 from tilth.training.optim import Optimizers
-from tilth.training.packed import Micro, Scorer, cut, plan_micros, score, shares_prompts
+from tilth.training.packed import Micro, Scorer, Work, cut, plan_micros, score, shares_prompts
 from tilth.training.schedule import lr_factor
 
 Loss = Callable[[Micro], tuple[Tensor, dict[str, Metric]]]
@@ -44,8 +44,8 @@ class UpdateResult:
     """What one optimizer step did. ``metrics`` are the loss's own, of all micro-batches.
 
     tokens: of the batch, prompts included; computed: those that went through the model, a shared prompt once.
-    padded: empty micro-batches that this rank ran because another one had more. On several ranks ``loss`` and
-    ``grad_norm`` are of the whole step; tokens, computed, padded and metrics are of this rank's rows.
+    flops: model FLOPs of both passes over these. padded: empty micro-batches that this rank ran because another one had
+    more. On several ranks ``loss`` and ``grad_norm`` are of the whole step, all else but ``lr`` of this rank's rows.
     """
 
     loss: float
@@ -56,6 +56,7 @@ class UpdateResult:
     metrics: dict[str, Metric]
     skipped: bool
     padded: int = 0
+    flops: float = 0.0
 
 
 class TrainEngine:
@@ -157,22 +158,23 @@ class TrainEngine:
         """
         self.sharded.begin()
         self._forget()
-        values, computed, metrics = list[Tensor](), 0, list[dict[str, Metric]]()
+        values, works, metrics = list[Tensor](), list[Work](), list[dict[str, Metric]]()
         used, places = np.zeros(len(mask), np.int8), _places(tokens, starts)
         plan = plan_micros(tokens, mask, self.micro_tokens, share=self._shares, several=self.noise is not None)
         rounds = self.sharded.agree(len(plan))
         for i, (index, micro) in enumerate(cut(tokens, mask, columns, plan, self.device)):
             self.sharded.micro(last=i == rounds - 1)
-            with span("forward", micro_batch=i, tokens=micro.computed) as forward:
+            work = Work.of(self.model, micro)
+            with span("forward", -1, i, work.tokens, flops=work.flops.forward, squares=work.squares) as forward:
                 self._score(micro, places[index], temperature, entropy=entropy)
                 value, parts = loss(micro)
-            with span("backward", micro_batch=i, tokens=micro.computed) as backward:
+            with span("backward", -1, i, work.tokens, flops=work.flops.backward, squares=work.squares) as backward:
                 self._backward(value, backward, micro, parts)
             if self._compiling:
                 self.compile_seconds, self._compiling = forward.seconds + backward.seconds, False
             values.append(value.detach())  # read at the end: a device need not wait for each micro-batch
             used[index] += 1
-            computed += micro.computed
+            works.append(work)
             metrics.append(parts)
         _check_used(used)
         for i in range(len(plan), rounds):
@@ -180,13 +182,14 @@ class TrainEngine:
                 self.sharded.micro(last=i == rounds - 1)
                 self.sharded.blank().backward()
         total = sum(torch.stack(values).tolist()) if values else 0.0
-        done = {"tokens": len(mask), "computed": computed, "padded": rounds - len(plan)}
+        computed, flops = sum(work.tokens for work in works), sum(work.flops.both for work in works)
+        done = {"tokens": len(mask), "computed": computed, "flops": flops, "padded": rounds - len(plan)}
         result = self._step(total, merge_metrics(metrics), done, len(tokens.lengths), learn=bool(mask.any()))
         self._forget()
         return result
 
     def _step(
-        self, loss: float, metrics: dict[str, Metric], done: dict[str, int], sequences: int, *, learn: bool
+        self, loss: float, metrics: dict[str, Metric], done: dict[str, Any], sequences: int, *, learn: bool
     ) -> UpdateResult:
         lr = self.lr
         with span("reduce"):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,9 @@ from tilth.models.rows import take_rows
 from tilth.models.tree import TreeContext, Trees, plant
 from tilth.models.value import ValueModel
 from tilth.parallel.sharded import Sharded
+from tilth.plan.flops import Flops, attended, pass_flops
 from tilth.plan.packing import micro_batches
+from tilth.trace.spans import span
 
 WORTH = 0.9
 """Share of the tokens that sharing prompts must leave, at most, to be worth another kind of micro-batch."""
@@ -56,6 +58,27 @@ class Micro:
     def computed(self) -> int:
         """Tokens that go through the model."""
         return len(self.ids) if self.trees is None else len(self.trees.source)
+
+    @property
+    def pairs(self) -> int:
+        """Of a token that goes through the model and one that it attends to, itself included; windows are left out."""
+        return attended(self.lengths.numpy()) if self.trees is None else int((self.trees.position + 1).sum())
+
+
+class Work(NamedTuple):
+    """How much a pass over a micro-batch is: what its spans say of it."""
+
+    tokens: int
+    squares: int
+    """Sum of squared lengths; where a prompt is shared, of its length and what each sample adds to that."""
+    flops: Flops
+
+    @classmethod
+    def of(cls, model: Decoder, micro: Micro) -> "Work":
+        """Model FLOPs, with the output head at every token; a value model has none."""
+        tokens, pairs = micro.computed, micro.pairs
+        head = not isinstance(model, ValueModel)
+        return cls(tokens, 2 * pairs - tokens, pass_flops(model.config, tokens, pairs, head))
 
 
 def micros(
@@ -322,12 +345,15 @@ def _without_gradient(
     decoder = sharded.model
     device = next(iter(sharded.parameters.values())).device
     plan = plan_micros(tokens, mask, max_tokens, share=shares_prompts(decoder.config, parity))
-    blanks = sharded.agree(len(plan)) - len(plan)
-    for index, micro in cut(tokens, mask, {}, plan, device):
-        scorer(decoder, micro, temperature=temperature, entropy=False, parity=parity)
-        for row, name in zip(found, what):
-            row[index] = getattr(micro, name).cpu().numpy()
-    for _ in range(blanks):
-        sharded.blank()
+    rounds = sharded.agree(len(plan))
+    for i, (index, micro) in enumerate(cut(tokens, mask, {}, plan, device)):
+        work = Work.of(decoder, micro)
+        with span("infer", -1, i, work.tokens, flops=work.flops.forward, squares=work.squares):
+            scorer(decoder, micro, temperature=temperature, entropy=False, parity=parity)
+            for row, name in zip(found, what):
+                row[index] = getattr(micro, name).cpu().numpy()
+    for i in range(len(plan), rounds):
+        with span("padding", micro_batch=i):
+            sharded.blank()
     sharded.reshard()
     return found
