@@ -461,6 +461,28 @@ def trace_whatif(
     whatif(path, meta, svg, as_json=as_json)
 
 
+@trace.command(name="export")
+def trace_export(
+    run: RunArgument,
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="PATH", help="the file to write, .gz: compressed; default: RUN/perfetto.json.gz"),
+    ] = None,
+    perfetto: Annotated[bool, typer.Option("--perfetto", help="for ui.perfetto.dev, the only format so far")] = True,
+    steps: StepsOption = "",
+    ranks: Annotated[str, typer.Option(metavar="0,1", help="of these ranks only")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="what was written as one JSON object")] = False,
+) -> None:
+    """Write the events of a run for Perfetto: ranks on one clock, threads, counters, arrows of calls and meetings.
+
+    As in: tilth trace export RUN --perfetto trace.json.gz --steps 10:20. Keys of --json: path, spans, arrows, counters,
+    bytes, ranks, steps.
+    """
+    from tilth.cli.trace_export import write
+
+    write(run, path, steps, ranks, as_json=as_json)
+
+
 @trace.command(name="costs")
 def trace_costs(
     run: RunArgument,

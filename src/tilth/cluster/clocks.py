@@ -12,7 +12,7 @@ MANY, FEW = 12, 3
 """Rounds with each worker at the start and at the end, and in between: the best of them counts."""
 COST = 1e-3
 """Most share of the time that rounds may take."""
-SHORTEST, LONGEST = 1.0, 60.0
+SHORTEST, LONGEST = 1.0, 20.0
 """Seconds between bursts: 1 % of the time so far, within these."""
 
 

@@ -17,6 +17,7 @@ from tilth.trace.rounds import Asked
 
 EVERYONE = ("all_reduce", "all_gather", "reduce_scatter")
 """Communications that need something of everyone, so that nobody can be done before all have begun."""
+PAIR = ("send", "receive")
 PASSES = 2
 """Times that ranks tell one another through communications how well their clocks are known."""
 NEVER = np.iinfo(np.int64).min // 4
@@ -114,9 +115,9 @@ def calls(spans: Spans, controller: int, rank: int) -> tuple[Bounds, Bounds]:
     here = spans.of("call")
     here = here[spans.rank[here] == rank]
     submits, awaits = (rows[spans.rank[rows] == controller] for rows in (spans.of("submit"), spans.of("await")))
-    i, j = _matched(spans.seq[here], spans.seq[submits])
+    i, j = matched(spans.seq[here], spans.seq[submits])
     begun, asked = here[i], submits[j]
-    i, j = _matched(spans.seq[here], spans.seq[awaits])
+    i, j = matched(spans.seq[here], spans.seq[awaits])
     ended, answered = here[i], awaits[j]
     return (
         Bounds(spans.start[begun], spans.start[asked] - spans.start[begun]),
@@ -124,16 +125,17 @@ def calls(spans: Spans, controller: int, rank: int) -> tuple[Bounds, Bounds]:
     )
 
 
-def _matched(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def matched(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [k] each: where the two have the same numbers. Each number is once in either, or its first place counts."""
     _, i, j = np.intersect1d(one, other, return_indices=True)
     return i, j
 
 
 def meetings(spans: Spans, clocks: Mapping[int, Clock]) -> dict[int, tuple[Bounds, Bounds]]:
     """What communications say: by the time when the first of a group can have left, at the latest, all have entered."""
-    rows = spans.of(*EVERYONE, "send", "receive")
+    rows = spans.of(*EVERYONE, *PAIR)
     rows = rows[np.isin(spans.rank[rows], list(clocks))]
-    group = _groups(spans, rows)
+    group = groups(spans, rows)
     rows, group = rows[group >= 0], group[group >= 0]
     early, late = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
     for rank, clock in clocks.items():
@@ -154,11 +156,11 @@ def meetings(spans: Spans, clocks: Mapping[int, Clock]) -> dict[int, tuple[Bound
     return found
 
 
-def _groups(spans: Spans, rows: np.ndarray) -> np.ndarray:
+def groups(spans: Spans, rows: np.ndarray) -> np.ndarray:
     """int64 [k]: which communication each is part of, from 0 on; -1 where not all of its members are there."""
     if not len(rows):
         return np.zeros(0, np.int64)
-    pair = np.isin(rows, spans.of("send", "receive"))
+    pair = np.isin(rows, spans.of(*PAIR))
     key = np.stack([np.where(pair, -1, spans.op[rows]), spans.detail[rows], spans.seq[rows]], 1)
     _, group, count = np.unique(key, axis=0, return_inverse=True, return_counts=True)
     group = group.reshape(-1)

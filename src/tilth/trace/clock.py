@@ -15,10 +15,11 @@ import numpy as np
 
 FASTEST = 1e-3
 """Greatest drift between two clocks: NTP changes rates by at most 500 ppm, quartz is within 100."""
-STRAIGHT = 600e9
+STRAIGHT = 120e9
 """ns for which a drift counts as constant: rates follow the temperature, and NTP, over more than that."""
-SLACK = 1.0
-"""ns by which bounds are widened: readings are whole numbers."""
+SLACK = 2e3
+"""ns by which bounds are widened, for lines that bend a little all the same (a rate that changes by 0.1 ppm within
+``STRAIGHT`` bends by at most 3 us), and as readings are whole numbers."""
 WIDE = 1e13
 """Bound of how far an offset may be from the first known, ns: hours."""
 

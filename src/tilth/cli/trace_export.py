@@ -1,0 +1,82 @@
+"""``tilth trace export``: the events of a run for Perfetto."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import typer
+
+from tilth.core.errors import DataError
+from tilth.flows.metrics import declaration
+from tilth.flows.readers import read_metrics
+from tilth.trace.events import Events, load, parse_steps
+from tilth.trace.perfetto import Counter, Written, export
+
+FILE = "perfetto.json.gz"
+SHOWN = re.compile(r"tokens_per_second/.*|memory/.*|mfu|loss|reward/mean|accuracy/heldout|grad_norm|entropy")
+"""Metrics that become counters."""
+HELD = ("last", "max", "min")
+"""Reductions of what is true at the end of a step; the others tell of the whole step."""
+
+
+def write(run: Path, path: Path | None, steps: str, ranks: str, *, as_json: bool) -> None:
+    """Write the file, by default perfetto.json.gz in the run's folder, and say what is in it."""
+    if not run.exists():
+        raise DataError(f"no run at {str(run)!r}")
+    events = chosen(load(run, steps=parse_steps(steps) if steps else None), ranks)
+    target = path or (run if run.is_dir() else run.parent) / FILE
+    about = {"run": run.resolve().name, "attempt": str(events.attempt), "steps": steps, "ranks": ranks, "by": "tilth"}
+    found = export(events, target, counters(run, events), about)
+    if as_json:
+        said = {"path": str(found.path), "spans": found.spans, "arrows": found.arrows, "counters": found.counters}
+        typer.echo(json.dumps(said | {"bytes": found.bytes, "ranks": list(events.ranks), "steps": list(events.steps)}))
+    else:
+        typer.echo(told(found, events))
+
+
+def told(found: Written, events: Events) -> str:
+    """What was written, and what to do with it."""
+    size = f"{found.bytes / 1e6:,.1f} MB"
+    return (
+        f"{found.path}: {found.spans:,} spans of {len(events.ranks)} ranks, {found.arrows:,} arrows, "
+        f"{found.counters} counters, {size}\nopen it at https://ui.perfetto.dev (the file stays on your machine)"
+    )
+
+
+def chosen(events: Events, ranks: str) -> Events:
+    """Events of some ranks, "0,1"; "": all. DataError names a rank that has none."""
+    if not ranks:
+        return events
+    if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", ranks):
+        raise DataError(f"ranks {ranks!r} are not of the form 0,1")
+    wanted = [int(part) for part in ranks.split(",")]
+    for rank in wanted:
+        if rank not in events.ranks:
+            there = ", ".join(f"{r} (controller)" if r == events.controller else str(r) for r in events.ranks)
+            raise DataError(f"ranks {ranks!r}: there are no events of rank {rank}; there are of {there}")
+    return events.select(np.isin(events.rank, wanted))
+
+
+def counters(run: Path, events: Events) -> list[Counter]:
+    """The metrics of the steps that are told in the events: rates from where the step begins, what is held from where
+    it ends. They belong to the controller: without its events there are none."""
+    if not (run / "metrics.jsonl").is_file():
+        return []
+    rows = np.flatnonzero(events.op.is_("step"))
+    at = {int(events.step[row]): (int(events.start[row]), int(events.end[row])) for row in rows}
+    found: dict[str, list[tuple[int, float]]] = {}
+    for record in read_metrics(run):
+        if record["step"] not in at or record.get("attempt", events.attempt) != events.attempt:
+            continue
+        begin, end = at[record["step"]]
+        for name, value in record.items():
+            if SHOWN.fullmatch(name) and isinstance(value, int | float):
+                held = declaration(name).reduction in HELD
+                found.setdefault(name, []).append((end if held else begin, float(value)))
+    return [_counter(name, points) for name, points in sorted(found.items())]
+
+
+def _counter(name: str, points: list[tuple[int, float]]) -> Counter:
+    at, value = zip(*points)
+    return Counter(name, declaration(name).unit, np.array(at, np.int64), np.array(value, float))
