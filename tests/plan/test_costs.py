@@ -125,6 +125,14 @@ def test_what_has_no_amount_has_a_fixed_cost():
     assert float(found.seconds()) == pytest.approx(5e-3)
 
 
+def test_a_step_that_was_skipped_costs_nothing_to_learn_from():
+    """Most of them are, here."""
+    rows = [{"op": "optimizer", "duration": 5 * 10**6 if i % 3 == 0 else 3000, "step": i} for i in range(60)]
+    (found,) = fit_costs(table(rows)).compute
+    assert found.count == 20 and float(found.seconds()) == pytest.approx(5e-3)
+    assert found.error.p90 < 1e-6
+
+
 def test_nothing_is_answered_beyond_what_was_fitted(costs):
     found = costs.of("forward", "policy")
     most = found.tokens[1]

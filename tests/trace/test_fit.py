@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilth.trace import fit as fit_module
-from tilth.trace.fit import error, fit, nonnegative, held_out_error
+from tilth.trace.fit import error, fit, held_out_error, nonnegative
 
 numbers = st.floats(-3, 3, allow_nan=False)
 

@@ -27,6 +27,9 @@ REACH = 1.5
 """Amounts up to so many times beyond the least and the greatest that were fitted are answered for."""
 ENOUGH = 8
 """Fewer rows of an operation are not fitted."""
+IDLE = 0.01
+"""What has no amount and took less than this share of its longer spans (their 90th percentile) found nothing to do, as
+an optimizer's step that is skipped: no cost is learned from it."""
 SCORING = ("logprobs", "reference", "values", "judge", "score")
 """Phases that do the work themselves."""
 Numbers = np.ndarray | float
@@ -108,7 +111,7 @@ def fit_costs(events: Events, about: Mapping[str, Any] | None = None) -> Costs:
     op, role = events.op, events.role
     pairs = np.stack([op.codes, role.codes])[:, _works(events)]
     for i, j in np.unique(pairs, axis=1).T.tolist():
-        rows = np.flatnonzero(_works(events) & (op.codes == i) & (role.codes == j))
+        rows = _busy(events, np.flatnonzero(_works(events) & (op.codes == i) & (role.codes == j)))
         if len(rows) >= ENOUGH:
             compute.append(_compute(op.names[i], role.names[j], events, rows))
         else:
@@ -130,6 +133,12 @@ def _works(events: Events) -> np.ndarray:
     holds = np.zeros(len(events) + 1, bool)  # the last one: of no parent
     holds[events.parent[compute]] = True
     return (compute | (events.op.is_(*SCORING) & (events.tokens > 0))) & ~holds[:-1] & (events.own > 0)
+
+
+def _busy(events: Events, rows: np.ndarray) -> np.ndarray:
+    if events.tokens[rows].any():
+        return rows
+    return rows[events.own[rows] >= IDLE * np.quantile(events.own[rows], 0.9)]
 
 
 def _compute(op: str, role: str, events: Events, rows: np.ndarray) -> Compute:
