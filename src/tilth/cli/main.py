@@ -501,6 +501,25 @@ def trace_costs(
     costs(run, steps, save, as_json=as_json)
 
 
+@trace.command(name="capture")
+def trace_capture(
+    run: RunArgument,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="how many of its next steps")] = 3,
+    ranks: Annotated[str, typer.Option("--ranks", metavar="0,1", help="ranks of workers")] = "0",
+    memory: Annotated[bool, typer.Option("--memory", help="each allocation too; several times as slow")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="what was recorded as one JSON object")] = False,
+) -> None:
+    """Let torch's profiler record the next steps of a run that goes on, and say where the traces are.
+
+    Every operation with its shapes, from the end of one step to that of another, as Chrome traces in RUN/profiles. For
+    steps that are known beforehand: run.profile=A:B. Keys of --json: id, state, first, last, ranks, memory, errors
+    (rank -> why), files (rank -> path, bytes).
+    """
+    from tilth.cli.capture import capture
+
+    capture(run, steps, ranks, memory=memory, as_json=as_json)
+
+
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="all findings as one JSON object")] = False,

@@ -1,6 +1,6 @@
 """A cluster: workers of one backend, the roles on them, their payload store."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ from tilth.cluster.totals import together
 from tilth.core.batch import Handle, Ragged, Store
 from tilth.core.errors import RecipeError
 from tilth.core.layout import Mesh
+from tilth.trace.capture import Captured
 from tilth.trace.collector import collector
 from tilth.trace.spans import Total, recorder, span
 
@@ -86,6 +87,20 @@ class Cluster:
         collector.collect()
         with span("await", detail=call.name, seq=call.number):
             self.dispatch.wait(flights)
+
+    def profile(self, ranks: Sequence[int], memory: bool = False) -> dict[int, str]:
+        """Let torch's profiler record what these workers do from now on; answers rank -> what went wrong, for those
+        that cannot. memory: each allocation too."""
+        call = Call("", "profile", (memory,))
+        replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in ranks])
+        return {rank: reply.value for rank, reply in zip(ranks, replies) if reply.value}
+
+    def profiled(self, ranks: Sequence[int], stem: Path | None) -> dict[int, Captured]:
+        """End that, and write what was seen to ``stem-rank-R.json.gz``; None: forget it. The time of writing counts
+        towards the limit of a call."""
+        call = Call("", "profiled", (str(stem.resolve()) if stem else "",))
+        replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in ranks])
+        return {rank: reply.value for rank, reply in zip(ranks, replies)}
 
     def totals(self) -> dict[str, Total]:
         """``recorder.totals()`` of the controller and all workers: where the time since the last call of this went.

@@ -17,6 +17,7 @@ from tilth.cluster.room import MORE_ROOM
 from tilth.core.batch import Store
 from tilth.core.errors import StorageError, TilthError
 from tilth.core.layout import Mesh
+from tilth.trace.capture import Capture, Captured
 from tilth.trace.collector import collector
 from tilth.trace.rounds import Origin, origin
 from tilth.trace.spans import NOWHERE, Where, recorder, span
@@ -47,6 +48,7 @@ class Host:
         self.phase, self.since = "", time.monotonic()
         self._note = note
         self._tracing = False
+        self._capture = Capture()
 
     def handle(self, call: Call) -> Reply:
         """Execute a call. What it raises goes up as it is."""
@@ -82,7 +84,10 @@ class Host:
         method = getattr(self.roles[call.role], call.method) if call.role else getattr(self, f"_{call.method}")
         if not call.role and call.number < 0:  # of no step; and what starts and ends the trace is not in it
             return method(*call.args, **call.kwargs)
-        with span("call", call.step, detail=call.name, seq=call.number, where=self._where.get(call.role, NOWHERE)):
+        with (
+            span("call", call.step, detail=call.name, seq=call.number, where=self._where.get(call.role, NOWHERE)),
+            self._capture.named(call.name),
+        ):
             return method(*call.args, **call.kwargs)
 
     def _create(self, role: str, factory: str, packed: Packed, mesh: Mesh) -> dict[str, Transfer]:
@@ -122,8 +127,15 @@ class Host:
     def _collect(self) -> None:
         collector.collect()
 
+    def _profile(self, memory: bool) -> str:
+        return self._capture.start(memory)
+
+    def _profiled(self, stem: str) -> Captured:
+        return self._capture.stop(f"{stem}-rank-{self.rank}" if stem else "")
+
     def _end(self) -> None:
         """Close the roles that can be closed, the newest first, and the trace."""
+        self._capture.drop()
         while self.roles:
             _, role = self.roles.popitem()
             if hasattr(role, "close"):

@@ -32,6 +32,7 @@ from tilth.flows.named import foreign, identity, one_before, reaching
 from tilth.flows.observers import Beginner, Observer
 from tilth.flows.ppo import ppo, values
 from tilth.flows.pretrain import pretrain
+from tilth.flows.profiling import Profiling
 from tilth.flows.readers import checkpoints_of
 from tilth.flows.reinforce_pp import reinforce_pp
 from tilth.flows.remax import remax
@@ -137,15 +138,18 @@ def launch(
         ):
             with StopRequest(recipe.run.grace) as stop:
                 cluster.trace(directory.events.resolve(), directory.attempt, bool(recipe.run.collect_every))
-                run = _run(parts, cluster, directory, observers, stop)
+                profiling = Profiling(cluster, parts.recipe, directory.path, stop)
+                watching = [*observers, profiling]
+                run = _run(parts, cluster, directory, watching, stop)
                 directory.update(data=fingerprint)
                 _announce(run, parts, reward_file)
                 _restore(run, fallback=fallback)
-                for observer in observers:
+                for observer in watching:
                     if isinstance(observer, Beginner):
                         observer.on_begin(directory.path, run.at.step, run.say)
                 try:
                     _phases(run)
+                    profiling.conclude()
                     run.saving.finish()
                     if run.saving.failed:
                         run.secure()

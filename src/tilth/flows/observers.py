@@ -4,6 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+Say = Callable[[str], None]
+"""Puts a line into the run's log and before whoever watches."""
+
 
 class Observer(Protocol):
     """Who watches a run: the terminal, the report, a test."""
@@ -25,6 +28,6 @@ class Observer(Protocol):
 class Beginner(Protocol):
     """An observer that wants to know, before the first step, where the run is kept and whether it goes on."""
 
-    def on_begin(self, directory: Path, step: int, say: Callable[[str], None]) -> None:
+    def on_begin(self, directory: Path, step: int, say: Say) -> None:
         """step: the last one that is kept, a later one of an earlier attempt is void; say: a line for the run's log."""
         ...

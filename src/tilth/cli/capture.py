@@ -1,0 +1,61 @@
+"""``tilth trace capture``: profiles of the next steps of a run that goes on."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from tilth.core.errors import DataError, StorageError
+from tilth.flows.profiling import Request, ask, follow, steps_in_words, take_back
+from tilth.ui import words
+
+
+def capture(run: Path, steps: int, ranks: str, *, memory: bool, as_json: bool) -> None:
+    """Ask for the steps, wait until they are recorded and print where the profiles are.
+
+    DataError: not a run that goes on, no such ranks; StorageError: nothing could be recorded or written. Ctrl-C takes
+    back what was asked for, if it has not begun.
+    """
+    request = ask(run, steps, _ranks(ranks), memory)
+    try:
+        line = _await(run, request, silent=as_json)
+    except KeyboardInterrupt:
+        if not take_back(run, request):
+            typer.echo(f"it has begun; the profiles will be in {run / 'profiles'}", err=True)
+        raise
+    if line["state"] == "failed":
+        raise StorageError(f"{run}: nothing was profiled: {line['error']}")
+    if as_json:
+        typer.echo(json.dumps(line))
+    else:
+        typer.echo("\n".join(_told(line)))
+
+
+def _await(run: Path, request: Request, *, silent: bool) -> dict[str, Any]:
+    if not silent:
+        typer.echo(_asked(run, request))
+    line: dict[str, Any] = {}
+    for line in follow(run, request):
+        if line["state"] == "capturing" and not silent:
+            typer.echo(f"recording {steps_in_words(line['first'], line['last'])}, which takes longer than without")
+    return line
+
+
+def _asked(run: Path, request: Request) -> str:
+    what = "its next step" if request.steps == 1 else f"its next {request.steps} steps"
+    return f"asked {run} for {what}; Ctrl-C takes that back"
+
+
+def _told(line: dict[str, Any]) -> list[str]:
+    lines = [f"{made['path']}  {words.size(made['bytes'])}" for made in line["files"].values()]
+    lines += [f"rank {rank}: nothing: {error}" for rank, error in line["errors"].items()]
+    return [*lines, "they open at https://ui.perfetto.dev, or in chrome://tracing"]
+
+
+def _ranks(text: str) -> list[int]:
+    """ "0,1" -> [0, 1]; DataError for what is no list of numbers."""
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text):
+        raise DataError(f"--ranks {text!r} is not a list of ranks, as in 0,1")
+    return [int(rank) for rank in text.split(",")]
