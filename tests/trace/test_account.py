@@ -7,34 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trace.tree import s, tree
+from tests.trace.tree import s, tree, two_workers
 from tilth.core.errors import DataError
 from tilth.trace.account import COMMUNICATION, CONTROLLER, DATA, OTHER, PAUSE, PEERS, account, covered
 
 NS = 1e-9
-
-
-def two_workers():
-    """Two steps: rank 1 generates longer than rank 0; then both learn and meet; a checkpoint after the second step."""
-    update = {"detail": "policy.update", "role": "policy", "step": 1}
-    meet = {"detail": "0,1", "seq": 0}
-    return [
-        s("step", 0, 100, s("submit", 0, 2, detail="rollout.generate", seq=1), s("await", 2, 52, seq=1),
-          s("submit", 52, 53, detail="policy.update", seq=2), s("await", 53, 95, seq=2), rank=2, step=1),
-        s("step", 110, 150, s("evaluate", 112, 140, s("submit", 112, 113, seq=3), s("await", 113, 140, seq=3)),
-          rank=2, step=2),
-        s("save", 152, 180, s("submit", 152, 153, seq=4), s("await", 153, 180, seq=4), rank=2),
-        s("call", 5, 25, s("generate", 5, 24, s("decode", 6, 10)), rank=0, step=1, seq=1, role="rollout"),
-        s("call", 5, 50, s("generate", 6, 50, s("gc", 20, 23)), rank=1, step=1, seq=1, role="rollout"),
-        s("call", 55, 90, s("update", 55, 90, s("reduce", 60, 80, s("all_reduce", 60, 80, **meet))),
-          rank=0, seq=2, **update),
-        s("call", 55, 94, s("load", 55, 57), s("update", 57, 94, s("all_reduce", 70, 80, **meet)),
-          rank=1, seq=2, **update),
-        s("call", 114, 138, s("generate", 114, 138, s("load", 115, 116)), rank=0, step=2, seq=3, role="rollout"),
-        s("call", 154, 174, rank=0, seq=4, role="policy"), s("call", 154, 178, rank=1, seq=4, role="policy"),
-        s("save.background", 160, 200, s("save.write", 160, 190), rank=0, thread="tilth-save-0"),
-        s("call", -20, -10, rank=0, seq=0),
-    ]  # fmt: skip
 
 
 def parts(found, rank):
@@ -111,6 +88,21 @@ def test_a_meeting_whose_other_members_are_not_there_is_transfer():
         s("call", 0, 90, s("broadcast", 60, 70, detail="0,1", seq=3), rank=0, step=1, seq=1),
     ))  # fmt: skip
     assert found.meetings.waiting.tolist() == [0] and found.meetings.transfer == pytest.approx([10 * NS])
+
+
+def test_pace_is_against_the_other_ranks_rate():
+    """Rank 1 takes 3 ns a token where rank 0 takes 2, and twice as long for a sample; it alone places."""
+    found = account(tree(
+        s("step", 0, 100, rank=2, step=1),
+        s("call", 0, 90, s("forward", 0, 20, tokens=10), s("sample", 20, 25), rank=0, step=1, seq=1),
+        s("call", 0, 90, s("forward", 0, 12, tokens=4), s("sample", 12, 22), s("place", 30, 50), rank=1, step=1, seq=1),
+    ))  # fmt: skip
+    assert found.pace == pytest.approx([(20 + 5) / (10 * 3 + 10), (12 + 10) / (4 * 2 + 5)])
+
+
+def test_pace_of_one_rank_is_not_known():
+    found = account(tree(s("step", 0, 9, s("call", 0, 8, s("forward", 0, 5, tokens=3), seq=0), rank=0, step=1)))
+    assert np.isnan(found.pace).all()
 
 
 def test_no_steps():

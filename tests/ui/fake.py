@@ -5,11 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
+from tests.trace.tree import s, table
 from tilth.config.load import from_dict
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.rundir import RunDir
-from tilth.trace.writer import PartWriter
 
 ENVIRONMENT = {
     "python": "3.12.3", "platform": "Linux-6.8-x86_64", "packages": {"tilth": "0.1.0", "torch": "2.13.0"},
@@ -61,12 +62,11 @@ def fake_run(root: Path, *, warmup=180, steps=400, seed=0, end="finished", missi
             clock += record["time/step"]
             run._earlier, run._began = clock, _now()
             run.commit_step(record)
-            events += _events(step, clock, record)
+            events.append(_events(step, clock, record))
             if step % 25 == 0:
                 run.flush()
         if events:
-            writer = PartWriter(run.events, 0, 1)
-            writer.write(events, 0)
+            pq.write_table(table(*events), run.events / "attempt-1-rank-0-000001.parquet")
         if end:
             run.end(end)
             run.update(memory={"predicted": PLAN["memory_peak"], "peak": 742_000_000})
@@ -147,35 +147,20 @@ def _rows(step, skill, tokenizer, rng, hostile, missing, prompts=4, group=8):
 
 def _events(step, clock, record):
     """Spans of a step: its phases, with what runs inside the two large ones."""
-    found = []
-    begin = int((clock - record["time/step"]) * 1e9)
-    base = step * 100
-    found.append((base, -1, 0, "step", step, -1, begin, int(record["time/step"] * 1e9), 0, 0, 0.0, "MainThread"))
+    begin = at = int((clock - record["time/step"]) * 1e9)
     inside = {
         "generate": (("decode", 0.72), ("prefill", 0.11), ("sample", 0.12)),
         "update": (("forward", 0.36), ("backward", 0.5), ("optimizer", 0.1)),
     }
-    for i, name in enumerate(k[5:] for k in record if k.startswith("time/") and k not in ("time/step", "time/other")):
+    phases = []
+    for name in (k[5:] for k in record if k.startswith("time/") and k not in ("time/step", "time/other")):
         took = int(record[f"time/{name}"] * 1e9)
         if not took:
             continue
-        found.append((base + 1 + i, base, 1, name, step, -1, begin, took, 2560, 0, 0.0, "MainThread"))
-        for j, (part, share) in enumerate(inside.get(name, ())):
-            found.append(
-                (
-                    base + 40 + 10 * i + j,
-                    base + 1 + i,
-                    2,
-                    part,
-                    step,
-                    0,
-                    begin,
-                    int(took * share),
-                    2560,
-                    0,
-                    1e9,
-                    "MainThread",
-                )
-            )
-        begin += took
-    return found
+        parts, start = [], at
+        for part, share in inside.get(name, ()):
+            parts.append(s(part, start, start + int(took * share), micro_batch=0, tokens=2560, flops=1e9))
+            start += int(took * share)
+        phases.append(s(name, at, at + took, *parts, tokens=2560))
+        at += took
+    return s("step", begin, begin + int(record["time/step"] * 1e9), *phases, rank=0, step=step)

@@ -70,7 +70,7 @@ def test_it_tells_what_the_summary_says(finished):
 
 def test_the_numbers_behind_the_curves_are_those_of_the_run(finished):
     run, _, page = finished
-    figures = [a for n, a in page.seen if n == "figure"]
+    figures = [a for n, a in page.seen if n == "figure" and "chart" in a["class"].split()]
     data = json.loads(page.scripts[0])
     assert len(figures) == len(data) >= 10
     accuracy = [(r["step"], r["accuracy/heldout"]) for r in read_metrics(run) if "accuracy/heldout" in r]

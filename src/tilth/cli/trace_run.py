@@ -135,12 +135,7 @@ def _wrapped(name: str, parts: Sequence[str]) -> list[str]:
 
 
 def _share(seconds: float, whole: float) -> str:
-    share = 100 * seconds / whole
-    return f"{share:.0f} %" if share >= 9.95 or share == 0 else f"{share:.1f} %" if share >= 0.05 else "< 0.1 %"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    return words.part(seconds / whole)
 
 
 def _steps(said: Found) -> list[str]:
@@ -151,9 +146,9 @@ def _steps(said: Found) -> list[str]:
         f"{steps['first']} to {steps['last']}" if several else str(steps["first"]),
         f"attempt {said['attempt']}",
         *([state] if state else []),
-        f"{words.duration(said['seconds'])} min" if said["seconds"] >= 60 else _time(said["seconds"]),
-        *([f"{_time(step['median'])} a step (median)"] if several else []),
-        *([f"step {step['longest_at']} the longest with {_time(step['longest'])}"] if several else []),
+        f"{words.duration(said['seconds'])} min" if said["seconds"] >= 60 else words.brief(said["seconds"]),
+        *([f"{words.brief(step['median'])} a step (median)"] if several else []),
+        *([f"step {step['longest_at']} the longest with {words.brief(step['longest'])}"] if several else []),
     ]
 
 
@@ -225,7 +220,7 @@ def _speeds(rates: Mapping[str, float | None]) -> list[str]:
         if inside
     ]
     if rates["mfu"] is not None and rates["mfu_overall"] is not None:
-        found.append(f"MFU {_share(rates['mfu'], 1)} of updates ({_share(rates['mfu_overall'], 1)} of all time)")
+        found.append(f"MFU {words.part(rates['mfu'])} of updates ({words.part(rates['mfu_overall'])} of all time)")
     return found
 
 

@@ -11,15 +11,21 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tilth.core.errors import DataError
 from tilth.flows.files import read_lines, replace
 from tilth.flows.readers import read_metrics, read_state, summarise
-from tilth.trace.read import breakdown, read_events
+from tilth.trace.account import account
+from tilth.trace.events import Events, load
+from tilth.trace.read import OpTime, breakdown, read_events
 from tilth.ui import words
 from tilth.ui.charts import MEMORY, Chart, Curve, Phase, charts, curve, draw
+from tilth.ui.health import health
 from tilth.ui.html import Html, escape, join, tag
 from tilth.ui.page import MARK, page
 from tilth.ui.samples import samples
+from tilth.ui.timeline import divided, stack, timeline, typical
 
 COLOURS = ("leaf", "sky", "sun", "plum", "clay", "teal", "soil")
 OPERATIONS = 14
@@ -194,13 +200,42 @@ def _phases(seen: Seen) -> list[Phase]:
 
 
 def _times(seen: Seen) -> Html | None:
+    """From the events of the trace; where there are none, or they cannot be read, from the metrics."""
+    folder = seen.run / "events"
+    try:
+        rows = breakdown(read_events(folder)) if folder.is_dir() else []
+        parts = [*_pictures(seen, load(folder)), _operations(rows)] if rows else [_measured(seen)]
+    except DataError as error:
+        parts = [_measured(seen), tag("p", f"The trace cannot be read: {error}", class_="lead clay")]
+    return tag("div", *parts, class_="card") if any(parts) else None
+
+
+def _pictures(seen: Seen, events: Events) -> list[Html | None]:
+    """Timelines of two steps, the steps beside each other, the ranks beside each other; of the newest attempt."""
+    if not events.steps:
+        return [_measured(seen)]
+    found = account(events)
+    last = {r["step"] for r in seen.records if r.get("phase") == seen.records[-1].get("phase")}
+    usual, longest = typical(found, np.isin(found.steps, list(last)))
+    figures = [timeline(events, usual, "A typical step")]
+    if longest != usual:
+        figures.append(timeline(events, longest, "The longest step"))
+    several = len(found.ranks) > 1
+    return [divided(found), *figures, stack(found), _folded("Ranks", health(found)) if several else None]
+
+
+def _measured(seen: Seen) -> Html | None:
+    """The phases as the metrics have them."""
     spent: Counter[str] = Counter()
     for record in seen.records:
         spent.update({k[5:]: v for k, v in record.items() if k.startswith("time/") and k != "time/step" and v})
     if not spent:
         return None
-    parts = _bar([(name, seconds, words.duration(seconds)) for name, seconds in spent.most_common()])
-    return tag("div", parts, _operations(seen.run), class_="card")
+    return _bar([(name, seconds, words.duration(seconds)) for name, seconds in spent.most_common()])
+
+
+def _folded(title: str, content: Html) -> Html:
+    return tag("details", tag("summary", title), content, open=True)
 
 
 def _bar(items: Sequence[tuple[str, float, str]]) -> Html:
@@ -223,14 +258,8 @@ def _bar(items: Sequence[tuple[str, float, str]]) -> Html:
     return join([tag("div", *bars, class_="bar"), tag("div", *keys, class_="keys")])
 
 
-def _operations(run: Path) -> Html | None:
-    """The operations that took most time of their own, from the events of the trace."""
-    try:
-        rows = breakdown(read_events(run / "events")) if (run / "events").is_dir() else []
-    except DataError as error:
-        return tag("p", f"The trace cannot be read: {error}", class_="lead clay")
-    if not rows:
-        return None
+def _operations(rows: Sequence[OpTime]) -> Html:
+    """The operations that took most time of their own."""
     longest = max(r.share for r in rows) or 1.0
     body = [
         tag(
@@ -244,12 +273,7 @@ def _operations(run: Path) -> Html | None:
     ]  # fmt: skip
     names = ("operation", "", "own share", "own time", "spans", "mean", "tokens/s")
     table = tag("table", tag("tr", *[tag("th", n) for n in names]), *body)
-    return tag(
-        "details",
-        tag("summary", "By operation, without what ran inside it"),
-        tag("div", table, class_="scroll"),
-        open=True,
-    )
+    return _folded("By operation, without what ran inside it", tag("div", table, class_="scroll"))
 
 
 # ---- missing rewards ----

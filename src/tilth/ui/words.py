@@ -31,6 +31,18 @@ def number(value: float | None) -> str:
     return f"{value:.1e}" if abs(value) < 1e-3 else f"{value:.3g}"
 
 
+def brief(seconds: float) -> str:
+    """A short time: ``136 ms`` or ``3.2 s``."""
+    return "0" if seconds == 0 else f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def part(value: float) -> str:
+    """A share of a whole, as coarse as people want it: ``37 %``, ``2.8 %``, ``< 0.1 %``."""
+    if value == 0 or value >= 0.0995:
+        return f"{100 * value:.0f} %"
+    return f"{100 * value:.1f} %" if value >= 0.0005 else "< 0.1 %"
+
+
 def size(nbytes: float | None) -> str:
     """``1.4 GB`` (10^9 bytes)."""
     return "–" if nbytes is None else plan_size(nbytes)

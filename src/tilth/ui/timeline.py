@@ -1,0 +1,166 @@
+"""Pictures of a trace for the report: what each rank did in one step, and how the steps were divided.
+
+Both are SVG that stretches, one path for each colour, so that a page with many ranks and steps stays small.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilth.trace.account import COMMUNICATION, CONTROLLER, OTHER, PAUSE, PEERS, Account, parts_of, periods
+from tilth.trace.events import Events
+from tilth.ui import words
+from tilth.ui.charts import HEIGHT, WIDTH, nice
+from tilth.ui.html import Html, join, tag
+
+HUES = ("leaf", "sky", "sun", "plum", "teal", "soil")
+"""Of phases, the longest first; the others are grey."""
+FIXED = {COMMUNICATION: "ink", PAUSE: "clay", PEERS: "idle", CONTROLLER: "idle far"}
+COLUMNS, FINE = 1000, 8
+"""Columns of a lane, and into how many parts each is divided to see which part of the time has most of it."""
+BARS = 160
+"""Most columns of the picture over steps; more steps are averaged."""
+LANES = 16
+"""Most ranks in a timeline."""
+TALL = 26
+BLANK = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """One row of a timeline: the code of the part at each of its columns (int64 [COLUMNS]), BLANK where none is."""
+
+    name: str
+    codes: np.ndarray
+
+
+def hues(names: Sequence[str]) -> dict[str, str]:
+    """The class that colours each part of the time; the same in all pictures of a run."""
+    phases = [n for n in names if n not in (*FIXED, OTHER)]
+    named = {n: HUES[i] if i < len(HUES) else "grey" for i, n in enumerate(phases)}
+    return {n: FIXED.get(n) or named.get(n, "grey") for n in names}
+
+
+def typical(found: Account, among: np.ndarray | None = None) -> tuple[int, int]:
+    """A step of median time, and the longest. among: bool [s], the steps to choose from; default: all."""
+    rows = np.flatnonzero(among) if among is not None and among.any() else np.arange(len(found.steps))
+    took = found.seconds[rows]
+    usual = rows[np.abs(took - np.median(took)).argmin()]
+    return int(found.steps[usual]), int(found.steps[rows[took.argmax()]])
+
+
+def lanes(events: Events, step: int) -> tuple[list[Lane], tuple[str, ...], float]:
+    """What the ranks did in a step, until the next began: lanes, names of the parts, and its seconds.
+
+    The controller's lane, where it is a process of its own, shows when it did not wait for answers.
+    """
+    bounds, known = periods(events)
+    at = int(np.searchsorted(known, step))
+    low, high = int(bounds[at]), int(bounds[at + 1])
+    parts = parts_of(events)
+    shown = parts.main & (events.end > low) & (events.start < high)
+    code = np.where(events.op.is_("await"), BLANK, parts.code)
+    made = [
+        Lane(f"rank {r}", _painted(events, np.flatnonzero(shown & (events.rank == r)), code, low, high))
+        for r in events.workers
+    ]
+    if events.controller not in events.workers:
+        mine = np.flatnonzero(shown & (events.rank == events.controller))
+        own = np.where(code == BLANK, BLANK, parts.names.index(OTHER))
+        made.insert(0, Lane("controller", _painted(events, mine, own, low, high)))
+    return made, parts.names, (high - low) * 1e-9
+
+
+def _painted(events: Events, rows: np.ndarray, code: np.ndarray, low: int, high: int) -> np.ndarray:
+    """Spans over those around them; each column is what most of it is."""
+    line = np.full(COLUMNS * FINE, BLANK)
+    scale = len(line) / max(high - low, 1)
+    # Of a span and one inside it of the same length only the inner has time of its own.
+    inner = rows[np.lexsort((events.own[rows], -events.duration[rows], events.start[rows]))]
+    begin, end = (np.rint((t[inner] - low) * scale).astype(int).clip(0, len(line)) for t in (events.start, events.end))
+    for a, b, c in zip(begin, end, code[inner]):
+        line[a:b] = c
+    found = np.arange(BLANK, max(int(code.max()), 0) + 1)
+    counts = np.stack([(line.reshape(COLUMNS, FINE) == c).sum(1) for c in found])
+    return found[counts.argmax(0)]
+
+
+def runs(codes: np.ndarray) -> list[tuple[int, int, int]]:
+    """Stretches of equal codes: code, first column, columns; BLANK ones left out."""
+    edges = np.flatnonzero(np.diff(codes)) + 1
+    begins, ends = np.append(0, edges), np.append(edges, len(codes))
+    return [(int(codes[a]), int(a), int(b - a)) for a, b in zip(begins, ends) if codes[a] != BLANK]
+
+
+def timeline(events: Events, step: int, title: str) -> Html:
+    """The figure of one step: a lane a rank."""
+    made, names, seconds = lanes(events, step)
+    shown = made[: LANES + 1]
+    more = f", {len(shown)} of {len(made)} ranks" if len(shown) < len(made) else ""
+    rows = [tag("div", tag("span", lane.name), _drawn(lane, names), class_="lane") for lane in shown]
+    ends = [tag("span", "0"), tag("span", words.brief(seconds))]
+    caption = tag("figcaption", tag("strong", title), tag("small", f"step {step:,}{more}"))
+    return tag("figure", caption, *rows, tag("div", *ends, class_="x"), class_="lanes")
+
+
+def _drawn(lane: Lane, names: Sequence[str]) -> Html:
+    colours = hues(names)
+    stretches: dict[str, list[str]] = {}
+    for code, first, count in runs(lane.codes):
+        stretches.setdefault(names[code], []).append(f"M{first} 0h{count}v{TALL}h-{count}z")
+    paths = [
+        tag("path", tag("title", f"{lane.name}: {name}"), d="".join(d), class_=f"band {colours[name]}")
+        for name, d in stretches.items()
+    ]
+    return tag("svg", *paths, viewBox=f"0 0 {COLUMNS} {TALL}", preserveAspectRatio="none", role="img")
+
+
+def divided(found: Account) -> Html:
+    """All the time as one bar, and what the colours of all pictures say: each part's share, the mean over ranks."""
+    colours, whole = hues(found.names), found.whole
+    shares = {name: seconds / whole for name, seconds in found.parts.items()}
+    bars = [tag("i", class_=colours[n], style=f"flex:{v:.5f}", title=n) for n, v in shares.items()]
+    keys = [
+        tag("span", tag("i", class_=f"key {colours[n]}"), n, " ", tag("b", words.part(v))) for n, v in shares.items()
+    ]
+    return join([tag("div", *bars, class_="bar"), tag("div", *keys, class_="keys")])
+
+
+def stack(found: Account) -> Html:
+    """How each step's time was divided, the mean over ranks: one area a part, one above the other."""
+    edges = np.linspace(0, len(found.steps), min(len(found.steps), BARS) + 1).round().astype(int)
+    heights = np.stack([found.by_step[a:b].mean(0) for a, b in itertools.pairwise(edges)])
+    top = np.cumsum(heights, axis=1)
+    ticks = nice(0.0, float(top[:, -1].max()), 3)
+    across = np.linspace(0, WIDTH, len(heights) + 1)
+    colours = hues(found.names)
+    bands = [
+        tag("path", tag("title", name), d=_area(across, top[:, i] - heights[:, i], top[:, i], ticks[-1]),
+            class_=f"band {colours[name]}")
+        for i, name in enumerate(found.names) if heights[:, i].any()
+    ]  # fmt: skip
+    grid = tag("path", d="".join(f"M0 {_y(t, ticks[-1])}H{WIDTH:g}" for t in ticks), class_="grid")
+    svg = tag("svg", *bands, grid, viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", preserveAspectRatio="none", role="img")
+    labels = [tag("span", words.brief(t), class_="y", style=f"top:{100 * (1 - t / ticks[-1]):.2f}%") for t in ticks]
+    ends = [tag("span", f"step {found.steps[0]:,}"), tag("span", f"{found.steps[-1]:,}")]
+    caption = tag("figcaption", tag("strong", "Steps"), tag("small", "seconds of a step, the mean over ranks"))
+    return tag(
+        "figure", caption, tag("div", *labels, svg, class_="plot"), tag("div", *ends, class_="x"), class_="lanes"
+    )  # fmt: skip
+
+
+def _area(across: np.ndarray, low: np.ndarray, high: np.ndarray, most: float) -> str:
+    """Steps of a stair up there and back below."""
+    there = "".join(f"H{_x(across[i])}V{_y(high[i], most)}H{_x(across[i + 1])}" for i in range(len(high)))
+    back = "".join(f"V{_y(low[i], most)}H{_x(across[i])}" for i in reversed(range(len(low))))
+    return f"M0 {_y(high[0], most)}{there}{back}z"
+
+
+def _x(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _y(value: float, most: float) -> str:
+    return f"{HEIGHT * (1 - value / most):.4g}"
