@@ -14,6 +14,7 @@ from tilth.cluster.board import SLOT, Board
 from tilth.cluster.store import FolderStore, _no_room
 from tilth.core.batch import Handle, Ragged
 from tilth.core.errors import StorageError
+from tilth.trace import recorder
 
 KINDS = ["<i8", "<i4", "<i2", "|u1", "|i1", "|b1", "<f4", "<f8", "<f2"]
 
@@ -108,3 +109,17 @@ def test_any_name_fits_into_its_own_slot(tmp_path_factory, name):
         cut = f"{rank}{name}".encode()[: SLOT - 10].decode(errors="replace")
         assert shown == cut
     board.close()
+
+
+def test_what_goes_in_and_out_is_told_with_its_bytes_also_where_it_fails(tmp_path):
+    shop, data = FolderStore(tmp_path, "r0"), Ragged.of([np.arange(3), np.arange(2)])
+    recorder.totals()
+    handle = shop.put("tokens", data)
+    shop.get(handle)
+    shop.fetch(handle)
+    shop.free(handle)
+    with pytest.raises(KeyError):
+        shop.get(handle)
+    told = {op: (total.count, total.bytes) for op, total in recorder.totals().items()}
+    assert handle.nbytes == (5 + 3) * 8
+    assert told == {"payload.put": (1, 64), "payload.get": (3, 3 * 64)}

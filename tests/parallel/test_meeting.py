@@ -92,11 +92,11 @@ def check(pool, case: Case, folder) -> list[list[dict]]:
     return ranks
 
 
-def check_places(rank: int, events: list[dict], mine: list[dict]) -> None:
+def check_places(rank: int, events: list[dict], mine: list[dict], step: int = 7, role: str = "policy") -> None:
     """Step, role and place everywhere; the micro-batch of the pass that a communication is in."""
     by_id = {e["id"]: e for e in events}
     for e in mine:
-        assert (e["step"], e["role"], e["place"]) == (7, "policy", f"at={rank}")
+        assert (e["step"], e["role"], e["place"]) == (step, role, f"at={rank}")
         around = by_id[e["parent"]]
         assert around["start"] <= e["start"] and e["start"] + e["duration"] <= around["start"] + around["duration"]
         assert (e["micro_batch"] >= 0) == (around["op"] in PASSES) and e["micro_batch"] == around["micro_batch"]
@@ -160,6 +160,33 @@ def check_copies(ranks: list[list[dict]]) -> None:
             assert before["op"] == "reduce_scatter" and before["parent"] == mine[i]["parent"]
             assert mine[i]["start"] == before["start"] + before["duration"] and mine[i]["duration"] > 0
             assert mine[i]["bytes"] * 2 == before["bytes"]
+
+
+def beside_training(rank: int, folder: str) -> list:
+    """Weights go to a role on one of the workers of the policy, and two replicas give each other what they read."""
+    from tests.roles.test_relay import CASES, relay_of, roles_of
+    from tilth.checkpoint.exchange import Share, together
+
+    case, group = CASES["partly shared"], Grid.of(Mesh(("dp",), (2,)), rank).group("dp")
+    relay = relay_of(case, rank, roles_of(case, rank), 2000)
+    share, parts = Share.of_group(group, (0, 1), rank), {"w": [torch.zeros(9, 5)], "b": [torch.zeros(3)]}
+    with Operators() as operators, recorder.to(folder, rank=rank), span("call", 3, where=("relay", f"at={rank}")):
+        relay.relay(case.role, 1)
+        together(share, 1, parts, lambda mine: [parts[name][0].fill_(7.0) for name in mine])
+    assert all((t == 7).all() for tensors in parts.values() for t in tensors)
+    return operators.seen
+
+
+@pytest.mark.dist
+def test_publishing_and_restoring_are_told_too(pool, tmp_path):
+    seen = pool.run(2, HERE + "beside_training", folder=str(tmp_path))
+    ranks = rows(tmp_path)
+    for rank, (events, wanted) in enumerate(zip(ranks, seen)):
+        mine = communications(events)
+        assert [(e["op"], e["detail"], e["bytes"]) for e in mine] == wanted
+        check_places(rank, events, mine, step=3, role="relay")
+        assert {"broadcast", "all_gather"} <= {e["op"] for e in mine}
+    check_members(ranks)
 
 
 @pytest.mark.dist

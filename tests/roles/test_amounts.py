@@ -72,6 +72,7 @@ def test_generating_is_the_completions_and_what_they_add_to_the_squares(told):
         rows = speaker.generate(ask((3, 8, 41), 4, 0))
     written, prompts = rows["completion"].astype(int), rows["length"].astype(int) - rows["completion"]
     assert told("generate") == (int(written.sum()), squares(rows["length"]) - squares(prompts), 1)
+    assert told("load") == (sum(dict(zip(rows["prompt"].tolist(), prompts.tolist())).values()), 0, 1)
     check_engine(told, dict(zip(rows["prompt"].tolist(), prompts.tolist())).values(), prompts, rows["length"])
 
 

@@ -26,6 +26,7 @@ from tilth.cluster.local_worker import encoded
 from tilth.cluster.watch import Watch, show_stacks
 from tilth.core.batch import Handle, Ragged
 from tilth.core.errors import StorageError
+from tilth.trace.spans import span
 
 GONE = 5.0
 """Seconds that processes have to vanish: the system frees their memory first."""
@@ -173,16 +174,18 @@ class RayStore:
         """Keep a column. StorageError if the object store is full or its keeper is gone."""
         key = f"{self._home}/{quote(column, safe='')}-{self._writer}-{next(self._numbers)}"
         nbytes = data.values.nbytes + data.offsets.nbytes
-        self._ask(key, "keep", key, data, nbytes)
+        with span("payload.put", bytes=nbytes):
+            self._ask(key, "keep", key, data, nbytes)
         return Handle(key, nbytes)
 
     def get(self, handle: Handle) -> Ragged:
         """A column as it was put: a copy, which may be written to. KeyError if it was freed."""
-        found = self._ask(handle.key, "find", handle.key)
-        if not found:
-            raise KeyError(handle.key)
-        column: Ragged = _resolved(found[0], handle.key)
-        return Ragged(column.values.copy(), column.offsets.copy())
+        with span("payload.get", bytes=handle.nbytes):
+            found = self._ask(handle.key, "find", handle.key)
+            if not found:
+                raise KeyError(handle.key)
+            column: Ragged = _resolved(found[0], handle.key)
+            return Ragged(column.values.copy(), column.offsets.copy())
 
     def fetch(self, handle: Handle) -> Ragged:
         """The controller's read, counted."""

@@ -15,6 +15,7 @@ import numpy as np
 from tilth.cluster.room import advice
 from tilth.core.batch import Handle, Ragged
 from tilth.core.errors import StorageError
+from tilth.trace.spans import span
 
 HEADER = 64
 """Bytes: the values' dtype (numpy's string, padded to 48), the number of offsets (int64), the number of values (int64);
@@ -41,7 +42,7 @@ class FolderStore:
         )
         sizes = np.array([len(offsets), len(values)], np.int64)
         try:
-            with open(self.folder / handle.key, "xb") as file:
+            with span("payload.put", bytes=handle.nbytes), open(self.folder / handle.key, "xb") as file:
                 file.write(values.dtype.str.encode().ljust(_NAME) + sizes.tobytes())
                 file.write(offsets.data)
                 file.write(values.data)
@@ -52,7 +53,7 @@ class FolderStore:
     def get(self, handle: Handle) -> Ragged:
         """A column as it was put: a private map, of which only what is read takes memory. KeyError if it was freed."""
         try:
-            with open(self.folder / handle.key, "rb") as file:
+            with span("payload.get", bytes=handle.nbytes), open(self.folder / handle.key, "rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError:
             raise KeyError(handle.key) from None

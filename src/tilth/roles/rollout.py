@@ -34,7 +34,9 @@ class RolloutWorker:
         params = self._params(greedy)
         ids, groups, indices = (asked[c].tolist() for c in ("id", "group", "prompt"))
         distinct = list(dict.fromkeys(indices))
-        encoded = dict(zip(distinct, self.template.prompts([self.prompts[i] for i in distinct])))
+        with span("load") as spent:
+            encoded = dict(zip(distinct, self.template.prompts([self.prompts[i] for i in distinct])))
+            spent.set(tokens=sum(map(len, encoded.values())))
         requests = [
             Request(id=i, prompt=encoded[p], params=params, group=g, prompt_index=p)
             for i, g, p in zip(ids, groups, indices)
