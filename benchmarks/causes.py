@@ -1,0 +1,272 @@
+"""Does ``tilth trace whatif`` name what made a run slow, and how fast it would be without? Injected causes, measured.
+
+    python benchmarks/causes.py [--quick] [--json PATH] [--only TEXT] [--keep FOLDER] [--again]
+
+Each run is the command ``tilth run`` with two workers of one thread, whose processes ``causes_inject/sitecustomize.py``
+has made slow in one way: one rank computes 1.3 to 2 times as long, one rank gets the longest rows, one rank collects
+garbage in its forward passes, or every collective takes the time of a slow network. The cause is off for 20 steps and
+on for 20, in turn, so that a machine with other work cannot tell the two apart by itself. Every window with the cause
+is analysed alone: it must name the kind of the cause, and its rank; windows without one must name none. What it says a
+step would take is compared with the windows around it, in which the cause really was off (medians of the steps).
+
+Work: "real" is what the model computes; "sleep" is a tiny model whose passes also sleep a time that is linear in their
+tokens (calibrated sleep, so that more ranks than cores can work at the same time). --again: analyse the runs that are
+in FOLDER. --quick: three short runs.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tilth.trace.events import Events, load
+from tilth.trace.own import analyse
+
+ROOT = Path(__file__).parent.parent
+INJECT = Path(__file__).parent / "causes_inject"
+WINDOW, WINDOWS = 20, 4
+WARM = 3
+"""Steps at the beginning of each window that no median sees: the first steps of a run are slow."""
+SLEEP = 0.01, 2e-5
+"""Seconds of a forward pass, and of each of its tokens; twice that backwards."""
+LIMIT = 300.0
+NONE = {"kind": "none", "rank": -1}
+CALLED = {
+    "slow": "slow-worker", "lengths": "sequence-lengths", "gc": "garbage-collection", "network": "communication",
+    "none": "none",
+}  # fmt: skip
+"""What the analysis calls a kind."""
+KEYS = (
+    "train.threads=1", "cluster.backend=local", "run.name=run", "run.eval_prompts=8", "run.save_every=1000",
+    "supervised.check_every=1000", "rollout.max_tokens=8", "model.layers=2", "model.heads=4", "model.context=512",
+    "optimizer.lr=1e-3", "model.head_dim=16",
+)  # fmt: skip
+REAL = ("model.hidden=96", "supervised.batch=16", "train.micro_tokens=512")
+SLEEPING = ("model.hidden=32", "model.layers=1", "train.micro_tokens=1024")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: what is injected into which work, on how many workers, under which layout."""
+
+    name: str
+    cause: Mapping[str, Any]
+    work: str = "real"
+    workers: int = 2
+    spread: float = 0.7
+    """Standard deviation of the logarithm of the lengths of answers."""
+    keys: tuple[str, ...] = ()
+
+    def injected(self) -> dict[str, Any]:
+        """As ``$CAUSE`` says it."""
+        sleep = SLEEP if self.work == "sleep" else None
+        return {"window": WINDOW, "sleep": sleep, "factor": 1.0, **self.cause}
+
+    def command(self, folder: Path, windows: int) -> list[str]:
+        """``tilth run`` for so many windows."""
+        data = answers(folder / f"answers-{self.spread}.jsonl", self.spread)
+        more = (*REAL,) if self.work == "real" else (*SLEEPING, f"supervised.batch={16 * self.workers}")
+        size = (f"cluster.workers={self.workers}", f"supervised.steps={WINDOW * windows}")
+        where = (f"data.source={data}", f"run.dir={folder / self.name}")
+        return [sys.executable, "-m", "tilth", "run", "sft", *where, *size, *KEYS, *more, *self.keys]
+
+
+@dataclass
+class Row:
+    """What came of a run. Seconds are medians of steps."""
+
+    name: str
+    work: str
+    workers: int
+    injected: str
+    """As ``said`` puts it."""
+    on_seconds: float
+    off_seconds: float
+    named: list[str] = field(default_factory=list)
+    """What was found likeliest in each window with the cause."""
+    predicted: list[float] = field(default_factory=list)
+    """Seconds of a step without it, by these windows."""
+    false: list[str] = field(default_factory=list)
+    """What was found likeliest in each window without."""
+    model_error: float = 0.0
+    """The greatest of all windows."""
+
+    @property
+    def right(self) -> bool:
+        """Whether each window with the cause names it, and its rank."""
+        return all(name == self.injected for name in self.named)
+
+    @property
+    def error(self) -> float:
+        """Of the prediction (median of the windows) against what was measured."""
+        return statistics.median(self.predicted) / self.off_seconds - 1 if self.predicted else float("nan")
+
+
+def said(kind: str, rank: int) -> str:
+    """A cause in a word, with its rank where it has one."""
+    return f"{kind}@{rank}" if rank >= 0 else kind
+
+
+def slow(rank: int, factor: float) -> dict[str, Any]:
+    """One rank computes so many times as long."""
+    return {"kind": "slow", "rank": rank, "factor": factor}
+
+
+def lengths(rank: int, blur: float = 0.0) -> dict[str, Any]:
+    """One rank gets the longest rows; blur: noise on their order."""
+    return {"kind": "lengths", "rank": rank, "blur": blur}
+
+
+def garbage(rank: int, objects: int, every: int = 1) -> dict[str, Any]:
+    """One rank collects garbage over a heap of so many objects, in every n-th step."""
+    return {"kind": "gc", "rank": rank, "objects": objects, "every": every}
+
+
+def network(bandwidth: float, latency: float) -> dict[str, Any]:
+    """Every collective takes so many bytes a second, and a latency."""
+    return {"kind": "network", "rank": -1, "bandwidth": bandwidth, "latency": latency}
+
+
+FSDP = ("policy.layout.fsdp=2",)
+CASES = (
+    Case("slow-0", slow(0, 1.5)),
+    Case("slow-1", slow(1, 1.5)),
+    Case("slow-1-double", slow(1, 2.0)),
+    Case("slow-0-fsdp", slow(0, 1.7), keys=FSDP),
+    Case("lengths-0", lengths(0)),
+    Case("lengths-1", lengths(1)),
+    Case("lengths-1-wide", lengths(1), spread=1.0),
+    Case("lengths-0-blurred", lengths(0, 0.3), spread=0.9),
+    Case("gc-0", garbage(0, 400_000)),
+    Case("gc-1", garbage(1, 400_000)),
+    Case("gc-1-large", garbage(1, 700_000)),
+    Case("gc-0-fsdp", garbage(0, 500_000), keys=FSDP),
+    Case("network-10MB", network(10e6, 0.0)),
+    Case("network-5MB", network(5e6, 0.0)),
+    Case("network-latency", network(20e6, 0.02)),
+    Case("network-fsdp", network(20e6, 0.002), keys=FSDP),
+    Case("healthy", NONE),
+    Case("healthy-wide", NONE, spread=1.0),
+    Case("healthy-fsdp", NONE, keys=FSDP),
+    Case("healthy-again", NONE, keys=("seed=1",)),
+    *(
+        Case(f"{name}-sleep-{workers}", cause, "sleep", workers)
+        for workers in (2, 8)
+        for name, cause in (
+            ("slow", slow(workers - 2, 1.5)),
+            ("lengths", lengths(workers // 4)),
+            ("gc", garbage(workers // 2, 400_000)),
+            ("network", network(2e6, 0.01)),
+            ("healthy", NONE),
+        )
+    ),
+)
+QUICK = ("slow-1-double", "network-5MB", "healthy")
+
+
+def answers(path: Path, spread: float) -> Path:
+    """A file of prompts with answers of very different lengths, the same one each time."""
+    if not path.exists():
+        g = np.random.default_rng(0)
+        sizes = np.exp(g.normal(4.3, spread, 1400)).clip(8, 450).astype(int)
+        texts = ("".join(g.choice(list("abcdefgh "), n)) for n in sizes)
+        path.write_text("".join(json.dumps({"prompt": f"{i}:", "answer": t}) + "\n" for i, t in enumerate(texts)))
+    return path
+
+
+def execute(case: Case, folder: Path, windows: int) -> Path:
+    """The folder of the run. RuntimeError with what it said if it did not end well."""
+    paths = os.pathsep.join((str(INJECT), str(ROOT / "src")))
+    more = {"PYTHONPATH": paths, "CAUSE": json.dumps(case.injected()), "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000"}
+    done = subprocess.run(
+        case.command(folder, windows),
+        cwd=ROOT,
+        env={**os.environ, **more},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{case.name}: exit status {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
+    return folder / case.name / "run"
+
+
+def step_seconds(events: Events, steps: range) -> list[float]:
+    """Of the controller's steps in a window, the first few left out."""
+    rows = events.op.is_("step") & np.isin(events.step, np.arange(steps.start + WARM, steps.stop))
+    return [float(s) for s in events.duration[rows] * 1e-9]
+
+
+def windows_of(count: int) -> tuple[list[range], list[range]]:
+    """Steps of the windows without the cause, and with it."""
+    every = [range(1 + i * WINDOW, 1 + (i + 1) * WINDOW) for i in range(count)]
+    return every[::2], every[1::2]
+
+
+def measure(case: Case, run: Path, windows: int) -> Row:
+    """The medians, and what the analysis of each window says."""
+    events = load(run)
+    off, on = windows_of(windows)
+    slow, fast = (statistics.median(s for w in side for s in step_seconds(events, w)) for side in (on, off))
+    injected = said(CALLED[case.cause["kind"]], case.cause["rank"])
+    row = Row(case.name, case.work, case.workers, injected, slow, fast)
+    for window in (*off, *on):
+        _, found, cause = analyse(run, range(window.start + WARM, window.stop))
+        row.model_error = max(row.model_error, abs(found.error))
+        first = cause.findings[0] if cause.findings else None
+        name = said(first.kind, int(first.where[0].get("rank", -1)) if first.where else -1) if first else "none"
+        (row.false if window in off else row.named).append(name)
+        if window in on and first is not None:
+            row.predicted.append(first.seconds or 0.0)
+    return row
+
+
+def show(rows: Iterable[Row]) -> None:
+    """A line a run."""
+    for r in rows:
+        print(
+            f"{r.name:<18} {r.work:<5} {r.workers} off {r.off_seconds:.3f} s, on {r.on_seconds:.3f} s: "
+            f"{'right' if r.right else 'WRONG'} {', '.join(r.named)}; without it {100 * r.error:+.1f} % "
+            f"({', '.join(f'{s:.3f}' for s in r.predicted)}); off: {', '.join(r.false)}; "
+            f"model error {100 * r.model_error:.1f} %",
+            flush=True,
+        )
+
+
+def chosen(only: str, *, quick: bool) -> Sequence[Case]:
+    """The cases that were asked for."""
+    return [case for case in CASES if (case.name in QUICK if quick else only in case.name)]
+
+
+def main() -> None:
+    """Run and print."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--quick", action="store_true")
+    arguments.add_argument("--again", action="store_true")
+    arguments.add_argument("--only", default="")
+    arguments.add_argument("--keep", type=Path)
+    arguments.add_argument("--json", type=Path)
+    asked = arguments.parse_args()
+    windows, rows = 2 if asked.quick else WINDOWS, []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = asked.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for case in chosen(asked.only, quick=asked.quick):
+            run = folder / case.name / "run" if asked.again else execute(case, folder, windows)
+            rows.append(measure(case, run, windows))
+            show(rows[-1:])
+    if asked.json:
+        asked.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()
