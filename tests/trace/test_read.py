@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilth.core.errors import DataError, StorageError
+from tilth.trace import buffer as buffer_module
 from tilth.trace import recorder, span
 from tilth.trace import spans as spans_module
 from tilth.trace.read import breakdown, read_events, self_times
@@ -69,30 +70,41 @@ def test_flush_makes_events_readable_while_recording(tmp_path):
 
 
 def test_background_writes_by_time_and_by_number(tmp_path, monkeypatch):
-    monkeypatch.setattr(spans_module, "WAKE", 100)
+    monkeypatch.setattr(spans_module, "WAKE", 2 * buffer_module.CHUNK)
     with recorder.to(tmp_path, interval=30):
-        for _ in range(250):
+        for _ in range(3 * buffer_module.CHUNK):
             with span("many"):
                 pass
         deadline = time.time() + 5
-        while not list(tmp_path.iterdir()) and time.time() < deadline:
+        while not list(tmp_path.glob("*.parquet")) and time.time() < deadline:
             time.sleep(0.01)
-        assert read_events(tmp_path).num_rows >= 100
-    assert read_events(tmp_path).num_rows == 250
+        assert read_events(tmp_path).num_rows >= buffer_module.CHUNK
+    assert read_events(tmp_path).num_rows == 3 * buffer_module.CHUNK
 
 
 def test_memory_is_bounded_and_what_is_dropped_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(spans_module, "CAPACITY", 10)
+    chunk = buffer_module.CHUNK
+    monkeypatch.setattr(spans_module, "CAPACITY", 2 * chunk)
     recorder.totals()
     with recorder.to(tmp_path, interval=60):
-        for _ in range(25):
-            with span("many"):
-                pass
-        assert recorder.dropped == 15
-    assert read_events(tmp_path).num_rows == 10
-    assert recorder.totals()["many"].count == 25
-    part = next(tmp_path.iterdir())
-    assert pq.read_schema(part).metadata[b"dropped"] == b"15"
+        kept = flood(5 * chunk)
+        assert recorder.dropped == 5 * chunk - kept > 0
+        flood(0)
+        recorder.flush()
+        assert flood(3) == 3  # there is room again
+    assert read_events(tmp_path).num_rows == kept + 3
+    assert recorder.totals()["many"].count == 5 * chunk + 3
+    told = [int(pq.read_schema(part).metadata[b"dropped"]) for part in sorted(tmp_path.iterdir())]
+    assert told == [5 * chunk - kept] * 2
+
+
+def flood(spans: int) -> int:
+    """How many of so many spans were kept."""
+    before = recorder.dropped
+    for _ in range(spans):
+        with span("many"):
+            pass
+    return spans - (recorder.dropped - before)
 
 
 def test_spans_of_threads_carry_their_names(tmp_path):

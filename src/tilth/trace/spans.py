@@ -4,24 +4,27 @@ A finished span does two things: it adds to the totals of its operation (always)
 Parquet table of the run (once ``recorder.start`` was called). Every phase timing that anybody shows comes from here.
 
 A span costs about a microsecond, so that an operation of a millisecond can be traced without a second thought: no
-lock is taken and nothing is formatted on the way. Each thread sums up its own totals, which only ever grow; reading
-and resetting work on differences, so no update can be lost between the two.
+lock is taken, nothing is formatted and no object is kept on the way. Each thread sums up its own totals, which only
+ever grow; reading and resetting work on differences, so no update can be lost between the two.
 """
 
 import functools
 import itertools
 import os
+import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from tilth.core.errors import StorageError
+from tilth.trace.buffer import CHUNK, FORMAT, FULL, OTHERS, SIZE, Buffer, Codes, Texts
 from tilth.trace.ops import PHASES
 
 if TYPE_CHECKING:
@@ -31,14 +34,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 CAPACITY = 200_000
-"""Most events that wait in memory (about 50 MB); beyond it events are dropped and counted, totals stay exact."""
+"""Most events that wait in memory (21 MB); beyond it events are dropped and counted, totals stay exact."""
 WAKE = 20_000
 """As many waiting events wake the writer before its time."""
-WIDTH = 8  # sums kept for each operation
+WIDTH = 8  # sums kept for each operation; behind them stand
+CODE, PHASE = 8, 9  # its code in events, and whether it is a phase of the step
 Where = tuple[str, str]
 """Role and place: the coordinates of this rank in the role's mesh, as "dp=0 fsdp=1 tp=0"."""
 NOWHERE: Where = ("", "")
 _now = time.perf_counter_ns
+_pack = FORMAT.pack_into
+_ops, _details, _places = Codes("", OTHERS), Codes("", OTHERS), Codes(NOWHERE, (OTHERS, ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +65,25 @@ class Total:
     """Their tokens."""
 
 
-class _Thread:
-    """What one thread keeps: the innermost open span, and by name the sums that ``Total`` shows (times in ns)."""
+class _Thread(Buffer):
+    """What one thread keeps: the innermost open span, by name the sums that ``Total`` shows (times in ns), and the
+    events that wait."""
 
-    __slots__ = ("name", "sums", "thread", "top")
+    __slots__ = ("name", "place", "sums", "thread", "top", "where")
 
     def __init__(self) -> None:
+        super().__init__()
+        self.where, self.place = NOWHERE, _places[NOWHERE]  # the newest, and its code
         self.thread = threading.current_thread()
         self.name = self.thread.name
         self.top: span | None = None
         self.sums: dict[str, list[float]] = {}
+
+    def begin(self, op: str) -> list[float]:
+        """The sums of an operation that this thread has not done before."""
+        sums: list[float] = [0] * WIDTH
+        self.sums[op] = sums = [*sums, _ops[op], op in PHASES]
+        return sums
 
 
 class _Local(threading.local):
@@ -87,7 +102,7 @@ class span:
     """
 
     __slots__ = (
-        "_covered", "_inside", "_open", "_parent", "_thread",
+        "_covered", "_inside", "_parent", "_sums", "_thread",
         "bytes", "depth", "detail", "duration", "flops", "id", "micro_batch", "op", "seq", "squares", "start", "step",
         "tokens", "where",
     )  # fmt: skip
@@ -115,7 +130,7 @@ class span:
         self.detail = detail
         self.seq = seq
         self.where = where
-        self.duration = 0
+        self.duration = -1  # it is not over
 
     def set(
         self,
@@ -138,13 +153,14 @@ class span:
 
     def __enter__(self) -> "span":
         thread = self._thread = _local.state
+        sums = self._sums = thread.sums.get(self.op) or thread.begin(self.op)
         parent = self._parent = thread.top
-        self._covered = self.op in PHASES
         if parent is None:
             self.depth = 0
+            self._covered = sums[PHASE]
         else:
             self.depth = parent.depth + 1
-            self._covered = self._covered or parent._covered
+            self._covered = sums[PHASE] or parent._covered
             if self.step < 0:
                 self.step = parent.step
             if self.micro_batch < 0:
@@ -153,43 +169,78 @@ class span:
                 self.where = parent.where
         self.id = next(_ids)
         self._inside = 0
-        self._open = True
         thread.top = self
         self.start = _now()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         took = self.duration = _now() - self.start
-        thread, op = self._thread, self.op
-        parent = outside = self._parent
-        self._open = False
+        thread, parent, sums = self._thread, self._parent, self._sums
+        sums[0] += took
+        sums[1] += took - self._inside
+        sums[2] += 1
+        if self.tokens:
+            sums[3] += self.tokens
+        if self.bytes:
+            sums[4] += self.bytes
+        if self.flops:
+            sums[5] += self.flops
+        if self._covered and (parent is None or not parent._covered):
+            sums[6] += took
+            sums[7] += self.tokens
         if parent is not None:
             parent._inside += took
         if thread.top is self:
             # A generator may have left a span behind that was closed out of order: skip those.
-            while parent is not None and not parent._open:
-                parent = parent._parent
-            thread.top = parent
-        sums = thread.sums.get(op)
-        if sums is None:
-            sums = thread.sums[op] = [0] * WIDTH
-        sums[0] += took
-        sums[1] += took - self._inside
-        sums[2] += 1
-        sums[3] += self.tokens
-        sums[4] += self.bytes
-        sums[5] += self.flops
-        if self._covered and (outside is None or not outside._covered):
-            sums[6] += took
-            sums[7] += self.tokens
+            thread.top = parent if parent is None or parent.duration < 0 else _still_open(parent)
         if recorder.recording:
-            recorder._add(self)
+            _add(self, thread, sums[CODE], -1 if parent is None else parent.id)
+
+
+def _still_open(top: span | None) -> span | None:
+    while top is not None and top.duration >= 0:
+        top = top._parent
+    return top
+
+
+def _add(s: span, thread: _Thread, code: float, parent: int) -> None:
+    """The event of a finished span. In here a collection of garbage may come, and its event before this one."""
+    place = thread.place
+    if s.where is not thread.where:
+        place = _places[s.where]
+        thread.where, thread.place = s.where, place
+    detail = _details[s.detail] if s.detail else 0
+    chunk = thread.chunk
+    if chunk.used >= FULL:
+        if not recorder._room():
+            thread.dropped += 1
+            return
+        chunk = thread.grow()
+    at = chunk.used
+    chunk.used = at + SIZE
+    try:
+        _pack(
+            chunk.buffer, at, s.id, parent, s.step, s.seq, s.start, s.duration, s.tokens, s.squares, s.bytes, s.flops,
+            s.micro_batch, s.depth, code, detail, place,
+        )  # fmt: skip
+    except struct.error:
+        numbers = s.id, parent, s.step, s.seq, s.start, s.duration, s.tokens, s.squares, s.bytes
+        _pack(
+            chunk.buffer, at, *(_fitting(n, 63) for n in numbers), float(s.flops),
+            _fitting(s.micro_batch, 31), s.depth, code, detail, place,
+        )  # fmt: skip
+
+
+def _fitting(number: float, bits: int) -> int:
+    """What was said to be an integer as one of so many bits: tracing ends no run."""
+    most = (1 << bits) - 1
+    return min(max(int(number), -most), most) if number == number else 0
 
 
 def in_phase() -> bool:
     """Whether this thread is inside a phase of the step, so that what it asks of others is part of that phase."""
     top = _local.state.top
-    return top is not None and top._covered
+    return top is not None and bool(top._covered)
 
 
 def current_step() -> int:
@@ -217,8 +268,6 @@ class Recorder:
 
     def __init__(self) -> None:
         self.recording = False
-        self.dropped = 0
-        """Events that did not fit in memory or on disk."""
         self._threads: list[_Thread] = []
         self._gone: dict[str, list[float]] = {}
         self._before: dict[str, list[float]] = {}
@@ -227,27 +276,29 @@ class Recorder:
     def _forget(self) -> None:
         """Start without a writer (also in a forked child, whose events are not those of this rank)."""
         self.recording = False
-        self._events: deque[tuple] = deque()
         self._writer: PartWriter | None = None
         self._background: threading.Thread | None = None
-        self._wake = threading.Event()
+        # No Event: a collection of garbage inside one of its own methods would wait for its lock for ever.
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._left: deque[_Thread] = deque()
+        self._lost = 0
+        for thread in self._threads:
+            thread.forget()
         self._write_lock = threading.Lock()
         self._totals_lock = threading.Lock()
         self._error: StorageError | None = None
 
-    def _add(self, s: span) -> None:
-        events = self._events
-        waiting = len(events)
-        if waiting >= CAPACITY:
-            self.dropped += 1
-            return
-        parent = s._parent
-        events.append((
-            s.id, -1 if parent is None else parent.id, s.depth, s.op, s.detail, s.seq, *s.where, s.step, s.micro_batch,
-            s.start, s.duration, s.tokens, s.squares, s.bytes, s.flops, s._thread.name,
-        ))  # fmt: skip
-        if waiting >= WAKE and not self._wake.is_set():
-            self._wake.set()
+    def _room(self) -> bool:
+        """Whether one more chunk may wait. The writer is told when there are many."""
+        waiting = CHUNK * sum(len(thread.full) + 1 for thread in list(self._threads))
+        if waiting >= WAKE and self._wake.empty():
+            self._wake.put(None)
+        return waiting < CAPACITY
+
+    @property
+    def dropped(self) -> int:
+        """Events since the start that did not fit in memory or on disk."""
+        return self._lost + sum(thread.dropped for thread in [*self._threads, *self._left])
 
     @property
     def epoch(self) -> int:
@@ -268,6 +319,7 @@ class Recorder:
         """Sums since the process began; those of threads that ended are folded together, so memory stays bounded."""
         for state in [t for t in self._threads if not t.thread.is_alive()]:
             self._threads.remove(state)
+            self._left.append(state)
             _merge(self._gone, state.sums)
         sums = {op: list(row) for op, row in self._gone.items()}
         for state in list(self._threads):
@@ -286,8 +338,10 @@ class Recorder:
         if self._writer is not None:
             raise RuntimeError("recorder.start was called twice without a stop")
         self._writer = PartWriter(Path(path), rank, attempt)
-        self._events.clear()
-        self.dropped, self._error = 0, None
+        self._left.clear()
+        self._lost, self._error = 0, None
+        for thread in list(self._threads):
+            thread.forget()
         self.recording = True
         self._background = threading.Thread(target=self._run, args=(interval,), name="trace-writer", daemon=True)
         self._background.start()
@@ -295,21 +349,30 @@ class Recorder:
     def _run(self, interval: float) -> None:
         began = time.monotonic()
         while self.recording:
-            self._wake.wait(max(interval, min(60.0, 0.01 * (time.monotonic() - began))))
-            self._wake.clear()
+            with suppress(Empty):
+                self._wake.get(timeout=max(interval, min(60.0, 0.01 * (time.monotonic() - began))))
             self._write()
 
     def _write(self) -> None:
         with self._write_lock:
-            events = self._events
-            rows = [events.popleft() for _ in range(len(events))]
-            if not rows or self._writer is None:
+            taken = self._take()
+            if not taken or self._writer is None:
                 return
+            texts = Texts(_ops.texts(), _details.texts(), _places.texts())
             try:
-                self._writer.write(rows, self.dropped)
+                self._writer.write(taken, texts, self.dropped)
             except StorageError as error:  # a full disk must not end the run from here; flush() and stop() tell it
-                self.dropped += len(rows)
+                self._lost += sum(len(packed) for _, packed in taken) // SIZE
                 self._error = error
+
+    def _take(self) -> list[tuple[str, bytes]]:
+        """Name and finished events of each thread that has any, those that have ended among them."""
+        found = [(thread.name, thread.take()) for thread in list(self._threads)]
+        for _ in range(len(self._left)):
+            thread = self._left.popleft()
+            found.append((thread.name, thread.take()))
+            self._lost += thread.dropped
+        return [(name, packed) for name, packed in found if packed]
 
     def flush(self) -> None:
         """Write all finished spans now. StorageError if this or an earlier background write failed."""
@@ -321,7 +384,7 @@ class Recorder:
     def stop(self) -> None:
         """Flush and end the writing; totals go on. Stopping twice is fine. StorageError as in ``flush``."""
         self.recording = False
-        self._wake.set()
+        self._wake.put(None)
         if self._background is not None:
             self._background.join()
             self._background = None
@@ -329,7 +392,7 @@ class Recorder:
             self.flush()
         finally:
             self._writer = None
-            self._wake.clear()
+            self._wake = SimpleQueue()
 
     @contextmanager
     def to(self, path: str | Path, rank: int = 0, attempt: int = 0, interval: float = 2.0) -> Iterator["Recorder"]:
@@ -350,10 +413,10 @@ def _total(row: list[float]) -> Total:
 
 def _merge(into: dict[str, list[float]], sums: dict[str, list[float]]) -> None:
     for op, row in list(sums.items()):  # a copy: the thread may be adding a name right now
-        into[op] = [a + b for a, b in zip(into[op], row)] if op in into else list(row)
+        into[op] = [a + b for a, b in zip(into[op], row)] if op in into else row[:WIDTH]
 
 
-_ids = itertools.count()
+_ids = itertools.count(1)  # 0: an event that is not written yet
 recorder = Recorder()
 _local = _Local()
 os.register_at_fork(after_in_child=recorder._forget)

@@ -4,13 +4,15 @@ import os
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tilth.core.errors import StorageError
+from tilth.trace.buffer import SIZE, Texts
 
 VERSION = "2"
 EVENTS = pa.schema(
@@ -36,8 +38,14 @@ EVENTS = pa.schema(
         ("thread", pa.string()),
     ]
 )
-START = EVENTS.get_field_index("start") - EVENTS.get_field_index("id")
-"""Place of the start in the tuple of an event."""
+PACKED = np.dtype(
+    [(name, "i8") for name in ("id", "parent", "step", "seq", "start", "duration", "tokens", "squares", "bytes")]
+    + [("flops", "f8")]
+    + [(name, "i4") for name in ("micro_batch", "depth", "op", "detail", "where", "thread")]
+)
+"""An event of ``trace.buffer``; its last number, which is free there, is the thread here."""
+assert PACKED.itemsize == SIZE
+FROM = frozenset(PACKED.names or ()) - {"op", "detail", "thread"}
 PART = re.compile(r"attempt-(\d+)-rank-(\d+)-(\d+)\.parquet")
 
 
@@ -56,12 +64,12 @@ class PartWriter:
         mine = [int(m[3]) for m in names if m and (int(m[1]), int(m[2])) == (attempt, rank)]
         self.part = max(mine, default=0)
 
-    def write(self, rows: Sequence[tuple], dropped: int) -> Path:
-        """One part out of tuples in the order id ... thread of the schema (start on the steady clock)."""
+    def write(self, taken: Sequence[tuple[str, bytes]], texts: Texts, dropped: int) -> Path:
+        """One part out of the packed events (start on the steady clock) of threads by name, in order of their ends."""
         target = self.folder / f"attempt-{self.attempt}-rank-{self.rank}-{self.part + 1:06d}.parquet"
         temporary = target.with_name(f".{target.name}.tmp")
         try:
-            pq.write_table(self._table(rows, dropped), temporary, compression="zstd")
+            pq.write_table(self._table(taken, texts, dropped), temporary, compression="zstd")
             os.replace(temporary, target)
         except OSError as error:
             temporary.unlink(missing_ok=True)
@@ -69,13 +77,39 @@ class PartWriter:
         self.part += 1
         return target
 
-    def _table(self, rows: Sequence[tuple], dropped: int) -> pa.Table:
-        columns = [list(c) for c in zip(*rows)]
-        columns[START] = [start + self.epoch for start in columns[START]]
-        constant = [[self.attempt] * len(rows), [self.rank] * len(rows)]
+    def _table(self, taken: Sequence[tuple[str, bytes]], texts: Texts, dropped: int) -> pa.Table:
+        rows = _rows(taken)
+        columns = {name: pa.array(rows[name]) for name in EVENTS.names if name in FROM}
+        columns |= {
+            "attempt": pa.array(np.full(len(rows), self.attempt, np.int32)),
+            "rank": pa.array(np.full(len(rows), self.rank, np.int32)),
+            "start": pa.array(rows["start"] + self.epoch),
+            "op": _said(rows["op"], texts.op),
+            "detail": _said(rows["detail"], texts.detail),
+            "role": _said(rows["where"], {code: role for code, (role, _) in texts.where.items()}),
+            "place": _said(rows["where"], {code: place for code, (_, place) in texts.where.items()}),
+            "thread": _said(rows["thread"], dict(enumerate(name for name, _ in taken))),
+        }
         about = {
             "tilth.events": VERSION, "dropped": str(dropped), "epoch": str(self.epoch),
             "host": socket.gethostname(), "pid": str(os.getpid()),
         }  # fmt: skip
-        arrays = [pa.array(c, f.type) for c, f in zip(constant + columns, EVENTS)]
-        return pa.Table.from_arrays(arrays, schema=EVENTS.with_metadata(about))
+        return pa.table({name: columns[name] for name in EVENTS.names}).replace_schema_metadata(about)
+
+
+def _rows(taken: Sequence[tuple[str, bytes]]) -> np.ndarray:
+    """PACKED [n], in order of their ends."""
+    threads = [np.frombuffer(packed, PACKED).copy() for _, packed in taken]
+    for number, rows in enumerate(threads):
+        rows["thread"] = number
+    together = np.concatenate(threads)
+    return together[np.argsort(together["start"] + together["duration"], kind="stable")]
+
+
+def _said(codes: np.ndarray, texts: Mapping[int, str]) -> pa.DictionaryArray:
+    """The texts that codes (int32 [n]) stand for."""
+    used, place = np.unique(codes, return_inverse=True)
+    said = [texts[code] for code in used.tolist()]
+    distinct = {text: i for i, text in enumerate(dict.fromkeys(said))}
+    which = np.array([distinct[text] for text in said], np.int32)
+    return pa.DictionaryArray.from_arrays(which[place], pa.array(list(distinct), pa.string()))

@@ -1,0 +1,110 @@
+"""Finished spans on their way to a file: packed numbers, so that one costs no object and no collection of garbage.
+
+Each thread packs its events into chunks of its own and takes no lock; one other thread takes them from there. An event
+takes its place in the chunk before it is written there, because a collection of garbage may come between the two and is
+an event itself; a place whose id is still 0 has not been written yet.
+"""
+
+import itertools
+import struct
+from collections import deque
+from collections.abc import Mapping
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+FORMAT = struct.Struct("@9qd5i4x")
+"""id, parent, step, seq, start, duration, tokens, squares, bytes; flops; micro_batch, depth, op, detail, where."""
+SIZE = FORMAT.size
+CHUNK = 512
+"""Events in a chunk (52 KB)."""
+FULL = CHUNK * SIZE
+MOST_TEXTS = 65_536
+"""Most different details, say; those beyond are all called OTHERS, so that memory stays bounded."""
+OTHERS = "(others)"
+
+
+class Chunk:
+    """Room for events: bytes [read, used) wait to be taken."""
+
+    __slots__ = ("buffer", "read", "used")
+
+    def __init__(self, size: int = FULL) -> None:
+        self.buffer = bytearray(size)
+        self.read = 0
+        self.used = FULL - size
+
+    def take(self) -> bytes:
+        """The events that were written since the last time."""
+        used = self.used
+        ids = memoryview(self.buffer).cast("q")[self.read // 8 : used // 8 : SIZE // 8].tolist()
+        end = self.read + SIZE * ids.index(0) if 0 in ids else used
+        taken = bytes(self.buffer[self.read : end])
+        self.read = end
+        return taken
+
+
+NONE = Chunk(0)
+"""What a thread has before its first event: no room."""
+
+
+class Buffer:
+    """The events of one thread: that thread alone adds, one other takes."""
+
+    __slots__ = ("chunk", "dropped", "full")
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.chunk = NONE
+        self.full: deque[Chunk] = deque()
+        self.dropped = 0
+
+    def grow(self) -> Chunk:
+        """A chunk with room, after the one that is full."""
+        fresh = Chunk()
+        if self.chunk.used >= FULL:  # else a collection in the line above was an event of this thread, and came here
+            if self.chunk is not NONE:
+                self.full.append(self.chunk)
+            self.chunk = fresh
+        return self.chunk
+
+    def take(self) -> bytes:
+        """What was added since the last time, packed as FORMAT says, oldest first."""
+        chunks = [self.full[i] for i in range(len(self.full))]  # it may grow meanwhile
+        taken = b"".join([chunk.take() for chunk in chunks if chunk is not self.chunk])
+        while self.full and self.full[0].read >= FULL:
+            self.full.popleft()
+        return taken + (self.chunk.take() if self.chunk is not NONE and not self.full else b"")
+
+
+class Codes(Generic[T]):
+    """Numbers for texts, given once and for all. Usable from any thread, without a lock.
+
+    first: has number 0. others: stands for all that come when there are MOST_TEXTS already.
+    """
+
+    def __init__(self, first: T, others: T) -> None:
+        self._codes: dict[T, int] = {first: 0}
+        self._next = itertools.count(1)
+        self._others = others
+
+    def __getitem__(self, text: T) -> int:
+        code = self._codes.get(text)
+        if code is None:
+            code = self._codes.setdefault(text if len(self._codes) < MOST_TEXTS else self._others, next(self._next))
+        return code
+
+    def texts(self) -> dict[int, T]:
+        """Number -> text."""
+        return {code: text for text, code in list(self._codes.items())}
+
+
+class Texts(NamedTuple):
+    """What the numbers of events stand for."""
+
+    op: Mapping[int, str]
+    detail: Mapping[int, str]
+    where: Mapping[int, tuple[str, str]]
+    """Role and place."""
