@@ -109,9 +109,11 @@ def fit_costs(events: Events, about: Mapping[str, Any] | None = None) -> Costs:
     """Costs of each operation and role, of each communication and size of group. DataError where nothing is enough."""
     compute, left = list[Compute](), list[str]()
     op, role = events.op, events.role
-    pairs = np.stack([op.codes, role.codes])[:, _works(events)]
-    for i, j in np.unique(pairs, axis=1).T.tolist():
-        rows = _busy(events, np.flatnonzero(_works(events) & (op.codes == i) & (role.codes == j)))
+    works = _works(events)
+    key = np.where(works, op.codes.astype(np.int64) * len(role.names) + role.codes, -1)
+    for kind in np.unique(key[works]).tolist():
+        i, j = divmod(kind, len(role.names))
+        rows = _busy(events, np.flatnonzero(key == kind))
         if len(rows) >= ENOUGH:
             compute.append(_compute(op.names[i], role.names[j], events, rows))
         else:

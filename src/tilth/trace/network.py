@@ -89,9 +89,9 @@ def meetings(events: Events) -> Meetings:
     not written yet, or were lost) or comes twice, none of them is among the meetings."""
     sizes = np.array([_members(name) for name in events.detail.names], np.int64)[events.detail.codes]
     rows = np.flatnonzero(events.kind.is_("communication") & (events.seq >= 0) & (sizes > 0))
-    key = np.stack([events.detail.codes[rows], events.seq[rows]])
-    _, number = np.unique(key, axis=1, return_inverse=True)
-    number = number.reshape(-1)
+    seq = events.seq[rows]
+    key = events.detail.codes[rows].astype(np.int64) * (int(seq.max(initial=0)) + 1) + seq
+    number = np.unique(key, return_inverse=True)[1].reshape(-1)
     whole = np.bincount(number)[number] == sizes[rows] if len(rows) else np.zeros(0, bool)
     rows, number = rows[whole], number[whole]
     last = np.full(int(number.max(initial=-1)) + 1, np.iinfo(np.int64).min)
@@ -116,8 +116,10 @@ def links(events: Events, met: Meetings | None = None) -> list[Link]:
 
 def _kinds(op: Coded, ranks: np.ndarray) -> Iterator[tuple[str, int, np.ndarray]]:
     """(operation, ranks, int64 places in the arrays) of each kind that occurs."""
-    for code, size in np.unique(np.stack([op.codes, ranks]), axis=1).T.tolist():
-        yield op.names[code], size, np.flatnonzero((op.codes == code) & (ranks == size))
+    key = ranks * len(op.names) + op.codes
+    for kind in np.unique(key).tolist():
+        size, code = divmod(kind, len(op.names))
+        yield op.names[code], size, np.flatnonzero(key == kind)
 
 
 def _samples(events: Events, met: Meetings, mine: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
