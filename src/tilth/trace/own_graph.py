@@ -80,23 +80,24 @@ class _Cut:
         step_rows = events.op.is_("step") & home & np.isin(events.step, steps)
         calls = events.op.is_("call") & ~home & np.isin(events.step, steps)
         owner = outermost(events.parent, step_rows | calls)
-        inner = owner >= 0
-        self.rows = np.flatnonzero(inner & ((events.duration > 0) | (owner == np.arange(len(events)))))
+        self.rows = np.flatnonzero(owner >= 0)
         self.frame = owner[self.rows]
         self.meetings = _meetings(events, owner)
         """int64 [n events]: number of the communication that a row is a member of, -1: none."""
         self._order()
 
     def _order(self) -> None:
-        """Ends before starts at the same moment; of ends the inner one first, of starts the outer one."""
+        """Ends before starts at the same moment; of ends the inner one first, of starts the outer one. One of no time
+        ends right after its start."""
         events, rows = self.events, self.rows
         depth = _depths(events.parent)[rows]
-        end = _inside(events, rows, self.frame)
-        time = np.concatenate([events.start[rows], end])
+        start, end = events.start[rows], _inside(events, rows, self.frame)
+        time = np.concatenate([start, end])
         leaving = np.repeat([0, 1], len(rows))
+        late = np.concatenate([np.ones(len(rows), np.int64), end == start])
+        level = np.concatenate([depth, np.where(end == start, depth, -depth)])
+        order = np.lexsort((leaving, np.tile(rows, 2), level, late, time, np.tile(self.frame, 2)))
         frame = np.tile(self.frame, 2)
-        level = np.concatenate([depth, -depth])
-        order = np.lexsort((level, 1 - leaving, time, frame))
         self.time, self.leaving = time[order], leaving[order].astype(bool)
         self.at, self.of = np.tile(rows, 2)[order], frame[order]
         """Rows of the span and of its frame at each boundary."""
@@ -174,13 +175,25 @@ def _complete(events: Events, wanted: range | None) -> tuple[np.ndarray, list[in
     steps = told if wanted is None else told[(told >= wanted.start) & (told < wanted.stop)]
     if wanted is not None and not len(steps):
         raise DataError(f"there is no step among {wanted.start}:{wanted.stop}; its steps are {told[0]} to {told[-1]}")
-    asked = events.op.is_("submit", "await") & (events.rank == events.controller)
-    done = events.op.is_("call") & (events.rank != events.controller)
-    missing = asked & ~np.isin(events.seq, events.seq[done])
-    broken = np.isin(steps, events.step[missing])
+    broken = np.isin(steps, _missing(events))
     if broken.all():
-        raise DataError(f"no step is complete: the calls of step {steps[0]} are missing")
+        raise DataError(f"no step is complete: calls of step {steps[0]} are missing")
     return steps[~broken], steps[broken].tolist()
+
+
+def _missing(events: Events) -> np.ndarray:
+    """Steps with calls that were submitted and of which no event is there, or not of all ranks of their role."""
+    home = events.rank == events.controller
+    asked, done = events.op.is_("submit") & home, events.op.is_("call") & ~home
+    number, count = np.unique(events.seq[done], return_counts=True)
+    rows = np.flatnonzero(asked)
+    place = np.searchsorted(number, events.seq[rows]).clip(max=max(len(number) - 1, 0))
+    there = np.zeros(len(rows), np.int64)
+    if len(number):
+        there = np.where(number[place] == events.seq[rows], count[place], 0)
+    most = np.ones(len(events.detail.names), np.int64)
+    np.maximum.at(most, events.detail.codes[rows], there)
+    return np.unique(events.step[rows[there < most[events.detail.codes[rows]]]])
 
 
 class _Nodes:
