@@ -67,3 +67,9 @@ def test_verdict(reward, kind):
 @given(st.floats(-1e12, 1e12))
 def test_numbers_are_short(value):
     assert 0 < len(words.number(value)) <= 18
+
+
+def test_short_times_and_parts_of_a_whole():
+    assert [words.brief(s) for s in (0, 25e-6, 0.1361, 1, 75.04)] == ["0", "25 µs", "136 ms", "1 s", "75 s"]
+    shares = (0, 1e-5, 0.0028, 0.0994, 0.0996, 0.374, 1)
+    assert [words.part(v) for v in shares] == ["0 %", "< 0.1 %", "0.3 %", "9.9 %", "10 %", "37 %", "100 %"]

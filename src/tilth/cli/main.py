@@ -421,7 +421,13 @@ def trace_run(
     steps: StepsOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="all numbers as one JSON object")] = False,
 ) -> None:
-    """Say where the time of a run went, and what would be gained if the worst were mended; also while it goes on."""
+    """Say where the time of a run went, and what would be gained if the worst were mended; also while it goes on.
+
+    Keys of --json: run, state, attempt, steps (first, last, count), seconds, step (mean, median, longest, longest_at),
+    parts (name: seconds, share; means over ranks), roles (role: rank: seconds), ranks (rank, busy, pace, communication,
+    parts), communication (by_op, transfer, waiting, hidden), controller (rank, busy; null inline), rates, events,
+    dropped, gain (slowdown, step, ideal_step, error, cause; null inline). Times in seconds.
+    """
     from tilth.cli.trace_run import account_of
 
     account_of(run, steps, as_json=as_json)

@@ -1,6 +1,8 @@
 """``tilth trace RUN``: where the time of a run went, in about ten lines."""
 
 import json
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,15 +10,24 @@ from typing import Any
 import numpy as np
 import typer
 
+from tilth.cli.tables import WIDTH
+from tilth.cli.trace import about
 from tilth.core.errors import DataError
 from tilth.trace.account import COMMUNICATION, CONTROLLER, PAUSE, PEERS, Account, account
 from tilth.trace.events import Events, load, parse_steps
+from tilth.trace.own import what_if_run
+from tilth.trace.own_cause import diagnose_run
+from tilth.trace.own_graph import read_steps
+from tilth.trace.own_replay import Model
 from tilth.trace.recent import dropped
 from tilth.ui import words
 
 SHOWN = 4
 """Most ranks with a line of their own; of more the two with most work and the two with least."""
-WIDTH, INDENT = 100, 15
+INDENT, SHORT = 15, 40
+"""Columns before the text, and most letters of a part that stands in one line."""
+LEAST = 0.01
+"""Parts of the time below this share are told together."""
 Found = dict[str, Any]
 
 
@@ -29,7 +40,7 @@ def account_of(run: Path, steps: str, *, as_json: bool) -> None:
         found = account(events, parse_steps(steps) if steps else None)
     except DataError as error:
         raise DataError(f"{run}: {error}") from error
-    said = as_dict(run, events, found)
+    said = as_dict(run, events, found) | {"gain": gain(events, found)}
     typer.echo(json.dumps(said, allow_nan=False) if as_json else "\n".join(lines(said)))
 
 
@@ -58,6 +69,25 @@ def as_dict(run: Path, events: Events, found: Account) -> Found:
     }  # fmt: skip
 
 
+def gain(events: Events, found: Account) -> Found | None:
+    """What a step would take if ranks and communications were as their peers, and the likely cause that they are not.
+
+    None: there are no peers (inline), or the calls of these steps are not told as a whole.
+    """
+    if len(found.ranks) == 1:
+        return None
+    try:
+        model = Model(read_steps(events, range(int(found.steps[0]), int(found.steps[-1]) + 1)))
+        replayed = what_if_run(model)
+    except DataError:
+        return None
+    return {
+        "slowdown": replayed.slowdown, "step": float(replayed.replayed.mean()),
+        "ideal_step": float(replayed.ideal.mean()), "error": replayed.error,
+        "cause": about(diagnose_run(model, replayed)),
+    }  # fmt: skip
+
+
 def _state(run: Path) -> str | None:
     """None: not a run's folder, but that of its events."""
     from tilth.flows.readers import read_state
@@ -75,6 +105,7 @@ def _rank(found: Account, i: int) -> Found:
     return {
         "rank": found.ranks[i],
         "busy": float(found.busy[i]),
+        "pace": None if np.isnan(found.pace[i]) else float(found.pace[i]),
         "communication": {
             "transfer": float(meetings.transfer[i]), "waiting": float(meetings.waiting[i]),
             "hidden": float(meetings.hidden[i]), "others_waited": float(meetings.blamed[i]),
@@ -118,20 +149,19 @@ def lines(said: Found) -> list[str]:
         ("communication", _communication(said)),
         ("controller", _controller(said)),
         ("rates", _speeds(said["rates"])),
+        ("gain", _gain(said["gain"])),
+        ("cause", [said["gain"]["cause"]["text"]] if said["gain"] else []),
         ("trace", _trace(said)),
     ]
     return [line for name, parts in pairs if parts for line in _wrapped(name, parts)]
 
 
 def _wrapped(name: str, parts: Sequence[str]) -> list[str]:
-    """A label, and parts behind it in as many lines as they need."""
-    made = [f"{name:<{INDENT}}"]
-    for i, part in enumerate(parts):
-        part += "," if i < len(parts) - 1 else ""
-        if len(made[-1]) + len(part) > WIDTH and made[-1].strip():
-            made.append(" " * INDENT)
-        made[-1] += part + " "
-    return [line.rstrip() for line in made]
+    """A label, and parts behind it in as many lines as they need; short ones are not torn."""
+    width = max(shutil.get_terminal_size((WIDTH, 24)).columns, 2 * INDENT)
+    bound = [p.replace(" ", "\u00a0") if len(p) <= SHORT else p for p in parts]
+    text = textwrap.wrap(", ".join(bound), width - INDENT, break_long_words=False)
+    return [f"{name if i == 0 else '':<{INDENT}}{line}".replace("\u00a0", " ") for i, line in enumerate(text)]
 
 
 def _share(seconds: float, whole: float) -> str:
@@ -155,7 +185,10 @@ def _steps(said: Found) -> list[str]:
 def _where(said: Found) -> list[str]:
     """Shares of the time: what was done first, then waiting, the greatest first in both."""
     items = sorted(said["parts"].items(), key=lambda kv: (kv[0] in (PEERS, CONTROLLER), -kv[1]["seconds"]))
-    return [f"{name} {_share(part['seconds'], said['seconds'])}" for name, part in items]
+    seconds = {name: part["seconds"] for name, part in items if part["share"] >= LEAST}
+    rest = sum(part["seconds"] for part in said["parts"].values()) - sum(seconds.values())
+    told = [f"{name} {_share(took, said['seconds'])}" for name, took in seconds.items()]
+    return told + ([f"the rest {_share(rest, said['seconds'])}"] if rest > 0 and len(told) < len(items) else [])
 
 
 def _roles(said: Found) -> list[str]:
@@ -222,6 +255,16 @@ def _speeds(rates: Mapping[str, float | None]) -> list[str]:
     if rates["mfu"] is not None and rates["mfu_overall"] is not None:
         found.append(f"MFU {words.part(rates['mfu'])} of updates ({words.part(rates['mfu_overall'])} of all time)")
     return found
+
+
+def _gain(gain: Found | None) -> list[str]:
+    if gain is None:
+        return []
+    return [
+        f"{words.brief(gain['ideal_step'])} a step instead of {words.brief(gain['step'])} (means) if ranks and "
+        f"communications were as their peers: S {gain['slowdown']:.3f}",
+        f"error of the model {words.part(abs(gain['error']))}",
+    ]
 
 
 def _trace(said: Found) -> list[str]:

@@ -32,8 +32,9 @@ def number(value: float | None) -> str:
 
 
 def brief(seconds: float) -> str:
-    """A short time: ``136 ms`` or ``3.2 s``."""
-    return "0" if seconds == 0 else f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    """A short time: ``25 µs``, ``136 ms`` or ``3.2 s``."""
+    unit, scale = next(((u, s) for u, s in (("s", 1), ("ms", 1e3)) if seconds * s >= 1), ("µs", 1e6))
+    return "0" if seconds == 0 else f"{seconds * scale:.3g} {unit}"
 
 
 def part(value: float) -> str:
