@@ -113,7 +113,7 @@ def _shared(controller: Asked | None, worker: Asked, told: Known) -> Clock | Non
 def calls(spans: Spans, controller: int, rank: int) -> tuple[Bounds, Bounds]:
     """What a rank's calls say: none begins before it was submitted, nor ends after its answer was there."""
     here = spans.of("call")
-    here = here[spans.rank[here] == rank]
+    here = here[(spans.rank[here] == rank) & (spans.seq[here] >= 0)]
     submits, awaits = (rows[spans.rank[rows] == controller] for rows in (spans.of("submit"), spans.of("await")))
     i, j = matched(spans.seq[here], spans.seq[submits])
     begun, asked = here[i], submits[j]

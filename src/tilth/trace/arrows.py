@@ -46,7 +46,7 @@ def calls(events: Events) -> Arrows:
 
 
 def _of(events: Events, op: str, rank: int) -> np.ndarray:
-    return np.flatnonzero(events.op.is_(op) & (events.rank == rank))
+    return np.flatnonzero(events.op.is_(op) & (events.rank == rank) & (events.seq >= 0))
 
 
 def meetings(events: Events) -> Arrows:
