@@ -160,7 +160,7 @@ def test_communications():
     found = meetings(events)
     path = [(events.op.text(r), int(events.rank[r]), at) for r, at in zip(found.row, found.at.tolist())]
     assert path == [
-        ("send", 0, 10), ("receive", 1, 16), ("broadcast", 3, 40), ("broadcast", 1, 45), ("broadcast", 0, 50),
+        ("broadcast", 3, 40), ("broadcast", 1, 45), ("broadcast", 0, 50), ("send", 0, 10), ("receive", 1, 16),
     ]  # fmt: skip
     assert found.count == 2
 

@@ -16,6 +16,8 @@ from tilth.trace.perfetto import Counter, Written, export
 FILE = "perfetto.json.gz"
 SHOWN = re.compile(r"tokens_per_second/.*|memory/.*|mfu|loss|reward/mean|accuracy/heldout|grad_norm|entropy")
 """Metrics that become counters."""
+MANY = 2_000_000
+"""Spans above which a browser has much to do."""
 HELD = ("last", "max", "min")
 """Reductions of what is true at the end of a step; the others tell of the whole step."""
 
@@ -37,10 +39,11 @@ def write(run: Path, path: Path | None, steps: str, ranks: str, *, as_json: bool
 
 def told(found: Written, events: Events) -> str:
     """What was written, and what to do with it."""
-    size = f"{found.bytes / 1e6:,.1f} MB"
+    size = f"{found.bytes / 1e6:,.2f} MB"
+    much = "; so many are slow in a browser: --steps A:B or --ranks 0,1 for fewer" if found.spans > MANY else ""
     return (
         f"{found.path}: {found.spans:,} spans of {len(events.ranks)} ranks, {found.arrows:,} arrows, "
-        f"{found.counters} counters, {size}\nopen it at https://ui.perfetto.dev (the file stays on your machine)"
+        f"{found.counters} counters, {size}{much}\nopen it at https://ui.perfetto.dev (the file stays on your machine)"
     )
 
 

@@ -161,11 +161,11 @@ def groups(spans: Spans, rows: np.ndarray) -> np.ndarray:
     if not len(rows):
         return np.zeros(0, np.int64)
     pair = np.isin(rows, spans.of(*PAIR))
-    key = np.stack([np.where(pair, -1, spans.op[rows]), spans.detail[rows], spans.seq[rows]], 1)
-    _, group, count = np.unique(key, axis=0, return_inverse=True, return_counts=True)
-    group = group.reshape(-1)
+    kind = np.where(pair, len(spans.ops), spans.op[rows]) * len(spans.details) + spans.detail[rows]
+    key = kind.astype(np.int64) * (int(spans.seq.max()) + 2) + spans.seq[rows] + 1
+    _, group, count = np.unique(key, return_inverse=True, return_counts=True)
     members = np.array([len(re.split("[,>]", text)) for text in spans.details])[spans.detail[rows]]
-    _, first = np.unique(np.stack([group, spans.rank[rows]], 1), axis=0, return_index=True)
+    _, first = np.unique(group * (int(spans.rank.max()) + 1) + spans.rank[rows], return_index=True)
     ranks = np.bincount(group[first], minlength=len(count))
     whole = (count[group] == members) & (ranks[group] == members) & (spans.seq[rows] >= 0)
     return np.where(whole, group, -1)
