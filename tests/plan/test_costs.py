@@ -119,6 +119,25 @@ def test_equal_amounts_go_by_the_token():
     assert found.squares == (0, 0)
 
 
+def test_sequences_of_one_length_go_by_the_token():
+    """Otherwise noise decides how much of the time is attention, and long sequences cost whatever."""
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(10, 100, 80) * 16
+    rows = [{"op": "forward", "tokens": t, "squares": 16 * t, "duration": round(1e3 * t * draw.lognormal(0, 0.2)),
+             "step": i // 4} for i, t in enumerate(tokens.tolist())]  # fmt: skip
+    odd = {"op": "forward", "tokens": 20, "squares": 100, "duration": 20_000, "step": 3}
+    (found,) = fit_costs(table([*rows, odd])).compute
+    assert found.separate and not found.separate_squares and found.per_square == 0
+    assert found.per_token == pytest.approx(1e-6, rel=0.1)
+    assert found.lengths == (5, 16)
+    with pytest.raises(DataError, match="fitted on 5 to 16 tokens a sequence, not on 64"):
+        found.seconds(320, 64 * 320)
+    with pytest.raises(DataError, match="fitted on 0 to 16 tokens a sequence, not on 64"):
+        found.rows(np.array([8, 64]))
+    assert found.rows(np.array([8, 64]), beyond=True)[1] == 8 * found.rows(np.array([8]))[0]
+    assert found.rows(np.zeros(0)).tolist() == []
+
+
 def test_what_has_no_amount_has_a_fixed_cost():
     rows = [{"op": "optimizer", "duration": 5 * 10**6, "step": i} for i in range(20)]
     (found,) = fit_costs(table(rows)).compute
@@ -166,10 +185,10 @@ def test_what_was_not_fitted_is_named(costs):
 def test_rows_for_a_balance(costs):
     """Long rows weigh more than their tokens."""
     found = costs.of("forward", "policy")
-    rows = found.rows(np.array([100, 1000]))
+    rows = found.rows(np.array([30, 300]))
     assert rows[1] > 10 * rows[0]
-    assert rows.tolist() == pytest.approx([2e-4 + 3e-5, 2e-3 + 3e-3], rel=0.05)
-    parts = balance(found.rows(np.array([1000, 500, 500, 500])), 2)
+    assert rows.tolist() == pytest.approx([6e-5 + 2.7e-6, 6e-4 + 2.7e-4], rel=0.05)
+    parts = balance(found.rows(np.array([300, 150, 150, 150])), 2)
     assert [len(p) for p in parts] == [1, 3]  # by tokens alone it would be two and two
 
 

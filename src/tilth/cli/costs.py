@@ -66,9 +66,9 @@ def _print(found: Costs) -> None:
 
 def _computes(rows: tuple[Compute, ...]) -> Table:
     """Columns that no row fills are left out."""
-    titles = ("operation", "ms each", "us/token", "ns/square", "tokens", "spans", "slowest", "error", "p90")
+    titles = ("operation", "ms each", "us/token", "ns/square", "tokens", "slowest rank", "error", "p90")
     cells = [
-        (" ".join(filter(None, (c.role, c.op))), *_prices(c), _span(c.tokens), f"{c.count:,}", _slowest(c),
+        (" ".join(filter(None, (c.role, c.op))), *_prices(c), _span(c.tokens), _slowest(c),
          *_errors(c.error))
         for c in rows
     ]  # fmt: skip
@@ -88,8 +88,10 @@ def _wires(rows: tuple[Link, ...]) -> Table:
 
 
 def _prices(c: Compute) -> tuple[str, str, str]:
+    """What could not be told apart is left out."""
     fixed = f"{c.fixed * 1e3:.3g}" if c.separate else ""
-    return fixed, f"{c.per_token * 1e6:.3g}" if c.tokens[1] else "", f"{c.per_square * 1e9:.3g}" if c.squares[1] else ""
+    token = f"{c.per_token * 1e6:.3g}" if c.tokens[1] else ""
+    return fixed, token, f"{c.per_square * 1e9:.3g}" if c.separate_squares else ""
 
 
 def _span(amounts: tuple[int, int]) -> str:
@@ -99,7 +101,7 @@ def _span(amounts: tuple[int, int]) -> str:
 
 def _slowest(c: Compute) -> str:
     rank, times = max(c.ranks, key=lambda one: one[1])
-    return f"rank {rank} {times:.2f}x" if len(c.ranks) > 1 else ""
+    return f"{rank}: {times:.2f}x" if len(c.ranks) > 1 else ""
 
 
 def _speed(k: Link) -> tuple[str, str]:

@@ -23,6 +23,10 @@ from tilth.trace.network import Link, links
 FORMAT, VERSION = "tilth-costs", 1
 APART = 1.25
 """The fixed part can be told where the most tokens of a span are so many times the fewest."""
+LONGER = 2.0
+"""What squares cost can be told where sequences are so many times as long in some spans as in others, at the ``EDGES``:
+a few odd spans tell nothing."""
+EDGES = (0.05, 0.95)
 REACH = 1.5
 """Amounts up to so many times beyond the least and the greatest that were fitted are answered for."""
 ENOUGH = 8
@@ -50,23 +54,34 @@ class Compute:
     tokens: tuple[int, int]
     squares: tuple[int, int]
     """The least and the greatest amount of one span; squares are (0, 0) where the trace does not tell them."""
+    lengths: tuple[float, float]
+    """The least and the greatest mean length of the sequences in a span, squares / tokens."""
     count: int
     ranks: tuple[tuple[int, float], ...]
     """Each rank, and how many times the fitted seconds it takes (median): above its peers it is slow."""
     separate: bool
     """Whether amounts differed enough to tell the fixed part; if not, all goes by the amounts."""
+    separate_squares: bool
+    """Whether lengths differed enough to tell squares from tokens; if not, all goes by the tokens."""
     error: Error
 
     def seconds(self, tokens: Numbers = 0, squares: Numbers = 0, *, beyond: bool = False) -> np.ndarray:
         """float64 [...]: own time of spans of so many tokens and squares. DataError outside of what was fitted."""
         if not beyond:
-            _check(f"{self.op} of {self.role or 'the run'}", "tokens", tokens, self.tokens)
-            _check(f"{self.op} of {self.role or 'the run'}", "squares", squares, self.squares)
+            what, asked = f"{self.op} of {self.role or 'the run'}", np.asarray(tokens, np.float64)
+            _check(what, "tokens", tokens, self.tokens)
+            _check(what, "squares", squares, self.squares)
+            _check(what, "tokens a sequence", np.asarray(squares, np.float64) / np.maximum(asked, 1), self.lengths)
         return self.fixed + self.per_token * np.asarray(tokens, float) + self.per_square * np.asarray(squares, float)
 
-    def rows(self, lengths: np.ndarray) -> np.ndarray:
-        """float64 [n]: what each of the sequences adds, as ``packing.balance`` takes it; without the fixed part."""
+    def rows(self, lengths: np.ndarray, *, beyond: bool = False) -> np.ndarray:
+        """float64 [n]: what each of the sequences adds, as ``packing.balance`` takes it; without the fixed part.
+
+        DataError where one is longer than what was fitted.
+        """
         n = np.asarray(lengths, np.float64)
+        if not beyond and n.size:
+            _check(f"{self.op} of {self.role or 'the run'}", "tokens a sequence", n.max(), (0.0, self.lengths[1]))
         return self.per_token * n + self.per_square * n**2
 
 
@@ -146,19 +161,22 @@ def _busy(events: Events, rows: np.ndarray) -> np.ndarray:
 def _compute(op: str, role: str, events: Events, rows: np.ndarray) -> Compute:
     tokens, squares, seconds = events.tokens[rows], events.squares[rows], events.own[rows] * 1e-9
     separate = bool(tokens.max() == 0 or tokens.max() >= APART * tokens.min())
-    features = np.stack([tokens, squares, np.full(len(rows), int(separate))], 1)
+    lengths = squares / np.maximum(tokens, 1)
+    short, long = np.quantile(lengths, EDGES)
+    differ = bool(long >= LONGER * short)
+    features = np.stack([tokens, squares * differ, np.full(len(rows), int(separate))], 1)
     found = fit(features, seconds)
     times = seconds / np.maximum(features @ found, _TINY)
     ranks = tuple((int(r), float(np.median(times[events.rank[rows] == r]))) for r in np.unique(events.rank[rows]))
     per_token, per_square, fixed = found.tolist()
     return Compute(
         op, role, fixed, per_token, per_square, (int(tokens.min()), int(tokens.max())),
-        (int(squares.min()), int(squares.max())), len(rows), ranks, separate,
-        held_out_error(features, seconds, events.step[rows]),
+        (int(squares.min()), int(squares.max())), (float(lengths.min()), float(lengths.max())), len(rows), ranks,
+        separate, differ and bool(squares.any()), held_out_error(features, seconds, events.step[rows]),
     )  # fmt: skip
 
 
-def _check(what: str, name: str, amount: Numbers, fitted: tuple[int, int]) -> None:
+def _check(what: str, name: str, amount: Numbers, fitted: tuple[float, float]) -> None:
     least, greatest = fitted
     asked = np.asarray(amount, np.float64)
     if not asked.size or greatest == 0:
@@ -166,7 +184,7 @@ def _check(what: str, name: str, amount: Numbers, fitted: tuple[int, int]) -> No
     for value in (float(asked.min()), float(asked.max())):
         if not least / REACH <= value <= greatest * REACH:
             raise DataError(
-                f"the cost of {what} was fitted on {least:,} to {greatest:,} {name}, not on {value:,.0f}: "
+                f"the cost of {what} was fitted on {least:,.0f} to {greatest:,.0f} {name}, not on {value:,.0f}: "
                 "trace a run with such amounts, or ask for what lies beyond"
             )
 
@@ -222,7 +240,9 @@ def _read_compute(found: dict[str, Any]) -> Compute:
     ranks = tuple((int(r), float(x)) for r, x in found["ranks"].items())
     pairs = {name: _pair(found[name]) for name in ("tokens", "squares")}
     numbers = {name: _cost(found, name) for name in ("fixed", "per_token", "per_square")}
-    return Compute(**_known(found, Compute) | pairs | numbers | {"ranks": ranks, "error": _read_error(found["error"])})
+    short, long = map(float, found["lengths"])
+    read = {"ranks": ranks, "lengths": (short, long), "error": _read_error(found["error"])}
+    return Compute(**_known(found, Compute) | pairs | numbers | read)
 
 
 def _read_link(found: dict[str, Any]) -> Link:
