@@ -4,7 +4,9 @@ A backend joins by a line in BACKENDS; ``open_cluster`` makes it. With one worke
 """
 
 import gc
+import gzip
 import itertools
+import json
 import os
 import signal
 import time
@@ -87,6 +89,24 @@ def test_a_role_without_a_mesh_is_on_worker_0_and_sees_the_roles_made_before(clu
     assert single.world_size == 1 and len(single.pid()) == 1
     assert single.pid()[0] == echo.pid()[0]
     assert "echo" in single.about()["roles"]
+
+
+def test_workers_are_profiled_on_the_ranks_that_were_named(cluster, echo, tmp_path):
+    ranks = sorted({0, cluster.workers - 1})
+    assert cluster.profile(ranks) == {}
+    assert cluster.profile(ranks) == {rank: "this process is being profiled already" for rank in ranks}
+    echo.total(batch_of(9))
+    found = cluster.profiled(ranks, tmp_path / "steps-3-4")
+    assert {rank: made.path for rank, made in found.items()} == {
+        rank: str(tmp_path / f"steps-3-4-rank-{rank}.json.gz") for rank in ranks
+    }
+    for made in found.values():
+        with gzip.open(made.path) as file:
+            assert "echo.total" in {event["name"] for event in json.load(file)["traceEvents"]}
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"steps-3-4-rank-{rank}.json.gz" for rank in ranks]
+    assert {made.error for made in cluster.profiled(ranks, None).values()} == {"nothing is being profiled"}
+    assert cluster.profile(ranks[:1]) == {} and cluster.profiled(ranks[:1], None)[0].error == ""
+    assert len(list(tmp_path.iterdir())) == len(ranks)  # what is forgotten leaves no file
 
 
 def test_methods_without_a_protocol_are_refused_with_what_is_offered(echo):

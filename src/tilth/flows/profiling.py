@@ -182,14 +182,15 @@ class Profiling:
 
     def _note(self, line: dict[str, Any]) -> None:
         """Into the log; a disk that is full keeps no run from going on for this."""
+        path = self._folder / LOG
         try:
-            with writing(self._folder):
+            with writing(path):
                 self._folder.mkdir(exist_ok=True)
-            log = Lines(self._folder / LOG)
-            try:
-                log.append(to_json(line))
-            finally:
-                log.close()
+                log = Lines(path)
+                try:
+                    log.append(to_json(line))
+                finally:
+                    log.close()
         except StorageError as error:
             self._say(str(error))
 

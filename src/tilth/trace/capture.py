@@ -10,9 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# The profiler's library prints its stages to stderr, unless this is set before torch is imported.
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-
 SUFFIX = ".json.gz"
 _LEVEL = 1  # of compression: the run waits for it, and 1 takes a fifth of the time of 9 for a file a third larger
 _CHUNK = 1 << 20
@@ -73,6 +70,7 @@ def _started(memory: bool) -> Any:
     import torch
     from torch.autograd.profiler import profile
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read at the first start: else it prints its stages to stderr
     device = "cuda" if torch.cuda.is_available() else None
     found = profile(use_cpu=True, use_device=device, use_kineto=True, record_shapes=True, profile_memory=memory)
     return found.__enter__()
