@@ -5,6 +5,7 @@ import time
 from concurrent.futures import Future
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 
 from tests.cluster.test_dispatch import ByHand
@@ -19,6 +20,7 @@ from tilth.core.layout import Mesh
 from tilth.trace import recorder
 from tilth.trace.align import Known
 from tilth.trace.events import load
+from tilth.trace.read import read_events
 from tilth.trace.rounds import Origin, read_rounds
 
 
@@ -172,3 +174,42 @@ def _each(events, side):
     times = events.start if side > 0 else events.end
     ops = [events.op.names[i] for i in events.op.codes]
     return zip(events.seq.tolist(), times.tolist(), ops, events.rank.tolist())
+
+
+WRONG = """
+import sys, time
+
+if "tilth.cluster.local_worker" in sys.orig_argv:
+    steady, wall = time.perf_counter_ns, time.time_ns
+    skew, drift, since = {worlds}[int(sys.orig_argv[-3])]
+    time.perf_counter_ns = lambda: (now := steady()) + int(drift * (now - since))
+    time.time_ns = lambda: wall() + skew
+"""
+
+
+@pytest.mark.dist
+def test_processes_whose_clocks_are_wrong_are_put_right(tmp_path, monkeypatch):
+    """Each worker's wall clock is seconds off and its steady clock runs too fast or too slowly; all say they read the
+    same one, which rounds refute."""
+    since = time.perf_counter_ns()
+    worlds = [(5 * 10**9, 4e-4, since), (-3 * 10**9, -4e-4, since)]
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(WRONG.format(worlds=worlds))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    folder = tmp_path / "events"
+    with open_cluster("local", 2) as cluster, recorder.to(folder, cluster.rank, 1):
+        cluster.trace(folder, 1)
+        group = cluster.group("echo", "tests.cluster.workers:echo", {"scale": float}, Mesh(("dp",), (2,)))
+        for _ in range(30):
+            group.pid()
+            time.sleep(0.01)
+    asked, raw, events = read_rounds(folder, 1), read_events(folder), load(folder)
+    first = int(pc.min(raw.filter(pc.equal(raw["rank"], 2))["start"]).as_py())
+    start = events.start - events.start[events.rank == 2].min() + first  # as the controller's clock has it
+    for rank, (_, drift, _) in enumerate(worlds):
+        shown = np.sort(raw.filter(pc.equal(raw["rank"], rank))["start"].to_numpy())
+        steady = since + (shown - asked[rank].origin.epoch - since) / (1 + drift)
+        true = steady + asked[2].origin.epoch
+        stated = Known.of(asked[rank].bursts, int(shown[0]), int(shown[-1])).clock.error(shown)
+        assert np.abs(shown - true).max() > 10**9
+        assert (np.abs(np.sort(start[events.rank == rank]) - true) <= stated + 2e3).all()
