@@ -16,7 +16,7 @@ from tilth.trace.cause import Cause
 from tilth.trace.events import Events, load
 from tilth.trace.network import retimed
 from tilth.trace.own_graph import Steps, read_steps
-from tilth.trace.own_replay import Model, kinds
+from tilth.trace.own_replay import Model
 from tilth.trace.whatif import GUILTY, Mended, Replayed, Slowdown, mended_by
 
 
@@ -92,7 +92,7 @@ def what_if_run(model: Model, latency: float | None = None, bandwidth: float | N
         by_dp={int(d): slowdown(t) for d, t in zip(np.unique(dp), by_dp.T)},
         workers=workers, dp=dp, exact=exact, exact_per_step=(alone / best[:, None]).T, worst=worst.tolist(),
         m_w=_mended(model, np.isin(model.rank, worst)[:, None], replayed, best),
-        m_c=_mended(model, np.array([kind == "communication" for kind in kinds(steps)])[None], replayed, best),
+        m_c=_mended(model, np.array([kind == "communication" for kind in steps.kinds])[None], replayed, best),
         dropped=steps.dropped, other_network=_elsewhere(steps, latency, bandwidth),
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from tilth.trace.cause import Cause, Finding, Place
 from tilth.trace.own import RunWhatIf, data_ranks
 from tilth.trace.own_graph import MEET, WORK, Steps
 from tilth.trace.own_rates import Rates, rates
-from tilth.trace.own_replay import Model, columns_of, fast, kinds, numbered, quantiles
+from tilth.trace.own_replay import Model, fast, numbered, quantiles
 
 LEAST = 0.05
 """Share of a step's time that must go with something for it to be a cause."""
@@ -28,8 +28,8 @@ BLOCK = 10
 @dataclass(frozen=True)
 class _Candidate:
     kind: str
-    pieces: np.ndarray
-    """float64 [n, k]: the times without it."""
+    durations: np.ndarray
+    """float64 [n]: seconds of the nodes without it."""
     text: Callable[[], str]
     where: tuple[Place, ...]
     plausible: bool
@@ -38,14 +38,13 @@ class _Candidate:
 def diagnose_run(model: Model, found: RunWhatIf) -> Cause:
     """Why the steps are slow, and how long they would be without each cause."""
     steps, work = model.steps, rates(model.steps)
-    without = dict[str, np.ndarray]()
     candidates = [_pauses(steps), _controller(steps)]
     if len(steps.workers) > 1:
         candidates += [_worker(steps, work), _lengths(steps, work), _network(steps)]
     findings = []
     evidence = {"model_error": found.error, "waste": found.waste, **_evidence(steps, work)}
-    for c in candidates:
-        without[c.kind] = times = model.seconds(c.pieces[model.order])
+    without = model.times(np.stack([c.durations[model.order] for c in candidates], 1))
+    for c, times in zip(candidates, without.T):
         gain = 1 - times.mean() / found.replayed.mean()
         evidence[f"gain_{c.kind.replace('-', '_')}"] = float(gain)
         if gain >= LEAST and c.plausible:
@@ -89,10 +88,7 @@ def _place(steps: Steps, rank: int) -> Place:
 
 
 def _pauses(steps: Steps) -> _Candidate:
-    pauses = [i for i, kind in enumerate(kinds(steps)) if kind == "pause"]
-    pieces = steps.real.copy()
-    pieces[:, pauses] = 0.0
-    took = steps.real[:, pauses].sum(1)
+    took = steps.real @ np.array([kind == "pause" for kind in steps.kinds])
     by_rank = {int(r): float(took[steps.rank == r].sum()) / len(steps.steps) for r in np.unique(steps.rank)}
     top = max(by_rank, key=lambda r: by_rank[r])
     where = tuple(_place(steps, r) for r in sorted(by_rank, key=lambda r: -by_rank[r]) if by_rank[r] > by_rank[top] / 2)
@@ -100,7 +96,7 @@ def _pauses(steps: Steps) -> _Candidate:
     def text() -> str:
         return f"garbage collection: {1000 * by_rank[top]:.0f} ms a step on rank {top}"
 
-    return _Candidate("garbage-collection", pieces, text, where, True)
+    return _Candidate("garbage-collection", steps.real.sum(1) - took, text, where, True)
 
 
 def _controller(steps: Steps) -> _Candidate:
@@ -109,15 +105,15 @@ def _controller(steps: Steps) -> _Candidate:
     step = np.searchsorted(steps.steps, steps.events.step[steps.frame])
     total = np.bincount(step[mine], steps.real[mine].sum(1), len(steps.steps))
     quick = float(np.quantile(total, 0.25))
-    pieces = steps.real.copy()
-    pieces[mine] *= np.minimum(1, quick / np.maximum(total, 1e-12))[step[mine], None]
+    durations = steps.real.sum(1)
+    durations[mine] *= np.minimum(1, quick / np.maximum(total, 1e-12))[step[mine]]
 
     def text() -> str:
         return (
             f"late controller: {1000 * total.mean():.0f} ms of its own work a step, {1000 * quick:.0f} ms in quick ones"
         )
 
-    return _Candidate("controller", pieces, text, (), len(steps.workers) > 0)
+    return _Candidate("controller", durations, text, (), len(steps.workers) > 0)
 
 
 def _worker(steps: Steps, work: Rates) -> _Candidate:
@@ -126,13 +122,13 @@ def _worker(steps: Steps, work: Rates) -> _Candidate:
     by_rank = slow.mean(0)
     worst = int(by_rank.argmax())
     step, rank = work.at
-    pieces = work.scaled(np.where(rank == worst, 1 / slow[step, worst], 1.0))
+    durations = work.scaled(np.where(rank == worst, 1 / slow[step, worst], 1.0))
     name = int(steps.workers[worst])
 
     def text() -> str:
         return f"slow worker: rank {name} takes {by_rank[worst]:.2f} times as long as its peers for the same work"
 
-    return _Candidate("slow-worker", pieces, text, (_place(steps, name),), by_rank[worst] >= SLOWER)
+    return _Candidate("slow-worker", durations, text, (_place(steps, name),), by_rank[worst] >= SLOWER)
 
 
 def _lengths(steps: Steps, work: Rates) -> _Candidate:
@@ -143,29 +139,29 @@ def _lengths(steps: Steps, work: Rates) -> _Candidate:
     def text() -> str:
         return f"unequal sequences: rank {name} got {work.load[worst]:.2f} times the work of the mean"
 
-    pieces = work.scaled(1 / np.maximum(work.uneven, 1e-12))
-    return _Candidate("sequence-lengths", pieces, text, (_place(steps, name),), work.load[worst] >= LONGER)
+    durations = work.scaled(1 / np.maximum(work.uneven, 1e-12))
+    return _Candidate("sequence-lengths", durations, text, (_place(steps, name),), work.load[worst] >= LONGER)
 
 
 def _network(steps: Steps) -> _Candidate:
     """Transfers lose what those of their kind in their block of steps typically have beyond the run's fast ones."""
-    pieces = steps.real.copy()
+    durations = steps.real.sum(1)
     nodes = np.flatnonzero(steps.kind == MEET)
     if not len(nodes):
-        return _Candidate("communication", pieces, str, (), False)
+        return _Candidate("communication", durations, str, (), False)
     events, rows = steps.events, steps.row[nodes]
-    column, usual = columns_of(steps)[nodes], fast(steps)[rows] * 1e-9
-    now = steps.real[nodes, column]
+    now, usual = durations[nodes], fast(steps)[rows] * 1e-9
     block = blocks(len(steps.steps))[np.searchsorted(steps.steps, events.step[rows])]
     size = np.floor(np.log2(np.maximum(events.bytes[rows], 1))).astype(np.int64)
     which = numbered(np.stack([events.op.codes[rows], events.detail.codes[rows], size, block]))
     beyond = np.maximum(quantiles(which, now, 0.5)[which] - usual, 0)
-    pieces[nodes, column] = np.maximum(now - beyond, np.minimum(now, usual))
-    lost = {name: float((now - pieces[nodes, column])[column == i].sum()) for i, name in enumerate(steps.ops)}
-    most = max(lost, key=lambda name: lost[name])
+    durations[nodes] = np.maximum(now - beyond, np.minimum(now, usual))
+    lost = np.bincount(events.op.codes[rows], now - durations[nodes])
+    most = int(lost.argmax())
+    mine = events.op.codes[rows] == most
 
     def text() -> str:
-        times = now[column == steps.ops.index(most)].sum() / usual[column == steps.ops.index(most)].sum()
-        return f"communication: transfers of {most} take {times:.1f} times as long as fast ones of the run"
+        times, name = now[mine].sum() / max(usual[mine].sum(), 1e-12), events.op.names[most]
+        return f"communication: transfers of {name} take {times:.1f} times as long as fast ones of the run"
 
-    return _Candidate("communication", pieces, text, ({"optype": most},), True)
+    return _Candidate("communication", durations, text, ({"optype": events.op.names[most]},), True)

@@ -65,6 +65,20 @@ class Steps:
         """bool [n]: the controller's."""
         return self.events.op.is_("step")[self.frame]
 
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """Kind of each operation."""
+        events = self.events
+        codes, rows = np.unique(events.op.codes, return_index=True)
+        by_name = {events.op.names[code]: events.kind.text(row) for code, row in zip(codes, rows)}
+        return tuple(by_name.get(name, "frame") for name in self.ops)
+
+    @cached_property
+    def meet_column(self) -> np.ndarray:
+        """int64 [n]: of a communication's node the column of its operation; 0 of others."""
+        of = np.array([self.ops.index(name) if name in self.ops else 0 for name in self.events.op.names])
+        return np.where(self.kind == MEET, of[self.events.op.codes[self.row]], 0)
+
     @property
     def workers(self) -> np.ndarray:
         """int64 [w]: ranks that executed calls, ascending; none where the run was inline."""
@@ -228,7 +242,6 @@ class _Nodes:
         entering = meets & ~cut.leaving
         self.kind[node[entering]] = np.where(waits[entering], AWAIT, MEET)
         self.row[node[entering]] = cut.at[entering]
-        self.first = np.searchsorted(self.frame, np.unique(self.frame))
         self.begin = np.full(len(events), -1)  # of each frame: its first node; its last is that before the next one's
         self.close = np.full(len(events), -1)
         self.begin[cut.of[is_frame & ~cut.leaving]] = node[is_frame & ~cut.leaving] - ~home[is_frame & ~cut.leaving]

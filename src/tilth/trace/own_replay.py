@@ -80,16 +80,9 @@ def _with(steps: Steps, retimed: np.ndarray) -> np.ndarray:
     """The recorded times, those of communications replaced."""
     real = steps.real.copy()
     nodes = np.flatnonzero(steps.kind == MEET)
-    column = columns_of(steps)[nodes]
+    column = steps.meet_column[nodes]
     real[nodes, column] = retimed[steps.row[nodes]] * 1e-9
     return real
-
-
-def columns_of(steps: Steps) -> np.ndarray:
-    """int64 [n]: of a communication's node the column of its operation; 0 of others."""
-    names = steps.events.op.names
-    of = np.array([steps.ops.index(name) if name in steps.ops else 0 for name in names])
-    return np.where(steps.row >= 0, of[steps.events.op.codes[steps.row]], 0)
 
 
 def ideal(steps: Steps) -> np.ndarray:
@@ -97,19 +90,10 @@ def ideal(steps: Steps) -> np.ndarray:
     result = steps.real.copy()
     _share(steps, result)
     _fast(steps, result)
-    named = kinds(steps)
-    result[:, [i for i, kind in enumerate(named) if kind == "pause"]] = 0.0
-    alone = [i for i, kind in enumerate(named) if kind in OWN]
+    result[:, [i for i, kind in enumerate(steps.kinds) if kind == "pause"]] = 0.0
+    alone = [i for i, kind in enumerate(steps.kinds) if kind in OWN]
     result[:, alone] = steps.real[:, alone]
     return result
-
-
-def kinds(steps: Steps) -> list[str]:
-    """Kind of each operation."""
-    events = steps.events
-    known = dict(zip(events.op.codes.tolist(), events.kind.codes.tolist()))
-    by_name = {events.op.names[op]: events.kind.names[kind] for op, kind in known.items()}
-    return [by_name.get(name, "frame") for name in steps.ops]
 
 
 def _share(steps: Steps, result: np.ndarray) -> None:
@@ -161,7 +145,7 @@ def _fast(steps: Steps, result: np.ndarray) -> None:
     if not len(nodes):
         return
     usual = fast(steps)
-    result[nodes, columns_of(steps)[nodes]] = usual[steps.row[nodes]] * 1e-9
+    result[nodes, steps.meet_column[nodes]] = usual[steps.row[nodes]] * 1e-9
     waits = steps.kind == AWAIT
     result[waits] = steps.real[waits]
 
@@ -188,5 +172,15 @@ def numbered(key: np.ndarray) -> np.ndarray:
     """int64 [m]: a number from 0 on for each different column of ``key``, int64 [parts, m], all at least -1."""
     code = np.zeros(key.shape[1], np.int64)
     for part in key:
-        code = np.unique(code * (int(part.max(initial=-1)) + 2) + part + 1, return_inverse=True)[1].reshape(-1)
+        code = _dense(code * (int(part.max(initial=-1)) + 2) + part + 1)
     return code
+
+
+def _dense(code: np.ndarray) -> np.ndarray:
+    """Places among the numbers that occur; without a sort where these lie close."""
+    span = int(code.max(initial=0)) + 1
+    if span > 8 * len(code) + 1000:
+        return np.unique(code, return_inverse=True)[1].reshape(-1)
+    there = np.zeros(span, bool)
+    there[code] = True
+    return (np.cumsum(there) - 1)[code]

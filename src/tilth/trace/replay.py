@@ -93,8 +93,8 @@ def _levels(graph: Graph) -> np.ndarray:
     """int64 [n]: length of the longest chain of groups that leads to each operation (Kahn's algorithm, a front at a
     time)."""
     names, group = np.unique(graph.group, return_inverse=True)
-    edges = np.unique(np.stack([group[graph.before], group[graph.after]]), axis=1)
-    edges = edges[:, np.argsort(edges[0], kind="stable")]
+    code = np.sort(group[graph.before] * len(names) + group[graph.after])
+    edges = np.stack(np.divmod(code[np.r_[True, code[1:] != code[:-1]][: len(code)]], len(names)))
     first = np.searchsorted(edges[0], np.arange(len(names) + 1))
     waiting = np.bincount(edges[1], minlength=len(names))
     level = np.full(len(names), -1)
