@@ -65,5 +65,5 @@ def two_workers():
         s("call", 114, 138, s("generate", 114, 138, s("load", 115, 116)), rank=0, step=2, seq=3, role="rollout"),
         s("call", 154, 174, rank=0, seq=4, role="policy"), s("call", 154, 178, rank=1, seq=4, role="policy"),
         s("save.background", 160, 200, s("save.write", 160, 190), rank=0, thread="tilth-save-0"),
-        s("call", -20, -10, rank=0, seq=0),
+        s("call", -20, -10, rank=0, seq=0), s("call", -20, -10, rank=1, seq=0),
     ]  # fmt: skip

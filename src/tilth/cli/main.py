@@ -499,8 +499,8 @@ def trace_costs(
     """Say what work costs on this machine: seconds against tokens and bytes, fitted, each with its error.
 
     Keys of --json and of the file: format, version, about, compute (op, role, fixed, per_token, per_square in seconds,
-    tokens, squares, count, ranks, separate, error), links (op, ranks, latency, bandwidth, least, greatest, separate,
-    error), left.
+    tokens, squares, lengths, count, ranks, separate, separate_squares, error), links (op, ranks, latency, bandwidth,
+    least, greatest, count, separate, error), left.
     """
     from tilth.cli.costs import costs
 
@@ -524,6 +524,24 @@ def trace_capture(
     from tilth.cli.capture import capture
 
     capture(run, steps, ranks, memory=memory, as_json=as_json)
+
+
+@app.command()
+def top(
+    run: RunArgument,
+    once: Annotated[bool, typer.Option("--once", help="one look, not until the run ends")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="seconds between two looks")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="one look as one JSON object")] = False,
+) -> None:
+    """Watch a run that goes on in another process: steps, rates, curves, what each rank is busy with.
+
+    Reads only what is on disk. Keys of --json: run, state, attempt, step, phase, phase_step, phase_steps, seconds,
+    left, silent (since the last step), loss, reward, accuracy, tokens_per_second, time, memory, recent (first, last,
+    parts, ranks: shares of the newest steps), message.
+    """
+    from tilth.cli.top import top
+
+    top(run, every, once=once, as_json=as_json)
 
 
 @app.command()

@@ -19,7 +19,7 @@ from tilth.trace.own import what_if_run
 from tilth.trace.own_cause import diagnose_run
 from tilth.trace.own_graph import read_steps
 from tilth.trace.own_replay import Model
-from tilth.trace.recent import dropped
+from tilth.trace.recent import dropped, told
 from tilth.ui import words
 
 SHOWN = 4
@@ -37,11 +37,16 @@ def account_of(run: Path, steps: str, *, as_json: bool) -> None:
         raise DataError(f"no run at {str(run)!r}, nor is it a command of tilth trace (tilth trace --help)")
     events = load(run)
     try:
-        found = account(events, parse_steps(steps) if steps else None)
+        found = account(events, parse_steps(steps) if steps else _ended(run, events))
     except DataError as error:
         raise DataError(f"{run}: {error}") from error
     said = as_dict(run, events, found) | {"gain": gain(events, found)}
     typer.echo(json.dumps(said, allow_nan=False) if as_json else "\n".join(lines(said)))
+
+
+def _ended(run: Path, events: Events) -> range | None:
+    """Of a run that goes on the steps that all ranks have told; None: all."""
+    return (told(events) or None) if _state(run) == "running" else None
 
 
 def as_dict(run: Path, events: Events, found: Account) -> Found:

@@ -10,6 +10,7 @@ from tilth.core.errors import DataError
 from tilth.trace.account import periods
 from tilth.trace.events import Events, from_table
 from tilth.trace.read import read_events
+from tilth.trace.rounds import events_folder, read_rounds
 from tilth.trace.writer import EVENTS, PART
 
 DEPTH = 3
@@ -21,13 +22,15 @@ def recent(run: str | Path) -> tuple[Events | None, range]:
 
     run: its folder, or that of its events. None where nothing was written yet; the range may be empty.
     """
-    ranks = [list(_readable(paths)) for paths in _parts(_folder(run)).values()]
+    folder = events_folder(run)
+    ranks = [list(_readable(paths)) for paths in _parts(folder).values()]
     for depth in range(1, DEPTH + 1):
         tables = [pa.concat_tables(tables[:depth]) for tables in ranks if tables]
         if not tables:
             return None, range(0)
-        events = from_table(pa.concat_tables(tables))
-        steps = _whole(events)
+        table = pa.concat_tables(tables)
+        events = from_table(table, read_rounds(folder, int(table["attempt"][0].as_py())))
+        steps = told(events)
         if len(steps) or all(len(tables) <= depth for tables in ranks):
             return events, steps
     return events, steps
@@ -35,12 +38,7 @@ def recent(run: str | Path) -> tuple[Events | None, range]:
 
 def dropped(run: str | Path, attempt: int | None = None) -> int:
     """Events that did not fit in memory or on disk, over all ranks of an attempt (default: the newest)."""
-    return sum(next(_dropped(paths), 0) for paths in _parts(_folder(run), attempt).values())
-
-
-def _folder(run: str | Path) -> Path:
-    path = Path(run)
-    return path / "events" if (path / "events").is_dir() else path
+    return sum(next(_dropped(paths), 0) for paths in _parts(events_folder(run), attempt).values())
 
 
 def _parts(folder: Path, attempt: int | None = None) -> dict[int, list[Path]]:
@@ -74,13 +72,15 @@ def _dropped(paths: list[Path]) -> Iterator[int]:
         yield int(about.get(b"dropped", b"0"))
 
 
-def _whole(events: Events) -> range:
-    """The steps that lie between the latest first and the earliest last event of a rank."""
+def told(events: Events) -> range:
+    """The steps that begin between the latest first and the earliest last event of a rank.
+
+    Of a run that goes on these are the ones of which every process has written its part.
+    """
     bounds, known = periods(events)
     if not len(known):
         return range(0)
     low = max(int(events.start[events.rank == r].min()) for r in events.ranks)
     high = min(int(events.end[events.rank == r].max()) for r in events.ranks)
-    # What ends a step comes a little after the workers' last call of it, so its start must lie in the window.
     inside = known[(bounds[:-1] >= low) & (bounds[:-1] <= high)]
     return range(int(inside[0]), int(inside[-1]) + 1) if len(inside) else range(0)

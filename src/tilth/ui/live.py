@@ -202,11 +202,11 @@ def line(p: Progress) -> str:
     return "  ".join(parts) + f"  {words.duration(p.seconds)}{left}"
 
 
-def picture(p: Progress, sample: dict[str, Any] | None, width: int) -> RenderableType:
-    """The whole view, for a terminal of this width."""
+def picture(p: Progress, sample: dict[str, Any] | None, width: int, *, times: bool = True) -> RenderableType:
+    """The whole view, for a terminal of this width. times: also where the time of the recent step went."""
     width = min(width, 110)
     parts: list[RenderableType] = [Text(), _head(p, width), _bar(p, width), Text(), _curves(p, width), Text()]
-    parts += [_rates(p), _times(p, width)]
+    parts += [_rates(p), _times(p, width)] if times else [_rates(p)]
     if sample is not None:
         parts += [Text(), _sample(sample, width)]
     return Group(*parts, Text())

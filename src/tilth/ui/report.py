@@ -19,6 +19,7 @@ from tilth.flows.readers import read_metrics, read_state, summarise
 from tilth.trace.account import account
 from tilth.trace.events import Events, load
 from tilth.trace.read import OpTime, breakdown, read_events
+from tilth.trace.recent import told
 from tilth.ui import words
 from tilth.ui.charts import MEMORY, Chart, Curve, Phase, charts, curve, draw
 from tilth.ui.health import health
@@ -214,7 +215,7 @@ def _pictures(seen: Seen, events: Events) -> list[Html | None]:
     """Timelines of two steps, the steps beside each other, the ranks beside each other; of the newest attempt."""
     if not events.steps:
         return [_measured(seen)]
-    found = account(events)
+    found = account(events, told(events) or None if seen.state["state"] == "running" else None)
     last = {r["step"] for r in seen.records if r.get("phase") == seen.records[-1].get("phase")}
     usual, longest = typical(found, np.isin(found.steps, list(last)))
     figures = [timeline(events, usual, "A typical step")]

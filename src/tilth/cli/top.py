@@ -1,0 +1,57 @@
+"""``tilth top RUN``: a run that goes on, from another terminal."""
+
+import json
+import time
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from tilth.core.errors import DataError
+from tilth.ui.live import PLAIN_EVERY, line
+from tilth.ui.top import Look, Watch, as_dict, drawn
+
+
+def top(run: Path, every: float, *, once: bool, as_json: bool) -> None:
+    """Show how a run stands, until it ends. every: seconds between two looks. once: a single look."""
+    if not run.is_dir():
+        raise DataError(f"no run at {str(run)!r}; runs lie in the folder runs/ unless run.dir says otherwise")
+    watch, console = Watch(run), Console(highlight=False)
+    look = watch.look()
+    if as_json:
+        typer.echo(json.dumps(as_dict(look), allow_nan=False))
+    elif once or not look.running:
+        console.print(drawn(look, console.width))
+    else:
+        try:
+            _follow(watch, look, console, every)
+        except KeyboardInterrupt:  # who leaves has seen enough; the run goes on
+            return
+
+
+def _follow(watch: Watch, look: Look, console: Console, every: float) -> None:
+    if not console.is_terminal:
+        _lines(watch, look, console, every)
+        return
+    with Live(drawn(look, console.width), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while look.running:
+            time.sleep(every)
+            look = watch.look()
+            live.update(drawn(look, console.width), refresh=True)
+
+
+def _lines(watch: Watch, look: Look, console: Console, every: float) -> None:
+    """Where there is no terminal: a line every few seconds, if there was a step, and how it ended."""
+    shown, after = 0, 0.0
+    while True:
+        step = look.progress.record.get("step", 0)
+        if step != shown and (time.monotonic() >= after or not look.running):
+            console.print(Text(line(look.progress)), soft_wrap=True)
+            shown, after = step, time.monotonic() + PLAIN_EVERY
+        if not look.running:
+            console.print(Text(f"{look.run.name}: {look.state['state']}"), soft_wrap=True)
+            return
+        time.sleep(every)
+        look = watch.look()

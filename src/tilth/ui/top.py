@@ -1,0 +1,271 @@
+"""The essentials of a run from what is on disk: for whoever looks at it from another terminal.
+
+Only the ends of files are read: of the metrics, of the log, of the newest events of each rank. A look costs
+milliseconds, however long the run is, and the run does not notice.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tilth.config.load import load_recipe
+from tilth.core.errors import DataError
+from tilth.flows.readers import read_state
+from tilth.trace.account import COMMUNICATION, CONTROLLER, PAUSE, PEERS, Account, account
+from tilth.trace.recent import recent
+from tilth.ui import words
+from tilth.ui.live import Progress, picture
+
+TAIL = 1 << 18
+"""Bytes at the end of the metrics that are read at first: some hundred steps."""
+STEPS = 20
+"""Most steps over which the newest events are summed up."""
+RANKS = 16
+"""Most ranks with a line of their own."""
+LOG = 1 << 12
+LEAST = 0.005
+"""Parts of the time below this share are not named."""
+FIXED = {COMMUNICATION: "blue", PAUSE: "red", PEERS: "grey39", CONTROLLER: "grey23"}
+COLOURS = ("green", "cyan", "yellow", "magenta", "bright_blue", "white")
+
+
+class Tail:
+    """The records of a growing file of JSON lines, from near its end on; a torn last line waits until it is whole."""
+
+    def __init__(self, path: Path, reach: int = TAIL) -> None:
+        self.path, self.reach = path, reach
+        self._at, self._file = 0, -1
+
+    def new(self) -> tuple[list[dict[str, Any]], bool]:
+        """Records that came since the last call, and whether the file began anew, so that earlier ones are void."""
+        try:
+            with open(self.path, "rb") as file:
+                found = os.fstat(file.fileno())
+                again = found.st_ino != self._file or found.st_size < self._at
+                if again:
+                    self._file, self._at = found.st_ino, max(0, found.st_size - self.reach)
+                    if self._at:
+                        file.seek(self._at - 1)
+                        self._at += len(file.readline()) - 1  # to the begin of a line
+                file.seek(self._at)
+                text = file.read()
+        except FileNotFoundError:
+            return [], False
+        whole = text[: text.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return [record for line in whole.splitlines() if isinstance(record := _record(line), dict)], again
+
+
+def _record(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was seen of a run."""
+
+    run: Path
+    state: Mapping[str, Any]
+    progress: Progress
+    recent: Account | None
+    """Where the time of the newest steps went; None before the first events are written."""
+    message: str
+    """The last line of the log."""
+    silent: float | None
+    """Seconds since the last step was committed; None before the first."""
+
+    @property
+    def running(self) -> bool:
+        """Whether it goes on."""
+        return bool(self.state["state"] == "running")
+
+
+class Watch:
+    """Looks at a run again and again; what did not change on disk is not read again. DataError: not a run."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self._tail = Tail(run / "metrics.jsonl")
+        read_state(run)
+        self._recipe = load_recipe(str(run / "recipe.toml"))
+        self._progress, self._before = Progress(self._recipe), 0.0
+        self._files: frozenset[str] = frozenset()
+        self._recent: Account | None = None
+
+    def look(self) -> Look:
+        """What the disk says now."""
+        state = read_state(self.run)
+        records, again = self._tail.new()
+        if again:
+            self._progress, self._before = Progress(self._recipe), 0.0
+        for record in records:
+            self._take(record)
+        self._events()
+        return Look(self.run, state, self._progress, self._recent, last_line(self.run / "log.txt"), self._silent())
+
+    def _take(self, record: Mapping[str, Any]) -> None:
+        now = float(record.get("seconds") or 0.0)
+        took = now - self._before if self._before else float(record.get("time/step") or 0.0)
+        self._before = now
+        self._progress.take(record, max(took, 0.0))
+
+    def _events(self) -> None:
+        folder = self.run / "events"
+        files = frozenset(p.name for p in folder.glob("*.parquet")) if folder.is_dir() else frozenset[str]()
+        if files == self._files:
+            return
+        self._files = files
+        try:
+            events, steps = recent(folder)
+            if events is not None and len(steps):
+                self._recent = account(events, range(max(steps.start, steps.stop - STEPS), steps.stop))
+        except DataError:  # files that come and go under a look: the next one sees them whole
+            self._files = frozenset()
+
+    def _silent(self) -> float | None:
+        if not self._progress.record:
+            return None
+        return max(time.time() - (self.run / "metrics.jsonl").stat().st_mtime, 0.0)
+
+
+def last_line(path: Path) -> str:
+    """The last whole line of a log without its time; empty where there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    return lines[-1].partition(" ")[2] if lines else ""
+
+
+def as_dict(look: Look) -> dict[str, Any]:
+    """A look as JSON has it. Times in seconds, shares from 0 to 1."""
+    p, record = look.progress, look.progress.record
+    return {
+        "run": str(look.run), "state": look.state["state"], "attempt": look.state.get("attempt"),
+        "step": record.get("step", 0), "phase": p.phase, "phase_step": p.done, "phase_steps": p.steps,
+        "seconds": p.seconds, "left": p.left, "silent": look.silent,
+        "loss": record.get("loss"), "reward": record.get("reward/mean"), "accuracy": p.latest.get("accuracy/heldout"),
+        "tokens_per_second": {n: record.get(f"tokens_per_second/{n}") for n in ("generate", "train")},
+        "time": {k[5:]: v for k, v in record.items() if k.startswith("time/")},
+        "memory": {"now": record.get("memory/rss"), "peak": record.get("memory/peak"),
+                   "predicted": (look.state.get("memory") or {}).get("predicted")},
+        "recent": _recent(look.recent),
+        "message": look.message,
+    }  # fmt: skip
+
+
+def _recent(found: Account | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "first": int(found.steps[0]), "last": int(found.steps[-1]),
+        "parts": {name: seconds / found.whole for name, seconds in found.parts.items()},
+        "ranks": [{"rank": r} | shares(found, i) for i, r in enumerate(found.ranks)],
+    }  # fmt: skip
+
+
+def shares(found: Account, i: int) -> dict[str, float]:
+    """How the i-th rank spent the time: busy, communication, gc, waiting; they sum to 1."""
+    at = {name: float(found.by_rank[i, k]) / found.whole for k, name in enumerate(found.names)}
+    return {
+        "busy": float(found.busy[i]) / found.whole, "communication": at[COMMUNICATION], "gc": at[PAUSE],
+        "waiting": at[PEERS] + at[CONTROLLER],
+    }  # fmt: skip
+
+
+def drawn(look: Look, width: int) -> RenderableType:
+    """The whole view, for a terminal of this width."""
+    width = min(width, 110)
+    parts: list[RenderableType] = [_title(look)]
+    if look.progress.record:
+        parts.append(picture(look.progress, None, width, times=look.recent is None))
+    if look.recent is not None:
+        parts.append(_divided(look.recent, width))
+        parts += [_ranks(look.recent, width)] if len(look.recent.ranks) > 1 else []
+    if look.message:
+        parts.append(Text.assemble(("last said  ", "dim"), look.message, no_wrap=True, overflow="ellipsis"))
+    return Group(*parts)
+
+
+def _title(look: Look) -> Text:
+    state = str(look.state["state"])
+    colour = {"running": "cyan", "finished": "green", "failed": "red"}.get(state, "yellow")
+    text = Text.assemble((look.run.name, "bold"), "  ", (state, colour), no_wrap=True, overflow="ellipsis")
+    if (look.state.get("attempt") or 1) > 1:
+        text.append(f"  attempt {look.state['attempt']}", "dim")
+    peak, memory = look.progress.record.get("memory/peak"), look.state.get("memory") or {}
+    if peak:
+        predicted = f" (predicted {words.size(memory['predicted'])})" if memory.get("predicted") else ""
+        text.append(f"  memory at most {words.size(peak)}{predicted}", "dim")
+    if look.running and look.silent is not None and look.silent > _usual(look):
+        text.append(f"  no step for {words.duration(look.silent)} min", "bold yellow")
+    if look.state.get("error"):
+        text.append(f"  {look.state['error']}", "red")
+    return text
+
+
+def _usual(look: Look) -> float:
+    """So long may a step take until that is worth a word: three times the last one, at least 10 s."""
+    return max(10.0, 3 * float(look.progress.record.get("time/step") or 0.0))
+
+
+def _divided(found: Account, width: int) -> RenderableType:
+    """Where the time of the newest steps went, the mean over ranks: one bar, split, and its legend."""
+    first, last = int(found.steps[0]), int(found.steps[-1])
+    title = f"steps {first:,} to {last:,}" if last > first else f"step {first:,}"
+    bar, keys, filled = Text(), list[Text](), 0.0
+    phases = iter(COLOURS)
+    for name, seconds in found.parts.items():
+        colour = FIXED.get(name) or next(phases, "white")
+        part = seconds / found.whole
+        filled += part * width
+        bar.append("█" * (round(filled) - len(bar)), colour)
+        if part >= LEAST:
+            keys.append(Text.assemble(("■ ", colour), (f"{name} {words.part(part)}   ", "dim")))
+    return Group(Text(title, "dim"), bar[:width], *_packed(keys, width), Text())
+
+
+def _packed(parts: Sequence[Text], width: int) -> list[Text]:
+    """Parts in as few lines as they need, none of them torn."""
+    lines = [Text()]
+    for part in parts:
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append(Text())
+        lines[-1].append_text(part)
+    return lines
+
+
+def _ranks(found: Account, width: int) -> RenderableType:
+    """A line a rank: busy, communication, pauses; what is left is waiting."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(3):
+        grid.add_column(no_wrap=True)
+    room = max(width - 70, 8)
+    for i, rank in enumerate(found.ranks[:RANKS]):
+        part = shares(found, i)
+        told = [f"{name} {words.part(v)}" for name, v in part.items() if v >= 0.0005]
+        grid.add_row(Text(f"rank {rank}", "dim"), _meter(part, room), Text("  ".join(told), "dim"))
+    if len(found.ranks) > RANKS:
+        grid.add_row(Text(f"and {len(found.ranks) - RANKS} more", "dim"))
+    return Group(grid, Text())
+
+
+def _meter(part: Mapping[str, float], room: int) -> Text:
+    bar, filled = Text(), 0.0
+    for name, colour in (("busy", "green"), ("communication", "blue"), ("gc", "red"), ("waiting", "grey23")):
+        filled += part[name] * room
+        bar.append("█" * (round(filled) - len(bar)), colour)
+    return bar[:room]
