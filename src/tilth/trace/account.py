@@ -18,7 +18,7 @@ PEERS, CONTROLLER = "waiting for ranks", "waiting for the controller"
 IDLE = (PEERS, CONTROLLER)
 FIXED = (COMMUNICATION, PAUSE, DATA, OTHER, *IDLE)
 """What is no phase, in the order in which it stands behind the phases."""
-BY_TOKENS = ("forward", "backward", "prefill")
+BY_TOKENS = ("forward", "backward", "infer", "prefill")
 """What takes as long as it has tokens; the other operations take as long each time."""
 NS = 1e-9
 _OWN = {"communication": COMMUNICATION, "pause": PAUSE, "data": DATA}
