@@ -512,7 +512,7 @@ def trace_capture(
     run: RunArgument,
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="how many of its next steps")] = 3,
     ranks: Annotated[str, typer.Option("--ranks", metavar="0,1", help="ranks of workers")] = "0",
-    memory: Annotated[bool, typer.Option("--memory", help="each allocation too; several times as slow")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="each allocation too")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="what was recorded as one JSON object")] = False,
 ) -> None:
     """Let torch's profiler record the next steps of a run that goes on, and say where the traces are.

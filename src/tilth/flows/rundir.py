@@ -1,7 +1,7 @@
 """The directory of a run: everything that is kept, written so that nothing committed is ever lost.
 
     recipe.toml  run.json  metrics.jsonl  metrics_schema.json  trajectories/  events/  checkpoints/  rewards.jsonl
-    log.txt  report.html
+    log.txt  report.html, and where asked for profiles/
 
 A step is committed by one line of ``metrics.jsonl``. Trajectories follow in files of several steps, at the latest when
 the flow makes a checkpoint (``flush``). On resume ``rewind(step)`` drops what lies behind the checkpoint's step; the
