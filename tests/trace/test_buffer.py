@@ -165,7 +165,7 @@ def test_many_threads_at_once_with_a_writer_that_never_rests(tmp_path):
 
 
 def test_a_flood_is_bounded_in_memory(tmp_path, monkeypatch):
-    """While the disk stands still 40 times the capacity goes by: memory is that of the capacity, the rest is counted."""
+    """While the disk stands still 40 times the capacity goes by; memory is that of the capacity, the rest counted."""
     capacity = 4 * CHUNK
     monkeypatch.setattr(spans_module, "CAPACITY", capacity)
     with recorder.to(tmp_path, interval=60), recorder._write_lock:

@@ -18,7 +18,7 @@ from tilth.core.errors import DataError, StorageError
 from tilth.trace import buffer as buffer_module
 from tilth.trace import recorder, span
 from tilth.trace import spans as spans_module
-from tilth.trace.read import breakdown, read_events, self_times
+from tilth.trace.read import COLUMNS, attempts, breakdown, read_events, self_times
 from tilth.trace.writer import EVENTS
 
 
@@ -35,7 +35,7 @@ def test_round_trip(tmp_path):
         with span("step", step=5, tokens=7) as outer, span("train", micro_batch=1, bytes=8, flops=1e12) as inner:
             pass
     table = read_events(tmp_path)
-    assert table.schema.equals(EVENTS)
+    assert table.schema.equals(COLUMNS) and table.cast(EVENTS).to_pylist() == table.to_pylist()
     train, step = table.to_pylist()
     assert step == {
         "attempt": 2, "rank": 3, "id": outer.id, "parent": -1, "depth": 0, "op": "step", "detail": "", "seq": -1,
@@ -262,6 +262,32 @@ def test_own_times_against_a_plain_loop(seed, n, ranks):
     assert got.tolist() == want
     roots = [r for r in rows if not any((p["rank"], p["id"]) == (r["rank"], r["parent"]) for p in rows)]
     assert got.sum() == sum(r["duration"] for r in roots)
+
+
+def test_attempts_are_read_apart_and_texts_once(tmp_path):
+    for attempt, rank in ((1, 0), (1, 1), (3, 0)):
+        with recorder.to(tmp_path, rank=rank, attempt=attempt, interval=60):
+            for detail in (f"only-{attempt}-{rank}", "all"):
+                with span("call", detail=detail):
+                    pass
+            recorder.flush()
+            with span("call", detail="all"):
+                pass
+    assert attempts(tmp_path) == [1, 3]
+    one = read_events(tmp_path, attempt=1)
+    assert set(one["attempt"].to_pylist()) == {1} and one.num_rows == 6
+    detail = one["detail"]
+    assert all(chunk.dictionary.equals(detail.chunk(0).dictionary) for chunk in detail.chunks)
+    assert sorted(detail.chunk(0).dictionary.to_pylist()) == ["all", "only-1-0", "only-1-1"]
+    assert read_events(tmp_path, attempt=2).num_rows == 0 and read_events(tmp_path).num_rows == 9
+    assert attempts(max(tmp_path.iterdir())) == [3]
+
+
+def test_a_file_whose_texts_are_plain_is_read_too(tmp_path):
+    path = tmp_path / "attempt-0-rank-0-000001.parquet"
+    pq.write_table(events([{"id": 1, "op": "a"}, {"id": 2, "op": "b"}]), path, use_dictionary=False)
+    assert read_events(tmp_path).schema.equals(COLUMNS)
+    assert read_events(tmp_path)["op"].to_pylist() == ["a", "b"]
 
 
 def test_many_events():

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from tilth.core.errors import DataError
 from tilth.trace.align import Spans, align
 from tilth.trace.ops import kind
-from tilth.trace.read import read_events
+from tilth.trace.read import attempts, read_events
 from tilth.trace.rounds import Asked, events_folder, read_rounds
 
 NUMBERS = ("step", "micro_batch", "seq", "tokens", "squares", "bytes")
@@ -112,15 +112,14 @@ def load(path: str | Path, attempt: int | None = None, steps: range | None = Non
 
     steps: only events of these. DataError: nothing was recorded yet, no such attempt, or as ``read_events``.
     """
-    table = read_events(path)
-    attempts = sorted(set(table["attempt"].unique().to_pylist()))
-    if not attempts:
+    known = attempts(path)
+    if not known:
         raise DataError(f"{path} has no events yet")
-    if attempt is not None and attempt not in attempts:
-        raise DataError(f"{path} has no attempt {attempt}; there {'are' if attempts[1:] else 'is'} {_listed(attempts)}")
-    chosen = attempts[-1] if attempt is None else attempt
+    if attempt is not None and attempt not in known:
+        raise DataError(f"{path} has no attempt {attempt}; there {'are' if known[1:] else 'is'} {_listed(known)}")
+    chosen = known[-1] if attempt is None else attempt
     asked = read_rounds(events_folder(path), chosen)
-    events = from_table(table.filter(pc.equal(table["attempt"], chosen)), asked)
+    events = from_table(_of_attempt(path, chosen), asked)
     if steps is None:
         return events
     found = events.select(np.isin(events.step, np.arange(steps.start, steps.stop)))
@@ -128,6 +127,13 @@ def load(path: str | Path, attempt: int | None = None, steps: range | None = Non
         first, last = (events.steps[0], events.steps[-1]) if events.steps else (0, 0)
         raise DataError(f"{path} has no events of steps {steps.start}:{steps.stop}; its steps are {first} to {last}")
     return found
+
+
+def _of_attempt(path: str | Path, attempt: int) -> pa.Table:
+    table = read_events(path, attempt)
+    if not len(table):
+        raise DataError(f"{path} has no events yet")
+    return table if Path(path).is_dir() else table.filter(pc.equal(table["attempt"], attempt))
 
 
 def from_table(table: pa.Table, asked: Mapping[int, Asked] | None = None) -> Events:
@@ -139,18 +145,17 @@ def from_table(table: pa.Table, asked: Mapping[int, Asked] | None = None) -> Eve
         raise DataError("there are no events")
     if asked:
         table = _aligned(table, asked)
-    table = table.take(np.argsort(_number(table, "start"), kind="stable"))
-    rank, start, duration = (_number(table, name) for name in ("rank", "start", "duration"))
-    parent = _parents(rank, _number(table, "id"), _number(table, "parent"))
-    own = duration.copy()
-    np.subtract.at(own, parent[parent >= 0], duration[parent >= 0])
-    coded = {name: _coded(table, name) for name in CODED}
-    columns: dict[str, Any] = {name: _number(table, name) for name in NUMBERS} | coded
-    return Events(
-        attempt=int(table["attempt"][0].as_py()), controller=_controller(rank, coded["op"]), rank=rank, parent=parent,
-        start=start - start[0], duration=duration, own=own, flops=table["flops"].to_numpy(), kind=_kinds(coded["op"]),
-        **columns,
-    )  # fmt: skip
+    attempt, order = int(table["attempt"][0].as_py()), np.argsort(_number(table, "start"), kind="stable")
+    found = {}
+    for name in ("rank", "id", "parent", "start", "duration", *NUMBERS, *CODED, "flops"):
+        found[name] = _column(table, name)[order]
+        table = table.drop_columns(name)  # of ten million events none is kept twice
+    rank, duration = found["rank"], found["duration"]
+    parent = _parents(rank, found.pop("id"), found["parent"])
+    own = duration - np.bincount(parent + 1, duration, len(parent) + 1)[1:].astype(np.int64)
+    start = found["start"] - found["start"][0]
+    found |= {"parent": parent, "start": start, "own": own, "kind": _kinds(found["op"])}
+    return Events(attempt, _controller(rank, found["op"]), **found)
 
 
 def _aligned(table: pa.Table, asked: Mapping[int, Asked]) -> pa.Table:
@@ -172,6 +177,13 @@ def parse_steps(text: str) -> range:
     return range(first, first + 1 if found[2] is None else int(found[2]))
 
 
+def _column(table: pa.Table, name: str) -> Any:
+    """As ``Events`` has it."""
+    if name == "flops":
+        return table[name].to_numpy()
+    return _coded(table, name) if name in CODED else _number(table, name)
+
+
 def _number(table: pa.Table, name: str) -> np.ndarray:
     return table[name].to_numpy().astype(np.int64, copy=False)
 
@@ -189,8 +201,9 @@ def _parents(rank: np.ndarray, ids: np.ndarray, parent: np.ndarray) -> np.ndarra
     """Rows of the parents, -1 where there is none. Ids are unique in a rank."""
     key, wanted = rank << 44 | ids, rank << 44 | np.maximum(parent, 0)
     order = np.argsort(key, kind="stable")
-    row = order[np.searchsorted(key, wanted, sorter=order).clip(max=len(key) - 1)]
-    return np.where((parent >= 0) & (key[row] == wanted), row, -1)
+    key = key[order]
+    place = np.searchsorted(key, wanted).clip(max=len(key) - 1)
+    return np.where((parent >= 0) & (key[place] == wanted), order[place], -1)
 
 
 def _controller(rank: np.ndarray, op: Coded) -> int:
