@@ -23,6 +23,9 @@ SLOWER, LONGER = 1.1, 1.1
 """Times the usual: from which a rank is slow, and its work more than that of others."""
 BLOCK = 10
 """Steps over which what is typical is taken: a fault may come and go."""
+STEADY = 0.25
+"""Quantile of a block's steps at which a rank must be slower than its peers: a busy machine makes now the one slow and
+now the other."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ def _evidence(steps: Steps, work: Rates) -> dict[str, float]:
     if len(steps.workers) < 2:
         return {}
     return {
-        "worst_excess": float(typical(work.excess).mean(0).max()),
-        "worst_load": float(work.load.max()),
+        "worst_excess": float(slowness(work).mean(0).max()),
+        "worst_load": float(work.load.mean(0).max()),
     }
 
 
@@ -76,11 +79,17 @@ def blocks(steps: int) -> np.ndarray:
     return np.minimum(np.arange(steps) // BLOCK, max(steps // BLOCK - 1, 0))
 
 
-def typical(values: np.ndarray) -> np.ndarray:
-    """float64 [s, ...]: the median of each step's block."""
+def typical(values: np.ndarray, q: float = 0.5) -> np.ndarray:
+    """float64 [s, ...]: the median, or another quantile, of each step's block."""
     block = blocks(len(values))
-    medians = np.stack([np.median(values[block == b], 0) for b in range(int(block[-1]) + 1)])
-    return medians[block]
+    return np.stack([np.quantile(values[block == b], q, 0) for b in range(int(block[-1]) + 1)])[block]
+
+
+def slowness(work: Rates) -> np.ndarray:
+    """float64 [s, w]: times as long as its peers that a rank takes; 1 in a block where it does not nearly always, and
+    where it has much more work than others: there it may as well be that much work costs more than the fit says."""
+    steady = (typical(work.excess, STEADY) > 1) & (typical(work.load) < LONGER)
+    return np.where(steady, np.maximum(typical(work.excess), 1), 1.0)
 
 
 def _place(steps: Steps, rank: int) -> Place:
@@ -118,7 +127,7 @@ def _controller(steps: Steps) -> _Candidate:
 
 def _worker(steps: Steps, work: Rates) -> _Candidate:
     """The slowest rank does its work at the rate of its peers, block by block; its jitter stays."""
-    slow = np.maximum(typical(work.excess), 1)
+    slow = slowness(work)
     by_rank = slow.mean(0)
     worst = int(by_rank.argmax())
     step, rank = work.at
@@ -126,21 +135,25 @@ def _worker(steps: Steps, work: Rates) -> _Candidate:
     name = int(steps.workers[worst])
 
     def text() -> str:
-        return f"slow worker: rank {name} takes {by_rank[worst]:.2f} times as long as its peers for the same work"
+        then = slow[:, worst] > 1
+        some = "" if then.all() else f", in {then.sum()} of {len(then)} steps"
+        times = slow[then, worst].mean()
+        return f"slow worker: rank {name} takes {times:.2f} times as long as its peers for the same work{some}"
 
     return _Candidate("slow-worker", durations, text, (_place(steps, name),), by_rank[worst] >= SLOWER)
 
 
 def _lengths(steps: Steps, work: Rates) -> _Candidate:
     """The work of each call is dealt evenly; each rank keeps its rate."""
-    worst = int(work.load.argmax())
+    load = work.load.mean(0)
+    worst = int(load.argmax())
     name = int(steps.workers[worst])
 
     def text() -> str:
-        return f"unequal sequences: rank {name} got {work.load[worst]:.2f} times the work of the mean"
+        return f"unequal sequences: rank {name} got {load[worst]:.2f} times the work of the mean"
 
     durations = work.scaled(1 / np.maximum(work.uneven, 1e-12))
-    return _Candidate("sequence-lengths", durations, text, (_place(steps, name),), work.load[worst] >= LONGER)
+    return _Candidate("sequence-lengths", durations, text, (_place(steps, name),), bool(load[worst] >= LONGER))
 
 
 def _network(steps: Steps) -> _Candidate:

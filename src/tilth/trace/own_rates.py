@@ -73,12 +73,12 @@ class Rates:
 
     @cached_property
     def load(self) -> np.ndarray:
-        """float64 [w]: means over the steps of a rank's cost over the mean cost of those that share its calls."""
+        """float64 [s, w]: a rank's cost over the mean cost of those that share its calls."""
         shape = len(self.steps.steps), len(self.steps.workers)
         cost, mean = np.zeros(shape), np.zeros(shape)
         np.add.at(cost, self.at, self.cost)
         np.add.at(mean, self.at, self._shared(self.cost))
-        return np.divide(cost, mean, out=np.ones(shape), where=mean > 0).mean(0)
+        return np.divide(cost, mean, out=np.ones(shape), where=mean > 0)
 
     def scaled(self, factor: np.ndarray) -> np.ndarray:
         """float64 [n]: the seconds of all nodes, where the work of each call takes ``factor`` [f] times as long."""
