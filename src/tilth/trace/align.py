@@ -9,6 +9,7 @@ need no estimate, if their rounds do not say otherwise.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -75,17 +76,36 @@ class Spans:
     detail: np.ndarray
     details: tuple[str, ...]
 
-    def of(self, *names: str) -> np.ndarray:
-        """int64 [k]: rows of these operations."""
-        return np.flatnonzero(np.isin(self.op, [i for i, name in enumerate(self.ops) if name in names]))
+    @cached_property
+    def rows(self) -> dict[int, np.ndarray]:
+        """Rows of each rank, ascending."""
+        return split(self.rank)
+
+    def of(self, *names: str, rank: int | None = None) -> np.ndarray:
+        """int64 [k]: rows of these operations, of all ranks or of one."""
+        if rank is None:
+            return np.flatnonzero(self.are(slice(None), *names))
+        mine = self.rows.get(rank, np.zeros(0, np.int64))
+        return mine[self.are(mine, *names)]
+
+    def are(self, rows: np.ndarray | slice, *names: str) -> np.ndarray:
+        """bool [k]: which of the rows are of these operations."""
+        return np.array([name in names for name in self.ops], bool)[self.op[rows]]
+
+
+def split(ranks: np.ndarray) -> dict[int, np.ndarray]:
+    """Where each of the ranks is, ascending. They are below 65,536, which sorts fast."""
+    order = np.argsort(ranks.astype(np.uint16), kind="stable")
+    found, first = np.unique(ranks[order], return_index=True)
+    return dict(zip(found.tolist(), np.split(order, first[1:])))
 
 
 def clocks(asked: Mapping[int, Asked], controller: int, spans: Spans) -> dict[int, Clock]:
     """The clock of each rank that was asked, and the controller's own."""
     known, found = dict[int, Known](), {controller: same()}
     for rank, about in asked.items():
-        mine = spans.rank == rank
-        if rank == controller or not about.bursts or not mine.any():
+        mine = spans.rows.get(rank)
+        if rank == controller or not about.bursts or mine is None:
             continue
         told = Known.of(about.bursts, int(spans.start[mine].min()), int(spans.end[mine].max()))
         exact = _shared(asked.get(controller), about, told)
@@ -112,9 +132,10 @@ def _shared(controller: Asked | None, worker: Asked, told: Known) -> Clock | Non
 
 def calls(spans: Spans, controller: int, rank: int) -> tuple[Bounds, Bounds]:
     """What a rank's calls say: none begins before it was submitted, nor ends after its answer was there."""
-    here = spans.of("call")
-    here = here[(spans.rank[here] == rank) & (spans.seq[here] >= 0)]
-    submits, awaits = (rows[spans.rank[rows] == controller] for rows in (spans.of("submit"), spans.of("await")))
+    here, submits, awaits = (
+        spans.of("call", rank=rank), spans.of("submit", rank=controller), spans.of("await", rank=controller)
+    )  # fmt: skip
+    here = here[spans.seq[here] >= 0]
     i, j = matched(spans.seq[here], spans.seq[submits])
     begun, asked = here[i], submits[j]
     i, j = matched(spans.seq[here], spans.seq[awaits])
@@ -132,24 +153,25 @@ def matched(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def meetings(spans: Spans, clocks: Mapping[int, Clock]) -> dict[int, tuple[Bounds, Bounds]]:
-    """What communications say: by the time when the first of a group can have left, at the latest, all have entered."""
+    """What communications say: by the time when the first of a group can have left, at the latest, all have entered.
+    Of the ranks that have any."""
     rows = spans.of(*EVERYONE, *PAIR)
     rows = rows[np.isin(spans.rank[rows], list(clocks))]
     group = groups(spans, rows)
     rows, group = rows[group >= 0], group[group >= 0]
     early, late = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
-    for rank, clock in clocks.items():
-        mine = spans.rank[rows] == rank
+    members = split(spans.rank[rows])
+    for rank, mine in members.items():
+        clock = clocks[rank]
         early[mine], late[mine] = clock.reach(spans.start[rows[mine]])[0], clock.reach(spans.end[rows[mine]])[1]
-    enters, leaves = ~np.isin(rows, spans.of("receive")), ~np.isin(rows, spans.of("send"))
+    enters, leaves = ~spans.are(rows, "receive"), ~spans.are(rows, "send")
     entered = np.full(group.max(initial=-1) + 1, NEVER)
     left = -entered
     np.maximum.at(entered, group[enters], early[enters])
     np.minimum.at(left, group[leaves], late[leaves])
     found = {}
-    for rank in clocks:
-        mine = spans.rank[rows] == rank
-        a, b = mine & leaves, mine & enters
+    for rank, mine in members.items():
+        a, b = mine[leaves[mine]], mine[enters[mine]]
         least = Bounds(spans.end[rows[a]], entered[group[a]] - spans.end[rows[a]])
         most = Bounds(spans.start[rows[b]], left[group[b]] - spans.start[rows[b]])
         found[rank] = least, most
@@ -160,7 +182,7 @@ def groups(spans: Spans, rows: np.ndarray) -> np.ndarray:
     """int64 [k]: which communication each is part of, from 0 on; -1 where not all of its members are there."""
     if not len(rows):
         return np.zeros(0, np.int64)
-    pair = np.isin(rows, spans.of(*PAIR))
+    pair = spans.are(rows, *PAIR)
     kind = np.where(pair, len(spans.ops), spans.op[rows]) * len(spans.details) + spans.detail[rows]
     key = kind.astype(np.int64) * (int(spans.seq.max()) + 2) + spans.seq[rows] + 1
     _, group, count = np.unique(key, return_inverse=True, return_counts=True)
@@ -176,6 +198,6 @@ def align(asked: Mapping[int, Asked], controller: int, spans: Spans) -> tuple[np
     What is within a span stays so, and the order of a process."""
     start, end = spans.start.copy(), spans.end.copy()
     for rank, clock in clocks(asked, controller, spans).items():
-        mine = spans.rank == rank
+        mine = spans.rows.get(rank, np.zeros(0, np.int64))
         start[mine], end[mine] = clock.aligned(start[mine]), clock.aligned(end[mine])
     return start, end

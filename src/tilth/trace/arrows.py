@@ -32,10 +32,12 @@ class Arrows:
 def calls(events: Events) -> Arrows:
     """From where a call is submitted, by where each rank executes it, to the end of the wait for its answer, if anybody
     waited. None in a trace of one process."""
-    submits, awaits = (_of(events, op, events.controller) for op in ("submit", "await"))
+    spans = _spans(events)
+    submits, awaits = (spans.of(op, rank=events.controller) for op in ("submit", "await"))
     points = []
     for rank in events.workers:
-        here = _of(events, "call", rank)
+        here = spans.of("call", rank=rank)
+        here = here[events.seq[here] >= 0]
         i, j = matched(events.seq[here], events.seq[submits])
         begun, asked = here[i], submits[j]
         i, j = matched(events.seq[begun], events.seq[awaits])
@@ -45,21 +47,21 @@ def calls(events: Events) -> Arrows:
     return _arrows(events, number, row, turn, late.astype(bool))
 
 
-def _of(events: Events, op: str, rank: int) -> np.ndarray:
-    return np.flatnonzero(events.op.is_(op) & (events.rank == rank) & (events.seq >= 0))
+def _spans(events: Events) -> Spans:
+    op, detail = events.op, events.detail
+    return Spans(
+        events.rank, events.seq, events.start, events.end, op.codes, op.names, detail.codes, detail.names
+    )  # fmt: skip
 
 
 def meetings(events: Events) -> Arrows:
     """Through the members of each communication in the order in which they came, to the last, for which all waited; and
     from each send to its receive."""
-    spans = Spans(
-        events.rank, events.seq, events.start, events.end, events.op.codes, events.op.names, events.detail.codes,
-        events.detail.names,
-    )  # fmt: skip
+    spans = _spans(events)
     row = spans.of(*EVERYONE, "broadcast", *PAIR)
     number = groups(spans, row)
     row, number = row[number >= 0], number[number >= 0]
-    received = events.op.is_("receive")[row]
+    received = spans.are(row, "receive")
     return _arrows(events, number, row, received.astype(np.int64), received)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from tilth.core.errors import StorageError
 from tilth.trace import arrows
+from tilth.trace.align import split
 from tilth.trace.arrows import Arrows
 from tilth.trace.events import Events
 
@@ -108,10 +109,10 @@ class Tracks:
         """int64 [n]: unique over all processes, as on one machine."""
         self.names: dict[int, tuple[int, str]] = {}
         """Number of a track -> rank, name."""
-        key = events.rank * len(events.thread.names) + events.thread.codes
-        for one in np.unique(key).tolist():
-            rank, thread = divmod(one, len(events.thread.names))
-            self._lay(rank, thread, self.order[key[self.order] == one])
+        keys, place = np.unique(events.rank * len(events.thread.names) + events.thread.codes, return_inverse=True)
+        for at, rows in split(place[self.order]).items():
+            rank, thread = divmod(int(keys[at]), len(events.thread.names))
+            self._lay(rank, thread, self.order[rows])
 
     def _lay(self, rank: int, thread: int, rows: np.ndarray) -> None:
         """Give tracks to the spans of one thread."""
@@ -124,13 +125,13 @@ class Tracks:
 
     def metadata(self) -> Lines:
         """Names and order of the tracks, the controller first."""
-        events = self._events
+        events, roles = self._events, self._roles()
         lines = []
         for rank in events.ranks:
             controls = rank == events.controller
             name = "controller" if controls and len(events.ranks) > 1 else f"rank {rank}"
             lines.append(_meta("process_name", rank, {"name": name}))
-            lines.append(_meta("process_labels", rank, {"labels": self._roles(rank)}))
+            lines.append(_meta("process_labels", rank, {"labels": ", ".join(roles.get(rank, []))}))
             lines.append(_meta("process_sort_index", rank, {"sort_index": -1 if controls else rank}))
         for at, (number, (rank, name)) in enumerate(sorted(self.names.items())):
             index = -1 if name == "MainThread" else at
@@ -138,12 +139,17 @@ class Tracks:
             lines.append(_meta("thread_sort_index", rank, {"sort_index": index}, number))
         yield lines
 
-    def _roles(self, rank: int) -> str:
-        """The roles that a rank has and its place in each."""
-        events = self._events
-        mine = (events.rank == rank) & ~events.role.is_("")
-        pairs = np.unique(np.stack([events.role.codes[mine], events.place.codes[mine]], 1), axis=0)
-        return ", ".join(f"{events.role.names[r]} {events.place.names[p]}".strip() for r, p in pairs.tolist())
+    def _roles(self) -> dict[int, list[str]]:
+        """The roles that each rank has, and its place in them."""
+        role, place = self._events.role, self._events.place
+        key = (self._events.rank * len(role.names) + role.codes) * len(place.names) + place.codes
+        found: dict[int, list[str]] = {}
+        for one in np.unique(key).tolist():
+            rest, at = divmod(one, len(place.names))
+            rank, name = divmod(rest, len(role.names))
+            if role.names[name]:
+                found.setdefault(rank, []).append(f"{role.names[name]} {place.names[at]}".strip())
+        return found
 
 
 def nested(start: np.ndarray, end: np.ndarray) -> np.ndarray:
