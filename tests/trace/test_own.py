@@ -269,6 +269,24 @@ def test_clear_words(tmp_path):
     assert found.steps.tolist() == [1] and cause.text.startswith("none")
 
 
+def test_of_too_many_events_the_newest_steps_are_looked_at():
+    job = Job(2)
+    for step in range(20):
+        with job:
+            job.do("policy.update", {r: update(0.25, 0.1 + 0.4 * (step >= 10)) for r in (0, 1)})
+    whole, each = job.events, len(job.events) // 20
+    steps = read_steps(whole, most=5 * each)
+    assert steps.steps.tolist() == [16, 17, 18, 19, 20] and steps.older == 15
+    assert len(steps.events) == 9 * each and steps.events.steps == (3, 7, 11, 15, 16, 17, 18, 19, 20)
+    found = what_if_run(Model(steps))
+    assert found.recorded == pytest.approx(job.seconds[15:], **EXACT) and found.older == 15
+    assert found.ideal == pytest.approx(5 * [2.05], **EXACT)
+    chosen = read_steps(whole, range(2, 4), most=5 * each)
+    assert chosen.steps.tolist() == [2, 3] and chosen.older == 0 and chosen.dropped == []
+    assert read_steps(whole, most=1).steps.tolist() == [20]
+    assert read_steps(whole, most=len(whole)).older == 0
+
+
 # ---- small parts ----
 
 

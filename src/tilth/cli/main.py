@@ -213,12 +213,19 @@ def report(run: RunArgument) -> None:
 
 @app.command()
 def show(
-    run: RunArgument, as_json: Annotated[bool, typer.Option("--json", help="all numbers as one JSON object")] = False
+    run: RunArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="all numbers as one JSON object")] = False,
+    parquet: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="write the metrics of all steps there, with units, and no more")
+    ] = None,
 ) -> None:
     """Say how a run stands, also while it goes on."""
-    from tilth.cli.show import show_run
+    from tilth.cli.show import show_run, write_table
 
-    show_run(run, as_json=as_json)
+    if parquet is not None:
+        write_table(run, parquet)
+    else:
+        show_run(run, as_json=as_json)
 
 
 reward = typer.Typer(help="Look at reward functions.", no_args_is_help=True, rich_markup_mode=None)
@@ -449,7 +456,7 @@ def trace_whatif(
 
     Keys of --json: slowdown, ideal_step (seconds), by_optype, by_stage, by_dp, by_worker (dp, stage, rank, exact,
     shortcut), m_w, m_s, cause (text, findings, evidence). Of a RUN also step, model_error, steps, left_out,
-    other_network, and in findings seconds, those of a step without the cause.
+    earlier, other_network, and in findings seconds, those of a step without the cause.
     """
     if path.is_dir():
         from tilth.cli.trace_own import whatif_of

@@ -45,6 +45,7 @@ def as_dict(found: RunWhatIf, cause: Cause) -> dict[str, Any]:
         "model_error": found.error,
         "steps": {"first": int(found.steps[0]), "last": int(found.steps[-1]), "count": len(found.steps)},
         "left_out": found.dropped,
+        "earlier": found.older,
         "other_network": found.other_network,
     }
 
@@ -60,6 +61,7 @@ def _print(run: Path, found: RunWhatIf, cause: Cause) -> None:
     steps, count = found.steps, len(found.workers)
     who = f"{count} workers" if count else "inline: one process, so there are no peers to compare it with"
     left = f"; {len(found.dropped)} steps left out for calls of theirs are missing" if found.dropped else ""
+    left += f"; {found.older} earlier steps left out: --steps A:B looks at others" if found.older else ""
     worst = float(np.abs(found.recorded / found.replayed - 1).max())
     show(
         f"{run}: {who}; steps {steps[0]} to {steps[-1]}{left}",

@@ -41,6 +41,8 @@ class RunWhatIf(Replayed):
     """Of all communication."""
     dropped: list[int]
     """Steps left out, for calls of theirs are missing."""
+    older: int
+    """Steps left out, for the newer ones have events enough."""
     other_network: float | None
     """Seconds of a step with the recorded work on the network that was asked for; None: none was."""
 
@@ -93,7 +95,7 @@ def what_if_run(model: Model, latency: float | None = None, bandwidth: float | N
         workers=workers, dp=dp, exact=exact, exact_per_step=(alone / best[:, None]).T, worst=worst.tolist(),
         m_w=_mended(model, np.isin(model.rank, worst)[:, None], replayed, best),
         m_c=_mended(model, np.array([kind == "communication" for kind in steps.kinds])[None], replayed, best),
-        dropped=steps.dropped, other_network=_elsewhere(steps, latency, bandwidth),
+        dropped=steps.dropped, older=steps.older, other_network=_elsewhere(steps, latency, bandwidth),
     )  # fmt: skip
 
 

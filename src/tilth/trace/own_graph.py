@@ -6,7 +6,7 @@ controller waits in ``await`` for its call on all ranks; a step ends when all of
 meetings a process works by itself: a segment, whose time is told by operation.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -22,6 +22,8 @@ transfer. REPLY: a call's end, for who awaits it. AWAIT: from the last answer un
 step."""
 DISPATCH = "dispatch"
 """What LAUNCH and AWAIT spend: the way of calls and answers between processes."""
+MOST = 1_000_000
+"""Events of the steps that are looked at, and as many of other steps: a few GB and half a minute."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,8 @@ class Steps:
     graph: Graph
     last: np.ndarray
     """int64 [s]: the END of each step."""
+    older: int = 0
+    """Steps left out, for those after them have as many events as are looked at."""
 
     @cached_property
     def rank(self) -> np.ndarray:
@@ -173,11 +177,28 @@ def _meetings(events: Events, owner: np.ndarray) -> np.ndarray:
     return number
 
 
-def read_steps(events: Events, wanted: range | None = None) -> Steps:
-    """The dependency model of the complete steps among ``wanted`` (default: all). DataError if there are none."""
+def read_steps(events: Events, wanted: range | None = None, most: int = MOST) -> Steps:
+    """The dependency model of the complete steps among ``wanted`` (default: all), of these the newest with so many
+    events in all, and as many of other steps to compare them with. DataError if there are none."""
     steps, dropped = _complete(events, wanted)
-    cut = _Cut(events, steps)
-    return _Nodes(cut, steps).made(dropped)
+    chosen = steps
+    if len(events) > most:
+        chosen, others = _newest(events, steps, most)
+        events = events.select(np.isin(events.step, others))
+    made = _Nodes(_Cut(events, chosen), chosen).made(dropped)
+    return replace(made, older=len(steps) - len(chosen))
+
+
+def _newest(events: Events, steps: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """The newest of these steps with at most so many events, at least one; and these with others, evenly chosen, of
+    about as many events."""
+    numbers, count = np.unique(events.step, return_counts=True)
+    sizes = count[np.searchsorted(numbers, steps)]
+    fit = np.cumsum(sizes[::-1]) <= most
+    chosen = steps[len(steps) - max(int(fit.sum()), 1) :]
+    rest = numbers[(numbers >= 0) & ~np.isin(numbers, chosen)]
+    every = max(1, -(-int(count.sum()) // most))
+    return chosen, np.concatenate([chosen, rest[::-every]])
 
 
 def _complete(events: Events, wanted: range | None) -> tuple[np.ndarray, list[int]]:
