@@ -36,6 +36,14 @@ def write(run: Path) -> None:
     typer.echo(str(write_report(run)))
 
 
+def write_table(run: Path, path: Path) -> None:
+    """Write the metrics of all steps as Parquet and print where they are."""
+    _check(run)
+    from tilth.flows.columns import write_metrics
+
+    typer.echo(str(write_metrics(run, path)))
+
+
 def table(summary: Mapping[str, Any]) -> Lines:
     """The lines that people read; what was never measured is left out."""
     s = summary
