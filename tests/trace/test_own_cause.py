@@ -5,7 +5,7 @@ import pytest
 
 from tests.trace.own_jobs import Job
 from tilth.trace.own import what_if_run
-from tilth.trace.own_cause import LEAST, blocks, diagnose_run, typical
+from tilth.trace.own_cause import LEAST, alikeness, blocks, diagnose_run, typical
 from tilth.trace.own_graph import read_steps
 from tilth.trace.own_rates import rates
 from tilth.trace.own_replay import Model
@@ -34,11 +34,11 @@ class Training:
 
     def works(self, rank, *, bad):
         works = []
-        for _ in range(3):
+        for i in range(3):
             tokens = int(1000 * self.g.uniform(0.95, 1.05) * (self.long.get(rank, 1.0) if bad else 1.0))
             squares = tokens * 100
             took = (COST[0] + COST[1] * tokens + COST[2] * squares) * (self.slow.get(rank, 1.0) if bad else 1.0)
-            amount = {"tokens": tokens, "squares": squares}
+            amount = {"tokens": tokens, "squares": squares, "micro_batch": i}
             pause = [("gc", self.pause[rank])] if bad and rank in self.pause else []
             works.append(("forward", took * self.g.lognormal(0, self.noise), {**amount, "inside": pause}))
             works.append(("backward", 2 * took * self.g.lognormal(0, self.noise), amount))
@@ -154,6 +154,20 @@ def test_evidence_is_of_plain_numbers():
     assert all(type(v) is float for v in cause.evidence.values())
     assert cause.evidence["model_error"] == analysed.error and cause.evidence["waste"] == analysed.waste
     assert all(v < LEAST for k, v in cause.evidence.items() if k.startswith("gain"))
+
+
+def test_forwards_and_backwards_of_a_micro_batch_go_together():
+    training = Training(4, noise=0.0)
+    _, cause = found(training.run())
+    assert cause.evidence["forward_backward_correlation"] == pytest.approx(1, abs=1e-6)
+    assert cause.evidence["forward_variation"] == pytest.approx(0.1 / 12**0.5, rel=0.15)  # all but the constant part
+    job = Job(2)
+    with job:
+        works = [(op, s, {"micro_batch": i}) for i, s in enumerate((1.0, 2.0, 3.0)) for op in ("forward",)]
+        works += [("backward", s, {"micro_batch": i}) for i, s in enumerate((3.0, 2.0, 1.0))]
+        job.do("policy.update", {0: works, 1: works})
+    steps = read_steps(job.events)
+    assert alikeness(steps) == pytest.approx((-1, (2 / 3) ** 0.5 / 2))
 
 
 def test_rates_and_costs():

@@ -160,14 +160,14 @@ def alikeness(trace: Trace) -> tuple[float, float]:
         mine = trace.stage[forward] == stage
         for dp in range(trace.dp):
             f, b = (trace.duration[ops[mine], :, dp].ravel() for ops in (forward, backward))
-            found.append(_pearson(f, b))
+            found.append(pearson(f, b))
     if not found:
         return 0.0, 0.0
     r, variation = np.median(found, axis=0)
     return float(r), float(variation)
 
 
-def _pearson(f: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+def pearson(f: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     """Correlation (0 where one of them never changes) and coefficient of variation of the first."""
     if not len(f) or not f.mean():
         return 0.0, 0.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilth.trace.cause import Cause, Finding, Place
+from tilth.trace.cause import Cause, Finding, Place, pearson
 from tilth.trace.own import RunWhatIf, data_ranks
 from tilth.trace.own_graph import MEET, WORK, Steps
 from tilth.trace.own_rates import Rates, rates
@@ -68,10 +68,32 @@ def _finding(c: _Candidate, times: np.ndarray, found: RunWhatIf) -> Finding:
 def _evidence(steps: Steps, work: Rates) -> dict[str, float]:
     if len(steps.workers) < 2:
         return {}
+    alike, spread = alikeness(steps)
     return {
+        "forward_backward_correlation": alike,
+        "forward_variation": spread,
         "worst_excess": float(slowness(work).mean(0).max()),
         "worst_load": float(work.load.mean(0).max()),
     }
+
+
+def alikeness(steps: Steps) -> tuple[float, float]:
+    """Medians over workers of the correlation (Pearson) of forward with backward times of the same micro-batch, and of
+    the coefficient of variation of forward times; own times, without communications and pauses."""
+    events = steps.events
+    forward, backward = (
+        np.flatnonzero(events.op.is_(op) & (events.micro_batch >= 0) & np.isin(events.step, steps.steps))
+        for op in ("forward", "backward")
+    )
+    found = []
+    for rank in steps.workers:
+        f, b = (rows[(events.rank[rows] == rank) & (events.parent[rows] >= 0)] for rows in (forward, backward))
+        keys = [events.parent[rows] * (int(events.micro_batch.max()) + 1) + events.micro_batch[rows] for rows in (f, b)]
+        _, i, j = np.intersect1d(*keys, return_indices=True)
+        if len(i):
+            found.append(pearson(events.own[f[i]].astype(np.float64), events.own[b[j]].astype(np.float64)))
+    r, variation = np.median(found, axis=0) if found else (0.0, 0.0)
+    return float(r), float(variation)
 
 
 def blocks(steps: int) -> np.ndarray:
