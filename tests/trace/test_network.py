@@ -180,6 +180,22 @@ def test_another_network_of_exact_transfers():
     np.testing.assert_allclose(retimed(events, latency, bandwidth), expected, rtol=2e-3)
 
 
+def test_a_network_that_changes_in_the_run():
+    """Steps 6 to 10 are ten times as slow. What is typical is asked of them, or of the others."""
+    slow = run(steps=10)
+    later = slow.step > 5
+    factor = np.where(later, 10, 1)
+    transfers = retimed(slow)
+    events = replace(slow, duration=slow.duration + (factor - 1) * transfers)
+    (link,) = links(slow)
+    back = retimed(events, link.latency, link.bandwidth, steps=np.arange(6, 11))
+    np.testing.assert_allclose(back[later], transfers[later], rtol=1e-2)
+    same = retimed(events, link.latency, link.bandwidth, steps=np.arange(1, 6))
+    np.testing.assert_allclose(same[~later], transfers[~later], rtol=1e-2)
+    assert (same[later] > 5 * transfers[later]).all()  # delays, by the measure of the others
+    assert retimed(events, 1.0, 1.0, steps=np.array([99])).tolist() == retimed(events).tolist()  # none of them
+
+
 def test_one_of_both_leaves_the_other_as_it_was():
     events = run()
     small = events.bytes == 8

@@ -37,6 +37,10 @@ class Meetings:
     transfer: np.ndarray
     """int64 [m]: ns from the arrival of the last member to this one's end; 0 where it ended before."""
 
+    def select(self, chosen: np.ndarray) -> "Meetings":
+        """Some of the rows, bool [m]."""
+        return Meetings(self.rows[chosen], self.number[chosen], self.ranks[chosen], self.transfer[chosen])
+
 
 @dataclass(frozen=True)
 class Link:
@@ -140,21 +144,28 @@ def _link(op: str, ranks: int, nbytes: np.ndarray, seconds: np.ndarray, step: np
     return Link(op, ranks, latency, bandwidth, least, greatest, len(nbytes), separate, stated)
 
 
-def retimed(events: Events, latency: float | None = None, bandwidth: float | None = None) -> np.ndarray:
+def retimed(
+    events: Events, latency: float | None = None, bandwidth: float | None = None, steps: np.ndarray | None = None
+) -> np.ndarray:
     """int64 [n]: ns that each row takes by itself where messages have this latency (seconds) and links this bandwidth
     (bytes a second); None: as in the run, so that without both these are the recorded transfers.
 
     Of a communication that is the transfer, without waiting for others; of all other rows, and of communications
     whose members are not all there, the duration as recorded. A transfer keeps its place against the typical one of
-    its link, as many times as fast or slow; delay beyond ``ROOM`` times that stays as it is.
+    its link, as many times as fast or slow; delay beyond ``ROOM`` times that stays as it is. steps: int64, whose
+    transfers say what is typical, where that changes in the run (default: all).
     """
     _positive(latency, bandwidth)
     met, result = meetings(events), events.duration.copy()
     result[met.rows] = met.transfer
     if latency is None and bandwidth is None:
         return result
-    op = events.op[met.rows]
-    for link, (_, _, mine) in zip(links(events, met), _kinds(op, met.ranks)):
+    seen = met if steps is None else met.select(np.isin(events.step[met.rows], steps))
+    usual = {(link.op, link.ranks): link for link in links(events, seen)}
+    for op, ranks, mine in _kinds(events.op[met.rows], met.ranks):
+        if (op, ranks) not in usual:  # of other steps alone
+            continue
+        link = usual[op, ranks]
         other = replace(
             link,
             latency=link.latency if latency is None else latency,

@@ -115,7 +115,7 @@ def _mended(model: Model, fix: np.ndarray, replayed: np.ndarray, best: np.ndarra
 def _elsewhere(steps: Steps, latency: float | None, bandwidth: float | None) -> float | None:
     if latency is None and bandwidth is None:
         return None
-    model = Model(steps, retimed(steps.events, latency, bandwidth))
+    model = Model(steps, retimed(steps.events, latency, bandwidth, steps.steps))
     return float(model.times(model.sum_real[:, None]).mean())
 
 
