@@ -13,7 +13,21 @@ from tests.trace.tree import s, tree, two_workers
 from tilth.trace.account import COMMUNICATION, CONTROLLER, OTHER, PAUSE, PEERS, account
 from tilth.ui.charts import HEIGHT, WIDTH, nice
 from tilth.ui.health import ROWS, chosen, health
-from tilth.ui.timeline import BARS, BLANK, COLUMNS, FIXED, LANES, divided, hues, lanes, runs, stack, timeline, typical
+from tilth.ui.timeline import (
+    BARS,
+    BLANK,
+    COLUMNS,
+    FIXED,
+    LANES,
+    MEETING,
+    divided,
+    hues,
+    lanes,
+    runs,
+    stack,
+    timeline,
+    typical,
+)
 
 
 def parsed(html):
@@ -29,7 +43,7 @@ def test_lanes_are_the_spans_of_the_step():
     made, names, seconds = lanes(tree(*two_workers()), 1)
     assert [lane.name for lane in made] == ["controller", "rank 0", "rank 1"] and seconds == pytest.approx(110e-9)
     one = {"generate": 41, "update": 27, COMMUNICATION: 10, PAUSE: 3, "data": 2, OTHER: 1}
-    zero = {"generate": 19, "update": 15, COMMUNICATION: 20, OTHER: 1}
+    zero = {"generate": 19, "update": 15, COMMUNICATION: 10, MEETING: 10, OTHER: 1}
     for lane, expected in zip(made[1:], (zero, one)):
         assert shares(lane, names) == pytest.approx({n: t / 110 for n, t in expected.items()}, abs=2 / COLUMNS)
     awaits = 50 + 42
@@ -72,6 +86,7 @@ def test_the_figure_s_paths_are_the_lanes():
     page = parsed(timeline(events, 1, "A <typical> step"))
     made, names, _ = lanes(events, 1)
     drawn = page.getElementsByTagName("svg")
+    assert "communication is pale until the last member is there" in page.toxml()
     assert len(drawn) == 3 and "A <typical> step" in page.getElementsByTagName("strong")[0].firstChild.data
     for svg, lane in zip(drawn, made):
         found = np.full(COLUMNS, BLANK)

@@ -258,7 +258,7 @@ def _pace(events: Events, mine: np.ndarray, rank: np.ndarray) -> np.ndarray:
 def _meetings(events: Events, mine: np.ndarray, within: np.ndarray, rank: np.ndarray) -> Meetings:
     ranks = len(events.workers)
     talks = events.kind.is_("communication") & within & np.isin(events.rank, events.workers)
-    late, waits = _arrivals(events, talks)
+    late, waits = arrivals(events, talks)
     exposed = talks & mine
     waiting = np.where(exposed, np.minimum(waits, events.own), 0)
     by_op = {
@@ -275,7 +275,7 @@ def _per_rank(values: np.ndarray, rank: np.ndarray, ranks: int) -> np.ndarray:
     return np.bincount(rank, values, ranks) * NS
 
 
-def _arrivals(events: Events, talks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def arrivals(events: Events, talks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """float64 [n] each, in ns: at the last member of a communication the mean of what the others waited for it, and at
     every member how long it waited for the last. 0 elsewhere, and where members are missing."""
     late, waits = np.zeros(len(events)), np.zeros(len(events))
@@ -284,9 +284,9 @@ def _arrivals(events: Events, talks: np.ndarray) -> tuple[np.ndarray, np.ndarray
         return late, waits
     pair = events.op.is_("send", "receive")[rows]
     ops = np.where(pair, len(events.op.names), events.op.codes[rows])
-    triple = np.stack([ops, events.detail.codes[rows], events.seq[rows]])
-    _, group = np.unique(triple, axis=1, return_inverse=True)
-    group = group.reshape(-1)
+    sizes = len(events.op.names) + 1, len(events.detail.names), int(events.seq[rows].max()) + 1
+    key = np.ravel_multi_index((ops, events.detail.codes[rows], events.seq[rows]), sizes)
+    _, group = np.unique(key, return_inverse=True)
     members = np.bincount(group)
     last = np.zeros(len(members), np.int64)
     np.maximum.at(last, group, events.start[rows])

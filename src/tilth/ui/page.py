@@ -61,7 +61,7 @@ white-space:nowrap}
 .lane{display:flex;align-items:center;gap:8px;margin:2px 0}.lane span{flex:none;width:68px;text-align:right;
 font-size:11.5px;color:var(--soft);white-space:nowrap}.lane svg{flex:1;min-width:0;height:20px;background:var(--shade);
 border-radius:3px}.lanes .x{margin-left:76px}.lanes .plot~.x{margin-left:46px}
-.band{fill:currentColor;stroke:none}.ink{color:var(--ink)}.idle{color:var(--shade)}.idle.far{color:var(--line)}
+.band{fill:currentColor;stroke:none}.ink{color:var(--ink)}.pale{opacity:.42}.idle{color:var(--shade)}.idle.far{color:var(--line)}
 .bar.thin{height:12px;border-radius:3px;gap:0}.bar.thin i{min-width:0}
 path{fill:none;stroke-linejoin:round;stroke-linecap:round;vector-effect:non-scaling-stroke}
 .grid{stroke:var(--line);stroke-width:1}.shade{fill:var(--shade)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilth.trace.account import COMMUNICATION, CONTROLLER, OTHER, PAUSE, PEERS, Account, parts_of, periods
+from tilth.trace.account import COMMUNICATION, CONTROLLER, OTHER, PAUSE, PEERS, Account, arrivals, parts_of, periods
 from tilth.trace.events import Events
 from tilth.ui import words
 from tilth.ui.charts import HEIGHT, WIDTH, nice
@@ -17,7 +17,9 @@ from tilth.ui.html import Html, join, tag
 
 HUES = ("leaf", "sky", "sun", "plum", "teal", "soil")
 """Of phases, the longest first; the others are grey."""
-FIXED = {COMMUNICATION: "ink", PAUSE: "clay", PEERS: "idle", CONTROLLER: "idle far"}
+MEETING = "waiting in communication"
+"""Until the last member is there: in a timeline told from the transfer."""
+FIXED = {COMMUNICATION: "ink", MEETING: "ink pale", PAUSE: "clay", PEERS: "idle", CONTROLLER: "idle far"}
 COLUMNS, FINE = 1000, 8
 """Columns of a lane, and into how many parts each is divided to see which part of the time has most of it."""
 BARS = 160
@@ -60,29 +62,42 @@ def lanes(events: Events, step: int) -> tuple[list[Lane], tuple[str, ...], float
     at = int(np.searchsorted(known, step))
     low, high = int(bounds[at]), int(bounds[at + 1])
     parts = parts_of(events)
+    names = (*parts.names, MEETING)
     shown = parts.main & (events.end > low) & (events.start < high)
-    code = np.where(events.op.is_("await"), BLANK, parts.code)
-    made = [
-        Lane(f"rank {r}", _painted(events, np.flatnonzero(shown & (events.rank == r)), code, low, high))
-        for r in events.workers
-    ]
+    window = low, high, np.where(events.op.is_("await"), BLANK, parts.code)
+    _, waits = arrivals(events, shown & events.kind.is_("communication"))
+    made = []
+    for r in events.workers:
+        rows = np.flatnonzero(shown & (events.rank == r))
+        line = _painted(events, rows, *window)
+        _paint(line, events.start[rows], np.minimum(waits, events.duration)[rows], low, high, len(names) - 1)
+        made.append(Lane(f"rank {r}", _coarse(line)))
     if events.controller not in events.workers:
         mine = np.flatnonzero(shown & (events.rank == events.controller))
-        own = np.where(code == BLANK, BLANK, parts.names.index(OTHER))
-        made.insert(0, Lane("controller", _painted(events, mine, own, low, high)))
-    return made, parts.names, (high - low) * 1e-9
+        own = np.where(window[2] == BLANK, BLANK, names.index(OTHER))
+        made.insert(0, Lane("controller", _coarse(_painted(events, mine, low, high, own))))
+    return made, names, (high - low) * 1e-9
 
 
-def _painted(events: Events, rows: np.ndarray, code: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Spans over those around them; each column is what most of it is."""
+def _painted(events: Events, rows: np.ndarray, low: int, high: int, code: np.ndarray) -> np.ndarray:
+    """int64 [COLUMNS * FINE]: codes of these spans, each over those around it."""
     line = np.full(COLUMNS * FINE, BLANK)
-    scale = len(line) / max(high - low, 1)
     # Of a span and one inside it of the same length only the inner has time of its own.
     inner = rows[np.lexsort((events.own[rows], -events.duration[rows], events.start[rows]))]
-    begin, end = (np.rint((t[inner] - low) * scale).astype(int).clip(0, len(line)) for t in (events.start, events.end))
-    for a, b, c in zip(begin, end, code[inner]):
+    _paint(line, events.start[inner], events.duration[inner], low, high, code[inner])
+    return line
+
+
+def _paint(line: np.ndarray, start: np.ndarray, took: np.ndarray, low: int, high: int, code: np.ndarray | int) -> None:
+    scale = len(line) / max(high - low, 1)
+    begin, end = (np.rint((t - low) * scale).astype(int).clip(0, len(line)) for t in (start, start + took))
+    for a, b, c in zip(begin, end, np.broadcast_to(code, begin.shape)):
         line[a:b] = c
-    found = np.arange(BLANK, max(int(code.max()), 0) + 1)
+
+
+def _coarse(line: np.ndarray) -> np.ndarray:
+    """Each column is what most of it is."""
+    found = np.unique(line)
     counts = np.stack([(line.reshape(COLUMNS, FINE) == c).sum(1) for c in found])
     return found[counts.argmax(0)]
 
@@ -101,7 +116,9 @@ def timeline(events: Events, step: int, title: str) -> Html:
     more = f", {len(shown)} of {len(made)} ranks" if len(shown) < len(made) else ""
     rows = [tag("div", tag("span", lane.name), _drawn(lane, names), class_="lane") for lane in shown]
     ends = [tag("span", "0"), tag("span", words.brief(seconds))]
-    caption = tag("figcaption", tag("strong", title), tag("small", f"step {step:,}{more}"))
+    waits = any((lane.codes == len(names) - 1).any() for lane in shown)
+    pale = "; communication is pale until the last member is there" if waits else ""
+    caption = tag("figcaption", tag("strong", title), tag("small", f"step {step:,}{more}{pale}"))
     return tag("figure", caption, *rows, tag("div", *ends, class_="x"), class_="lanes")
 
 
