@@ -1,0 +1,215 @@
+"""What tracing costs: step time with and without it, in alternating blocks of steps of one run.
+
+    python benchmarks/trace_overhead.py [--quick] [--json PATH]
+
+GRPO on addition with a learning rate of almost nothing, so that all steps are alike; once in this process, once on two
+local workers of one thread each. Every few steps tracing is switched off (a span does nothing, collections of garbage
+are not watched) or on again in all processes: on, off, off, on. The first step of a block is left out. A pair is two
+neighbouring blocks; said are the medians over pairs of step time and of CPU time of all processes (of what other
+programs do on the machine the latter knows less), and a 95 % interval of the difference by bootstrap. Beside it what
+follows from counting: spans of a step in the process that has most, times the cost of one, over the step.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from tilth.api import run_recipe
+from tilth.cluster import cluster as clusters
+from tilth.cluster.cluster import Cluster
+from tilth.cluster.context import Context
+from tilth.config.load import load_recipe
+from tilth.core.layout import Mesh
+from tilth.flows import launch
+from tilth.trace.collector import collector
+from tilth.trace.events import load
+from tilth.trace.spans import recorder, span
+
+BLOCK = 5
+ORDER = (True, False, False, True)
+"""Whether tracing is on in a block, again and again."""
+ENTER, EXIT = span.__enter__, span.__exit__
+RECIPE = ["supervised.steps=0", "optimizer.lr=1e-12", "run.eval_every=0", "run.eval_prompts=1", "run.save_every=100000",
+          "run.save_minutes=0", "policy.probe_every=0", "train.threads=1"]  # fmt: skip
+SMALL = ["rollout.prompts=16", "rollout.group=4", "model.hidden=64", "model.layers=2"]
+CASES = {"inline": ["cluster.backend=inline"], "local": ["cluster.backend=local", "cluster.workers=2"]}
+
+
+def switch(context: Context | None, on: bool) -> object:
+    """Tracing on or off in this process. A factory of a role: what makes one is no call, so no span is open in it."""
+    if on and not collector.watching:
+        collector.start()
+    if not on:
+        collector.stop()
+    span.__enter__ = ENTER if on else lambda self: self  # type: ignore[method-assign]
+    span.__exit__ = EXIT if on else lambda self, *error: None  # type: ignore[method-assign]
+    return object()
+
+
+@dataclass
+class Watcher:
+    """Switches between blocks of steps and takes the time of each step, between two of its ends."""
+
+    clusters: list[Cluster]
+    on: list[bool] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._begin()
+
+    def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
+        """A step has ended; the next may be of another block."""
+        done = len(self.on)
+        self.on.append(ORDER[done // BLOCK % len(ORDER)])
+        self.wall.append(time.perf_counter() - self._wall)
+        self.cpu.append(seconds_of_all() - self._cpu)
+        after = ORDER[(done + 1) // BLOCK % len(ORDER)]
+        if after != self.on[-1]:
+            self._switch(after)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), seconds_of_all()
+
+    def _switch(self, on: bool) -> None:
+        cluster = self.clusters[-1]
+        mesh = Mesh(("dp",), (cluster.workers,))
+        cluster.group("switch", "trace_overhead:switch", {"on": on}, mesh)
+        switch(None, on)
+
+    def on_message(self, text: str) -> None:
+        """Nothing."""
+
+    def on_end(self, summary: dict[str, Any]) -> None:
+        """Nothing."""
+
+
+def seconds_of_all() -> float:
+    """CPU seconds of this process and all that it has started."""
+    here = psutil.Process()
+    times = [process.cpu_times() for process in here.children(recursive=True)]
+    return time.process_time() + sum(t.user + t.system for t in times)
+
+
+def pairs(values: list[float], on: list[bool]) -> np.ndarray:
+    """float64 [pairs, 2]: seconds of a step without and with tracing, means over two neighbouring blocks."""
+    blocks = len(values) // BLOCK // 2 * 2
+    means = np.array(values[: blocks * BLOCK]).reshape(blocks, BLOCK)[:, 1:].mean(axis=1)
+    which = np.array(on[: blocks * BLOCK]).reshape(blocks, BLOCK)[:, 0]
+    return np.array([means[2 * i : 2 * i + 2][np.argsort(which[2 * i : 2 * i + 2])] for i in range(blocks // 2)])
+
+
+def difference(found: np.ndarray) -> dict[str, float]:
+    """Medians of pairs in ms, and the difference with its 95 % interval in % of the time without tracing."""
+    share = 100 * (found[:, 1] - found[:, 0]) / np.median(found[:, 0])
+    rng = np.random.default_rng(0)
+    again = np.median(rng.choice(share, (2000, len(share))), axis=1)
+    low, high = np.quantile(again, [0.025, 0.975])
+    numbers = {
+        "off_ms": 1e3 * np.median(found[:, 0]), "on_ms": 1e3 * np.median(found[:, 1]),
+        "difference_percent": np.median(share), "low_percent": low, "high_percent": high,
+    }  # fmt: skip
+    return {name: round(float(value), 3) for name, value in numbers.items()}
+
+
+def measure(name: str, overrides: list[str], steps: int, span_ns: float) -> dict[str, Any]:
+    """One run of so many steps."""
+    made: list[Cluster] = []
+
+    def opened(*args: Any, **kwargs: Any) -> Cluster:
+        made.append(clusters.open_cluster(*args, **kwargs))
+        return made[-1]
+
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = load_recipe("addition-grpo", [*RECIPE, *overrides, f"algorithm.steps={steps}", f"run.dir={folder}"])
+        watcher = Watcher(made)
+        launch.open_cluster = opened  # type: ignore[attr-defined]
+        try:
+            result = run_recipe(recipe, name=name, observers=[watcher])
+        finally:
+            launch.open_cluster = clusters.open_cluster  # type: ignore[attr-defined]
+            switch(None, True)
+            collector.stop()
+        counted = count(result.directory, watcher.on)
+    wall = difference(pairs(watcher.wall, watcher.on))
+    share = 1e-4 * span_ns * counted["spans_per_step_and_process"] / wall["off_ms"]
+    return {
+        "case": name, "steps": steps, "pairs": len(pairs(watcher.wall, watcher.on)),
+        **{f"wall_{k}": v for k, v in wall.items()},
+        **{f"cpu_{k}": v for k, v in difference(pairs(watcher.cpu, watcher.on)).items()},
+        **counted, "counted_percent": round(share, 4),
+    }  # fmt: skip
+
+
+def count(run: Path, on: list[bool]) -> dict[str, float]:
+    """Spans and bytes of a traced step: in all processes, and in the one that has most."""
+    events = load(run)
+    traced = [step + 1 for step, is_on in enumerate(on) if is_on]
+    inside = np.isin(events.step, traced)
+    size = sum(part.stat().st_size for part in (run / "events").glob("*.parquet"))
+    busiest = np.bincount(events.rank[inside]).max()
+    return {
+        "spans_per_step": round(int(inside.sum()) / len(traced), 1),
+        "spans_per_step_and_process": round(int(busiest) / len(traced), 1),
+        "bytes_per_step": round(size * inside.mean() / len(traced), 1),
+    }
+
+
+def price() -> dict[str, Any]:
+    """ns of CPU time of one span, within another: alone, while events are recorded, and with the writer's part."""
+    with span("step"):
+        idle = nanoseconds(time.thread_time_ns)
+    with tempfile.TemporaryDirectory() as folder, recorder.to(folder, interval=60), span("step"):
+        recording = nanoseconds(time.thread_time_ns)
+        everything = nanoseconds(time.process_time_ns, recorder.flush)
+    return {"case": "one span", "idle_ns": idle, "recording_ns": recording, "with_writer_ns": everything}
+
+
+def nanoseconds(clock: Callable[[], int], after: Callable[[], None] = lambda: None) -> float:
+    """Of one span, the lowest of ten loops: what disturbs only adds."""
+    found = []
+    for _ in range(10):
+        began = clock()
+        for i in range(5000):
+            with span("forward", micro_batch=i, tokens=5):
+                pass
+        after()
+        found.append((clock() - began) / 5000)
+    return round(min(found))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--quick", action="store_true", help="fewer steps of a smaller recipe")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    given = parser.parse_args()
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
+    rows = [price()]
+    print(json.dumps(rows[0]), flush=True)
+    for name, overrides in CASES.items():
+        blocks = 12 if given.quick else 64
+        small = SMALL if given.quick else []
+        rows.append(measure(name, [*overrides, *small], blocks * BLOCK, rows[0]["with_writer_ns"]))
+        print(json.dumps(rows[-1]), flush=True)
+    median = statistics.median(row["cpu_difference_percent"] for row in rows[1:])
+    print(f"tracing adds {median:.2f} % of CPU time (median of the cases)")
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
