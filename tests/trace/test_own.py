@@ -11,7 +11,7 @@ from tests.trace.own_jobs import Job
 from tilth.core.errors import DataError
 from tilth.trace.events import from_table
 from tilth.trace.own import analyse, what_if_run
-from tilth.trace.own_graph import AWAIT, END, LAUNCH, MEET, REPLY, WORK, outermost, read_steps
+from tilth.trace.own_graph import AWAIT, END, LAUNCH, MEET, REPLY, WORK, adopted, outermost, read_steps
 from tilth.trace.own_replay import Model, numbered, quantiles
 
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
@@ -159,6 +159,24 @@ def test_members_that_were_never_in_it_together_do_not_meet():
     steps = read_steps(from_table(pa.Table.from_pylist(rows, job.table().schema)))
     assert not (steps.kind == MEET).any()
     assert what_if_run(Model(steps)).replayed == pytest.approx(job.seconds, **EXACT)
+
+
+def test_communications_of_another_thread_are_those_of_the_call_that_was_open():
+    job = pair(2.0, steps=2, delay=0.01)
+    rows = job.table().to_pylist()
+    for row in rows:
+        if row["op"] == "all_reduce":
+            row |= {"parent": -1, "depth": 0, "thread": "pt_autograd_0"}
+    strays = from_table(pa.Table.from_pylist(rows, job.table().schema))
+    whole = adopted(strays)
+    assert (whole.parent == job.events.parent).all() and (whole.own == job.events.own).all()
+    assert (whole.own >= 0).all() and (strays.own != whole.own).any()
+    one, other = (what_if_run(Model(read_steps(events))) for events in (strays, job.events))
+    assert one.slowdown == other.slowdown and (one.exact == other.exact).all()
+    for row in rows:
+        row["start"] += 10**15 * (row["op"] == "all_reduce")  # while no call is open
+    outside = from_table(pa.Table.from_pylist(rows, job.table().schema))
+    assert (adopted(outside).parent == outside.parent).all()
 
 
 def test_a_run_in_one_process_has_phases_and_no_workers():

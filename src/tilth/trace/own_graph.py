@@ -137,6 +137,27 @@ def outermost(parent: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     return found
 
 
+def adopted(events: Events) -> Events:
+    """Communications that a thread of its own issues (those of a backward pass on a device) inside the innermost span
+    of their rank's call that was open all the while."""
+    calls = events.op.is_("call") & (events.rank != events.controller)
+    strays = np.flatnonzero(events.kind.is_("communication") & (events.parent < 0) & (events.rank != events.controller))
+    if not len(strays):
+        return events
+    inside, end = outermost(events.parent, calls) >= 0, events.end
+    parent, own = events.parent.copy(), events.own.copy()
+    for rank in np.unique(events.rank[strays]):
+        mine, rows = strays[events.rank[strays] == rank], np.flatnonzero(inside & (events.rank == rank))
+        at = np.searchsorted(events.start[rows], events.start[mine], "right") - 1
+        up = np.where(at >= 0, np.append(rows, -1)[at], -1)
+        while (out := (up >= 0) & (end[up] < end[mine])).any():
+            up = np.where(out, events.parent[up], up)
+        parent[mine] = up
+    found = strays[parent[strays] >= 0]
+    np.subtract.at(own, parent[found], events.duration[found])
+    return replace(events, parent=parent, own=own)
+
+
 def _depths(parent: np.ndarray) -> np.ndarray:
     depth, up = np.zeros(len(parent), np.int64), parent.copy()
     while (going := np.flatnonzero(up >= 0)).size:
@@ -181,7 +202,7 @@ def read_steps(events: Events, wanted: range | None = None, most: int = MOST) ->
     """The dependency model of the complete steps among ``wanted`` (default: all), of these the newest with so many
     events in all, and as many of other steps to compare them with. DataError if there are none."""
     steps, dropped = _complete(events, wanted)
-    chosen = steps
+    events, chosen = adopted(events), steps
     if len(events) > most:
         chosen, others = _newest(events, steps, most)
         events = events.select(np.isin(events.step, others))
