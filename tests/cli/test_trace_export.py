@@ -8,6 +8,9 @@ from typer.testing import CliRunner
 
 from tilth.cli.main import app
 from tilth.trace import recorder, span
+from tilth.trace.events import load
+from tilth.trace.read import read_events
+from tilth.trace.rounds import Origin, RoundsFile
 
 STEPS = range(1, 5)
 
@@ -44,7 +47,7 @@ def test_by_default_into_the_runs_folder(run):
     result = call(run, "--perfetto")
     assert result.exit_code == 0, result.output
     assert "perfetto.json.gz: 8 spans of 2 ranks, 0 arrows, 3 counters" in result.output
-    assert "https://ui.perfetto.dev" in result.output
+    assert "https://ui.perfetto.dev" in result.output and "clocks were not compared" in result.output
     found = events_of(run / "perfetto.json.gz")
     assert sorted(e["args"]["step"] for e in found if e["ph"] == "X") == sorted([*STEPS] * 2)
 
@@ -71,9 +74,21 @@ def test_some_steps_and_ranks(run, tmp_path):
     said = json.loads(result.output)
     assert said == {
         "path": str(tmp_path / "x.json"), "spans": 2, "arrows": 0, "counters": 3,
-        "bytes": (tmp_path / "x.json").stat().st_size, "ranks": [1], "steps": [2, 3],
+        "bytes": (tmp_path / "x.json").stat().st_size, "ranks": [1], "steps": [2, 3], "clock_error": None,
     }  # fmt: skip
     assert json.loads(call(run, "--ranks", "0", "--json").output)["counters"] == 0, "they are the controller's"
+
+
+def test_how_well_the_clocks_are_known(run):
+    moments = load(run).start[[0, -1]].tolist()
+    first = int(read_events(run)["start"].to_numpy().min())
+    file = RoundsFile(run / "events", 2)
+    for clock, told, known in (("", "clocks within 52 us", 52e-6), ("one", "ranks on one clock", 0)):
+        file.introduce({rank: Origin(0, clock, "here", rank) for rank in (0, 1)})
+        file.add({0: [(first + t - 50_000, first + t, first + t + 50_000) for t in moments]})
+        assert told in call(run).output
+        assert json.loads(call(run, "--json").output)["clock_error"] == pytest.approx(known, abs=1e-7)
+        assert told not in call(run, "--ranks", "0").output
 
 
 def test_a_folder_of_events_alone(run):

@@ -489,7 +489,7 @@ def trace_export(
     """Write the events of a run for Perfetto: ranks on one clock, threads, counters, arrows of calls and meetings.
 
     As in: tilth trace export RUN --perfetto trace.json.gz --steps 10:20. Keys of --json: path, spans, arrows, counters,
-    bytes, ranks, steps.
+    bytes, ranks, steps, clock_error (seconds; null: not known).
     """
     from tilth.cli.trace_export import write
 

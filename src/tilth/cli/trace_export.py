@@ -1,6 +1,7 @@
 """``tilth trace export``: the events of a run for Perfetto."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -32,19 +33,38 @@ def write(run: Path, path: Path | None, steps: str, ranks: str, *, as_json: bool
     found = export(events, target, counters(run, events), about)
     if as_json:
         said = {"path": str(found.path), "spans": found.spans, "arrows": found.arrows, "counters": found.counters}
-        typer.echo(json.dumps(said | {"bytes": found.bytes, "ranks": list(events.ranks), "steps": list(events.steps)}))
+        said |= {"bytes": found.bytes, "ranks": list(events.ranks), "steps": list(events.steps)}
+        typer.echo(json.dumps(said | {"clock_error": _error(events)}))
     else:
         typer.echo(told(found, events))
 
 
 def told(found: Written, events: Events) -> str:
     """What was written, and what to do with it."""
-    size = f"{found.bytes / 1e6:,.2f} MB"
-    much = "; so many are slow in a browser: --steps A:B or --ranks 0,1 for fewer" if found.spans > MANY else ""
-    return (
-        f"{found.path}: {found.spans:,} spans of {len(events.ranks)} ranks, {found.arrows:,} arrows, "
-        f"{found.counters} counters, {size}{much}\nopen it at https://ui.perfetto.dev (the file stays on your machine)"
-    )
+    ranks = len(events.ranks)
+    said = [
+        f"{found.path}: {found.spans:,} spans of {ranks} rank{'s' * (ranks != 1)}, {found.arrows:,} arrows, "
+        f"{found.counters} counters, {found.bytes / 1e6:,.2f} MB{_clocks(events)}",
+        "open it at https://ui.perfetto.dev (the file stays on your machine)",
+    ]
+    if found.spans > MANY:
+        said.insert(1, "so many are slow in a browser: --steps A:B or --ranks 0,1 for fewer")
+    return "\n".join(said)
+
+
+def _error(events: Events) -> float | None:
+    """Seconds by which times of different ranks may be wrong; None where that is not known."""
+    error = events.clock_error
+    return None if error is None or math.isinf(error) else error * 1e-9
+
+
+def _clocks(events: Events) -> str:
+    error = _error(events)
+    if len(events.ranks) < 2:
+        return ""
+    if error is None:
+        return "; clocks were not compared: ranks may be apart"
+    return f"; clocks within {1e6 * error:,.0f} us" if error else "; ranks on one clock"
 
 
 def chosen(events: Events, ranks: str) -> Events:

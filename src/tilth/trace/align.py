@@ -6,10 +6,12 @@ is received before it is sent (dPRO, arXiv 2205.02473, section 5). Processes tha
 need no estimate, if their rounds do not say otherwise.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -193,11 +195,25 @@ def groups(spans: Spans, rows: np.ndarray) -> np.ndarray:
     return np.where(whole, group, -1)
 
 
-def align(asked: Mapping[int, Asked], controller: int, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-    """Start and end of all spans on the controller's clock, int64 [n] each; of a rank that nobody asked as they are.
-    What is within a span stays so, and the order of a process."""
-    start, end = spans.start.copy(), spans.end.copy()
-    for rank, clock in clocks(asked, controller, spans).items():
-        mine = spans.rows.get(rank, np.zeros(0, np.int64))
+class Aligned(NamedTuple):
+    """All spans on the controller's clock: int64 [n] each, ns."""
+
+    start: np.ndarray
+    end: np.ndarray
+    error: float
+    """ns by which the times of a rank may be wrong at most; infinite if one of them was never asked."""
+
+
+def align(asked: Mapping[int, Asked], spans: Spans) -> Aligned:
+    """Put all spans on the controller's clock, which is the last rank's; those of a rank that nobody asked stay as they
+    are. What is within a span stays so, and the order of a process."""
+    start, end, error = spans.start.copy(), spans.end.copy(), 0.0
+    found = clocks(asked, max(asked), spans)
+    for rank, mine in spans.rows.items():
+        clock = found.get(rank)
+        if clock is None:
+            error = math.inf
+            continue
         start[mine], end[mine] = clock.aligned(start[mine]), clock.aligned(end[mine])
-    return start, end
+        error = max(error, clock.worst)
+    return Aligned(start, end, error)

@@ -80,6 +80,11 @@ class Clock:
         return half + beyond * (before + after)
 
     @property
+    def worst(self) -> float:
+        """ns by which the offset may be wrong at most, from the first knot to the last."""
+        return float((self.most - self.least).max() / 2)
+
+    @property
     def exact(self) -> bool:
         """Whether it is the controller's own clock but for where it counts from."""
         return len(self.at) == 1 and bool(self.least[0] == self.most[0])

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,8 @@ class Events:
     role: Coded
     place: Coded
     thread: Coded
+    clock_error: float | None = None
+    """ns by which times of different ranks may be wrong at most; None: clocks were not compared, or there is one."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -102,9 +104,9 @@ class Events:
         kept = np.flatnonzero(rows)
         place = np.full(len(self) + 1, -1, np.int64)  # the last one: of no parent
         place[kept] = np.arange(len(kept))
-        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("attempt", "controller")}
-        chosen = {name: column[kept] for name, column in columns.items()}
-        return Events(self.attempt, self.controller, **chosen | {"parent": place[chosen["parent"]]})
+        columns = [f.name for f in fields(self) if f.name not in ("attempt", "controller", "clock_error")]
+        chosen = {name: getattr(self, name)[kept] for name in columns}
+        return replace(self, **chosen | {"parent": place[chosen["parent"]]})
 
 
 def load(path: str | Path, attempt: int | None = None, steps: range | None = None) -> Events:
@@ -143,8 +145,7 @@ def from_table(table: pa.Table, asked: Mapping[int, Asked] | None = None) -> Eve
     """
     if not len(table):
         raise DataError("there are no events")
-    if asked:
-        table = _aligned(table, asked)
+    table, error = _aligned(table, asked) if asked else (table, None)
     attempt, order = int(table["attempt"][0].as_py()), np.argsort(_number(table, "start"), kind="stable")
     found = {}
     for name in ("rank", "id", "parent", "start", "duration", *NUMBERS, *CODED, "flops"):
@@ -155,17 +156,18 @@ def from_table(table: pa.Table, asked: Mapping[int, Asked] | None = None) -> Eve
     own = duration - np.bincount(parent + 1, duration, len(parent) + 1)[1:].astype(np.int64)
     start = found["start"] - found["start"][0]
     found |= {"parent": parent, "start": start, "own": own, "kind": _kinds(found["op"])}
-    return Events(attempt, _controller(rank, found["op"]), **found)
+    return Events(attempt, _controller(rank, found["op"]), **found, clock_error=error)
 
 
-def _aligned(table: pa.Table, asked: Mapping[int, Asked]) -> pa.Table:
+def _aligned(table: pa.Table, asked: Mapping[int, Asked]) -> tuple[pa.Table, float]:
+    """With all times on the controller's clock, and by how many ns they may be wrong."""
     rank, seq, start, took = (_number(table, name) for name in ("rank", "seq", "start", "duration"))
     op, detail = _coded(table, "op"), _coded(table, "detail")
     spans = Spans(rank, seq, start, start + took, op.codes, op.names, detail.codes, detail.names)
-    start, end = align(asked, _controller(rank, op), spans)
+    start, end, error = align(asked, spans)
     for name, values in (("start", start), ("duration", end - start)):
         table = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
-    return table
+    return table, error
 
 
 def parse_steps(text: str) -> range:
