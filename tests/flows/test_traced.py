@@ -1,0 +1,73 @@
+"""Recording changes no number of a run, and the events of real workers tell every communication of theirs."""
+
+from collections import Counter, defaultdict
+
+import pytest
+
+from tests.flows import tiny
+from tilth.cluster.cluster import Cluster
+from tilth.flows.readers import read_metrics
+from tilth.trace import Recorder, recorder
+from tilth.trace.read import read_events
+
+COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "broadcast"}
+SECTIONS = {"algorithm": {"minibatches": 2, "kl_coef": 0.05}}
+THREE = {
+    "cluster": {"backend": "local", "pools": {"learn": 2, "speak": 1}},
+    "policy": {"pool": "learn", "layout": {"fsdp": 2}},
+    "reference": {"pool": "learn"},
+    "rollout": {"pool": "speak"},
+    "reward": {"pool": "speak"},
+}
+
+
+def quietly(folder, monkeypatch, **sections):
+    """A run that writes no events, on any rank."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Cluster, "trace", lambda self, path, attempt, planned=False: None)
+        patch.setattr(Recorder, "start", lambda self, *args, **kwargs: None)
+        patch.setattr(Recorder, "stop", lambda self: None)
+        made = tiny.run(tiny.recipe(folder, **SECTIONS, **sections))
+    assert not list((made.directory / "events").glob("*.parquet")) and not recorder.recording
+    return made
+
+
+def check_same(told, quiet) -> None:
+    assert tiny.same(tiny.numbers(told.directory), tiny.numbers(quiet.directory))
+    assert tiny.weights(told.directory) == tiny.weights(quiet.directory)
+    assert all(m["loss"] == m["loss"] for m in read_metrics(told.directory) if "loss" in m)
+
+
+def test_recording_changes_no_number_and_no_weight(tmp_path, monkeypatch):
+    told = tiny.run(tiny.recipe(tmp_path / "told", **SECTIONS))
+    check_same(told, quietly(tmp_path / "quiet", monkeypatch))
+    events = read_events(told.directory).to_pylist()
+    assert not {e["op"] for e in events} & (COLLECTIVES | {"padding"})
+    assert {"forward", "backward", "infer", "prefill", "decode", "load"} <= {e["op"] for e in events}
+    calls = {e["id"] for e in events if e["op"] == "call"}
+    assert len(calls) > 50 and {e["role"] for e in events if e["op"] == "forward"} == {"policy"}
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_workers_tell_every_communication_and_nothing_changes(tmp_path, monkeypatch):
+    told = tiny.run(tiny.recipe(tmp_path / "told", **SECTIONS, **THREE))
+    check_same(told, quietly(tmp_path / "quiet", monkeypatch, **THREE))
+    events = read_events(told.directory).to_pylist()
+    by_id = {(e["rank"], e["id"]): e for e in events}
+    seen: dict = defaultdict(dict)
+    for e in events:
+        if e["op"] in COLLECTIVES:
+            seen[e["detail"], e["seq"]][e["rank"]] = (e["op"], e["bytes"], e["role"], e["step"])
+            top = e
+            while top["parent"] >= 0:
+                top = by_id[e["rank"], top["parent"]]
+            assert top["op"] == "call" and (top["role"], top["place"]) == (e["role"], e["place"])
+    for (detail, _), members in seen.items():
+        assert sorted(members) == sorted(map(int, detail.split(","))) and len(set(members.values())) == 1
+    kinds = Counter((detail, next(iter(members.values()))[2]) for (detail, _), members in seen.items())
+    assert set(kinds) == {("0,1", "policy"), ("0,1", "relay"), ("0,2", "relay")} and min(kinds.values()) > 3
+    numbers = defaultdict(list)
+    for detail, number in seen:
+        numbers[detail].append(number)
+    assert all(sorted(found) == list(range(len(found))) for found in numbers.values())
