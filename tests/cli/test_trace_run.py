@@ -8,11 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+import tilth
 from tests.trace.tree import s, table, two_workers
 from tilth.cli.main import app
 from tilth.config.load import load_recipe
 from tilth.flows.rundir import RunDir
 from tilth.trace.recent import dropped, recent
+from tilth.ui.report import write_report
 
 KEYS = [
     "run", "state", "attempt", "steps", "seconds", "step", "parts", "roles", "ranks", "communication", "controller",
@@ -157,6 +159,50 @@ def test_no_torch(run):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["0", "False"]
+
+
+# ---- real runs ----
+
+
+def trained(root, **sections):
+    return tilth.train(
+        data=[{"prompt": f"{a}+{b}="} for a in range(5) for b in range(5)],
+        reward=lambda prompt, completion, info: float(len(completion)),
+        model={"hidden": 16, "layers": 1, "heads": 2, "context": 16},
+        rollout={"prompts": 4, "group": 4, "max_tokens": 4},
+        algorithm={"steps": 3},
+        train={"threads": 1},
+        run={"dir": str(root)},
+        **sections,
+    ).directory
+
+
+def test_an_inline_run(tmp_path):
+    run = trained(tmp_path)
+    found = json.loads(said(run, "--json"))
+    assert found["steps"] == {"first": 1, "last": 3, "count": 3} and found["controller"] is None
+    assert {"generate", "score", "update", "publish", "other"} <= set(found["parts"])
+    assert sum(part["share"] for part in found["parts"].values()) == pytest.approx(1)
+    assert not {"waiting for ranks", "waiting for the controller"} & set(found["parts"])
+    assert found["rates"]["generate"] > found["rates"]["generated_overall"] > 0
+    text = write_report(run).read_text()
+    assert "A typical step" in text and text.count('class="lane"') in (1, 2) and len(text) < 200_000
+    look = json.loads(CliRunner().invoke(app, ["top", str(run), "--json"]).stdout)
+    assert look["recent"]["last"] == 3 and look["state"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_run_of_two_workers(tmp_path):
+    run = trained(tmp_path, cluster={"backend": "local", "workers": 2})
+    found = json.loads(said(run, "--json"))
+    assert [r["rank"] for r in found["ranks"]] == [0, 1] and found["controller"]["rank"] == 2
+    for rank in found["ranks"]:
+        assert sum(rank["parts"].values()) == pytest.approx(found["seconds"])
+    assert found["communication"]["transfer"] > 0 and found["gain"]["slowdown"] >= 1
+    assert found["parts"]["waiting for the controller"]["share"] < 1
+    text = write_report(run).read_text()
+    assert text.count(">controller</span>") >= 1 and "<th>waited for</th>" in text
 
 
 # ---- the newest files alone ----

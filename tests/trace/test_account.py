@@ -100,6 +100,22 @@ def test_pace_is_against_the_other_ranks_rate():
     assert found.pace == pytest.approx([(20 + 5) / (10 * 3 + 10), (12 + 10) / (4 * 2 + 5)])
 
 
+def test_a_rank_ten_percent_slow_is_found_among_many():
+    """As by MegaScale's heat map: 64 ranks, noise of 5 % a span. The slow one has less to do, so it is not the last."""
+    rng, roots = np.random.default_rng(0), []
+    for k in range(4):
+        roots.append(s("step", 10**9 * k, 10**9 * k + 9 * 10**8, rank=64, step=k))
+        for r in range(64):
+            tokens = rng.integers(50, 80, 8) if r == 41 else rng.integers(100, 160, 8)
+            took = tokens * rng.normal(1, 0.05, 8) * (1.1e5 if r == 41 else 1e5)
+            at = 10**9 * k + np.append(0, np.cumsum(took)).astype(int)
+            inside = [s("forward", a, b, tokens=int(n)) for a, b, n in zip(at, at[1:], tokens)]
+            roots.append(s("call", at[0], at[-1], *inside, rank=r, step=k, seq=k))
+    found = account(tree(*roots))
+    assert found.pace.argmax() == 41 and found.pace[41] == pytest.approx(1.1, abs=0.03)
+    assert np.sort(found.pace)[-2] < 1.05 and found.busy.argmin() == 41
+
+
 def test_pace_of_one_rank_is_not_known():
     found = account(tree(s("step", 0, 9, s("call", 0, 8, s("forward", 0, 5, tokens=3), seq=0), rank=0, step=1)))
     assert np.isnan(found.pace).all()

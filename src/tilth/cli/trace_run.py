@@ -154,7 +154,7 @@ def lines(said: Found) -> list[str]:
         ("communication", _communication(said)),
         ("controller", _controller(said)),
         ("rates", _speeds(said["rates"])),
-        ("gain", _gain(said["gain"])),
+        ("gain", _gain(said["gain"], inline=said["controller"] is None)),
         ("cause", [said["gain"]["cause"]["text"]] if said["gain"] else []),
         ("trace", _trace(said)),
     ]
@@ -262,9 +262,9 @@ def _speeds(rates: Mapping[str, float | None]) -> list[str]:
     return found
 
 
-def _gain(gain: Found | None) -> list[str]:
+def _gain(gain: Found | None, *, inline: bool) -> list[str]:
     if gain is None:
-        return []
+        return ["not known: one process has no peers to be compared with"] if inline else []
     return [
         f"{words.brief(gain['ideal_step'])} a step instead of {words.brief(gain['step'])} (means) if ranks and "
         f"communications were as their peers: S {gain['slowdown']:.3f}",
