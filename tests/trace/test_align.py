@@ -1,5 +1,7 @@
 """Events of several processes on one clock: bounds from calls and communications, and a run whose clocks are wrong."""
 
+import itertools
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -107,6 +109,20 @@ def test_calls_tell_what_rare_rounds_do_not():
         wrong, stated = world.wrong(about.clock, 0)
         assert (wrong <= stated + 1).all()
     assert world.wrong(both.clock, 0)[1].mean() < 0.5 * world.wrong(rounds.clock, 0)[1].mean()
+
+
+def test_more_knowledge_never_widens_what_is_stated():
+    world = World({0: Shifted(10**9, 1e-4), 1: Shifted(5, -1e-4)})
+    spans = world.spans()
+    asked = world.asked(0, 1)
+    found = clocks(asked, CONTROLLER, spans)
+    for rank in (0, 1):
+        rounds = Known.of(asked[rank].bursts, *(f(world.start[world.true["rank"] == rank]) for f in (np.min, np.max)))
+        both = rounds.told(*calls(spans, CONTROLLER, rank))
+        again = both.told(*calls(spans, CONTROLLER, rank))
+        stated = [world.wrong(clock, rank)[1] for clock in (rounds.clock, both.clock, again.clock, found[rank])]
+        assert all((after <= before + 1e-3).all() for before, after in itertools.pairwise(stated))
+        assert rounds.told(both.least[:0], both.most[:0]) is rounds
 
 
 def test_no_call_begins_before_it_was_submitted_nor_ends_after_its_answer():

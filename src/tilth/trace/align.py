@@ -47,12 +47,11 @@ class Known:
         return cls(least, most, knots, fit(least, most, knots))
 
     def told(self, least: Bounds, most: Bounds) -> "Known":
-        """With what else is known; of it the tightest at each knot. What the rounds contradict is left out."""
-        least, most = self._tightest(least, 1), self._tightest(most, -1)
-        if not len(least.at) and not len(most.at):
+        """With what else is known; of it the tightest at each knot. What contradicts what is known is left out."""
+        least, most = self.least + self._tightest(least, 1), self.most + self._tightest(most, -1)
+        if len(least) + len(most) == len(self.least) + len(self.most):
             return self
-        clock = fit(self.least + least, self.most + most, self.knots)
-        return Known(self.least, self.most, self.knots, clock)
+        return Known(least, most, self.knots, fit(least, most, self.knots))
 
     def _tightest(self, bounds: Bounds, side: int) -> Bounds:
         room = self.clock.error(bounds.at)

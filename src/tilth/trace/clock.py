@@ -35,6 +35,9 @@ class Bounds:
         """int64 [n]: which of the knots (ascending) is the last one before, or the first."""
         return (np.searchsorted(knots, self.at, "right") - 1).clip(min=0)
 
+    def __len__(self) -> int:
+        return len(self.at)
+
     def __add__(self, other: "Bounds") -> "Bounds":
         return Bounds(np.concatenate([self.at, other.at]), np.concatenate([self.value, other.value]))
 
