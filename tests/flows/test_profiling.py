@@ -358,8 +358,11 @@ def test_a_run_that_is_profiled_learns_the_very_same(tmp_path):
     done = [line for line in read_lines(profiled / FOLDER / LOG) if line["state"] == "done"]
     assert [(line["first"], line["last"]) for line in done] == [(1, 2), (5, 6)]
     supervised, sampled = (names(line["files"]["0"]["path"]) for line in done)
-    assert {"policy.imitate", "aten::mm"} <= supervised and not {"rollout.generate", "reward.score"} & supervised
-    assert {"policy.update", "rollout.generate", "aten::mm"} <= sampled
+    assert {"policy.imitate", "forward", "aten::mm"} <= supervised and not {
+        "rollout.generate",
+        "reward.score",
+    } & supervised
+    assert {"policy.update", "rollout.generate", "decode", "backward", "aten::mm"} <= sampled
     assert sum(text.startswith("profil") for text in watching.messages) == 4
     assert sorted(p.name for p in (profiled / FOLDER).iterdir()) == [
         LOG, "steps-1-2-rank-0.json.gz", "steps-5-6-rank-0.json.gz",
@@ -412,4 +415,4 @@ def test_workers_are_profiled_on_the_ranks_that_were_named(tmp_path):
         "steps-3-3-rank-1.json.gz"
     ]
     found = names(line["files"]["1"]["path"])
-    assert "policy.imitate" in found and any("reduce_scatter" in name for name in found)
+    assert {"policy.imitate", "call", "forward"} <= found and any("reduce_scatter" in name for name in found)

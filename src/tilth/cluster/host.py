@@ -49,6 +49,7 @@ class Host:
         self._note = note
         self._tracing = False
         self._capture = Capture()
+        self._events = ""
 
     def handle(self, call: Call) -> Reply:
         """Execute a call. What it raises goes up as it is."""
@@ -111,6 +112,7 @@ class Host:
     def _trace(self, path: str, attempt: int, planned: bool) -> None:
         """Write the spans of this process from now on, under its rank, and watch its collections of garbage. A recorder
         that runs already is left alone."""
+        self._events = path
         if not recorder.recording:
             recorder.start(path, rank=self.rank, attempt=attempt)
             self._tracing = True
@@ -131,7 +133,7 @@ class Host:
         return self._capture.start(memory)
 
     def _profiled(self, stem: str) -> Captured:
-        return self._capture.stop(f"{stem}-rank-{self.rank}" if stem else "")
+        return self._capture.stop(f"{stem}-rank-{self.rank}" if stem else "", self._events, self.rank)
 
     def _end(self) -> None:
         """Close the roles that can be closed, the newest first, and the trace."""

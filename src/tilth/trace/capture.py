@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tilth.trace.overlay import Mark, head_with_spans
+from tilth.trace.spans import recorder
+
 SUFFIX = ".json.gz"
 _LEVEL = 1  # of compression: the run waits for it, and 1 takes a fifth of the time of 9 for a file a third larger
 _CHUNK = 1 << 20
@@ -28,26 +31,32 @@ class Capture:
 
     def __init__(self) -> None:
         self._profiler: Any = None
+        self._since: Mark | None = None
 
     def start(self, memory: bool = False) -> str:
         """Record every operation, with its shapes, from now on; memory: each allocation too. "" or what went wrong."""
         if self._profiler is not None:
             return "this process is being profiled already"
+        self._since = Mark.now() if recorder.recording else None
         try:
             self._profiler = _started(memory)
         except Exception as error:  # noqa: BLE001 - whatever torch raises (another profiler is running, no CUPTI)
             return _told(error)
         return ""
 
-    def stop(self, stem: str) -> Captured:
-        """End it and write ``stem.json.gz``, as a whole or not at all; an empty stem: write nothing."""
+    def stop(self, stem: str, folder: str = "", rank: int = 0) -> Captured:
+        """End it and write ``stem.json.gz``, as a whole or not at all; an empty stem: write nothing.
+
+        folder: where the recorder of this process writes, as ``rank``; its spans are laid over the operations.
+        """
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return Captured(error="nothing is being profiled")
         target = Path(stem + SUFFIX)
         try:
             profiler.__exit__(None, None, None)
-            return Captured(str(target), _write(profiler, target) if stem else 0)
+            spans = (Path(folder), rank, self._since) if folder and self._since else None
+            return Captured(str(target), _write(profiler, target, spans) if stem else 0)
         except Exception as error:  # noqa: BLE001 - whatever torch raises, a full disk
             return Captured(error=_told(error))
 
@@ -76,7 +85,7 @@ def _started(memory: bool) -> Any:
     return found.__enter__()
 
 
-def _write(profiler: Any, target: Path) -> int:
+def _write(profiler: Any, target: Path, spans: tuple[Path, int, Mark] | None) -> int:
     """The trace as a compressed file; its size in bytes."""
     plain, packed = (target.with_name(f".{target.name}.{kind}") for kind in ("json", "tmp"))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -85,6 +94,8 @@ def _write(profiler: Any, target: Path) -> int:
         if not plain.exists() or not plain.stat().st_size:
             raise OSError(f"torch has written nothing to {target.parent}")
         with open(plain, "rb") as source, gzip.open(packed, "wb", compresslevel=_LEVEL) as sink:
+            head = source.read(_CHUNK)
+            sink.write(head if spans is None else head_with_spans(head, *spans))
             shutil.copyfileobj(source, sink, _CHUNK)
         os.replace(packed, target)
     finally:

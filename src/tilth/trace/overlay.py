@@ -1,0 +1,84 @@
+"""The spans of this process laid over a profile of it: which phase, micro-batch and call an operation belongs to.
+
+Both give times since the Unix epoch: the profiler by the system's clock when it began, the spans by the same clock when
+the recorder began and the steady one since then. ``Mark`` holds how far these two are apart.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tilth.core.errors import DataError
+from tilth.trace.spans import recorder
+
+BASE = re.compile(rb'"baseTimeNanoseconds": *(\d+)')
+EVENTS = re.compile(rb'"traceEvents": *\[')
+_THREAD = 2_000_000_000  # of the first lane of spans: above the numbers that the system gives to threads
+_SHOWN = ("step", "micro_batch", "tokens", "bytes", "flops", "detail", "role")
+_NONE = (-1, 0, "", None)
+
+
+class Mark(NamedTuple):
+    """A moment: ns since the Unix epoch, and what to add to a span's start for the system's clock of that moment."""
+
+    at: int
+    shift: int
+
+    @classmethod
+    def now(cls) -> "Mark":
+        """This moment."""
+        at, steady = time.time_ns(), time.perf_counter_ns()
+        return cls(at, at - steady - recorder.epoch)
+
+
+def head_with_spans(head: bytes, folder: Path, rank: int, since: Mark) -> bytes:
+    """The beginning of a Chrome trace with the spans of this process since then before its other events.
+
+    head: of torch's trace, to behind the bracket that opens its events. folder: where the recorder writes, as ``rank``.
+    DataError for the head of another trace, StorageError if the spans so far cannot be written.
+    """
+    base, opened = BASE.search(head), EVENTS.search(head)
+    if base is None or opened is None:
+        raise DataError("torch's trace does not begin as expected: it names no baseTimeNanoseconds or traceEvents")
+    lines = "".join(json.dumps(event) + ",\n" for event in _events(folder, rank, since, int(base[1])))
+    return head[: opened.end()] + b"\n" + lines.encode() + head[opened.end() :]
+
+
+def _events(folder: Path, rank: int, since: Mark, base: int) -> Iterator[dict[str, Any]]:
+    """Chrome events of the spans that have begun since then; times in us since ``base``."""
+    process, lanes = os.getpid(), dict[str, int]()
+    for row in _spans(folder, rank, since):
+        lane = lanes.setdefault(row["thread"], _THREAD + len(lanes))
+        yield {
+            "ph": "X", "cat": "span", "name": row["op"], "pid": process, "tid": lane,
+            "ts": (row["start"] + since.shift - base) / 1000, "dur": row["duration"] / 1000,
+            "args": {name: row[name] for name in _SHOWN if row[name] not in _NONE},
+        }  # fmt: skip
+    for thread, lane in lanes.items():
+        yield _meta("thread_name", process, lane, {"name": f"spans of {thread}"})
+        yield _meta("thread_sort_index", process, lane, {"sort_index": lane - _THREAD - len(lanes)})
+
+
+def _meta(what: str, process: int, lane: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": lane, "ts": 0, "args": args}
+
+
+def _spans(folder: Path, rank: int, since: Mark) -> list[dict[str, Any]]:
+    """Rows of the event table; only files that were written since then are read."""
+    from tilth.trace.read import read_events  # pyarrow takes a third of a second to import
+    from tilth.trace.writer import PART
+
+    recorder.flush()
+    rows: list[dict[str, Any]] = []
+    for path in sorted(folder.iterdir()):
+        found = PART.fullmatch(path.name)
+        if found and int(found[2]) == rank and path.stat().st_mtime_ns >= since.at - 1_000_000_000:  # coarse clocks
+            table = read_events(path)
+            rows += table.filter(np.asarray(table["start"]) + since.shift >= since.at).to_pylist()
+    return rows
