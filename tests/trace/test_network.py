@@ -206,6 +206,17 @@ def test_one_of_both_leaves_the_other_as_it_was():
     np.testing.assert_allclose(quick[small], 8, atol=2)
 
 
+def test_noise_of_a_fast_link_is_not_that_of_a_slow_one():
+    """What came beside the transfer comes beside the longer one too, and is not multiplied."""
+    events = run(noise=0.5, sizes=(8, 300_000), steps=40)
+    (link,) = links(events)
+    before, after = retimed(events), retimed(events, bandwidth=link.bandwidth / 100)
+    more = 1e9 * 99 * wire("all_reduce", 2, events.bytes)[1] / link.bandwidth
+    np.testing.assert_allclose(after, before + more, atol=2)
+    back = retimed(replace(events, duration=events.duration + after - before), bandwidth=link.bandwidth)
+    assert np.median(np.abs(back - before) / before) < 0.5
+
+
 def test_a_stall_stays_one():
     """A tenth of a second is no matter of the bandwidth."""
     events = run(steps=40)

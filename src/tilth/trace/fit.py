@@ -1,7 +1,7 @@
-"""What costs how much: non-negative, robust least squares of seconds against amounts of work.
+"""What costs how much: non-negative, robust fits of seconds against amounts of work.
 
-Times have outliers on one side (a busy machine, a page fault) and an error that grows with them, so relative errors
-are made small, and rows far away from the others stop counting (Tukey's biweight, by iterated weights).
+Times have outliers on one side (a busy machine, a page fault), often many of them, and an error that grows with them.
+So the fit is the median's: least absolute relative errors, as many times above it as below, however far.
 """
 
 import itertools
@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-HUBER, TUKEY = 1.345, 4.685
-"""Widths, in robust standard deviations, at which either is 95 % as good as least squares on normal errors."""
 ENOUGH = 20_000
 """Rows that a fit looks at; of more, so many evenly spaced ones."""
-_ROUNDS = (8, 12)  # Huber's first: Tukey's has local minima, and needs a start near the right one
+_NEAR = np.geomspace(0.1, 1e-6, 40)
+"""Relative errors below which an error counts by its square, round by round: absolute errors in the end."""
 _TINY = 1e-12
 
 
@@ -90,32 +89,14 @@ def nonnegative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
 
 
 def _robust(x: np.ndarray, y: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """By iterated weights (Schlossmacher 1973)."""
     b = _weighted(x, y, counts * y**-2)
-    for rounds, weigh in zip(_ROUNDS, (_huber, _tukey)):
-        for _ in range(rounds):
-            at = np.maximum(
-                x @ b, _TINY + 1e-3 * y
-            )  # errors relative to the fit: to the data, low ones would count more
-            apart = (y - at) / at
-            spread = max(1.4826 * _median(np.abs(apart), counts), _TINY)
-            b = _weighted(x, y, counts * weigh(apart / spread) * at**-2)
+    for near in _NEAR:
+        at = np.maximum(x @ b, _TINY + 1e-3 * y)  # relative to the fit: to the data, low ones would count more
+        b = _weighted(x, y, counts / (np.maximum(np.abs(y - at) / at, near) * at**2))
     return b
-
-
-def _median(values: np.ndarray, counts: np.ndarray) -> float:
-    order = np.argsort(values)
-    reached = np.cumsum(counts[order])
-    return float(values[order[np.searchsorted(reached, reached[-1] / 2)]])
 
 
 def _weighted(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray:
     weight = weight / weight.max()
     return nonnegative(x.T @ (weight[:, None] * x), x.T @ (weight * y))
-
-
-def _huber(apart: np.ndarray) -> np.ndarray:
-    return HUBER / np.maximum(np.abs(apart), HUBER)
-
-
-def _tukey(apart: np.ndarray) -> np.ndarray:
-    return np.maximum(1 - (apart / TUKEY) ** 2, 0.0) ** 2

@@ -151,8 +151,9 @@ def retimed(
     (bytes a second); None: as in the run, so that without both these are the recorded transfers.
 
     Of a communication that is the transfer, without waiting for others; of all other rows, and of communications
-    whose members are not all there, the duration as recorded. A transfer keeps its place against the typical one of
-    its link, as many times as fast or slow; delay beyond ``ROOM`` times that stays as it is. steps: int64, whose
+    whose members are not all there, the duration as recorded. Where its link becomes slower, a transfer takes as much
+    more as the link does. Where it becomes faster, the transfer keeps its place against the typical one, as many times
+    as fast or slow; but delay beyond ``ROOM`` times that stays as it is. steps: int64, whose
     transfers say what is typical, where that changes in the run (default: all).
     """
     _positive(latency, bandwidth)
@@ -180,8 +181,8 @@ def retimed(
 def _moved(took: np.ndarray, usual: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Seconds on the other network of transfers that took so long where ``usual`` is typical."""
     inside = np.minimum(took, ROOM * usual)
-    times = np.divide(inside, usual, out=np.ones_like(usual), where=usual > 0)
-    return other * times + (took - inside)
+    times = np.divide(other, usual, out=np.ones_like(usual), where=usual > 0)
+    return np.where(other >= usual, took + other - usual, inside * times + (took - inside))
 
 
 def _positive(latency: float | None, bandwidth: float | None) -> None:
