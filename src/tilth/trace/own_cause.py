@@ -15,14 +15,12 @@ from tilth.trace.cause import Cause, Finding, Place, pearson
 from tilth.trace.own import RunWhatIf, data_ranks
 from tilth.trace.own_graph import MEET, WORK, Steps
 from tilth.trace.own_rates import Rates, rates
-from tilth.trace.own_replay import Model, fast, numbered, quantiles
+from tilth.trace.own_replay import BLOCK, Model, alike, fast, numbered, quantiles
 
 LEAST = 0.05
 """Share of a step's time that must go with something for it to be a cause."""
 SLOWER, LONGER = 1.1, 1.1
 """Times the usual: from which a rank is slow, and its work more than that of others."""
-BLOCK = 10
-"""Steps over which what is typical is taken: a fault may come and go."""
 STEADY = 0.25
 """Quantile of a block's steps at which a rank must be slower than its peers: a busy machine makes now the one slow and
 now the other."""
@@ -61,7 +59,11 @@ def _finding(c: _Candidate, times: np.ndarray, found: RunWhatIf) -> Finding:
     now, then = float(np.median(found.replayed)), float(np.median(times))
     lost = found.replayed.mean() - found.ideal.mean()
     share = float((found.replayed.mean() - times.mean()) / lost) if lost > 0 else 0.0
-    text = f"{c.text()}; without it a step would take {then:.4g} s instead of {now:.4g} s (medians)"
+    less = 100 * (1 - times.mean() / found.replayed.mean())
+    gain = (
+        f"without it a step would take {then:.4g} s instead of {now:.4g} s (medians), and all of them {less:.0f} % less"
+    )
+    text = f"{c.text()}; {gain}"
     return Finding(c.kind, share, text, c.where, then)
 
 
@@ -187,8 +189,7 @@ def _network(steps: Steps) -> _Candidate:
     events, rows = steps.events, steps.row[nodes]
     now, usual = durations[nodes], fast(steps)[rows] * 1e-9
     block = blocks(len(steps.steps))[np.searchsorted(steps.steps, events.step[rows])]
-    size = np.floor(np.log2(np.maximum(events.bytes[rows], 1))).astype(np.int64)
-    which = numbered(np.stack([events.op.codes[rows], events.detail.codes[rows], size, block]))
+    which = numbered(np.stack([alike(steps, rows), block]))
     beyond = np.maximum(quantiles(which, now, 0.5)[which] - usual, 0)
     durations[nodes] = np.maximum(now - beyond, np.minimum(now, usual))
     lost = np.bincount(events.op.codes[rows], now - durations[nodes])

@@ -1,8 +1,8 @@
 """Replay of our own runs with any times set to ideal: durations for the schedule of ``own_graph``, many at once.
 
 Ideal is what peers take. The work of a call: the mean over the ranks that share it, segment by segment and operation
-by operation. A communication: the low quantile of its like in the run (operation, group, size). A pause: nothing. What
-nobody else does (the controller's own work, waiting for a checkpoint, storage) stays as it is.
+by operation. A communication: what is typical of its like (operation, group, size) where the run is fast. A pause:
+nothing. What nobody else does (the controller's own work, waiting for a checkpoint, storage) stays as it is.
 """
 
 import numpy as np
@@ -11,12 +11,14 @@ from tilth.trace.network import meetings
 from tilth.trace.own_graph import AWAIT, LAUNCH, MEET, WORK, Steps
 from tilth.trace.replay import schedule
 
+BLOCK = 10
+"""Steps over which what is typical is taken: a fault may come and go."""
 FAST = 0.25
-"""Quantile of the transfers of one kind that stands for a network in good order: in a run where a fault is there for
-half of the time, the median without it."""
+"""Quantile of what is typical in blocks of steps that stands for a network in good order: in a run where a fault is
+there for half of the time, the median without it."""
 OWN = frozenset({"wait", "storage"})
 """Kinds of operations that are no work shared among ranks."""
-BLOCK = 32_000_000
+CACHE = 32_000_000
 """Bytes of one array of a replay."""
 
 
@@ -41,7 +43,7 @@ class Model:
 
     def times(self, durations: np.ndarray) -> np.ndarray:
         """float64 [s, x]: time of each step in each of x scenarios. durations: float64 [n, x], seconds."""
-        width = max(1, BLOCK // (8 * len(durations)))
+        width = max(1, CACHE // (8 * len(durations)))
         blocks = [durations[:, i : i + width, None] for i in range(0, durations.shape[1], width)]
         return np.concatenate([self.schedule.run(block)[self.last, :, 0] for block in blocks], axis=1)
 
@@ -151,13 +153,25 @@ def _fast(steps: Steps, result: np.ndarray) -> None:
 
 
 def fast(steps: Steps) -> np.ndarray:
-    """float64 [rows of the events]: ns of a fast transfer of the like of each communication, over the whole run."""
-    events, met = steps.events, meetings(steps.events)
-    size = np.floor(np.log2(np.maximum(events.bytes[met.rows], 1))).astype(np.int64)
-    which = numbered(np.stack([events.op.codes[met.rows], events.detail.codes[met.rows], size]))
+    """float64 [rows of the events]: ns of a transfer of the like of each communication while the network is in good
+    order: of the medians of each ``BLOCK`` steps of the run the lower quartile. 0 outside of the steps."""
+    events, met, told = steps.events, meetings(steps.events), np.array(steps.events.steps)
+    inside = np.isin(events.step[met.rows], told)
+    rows, transfer = met.rows[inside], met.transfer[inside]
+    kind = alike(steps, rows)
+    block = numbered(np.stack([kind, np.searchsorted(told, events.step[rows]) // BLOCK]))
+    of = np.zeros(int(block.max(initial=-1)) + 1, np.int64)
+    of[block] = kind
     result = np.zeros(len(events))
-    result[met.rows] = quantiles(which, met.transfer, FAST)[which]
+    result[rows] = quantiles(of, quantiles(block, transfer, 0.5), FAST)[kind]
     return result
+
+
+def alike(steps: Steps, rows: np.ndarray) -> np.ndarray:
+    """int64: numbers of kinds of communications: one operation, group and size (by powers of 2)."""
+    events = steps.events
+    size = np.floor(np.log2(np.maximum(events.bytes[rows], 1))).astype(np.int64)
+    return numbered(np.stack([events.op.codes[rows], events.detail.codes[rows], size]))
 
 
 def quantiles(which: np.ndarray, values: np.ndarray, q: float) -> np.ndarray:
