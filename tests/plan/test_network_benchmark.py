@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.scripts import script
+from tests.trace.own_jobs import Job
 from tilth.plan.network import Fusion, Ring, fuse, synchronise
 
 
@@ -101,3 +102,23 @@ def test_the_papers_figures_in_its_direction(models):
         assert synchronise(step, Ring(64, 12.5e9)).scaling > 0.99
         assert synchronise(step, Ring(64, 1.25e9)).scaling < 0.6
         assert fuse(step).bytes.sum() == pytest.approx(step.bytes.sum())
+
+
+def test_a_run_on_paper_over_its_other_link():
+    """Steps of 20 ms and two all-reduces, whose link is slow in every second window: each is told from the others."""
+    runs = script("network_run.py")
+    fast, slow = (1e-4, 1e8), (1e-3, 1e7)
+    job = Job(2)
+    for step in range(24):
+        latency, bandwidth = slow if step // 6 % 2 else fast
+        with job:
+            work = [("forward", 0.02)]
+            for size in (8, 1_000_000):
+                work.append(("all_reduce", 2 * latency + size / bandwidth, {"bytes": size}))
+            job.do("policy.update", {0: work, 1: work})
+    there, back = runs.rows_of(job.events, 6, 4, *slow)
+    assert (there["direction"], back["direction"]) == ("slow to fast", "fast to slow")
+    assert there["measured_s"] == pytest.approx(0.02 + 4e-4 + 0.01, rel=1e-3)
+    assert back["measured_s"] == pytest.approx(0.02 + 4e-3 + 0.1, rel=1e-3)
+    assert (there["link_latency_us"], there["link_mb_per_s"]) == pytest.approx((100, 100), rel=1e-2)
+    assert abs(there["error"]) < 0.01 and abs(back["error"]) < 0.01
