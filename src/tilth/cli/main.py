@@ -481,12 +481,15 @@ def trace_export(
         Path | None,
         typer.Argument(metavar="PATH", help="the file to write, .gz: compressed; default: RUN/perfetto.json.gz"),
     ] = None,
-    perfetto: Annotated[bool, typer.Option("--perfetto", help="for ui.perfetto.dev, the only format so far")] = True,
+    perfetto: Annotated[
+        bool,
+        typer.Option("--perfetto", help="for ui.perfetto.dev; the only format, and the default", show_default=False),
+    ] = True,
     steps: StepsOption = "",
     ranks: Annotated[str, typer.Option(metavar="0,1", help="of these ranks only")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="what was written as one JSON object")] = False,
 ) -> None:
-    """Write the events of a run for Perfetto: ranks on one clock, threads, counters, arrows of calls and meetings.
+    """Write the events of a run for Perfetto: ranks on one clock, threads, counters, arrows of calls.
 
     As in: tilth trace export RUN --perfetto trace.json.gz --steps 10:20. Keys of --json: path, spans, arrows, counters,
     bytes, ranks, steps, clock_error (seconds; null: not known).
