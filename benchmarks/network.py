@@ -30,6 +30,7 @@ from tilth.plan.network import (
     compression_for,
     scaling_alone,
     scaling_at_best,
+    server_seconds,
     synchronise,
 )
 
@@ -95,11 +96,13 @@ def simulated(ranks: tuple[int, ...], rates: tuple[float, ...]) -> list[Row]:
             for rate in rates:
                 ring = Ring(count, rate * GBIT, adding=additions)
                 ratio = compression_for(step, ring, 0.95)
+                servers = server_seconds(float(step.bytes.sum()), count, count, ring.bandwidth)
                 rows.append(
                     {
                         "kind": "simulated", "model": model, "ranks": count, "gbit_per_s": rate,
                         "scaling": synchronise(step, ring).scaling, "scaling_no_overlap": scaling_alone(step, ring),
                         "scaling_at_best": scaling_at_best(step, ring),
+                        "scaling_servers_no_overlap": step.batch / (step.batch + servers),
                         "scaling_latency_20us": synchronise(step, replace(ring, latency=20e-6)).scaling,
                         "compression_for_0.95": ratio if math.isfinite(ratio) else None,
                     }

@@ -124,3 +124,14 @@ def test_ctrl_c_saves_and_the_same_command_continues(tmp_path):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert line == "continuing in runs/stopped\n"
+
+
+def test_costs_of_its_work(folder):
+    code, out, err = tilth(folder, "trace", "costs", "runs/addition-grpo-001", "--save", "costs.json", "--json")
+    assert code == 0, err
+    said = json.loads(out)
+    assert said == json.loads((folder / "costs.json").read_text())
+    assert {("rollout", "decode"), ("rollout", "sample")} <= {(c["role"], c["op"]) for c in said["compute"]}
+    assert said["about"]["recipe"] == "addition-grpo" and said["about"]["parameters"] > 0 and said["links"] == []
+    code, out, _ = tilth(folder, "trace", "costs", "runs/addition-grpo-001")
+    assert code == 0 and "rollout decode" in out
