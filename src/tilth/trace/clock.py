@@ -118,8 +118,10 @@ def same(base: int = 0) -> Clock:
 
 
 def fit(least: Bounds, most: Bounds, knots: np.ndarray) -> Clock:
-    """The clock between these bounds. knots: int64 [k], ascending, at least one: the moments, of its own time, at which
-    it is worked out; error bounds hold between them too, for there the least is concave and the most convex.
+    """The clock between these bounds, at least one of each kind.
+
+    knots: int64 [k], ascending, at least one: the moments, of its own time, at which it is worked out; error bounds
+    hold between them too, for there the least is concave and the most convex.
 
     Drift is constant for ``STRAIGHT`` and as long as the bounds allow it; then another line begins where the last one
     ends. Bounds that contradict each other within one knot widen the error instead.
