@@ -127,8 +127,8 @@ def read_rounds(folder: Path, attempt: int) -> dict[int, Asked]:
             _take(json.loads(line), found)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path}, line {number}: this is no round of clocks: {line[:80]!r}; without this file the times of each "
-                "rank are by its own clock"
+                f"{path}, line {number}: this is no round of clocks: {line[:80]!r}; without this file the times of "
+                "each rank are by its own clock"
             ) from error
     return found
 
