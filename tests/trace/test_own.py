@@ -141,6 +141,16 @@ def test_an_ideal_communication_is_as_fast_as_the_fast_ones_of_the_run():
     assert chosen.ideal == pytest.approx(2 * [1.65], **EXACT)  # usual is what is usual in the whole run
 
 
+def test_another_network():
+    """1000 bytes took 0.1 s: 10 kB/s between two ranks. At twice that they take half as long; the ranks wait as ever."""
+    job = pair(2.0, steps=4)
+    model = Model(read_steps(job.events))
+    assert what_if_run(model).other_network is None
+    assert what_if_run(model, bandwidth=1e4).other_network == pytest.approx(np.mean(job.seconds), **EXACT)
+    assert what_if_run(model, bandwidth=2e4).other_network == pytest.approx(np.mean(job.seconds) - 0.05, **EXACT)
+    assert what_if_run(model, bandwidth=1e3).other_network == pytest.approx(np.mean(job.seconds) + 0.9, **EXACT)
+
+
 def test_ranks_of_a_call_with_different_groups():
     """Where calls are not cut alike on all ranks each keeps its shape, and takes the mean of the sums."""
     job = Job(3)

@@ -22,8 +22,8 @@ transfer. REPLY: a call's end, for who awaits it. AWAIT: from the last answer un
 step."""
 DISPATCH = "dispatch"
 """What LAUNCH and AWAIT spend: the way of calls and answers between processes."""
-MOST = 1_000_000
-"""Events of the steps that are looked at, and as many of other steps: a few GB and half a minute."""
+MOST = 500_000
+"""Events of the steps that are looked at, and as many of other steps: about 1 GB and 10 s."""
 
 
 @dataclass(frozen=True, eq=False)
