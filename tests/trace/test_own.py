@@ -142,7 +142,7 @@ def test_an_ideal_communication_is_as_fast_as_the_fast_ones_of_the_run():
 
 
 def test_another_network():
-    """1000 bytes took 0.1 s: 10 kB/s between two ranks. At twice that they take half as long; the ranks wait as ever."""
+    """1000 bytes took 0.1 s: 10 kB/s between two ranks. At twice that they take half as long."""
     job = pair(2.0, steps=4)
     model = Model(read_steps(job.events))
     assert what_if_run(model).other_network is None
