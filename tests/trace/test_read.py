@@ -41,7 +41,7 @@ def test_round_trip(tmp_path):
         "attempt": 2, "rank": 3, "id": outer.id, "parent": -1, "depth": 0, "op": "step", "detail": "", "seq": -1,
         "role": "", "place": "", "step": 5, "micro_batch": -1, "start": step["start"], "duration": outer.duration,
         "tokens": 7, "squares": 0, "bytes": 0, "flops": 0.0,
-        "thread": "MainThread",
+        "thread": "MainThread", "device_start": None, "device_duration": None,
     }  # fmt: skip
     assert (train["parent"], train["step"], train["bytes"], train["flops"]) == (outer.id, 5, 8, 1e12)
     assert train["start"] - step["start"] == inner.start - outer.start
@@ -283,11 +283,14 @@ def test_attempts_are_read_apart_and_texts_once(tmp_path):
     assert attempts(max(tmp_path.iterdir())) == [3]
 
 
-def test_a_file_whose_texts_are_plain_is_read_too(tmp_path):
+def test_a_file_of_version_2_is_read_too(tmp_path):
+    """Its texts are plain, and no device is said."""
     path = tmp_path / "attempt-0-rank-0-000001.parquet"
-    pq.write_table(events([{"id": 1, "op": "a"}, {"id": 2, "op": "b"}]), path, use_dictionary=False)
+    older = events([{"id": 1, "op": "a"}, {"id": 2, "op": "b"}]).drop_columns(["device_start", "device_duration"])
+    pq.write_table(older, path, use_dictionary=False)
     assert read_events(tmp_path).schema.equals(COLUMNS)
     assert read_events(tmp_path)["op"].to_pylist() == ["a", "b"]
+    assert read_events(tmp_path)["device_start"].null_count == 2
 
 
 def test_many_events():

@@ -142,7 +142,8 @@ class Graphs:
         logits = self._step(slab, ids, start, length)  # allocates work spaces outside the graph
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # thread_local: the thread that writes the trace asks meanwhile which events have come to pass.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._step(slab, ids, start, length)
         self._pool = self._pool or graph.pool()
         self._runner.compile_seconds += time.perf_counter() - begin

@@ -18,6 +18,8 @@ SIZE = FORMAT.size
 CHUNK = 512
 """Events in a chunk (52 KB)."""
 FULL = CHUNK * SIZE
+Taken = list[tuple[str, bytes]]
+"""Packed events of threads by name, on their way from the recorder to the writer."""
 MOST_TEXTS = 65_536
 """Most different details, say; those beyond are all called OTHERS, so that memory stays bounded."""
 OTHERS = "(others)"

@@ -69,6 +69,9 @@ PHASES = frozenset(op.name for op in _DECLARED if op.kind == "phase")
 """Operations that a step consists of. Time inside several of them (generating within ``evaluate``) belongs to the
 outermost, so that the phases of a step never overlap."""
 
+ON_DEVICE = frozenset(op.name for op in _DECLARED if op.kind in ("compute", "communication"))
+"""Operations whose work a GPU does, where there is one."""
+
 
 def kind(name: str) -> Kind:
     """The kind of an operation; KeyError with the nearest name for one that is not declared."""

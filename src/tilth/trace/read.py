@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tilth.core.errors import DataError
-from tilth.trace.writer import EVENTS, PART
+from tilth.trace.writer import EVENTS, LATER, PART
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,13 @@ def _read_last(path: Path) -> pa.Table | None:
 def _read_part(path: Path) -> pa.Table:
     try:
         there = pq.read_schema(path).names
-        if missing := [n for n in EVENTS.names if n not in there]:
+        if missing := [n for n in EVENTS.names if n not in (*there, *LATER)]:
             raise DataError(f"{path} is not an event file of Tilth: it has no column {', '.join(missing)}")
         with pq.ParquetFile(path, read_dictionary=TEXTS) as file:
-            return file.read(columns=EVENTS.names).cast(COLUMNS)
+            table = file.read(columns=[n for n in EVENTS.names if n in there])
+        for name in (n for n in LATER if n not in there):
+            table = table.append_column(name, pa.nulls(len(table), EVENTS.field(name).type))
+        return table.select(EVENTS.names).cast(COLUMNS)
     except FileNotFoundError as error:
         raise DataError(f"no event file or folder at {path}") from error
     except (pa.ArrowInvalid, OSError) as error:

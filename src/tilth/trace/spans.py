@@ -24,8 +24,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from tilth.core.errors import StorageError
-from tilth.trace.buffer import CHUNK, FORMAT, FULL, OTHERS, SIZE, Buffer, Codes, Texts
-from tilth.trace.ops import PHASES
+from tilth.trace.buffer import CHUNK, FORMAT, FULL, OTHERS, SIZE, Buffer, Codes, Taken, Texts
+from tilth.trace.device import DeviceClock, Mark, device_clock
+from tilth.trace.ops import ON_DEVICE, PHASES
 
 if TYPE_CHECKING:
     from tilth.trace.writer import PartWriter
@@ -38,7 +39,7 @@ CAPACITY = 200_000
 WAKE = 20_000
 """As many waiting events wake the writer before its time."""
 WIDTH = 8  # sums kept for each operation; behind them stand
-CODE, PHASE = 8, 9  # its code in events, and whether it is a phase of the step
+CODE, PHASE, DEVICE = 8, 9, 10  # its code in events, whether it is a phase of the step, whether devices do its work
 Where = tuple[str, str]
 """Role and place: the coordinates of this rank in the role's mesh, as "dp=0 fsdp=1 tp=0"."""
 NOWHERE: Where = ("", "")
@@ -82,7 +83,7 @@ class _Thread(Buffer):
     def begin(self, op: str) -> list[float]:
         """The sums of an operation that this thread has not done before."""
         sums: list[float] = [0] * WIDTH
-        self.sums[op] = sums = [*sums, _ops[op], op in PHASES]
+        self.sums[op] = sums = [*sums, _ops[op], op in PHASES, op in ON_DEVICE]
         return sums
 
 
@@ -102,7 +103,7 @@ class span:
     """
 
     __slots__ = (
-        "_covered", "_inside", "_parent", "_sums", "_thread",
+        "_begun", "_covered", "_inside", "_parent", "_sums", "_thread",
         "bytes", "depth", "detail", "duration", "flops", "id", "micro_batch", "op", "seq", "squares", "start", "step",
         "tokens", "where",
     )  # fmt: skip
@@ -114,7 +115,7 @@ class span:
         micro_batch: int = -1,
         tokens: int = 0,
         bytes: int = 0,
-        flops: float = 0,
+        flops: float = 0.0,
         squares: int = 0,
         detail: str = "",
         seq: int = -1,
@@ -169,6 +170,7 @@ class span:
                 self.where = parent.where
         self.id = next(_ids)
         self._inside = 0
+        self._begun = recorder.begin() if sums[DEVICE] and recorder.timed else None
         thread.top = self
         self.start = _now()
         return self
@@ -195,6 +197,8 @@ class span:
             thread.top = parent if parent is None or parent.duration < 0 else _still_open(parent)
         if recorder.recording:
             _add(self, thread, sums[CODE], -1 if parent is None else parent.id)
+            if self._begun is not None:
+                recorder.end(self.id, self._begun)
 
 
 def _still_open(top: span | None) -> span | None:
@@ -268,6 +272,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.recording = False
+        self.timed = False
+        """Whether spans of what devices do are timed there too."""
         self._threads: list[_Thread] = []
         self._gone: dict[str, list[float]] = {}
         self._before: dict[str, list[float]] = {}
@@ -275,8 +281,10 @@ class Recorder:
 
     def _forget(self) -> None:
         """Start without a writer (also in a forked child, whose events are not those of this rank)."""
-        self.recording = False
+        self.recording = self.timed = False
         self._writer: PartWriter | None = None
+        self._device: DeviceClock | None = None
+        self._held: Taken = []
         self._background: threading.Thread | None = None
         # No Event: a collection of garbage inside one of its own methods would wait for its lock for ever.
         self._wake: SimpleQueue[None] = SimpleQueue()
@@ -287,6 +295,15 @@ class Recorder:
         self._write_lock = threading.Lock()
         self._totals_lock = threading.Lock()
         self._error: StorageError | None = None
+
+    def begin(self) -> Mark | None:
+        """The device's work of a span begins; None if it is not timed."""
+        return self._device.begin() if self._device is not None else None
+
+    def end(self, span: int, begun: Mark) -> None:
+        """It ends."""
+        if self._device is not None:
+            self._device.end(span, begun)
 
     def _room(self) -> bool:
         """Whether one more chunk may wait. The writer is told when there are many."""
@@ -339,7 +356,10 @@ class Recorder:
             raise RuntimeError("recorder.start was called twice without a stop")
         self._writer = PartWriter(Path(path), rank, attempt)
         self._left.clear()
+        self._held = []
         self._lost, self._error = 0, None
+        self._device = device_clock()
+        self.timed = self._device is not None
         for thread in list(self._threads):
             thread.forget()
         self.recording = True
@@ -355,17 +375,22 @@ class Recorder:
 
     def _write(self) -> None:
         with self._write_lock:
-            taken = self._take()
-            if not taken or self._writer is None:
+            if self._writer is None:
+                return
+            taken, times = [*self._held, *self._take()], dict[int, tuple[int, int]]()
+            if self._device is not None:
+                times, waiting = self._device.take()
+                taken, self._held = self._writer.without(taken, waiting if self.recording else frozenset())
+            if not taken:
                 return
             texts = Texts(_ops.texts(), _details.texts(), _places.texts())
             try:
-                self._writer.write(taken, texts, self.dropped)
+                self._writer.write(taken, texts, self.dropped, times)
             except StorageError as error:  # a full disk must not end the run from here; flush() and stop() tell it
                 self._lost += sum(len(packed) for _, packed in taken) // SIZE
                 self._error = error
 
-    def _take(self) -> list[tuple[str, bytes]]:
+    def _take(self) -> Taken:
         """Name and finished events of each thread that has any, those that have ended among them."""
         found = [(thread.name, thread.take()) for thread in list(self._threads)]
         for _ in range(len(self._left)):
@@ -391,7 +416,8 @@ class Recorder:
         try:
             self.flush()
         finally:
-            self._writer = None
+            self._writer = self._device = None
+            self.timed = False
             self._wake = SimpleQueue()
 
     @contextmanager
@@ -407,7 +433,7 @@ class Recorder:
 def _total(row: list[float]) -> Total:
     took, own, count, tokens, size, flops, phase, phase_tokens = row
     return Total(
-        took * 1e-9, own * 1e-9, int(count), int(tokens), int(size), flops, phase * 1e-9, int(phase_tokens)
+        took * 1e-9, own * 1e-9, int(count), int(tokens), int(size), float(flops), phase * 1e-9, int(phase_tokens)
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tilth.core.errors import StorageError
-from tilth.trace.buffer import SIZE, Texts
+from tilth.trace.buffer import SIZE, Taken, Texts
 
-VERSION = "2"
+VERSION = "3"
 EVENTS = pa.schema(
     [
         ("attempt", pa.int32()),
@@ -36,8 +36,13 @@ EVENTS = pa.schema(
         ("bytes", pa.int64()),
         ("flops", pa.float64()),
         ("thread", pa.string()),
+        ("device_start", pa.int64()),  # of its work on a CUDA device, on the clock of start; null: not timed there
+        ("device_duration", pa.int64()),  # ns
     ]
 )
+LATER = ("device_start", "device_duration")
+"""Columns that files of version 2 lack."""
+Times = Mapping[int, tuple[int, int]]
 PACKED = np.dtype(
     [(name, "i8") for name in ("id", "parent", "step", "seq", "start", "duration", "tokens", "squares", "bytes")]
     + [("flops", "f8")]
@@ -64,12 +69,25 @@ class PartWriter:
         mine = [int(m[3]) for m in names if m and (int(m[1]), int(m[2])) == (attempt, rank)]
         self.part = max(mine, default=0)
 
-    def write(self, taken: Sequence[tuple[str, bytes]], texts: Texts, dropped: int) -> Path:
-        """One part out of the packed events (start on the steady clock) of threads by name, in order of their ends."""
+    def without(self, taken: Taken, waiting: frozenset[int]) -> tuple[Taken, Taken]:
+        """What can be written now, and the events that wait for their times on the device, by id."""
+        now, later = Taken(), Taken()
+        for name, packed in taken:
+            rows = np.frombuffer(packed, PACKED)
+            wait = np.isin(rows["id"], list(waiting))
+            now += [(name, rows[~wait].tobytes())] if not wait.all() else []
+            later += [(name, rows[wait].tobytes())] if wait.any() else []
+        return now, later
+
+    def write(self, taken: Taken, texts: Texts, dropped: int, times: Times | None = None) -> Path:
+        """One part out of packed events (start on the steady clock), in order of their ends.
+
+        times: start and duration of work on a device, ns of the same clock, by the id of its span.
+        """
         target = self.folder / f"attempt-{self.attempt}-rank-{self.rank}-{self.part + 1:06d}.parquet"
         temporary = target.with_name(f".{target.name}.tmp")
         try:
-            pq.write_table(self._table(taken, texts, dropped), temporary, compression="zstd")
+            pq.write_table(self._table(taken, texts, dropped, times or {}), temporary, compression="zstd")
             os.replace(temporary, target)
         except OSError as error:
             temporary.unlink(missing_ok=True)
@@ -77,7 +95,7 @@ class PartWriter:
         self.part += 1
         return target
 
-    def _table(self, taken: Sequence[tuple[str, bytes]], texts: Texts, dropped: int) -> pa.Table:
+    def _table(self, taken: Taken, texts: Texts, dropped: int, times: Times) -> pa.Table:
         rows = _rows(taken)
         columns = {name: pa.array(rows[name]) for name in EVENTS.names if name in FROM}
         columns |= {
@@ -89,6 +107,7 @@ class PartWriter:
             "role": _said(rows["where"], {code: role for code, (role, _) in texts.where.items()}),
             "place": _said(rows["where"], {code: place for code, (_, place) in texts.where.items()}),
             "thread": _said(rows["thread"], dict(enumerate(name for name, _ in taken))),
+            **self._on_device(rows["id"], times),
         }
         about = {
             "tilth.events": VERSION, "dropped": str(dropped), "epoch": str(self.epoch),
@@ -96,8 +115,16 @@ class PartWriter:
         }  # fmt: skip
         return pa.table({name: columns[name] for name in EVENTS.names}).replace_schema_metadata(about)
 
+    def _on_device(self, ids: np.ndarray, times: Times) -> dict[str, pa.Array]:
+        if not times:
+            return {name: pa.nulls(len(ids), pa.int64()) for name in LATER}
+        known = [times.get(span, (0, 0)) for span in ids.tolist()]
+        found = np.array(known, np.int64).reshape(-1, 2) + np.array([self.epoch, 0])
+        missing = ~np.isin(ids, list(times))
+        return {name: pa.array(found[:, i], mask=missing) for i, name in enumerate(LATER)}
 
-def _rows(taken: Sequence[tuple[str, bytes]]) -> np.ndarray:
+
+def _rows(taken: Taken) -> np.ndarray:
     """PACKED [n], in order of their ends."""
     threads = [np.frombuffer(packed, PACKED).copy() for _, packed in taken]
     for number, rows in enumerate(threads):
