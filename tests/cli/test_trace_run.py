@@ -113,6 +113,17 @@ def test_one_step_and_inline(tmp_path):
     assert "generate 60 %, other 40 %" in text and "rank" not in text and "median" not in text
 
 
+def test_of_a_run_that_goes_on_only_what_all_ranks_have_told(tmp_path):
+    """Rank 1 has not written its part of step 2 yet: its time would look as if it waited."""
+    with RunDir.create(load_recipe("addition-grpo", [f"run.dir={tmp_path}"]), "addition-grpo") as directory:
+        keep(directory.events, *[root for root in two_workers() if root["rank"] != 1 or root["start"] < 100])
+        found = json.loads(said(directory.path, "--json"))
+        assert found["state"] == "running" and found["steps"]["last"] == 1 and "so far" in said(directory.path)
+        assert json.loads(said(directory.path, "--json", "--steps", "2"))["steps"]["first"] == 2
+        assert "A typical step" in write_report(directory.path).read_text()
+    assert json.loads(said(directory.path, "--json"))["steps"]["last"] == 2
+
+
 def test_many_ranks_in_few_lines(tmp_path):
     calls = [s("call", 0, 10 + r, rank=r, step=1, seq=r) for r in range(12)]
     text = said(make(tmp_path, s("step", 0, 50, rank=12, step=1), *calls))

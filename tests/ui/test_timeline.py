@@ -40,7 +40,7 @@ def shares(lane, names):
 
 
 def test_lanes_are_the_spans_of_the_step():
-    made, names, seconds = lanes(tree(*two_workers()), 1)
+    made, names, seconds = lanes(tree(*two_workers()), 1, (0, 1))
     assert [lane.name for lane in made] == ["controller", "rank 0", "rank 1"] and seconds == pytest.approx(110e-9)
     one = {"generate": 41, "update": 27, COMMUNICATION: 10, PAUSE: 3, "data": 2, OTHER: 1}
     zero = {"generate": 19, "update": 15, COMMUNICATION: 10, MEETING: 10, OTHER: 1}
@@ -53,7 +53,7 @@ def test_lanes_are_the_spans_of_the_step():
 
 
 def test_what_follows_a_step_is_in_its_lane():
-    made, names, seconds = lanes(tree(*two_workers()), 2)
+    made, names, seconds = lanes(tree(*two_workers()), 2, (0, 1))
     assert seconds == pytest.approx(70e-9)
     expected = {"evaluate": 24 / 70, "save": 20 / 70}
     assert shares(made[1], names) == pytest.approx(expected, abs=2 / COLUMNS)
@@ -65,7 +65,7 @@ def test_a_span_over_two_lanes_and_one_too_short_to_see():
         s("call", 500_000, 1_500_000, s("gc", 600_000, 600_050), rank=0, step=1, seq=0),
     )  # fmt: skip
     for step, first, count in ((1, 500, 500), (2, 0, 500)):
-        made, names, _ = lanes(events, step)
+        made, names, _ = lanes(events, step, (0,))
         assert runs(made[1].codes) == [(names.index(OTHER), first, count)]
 
 
@@ -84,7 +84,7 @@ def test_stretches_make_the_lane_again(codes):
 def test_the_figure_s_paths_are_the_lanes():
     events = tree(*two_workers())
     page = parsed(timeline(events, 1, "A <typical> step"))
-    made, names, _ = lanes(events, 1)
+    made, names, _ = lanes(events, 1, (0, 1))
     drawn = page.getElementsByTagName("svg")
     assert "communication is pale until the last member is there" in page.toxml()
     assert len(drawn) == 3 and "A <typical> step" in page.getElementsByTagName("strong")[0].firstChild.data
@@ -109,7 +109,9 @@ def many(ranks, steps=1):
 
 def test_many_ranks_are_cut_and_it_is_said():
     text = timeline(tree(*many(40)), 0, "step")
-    assert text.count("<svg") == LANES + 1 and f"{LANES + 1} of 41 ranks" in text
+    assert text.count("<svg") == LANES + 1 and f"{LANES} of 40 ranks" in text
+    text = timeline(tree(*many(40)), 0, "step", (3, 39, 17))
+    assert re.findall(r"<span>(rank \d+)", text) == ["rank 3", "rank 17", "rank 39"] and "3 of 40 ranks" in text
 
 
 def test_typical_and_longest():
@@ -204,3 +206,4 @@ def test_of_many_ranks_the_strange_ones_are_shown():
     shown = chosen(found)
     assert {7, 31} <= set(shown) and len(shown) == ROWS and shown == sorted(shown)
     assert "36 ranks that differ less" in health(found)
+    assert chosen(found, 2) == [7, 31]

@@ -11,7 +11,7 @@ from tilth.trace.account import periods
 from tilth.trace.events import Events, from_table
 from tilth.trace.read import read_events
 from tilth.trace.rounds import events_folder, read_rounds
-from tilth.trace.writer import EVENTS, PART
+from tilth.trace.writer import PART
 
 DEPTH = 3
 """Most files of a rank that are read: processes do not write at the same moment, so the newest alone share no step."""
@@ -58,7 +58,7 @@ def _readable(paths: list[Path]) -> Iterator[pa.Table]:
     """Tables of a rank's newest files; one that is torn, as a kill leaves it, ends them."""
     for path in paths[:DEPTH]:
         try:
-            yield read_events(path).cast(EVENTS)
+            yield read_events(path)
         except DataError:
             continue
 

@@ -28,12 +28,12 @@ def health(found: Account) -> Html:
     return tag("div", more, tag("div", tag("table", head, *rows), class_="scroll"))
 
 
-def chosen(found: Account) -> list[int]:
-    """Which ranks are shown, ascending: all, or those whose time is divided most unlike the mean's."""
-    if len(found.ranks) <= ROWS:
+def chosen(found: Account, most: int = ROWS) -> list[int]:
+    """Places of the ranks that are shown, ascending: all, or those whose time is divided most unlike the others'."""
+    if len(found.ranks) <= most:
         return list(range(len(found.ranks)))
     far = np.abs(found.by_rank - np.median(found.by_rank, axis=0)).sum(1)
-    return sorted(np.argsort(-far, kind="stable")[:ROWS].tolist())
+    return sorted(np.argsort(-far, kind="stable")[:most].tolist())
 
 
 def _row(found: Account, i: int) -> Html:

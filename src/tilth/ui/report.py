@@ -22,11 +22,11 @@ from tilth.trace.read import OpTime, breakdown, read_events
 from tilth.trace.recent import told
 from tilth.ui import words
 from tilth.ui.charts import MEMORY, Chart, Curve, Phase, charts, curve, draw
-from tilth.ui.health import health
+from tilth.ui.health import chosen, health
 from tilth.ui.html import Html, escape, join, tag
 from tilth.ui.page import MARK, page
 from tilth.ui.samples import samples
-from tilth.ui.timeline import divided, stack, timeline, typical
+from tilth.ui.timeline import LANES, divided, stack, timeline, typical
 
 COLOURS = ("leaf", "sky", "sun", "plum", "clay", "teal", "soil")
 OPERATIONS = 14
@@ -218,9 +218,10 @@ def _pictures(seen: Seen, events: Events) -> list[Html | None]:
     found = account(events, told(events) or None if seen.state["state"] == "running" else None)
     last = {r["step"] for r in seen.records if r.get("phase") == seen.records[-1].get("phase")}
     usual, longest = typical(found, np.isin(found.steps, list(last)))
-    figures = [timeline(events, usual, "A typical step")]
+    ranks = [found.ranks[i] for i in chosen(found, LANES)]
+    figures = [timeline(events, usual, "A typical step", ranks)]
     if longest != usual:
-        figures.append(timeline(events, longest, "The longest step"))
+        figures.append(timeline(events, longest, "The longest step", ranks))
     several = len(found.ranks) > 1
     return [divided(found), *figures, stack(found), _folded("Ranks", health(found)) if several else None]
 

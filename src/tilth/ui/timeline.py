@@ -4,7 +4,7 @@ Both are SVG that stretches, one path for each colour, so that a page with many 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,8 +53,8 @@ def typical(found: Account, among: np.ndarray | None = None) -> tuple[int, int]:
     return int(found.steps[usual]), int(found.steps[rows[took.argmax()]])
 
 
-def lanes(events: Events, step: int) -> tuple[list[Lane], tuple[str, ...], float]:
-    """What the ranks did in a step, until the next began: lanes, names of the parts, and its seconds.
+def lanes(events: Events, step: int, ranks: Collection[int]) -> tuple[list[Lane], tuple[str, ...], float]:
+    """What these ranks did in a step, until the next began: lanes, names of the parts, and its seconds.
 
     The controller's lane, where it is a process of its own, shows when it did not wait for answers.
     """
@@ -67,7 +67,7 @@ def lanes(events: Events, step: int) -> tuple[list[Lane], tuple[str, ...], float
     window = low, high, np.where(events.op.is_("await"), BLANK, parts.code)
     _, waits = arrivals(events, shown & events.kind.is_("communication"))
     made = []
-    for r in events.workers:
+    for r in sorted(ranks):
         rows = np.flatnonzero(shown & (events.rank == r))
         line = _painted(events, rows, *window)
         _paint(line, events.start[rows], np.minimum(waits, events.duration)[rows], low, high, len(names) - 1)
@@ -109,14 +109,14 @@ def runs(codes: np.ndarray) -> list[tuple[int, int, int]]:
     return [(int(codes[a]), int(a), int(b - a)) for a, b in zip(begins, ends) if codes[a] != BLANK]
 
 
-def timeline(events: Events, step: int, title: str) -> Html:
-    """The figure of one step: a lane a rank."""
-    made, names, seconds = lanes(events, step)
-    shown = made[: LANES + 1]
-    more = f", {len(shown)} of {len(made)} ranks" if len(shown) < len(made) else ""
-    rows = [tag("div", tag("span", lane.name), _drawn(lane, names), class_="lane") for lane in shown]
+def timeline(events: Events, step: int, title: str, ranks: Collection[int] | None = None) -> Html:
+    """The figure of one step: a lane a rank. ranks: the workers to show; default: all, at most ``LANES``."""
+    chosen = events.workers[:LANES] if ranks is None else ranks
+    made, names, seconds = lanes(events, step, chosen)
+    rows = [tag("div", tag("span", lane.name), _drawn(lane, names), class_="lane") for lane in made]
     ends = [tag("span", "0"), tag("span", words.brief(seconds))]
-    waits = any((lane.codes == len(names) - 1).any() for lane in shown)
+    more = f"; {len(chosen)} of {len(events.workers)} ranks" if len(chosen) < len(events.workers) else ""
+    waits = any((lane.codes == len(names) - 1).any() for lane in made)
     pale = "; communication is pale until the last member is there" if waits else ""
     caption = tag("figcaption", tag("strong", title), tag("small", f"step {step:,}{more}{pale}"))
     return tag("figure", caption, *rows, tag("div", *ends, class_="x"), class_="lanes")
