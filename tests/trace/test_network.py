@@ -150,9 +150,16 @@ def test_the_link_of_noisy_transfers_with_stalls():
 
 
 def test_one_size_tells_no_latency():
-    (link,) = links(run(sizes=(1000,)))
+    (link,) = links(run(sizes=(100_000,)))
     assert not link.separate and link.latency == 0
-    assert float(link.seconds(1000)) == pytest.approx(2 * LATENCY + 1000 / BANDWIDTH, rel=1e-3)
+    assert float(link.seconds(100_000)) == pytest.approx(2 * LATENCY + 1e5 / BANDWIDTH, rel=1e-3)
+
+
+def test_a_packet_tells_no_bandwidth():
+    (link,) = links(run(sizes=(8, 300), noise=0.3, steps=40))
+    assert not link.separate and link.bandwidth == float("inf")
+    assert link.latency == pytest.approx(LATENCY + 7.5e-8, rel=0.1)
+    assert (links(run(sizes=(8, 3000)))[0].separate, link.least, link.greatest) == (True, 8, 300)
 
 
 def test_nothing_but_messages_without_content():

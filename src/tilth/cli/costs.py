@@ -13,7 +13,7 @@ from tilth.core.errors import DataError
 from tilth.plan.costs import Compute, Costs, as_dict, fit_costs, save_costs
 from tilth.trace.events import load, parse_steps
 from tilth.trace.fit import Error
-from tilth.trace.network import Link
+from tilth.trace.network import SMALL, Link
 
 
 def costs(run: Path, steps: str, save: Path | None, *, as_json: bool) -> None:
@@ -106,7 +106,7 @@ def _slowest(c: Compute) -> str:
 
 def _speed(k: Link) -> tuple[str, str]:
     bandwidth = "" if math.isinf(k.bandwidth) else f"{k.bandwidth * 1e-6:,.3g}"
-    return f"{k.latency * 1e6:.3g}" if k.separate else "", bandwidth
+    return f"{k.latency * 1e6:.3g}" if k.separate or k.greatest <= SMALL else "", bandwidth
 
 
 def _errors(error: Error) -> tuple[str, str]:

@@ -20,6 +20,8 @@ ROOM = 2.0
 another network would not mend."""
 APART = 2
 """Latency and bandwidth can be told apart where the greatest tensor has so many times the bytes of the least."""
+SMALL = 512
+"""Bytes up to which a tensor is less than a packet: where all are that small, their time is latency."""
 _BITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
@@ -58,7 +60,8 @@ class Link:
     count: int
     """Ends of communications that were fitted: each member's."""
     separate: bool
-    """Whether sizes differed enough to tell latency and bandwidth apart; if not, all of it is bandwidth."""
+    """Whether sizes differed enough to tell latency and bandwidth apart; if not, all of it is bandwidth, or latency
+    where all were ``SMALL``."""
     error: Error
     """Of steps that were not fitted, if there are several."""
 
@@ -134,8 +137,9 @@ def _samples(events: Events, met: Meetings, mine: np.ndarray) -> tuple[np.ndarra
 def _link(op: str, ranks: int, nbytes: np.ndarray, seconds: np.ndarray, step: np.ndarray) -> Link:
     messages, moved = wire(op, ranks, nbytes)
     least, greatest = int(nbytes.min()), int(nbytes.max())
-    separate = greatest >= APART * max(least, 1) or greatest == 0
-    features = np.stack([moved, np.full(len(moved), messages * separate)], 1)
+    small = greatest <= SMALL
+    separate = greatest >= APART * max(least, 1) and not small
+    features = np.stack([moved * (not small), np.full(len(moved), messages * (separate or small))], 1)
     size = np.unique(np.log2(np.maximum(nbytes, 1)).astype(int), return_inverse=True)[1].reshape(-1)
     weight = 1 / np.bincount(size)[size]  # one size class counts as much as another, however rare
     stated = held_out_error(features, seconds, step, weight)
