@@ -1,7 +1,9 @@
 """``tilth top``: what it says is what is on disk, now and after more was written; nothing is read twice; bad input."""
 
+import io
 import json
 import os
+import re
 import threading
 
 import pytest
@@ -14,7 +16,7 @@ from tests.cli.test_trace_run import keep, make
 from tests.trace.tree import s, two_workers
 from tests.ui.fake import fake_run
 from tilth.cli.main import app
-from tilth.cli.top import _lines
+from tilth.cli.top import _follow, _lines
 from tilth.config.load import load_recipe
 from tilth.flows.rundir import RunDir
 from tilth.ui import top as ui
@@ -178,6 +180,20 @@ def test_without_a_terminal_a_line_and_the_end(directory):
     lines = console.export_text().splitlines()
     assert lines[0].startswith("GRPO 1/250") and lines[-2].startswith("GRPO 2/250")
     assert lines[-1] == f"{directory.path.name}: finished"
+
+
+def test_in_a_terminal_the_last_picture_stays(directory):
+    directory.commit_step({"step": 1, "phase_step": 1, **RECORD})
+    screen = io.StringIO()
+    watch, console = Watch(directory.path), Console(width=90, force_terminal=True, file=screen)
+    following = threading.Thread(target=_follow, args=(watch, watch.look(), console, 0.01))
+    following.start()
+    directory.commit_step({"step": 2, "phase_step": 2, **RECORD})
+    directory.end("finished")
+    following.join(timeout=60)
+    assert not following.is_alive()
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).rpartition(directory.path.name)[2]
+    assert "finished" in last and "step 2 of 250" in last
 
 
 def test_bad_runs(tmp_path):
