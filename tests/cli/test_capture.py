@@ -57,7 +57,7 @@ def test_it_asks_waits_and_says_where_the_profiles_are(run):
     asked, thread = answered(run, BEGUN, DONE)
     result = call(run.path, "--steps", 2, "--ranks", "0,1", "--memory")
     thread.join()
-    assert {k: v for k, v in asked.items() if k != "id"} == {"steps": 2, "ranks": [0, 1], "memory": True}
+    assert {k: v for k, v in asked.items() if k != "id"} == {"steps": 2, "ranks": [0, 1], "memory": True, "attempt": 1}
     assert result.exit_code == 0 and result.stdout.splitlines() == [
         f"asked {run.path} for its next 2 steps; Ctrl-C takes that back",
         "recording steps 7 to 8, which takes longer than without",

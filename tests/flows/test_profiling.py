@@ -15,7 +15,7 @@ from tilth.config.load import from_dict
 from tilth.core.errors import DataError
 from tilth.flows import profiling
 from tilth.flows.files import read_lines
-from tilth.flows.profiling import FOLDER, LOG, REQUEST, Profiling, Request, ask, check_running, follow, take_back
+from tilth.flows.profiling import FOLDER, LOG, REQUEST, Profiling, Request, ask, follow, running_attempt, take_back
 from tilth.flows.rundir import RunDir
 from tilth.flows.signals import StopRequest
 from tilth.trace import capture
@@ -43,13 +43,13 @@ class Workers:
 class Watched:
     """A Profiling of a run of two workers in a folder, and what it has said."""
 
-    def __init__(self, folder, profile="", ranks=(0,), workers=None, begin=0):
+    def __init__(self, folder, profile="", ranks=(0,), workers=None, begin=0, attempt=1):
         made = from_dict({
             "cluster": {"backend": "local", "workers": 2},
             "run": {"profile": profile, "profile_ranks": list(ranks)},
         })  # fmt: skip
         self.folder, self.workers, self.stop, self.said = folder, workers or Workers(), StopRequest(), []
-        self.profiling = Profiling(self.workers, made, folder, self.stop)
+        self.profiling = Profiling(self.workers, made, folder, attempt, self.stop)
         self.profiling.on_begin(folder, begin, self.said.append)
 
     def steps(self, *numbers):
@@ -60,7 +60,7 @@ class Watched:
     def ask(self, steps=2, ranks=(0,), memory=False, name="mine"):
         path = self.folder / FOLDER
         path.mkdir(exist_ok=True)
-        asked = {"id": name, "steps": steps, "ranks": list(ranks), "memory": memory}
+        asked = {"id": name, "steps": steps, "ranks": list(ranks), "memory": memory, "attempt": 1}
         (path / REQUEST).write_text(json.dumps(asked))
 
     @property
@@ -163,9 +163,16 @@ def test_a_plan_goes_before_what_is_asked_for(tmp_path):
 
 def test_a_request_of_an_earlier_attempt_is_void(tmp_path):
     Watched(tmp_path).ask(2)
-    found = Watched(tmp_path, begin=4)
+    found = Watched(tmp_path, begin=4, attempt=2)
     found.steps(5, 6)
-    assert found.workers.calls == [] and not found.waiting
+    assert found.workers.calls == [] and not found.waiting and found.said == []
+
+
+def test_who_asks_before_the_first_step_gets_it(tmp_path):
+    Watched(tmp_path).ask(1)  # while the run is being built
+    found = Watched(tmp_path)
+    found.steps(1)
+    assert found.workers.calls == [("begin", (0,), False), ("end", (0,), "steps-1-1")]
 
 
 def test_who_asks_after_the_last_step_is_answered(tmp_path):
@@ -226,9 +233,10 @@ def test_a_request_that_cannot_be_is_answered(tmp_path, steps, ranks, told):
 
 
 STRANGE = [b"", b"{", b"[]", b"7", b"\xff\xfe", b"[" * 100_000, b'{"id": 1}',
-           b'{"id": "a", "steps": "2", "ranks": [0], "memory": false}',
-           b'{"id": "a", "steps": 2, "ranks": [true], "memory": false}',
-           b'{"id": "a", "steps": 2, "ranks": 0, "memory": false}']  # fmt: skip
+           b'{"id": "a", "steps": "2", "ranks": [0], "memory": false, "attempt": 1}',
+           b'{"id": "a", "steps": 2, "ranks": [true], "memory": false, "attempt": 1}',
+           b'{"id": "a", "steps": 2, "ranks": 0, "memory": false, "attempt": 1}',
+           b'{"id": "a", "steps": 2, "ranks": [0], "memory": false, "attempt": null}']  # fmt: skip
 
 
 @pytest.mark.parametrize("content", STRANGE, ids=lambda content: repr(content[:30]))
@@ -271,7 +279,7 @@ def going(tmp_path):
 def test_a_request_is_there_as_a_whole_and_only_once(going):
     request = ask(going.path, 2, [1, 0, 1], memory=True)
     path = going.path / FOLDER / REQUEST
-    assert profiling._request(json.loads(path.read_text())) == request == Request(request.id, 2, (1, 0), True)
+    assert profiling._request(json.loads(path.read_text())) == request == Request(request.id, 2, (1, 0), True, 1)
     with pytest.raises(DataError, match="is asked for another capture already"):
         ask(going.path, 1, [0])
     assert [p.name for p in (going.path / FOLDER).iterdir()] == [REQUEST]
@@ -301,7 +309,7 @@ def test_a_run_that_does_not_go_on_is_named(going, state):
 
 def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(DataError, match="is not a run"):
-        check_running(tmp_path)
+        running_attempt(tmp_path)
 
 
 def test_who_waits_is_told_both_lines_in_order_and_nothing_of_others(going, monkeypatch):
@@ -325,6 +333,13 @@ def test_who_waits_is_told_both_lines_in_order_and_nothing_of_others(going, monk
     assert list(follow(going.path, request)) == [lines[1], lines[3]]
     writer.join()
     log.close()
+
+
+def test_who_waits_for_an_attempt_that_is_over_is_told(going):
+    request = ask(going.path, 1, [0])
+    going.update(attempt=2)
+    with pytest.raises(DataError, match="has ended before its steps were profiled"):
+        list(follow(going.path, request))
 
 
 def test_who_waits_for_a_run_that_ends_is_told_and_asks_no_more(going):

@@ -138,7 +138,7 @@ def launch(
         ):
             with StopRequest(recipe.run.grace) as stop:
                 cluster.trace(directory.events.resolve(), directory.attempt, bool(recipe.run.collect_every))
-                profiling = Profiling(cluster, parts.recipe, directory.path, stop)
+                profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
                 watching = [*observers, profiling]
                 run = _run(parts, cluster, directory, watching, stop)
                 directory.update(data=fingerprint)

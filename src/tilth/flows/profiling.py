@@ -13,7 +13,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,13 @@ PERIOD = 0.2
 
 @dataclass(frozen=True)
 class Request:
-    """So many steps on these ranks; memory: with every allocation."""
+    """So many steps on these ranks; memory: with every allocation; attempt: of the run, another one's is void."""
 
     id: str
     steps: int
     ranks: tuple[int, ...]
     memory: bool = False
+    attempt: int = 0
 
     def problem(self, recipe: Recipe) -> str:
         """What is wrong with it in a run of this recipe, or ""."""
@@ -72,8 +73,8 @@ class Capture:
 class Profiling:
     """An observer of a run that lets its workers record what they do from the end of one step to that of another."""
 
-    def __init__(self, cluster: Cluster, recipe: Recipe, directory: Path, stop: StopRequest) -> None:
-        self._cluster, self._recipe, self._stop = cluster, recipe, stop
+    def __init__(self, cluster: Cluster, recipe: Recipe, directory: Path, attempt: int, stop: StopRequest) -> None:
+        self._cluster, self._recipe, self._attempt, self._stop = cluster, recipe, attempt, stop
         self._folder = directory / FOLDER
         self._asked = str(self._folder / REQUEST)
         self._planned = profiled(recipe)
@@ -82,10 +83,9 @@ class Profiling:
         self._say: Say = print
 
     def on_begin(self, directory: Path, step: int, say: Say) -> None:
-        """The run goes on after ``step``. What was asked of an earlier attempt is void."""
+        """The run goes on after ``step``."""
         self._say = say
         self._step = step
-        self._discard()
         self._look(step + 1)
 
     def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
@@ -127,12 +127,14 @@ class Profiling:
         self._begin(request, step)
 
     def _take(self) -> Request | None:
-        """What is asked for, which is no longer asked for then. What is no request is told of."""
+        """What is asked for, which is no longer asked for then. What is no request is told of; what was asked of an
+        earlier attempt is void."""
         path = Path(self._asked)
         try:
             text = path.read_text(encoding="utf-8")
             path.unlink()
-            return _request(json.loads(text))
+            request = _request(json.loads(text))
+            return request if request.attempt == self._attempt else None
         except FileNotFoundError:  # who asked has taken it back
             return None
         except (OSError, ValueError, RecursionError, DataError) as error:
@@ -206,11 +208,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _request(found: Any) -> Request:
     """DataError for JSON of another kind: anybody may write into a run's folder."""
-    if not isinstance(found, dict) or set(found) != {"id", "steps", "ranks", "memory"}:
-        raise DataError("it must have id, steps, ranks and memory, and nothing else")
-    if not isinstance(found["ranks"], list) or not all(type(n) is int for n in [found["steps"], *found["ranks"]]):
-        raise DataError("steps must be a number and ranks a list of them")
-    return Request(str(found["id"])[:64], found["steps"], tuple(dict.fromkeys(found["ranks"])), bool(found["memory"]))
+    if not isinstance(found, dict) or set(found) != {field.name for field in fields(Request)}:
+        raise DataError("it must have id, steps, ranks, memory and attempt, and nothing else")
+    steps, ranks, attempt = found["steps"], found["ranks"], found["attempt"]
+    if not isinstance(ranks, list) or not all(type(n) is int for n in [steps, attempt, *ranks]):
+        raise DataError("steps and attempt must be integers and ranks a list of them")
+    return Request(str(found["id"])[:64], steps, tuple(dict.fromkeys(ranks)), bool(found["memory"]), attempt)
 
 
 # ---- who asks ----
@@ -219,8 +222,8 @@ def _request(found: Any) -> Request:
 def ask(run: Path, steps: int, ranks: Sequence[int], memory: bool = False) -> Request:
     """Ask a run that goes on for its next steps. DataError: it does not go on, has no such ranks, or another request
     waits; StorageError if its folder cannot be written to."""
-    check_running(run)
-    request = Request(uuid.uuid4().hex[:12], steps, tuple(dict.fromkeys(ranks)), memory)
+    attempt = running_attempt(run)
+    request = Request(uuid.uuid4().hex[:12], steps, tuple(dict.fromkeys(ranks)), memory, attempt)
     if problem := request.problem(load_recipe(str(run / "recipe.toml"))):
         raise DataError(problem)
     folder = run / FOLDER
@@ -237,14 +240,15 @@ def ask(run: Path, steps: int, ranks: Sequence[int], memory: bool = False) -> Re
     return request
 
 
-def check_running(run: Path) -> None:
-    """DataError unless the run goes on now."""
-    state = read_state(run)["state"]
-    if state != "running":
+def running_attempt(run: Path) -> int:
+    """The attempt that is going on. DataError unless one is."""
+    state = read_state(run)
+    if state["state"] != "running":
         raise DataError(
-            f"{run} is {state}: only steps that are still to come can be profiled; run.profile=A:B does so when a run "
-            "begins or goes on"
+            f"{run} is {state['state']}: only steps that are still to come can be profiled; run.profile=A:B does so "
+            "when a run begins or goes on"
         )
+    return int(state["attempt"])
 
 
 def take_back(run: Path, request: Request) -> bool:
@@ -264,7 +268,8 @@ def follow(run: Path, request: Request) -> Iterator[dict[str, Any]]:
     or "failed"). DataError if the run ends without one."""
     told = 0
     while True:
-        running = read_state(run)["state"] == "running"
+        state = read_state(run)
+        running = state["state"] == "running" and state["attempt"] == request.attempt
         lines = [line for line in read_lines(run / FOLDER / LOG) if line.get("id") == request.id]
         for line in lines[told:]:
             yield line
