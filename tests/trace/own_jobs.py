@@ -47,7 +47,7 @@ class Job:
     def __enter__(self) -> "Job":
         """A step."""
         self.step_number += 1
-        self.step_id, self.began, self.ends = next(self.ids), self.now, {}
+        self.step_id, self.began = next(self.ids), self.now
         return self
 
     def __exit__(self, *_: object) -> None:

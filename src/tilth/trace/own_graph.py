@@ -317,8 +317,9 @@ class _Nodes:
         end of the last of them is waiting."""
         cut, events = self.cut, self.events
         calls = np.unique(self.frame[self.kind == LAUNCH])
-        answered = events.seq[self.row[self.kind == AWAIT]]
-        open_ = calls[~np.isin(events.seq[calls], answered)]
+        awaits = self.row[self.kind == AWAIT]
+        asked, answered = (events.seq[rows] << 32 | events.step[rows] for rows in (calls, awaits))
+        open_ = calls[~np.isin(asked, answered)]
         if not len(open_):
             return spent
         until = dict.fromkeys(self.steps.tolist(), -1)
@@ -384,9 +385,12 @@ class _Nodes:
         number = self.cut.meetings[self.row[meets]]
         self._join(meets, number, events.start[self.row[meets]], events.end[self.row[meets]])
         awaits = np.flatnonzero(self.kind == AWAIT)
-        _, one = np.unique(events.seq[self.row[awaits]], return_index=True)  # a second one has nothing to wait for
-        chosen = awaits[one]
+        _, one = np.unique(events.seq[self.row[awaits]], return_index=True)
+        chosen, later = awaits[one], np.delete(awaits, one)
+        self.real[later, -1] = events.duration[self.row[later]] * 1e-9  # the answer was there already
         calls, rows = _matched(events, self.calls, self.row[chosen])
+        same = events.step[calls] == events.step[rows]
+        calls, rows = calls[same], rows[same]
         of = chosen[np.searchsorted(events.seq[self.row[chosen]], events.seq[rows])]
         nodes, named = np.concatenate([chosen, self.close[calls]]), np.concatenate([chosen, of])
         arrived = np.concatenate([events.start[self.row[chosen]], events.end[calls]])
