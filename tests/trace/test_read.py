@@ -147,9 +147,14 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 CHILD = """
-import sys, time
+import sys, threading, time
 from tilth.trace import recorder, span
 recorder.start(sys.argv[1], interval=0.05)
+def beside():
+    for i in range(10**9):
+        with span("beside", seq=i):
+            time.sleep(0.0001)
+threading.Thread(target=beside, name="beside", daemon=True).start()
 with span("run"):
     i = 0
     while True:
@@ -173,10 +178,20 @@ def test_sigkill_loses_only_what_was_not_flushed(tmp_path):
         child.send_signal(signal.SIGKILL)
         child.wait()
     table = read_events(tmp_path)
-    steps = table["step"].to_pylist()
-    assert len(steps) >= 300 and sorted(steps) == list(range(len(steps)))
-    rows = breakdown(table)
-    assert [r.op for r in rows] == ["step"] and rows[0].share == 1.0
+    rows = table.to_pylist()
+    for op, number in (("step", "step"), ("beside", "seq")):
+        seen = [r[number] for r in rows if r["op"] == op]
+        assert len(seen) >= 300 and seen == list(range(len(seen)))
+    assert sorted(r.op for r in breakdown(table)) == ["beside", "step"]
+
+
+def test_the_next_process_removes_what_a_killed_one_had_begun_to_write(tmp_path):
+    mine, others = (tmp_path / f".attempt-1-rank-{rank}-000003.parquet.tmp" for rank in (1, 11))
+    mine.write_bytes(b"half")
+    others.write_bytes(b"half")
+    record(tmp_path, "a", rank=1, attempt=2)
+    assert not mine.exists() and others.exists()
+    assert read_events(tmp_path)["op"].to_pylist() == ["a"]
 
 
 def test_a_torn_last_part_is_left_out_and_named_when_read_itself(tmp_path):

@@ -63,6 +63,8 @@ class PartWriter:
         self.epoch = time.time_ns() - time.perf_counter_ns()
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            for half in folder.glob(f".attempt-*-rank-{rank}-*.parquet.tmp"):  # of a process that was killed
+                half.unlink(missing_ok=True)
             names = [PART.fullmatch(p.name) for p in folder.iterdir()]
         except OSError as error:
             raise StorageError(f"cannot write events to {folder}: {error.strerror}") from error
