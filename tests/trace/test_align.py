@@ -231,7 +231,9 @@ def write(folder, world, asked):
             {"attempt": 1, "rank": rank, "id": int(i), "parent": -1, "depth": 0, "op": world.rows[i]["op"],
              "detail": world.rows[i]["detail"], "seq": world.rows[i]["seq"], "role": "", "place": "", "step": 0,
              "micro_batch": -1, "start": int(world.start[i]), "duration": int(world.end[i] - world.start[i]),
-             "tokens": 0, "squares": 0, "bytes": 0, "flops": 0.0, "thread": "MainThread"}
+             "tokens": 0, "squares": 0, "bytes": 0, "flops": 0.0, "thread": "MainThread",
+             "device_start": int(world.start[i]) + 9 if world.rows[i]["op"] == "all_reduce" else None,
+             "device_duration": 5 if world.rows[i]["op"] == "all_reduce" else None}
             for i in mine
         ]  # fmt: skip
         pq.write_table(pa.Table.from_pylist(rows, schema=EVENTS), folder / f"attempt-1-rank-{rank}-000001.parquet")
@@ -252,6 +254,10 @@ def test_loaded_events_are_on_the_controllers_clock(tmp_path):
         events.rank, events.seq, events.start, events.end)))}  # fmt: skip
     for r, s, a, b in zip(*(c[inside].tolist() for c in (events.rank, events.seq, events.start, events.end))):
         assert first[r, s][0] <= a and b <= first[r, s][1], "what is within a span stays so"
+    assert (events.device_start[inside] == events.start[inside] + 9).all() and (
+        events.device_duration[inside] == 5
+    ).all()
+    assert (events.device_start[~inside] == -1).all() and (events.device_duration[~inside] == -1).all()
     assert 0 < events.clock_error < 200e3 and events.select(inside).clock_error == events.clock_error
     (tmp_path / "events" / "attempt-1-clocks.jsonl").unlink()
     assert load(tmp_path).clock_error is None

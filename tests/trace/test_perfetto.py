@@ -23,7 +23,7 @@ def made(rows, controller=2):
     usual = {
         "rank": 0, "parent": -1, "start": 0, "duration": 0, "step": 0, "micro_batch": -1, "seq": -1, "tokens": 0,
         "squares": 0, "bytes": 0, "flops": 0.0, "op": "forward", "detail": "", "role": "", "place": "",
-        "thread": "MainThread",
+        "thread": "MainThread", "device_start": -1, "device_duration": -1,
     }  # fmt: skip
     rows = sorted(({**usual, **row} for row in rows), key=lambda row: row["start"])
     for row in rows:
@@ -133,6 +133,24 @@ def test_a_step_with_two_ranks(tmp_path):
     ]
 
 
+def test_what_a_device_did_is_on_tracks_of_its_own(tmp_path):
+    rows = [
+        {"rank": 1, "op": "forward", "start": 0, "duration": 5, "device_start": 8, "device_duration": 100},
+        {"rank": 1, "op": "backward", "start": 5, "duration": 5, "device_start": 108, "device_duration": 100},
+        {"rank": 1, "op": "all_reduce", "start": 6, "duration": 2, "device_start": 150, "device_duration": 100},
+        {"rank": 0, "op": "forward", "start": 7, "duration": 5, "device_start": 20, "device_duration": 0},
+        {"rank": 0, "op": "gc", "start": 7, "duration": 1},
+    ]  # fmt: skip
+    found = written(made(rows), tmp_path / "x.json")
+    names = {e["tid"]: (e["pid"], e["args"]["name"]) for e in found if e["name"] == "thread_name"}
+    device = [(*names[e["tid"]], e["name"], ns(e["ts"]), ns(e["dur"])) for e in found if e.get("cat") == "device"]
+    assert device == [
+        (2, "device", "forward", 8, 100), (1, "device", "forward", 20, 0), (2, "device", "backward", 108, 100),
+        (2, "device (2)", "all_reduce", 150, 100),
+    ]  # fmt: skip
+    assert sum(e["ph"] == "X" for e in found) == len(rows) + 4
+
+
 def test_a_call_nobody_awaits_and_one_whose_clock_is_a_little_wrong():
     lazy = [row for row in CALLED if row["op"] != "await"]
     found = calls(made(lazy))
@@ -223,6 +241,7 @@ rows = st.lists(
         "rank": st.integers(0, 2), "op": ops, "start": st.integers(0, 60), "duration": st.integers(0, 40),
         "seq": st.integers(-1, 3), "detail": st.sampled_from(["", "0,1", "0>1", "a.b"]),
         "thread": st.sampled_from(["MainThread", "other"]), "step": st.integers(-1, 2),
+        "device_start": st.integers(-1, 40), "device_duration": st.integers(0, 9),
     }), min_size=1, max_size=40,
 )  # fmt: skip
 
@@ -232,5 +251,5 @@ rows = st.lists(
 def test_whatever_was_recorded_the_file_keeps_the_rules(tmp_path_factory, rows):
     events = made(rows)
     found = written(events, tmp_path_factory.mktemp("any") / "x.json")
-    spans = sorted((e["pid"] - 1, ns(e["ts"]), ns(e["dur"])) for e in found if e["ph"] == "X")
+    spans = sorted((e["pid"] - 1, ns(e["ts"]), ns(e["dur"])) for e in found if e["ph"] == "X" and e["cat"] != "device")
     assert spans == sorted(zip(events.rank.tolist(), events.start.tolist(), events.duration.tolist()))

@@ -16,6 +16,7 @@ from tilth.trace.align import Spans, align
 from tilth.trace.ops import kind
 from tilth.trace.read import attempts, read_events
 from tilth.trace.rounds import Asked, events_folder, read_rounds
+from tilth.trace.writer import LATER
 
 NUMBERS = ("step", "micro_batch", "seq", "tokens", "squares", "bytes")
 CODED = ("op", "detail", "role", "place", "thread")
@@ -73,6 +74,10 @@ class Events:
     role: Coded
     place: Coded
     thread: Coded
+    device_start: np.ndarray
+    """int64 [n]: when a CUDA device began with it, on the clock of ``start``; -1: not timed there."""
+    device_duration: np.ndarray
+    """int64 [n], -1 likewise."""
     clock_error: float | None = None
     """ns by which times of different ranks may be wrong at most; None: clocks were not compared, or there is one."""
 
@@ -148,13 +153,15 @@ def from_table(table: pa.Table, asked: Mapping[int, Asked] | None = None) -> Eve
     table, error = _aligned(table, asked) if asked else (table, None)
     attempt, order = int(table["attempt"][0].as_py()), np.argsort(_number(table, "start"), kind="stable")
     found = {}
-    for name in ("rank", "id", "parent", "start", "duration", *NUMBERS, *CODED, "flops"):
+    for name in ("rank", "id", "parent", "start", "duration", *NUMBERS, *CODED, *LATER, "flops"):
         found[name] = _column(table, name)[order]
         table = table.drop_columns(name)  # of ten million events none is kept twice
     rank, duration = found["rank"], found["duration"]
     parent = _parents(rank, found.pop("id"), found["parent"])
     own = duration - np.bincount(parent + 1, duration, len(parent) + 1)[1:].astype(np.int64)
     start = found["start"] - found["start"][0]
+    timed = found["device_start"] >= 0
+    found["device_start"] = np.where(timed, found["device_start"] - found["start"][0], -1)
     found |= {"parent": parent, "start": start, "own": own, "kind": _kinds(found["op"])}
     return Events(attempt, _controller(rank, found["op"]), **found, clock_error=error)
 
@@ -165,8 +172,9 @@ def _aligned(table: pa.Table, asked: Mapping[int, Asked]) -> tuple[pa.Table, flo
     op, detail = _coded(table, "op"), _coded(table, "detail")
     spans = Spans(rank, seq, start, start + took, op.codes, op.names, detail.codes, detail.names)
     start, end, error = align(asked, spans)
-    for name, values in (("start", start), ("duration", end - start)):
-        table = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
+    device = pc.add(table["device_start"], pa.array(start - _number(table, "start")))  # by as much as what queued it
+    for name, values in (("start", pa.array(start)), ("duration", pa.array(end - start)), ("device_start", device)):
+        table = table.set_column(table.schema.get_field_index(name), name, values)
     return table, error
 
 
@@ -183,6 +191,8 @@ def _column(table: pa.Table, name: str) -> Any:
     """As ``Events`` has it."""
     if name == "flops":
         return table[name].to_numpy()
+    if name in LATER:
+        return table[name].fill_null(-1).to_numpy()
     return _coded(table, name) if name in CODED else _number(table, name)
 
 

@@ -65,7 +65,7 @@ def export(
     tracks = Tracks(events)
     called, met = arrows.calls(events), arrows.meetings(events)
     parts = chain(
-        tracks.metadata(), _spans(events, tracks), _arrows(called, tracks, "call", 0),
+        tracks.metadata(), _spans(events, tracks), _device(events, tracks), _arrows(called, tracks, "call", 0),
         _arrows(met, tracks, "communication", called.count), _counted(events, counters),
     )  # fmt: skip
     try:
@@ -101,27 +101,37 @@ class Tracks:
 
     def __init__(self, events: Events) -> None:
         self._events = events
-        self.order = np.lexsort((-np.arange(len(events)), -events.duration, events.start))
-        """int64 [n]: rows by start, what holds others before them."""
         self.process = events.rank + 1  # 0 is the idle process to some readers
         """int64 [n]."""
-        self.thread = np.zeros(len(events), np.int64)
-        """int64 [n]: unique over all processes, as on one machine."""
         self.names: dict[int, tuple[int, str]] = {}
-        """Number of a track -> rank, name."""
-        keys, place = np.unique(events.rank * len(events.thread.names) + events.thread.codes, return_inverse=True)
-        for at, rows in split(place[self.order]).items():
-            rank, thread = divmod(int(keys[at]), len(events.thread.names))
-            self._lay(rank, thread, self.order[rows])
+        """Number of a track, unique over all processes as on one machine -> rank, name."""
+        rows, codes = np.arange(len(events)), events.thread.codes
+        self.order, tracks = self._lay(rows, events.start, events.duration, codes, events.thread.names)
+        """int64 [n]: rows by start, what holds others before them."""
+        self.thread = np.empty(len(events), np.int64)
+        """int64 [n]: the track of each row."""
+        self.thread[self.order] = tracks
+        timed = np.flatnonzero(events.device_start >= 0)
+        start, took = events.device_start[timed], events.device_duration[timed]
+        self.device, self.device_thread = self._lay(timed, start, took, np.zeros_like(timed), ("device",))
+        """int64 [m] each: rows that were timed on a device, by start there, and the tracks that show it."""
 
-    def _lay(self, rank: int, thread: int, rows: np.ndarray) -> None:
-        """Give tracks to the spans of one thread."""
-        first = max(self._events.ranks) + 2 + len(self.names)  # beyond the numbers of processes
-        lanes = nested(self._events.start[rows], self._events.end[rows])
-        self.thread[rows] = first + lanes
-        name = self._events.thread.names[thread]
-        for lane in range(int(lanes.max(initial=0)) + 1):
-            self.names[first + lane] = rank, f"{name} ({lane + 1})" if lane else name
+    def _lay(
+        self, rows: np.ndarray, start: np.ndarray, took: np.ndarray, codes: np.ndarray, names: Sequence[str]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rows in the order of the picture, and a track for each. codes: which of the names their thread has."""
+        order = np.lexsort((-rows, -took, start))
+        rows, start, end, codes = rows[order], start[order], (start + took)[order], codes[order]
+        tracks = np.empty(len(rows), np.int64)
+        keys, place = np.unique(self._events.rank[rows] * len(names) + codes, return_inverse=True)
+        for at, mine in split(place).items():
+            rank, code = divmod(int(keys[at]), len(names))
+            first = max(self._events.ranks) + 2 + len(self.names)  # beyond the numbers of processes
+            lanes = nested(start[mine], end[mine])
+            tracks[mine] = first + lanes
+            for lane in range(int(lanes.max()) + 1):
+                self.names[first + lane] = rank, f"{names[code]} ({lane + 1})" if lane else names[code]
+        return rows, tracks
 
     def metadata(self) -> Lines:
         """Names and order of the tracks, the controller first."""
@@ -188,6 +198,18 @@ def _spans(events: Events, tracks: Tracks) -> Lines:
         yield [
             f'{{{heads[code]}{args}}},"pid":{p},"tid":{t},"ts":{s},"dur":{d}}}'
             for code, args, p, t, s, d in zip(codes, _numbers(events, rows), process, thread, start, took)
+        ]
+
+
+def _device(events: Events, tracks: Tracks) -> Lines:
+    """What a device did for a span, on tracks of its own."""
+    for begin in range(0, len(tracks.device), CHUNK):
+        rows, thread = (column[begin : begin + CHUNK] for column in (tracks.device, tracks.device_thread))
+        process, ops = tracks.process[rows].tolist(), events.op.codes[rows].tolist()
+        start, took = (c[rows] / 1000 for c in (events.device_start, events.device_duration))
+        yield [
+            f'{{"ph":"X","name":{json.dumps(events.op.names[op])},"cat":"device","pid":{p},"tid":{t},"ts":{s},"dur":{d}}}'
+            for op, p, t, s, d in zip(ops, process, thread.tolist(), start.tolist(), took.tolist())
         ]
 
 
