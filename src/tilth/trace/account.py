@@ -94,8 +94,6 @@ class Parts:
     """int64 [n]: of ``names``."""
     main: np.ndarray
     """bool [n]: in the thread that executes calls (of the controller: the one that has the steps)."""
-    call: np.ndarray
-    """int64 [n]: number of the call around it, -1: none."""
 
 
 def account(events: Events, steps: range | None = None) -> Account:
@@ -166,7 +164,7 @@ def parts_of(events: Events) -> Parts:
     for kind, name in _OWN.items():
         here = events.kind.is_(kind) & ((phase < 0) | (kind != "data"))
         code[here] = names.index(name)
-    return Parts(names, code, main, call)
+    return Parts(names, code, main)
 
 
 def _around(events: Events) -> tuple[np.ndarray, np.ndarray]:
