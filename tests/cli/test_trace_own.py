@@ -40,6 +40,7 @@ def test_json_has_the_keys_of_foreign_traces_and_more(run):
     assert said["by_dp"] == {"0": found.by_dp[0].mean, "1": found.by_dp[1].mean}
     worst = said["by_worker"][0]
     assert worst == {"dp": 1, "stage": 0, "rank": 1, "exact": found.exact[1], "shortcut": found.exact[1]}
+    assert said["by_axis"] == {"dp": said["by_dp"]}
     assert said["steps"] == {"first": 2, "last": 4, "count": 3} and said["left_out"] == []
     assert said["step"] == pytest.approx(found.recorded.mean()) and abs(said["model_error"]) < 0.01
     (finding,) = said["cause"]["findings"]

@@ -157,6 +157,23 @@ def test_an_ideal_communication_is_as_fast_as_the_fast_ones_of_the_run():
     assert chosen.ideal == pytest.approx(2 * [1.65], **EXACT)  # usual is what is usual in the whole run
 
 
+def test_each_axis_of_the_mesh():
+    """Four ranks, two by two; both of the second tensor-parallel part are slow."""
+    job = Job(4)
+    with job:
+        job.do("policy.update", {r: update(1.0 + r % 2) for r in range(4)})
+    rows = job.table().to_pylist()
+    for row in rows:
+        if row["place"]:
+            row["place"] = f"dp=0 fsdp={row['rank'] // 2} tp={row['rank'] % 2}"
+    found = what_if_run(Model(read_steps(from_table(pa.Table.from_pylist(rows, job.table().schema)))))
+    assert found.dp.tolist() == [0, 0, 1, 1] and list(found.by_axis) == ["fsdp", "tp"]
+    slow = 12.15 / 9.15
+    assert [s.mean for s in found.by_dp.values()] == pytest.approx([slow, slow], **EXACT)
+    assert [s.mean for s in found.by_axis["fsdp"].values()] == pytest.approx([slow, slow], **EXACT)
+    assert [s.mean for s in found.by_axis["tp"].values()] == pytest.approx([1, slow], **EXACT)
+
+
 def test_another_network():
     """4 MB took 0.1 s: 40 MB/s between two ranks. At twice that they take half as long."""
     job = pair(2.0, steps=4)

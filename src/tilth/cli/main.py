@@ -455,7 +455,7 @@ def trace_whatif(
     """Say what stragglers cost, which operations, stages and workers they are, and the likely cause.
 
     Keys of --json: slowdown, ideal_step (seconds), by_optype, by_stage, by_dp, by_worker (dp, stage, rank, exact,
-    shortcut), m_w, m_s, cause (text, findings, evidence). Of a RUN also step, model_error, steps, left_out,
+    shortcut), m_w, m_s, cause (text, findings, evidence). Of a RUN also by_axis, step, model_error, steps, left_out,
     earlier, other_network, and in findings seconds, those of a step without the cause.
     """
     if path.is_dir():

@@ -41,6 +41,7 @@ def as_dict(found: RunWhatIf, cause: Cause) -> dict[str, Any]:
         "m_w": found.m_w.share,
         "m_s": 0.0,
         "cause": about(cause),
+        "by_axis": {axis: {str(i): s.mean for i, s in at.items()} for axis, at in found.by_axis.items()},
         "step": float(found.recorded.mean()),
         "model_error": found.error,
         "steps": {"first": int(found.steps[0]), "last": int(found.steps[-1]), "count": len(found.steps)},
@@ -95,9 +96,11 @@ def _elsewhere(found: RunWhatIf) -> list[str]:
 
 
 def _ranks(found: RunWhatIf) -> None:
-    dp = sorted(((str(d), s) for d, s in found.by_dp.items()), key=lambda kv: -kv[1].mean)
-    if len(dp) > 1:
-        slowdowns("dp rank", dp[:SHOWN], len(dp) - SHOWN)
+    parts = {"dp rank": found.by_dp} | {f"{axis} rank": at for axis, at in found.by_axis.items() if axis != "dp"}
+    for name, at in parts.items():
+        rows = sorted(((str(i), s) for i, s in at.items()), key=lambda kv: -kv[1].mean)
+        if len(rows) > 1:
+            slowdowns(name, rows[:SHOWN], len(rows) - SHOWN)
     table = new_table("worker", "dp rank", "S", right=("worker", "dp rank", "S"))
     for r in _workers(found)[:SHOWN]:
         table.add_row(str(r["rank"]), str(r["dp"]), f"{r['exact']:.4f}")

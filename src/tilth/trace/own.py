@@ -13,7 +13,7 @@ import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.trace.cause import Cause
-from tilth.trace.events import Events, load
+from tilth.trace.events import load
 from tilth.trace.network import retimed
 from tilth.trace.own_graph import Steps, read_steps
 from tilth.trace.own_replay import Model
@@ -25,6 +25,8 @@ class RunWhatIf(Replayed):
     """Findings of a run: s steps, w workers (0 inline). Times in seconds."""
 
     by_dp: dict[int, Slowdown]
+    by_axis: dict[str, dict[int, Slowdown]]
+    """The same for each coordinate of each axis of the mesh (dp, fsdp, tp) that has more than one."""
     workers: np.ndarray
     """int64 [w]: their ranks."""
     dp: np.ndarray
@@ -88,11 +90,16 @@ def what_if_run(model: Model, latency: float | None = None, bandwidth: float | N
     exact = alone.mean(0) / best.mean()
     worst = workers[np.lexsort((workers, -exact))][: math.ceil(GUILTY * len(workers))]
     by_dp = model.groups_of([workers[dp == d] for d in np.unique(dp)])
+    by_axis = {
+        axis: dict(zip(groups, map(slowdown, model.groups_of(list(groups.values())).T)))
+        for axis, groups in _axes(steps).items()
+    }
     return RunWhatIf(
         steps=steps.steps, recorded=steps.recorded, replayed=replayed, ideal=best,
         by_optype={name: slowdown(t) for name, t in zip(steps.ops, model.operations().T) if _told(model, name)},
         by_dp={int(d): slowdown(t) for d, t in zip(np.unique(dp), by_dp.T)},
-        workers=workers, dp=dp, exact=exact, exact_per_step=(alone / best[:, None]).T, worst=worst.tolist(),
+        by_axis=by_axis, workers=workers, dp=dp, exact=exact, exact_per_step=(alone / best[:, None]).T,
+        worst=worst.tolist(),
         m_w=_mended(model, np.isin(model.rank, worst)[:, None], replayed, best),
         m_c=_mended(model, np.array([kind == "communication" for kind in steps.kinds])[None], replayed, best),
         dropped=steps.dropped, older=steps.older, other_network=_elsewhere(steps, latency, bandwidth),
@@ -121,22 +128,28 @@ def _elsewhere(steps: Steps, latency: float | None, bandwidth: float | None) -> 
 
 def data_ranks(steps: Steps) -> dict[int, int]:
     """For each rank its place among those that share the data, dp and fsdp as one, in the role it works for most."""
-    events = steps.events
-    found = {int(r): 0 for r in np.unique(steps.rank)}
-    places = [tuple(_coordinate(name, axis) for axis in ("dp", "fsdp")) for name in events.place.names]
-    width = max((fsdp for _, fsdp in places), default=0) + 1
-    for rank in steps.workers.tolist():
-        rows = _frames(events, rank)
+    at = coordinates(steps)
+    width = max((place.get("fsdp", 0) for place in at.values()), default=0) + 1
+    return {rank: place.get("dp", 0) * width + place.get("fsdp", 0) for rank, place in at.items()}
+
+
+def coordinates(steps: Steps) -> dict[int, dict[str, int]]:
+    """For each rank its coordinates by axis (dp, fsdp, tp) in the mesh of the role it works for most."""
+    events, found = steps.events, {}
+    places = [{axis: int(at) for axis, at in re.findall(r"(\w+)=(\d+)", name)} for name in events.place.names]
+    for rank in np.unique(steps.rank).tolist():
+        rows = np.flatnonzero((events.rank == rank) & events.op.is_("call"))
         took = np.bincount(events.place.codes[rows], events.duration[rows], len(places))
-        dp, fsdp = places[int(took.argmax())]
-        found[rank] = dp * width + fsdp
+        found[rank] = places[int(took.argmax())] if len(rows) else {}
     return found
 
 
-def _frames(events: Events, rank: int) -> np.ndarray:
-    return np.flatnonzero((events.rank == rank) & events.op.is_("call"))
-
-
-def _coordinate(place: str, axis: str) -> int:
-    found = re.search(rf"\b{axis}=(\d+)", place)
-    return int(found[1]) if found else 0
+def _axes(steps: Steps) -> dict[str, dict[int, np.ndarray]]:
+    """For each axis with more than one coordinate the ranks at each of them."""
+    at, workers = coordinates(steps), steps.workers.tolist()
+    found = {}
+    for axis in dict.fromkeys(axis for rank in workers for axis in at[rank]):
+        mine = [at[rank].get(axis, -1) for rank in workers]
+        if len(set(mine) - {-1}) > 1:
+            found[axis] = {i: np.array([r for r, m in zip(workers, mine) if m == i]) for i in sorted(set(mine) - {-1})}
+    return found
