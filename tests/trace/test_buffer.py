@@ -153,6 +153,7 @@ def test_many_threads_at_once_with_a_writer_that_never_rests(tmp_path):
         for thread in threads:
             thread.join()
         recorder.totals()  # what has ended is folded away, its events are not
+        assert all(state.thread.is_alive() for state in recorder._threads)
     events = load(tmp_path)
     assert recorder.dropped == 0
     for number in range(6):

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from tilth.core.errors import StorageError
-from tilth.trace.buffer import CHUNK, FORMAT, FULL, OTHERS, SIZE, Buffer, Codes, Taken, Texts
+from tilth.trace.buffer import CHUNK, FORMAT, FULL, NONE, OTHERS, SIZE, Buffer, Codes, Taken, Texts
 from tilth.trace.device import DeviceClock, Mark, device_clock
 from tilth.trace.ops import ON_DEVICE, PHASES
 
@@ -336,7 +336,8 @@ class Recorder:
         """Sums since the process began; those of threads that ended are folded together, so memory stays bounded."""
         for state in [t for t in self._threads if not t.thread.is_alive()]:
             self._threads.remove(state)
-            self._left.append(state)
+            if self._writer is not None and state.chunk is not NONE:
+                self._left.append(state)  # its last events are still to be written
             _merge(self._gone, state.sums)
         sums = {op: list(row) for op, row in self._gone.items()}
         for state in list(self._threads):
