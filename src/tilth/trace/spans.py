@@ -196,9 +196,9 @@ class span:
             # A generator may have left a span behind that was closed out of order: skip those.
             thread.top = parent if parent is None or parent.duration < 0 else _still_open(parent)
         if recorder.recording:
-            _add(self, thread, sums[CODE], -1 if parent is None else parent.id)
             if self._begun is not None:
                 recorder.end(self.id, self._begun)
+            _add(self, thread, sums[CODE], -1 if parent is None else parent.id)
 
 
 def _still_open(top: span | None) -> span | None:
