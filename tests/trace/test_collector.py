@@ -15,6 +15,7 @@ from tilth.trace.events import load
 
 @pytest.fixture(autouse=True)
 def as_it_was():
+    recorder.totals()
     before = gc.isenabled(), gc.get_freeze_count()
     yield
     assert not collector.watching and not collector.planned and not ears()

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tilth.core.errors import DataError
-from tilth.trace.writer import EVENTS, LATER, PART
+from tilth.trace.writer import EVENTS, LATER, PART, TEXTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,6 @@ class OpTime:
 
 COLUMNS = pa.schema([(f.name, pa.dictionary(pa.int32(), f.type) if f.type == pa.string() else f.type) for f in EVENTS])
 """``writer.EVENTS`` as a reader gets them: each text once, and its number in every row."""
-TEXTS = [f.name for f in COLUMNS if pa.types.is_dictionary(f.type)]
 
 
 def read_events(path: str | Path, attempt: int | None = None) -> pa.Table:
