@@ -267,15 +267,21 @@ def show(rows: Iterable[Row]) -> None:
 
 def tell(rows: Sequence[Row]) -> None:
     """What came of all."""
-    errors = sorted(abs(e) for r in rows for e in r.errors)
+    errors = [abs(e) for r in rows for e in r.errors]
+    every = [abs(p / m - 1) for r in rows for p, m in zip(r.predicted, r.measured)]
     quiet = [name for r in rows for name in r.false]
     print(
         f"{sum(r.right for r in rows)} of {len(rows)} runs right; nothing in {quiet.count('none')} of {len(quiet)} "
         f"windows without a cause; {len(errors)} of {sum(len(r.steady) for r in rows)} windows steady enough to compare"
     )
     if errors:
-        near = sum(e <= 0.1 for e in errors)
-        print(f"predictions off by {100 * statistics.median(errors):.1f} % (median), within 10 %: {near}")
+        print(f"predictions in these: {spread(errors)}; in all {len(every)}: {spread(every)}")
+
+
+def spread(errors: Sequence[float]) -> str:
+    """In words."""
+    near = sum(e <= 0.1 for e in errors)
+    return f"off by {100 * statistics.median(errors):.1f} % (median), {near} of {len(errors)} within 10 %"
 
 
 def chosen(only: str, *, quick: bool) -> Sequence[Case]:
