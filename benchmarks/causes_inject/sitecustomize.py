@@ -133,7 +133,8 @@ def throttled(collective: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             State.collective = inner
         if CAUSE["kind"] == "network" and not inner and on(State.step):
-            time.sleep(CAUSE["latency"] + size(args[0]) / CAUSE["bandwidth"])
+            first = next(iter((*args, *kwargs.values())))
+            time.sleep(CAUSE["latency"] + size(first) / CAUSE["bandwidth"])
         return found
 
     return run

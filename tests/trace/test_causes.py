@@ -104,7 +104,9 @@ def test_a_throttled_collective_takes_the_time_of_its_bytes_once(inject, monkeyp
     outer([tensor, tensor])
     module.State.step = 41
     outer([tensor, tensor])
-    assert slept == pytest.approx([0.01 + 8000 / 1e6])
+    module.State.step = 21
+    module.throttled(lambda output, input: None)(output=tensor, input=[tensor, tensor])
+    assert slept == pytest.approx([0.01 + 8000 / 1e6, 0.01 + 4000 / 1e6])
 
 
 def test_the_longest_rows_go_to_one_rank_and_none_is_lost(inject, monkeypatch):
