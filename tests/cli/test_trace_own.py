@@ -52,7 +52,7 @@ def test_json_has_the_keys_of_foreign_traces_and_more(run):
 def test_what_a_person_reads(run):
     text = call(run).stdout
     assert "2 workers; steps 1 to 6" in text and "slowdown S 1.1948" in text
-    assert "error of the model 0.00 %" in text
+    assert "error of the model 0.00 % (recorded over a replay with usual delays of dispatch; worst step 0.00 %)" in text
     assert "cause: slow worker: rank 1 takes 1.50 times as long as its peers" in text
     assert "on the other network" not in text
     faster = call(run, "--latency", "0us", "--bandwidth", "100Gbit").stdout

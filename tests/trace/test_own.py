@@ -55,6 +55,34 @@ def test_a_step_on_paper():
     assert found.workers.tolist() == [0, 1] and found.dp.tolist() == [0, 1]
 
 
+def test_delays_that_are_not_the_usual_ones_are_the_model_s_error():
+    """Of five steps one has calls that come 0.3 s late, one answers 0.2 s late: the replay has them, dependencies do not."""
+    job = Job(2)
+    for late, slow in ((0.01, 0.02), (0.31, 0.02), (0.01, 0.02), (0.01, 0.22), (0.01, 0.02)):
+        job.delay, job.reply = late, slow
+        with job:
+            job.do("policy.update", {0: [("update", 1.0)], 1: [("update", 1.0)]})
+            number = job.submit("policy.save", {0: [("save", 0.1)]})
+            job.delay = 0.0
+            job.wait(number)
+    found = what_if_run(Model(read_steps(job.events)))
+    usual = 1.0 + 0.1 + 2 * 0.01 + 2 * 0.02
+    assert found.replayed == pytest.approx(job.seconds, **EXACT)
+    assert found.explained == pytest.approx([usual] * 5, **EXACT)
+    assert found.error == pytest.approx(np.mean(job.seconds) / usual - 1, **EXACT)
+    assert found.error > 0.15 and found.worst_error == pytest.approx(0.6 / usual, **EXACT)
+
+
+def test_delays_are_usual_for_calls_of_their_name():
+    job = Job(1)
+    for _ in range(3):
+        with job:
+            for name, delay in (("policy.update", 0.5), ("policy.save", 0.1), ("policy.save", 0.1)):
+                job.delay = delay
+                job.do(name, {0: [("update", 1.0)]})
+    assert what_if_run(Model(read_steps(job.events))).error == pytest.approx(0, abs=1e-8)
+
+
 def test_nodes_of_a_step():
     steps = read_steps(pair(2.0, delay=0.01, reply=0.005).events)
     assert np.bincount(steps.kind, minlength=6).tolist() == [2, 4 + 3, 2, 2 + 2, 1, 1]  # REPLY: two for the step's end

@@ -64,13 +64,13 @@ def _print(run: Path, found: RunWhatIf, cause: Cause) -> None:
     which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
     left = f"; {len(found.dropped)} steps left out for calls of theirs are missing" if found.dropped else ""
     left += f"; {found.older} earlier steps left out: --steps A:B looks at others" if found.older else ""
-    worst = float(np.abs(found.recorded / found.replayed - 1).max())
     show(
         f"{run}: {who}; {which}{left}",
         f"slowdown S {found.slowdown:.4f}: a step takes {found.replayed.mean():.4g} s instead of "
         f"{found.ideal.mean():.4g} s, {100 * found.waste:.1f} % of the time is lost; "
         f"worst step {found.per_step.max():.4f}",
-        f"error of the model {100 * abs(found.error):.2f} % (recorded over replayed; worst step {100 * worst:.2f} %)",
+        f"error of the model {100 * found.error:.2f} % (recorded over a replay with usual delays of dispatch; "
+        f"worst step {100 * found.worst_error:.2f} %)",
         *_shares(found),
         *_elsewhere(found),
         f"cause: {cause.text}",

@@ -24,6 +24,8 @@ from tilth.trace.whatif import GUILTY, Mended, Replayed, Slowdown, mended_by
 class RunWhatIf(Replayed):
     """Findings of a run: s steps, w workers (0 inline). Times in seconds."""
 
+    explained: np.ndarray
+    """float64 [s]: a replay whose delays of dispatch are the usual ones (``Model.usual_delays``)."""
     by_dp: dict[int, Slowdown]
     by_axis: dict[str, dict[int, Slowdown]]
     """The same for each coordinate of each axis of the mesh (dp, fsdp, tp) that has more than one."""
@@ -47,6 +49,17 @@ class RunWhatIf(Replayed):
     """Steps left out, for the newer ones have events enough."""
     other_network: float | None
     """Seconds of a step with the recorded work on the network that was asked for; None: none was."""
+
+    @property
+    def error(self) -> float:
+        """The model's own error: recorded over explained, less 1; that of the means over steps. With the delays that
+        were recorded it is 0 by construction."""
+        return float(self.recorded.mean() / self.explained.mean() - 1)
+
+    @property
+    def worst_error(self) -> float:
+        """The greatest of a step, above 0."""
+        return float(np.abs(self.recorded / self.explained - 1).max())
 
     @property
     def shortcut(self) -> np.ndarray:
@@ -96,6 +109,7 @@ def what_if_run(model: Model, latency: float | None = None, bandwidth: float | N
     }
     return RunWhatIf(
         steps=steps.steps, recorded=steps.recorded, replayed=replayed, ideal=best,
+        explained=model.usual_delays(),
         by_optype={name: slowdown(t) for name, t in zip(steps.ops, model.operations().T) if _told(model, name)},
         by_dp={int(d): slowdown(t) for d, t in zip(np.unique(dp), by_dp.T)},
         by_axis=by_axis, workers=workers, dp=dp, exact=exact, exact_per_step=(alone / best[:, None]).T,

@@ -51,6 +51,20 @@ class Model:
         """float64 [s]: time of each step where nodes spend [n, k] seconds in the operations."""
         return self.times(pieces.sum(1)[:, None])[:, 0]
 
+    def usual_delays(self) -> np.ndarray:
+        """float64 [s]: times where each delay of dispatch is the median of its like (calls, or awaits, of one name).
+
+        With its own delays a replay is what was recorded, whatever the model is like. So is the straggler study's
+        error one of replays without delays of launch (arXiv 2505.05713, section 3).
+        """
+        steps, seconds = self.steps, self.sum_real.copy()
+        nodes = np.flatnonzero(np.isin(self.kind, (LAUNCH, AWAIT)))
+        kind, of = self.kind[nodes], self.order[nodes]
+        rows = np.where(kind == AWAIT, steps.row[of], steps.frame[of])
+        which = numbered(np.stack([kind, steps.events.detail.codes[rows]]))
+        seconds[nodes] = quantiles(which, seconds[nodes], 0.5)[which]
+        return self.times(seconds[:, None])[:, 0]
+
     def recorded_for(self, ranks: np.ndarray) -> np.ndarray:
         """float64 [s, w]: times where only the nodes of one of these ranks are as recorded and all else is ideal."""
         return self._apart([self.rank == r for r in ranks])
