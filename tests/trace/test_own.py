@@ -56,7 +56,7 @@ def test_a_step_on_paper():
 
 
 def test_delays_that_are_not_the_usual_ones_are_the_model_s_error():
-    """Of five steps one has calls that come 0.3 s late, one answers 0.2 s late: the replay has them, dependencies do not."""
+    """Of five steps one has calls that come 0.3 s late, one answers that come 0.2 s late: no dependency says why."""
     job = Job(2)
     for late, slow in ((0.01, 0.02), (0.31, 0.02), (0.01, 0.02), (0.01, 0.22), (0.01, 0.02)):
         job.delay, job.reply = late, slow

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import typer
 
 from tilth.cli.tables import new_table, show
