@@ -90,6 +90,30 @@ def test_a_meeting_whose_other_members_are_not_there_is_transfer():
     assert found.meetings.waiting.tolist() == [0] and found.meetings.transfer == pytest.approx([10 * NS])
 
 
+def test_two_of_three_members_say_nothing_of_who_came_last():
+    """Rank 2's events are not there yet: it may have come after both."""
+    found = account(tree(
+        s("step", 0, 100, rank=3, step=1),
+        s("call", 0, 90, s("all_reduce", 30, 70, detail="0,1,2", seq=0), rank=0, step=1, seq=1),
+        s("call", 0, 90, s("all_reduce", 60, 70, detail="0,1,2", seq=0), rank=1, step=1, seq=1),
+        s("call", 0, 90, rank=2, step=1, seq=1),
+    ))  # fmt: skip
+    assert found.meetings.waiting.tolist() == [0, 0, 0] == found.meetings.blamed.tolist()
+    assert found.meetings.transfer == pytest.approx(np.array([40, 10, 0]) * NS)
+
+
+def test_who_waits_waits_no_longer_than_its_communication():
+    """Rank 1's clock is off, or what rank 0 sent was buffered: its span is over before the other has begun."""
+    found = account(tree(
+        s("step", 0, 100, rank=2, step=1),
+        s("call", 0, 90, s("send", 10, 12, detail="0>1", seq=0), s("gc", 20, 80), rank=0, step=1, seq=1),
+        s("call", 0, 90, s("receive", 60, 75, s("gc", 62, 65), detail="0>1", seq=0), rank=1, step=1, seq=1),
+    ))  # fmt: skip
+    assert (found.meetings.waiting / NS).round().tolist() == [2, 0]
+    assert (found.meetings.transfer / NS).round().tolist() == [0, 12]
+    assert (found.meetings.waiting + found.meetings.transfer)[0] == pytest.approx(parts(found, 0)[COMMUNICATION] * NS)
+
+
 def test_pace_is_against_the_other_ranks_rate():
     """Rank 1 takes 3 ns a token where rank 0 takes 2, and twice as long for a sample; it alone places."""
     found = account(tree(

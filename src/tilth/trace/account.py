@@ -12,6 +12,7 @@ import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.trace.events import Events
+from tilth.trace.network import grouped, last_start
 
 COMMUNICATION, PAUSE, DATA, OTHER = "communication", "gc", "data", "other"
 PEERS, CONTROLLER = "waiting for ranks", "waiting for the controller"
@@ -277,19 +278,13 @@ def arrivals(events: Events, talks: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     """float64 [n] each, in ns: at the last member of a communication the mean of what the others waited for it, and at
     every member how long it waited for the last. 0 elsewhere, and where members are missing."""
     late, waits = np.zeros(len(events)), np.zeros(len(events))
-    rows = np.flatnonzero(talks & (events.seq >= 0))
+    rows = np.flatnonzero(talks)
+    group, ranks = grouped(events, rows)
+    rows, group, ranks = rows[group >= 0], group[group >= 0], ranks[group >= 0]
     if not len(rows):
         return late, waits
-    pair = events.op.is_("send", "receive")[rows]
-    ops = np.where(pair, len(events.op.names), events.op.codes[rows])
-    sizes = len(events.op.names) + 1, len(events.detail.names), int(events.seq[rows].max()) + 1
-    key = np.ravel_multi_index((ops, events.detail.codes[rows], events.seq[rows]), sizes)
-    _, group = np.unique(key, return_inverse=True)
-    members = np.bincount(group)
-    last = np.zeros(len(members), np.int64)
-    np.maximum.at(last, group, events.start[rows])
-    waits[rows] = last[group] - events.start[rows]
-    mean = np.bincount(group, waits[rows]) / np.maximum(members - 1, 1)
+    waits[rows] = last_start(events, rows, group)[group] - events.start[rows]
+    mean = np.bincount(group, waits[rows] / np.maximum(ranks - 1, 1))
     late[rows] = np.where(waits[rows] == 0, mean[group], 0)
     return late, waits
 

@@ -7,7 +7,6 @@ need no estimate, if their rounds do not say otherwise.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from tilth.trace.clock import SLACK, Bounds, Clock, fit, same
+from tilth.trace.members import PAIR, together
 from tilth.trace.rounds import Asked
 
 EVERYONE = ("all_reduce", "all_gather", "reduce_scatter")
 """Communications that need something of everyone, so that nobody can be done before all have begun."""
-PAIR = ("send", "receive")
 PASSES = 2
 """Times that ranks tell one another through communications how well their clocks are known."""
 NEVER = np.iinfo(np.int64).min // 4
@@ -181,17 +180,9 @@ def meetings(spans: Spans, clocks: Mapping[int, Clock]) -> dict[int, tuple[Bound
 
 def groups(spans: Spans, rows: np.ndarray) -> np.ndarray:
     """int64 [k]: which communication each is part of, from 0 on; -1 where not all of its members are there."""
-    if not len(rows):
-        return np.zeros(0, np.int64)
-    pair = spans.are(rows, *PAIR)
-    kind = np.where(pair, len(spans.ops), spans.op[rows]) * len(spans.details) + spans.detail[rows]
-    key = kind.astype(np.int64) * (int(spans.seq.max()) + 2) + spans.seq[rows] + 1
-    _, group, count = np.unique(key, return_inverse=True, return_counts=True)
-    members = np.array([len(re.split("[,>]", text)) for text in spans.details])[spans.detail[rows]]
-    _, first = np.unique(group * (int(spans.rank.max()) + 1) + spans.rank[rows], return_index=True)
-    ranks = np.bincount(group[first], minlength=len(count))
-    whole = (count[group] == members) & (ranks[group] == members) & (spans.seq[rows] >= 0)
-    return np.where(whole, group, -1)
+    return together(
+        spans.op[rows], spans.ops, spans.detail[rows], spans.details, spans.seq[rows], spans.rank[rows]
+    )[0]  # fmt: skip
 
 
 class Aligned(NamedTuple):

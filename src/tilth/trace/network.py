@@ -14,6 +14,7 @@ import numpy as np
 from tilth.core.errors import DataError
 from tilth.trace.events import Coded, Events
 from tilth.trace.fit import Error, fit, held_out_error
+from tilth.trace.members import together
 
 ROOM = 2.0
 """A transfer up to so many times its link's time is as slow as the network makes it; what is beyond is a delay that
@@ -92,24 +93,28 @@ def wire(op: str, ranks: int, nbytes: np.ndarray | float) -> tuple[float, np.nda
 
 
 def meetings(events: Events) -> Meetings:
-    """The communications of a run. Rows belong together by detail and seq; where a member is missing (its events are
-    not written yet, or were lost) or comes twice, none of them is among the meetings."""
-    sizes = np.array([_members(name) for name in events.detail.names], np.int64)[events.detail.codes]
-    rows = np.flatnonzero(events.kind.is_("communication") & (events.seq >= 0) & (sizes > 0))
-    seq = events.seq[rows]
-    key = events.detail.codes[rows].astype(np.int64) * (int(seq.max(initial=0)) + 1) + seq
-    number = np.unique(key, return_inverse=True)[1].reshape(-1)
-    whole = np.bincount(number)[number] == sizes[rows] if len(rows) else np.zeros(0, bool)
-    rows, number = rows[whole], number[whole]
+    """The communications of a run (those whose members are all there, as ``members.together`` has them)."""
+    rows = np.flatnonzero(events.kind.is_("communication"))
+    number, ranks = grouped(events, rows)
+    rows, number, ranks = rows[number >= 0], number[number >= 0], ranks[number >= 0]
+    last = last_start(events, rows, number)
+    return Meetings(rows, number, ranks, np.maximum(events.end[rows] - last[number], 0))
+
+
+def grouped(events: Events, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Number and ranks of the communication that each of these rows (int64 [k]) is part of; -1 and 0: of no whole
+    one."""
+    op, detail = events.op, events.detail
+    return together(
+        op.codes[rows], op.names, detail.codes[rows], detail.names, events.seq[rows], events.rank[rows]
+    )  # fmt: skip
+
+
+def last_start(events: Events, rows: np.ndarray, number: np.ndarray) -> np.ndarray:
+    """int64: of each communication when its last member came, in ns."""
     last = np.full(int(number.max(initial=-1)) + 1, np.iinfo(np.int64).min)
     np.maximum.at(last, number, events.start[rows])
-    return Meetings(rows, number, sizes[rows], np.maximum(events.end[rows] - last[number], 0))
-
-
-def _members(detail: str) -> int:
-    """Ranks in "0,1,2" or "0>1"; 0 where it names none."""
-    names = re.split("[,>]", detail)
-    return len(names) if all(name.isdecimal() for name in names) else 0
+    return last
 
 
 def links(events: Events, met: Meetings | None = None) -> list[Link]:

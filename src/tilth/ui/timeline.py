@@ -63,9 +63,10 @@ def lanes(events: Events, step: int, ranks: Collection[int]) -> tuple[list[Lane]
     low, high = int(bounds[at]), int(bounds[at + 1])
     parts = parts_of(events)
     names = (*parts.names, MEETING)
-    shown = parts.main & (events.end > low) & (events.start < high)
+    within = (events.end > low) & (events.start < high)
+    shown = parts.main & within
     window = low, high, np.where(events.op.is_("await"), BLANK, parts.code)
-    _, waits = arrivals(events, shown & events.kind.is_("communication"))
+    _, waits = arrivals(events, within & events.kind.is_("communication"))
     made = []
     for r in sorted(ranks):
         rows = np.flatnonzero(shown & (events.rank == r))
