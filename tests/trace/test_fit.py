@@ -137,6 +137,33 @@ def test_of_very_many_rows_some_are_looked_at(monkeypatch):
     assert looked == [100]
 
 
+@pytest.mark.parametrize("turns", [2, 3, 4, 8])
+def test_of_ranks_that_take_turns_none_is_left_out(monkeypatch, turns):
+    """Each rank is as much slower than the one before."""
+    monkeypatch.setattr(fit_module, "ENOUGH", 1000)
+    features, seconds, draw = work(1000 * turns)
+    slow = seconds * (1 + np.arange(len(seconds)) % turns) * draw.lognormal(0, 0.2, len(seconds))
+    above = np.mean(slow > features @ fit(features, slow))
+    assert above == pytest.approx(0.5, abs=0.05), "a median has half of all rows above it, not of one rank's"
+
+
+def test_what_is_drawn_is_the_same_each_time(monkeypatch):
+    monkeypatch.setattr(fit_module, "ENOUGH", 50)
+    features, seconds, draw = work(5000)
+    seconds = seconds * draw.lognormal(0, 0.3, 5000)
+    assert fit(features, seconds).tolist() == fit(features, seconds).tolist()
+
+
+def test_rows_that_are_held_out_do_not_tell_the_fit_anything():
+    """Every fifth step alone has work of the second kind: a fit that saw it would be exact."""
+    step = np.repeat(np.arange(20), 3)
+    held = step % 5 == 4
+    features = np.stack([np.ones(60), held], 1)
+    assert error(features, 1.0 + held, fit(features, 1.0 + held)).p90 < 1e-6
+    found = held_out_error(features, 1.0 + held, step)
+    assert (found.median, found.p90, found.count) == (pytest.approx(0.5), pytest.approx(0.5), 12)
+
+
 def test_errors_are_those_of_steps_that_were_not_fitted():
     features, seconds, _ = work(100)
     step = np.repeat(np.arange(3, 23), 5)

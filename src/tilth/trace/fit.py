@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 ENOUGH = 20_000
-"""Rows that a fit looks at; of more, so many evenly spaced ones."""
+"""Rows that a fit looks at; of more, so many drawn by lot (the same ones each time). Evenly spaced ones would all be of
+one rank where ranks take turns."""
 _NEAR = np.geomspace(0.1, 1e-6, 40)
 """Relative errors below which an error counts by its square, round by round: absolute errors in the end."""
 _TINY = 1e-12
@@ -36,7 +37,8 @@ def fit(features: np.ndarray, seconds: np.ndarray, weight: np.ndarray | None = N
     x, y = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
     scale = np.abs(x).max(0, initial=0.0)
     some, there = np.flatnonzero(y > 0), scale > 0
-    some = some[np.linspace(0, len(some) - 1, min(len(some), ENOUGH)).astype(int)]
+    if len(some) > ENOUGH:
+        some = some[np.random.default_rng(0).permutation(len(some))[:ENOUGH]]
     found = np.zeros(len(scale))
     if len(some) and there.any():
         counts = np.ones(len(some)) if weight is None else np.asarray(weight, np.float64)[some]

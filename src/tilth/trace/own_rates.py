@@ -17,9 +17,6 @@ from tilth.trace.own_replay import numbered
 APART = frozenset({"communication", "pause", "wait", "storage", "call", "unknown"})
 """Kinds of operations whose time is not for tokens."""
 
-ENOUGH = 10_000
-"""Spans that a cost is fitted on, evenly chosen."""
-
 
 @dataclass(frozen=True, eq=False)
 class Rates:
@@ -120,6 +117,5 @@ def _costs(steps: Steps, rows: np.ndarray) -> np.ndarray:
     seconds, cost = events.own[rows] * 1e-9, np.zeros(len(rows))
     for kind in range(int(which.max(initial=-1)) + 1):
         mine = which == kind
-        some = np.flatnonzero(mine)[:: mine.sum() // ENOUGH + 1]
-        cost[mine] = amounts[mine] @ fit(amounts[some], seconds[some])
+        cost[mine] = amounts[mine] @ fit(amounts[mine], seconds[mine])
     return cost
