@@ -1,14 +1,32 @@
 """Meshes, layouts and groups of tensors for property tests."""
 
+import contextlib
 import math
 
+import pytest
 from hypothesis import strategies as st
 
+from tilth.checkpoint import dealing, manifest, planning
 from tilth.checkpoint.planning import DTYPES, Spec
 from tilth.core.layout import Layout, Mesh, Ragged, Replicate, Shard
 
 NAMES = ("dp", "fsdp", "tp")
 SIZES = st.tuples(*[st.integers(1, 3)] * 3)
+
+
+@contextlib.contextmanager
+def least(nbytes):
+    """Parts of boxes may be so small; plans made before are forgotten, and these after."""
+
+    def forget():
+        planning._plan.cache_clear()
+        manifest._planned_table.cache_clear()
+
+    forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dealing, "LEAST", nbytes)
+        yield
+    forget()
 
 
 @st.composite

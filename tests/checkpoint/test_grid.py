@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from tests.checkpoint.cases import least
 from tests.checkpoint.make import cut, same, save_sharded, tensor
 from tests.checkpoint.test_processes import check
 from tests.parallel.layouts import CONFIG, Case, build
-from tilth.checkpoint.read import open_checkpoint
+from tilth.checkpoint.dealing import LEAST
+from tilth.checkpoint.read import Checkpoint, open_checkpoint
 from tilth.checkpoint.shards import state_layouts
 from tilth.core.layout import Layout, Mesh, Ragged, Replicate, Shard
 from tilth.plan.layout import layouts
@@ -156,17 +158,19 @@ def laid_out(spread: Spread, whole: dict) -> dict[str, dict[str, Layout]]:
 
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory):
-    """``grid(save, load)`` checks a cell; each layout is saved once."""
+    """``grid(save, load)`` checks a cell; each layout is saved once, and once more where shares are cut smaller."""
     whole, root, opened = state(), tmp_path_factory.mktemp("grid"), {}
 
-    def checkpoint(save: Spread):
-        if save not in opened:
-            opened[save] = open_checkpoint(save_sharded(root / str(save), 1, whole, laid_out(save, whole)))
-            opened[save].verify()
-        return opened[save]
+    def checkpoint(save: Spread, nbytes: int):
+        if (save, nbytes) not in opened:
+            with least(nbytes):
+                path = save_sharded(root / f"{save}-{nbytes}", 1, whole, laid_out(save, whole))
+            opened[save, nbytes] = open_checkpoint(path)
+            opened[save, nbytes].verify()
+        return opened[save, nbytes]
 
-    def check(save: Spread, load: Spread) -> None:
-        source, wanted = checkpoint(save), laid_out(load, whole)
+    def check(save: Spread, load: Spread, nbytes: int = LEAST) -> Checkpoint:
+        source, wanted = checkpoint(save, nbytes), laid_out(load, whole)
         for group, tensors in whole.items():
             for rank in load.mesh.ranks:
                 expected = {n: cut(t, wanted[group][n], rank) for n, t in tensors.items()}
@@ -174,6 +178,7 @@ def grid(tmp_path_factory):
                 source.restore(group, into, wanted[group], rank)
                 wrong = [n for n, t in expected.items() if not same(into[n], t)]
                 assert not wrong, f"saved as {save}, loaded as {load}: rank {rank}, {group}: {wrong}"
+        return source
 
     return check
 
@@ -181,6 +186,19 @@ def grid(tmp_path_factory):
 @pytest.mark.parametrize(("save", "load"), covering(SPREADS), ids=str)
 def test_every_trait_against_every_other(grid, save, load):
     grid(save, load)
+
+
+CUT = [(Spread(dp=4), 7), (Spread(dp=2, fsdp=2), 300), (Spread(dp=2, fsdp=2, how="ragged"), 7), (Spread(dp=2, tp=2), 1)]
+
+
+@pytest.mark.parametrize(("save", "nbytes"), CUT, ids=str)
+@pytest.mark.parametrize("load", [Spread(), Spread(fsdp=2, tp=2, how="ragged")], ids=str)
+def test_shares_that_replicas_cut_among_them(grid, save, load, nbytes):
+    found, uncut = (grid(save, load, n).manifest for n in (nbytes, LEAST))
+    count, before = (sum(len(t) for group in m.groups.values() for t in group.values()) for m in (found, uncut))
+    assert count > before
+    sizes = [file.nbytes - file.header_nbytes for file in found.files.values() if file.group == "model"]
+    assert max(sizes) < 1.1 * sum(sizes) / len(sizes) or save.how or save.tp > 1
 
 
 @pytest.mark.slow

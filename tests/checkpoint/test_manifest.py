@@ -134,7 +134,7 @@ def test_large_pieces_have_the_checksums_of_their_tiles():
     manifest = assemble(FOLDER, 7, reports, {}, saved=SAVED)
     pieces = [(name, piece) for name, entry in manifest.groups["g"].items() for piece in entry.boxes]
     assert all(piece.checksums == tile_sums(tensors["g"][name][piece.box.slices]) for name, piece in pieces)
-    assert sum(len(piece.checksums) for _, piece in pieces) == sum(f.tiles for f in manifest.files.values()) == 18
+    assert sum(len(piece.checksums) for _, piece in pieces) == sum(f.tiles for f in manifest.files.values()) == 26
 
 
 def test_the_file_is_json_with_a_line_for_each_tensor_and_file():

@@ -19,7 +19,7 @@ from tilth.checkpoint.planning import DTYPES, METADATA, SAFETENSORS_NAMES, Group
 from tilth.checkpoint.shards import held, views
 from tilth.checkpoint.storage import BLOCK, PART
 from tilth.core.errors import CheckpointError
-from tilth.core.layout import Layout
+from tilth.core.layout import Box, Layout
 
 _STEP = 1 << 20  # bytes that are rearranged at once to be hashed: they stay in the cache
 _SPARE = 4  # a buffer so many times too large is given back
@@ -50,7 +50,7 @@ class Part:
         self.header = self.plan.header(rank) if self.pieces else b""
         self.nbytes = len(self.header) + (self.plan.data_nbytes(rank) if self.pieces else 0)
         self._held = {spec.name: held(spec.layout, rank) for spec in specs if rank in spec.layout.mesh.ranks}
-        self._number = [self._held[piece.name].index(piece.box) for piece in self.pieces]
+        self._parts = [_part(self._held[piece.name], piece.box) for piece in self.pieces]
 
     def sources(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """The values of every piece, views of the tensors. CheckpointError for one that is not what its layout says."""
@@ -59,7 +59,7 @@ class Part:
         for piece in self.pieces:
             if piece.name not in found:
                 found[piece.name] = views(tensors[piece.name].detach(), self._held[piece.name]) or ()
-        return [found[piece.name][number] for piece, number in zip(self.pieces, self._number)]
+        return [found[piece.name][number][part] for piece, (number, part) in zip(self.pieces, self._parts)]
 
     def _misfits(self, tensors: Mapping[str, Tensor]) -> Iterator[str]:
         for name, tensor in tensors.items():
@@ -72,6 +72,12 @@ class Part:
                 yield f"tensor {self.group}/{name} of rank {self.rank} has shape {shape}, its layout says {boxes}"
         for name in self._held.keys() - tensors.keys():
             yield f"tensor {self.group}/{name} is not among those of rank {self.rank}, which is in its mesh"
+
+
+def _part(boxes: Sequence[Box], piece: Box) -> tuple[int, tuple[slice, ...]]:
+    """In which of the boxes that a rank holds the piece lies, and where."""
+    number = next(i for i, box in enumerate(boxes) if box.contains(piece))
+    return number, piece.within(boxes[number]).slices
 
 
 def specs_of(name: str, group: Group, rank: int) -> tuple[Spec, ...]:

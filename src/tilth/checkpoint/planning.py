@@ -7,16 +7,18 @@ done on arrays over ranks, once for each different layout, so that a plan costs 
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 
+from tilth.checkpoint.dealing import Dealt, Held, cuttable, deal
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import Box, Layout, Mesh, Ragged, Shape, Shard, interval_boxes
 
@@ -209,21 +211,20 @@ class _Shares:
     """int64: places that hold something, by share and then by place."""
     starts: np.ndarray = field(init=False)
     """int64 [S]: where in ``holders`` each share starts."""
+    counts: np.ndarray = field(init=False)
+    """int64 [S]: how many hold it."""
     copies: int = field(init=False)
     """Places of the share that most hold."""
-    rows: np.ndarray = field(init=False)
-    """int64 [B]: rows of ``offset`` and ``size``, by share."""
-    cuts: np.ndarray = field(init=False)
-    """int64 [S + 1]: where in ``rows`` each share starts, and the end."""
+    largest: int = field(init=False)
+    """Elements of the largest box."""
 
     def __post_init__(self) -> None:
         counts = np.bincount(self.of[self.of >= 0], minlength=len(self.numel))
-        cuts = np.concatenate([[0], np.cumsum(np.bincount(self.share, minlength=len(self.numel)))])
         object.__setattr__(self, "holders", np.argsort(self.of, kind="stable")[np.count_nonzero(self.of < 0) :])
         object.__setattr__(self, "starts", np.cumsum(counts) - counts)
+        object.__setattr__(self, "counts", counts)
         object.__setattr__(self, "copies", int(counts.max()))
-        object.__setattr__(self, "rows", np.argsort(self.share, kind="stable"))
-        object.__setattr__(self, "cuts", cuts)
+        object.__setattr__(self, "largest", int(self.size.prod(1).max()))
 
     def writers(self, load: np.ndarray) -> np.ndarray:
         """For each share the place with the smallest load of those that hold it, the first of several; int64 [S].
@@ -233,17 +234,9 @@ class _Shares:
         if self.copies == 1:
             return self.holders
         loads = load[self.holders]
-        counts = np.diff(self.starts, append=len(loads))
-        least = np.repeat(np.minimum.reduceat(loads, self.starts), counts)
+        least = np.repeat(np.minimum.reduceat(loads, self.starts), self.counts)
         hits = np.flatnonzero(loads == least)
         return self.holders[hits[np.searchsorted(hits, self.starts)]]
-
-    def boxes(self, share: int) -> list[tuple[Box, int]]:
-        """The boxes of a share in order, each with the elements before it."""
-        return [
-            (Box(tuple(self.offset[row].tolist()), tuple(self.size[row].tolist())), int(self.before[row]))
-            for row in self.rows[self.cuts[share] : self.cuts[share + 1]]
-        ]
 
 
 @lru_cache(maxsize=256)
@@ -409,10 +402,11 @@ def _plan(wanted: _Wanted) -> "GroupPlan":
 class GroupPlan:
     """Who writes what of a group and where. Made by ``plan_group``; the same on every rank.
 
-    Every share is written by one of the ranks that hold it: the one with the fewest bytes so far, the lowest place of
-    several; what few hold first, then the large before the small. So the most loaded rank has at most the mean and one
-    share where everybody may take everything (the worst-fit rule of ByteCheckpoint, arXiv 2407.20143). In a file wide
-    dtypes come first, then names, then boxes, so every piece is aligned without gaps.
+    What few hold comes first. Of that, shares with a box that is large enough to be cut are divided among those that
+    hold them, see ``deal``; each other share is written by one of its holders: the one with the fewest bytes so far,
+    the lowest place of several; the large before the small (the worst-fit rule of ByteCheckpoint, arXiv 2407.20143). So
+    where everybody may take everything the most loaded rank has at most the mean and about one piece that was not cut.
+    In a file wide dtypes come first, then names, then boxes, so every piece is aligned without gaps.
     """
 
     def __init__(self, digest: str, specs: tuple[Spec, ...]) -> None:
@@ -431,24 +425,69 @@ class GroupPlan:
         self._number = numbers
         self._load = np.zeros(len(ranks), np.int64)
         self._writes = np.zeros(len(ranks), bool)
-        self._writers = self._distribute()
+        self._alone: dict[tuple[int, int], Dealt] = {}
+        self._dealt = self._distribute()
 
-    def _distribute(self) -> list[np.ndarray]:
-        """For each tensor and each of its shares the writer's place in ``ranks``."""
+    def _distribute(self) -> list[Dealt]:
+        """How each tensor is written; writers are places in ``ranks``."""
         shares, itemsize, specs = self._shares, self._itemsize, self.specs
         largest = [int(share.numel.max()) * size for share, size in zip(shares, itemsize)]
-        order = sorted(range(len(specs)), key=lambda i: (shares[i].copies, -largest[i], specs[i].name))
-        found: list[np.ndarray] = [self._load] * len(specs)
-        for i in order:
-            index = self._index[self._number[i]]
-            found[i] = index[shares[i].writers(self._load[index])]
-            self._load[found[i]] += shares[i].numel * itemsize[i]
-            self._writes[found[i]] = True
-        return found
+        large = [s.copies > 1 and cuttable(s.largest * size) for s, size in zip(shares, itemsize)]
+        order = sorted(range(len(specs)), key=lambda i: (shares[i].copies, not large[i], -largest[i], specs[i].name))
+        found: dict[int, Dealt] = {}
+        for (_, cut), same in groupby(order, key=lambda i: (shares[i].copies, large[i])):
+            for together in self._by_holders(same) if cut else ([i] for i in same):
+                for i, dealt in zip(together, self._divided(together) if cut else [self._whole(together[0])]):
+                    self._load[dealt.writers] += dealt.nbytes
+                    self._writes[dealt.writers] = True
+                    found[i] = dealt
+        return [found[i] for i in range(len(specs))]
+
+    def _holders(self, i: int) -> np.ndarray:
+        """Places in ``ranks`` of those that hold something, by share."""
+        return self._index[self._number[i]][self._shares[i].holders]
+
+    def _by_holders(self, tensors: Iterable[int]) -> Iterable[list[int]]:
+        """Those whose shares the same ranks hold together."""
+        known: dict[int, tuple[bytes, bytes]] = {}
+        found: dict[tuple[bytes, bytes], list[int]] = {}
+        for i in tensors:
+            number = self._number[i]
+            if number not in known:
+                known[number] = self._holders(i).tobytes(), self._shares[i].starts.tobytes()
+            found.setdefault(known[number], []).append(i)
+        return found.values()
+
+    def _divided(self, tensors: Sequence[int]) -> list[Dealt]:
+        """Shares that the same ranks hold, cut among them."""
+        each = [(self._shares[i], self._itemsize[i]) for i in tensors]
+        held = [Held(shares.offset, shares.size, shares.share, itemsize) for shares, itemsize in each]
+        holders = self._holders(tensors[0])
+        return deal(held, each[0][0].starts, holders, self._load[holders])
+
+    def _whole(self, i: int) -> Dealt:
+        """Each share by one of its holders."""
+        shares, itemsize, number = self._shares[i], self._itemsize[i], self._number[i]
+        if (number, itemsize) in self._alone:
+            return self._alone[number, itemsize]
+        index = self._index[number]
+        writers = index[shares.writers(self._load[index])]
+        before, nbytes = shares.before * itemsize, shares.numel * itemsize
+        dealt = Dealt(shares.offset, shares.size, writers[shares.share], before, writers, nbytes)
+        if shares.copies == 1:  # then this holds for all such tensors
+            self._alone[number, itemsize] = dealt
+        return dealt
 
     @cached_property
     def _file_order(self) -> list[int]:
         return sorted(range(len(self.specs)), key=lambda i: (-self._itemsize[i], self.specs[i].name))
+
+    @cached_property
+    def _different(self) -> list[tuple[Dealt, int, int]]:
+        """Each once, with the bytes of an element and the number of tensors that are written so."""
+        times = Counter(map(id, self._dealt))
+        found = {id(dealt): (dealt, itemsize) for dealt, itemsize in zip(self._dealt, self._itemsize)}
+        return [(dealt, itemsize, times[id(dealt)]) for dealt, itemsize in found.values()]
 
     def place(self, rank: int) -> int:
         """The rank's number in ``ranks``; CheckpointError if it is not there."""
@@ -471,11 +510,11 @@ class GroupPlan:
     def tiles(self) -> list[int]:
         """For each of ``ranks`` the tiles of all its pieces."""
         found, known = np.zeros(len(self.ranks), np.int64), {}
-        for shares, writers, itemsize in zip(self._shares, self._writers, self._itemsize):
-            if (id(shares), itemsize) not in known:
-                counts = tile_counts(shares.size, itemsize)
-                known[id(shares), itemsize] = np.bincount(shares.share, counts).astype(np.int64)
-            found[writers] += known[id(shares), itemsize]
+        for dealt, itemsize, times in self._different:
+            key = id(dealt.size), itemsize
+            if key not in known:
+                known[key] = tile_counts(dealt.size, itemsize)
+            np.add.at(found, dealt.writer, known[key] * times)
         return found.tolist()
 
     def data_nbytes(self, rank: int) -> int:
@@ -487,19 +526,17 @@ class GroupPlan:
         if not self.specs:
             return ()
         me, end = self.place(rank), 0
+        mine = {id(dealt.writer): np.flatnonzero(dealt.writer == me) for dealt, _, _ in self._different}
         found = []
-        places = [np.flatnonzero(index == me) for index in self._index]
         for i in self._file_order:
-            shares, spec, itemsize = self._shares[i], self.specs[i], self._itemsize[i]
-            at = places[self._number[i]]
-            share = int(shares.of[at[0]]) if len(at) else -1
-            if share < 0 or self._writers[i][share] != me:
-                continue
-            for box, before in shares.boxes(share):
+            dealt, spec = self._dealt[i], self.specs[i]
+            start = end
+            for row in mine[id(dealt.writer)].tolist():
+                box = Box(tuple(dealt.offset[row].tolist()), tuple(dealt.size[row].tolist()))
+                nbytes = box.numel * self._itemsize[i]
                 key = piece_key(spec.name, box, spec.layout.shape)
-                start = end + before * itemsize
-                found.append(Planned(spec.name, key, box, start, box.numel * itemsize, spec.dtype))
-            end += int(shares.numel[share]) * itemsize
+                found.append(Planned(spec.name, key, box, start + int(dealt.before[row]), nbytes, spec.dtype))
+                end += nbytes
         return tuple(found)
 
     def header(self, rank: int) -> bytes:
@@ -512,13 +549,12 @@ class GroupPlan:
     def columns(self) -> list[Columns]:
         """Where all boxes of all tensors lie in the files of all ranks; in the order of the specs."""
         end = np.zeros(len(self.ranks), np.int64)
-        found: list[Columns | None] = [None] * len(self.specs)
+        found: dict[int, Columns] = {}
         for i in self._file_order:
-            shares, writers, itemsize = self._shares[i], self._writers[i], self._itemsize[i]
-            writer = writers[shares.share]
-            found[i] = Columns(shares.offset, shares.size, writer, end[writer] + shares.before * itemsize)
-            end[writers] += shares.numel * itemsize
-        return [columns for columns in found if columns is not None]
+            dealt = self._dealt[i]
+            found[i] = Columns(dealt.offset, dealt.size, dealt.writer, end[dealt.writer] + dealt.before)
+            end[dealt.writers] += dealt.nbytes
+        return [found[i] for i in range(len(self.specs))]
 
 
 def _check(specs: Iterable[Spec]) -> None:
