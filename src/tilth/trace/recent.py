@@ -1,6 +1,6 @@
 """What the newest files of a trace say: read in milliseconds however long the run is."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,8 +13,9 @@ from tilth.trace.read import read_events
 from tilth.trace.rounds import events_folder, read_rounds
 from tilth.trace.writer import PART
 
-DEPTH = 3
-"""Most files of a rank that are read: processes do not write at the same moment, so the newest alone share no step."""
+DEPTH = 64
+"""Most files of a rank that are read. Processes do not write at the same moment, and a step may be longer than the time
+between two files: what it held is then in those before the one with its end."""
 
 
 def recent(run: str | Path) -> tuple[Events | None, range]:
@@ -23,17 +24,47 @@ def recent(run: str | Path) -> tuple[Events | None, range]:
     run: its folder, or that of its events. None where nothing was written yet; the range may be empty.
     """
     folder = events_folder(run)
-    ranks = [list(_readable(paths)) for paths in _parts(folder).values()]
-    for depth in range(1, DEPTH + 1):
-        tables = [pa.concat_tables(tables[:depth]) for tables in ranks if tables]
+    ranks = [_Files(paths) for paths in _parts(folder).values()]
+    depth = 1
+    while True:
+        tables = [table for rank in ranks for table in rank.newest(depth)]
         if not tables:
             return None, range(0)
         table = pa.concat_tables(tables)
         events = from_table(table, read_rounds(folder, int(table["attempt"][0].as_py())))
-        steps = told(events)
-        if len(steps) or all(len(tables) <= depth for tables in ranks):
+        cut = {int(rank.tables[0]["rank"][0].as_py()) for rank in ranks if rank.tables and not rank.whole}
+        steps = told(events, cut)
+        if len(steps) or depth >= DEPTH or all(rank.ended for rank in ranks):
             return events, steps
-    return events, steps
+        depth *= 2
+
+
+class _Files:
+    """The files of a rank, read from the newest on as far as asked for; a torn one, but for the newest, ends them."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+        self._at = 0
+        self.tables: list[pa.Table] = []
+        self.ended = False
+        self.whole = False
+        """Whether all files are read, to the first."""
+
+    def newest(self, depth: int) -> list[pa.Table]:
+        """At most so many tables, the newest first."""
+        while len(self.tables) < depth and not self.ended:
+            path = self._paths[self._at]
+            self._at += 1
+            try:
+                table = read_events(path)
+            except DataError:  # as a kill leaves the newest
+                torn = self._at > 1
+            else:
+                torn = False
+                self.tables += [table] if len(table) else []
+            self.whole = not torn and self._at == len(self._paths)
+            self.ended = torn or self.whole
+        return self.tables[:depth]
 
 
 def dropped(run: str | Path, attempt: int | None = None) -> int:
@@ -54,15 +85,6 @@ def _parts(folder: Path, attempt: int | None = None) -> dict[int, list[Path]]:
     return dict(sorted(ranks.items()))
 
 
-def _readable(paths: list[Path]) -> Iterator[pa.Table]:
-    """Tables of a rank's newest files; one that is torn, as a kill leaves it, ends them."""
-    for path in paths[:DEPTH]:
-        try:
-            yield read_events(path)
-        except DataError:
-            continue
-
-
 def _dropped(paths: list[Path]) -> Iterator[int]:
     for path in paths:
         try:
@@ -72,15 +94,24 @@ def _dropped(paths: list[Path]) -> Iterator[int]:
         yield int(about.get(b"dropped", b"0"))
 
 
-def told(events: Events) -> range:
-    """The steps that begin between the latest first and the earliest last event of a rank.
+def told(events: Events, cut: Collection[int] = ()) -> range:
+    """The steps that begin before the earliest last event of a rank, and of which no part lies in files before these.
 
-    Of a run that goes on these are the ones of which every process has written its part.
+    Of a run that goes on these are the ones of which every process has written its part. cut: ranks whose earlier files
+    are not among the events. A file has what ended before it was written; so of what ends after the first end that is
+    known of such a rank nothing is missing, and the steps that begin after it are whole.
     """
     bounds, known = periods(events)
     if not len(known):
         return range(0)
-    low = max(int(events.start[events.rank == r].min()) for r in events.ranks)
+    low = max((_first_end(events, r) for r in cut), default=int(bounds[0]))
     high = min(int(events.end[events.rank == r].max()) for r in events.ranks)
     inside = known[(bounds[:-1] >= low) & (bounds[:-1] <= high)]
     return range(int(inside[0]), int(inside[-1]) + 1) if len(inside) else range(0)
+
+
+def _first_end(events: Events, rank: int) -> int:
+    """Spans that were timed on a device may be written later than they ended."""
+    mine = events.rank == rank
+    prompt = mine & (events.device_start < 0)
+    return int(events.end[prompt if prompt.any() else mine].min())
