@@ -114,14 +114,31 @@ def test_who_waits_waits_no_longer_than_its_communication():
     assert (found.meetings.waiting + found.meetings.transfer)[0] == pytest.approx(parts(found, 0)[COMMUNICATION] * NS)
 
 
-def test_pace_is_against_the_other_ranks_rate():
-    """Rank 1 takes 3 ns a token where rank 0 takes 2, and twice as long for a sample; it alone places."""
+def many(tokens, slow=(1, 1, 1, 1)):
+    """A step in which each rank has passes of so many tokens (in the mean); one costs 50 ns, and 2 ns a token."""
+    rng, calls = np.random.default_rng(0), []
+    for rank, (mean, times) in enumerate(zip(tokens, slow)):
+        amounts = np.append(rng.integers(mean // 2, 2 * mean, 20), [10, 2000])  # all ranks have short and long ones
+        at = np.append(0, np.cumsum((50 + 2 * amounts) * times))
+        inside = [s("forward", int(a), int(b), tokens=int(n)) for a, b, n in zip(at, at[1:], amounts)]
+        calls.append(s("call", 0, int(at[-1]), *inside, rank=rank, step=1, seq=1))
+    return tree(s("step", 0, 200_000, rank=len(tokens), step=1), *calls)
+
+
+def test_pace_is_for_the_cost_of_the_work_not_its_tokens():
+    """Rank 0 has short passes, which take more a token, and rank 3 long ones: none of them is slow."""
+    assert account(many((20, 200, 200, 900))).pace == pytest.approx([1] * 4, abs=1e-6)
+    assert account(many((20, 200, 200, 900), slow=(1, 1, 2, 1))).pace == pytest.approx([1, 1, 2, 1], abs=1e-2)
+
+
+def test_work_that_no_other_rank_shares_is_of_no_pace():
+    own = s("call", 150_000, 190_000, s("sample", 150_000, 190_000), rank=1, step=1, seq=2)
     found = account(tree(
-        s("step", 0, 100, rank=2, step=1),
-        s("call", 0, 90, s("forward", 0, 20, tokens=10), s("sample", 20, 25), rank=0, step=1, seq=1),
-        s("call", 0, 90, s("forward", 0, 12, tokens=4), s("sample", 12, 22), s("place", 30, 50), rank=1, step=1, seq=1),
+        s("step", 0, 200_000, rank=3, step=1),
+        *[s("call", 0, 20, s("forward", 0, 20, tokens=7), rank=r, step=1, seq=1) for r in (0, 2)],
+        own,
     ))  # fmt: skip
-    assert found.pace == pytest.approx([(20 + 5) / (10 * 3 + 10), (12 + 10) / (4 * 2 + 5)])
+    assert found.pace[[0, 2]].tolist() == [1, 1] and np.isnan(found.pace[1])
 
 
 def test_a_rank_ten_percent_slow_is_found_among_many():
@@ -130,8 +147,8 @@ def test_a_rank_ten_percent_slow_is_found_among_many():
     for k in range(4):
         roots.append(s("step", 10**9 * k, 10**9 * k + 9 * 10**8, rank=64, step=k))
         for r in range(64):
-            tokens = rng.integers(50, 80, 8) if r == 41 else rng.integers(100, 160, 8)
-            took = tokens * rng.normal(1, 0.05, 8) * (1.1e5 if r == 41 else 1e5)
+            tokens = rng.integers(100, 160, 6 if r == 41 else 8)
+            took = tokens * rng.normal(1, 0.05, len(tokens)) * (1.1e5 if r == 41 else 1e5)
             at = 10**9 * k + np.append(0, np.cumsum(took)).astype(int)
             inside = [s("forward", a, b, tokens=int(n)) for a, b, n in zip(at, at[1:], tokens)]
             roots.append(s("call", at[0], at[-1], *inside, rank=r, step=k, seq=k))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.trace.own_jobs import Job
+from tilth.trace.account import account
 from tilth.trace.own import what_if_run
 from tilth.trace.own_cause import LEAST, alikeness, blocks, diagnose_run, typical
 from tilth.trace.own_graph import read_steps
@@ -200,3 +201,11 @@ def test_blocks_of_steps():
     values = np.array([[1.0, 5.0]] * 10 + [[2.0, 7.0]] * 10)
     values[3] = 100
     assert (typical(values) == np.array([[1.0, 5.0]] * 10 + [[2.0, 7.0]] * 10)).all()
+
+
+def test_the_pace_of_an_account_is_by_the_same_costs():
+    training = Training(ranks=4, noise=0.0)
+    training.slow, training.long = {2: 1.3}, {1: 1.6}
+    events = training.run(steps=10).events
+    pace, work = account(events).pace, rates(read_steps(events))
+    assert pace == pytest.approx(work.excess.mean(0), rel=1e-3) and pace == pytest.approx([1, 1, 1.3, 1], rel=0.01)

@@ -183,10 +183,11 @@ def cells(html):
 
 
 def test_health_has_a_row_a_rank():
-    head, zero, one = cells(health(account(tree(*two_workers()))))
+    found = account(tree(*two_workers()))
+    head, zero, one = cells(health(found))
     assert head == ["rank", "", "busy", "communication", "gc", "waits", "waited for", "pace"]
-    assert zero == ["0", "", "44 %", "11 %", "–", "45 %", "–", "–"]
-    assert one == ["1", "", "53 %", "5.6 %", "1.7 %", "40 %", "5.6 %", "–"]
+    assert zero == ["0", "", "44 %", "11 %", "–", "45 %", "–", f"{found.pace[0]:.2f}"]
+    assert one == ["1", "", "53 %", "5.6 %", "1.7 %", "40 %", "5.6 %", f"{found.pace[1]:.2f}"]
 
 
 def test_a_slow_rank_is_marked():
@@ -195,7 +196,7 @@ def test_a_slow_rank_is_marked():
         took = 40 if r == 2 else 20
         roots.append(s("call", 0, 90, s("forward", 0, took, tokens=10), rank=r, step=0, seq=0))
     text = health(account(tree(*roots)))
-    assert [row[-1] for row in cells(text)[1:]] == ["0.75", "0.75", "2.00", "0.75"]
+    assert [row[-1] for row in cells(text)[1:]] == ["1.00", "1.00", "2.00", "1.00"]
     assert text.count('class="clay">2.00') == 1
 
 

@@ -13,14 +13,13 @@ import numpy as np
 from tilth.core.errors import DataError
 from tilth.trace.events import Events
 from tilth.trace.network import grouped, last_start
+from tilth.trace.own_rates import paces
 
 COMMUNICATION, PAUSE, DATA, OTHER = "communication", "gc", "data", "other"
 PEERS, CONTROLLER = "waiting for ranks", "waiting for the controller"
 IDLE = (PEERS, CONTROLLER)
 FIXED = (COMMUNICATION, PAUSE, DATA, OTHER, *IDLE)
 """What is no phase, in the order in which it stands behind the phases."""
-BY_TOKENS = ("forward", "backward", "infer", "prefill")
-"""What takes as long as it has tokens; the other operations take as long each time."""
 NS = 1e-9
 _OWN = {"communication": COMMUNICATION, "pause": PAUSE, "data": DATA}
 
@@ -62,8 +61,8 @@ class Account:
     roles: dict[str, np.ndarray]
     """float64 [r] by role: in its calls, without communication and pauses. The longest first."""
     pace: np.ndarray
-    """float64 [r]: seconds that a rank's computing took over what it would have taken the other ranks; NaN: nothing
-    that others do too. Above 1 it is slow for what it has to do, not only laden with more."""
+    """float64 [r]: what a rank took for the cost of its work over the median of what the others did, as ``own_rates``
+    has both; NaN: nothing that others do too. Above 1 it is slow for what it has to do, not only laden with more."""
     meetings: Meetings
     controller: float
     """What the controller did itself: its time without waiting for answers. Inline: all of it."""
@@ -118,7 +117,7 @@ def account(events: Events, steps: range | None = None) -> Account:
     worked = mine & ~events.kind.is_("communication", "pause")
     return Account(
         events.attempt, known[chosen], took * NS, events.workers, parts.names, by_step * (NS / shape[1]), by_rank * NS,
-        _roles(events, worked, rank), _pace(events, mine, rank), _meetings(events, mine, place >= 0, rank),
+        _roles(events, worked, rank), paces(events, mine), _meetings(events, mine, place >= 0, rank),
         _controller(events, parts.main & (place >= 0), int(took.sum())),
     )  # fmt: skip
 
@@ -239,19 +238,6 @@ def _roles(events: Events, rows: np.ndarray, rank: np.ndarray) -> dict[str, np.n
     table = _summed(events.own, rows, (events.role.codes, rank), shape)
     order = np.argsort(-table.sum(1), kind="stable")
     return {events.role.names[i]: table[i] * NS for i in order if events.role.names[i] and table[i].any()}
-
-
-def _pace(events: Events, mine: np.ndarray, rank: np.ndarray) -> np.ndarray:
-    """By operation: seconds of a rank over those at the rate of the others, all operations together."""
-    rows = mine & events.kind.is_("compute")
-    shape = len(events.op.names), len(events.workers)
-    at = events.op.codes, rank
-    took = _summed(events.own, rows, at, shape)
-    amount = _summed(np.where(events.op.is_(*BY_TOKENS), events.tokens, 1), rows, at, shape)
-    others_took, others_amount = (x.sum(1, keepdims=True) - x for x in (took, amount))
-    both = (amount > 0) & (others_amount > 0)
-    expected = (amount * others_took / np.where(both, others_amount, 1) * both).sum(0)
-    return np.where(expected > 0, (took * both).sum(0) / np.where(expected > 0, expected, 1), np.nan)
 
 
 def _meetings(events: Events, mine: np.ndarray, within: np.ndarray, rank: np.ndarray) -> Meetings:

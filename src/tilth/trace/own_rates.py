@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from tilth.trace.events import Events
 from tilth.trace.fit import fit
 from tilth.trace.own_graph import WORK, Steps, outermost
 from tilth.trace.own_replay import numbered
@@ -51,11 +52,7 @@ class Rates:
     @cached_property
     def excess(self) -> np.ndarray:
         """float64 [s, w]: a rank's rate over the median of the others'."""
-        rate = self.rate
-        if rate.shape[1] < 2:
-            return np.ones(rate.shape)
-        others = [np.median(np.delete(rate, i, 1), 1) for i in range(rate.shape[1])]
-        return rate / np.maximum(np.stack(others, 1), 1e-12)
+        return beside(self.rate)
 
     @cached_property
     def uneven(self) -> np.ndarray:
@@ -87,18 +84,41 @@ class Rates:
         return steps.real.sum(1) + np.where(mine, more[steps.frame], 0) * (steps.real @ work)
 
 
+def beside(rate: np.ndarray) -> np.ndarray:
+    """float64 [s, w]: each rank's rate over the median of the others'; 1 where there are no others."""
+    if rate.shape[1] < 2:
+        return np.ones(rate.shape)
+    others = [np.median(np.delete(rate, i, 1), 1) for i in range(rate.shape[1])]
+    return rate / np.maximum(np.stack(others, 1), 1e-12)
+
+
+def paces(events: Events, chosen: np.ndarray) -> np.ndarray:
+    """float64 [w]: ``excess`` of each worker over all these events together (bool [n]); costs are fitted on all events.
+    NaN: of a rank that shared no call, and where no other did.
+    """
+    worked, call = _worked(events)
+    cost = _costs(events, worked)
+    frames = np.unique(call)
+    mine = np.isin(call, frames[_shared(events.seq[frames])]) & chosen[worked]
+    rank = np.searchsorted(events.workers, events.rank[worked[mine]])
+    spent, due = (np.bincount(rank, x[mine], len(events.workers)) for x in (events.own[worked] * 1e-9, cost))
+    some, found = np.flatnonzero(due > 0), np.full(len(due), np.nan)
+    if len(some) > 1:
+        found[some] = beside((spent[some] / due[some])[None])[0]
+    return found
+
+
 def rates(steps: Steps) -> Rates:
     """Costs fitted on the whole run, and what the calls of these steps took."""
     events = steps.events
-    call = outermost(events.parent, events.op.is_("call") & (events.rank != events.controller))
-    worked = np.flatnonzero((call >= 0) & ~events.kind.is_(*APART))
-    cost = _costs(steps, worked)
+    worked, call = _worked(events)
+    cost = _costs(events, worked)
     frames = np.unique(steps.frame[~steps.home])
     frames = frames[_shared(events.seq[frames])]
     place = np.full(len(events), -1)
     place[frames] = np.arange(len(frames))
-    mine = place[call[worked]] >= 0
-    of = place[call[worked[mine]]]
+    mine = place[call] >= 0
+    of = place[call[mine]]
     spent = np.bincount(of, events.own[worked[mine]] * 1e-9, len(frames))
     return Rates(steps, frames, spent, np.bincount(of, cost[mine], len(frames)))
 
@@ -109,9 +129,15 @@ def _shared(call: np.ndarray) -> np.ndarray:
     return count[which.reshape(-1)] > 1
 
 
-def _costs(steps: Steps, rows: np.ndarray) -> np.ndarray:
+def _worked(events: Events) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [k] each: rows of spans of work in calls of workers, and of these calls."""
+    call = outermost(events.parent, events.op.is_("call") & (events.rank != events.controller))
+    rows = np.flatnonzero((call >= 0) & ~events.kind.is_(*APART))
+    return rows, call[rows]
+
+
+def _costs(events: Events, rows: np.ndarray) -> np.ndarray:
     """float64: seconds that each of these spans should have taken, by its operation, role and amount of work."""
-    events = steps.events
     which = numbered(np.stack([events.op.codes[rows], events.role.codes[rows]]))
     amounts = np.stack([np.ones(len(rows)), events.tokens[rows], events.squares[rows]], 1).astype(np.float64)
     seconds, cost = events.own[rows] * 1e-9, np.zeros(len(rows))
