@@ -181,11 +181,9 @@ def _bands(rows: int, nbytes: int) -> list[int]:
 
 def tile_counts(size: np.ndarray, itemsize: int) -> np.ndarray:
     """Number of tiles of pieces of these sizes, int64 [B, D]; int64 [B]."""
-    if not size.shape[1]:
-        return np.ones(len(size), np.int64)
-    unique, number = np.unique(size, axis=0, return_inverse=True)
-    counts = [tiles(tuple(one), itemsize).total for one in unique.tolist()]
-    return np.array(counts, np.int64)[number.reshape(-1)]
+    sizes = [tuple(one) for one in size.tolist()]
+    known = {one: tiles(one, itemsize).total for one in set(sizes)}
+    return np.array([known[one] for one in sizes], np.int64)
 
 
 # ---- what ranks hold ----
