@@ -178,3 +178,10 @@ def test_a_wrong_recipe_is_told_before_torch_is_imported():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_hints_can_be_pasted_where_a_name_has_spaces():
+    made = load_recipe("addition-grpo", [])
+    lines = closing(made, "addition-grpo", SUMMARY, Path("runs/live run"), Path("r.html"))
+    hints = [shlex.split(line) for line in lines if line.startswith("  tilth ") and "live run" in line]
+    assert len(hints) >= 4 and all("runs/live run" in words for words in hints)

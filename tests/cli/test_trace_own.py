@@ -96,3 +96,23 @@ def test_bad_input_is_one_line(run, tmp_path):
         result = call(*arguments)
         assert result.exit_code == 2 and words in result.stderr, (arguments, result.output)
         assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+def test_a_loss_that_no_cause_explains_is_called_jitter(tmp_path):
+    job = Job(2)
+    for i in range(8):
+        with job:
+            job.do("policy.update", {r: [("update", 1.5 if (i + r) % 2 else 1.0)] for r in (0, 1)})
+    text = " ".join(call(written(tmp_path / "jitter", job)).stdout.split())
+    assert "is scattered over ranks and steps (jitter: now the one is slow, now the other)" in text
+    assert "of 2 mended: what is ideal for its work in each step by itself, jitter too)" in text
+    assert "both of the loss" not in text
+
+
+def test_one_of_a_thing_is_no_plural(tmp_path):
+    job = Job(1)
+    for _ in range(3):
+        with job:
+            job.do("policy.update", {0: [("update", 1.0)]})
+    text = call(written(tmp_path / "one", job)).stdout
+    assert "1 worker;" in text and "1 workers" not in text

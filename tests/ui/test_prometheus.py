@@ -190,3 +190,11 @@ def test_a_run_can_be_scraped_while_it_goes_on_and_every_sink_says_unit_and_redu
     for name in {name for record in watching.records for name in record} - set(prometheus.KEYS):
         assert {"unit", "reduction", "description"} == set(beside[declaration(name).name])
     assert f"metrics for Prometheus: http://{HOST}:{port}/metrics" in watching.messages
+
+
+def test_the_time_of_a_phase_that_a_step_has_not_had_is_gone(endpoint):
+    endpoint.on_step({**RECORD, "time/evaluate": 0.75, "time/step": 2.0}, None)
+    assert values(scrape(endpoint.port)["tilth_time_seconds"])[("grpo", "evaluate")] == 0.75
+    endpoint.on_step({**RECORD, "step": 4, "time/update": 0.9, "time/step": 1.0}, None)
+    found = values(scrape(endpoint.port)["tilth_time_seconds"])
+    assert found[("grpo", "update")] == 0.9 and ("grpo", "evaluate") not in found

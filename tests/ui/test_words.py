@@ -73,3 +73,15 @@ def test_short_times_and_parts_of_a_whole():
     assert [words.brief(s) for s in (0, 25e-6, 0.1361, 1, 75.04)] == ["0", "25 µs", "136 ms", "1 s", "75 s"]
     shares = (0, 1e-5, 0.0028, 0.0994, 0.0996, 0.374, 1)
     assert [words.part(v) for v in shares] == ["0 %", "< 0.1 %", "0.3 %", "9.9 %", "10 %", "37 %", "100 %"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(7, "0:07 min"), (3599.4, "59:59 min"), (3599.6, "1:00:00 h"), (102914, "28:35:14 h")]
+)
+def test_a_time_has_the_unit_of_its_first_number(seconds, text):
+    assert words.timed(seconds) == text
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps"), (1000, "1,000 steps")])
+def test_counted(number, text):
+    assert words.count(number, "step") == text

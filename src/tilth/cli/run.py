@@ -61,18 +61,19 @@ def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Pa
     """What was learned, what it took, where to look, what to try. name: of the recipe, as on the command line."""
     learned = [line for line in (_learned(summary), words.best(summary.get("best"))) if line]
     lines = [*learned, _took(summary), f"report: {report}", "", "next:"]
+    run = shlex.quote(str(directory))
     question = "" if recipe.facts.value else _question(recipe)
     if question:
-        lines.append(f"  tilth generate {directory} {shlex.quote(question)} --temperature 0")
+        lines.append(f"  tilth generate {run} {shlex.quote(question)} --temperature 0")
     if recipe.facts.samples:
-        lines.append(f"  tilth eval {directory} --k 1,8")
+        lines.append(f"  tilth eval {run} --k 1,8")
     if recipe.data.template:
-        lines.append(f"  tilth chat {directory}")
-    lines.append(f"  tilth show {directory}")
+        lines.append(f"  tilth chat {run}")
+    lines.append(f"  tilth show {run}")
     if recipe.facts.value:
-        export = f"  tilth export {directory}@best my-model --group reward_model"
-        return [*lines, export, f"  tilth run RECIPE reward.model={directory}@best"]
-    lines.append(f"  tilth export {directory} my-model")
+        export = f"  tilth export {shlex.quote(f'{directory}@best')} my-model --group reward_model"
+        return [*lines, export, f"  tilth run RECIPE {shlex.quote(f'reward.model={directory}@best')}"]
+    lines.append(f"  tilth export {run} my-model")
     if recipe.data.source == "addition":
         lines.append(f"  tilth run {shlex.quote(name)} data.digits={recipe.data.digits + 1} model.context=64")
     return lines
@@ -80,7 +81,7 @@ def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Pa
 
 def _learned(s: Mapping[str, Any]) -> str:
     first, last = s.get("accuracy_first"), s.get("accuracy_last")
-    spent = f"{s['steps']:,} steps and {words.duration(s['seconds'])} min"
+    spent = f"{s['steps']:,} steps and {words.timed(s['seconds'])}"
     if first is None or last is None:
         return _learned_text(s, spent)
     start = s.get("accuracy_start")

@@ -16,6 +16,7 @@ from tilth.core.errors import DataError, StorageError
 from tilth.trace.cause import Cause, diagnose
 from tilth.trace.study import Trace, read_study
 from tilth.trace.whatif import Model, Slowdown, WhatIf, what_if
+from tilth.ui import words
 from tilth.ui.heat import HIGH, LOW, colour, heat_map
 
 SHADES = " ░▒▓█"
@@ -100,8 +101,9 @@ def _print(file: Path, trace: Trace, found: WhatIf, cause: Cause) -> None:
     worst = float(np.abs(found.recorded / found.replayed - 1).max())
     lost = trace.dropped
     show(
-        f"{file}: {stages * dp} workers (stages {stages}, dp {dp}), {len(found.steps)} steps"
-        + (f"; {len(lost)} steps left out for they lack operations" if lost else ""),
+        f"{file}: {words.count(stages * dp, 'worker')} (stages {stages}, dp {dp}), "
+        + words.count(len(found.steps), "step")
+        + (f"; {words.count(len(lost), 'step')} left out: operations are missing" if lost else ""),
         f"slowdown S {found.slowdown:.4f}: a step takes {found.replayed.mean():.4g} s instead of "
         f"{found.ideal.mean():.4g} s, {100 * found.waste:.1f} % of the time is lost; "
         f"worst step {found.per_step.max():.4f}",

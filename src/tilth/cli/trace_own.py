@@ -12,6 +12,7 @@ from tilth.trace.cause import Cause
 from tilth.trace.events import parse_steps
 from tilth.trace.network import parse_bandwidth, parse_seconds
 from tilth.trace.own import RunWhatIf, analyse
+from tilth.ui import words
 
 
 def whatif_of(run: Path, steps: str, latency: str, bandwidth: str, svg: Path | None, *, as_json: bool) -> None:
@@ -59,10 +60,12 @@ def _workers(found: RunWhatIf) -> list[dict[str, Any]]:
 
 def _print(run: Path, found: RunWhatIf, cause: Cause) -> None:
     steps, count = found.steps, len(found.workers)
-    who = f"{count} workers" if count else "inline: one process, so there are no peers to compare it with"
+    who = (
+        f"{words.count(count, 'worker')}" if count else "inline: one process, so there are no peers to compare it with"
+    )
     which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-    left = f"; {len(found.dropped)} steps left out for calls of theirs are missing" if found.dropped else ""
-    left += f"; {found.older} earlier steps left out: --steps A:B looks at others" if found.older else ""
+    left = f"; {words.count(len(found.dropped), 'step')} left out: calls are missing" if found.dropped else ""
+    left += f"; {words.count(found.older, 'earlier step')} left out: --steps A:B looks at others" if found.older else ""
     show(
         f"{run}: {who}; {which}{left}",
         f"slowdown S {found.slowdown:.4f}: a step takes {found.replayed.mean():.4g} s instead of "
@@ -84,7 +87,11 @@ def _shares(found: RunWhatIf) -> list[str]:
     if not len(found.workers):
         return []
     worst = ", ".join(map(str, found.worst))
-    return [f"M_W {found.m_w.share:.4f} (rank {worst} mended), communication {found.m_c.share:.4f}, both of the loss"]
+    who = f"rank{'s' * (len(found.worst) > 1)} {worst} of {len(found.workers)} mended"
+    return [
+        f"shares of the loss: M_W {found.m_w.share:.4f} ({who}: what is ideal for its work in each step by itself, "
+        f"jitter too), communication {found.m_c.share:.4f}; they overlap"
+    ]
 
 
 def _elsewhere(found: RunWhatIf) -> list[str]:

@@ -181,7 +181,7 @@ def _steps(said: Found) -> list[str]:
         f"{steps['first']} to {steps['last']}" if several else str(steps["first"]),
         f"attempt {said['attempt']}",
         *([state] if state else []),
-        f"{words.duration(said['seconds'])} min" if said["seconds"] >= 60 else words.brief(said["seconds"]),
+        words.timed(said["seconds"]) if said["seconds"] >= 60 else words.brief(said["seconds"]),
         *([f"{words.brief(step['median'])} a step (median)"] if several else []),
         *([f"step {step['longest_at']} the longest with {words.brief(step['longest'])}"] if several else []),
     ]

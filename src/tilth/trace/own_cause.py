@@ -19,6 +19,8 @@ from tilth.trace.own_replay import BLOCK, Model, alike, fast, numbered, quantile
 
 LEAST = 0.05
 """Share of a step's time that must go with something for it to be a cause."""
+TOLD = 0.005
+"""Share of a step's time from which a gain is worth a word where there is no cause."""
 SLOWER, LONGER = 1.1, 1.1
 """Times the usual: from which a rank is slow, and its work more than that of others."""
 STEADY = 0.25
@@ -51,8 +53,28 @@ def diagnose_run(model: Model, found: RunWhatIf) -> Cause:
         if gain >= LEAST and c.plausible:
             findings.append(_finding(c, times, found))
     findings.sort(key=lambda f: f.seconds or 0.0)
-    none = f"none: nothing alone costs {100 * LEAST:.0f} % of a step"
-    return Cause("; ".join(f.text for f in findings) or none, tuple(findings), evidence)
+    gains = {
+        c.kind.replace("-", " "): 1 - float(t.mean() / found.replayed.mean()) for c, t in zip(candidates, without.T)
+    }
+    return Cause("; ".join(f.text for f in findings) or _none(gains, found.waste), tuple(findings), evidence)
+
+
+def _none(gains: dict[str, float], waste: float) -> str:
+    """What of the loss, a share of the time, the causes explain that were looked for."""
+    text = f"none: nothing alone costs {100 * LEAST:.0f} % of a step"
+    known = {name: gain for name, gain in sorted(gains.items(), key=lambda kv: -kv[1]) if gain >= TOLD}
+    scattered = waste - sum(known.values())
+    if waste < LEAST:
+        return text
+    parts = ", ".join(f"{name} {100 * gain:.1f}" for name, gain in known.items())
+    of = f"of the {100 * waste:.1f} % that is lost"
+    explained = f"{of} mending these would save: {parts}" if known else f"nothing explains a part {of}"
+    if scattered < TOLD:
+        return f"{text}; {explained}"
+    return (
+        f"{text}; {explained}; the other {100 * scattered:.1f} % is scattered over ranks and steps (jitter: now the one "
+        "is slow, now the other), so no rank or cause alone is to be mended"
+    )
 
 
 def _finding(c: _Candidate, times: np.ndarray, found: RunWhatIf) -> Finding:

@@ -18,6 +18,8 @@ POSITION = {
     "seconds": Metric("seconds", "s", "last", "run time until then"),
 }
 """Fields of a record that say how far it is, as metrics."""
+OF_ONE_STEP = "time/"
+"""Parts of a step: a phase that a step did not have took no time in it, so the value of an earlier one is void."""
 _WORDS = {"s": "seconds", "bytes": "bytes"}
 """Units that Prometheus wants at the end of a name."""
 
@@ -32,7 +34,8 @@ def exposed(metric: Metric) -> str:
 
 
 class Endpoint:
-    """An observer whose newest values can be fetched; of a metric that not every step measures, the last one."""
+    """An observer whose newest values can be fetched; of a metric that not every step measures, the last one, but
+    where the time went is told of the newest step alone."""
 
     def __init__(self, port: int) -> None:
         """Take the port. RecipeError: it cannot be had, or prometheus_client is not installed."""
@@ -74,7 +77,8 @@ class Endpoint:
             for name, value in record.items()
             if (name not in KEYS or name in POSITION) and isinstance(value, (int, float))
         }
-        self._newest = self._newest | fresh  # another dictionary: a request may be reading this one
+        kept = {name: value for name, value in self._newest.items() if not name.startswith(OF_ONE_STEP)}
+        self._newest = kept | fresh  # another dictionary: a request may be reading this one
 
     def on_message(self, text: str) -> None:
         """Messages are no metrics."""

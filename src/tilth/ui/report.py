@@ -83,7 +83,7 @@ def render(seen: Seen) -> str:
 def headline(summary: Mapping[str, Any]) -> Html:
     """What was learned, in one sentence."""
     first, last = summary["accuracy_first"], summary["accuracy_last"]
-    spent = f"{summary['steps']:,} steps, {words.duration(summary['seconds'])} min"
+    spent = f"{summary['steps']:,} steps, {words.timed(summary['seconds'])}"
     if not summary["steps"]:
         return join(["No step has been committed yet."])
     if first is None or last is None:
@@ -154,7 +154,7 @@ def _tiles(seen: Seen) -> Html:
     tiles = [
         ("Steps", f"{s['steps']:,}", f"of at most {steps:,}" if steps else ""),
         ("Best", f"step {s['best']['step']:,}", words.best(s["best"]).partition(": ")[2]) if s.get("best") else None,
-        ("Time", words.duration(s["seconds"]), f"attempt {s['attempts']}" if (s["attempts"] or 1) > 1 else "min"),
+        ("Time", words.timed(s["seconds"]), f"attempt {s['attempts']}" if (s["attempts"] or 1) > 1 else ""),
         *rates,
         ("Memory, peak", words.size(s["memory_peak"]), predicted) if s["memory_peak"] else None,
         ("Log-prob mismatch", _mismatch(s["mismatch_max"]), "greatest, nats")
@@ -217,7 +217,8 @@ def _pictures(seen: Seen, events: Events) -> list[Html | None]:
         return [_measured(seen)]
     found = account(events, told(events) or None if seen.state["state"] == "running" else None)
     last = {r["step"] for r in seen.records if r.get("phase") == seen.records[-1].get("phase")}
-    usual, longest = typical(found, np.isin(found.steps, list(last)))
+    usual, _ = typical(found, np.isin(found.steps, list(last)))
+    _, longest = typical(found)
     ranks = [found.ranks[i] for i in chosen(found, LANES)]
     figures = [timeline(events, usual, "A typical step", ranks)]
     if longest != usual:

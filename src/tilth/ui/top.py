@@ -211,7 +211,7 @@ def _title(look: Look) -> Text:
         predicted = f" (predicted {words.size(memory['predicted'])})" if memory.get("predicted") else ""
         text.append(f"  memory at most {words.size(peak)}{predicted}", "dim")
     if look.running and look.silent is not None and look.silent > _usual(look):
-        text.append(f"  no step for {words.duration(look.silent)} min", "bold yellow")
+        text.append(f"  no step for {words.timed(look.silent)}", "bold yellow")
     if look.state.get("error"):
         text.append(f"  {look.state['error']}", "red")
     return text

@@ -15,6 +15,16 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def timed(seconds: float) -> str:
+    """``0:07 min``, ``2:05 min`` or ``1:02:05 h``."""
+    return f"{duration(seconds)} {'h' if round(seconds) >= 3600 else 'min'}"
+
+
+def count(number: int, what: str) -> str:
+    """``1 step``, ``2,400 steps``."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def share(value: float | None) -> str:
     """``94.1 %``; a dash for what is not known; a mean reward that is no share as a number."""
     if value is None:
