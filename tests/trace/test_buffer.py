@@ -85,7 +85,7 @@ def test_a_chunk_that_a_collection_made_meanwhile_is_kept(monkeypatch):
     first = buffer.chunk
     assert buffer.grow() is buffer.chunk is not first
     first.used = SIZE
-    assert ids(first.take()) == [1] and ids(buffer.chunk.take()) == [2]
+    assert [ids(bytes(c.buffer[: c.written()])) for c in (first, buffer.chunk)] == [[1], [2]]
 
 
 def test_codes_are_given_once_even_by_many_threads_and_end_somewhere(monkeypatch):
@@ -191,3 +191,67 @@ def test_recording_leaves_nothing_for_collections_of_garbage(tmp_path):
             with span("many", detail="0,1", seq=3, bytes=8):
                 pass
         assert len(gc.get_objects()) - before < 50
+
+
+def test_threads_that_ended_or_do_nothing_take_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(spans_module, "CAPACITY", 4 * CHUNK)
+    monkeypatch.setattr(spans_module, "WAKE", 3 * CHUNK)
+    over = threading.Event()
+
+    def work(idle: bool) -> None:
+        with span("short"):
+            pass
+        if idle:
+            over.wait()
+
+    recorder.totals()
+    threads = [threading.Thread(target=work, args=(i < 10,)) for i in range(60)]
+    with recorder.to(tmp_path, interval=60):
+        for thread in threads:
+            thread.start()
+        for thread in threads[10:]:
+            thread.join()
+        for _ in range(2 * CHUNK):
+            with span("main"):
+                pass
+        assert recorder.dropped == 0 and recorder._wake.empty(), "60 events and those of this thread wait, no more"
+        before = len(recorder._threads)
+        recorder.flush()
+        assert len(recorder._threads) == before - 50 and not recorder._left, "those that ended are let go"
+        over.set()
+    for thread in threads:
+        thread.join()
+    assert read_events(tmp_path).num_rows == 60 + 2 * CHUNK
+    assert recorder.totals()["short"].count == 60
+
+
+def test_a_thread_that_ended_with_nothing_but_dropped_events_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(spans_module, "CAPACITY", 0)
+
+    def work() -> None:
+        with span("short"):
+            pass
+
+    with recorder.to(tmp_path, interval=60):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        recorder.totals()
+        recorder.flush()
+        assert recorder.dropped == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-1, CHUNK + 1), max_size=12))
+def test_what_waits_is_counted(counts):
+    """-1: all is taken."""
+    buffer, waiting = Buffer(), 0
+    for count in counts:
+        for number in range(max(count, 0)):
+            put(buffer, number + 1)
+        waiting = 0 if count < 0 else waiting + count
+        if count < 0:
+            buffer.take()
+        assert buffer.waiting == waiting
+    buffer.forget()
+    assert buffer.waiting == 0

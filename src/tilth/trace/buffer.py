@@ -9,6 +9,7 @@ import itertools
 import struct
 from collections import deque
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -35,14 +36,11 @@ class Chunk:
         self.read = 0
         self.used = FULL - size
 
-    def take(self) -> bytes:
-        """The events that were written since the last time."""
+    def written(self) -> int:
+        """Up to where it may be taken."""
         used = self.used
         ids = memoryview(self.buffer).cast("q")[self.read // 8 : used // 8 : SIZE // 8].tolist()
-        end = self.read + SIZE * ids.index(0) if 0 in ids else used
-        taken = bytes(self.buffer[self.read : end])
-        self.read = end
-        return taken
+        return self.read + SIZE * ids.index(0) if 0 in ids else used
 
 
 NONE = Chunk(0)
@@ -52,7 +50,7 @@ NONE = Chunk(0)
 class Buffer:
     """The events of one thread: that thread alone adds, one other takes."""
 
-    __slots__ = ("chunk", "dropped", "full")
+    __slots__ = ("_before", "_taken", "chunk", "dropped", "full")
 
     def __init__(self) -> None:
         self.forget()
@@ -62,6 +60,12 @@ class Buffer:
         self.chunk = NONE
         self.full: deque[Chunk] = deque()
         self.dropped = 0
+        self._before, self._taken = -FULL, 0  # bytes of all chunks before this one (NONE counts as a full one)
+
+    @property
+    def waiting(self) -> int:
+        """Events that were added and not taken. Any thread may ask; it may be out by a chunk while one is added."""
+        return (self._before + self.chunk.used - self._taken) // SIZE
 
     def grow(self) -> Chunk:
         """A chunk with room, after the one that is full."""
@@ -70,15 +74,26 @@ class Buffer:
             if self.chunk is not NONE:
                 self.full.append(self.chunk)
             self.chunk = fresh
+            self._before += FULL
         return self.chunk
 
     def take(self) -> bytes:
-        """What was added since the last time, packed as FORMAT says, oldest first."""
-        chunks = [self.full[i] for i in range(len(self.full))]  # it may grow meanwhile
-        taken = b"".join([chunk.take() for chunk in chunks if chunk is not self.chunk])
+        """What was added since the last time, packed as FORMAT says, oldest first. What it raises (MemoryError) leaves
+        everything where it was."""
+        last = self.chunk  # looked at before the full ones, as it may become one of them meanwhile
+        full = [self.full[i] for i in range(len(self.full))]
+        ends = list[tuple[Chunk, int]]()
+        for chunk in [*takewhile(lambda chunk: chunk is not last, full), *([last] if last is not NONE else [])]:
+            ends.append((chunk, chunk.written()))
+            if ends[-1][1] < FULL:  # those behind an event that is being written wait with it
+                break
+        taken = b"".join([memoryview(chunk.buffer)[chunk.read : end] for chunk, end in ends])
+        for chunk, end in ends:
+            chunk.read = end
         while self.full and self.full[0].read >= FULL:
             self.full.popleft()
-        return taken + (self.chunk.take() if self.chunk is not NONE and not self.full else b"")
+        self._taken += len(taken)
+        return taken
 
 
 class Codes(Generic[T]):

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from tilth.core.errors import StorageError
-from tilth.trace.buffer import CHUNK, FORMAT, FULL, NONE, OTHERS, SIZE, Buffer, Codes, Taken, Texts
+from tilth.trace.buffer import FORMAT, FULL, NONE, OTHERS, SIZE, Buffer, Codes, Taken, Texts
 from tilth.trace.device import DeviceClock, Mark, device_clock
 from tilth.trace.ops import ON_DEVICE, PHASES
 
@@ -35,7 +35,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 CAPACITY = 200_000
-"""Most events that wait in memory (21 MB); beyond it events are dropped and counted, totals stay exact."""
+"""Most events that wait in memory (21 MB, and a chunk a thread); beyond it they are dropped and counted, totals stay exact."""
 WAKE = 20_000
 """As many waiting events wake the writer before its time."""
 WIDTH = 8  # sums kept for each operation; behind them stand
@@ -307,7 +307,7 @@ class Recorder:
 
     def _room(self) -> bool:
         """Whether one more chunk may wait. The writer is told when there are many."""
-        waiting = CHUNK * sum(len(thread.full) + 1 for thread in list(self._threads))
+        waiting = sum(thread.waiting for thread in [*self._threads, *self._left])
         if waiting >= WAKE and self._wake.empty():
             self._wake.put(None)
         return waiting < CAPACITY
@@ -333,16 +333,20 @@ class Recorder:
         return {op: _total(row) for op, row in change.items() if row[2]}
 
     def _sums(self) -> dict[str, list[float]]:
-        """Sums since the process began; those of threads that ended are folded together, so memory stays bounded."""
-        for state in [t for t in self._threads if not t.thread.is_alive()]:
-            self._threads.remove(state)
-            if self._writer is not None and state.chunk is not NONE:
-                self._left.append(state)  # its last events are still to be written
-            _merge(self._gone, state.sums)
+        """Sums since the process began. (Called with the lock of the totals.)"""
+        self._retire()
         sums = {op: list(row) for op, row in self._gone.items()}
         for state in list(self._threads):
             _merge(sums, state.sums)
         return sums
+
+    def _retire(self) -> None:
+        """Fold the sums of threads that ended together, so memory stays bounded. (Called with the lock of the totals.)"""
+        for state in [t for t in self._threads if not t.thread.is_alive()]:
+            if self._writer is not None and (state.waiting or state.dropped):
+                self._left.append(state)  # its last events are still to be written
+            self._threads.remove(state)
+            _merge(self._gone, state.sums)
 
     def start(self, path: str | Path, rank: int = 0, attempt: int = 0, interval: float = 2.0) -> None:
         """Write events to ``path/attempt-A-rank-R-NNNNNN.parquet`` from now on, in a thread of its own.
@@ -393,6 +397,8 @@ class Recorder:
 
     def _take(self) -> Taken:
         """Name and finished events of each thread that has any, those that have ended among them."""
+        with self._totals_lock:
+            self._retire()
         found = [(thread.name, thread.take()) for thread in list(self._threads)]
         for _ in range(len(self._left)):
             thread = self._left.popleft()
