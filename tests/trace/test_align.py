@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trace.clocks import Shifted, bursts, noisy
+from tilth.trace import align as align_module
 from tilth.trace.align import Known, Spans, align, calls, clocks, groups, meetings
 from tilth.trace.clock import same
 from tilth.trace.events import load
+from tilth.trace.recent import recent
 from tilth.trace.rounds import Asked, Origin, RoundsFile
 from tilth.trace.writer import EVENTS
 
@@ -173,6 +175,24 @@ def test_the_same_clock_is_taken_unless_rounds_speak_against_it():
     assert not nameless[0].exact
 
 
+def test_nothing_is_fitted_where_one_clock_is_shared(monkeypatch):
+    world = World({0: Shifted(500, 0.0), 1: Shifted(-700, 0.0)})
+    asked = world.asked(0, 1, steady={0: "x", 1: "x", CONTROLLER: "x"})
+    monkeypatch.setattr(align_module, "fit", None)
+    found = clocks(asked, CONTROLLER, world.spans())
+    assert {rank: (clock.exact, clock.base) for rank, clock in found.items()} == {
+        0: (True, -500), 1: (True, 700), CONTROLLER: (True, 0),
+    }  # fmt: skip
+
+
+def test_one_round_against_it_is_enough_for_a_clock_to_be_another():
+    world = World({0: Shifted(500, 0.0), 1: Shifted(0, 0.0)})
+    asked = world.asked(0, steady={0: "x", CONTROLLER: "x"})
+    assert clocks(asked, CONTROLLER, world.spans())[0].exact
+    asked[0].bursts[5][2] += [10**6, 0, 10**6]
+    assert not clocks(asked, CONTROLLER, world.spans())[0].exact
+
+
 def test_a_rank_that_nobody_asked_stays_as_it_is():
     world = World({0: Shifted(10**9, 0.0), 1: Shifted(10**9, 0.0)}, seconds=2)
     found = clocks(world.asked(0), CONTROLLER, world.spans())
@@ -259,6 +279,8 @@ def test_loaded_events_are_on_the_controllers_clock(tmp_path):
     ).all()
     assert (events.device_start[~inside] == -1).all() and (events.device_duration[~inside] == -1).all()
     assert 0 < events.clock_error < 200e3 and events.select(inside).clock_error == events.clock_error
+    again, _ = recent(tmp_path)
+    assert np.abs(again.start - events.start).max() <= 1 and again.clock_error == pytest.approx(events.clock_error)
     (tmp_path / "events" / "attempt-1-clocks.jsonl").unlink()
     assert load(tmp_path).clock_error is None
     assert np.abs(load(tmp_path).start - (true - true[0])).max() > SECOND

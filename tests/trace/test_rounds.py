@@ -55,6 +55,39 @@ def test_a_line_that_is_none_is_named(tmp_path, line):
         read_rounds(tmp_path, 2)
 
 
+def test_of_a_long_run_the_newest_rounds_alone_are_read(tmp_path):
+    """Two workers are asked every 20 s for a day; one is replaced in between."""
+    second, day = 10**9, 24 * 180
+    file = RoundsFile(tmp_path, 2)
+    file.introduce(ORIGINS)
+    file.add({0: [(0, 0, 0)]})
+    with rounds_path(tmp_path, 2).open("a") as torn:
+        torn.write("this would be no round of clocks\n")
+    for k in range(1, day):
+        if k == 700:
+            file.introduce({1: ORIGINS[1]._replace(pid=99)})
+        file.add({rank: [(20 * k * second, 5, 20 * k * second + 9)] for rank in ORIGINS})
+    file.close()
+    with pytest.raises(DataError, match="line 4"):
+        read_rounds(tmp_path, 2)
+    for since, least in ((20 * (day - 300) * second, 300), (10**20, rounds.FEW)):
+        found = read_rounds(tmp_path, 2, since)
+        assert found[1].origin.pid == 99 and found[0].origin == ORIGINS[0]
+        for about in found.values():
+            assert least <= len(about.bursts) <= least + rounds.BEFORE // (20 * second) + 1
+            assert about.bursts[-1].tolist() == [[20 * (day - 1) * second, 5, 20 * (day - 1) * second + 9]]
+    with pytest.raises(DataError, match="line 4"):
+        read_rounds(tmp_path, 2, 0)
+
+
+def test_rounds_since_a_time_are_all_of_a_short_run(tmp_path):
+    written(tmp_path)
+    some, everything = read_rounds(tmp_path, 2, 10**18), read_rounds(tmp_path, 2)
+    assert {r: [b.tolist() for b in a.bursts] for r, a in some.items()} == {
+        r: [b.tolist() for b in a.bursts] for r, a in everything.items()
+    }
+
+
 def test_a_file_that_is_no_text(tmp_path):
     rounds_path(tmp_path, 1).write_bytes(b"\xff\xfe\xff\n")
     with pytest.raises(DataError, match="cannot be read"):

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tilth.core.errors import DataError
@@ -31,7 +32,8 @@ def recent(run: str | Path) -> tuple[Events | None, range]:
         if not tables:
             return None, range(0)
         table = pa.concat_tables(tables)
-        events = from_table(table, read_rounds(folder, int(table["attempt"][0].as_py())))
+        attempt, since = table["attempt"][0].as_py(), pc.min(table["start"]).as_py()
+        events = from_table(table, read_rounds(folder, attempt, since))
         cut = {int(rank.tables[0]["rank"][0].as_py()) for rank in ranks if rank.tables and not rank.whole}
         steps = told(events, cut)
         if len(steps) or depth >= DEPTH or all(rank.ended for rank in ranks):

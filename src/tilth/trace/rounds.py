@@ -7,7 +7,9 @@ most: first who has which clock, ``{"rank", "epoch", "clock", "host", "pid", "wa
 """
 
 import json
+import math
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +25,9 @@ from tilth.trace.spans import recorder
 Round = tuple[int, int, int]
 """Asked (controller's clock), there (worker's), answered (controller's)."""
 NOT_KNOWN = ""
+BEFORE, FEW = 120_000_000_000, 12
+"""Of rounds before a time that is asked for: ns that are read, and bursts of each worker at least."""
+_ASKED = re.compile(r'"rounds": \[\[(-?\d+)')
 
 
 class Origin(NamedTuple):
@@ -111,9 +116,12 @@ class RoundsFile:
             self._file = None
 
 
-def read_rounds(folder: Path, attempt: int) -> dict[int, Asked]:
+def read_rounds(folder: Path, attempt: int, since: int | None = None) -> dict[int, Asked]:
     """All that is known of the clocks of an attempt, by rank, the controller's among them; {} where there is no file. A
-    torn last line is left out; DataError names the file and line of any other fault."""
+    torn last line is left out; DataError names the file and line of any other fault.
+
+    since: ns on the controller's clock; rounds long before are not read, but always some of the last.
+    """
     path = rounds_path(folder, attempt)
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -122,7 +130,9 @@ def read_rounds(folder: Path, attempt: int) -> dict[int, Asked]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     found: dict[int, Asked] = {}
-    for number, line in enumerate(lines[:-1], 1):  # what follows the last line end was torn off
+    lines = lines[:-1]  # what follows the last line end was torn off
+    for i in range(len(lines)) if since is None else _newest(lines, since):
+        line, number = lines[i], i + 1
         try:
             _take(json.loads(line), found)
         except (ValueError, KeyError, TypeError) as error:
@@ -131,6 +141,21 @@ def read_rounds(folder: Path, attempt: int) -> dict[int, Asked]:
                 "each rank are by its own clock"
             ) from error
     return found
+
+
+def _newest(lines: Sequence[str], since: int) -> list[int]:
+    """Places of all introductions, and of the rounds from ``BEFORE`` this time on."""
+    known = [i for i, line in enumerate(lines) if '"epoch"' in line]
+    first, least = len(lines), len(lines) - FEW * max(len(known), 1)
+    while first and (first > least or _begun(lines[first - 1]) >= since - BEFORE):
+        first -= 1
+    return [i for i in known if i < first] + list(range(first, len(lines)))
+
+
+def _begun(line: str) -> float:
+    """When the first of a line's rounds was asked; inf where it says nothing of the kind."""
+    found = _ASKED.search(line)
+    return int(found[1]) if found else math.inf
 
 
 def _take(row: dict[str, object], found: dict[int, Asked]) -> None:
