@@ -139,6 +139,53 @@ def test_a_full_disk_is_told_at_flush_and_does_not_stop_the_spans(tmp_path, monk
     assert not list((tmp_path / "events").glob(".*"))
 
 
+@pytest.mark.parametrize("error", [MemoryError("no room"), pa.ArrowInvalid("odd"), ValueError("odd")])
+def test_the_writers_thread_outlives_any_error_of_a_batch(tmp_path, monkeypatch, error):
+    def fails(*args, **kwargs):
+        raise error
+
+    with recorder.to(tmp_path, interval=0.01):
+        with monkeypatch.context() as m:
+            m.setattr(pq, "write_table", fails)
+            with span("lost"):
+                pass
+            until(lambda: recorder.dropped == 1)
+        with span("kept"):
+            pass
+        until(lambda: list(tmp_path.glob("*.parquet")))
+        with pytest.raises(StorageError, match=rf"cannot write events to .*: {type(error).__name__}: "):
+            recorder.flush()
+    assert read_events(tmp_path)["op"].to_pylist() == ["kept"] and recorder.dropped == 1
+
+
+def until(there) -> None:
+    deadline = time.time() + 10
+    while not there() and time.time() < deadline:
+        time.sleep(0.005)
+    assert there()
+
+
+def test_a_batch_that_cannot_be_taken_is_neither_lost_nor_doubled(tmp_path, monkeypatch):
+    def fails(self):
+        raise MemoryError("no room")
+
+    with recorder.to(tmp_path, interval=60):
+        with span("a"):
+            pass
+        with monkeypatch.context() as m, pytest.raises(StorageError, match="MemoryError: no room"):
+            m.setattr(buffer_module.Chunk, "written", fails)
+            recorder.flush()
+    assert read_events(tmp_path)["op"].to_pylist() == ["a"] and recorder.dropped == 0
+
+
+def test_a_detail_that_is_no_text_is_written_as_far_as_it_is(tmp_path):
+    with recorder.to(tmp_path, interval=60):
+        for detail in ("a\udcffb", 5, "fine"):
+            with span("load", detail=detail):
+                pass
+    assert read_events(tmp_path)["detail"].to_pylist() == ["a?b", "5", "fine"]
+
+
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"cannot write events to .*file"):

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from tilth.core.errors import StorageError
-from tilth.trace.buffer import FORMAT, FULL, NONE, OTHERS, SIZE, Buffer, Codes, Taken, Texts
+from tilth.trace.buffer import FORMAT, FULL, OTHERS, SIZE, Buffer, Codes, Taken, Texts
 from tilth.trace.device import DeviceClock, Mark, device_clock
 from tilth.trace.ops import ON_DEVICE, PHASES
 
@@ -35,7 +35,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 CAPACITY = 200_000
-"""Most events that wait in memory (21 MB, and a chunk a thread); beyond it they are dropped and counted, totals stay exact."""
+"""Most events that wait in memory (21 MB, and a chunk a thread); beyond it they are dropped and counted. Totals
+stay exact."""
 WAKE = 20_000
 """As many waiting events wake the writer before its time."""
 WIDTH = 8  # sums kept for each operation; behind them stand
@@ -341,7 +342,7 @@ class Recorder:
         return sums
 
     def _retire(self) -> None:
-        """Fold the sums of threads that ended together, so memory stays bounded. (Called with the lock of the totals.)"""
+        """Fold the sums of threads that ended into one, so memory stays bounded. (Called with the lock of totals.)"""
         for state in [t for t in self._threads if not t.thread.is_alive()]:
             if self._writer is not None and (state.waiting or state.dropped):
                 self._left.append(state)  # its last events are still to be written
@@ -382,32 +383,41 @@ class Recorder:
         with self._write_lock:
             if self._writer is None:
                 return
-            taken, times = [*self._held, *self._take()], dict[int, tuple[int, int]]()
-            if self._device is not None:
-                times, waiting = self._device.take()
-                taken, self._held = self._writer.without(taken, waiting if self.recording else frozenset())
-            if not taken:
-                return
-            texts = Texts(_ops.texts(), _details.texts(), _places.texts())
             try:
-                self._writer.write(taken, texts, self.dropped, times)
-            except StorageError as error:  # a full disk must not end the run from here; flush() and stop() tell it
-                self._lost += sum(len(packed) for _, packed in taken) // SIZE
-                self._error = error
+                self._take()
+                self._put(self._writer)
+            except Exception as error:  # noqa: BLE001 - none ends the run, or the writer's thread; flush and stop tell it
+                self._lost += sum(len(packed) for _, packed in self._held) // SIZE
+                self._held = []
+                self._error = error if isinstance(error, StorageError) else _unwritten(self._writer.folder, error)
 
-    def _take(self) -> Taken:
-        """Name and finished events of each thread that has any, those that have ended among them."""
+    def _take(self) -> None:
+        """Hold name and finished events of each thread that has any, those that have ended among them."""
         with self._totals_lock:
             self._retire()
-        found = [(thread.name, thread.take()) for thread in list(self._threads)]
-        for _ in range(len(self._left)):
-            thread = self._left.popleft()
-            found.append((thread.name, thread.take()))
-            self._lost += thread.dropped
-        return [(name, packed) for name, packed in found if packed]
+        for thread in list(self._threads):
+            self._hold(thread)
+        while self._left:
+            self._hold(self._left[0])
+            self._lost += self._left.popleft().dropped
+
+    def _hold(self, thread: _Thread) -> None:
+        if packed := thread.take():
+            self._held.append((thread.name, packed))
+
+    def _put(self, writer: "PartWriter") -> None:
+        """Write the events that are held, but for those that still wait for a device."""
+        now, later, times = self._held, Taken(), dict[int, tuple[int, int]]()
+        if self._device is not None:
+            times, waiting = self._device.take()
+            now, later = writer.without(now, waiting if self.recording else frozenset())
+        if now:
+            writer.write(now, Texts(_ops.texts(), _details.texts(), _places.texts()), self.dropped, times)
+        self._held = later
 
     def flush(self) -> None:
-        """Write all finished spans now. StorageError if this or an earlier background write failed."""
+        """Write all finished spans now. StorageError if this or an earlier background write failed: what it should have
+        written is dropped."""
         self._write()
         error, self._error = self._error, None
         if error is not None:
@@ -435,6 +445,12 @@ class Recorder:
             yield self
         finally:
             self.stop()
+
+
+def _unwritten(folder: Path, error: Exception) -> StorageError:
+    made = StorageError(f"cannot write events to {folder}: {type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made
 
 
 def _total(row: list[float]) -> Total:

@@ -5,6 +5,7 @@ import re
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -94,8 +95,10 @@ class PartWriter:
             pq.write_table(table, temporary, compression="zstd", use_dictionary=TEXTS, write_statistics=False)
             os.replace(temporary, target)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise StorageError(f"cannot write {target}: {error.strerror or error}") from error
+        finally:
+            with suppress(OSError):  # of the same disk; as a rule it has its name by now and is not there
+                temporary.unlink(missing_ok=True)
         self.part += 1
         return target
 
@@ -142,7 +145,7 @@ def _rows(taken: Taken) -> np.ndarray:
 def _said(codes: np.ndarray, texts: Mapping[int, str]) -> pa.DictionaryArray:
     """The texts that codes (int32 [n]) stand for."""
     used = np.flatnonzero(np.bincount(codes))  # codes are small: no need to sort
-    said = [texts[code] for code in used.tolist()]
+    said = [str(texts[code]).encode("utf-8", "replace").decode() for code in used.tolist()]  # a path may be no text
     distinct = {text: i for i, text in enumerate(dict.fromkeys(said))}
     which = np.zeros(used[-1] + 1, np.int32)
     which[used] = [distinct[text] for text in said]
