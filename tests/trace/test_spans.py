@@ -4,11 +4,13 @@ import os
 import threading
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilth.trace import Recorder, recorder, span, traced
+from tilth.trace import spans as spans_module
 from tilth.trace.spans import in_phase
 
 
@@ -228,3 +230,24 @@ def test_what_is_asked_inside_a_phase_is_part_of_it():
         with span("evaluate"), span("anything"):
             assert in_phase()
     assert not in_phase()
+
+
+def test_parts_grow_with_the_run(monkeypatch):
+    """Three days of it on a clock of its own: how many parts there are, and how much time a kill may cost."""
+    now, written = [0.0], []
+
+    class Sleep:
+        def get(self, timeout):
+            now[0] += timeout
+            writing.recording = now[0] < 3 * 86_400
+
+    monkeypatch.setattr(spans_module.time, "monotonic", lambda: now[0])
+    writing = Recorder()
+    writing.recording, writing._wake = True, Sleep()
+    writing._write = lambda: written.append(now[0])
+    writing._run(2.0)
+    pauses = np.diff([0.0, *written])
+    assert pauses.min() == 2 and round(pauses.max(), 6) == 600
+    assert (pauses <= np.maximum(2.0, 0.01 * np.array(written)) + 1e-6).all(), "of the time so far at most 1 %"
+    assert 600 < sum(at <= 12 * 3600 for at in written) < 700
+    assert 140 < sum(2 * 86_400 < at <= 3 * 86_400 for at in written) < 150
