@@ -18,7 +18,7 @@ from tilth.ui.report import write_report
 
 KEYS = [
     "run", "state", "attempt", "steps", "seconds", "step", "parts", "roles", "ranks", "communication", "controller",
-    "rates", "events", "dropped", "gain",
+    "rates", "profiled", "events", "dropped", "gain",
 ]  # fmt: skip
 
 

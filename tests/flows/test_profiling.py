@@ -20,6 +20,8 @@ from tilth.flows.rundir import RunDir
 from tilth.flows.signals import StopRequest
 from tilth.trace import capture
 from tilth.trace.capture import Captured
+from tilth.trace.events import load
+from tilth.trace.profiled import profiled
 
 
 class Workers:
@@ -431,3 +433,11 @@ def test_workers_are_profiled_on_the_ranks_that_were_named(tmp_path):
     ]
     found = names(line["files"]["1"]["path"])
     assert {"policy.imitate", "call", "forward"} <= found and any("reduce_scatter" in name for name in found)
+
+
+def test_a_profile_is_named_in_the_trace(tmp_path):
+    directory = run(recipe(tmp_path, supervised={"steps": 3}, run={"profile": "2:3"})).directory
+    events = load(directory)
+    said = events.detail[events.op.is_("profile")]
+    assert [said.text(i) for i in range(len(said.codes))] in (["begin", "end"], ["begin", "begin", "end", "end"])
+    assert profiled(events).tolist() == [2]

@@ -432,8 +432,8 @@ def trace_run(
 
     Keys of --json: run, state, attempt, steps (first, last, count), seconds, step (mean, median, longest, longest_at),
     parts (name: seconds, share; means over ranks), roles (role: rank: seconds), ranks (rank, busy, pace, communication,
-    parts), communication (by_op, transfer, waiting, hidden), controller (rank, busy; null inline), rates, events,
-    dropped, gain (slowdown, step, ideal_step, error, cause; null inline). Times in seconds.
+    parts), communication (by_op, transfer, waiting, hidden), controller (rank, busy; null inline), rates,
+    profiled (steps), events, dropped, gain (slowdown, step, ideal_step, error, cause; null inline). Times in seconds.
     """
     from tilth.cli.trace_run import account_of
 
@@ -456,7 +456,7 @@ def trace_whatif(
 
     Keys of --json: slowdown, ideal_step (seconds), by_optype, by_stage, by_dp, by_worker (dp, stage, rank, exact,
     shortcut), m_w, m_s, cause (text, findings, evidence). Of a RUN also by_axis, step, model_error, steps, left_out,
-    earlier, other_network, and in findings seconds, those of a step without the cause.
+    earlier, profiled, other_network, and in findings seconds, those of a step without the cause.
     """
     if path.is_dir():
         from tilth.cli.trace_own import whatif_of

@@ -47,6 +47,7 @@ def as_dict(found: RunWhatIf, cause: Cause) -> dict[str, Any]:
         "steps": {"first": int(found.steps[0]), "last": int(found.steps[-1]), "count": len(found.steps)},
         "left_out": found.dropped,
         "earlier": found.older,
+        "profiled": list(found.profiled),
         "other_network": found.other_network,
     }
 
@@ -65,6 +66,7 @@ def _print(run: Path, found: RunWhatIf, cause: Cause) -> None:
     )
     which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
     left = f"; {words.count(len(found.dropped), 'step')} left out: calls are missing" if found.dropped else ""
+    left += f"; {words.count(len(found.profiled), 'step')} left out: they were profiled" if found.profiled else ""
     left += f"; {words.count(found.older, 'earlier step')} left out: --steps A:B looks at others" if found.older else ""
     show(
         f"{run}: {who}; {which}{left}",

@@ -13,12 +13,13 @@ import typer
 from tilth.cli.tables import WIDTH
 from tilth.cli.trace import about
 from tilth.core.errors import DataError
-from tilth.trace.account import COMMUNICATION, CONTROLLER, PAUSE, PEERS, Account, account
+from tilth.trace.account import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, Account, account
 from tilth.trace.events import Events, load, parse_steps
 from tilth.trace.own import what_if_run
 from tilth.trace.own_cause import diagnose_run
 from tilth.trace.own_graph import read_steps
 from tilth.trace.own_replay import Model
+from tilth.trace.profiled import profiled
 from tilth.trace.recent import dropped, told
 from tilth.ui import words
 
@@ -69,6 +70,7 @@ def as_dict(run: Path, events: Events, found: Account) -> Found:
         "communication": {"by_op": found.meetings.by_op, **_talk(found)},
         "controller": None if inline else {"rank": events.controller, "busy": found.controller},
         "rates": _rates(run, found),
+        "profiled": [step for step in profiled(events).tolist() if step in found.steps],
         "events": len(events),
         "dropped": dropped(run, found.attempt),
     }  # fmt: skip
@@ -156,6 +158,7 @@ def lines(said: Found) -> list[str]:
         ("rates", _speeds(said["rates"])),
         ("gain", _gain(said["gain"], inline=said["controller"] is None)),
         ("cause", [said["gain"]["cause"]["text"]] if said["gain"] else []),
+        ("profile", _profile(said["profiled"])),
         ("trace", _trace(said)),
     ]
     return [line for name, parts in pairs if parts for line in _wrapped(name, parts)]
@@ -221,7 +224,7 @@ def _ranks(said: Found) -> list[tuple[str, list[str]]]:
 def _rank_parts(rank: Mapping[str, Any], whole: float) -> list[str]:
     parts, talk = rank["parts"], rank["communication"]
     named = [
-        (COMMUNICATION, parts.get(COMMUNICATION)), (PAUSE, parts.get(PAUSE)), ("waits for ranks", parts.get(PEERS)),
+        (COMMUNICATION, parts.get(COMMUNICATION)), (PAUSE, parts.get(PAUSE)), (PROFILE, parts.get(PROFILE)), ("waits for ranks", parts.get(PEERS)),
         ("for the controller", parts.get(CONTROLLER)), ("others waited for it", talk["others_waited"]),
     ]  # fmt: skip
     return [f"busy {_share(rank['busy'], whole)}", *(f"{name} {_share(s, whole)}" for name, s in named if s)]
@@ -270,6 +273,13 @@ def _gain(gain: Found | None, *, inline: bool) -> list[str]:
         f"communications were as their peers: S {gain['slowdown']:.3f}",
         f"error of the model {words.part(abs(gain['error']))}",
     ]
+
+
+def _profile(steps: Sequence[int]) -> list[str]:
+    if not steps:
+        return []
+    which = f"step {steps[0]} was" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} ({len(steps)}) were"
+    return [f"{which} recorded by torch's profiler and took longer for that; gain and cause are of the other steps"]
 
 
 def _trace(said: Found) -> list[str]:

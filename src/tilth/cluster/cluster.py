@@ -92,14 +92,16 @@ class Cluster:
         """Let torch's profiler record what these workers do from now on; answers rank -> what went wrong, for those
         that cannot. memory: each allocation too."""
         call = Call("", "profile", (memory,))
-        replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in ranks])
+        with span("profile", detail="begin"):
+            replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in ranks])
         return {rank: reply.value for rank, reply in zip(ranks, replies) if reply.value}
 
     def profiled(self, ranks: Sequence[int], stem: Path | None) -> dict[int, Captured]:
         """End that, and write what was seen to ``stem-rank-R.json.gz``; None: forget it. The time of writing counts
         towards the limit of a call."""
         call = Call("", "profiled", (str(stem.resolve()) if stem else "",))
-        replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in ranks])
+        with span("profile", detail="end"):
+            replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in ranks])
         return {rank: reply.value for rank, reply in zip(ranks, replies)}
 
     def totals(self) -> dict[str, Total]:

@@ -130,10 +130,12 @@ class Host:
         collector.collect()
 
     def _profile(self, memory: bool) -> str:
-        return self._capture.start(memory)
+        with span("profile", detail="begin"):
+            return self._capture.start(memory)
 
     def _profiled(self, stem: str) -> Captured:
-        return self._capture.stop(f"{stem}-rank-{self.rank}" if stem else "", self._events, self.rank)
+        with span("profile", detail="end"):
+            return self._capture.stop(f"{stem}-rank-{self.rank}" if stem else "", self._events, self.rank)
 
     def _end(self) -> None:
         """Close the roles that can be closed, the newest first, and the trace."""

@@ -15,10 +15,10 @@ from tilth.trace.events import Events
 from tilth.trace.network import grouped, last_start
 from tilth.trace.own_rates import paces
 
-COMMUNICATION, PAUSE, DATA, OTHER = "communication", "gc", "data", "other"
+COMMUNICATION, PAUSE, DATA, PROFILE, OTHER = "communication", "gc", "data", "profile", "other"
 PEERS, CONTROLLER = "waiting for ranks", "waiting for the controller"
 IDLE = (PEERS, CONTROLLER)
-FIXED = (COMMUNICATION, PAUSE, DATA, OTHER, *IDLE)
+FIXED = (COMMUNICATION, PAUSE, DATA, PROFILE, OTHER, *IDLE)
 """What is no phase, in the order in which it stands behind the phases."""
 NS = 1e-9
 _OWN = {"communication": COMMUNICATION, "pause": PAUSE, "data": DATA}
@@ -81,7 +81,7 @@ class Account:
     @property
     def busy(self) -> np.ndarray:
         """float64 [r]: seconds of work: phases, data and what else was done in calls."""
-        idle = [self.names.index(n) for n in (COMMUNICATION, PAUSE, *IDLE)]
+        idle = [self.names.index(n) for n in (COMMUNICATION, PAUSE, PROFILE, *IDLE)]
         return np.delete(self.by_rank, idle, axis=1).sum(1)
 
 
@@ -164,6 +164,7 @@ def parts_of(events: Events) -> Parts:
     for kind, name in _OWN.items():
         here = events.kind.is_(kind) & ((phase < 0) | (kind != "data"))
         code[here] = names.index(name)
+    code[events.op.is_(PROFILE)] = names.index(PROFILE)
     return Parts(names, code, main)
 
 
@@ -288,5 +289,5 @@ def _hidden(events: Events, beside: np.ndarray, mine: np.ndarray) -> np.ndarray:
 def _controller(events: Events, within: np.ndarray, whole: int) -> float:
     if events.controller in events.workers:
         return whole * NS
-    rows = events.op.is_("await") & (events.rank == events.controller) & within
+    rows = events.op.is_("await", PROFILE) & (events.rank == events.controller) & within
     return max(whole - int(events.duration[rows].sum()), 0) * NS

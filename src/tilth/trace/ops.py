@@ -62,6 +62,7 @@ _DECLARED = (
     Op("save.*", "storage", "a stage of a checkpoint"),
     Op("load", "data", "rows of the data become tokens"),
     Op("payload.*", "data", "a column goes to the store of payload, or comes from it: put, get"),
+    Op("profile", "frame", "torch's profiler begins, or ends and writes what it saw; detail: begin, end"),
     Op("gc", "pause", "garbage collection by Python; detail: generation"),
 )  # fmt: skip
 OPS = {op.name: op for op in _DECLARED}

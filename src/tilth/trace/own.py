@@ -47,6 +47,8 @@ class RunWhatIf(Replayed):
     """Steps left out, for calls of theirs are missing."""
     older: int
     """Steps left out, for the newer ones have events enough."""
+    profiled: tuple[int, ...]
+    """Steps left out, for a profiler made them longer."""
     other_network: float | None
     """Seconds of a step with the recorded work on the network that was asked for; None: none was."""
 
@@ -116,7 +118,8 @@ def what_if_run(model: Model, latency: float | None = None, bandwidth: float | N
         worst=worst.tolist(),
         m_w=_mended(model, np.isin(model.rank, worst)[:, None], replayed, best),
         m_c=_mended(model, np.array([kind == "communication" for kind in steps.kinds])[None], replayed, best),
-        dropped=steps.dropped, older=steps.older, other_network=_elsewhere(steps, latency, bandwidth),
+        dropped=steps.dropped, older=steps.older, profiled=steps.profiled,
+        other_network=_elsewhere(steps, latency, bandwidth),
     )  # fmt: skip
 
 

@@ -54,7 +54,9 @@ def diagnose_run(model: Model, found: RunWhatIf) -> Cause:
             findings.append(_finding(c, times, found))
     findings.sort(key=lambda f: f.seconds or 0.0)
     gains = {
-        c.kind.replace("-", " "): 1 - float(t.mean() / found.replayed.mean()) for c, t in zip(candidates, without.T)
+        c.kind.replace("-", " "): 1 - float(t.mean() / found.replayed.mean())
+        for c, t in zip(candidates, without.T)
+        if c.plausible
     }
     return Cause("; ".join(f.text for f in findings) or _none(gains, found.waste), tuple(findings), evidence)
 
@@ -72,8 +74,8 @@ def _none(gains: dict[str, float], waste: float) -> str:
     if scattered < TOLD:
         return f"{text}; {explained}"
     return (
-        f"{text}; {explained}; the other {100 * scattered:.1f} % is scattered over ranks and steps (jitter: now the one "
-        "is slow, now the other), so no rank or cause alone is to be mended"
+        f"{text}; {explained}; the other {100 * scattered:.1f} % is scattered over ranks and steps (jitter: now the "
+        "one is slow, now the other), so no rank or cause alone is to be mended"
     )
 
 

@@ -15,6 +15,7 @@ from tilth.core.errors import DataError
 from tilth.trace.events import Events
 from tilth.trace.graph import ACROSS, ALONE, Graph
 from tilth.trace.network import meetings
+from tilth.trace.profiled import profiled
 
 LAUNCH, WORK, MEET, REPLY, AWAIT, END = range(6)
 """Kinds of nodes. LAUNCH: from when a call could begin until it does. WORK: a segment. MEET: a communication's
@@ -53,6 +54,8 @@ class Steps:
     """int64 [s]: the END of each step."""
     older: int = 0
     """Steps left out, for those after them have as many events as are looked at."""
+    profiled: tuple[int, ...] = ()
+    """Steps left out, for a profiler made them longer."""
 
     @cached_property
     def rank(self) -> np.ndarray:
@@ -202,12 +205,13 @@ def read_steps(events: Events, wanted: range | None = None, most: int = MOST) ->
     """The dependency model of the complete steps among ``wanted`` (default: all), of these the newest with so many
     events in all, and as many of other steps to compare them with. DataError if there are none."""
     steps, dropped = _complete(events, wanted)
+    steps, slowed = _undisturbed(events, steps)
     events, chosen = adopted(events), steps
     if len(events) > most:
         chosen, others = _newest(events, steps, most)
         events = events.select(np.isin(events.step, others))
     made = _Nodes(_Cut(events, chosen), chosen).made(dropped)
-    return replace(made, older=len(steps) - len(chosen))
+    return replace(made, older=len(steps) - len(chosen), profiled=slowed)
 
 
 def _newest(events: Events, steps: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -235,6 +239,14 @@ def _complete(events: Events, wanted: range | None) -> tuple[np.ndarray, list[in
     if broken.all():
         raise DataError(f"no step is complete: calls of step {steps[0]} are missing")
     return steps[~broken], steps[broken].tolist()
+
+
+def _undisturbed(events: Events, steps: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
+    """The steps that were not profiled, and those that were. DataError if all were."""
+    during = np.isin(steps, profiled(events))
+    if during.all():
+        raise DataError(f"step {steps[0]} was profiled, as were all of these: their times are the profiler's too")
+    return steps[~during], tuple(steps[during].tolist())
 
 
 def _missing(events: Events) -> np.ndarray:

@@ -9,7 +9,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilth.trace.account import COMMUNICATION, CONTROLLER, OTHER, PAUSE, PEERS, Account, arrivals, parts_of, periods
+from tilth.trace.account import (
+    COMMUNICATION,
+    CONTROLLER,
+    OTHER,
+    PAUSE,
+    PEERS,
+    PROFILE,
+    Account,
+    arrivals,
+    parts_of,
+    periods,
+)
 from tilth.trace.events import Events
 from tilth.ui import words
 from tilth.ui.charts import HEIGHT, WIDTH, nice
@@ -19,7 +30,14 @@ HUES = ("leaf", "sky", "sun", "plum", "teal", "soil")
 """Of phases, the longest first; the others are grey."""
 MEETING = "waiting in communication"
 """Until the last member is there: in a timeline told from the transfer."""
-FIXED = {COMMUNICATION: "ink", MEETING: "ink pale", PAUSE: "clay", PEERS: "idle", CONTROLLER: "idle far"}
+FIXED = {
+    COMMUNICATION: "ink",
+    MEETING: "ink pale",
+    PAUSE: "clay",
+    PROFILE: "grey",
+    PEERS: "idle",
+    CONTROLLER: "idle far",
+}
 COLUMNS, FINE = 1000, 8
 """Columns of a lane, and into how many parts each is divided to see which part of the time has most of it."""
 BARS = 160

@@ -19,7 +19,7 @@ from rich.text import Text
 from tilth.config.load import load_recipe
 from tilth.core.errors import DataError
 from tilth.flows.readers import read_state
-from tilth.trace.account import COMMUNICATION, CONTROLLER, PAUSE, PEERS, Account, account
+from tilth.trace.account import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, Account, account
 from tilth.trace.recent import recent
 from tilth.ui import words
 from tilth.ui.live import Progress, picture
@@ -33,7 +33,7 @@ RANKS = 16
 LOG = 1 << 12
 LEAST = 0.005
 """Parts of the time below this share are not named."""
-FIXED = {COMMUNICATION: "blue", PAUSE: "red", PEERS: "grey39", CONTROLLER: "grey23"}
+FIXED = {COMMUNICATION: "blue", PAUSE: "red", PROFILE: "bright_black", PEERS: "grey39", CONTROLLER: "grey23"}
 COLOURS = ("green", "cyan", "yellow", "magenta", "bright_blue", "white")
 
 
@@ -178,11 +178,11 @@ def _recent(found: Account | None) -> dict[str, Any] | None:
 
 
 def shares(found: Account, i: int) -> dict[str, float]:
-    """How the i-th rank spent the time: busy, communication, gc, waiting; they sum to 1."""
+    """How the i-th rank spent the time: busy, communication, gc, profile, waiting; they sum to 1."""
     at = {name: float(found.by_rank[i, k]) / found.whole for k, name in enumerate(found.names)}
     return {
         "busy": float(found.busy[i]) / found.whole, "communication": at[COMMUNICATION], "gc": at[PAUSE],
-        "waiting": at[PEERS] + at[CONTROLLER],
+        "profile": at[PROFILE], "waiting": at[PEERS] + at[CONTROLLER],
     }  # fmt: skip
 
 
@@ -265,7 +265,13 @@ def _ranks(found: Account, width: int) -> RenderableType:
 
 def _meter(part: Mapping[str, float], room: int) -> Text:
     bar, filled = Text(), 0.0
-    for name, colour in (("busy", "green"), ("communication", "blue"), ("gc", "red"), ("waiting", "grey23")):
+    for name, colour in (
+        ("busy", "green"),
+        ("communication", "blue"),
+        ("gc", "red"),
+        ("profile", "bright_black"),
+        ("waiting", "grey23"),
+    ):
         filled += part[name] * room
         bar.append("█" * (round(filled) - len(bar)), colour)
     return bar[:room]
