@@ -1,5 +1,6 @@
 """Spans: nesting, totals, threads, exceptions, forks; and the price of one."""
 
+import math
 import os
 import threading
 import time
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from tilth.trace import Recorder, recorder, span, traced
 from tilth.trace import spans as spans_module
+from tilth.trace.read import read_events
 from tilth.trace.spans import in_phase
 
 
@@ -251,3 +253,23 @@ def test_parts_grow_with_the_run(monkeypatch):
     assert (pauses <= np.maximum(2.0, 0.01 * np.array(written)) + 1e-6).all(), "of the time so far at most 1 %"
     assert 600 < sum(at <= 12 * 3600 for at in written) < 700
     assert 140 < sum(2 * 86_400 < at <= 3 * 86_400 for at in written) < 150
+
+
+@pytest.mark.parametrize("wrong", [None, math.inf, -math.inf, math.nan, "many"])
+def test_an_amount_that_is_no_number_is_none_and_ends_no_run(tmp_path, wrong):
+    with recorder.to(tmp_path, interval=60):
+        with span("generate", tokens=wrong, bytes=wrong, flops=wrong, squares=wrong):
+            pass
+        with span("update") as update:
+            update.tokens = update.bytes = update.flops = update.squares = wrong
+        with span("generate", tokens=3, bytes=4, flops=5.0, squares=6):
+            pass
+    total = recorder.totals()["generate"]
+    assert (total.count, total.tokens, total.phase_tokens, total.bytes, total.flops) == (2, 3, 3, 4, 5.0)
+    assert recorder.totals() == {}
+    with span("generate", tokens=7, flops=1.5):
+        pass
+    total = recorder.totals()["generate"]
+    assert (total.tokens, total.flops) == (7, 1.5), "nor are the sums that come later spoilt"
+    rows = [tuple(r[n] for n in ("tokens", "bytes", "flops", "squares")) for r in read_events(tmp_path).to_pylist()]
+    assert rows == [(0, 0, 0.0, 0), (0, 0, 0.0, 0), (3, 4, 5.0, 6)]

@@ -10,6 +10,7 @@ ever grow; reading and resetting work on differences, so no update can be lost b
 
 import functools
 import itertools
+import math
 import os
 import struct
 import threading
@@ -185,14 +186,20 @@ class span:
         sums[1] += took - self._inside
         sums[2] += 1
         if self.tokens:
+            if type(self.tokens) is not int:
+                self.tokens = _fitting(self.tokens, 63)
             sums[3] += self.tokens
         if self.bytes:
+            if type(self.bytes) is not int:
+                self.bytes = _fitting(self.bytes, 63)
             sums[4] += self.bytes
         if self.flops:
+            self.flops = _finite(self.flops)
             sums[5] += self.flops
         if self._covered and (parent is None or not parent._covered):
             sums[6] += took
-            sums[7] += self.tokens
+            if self.tokens:
+                sums[7] += self.tokens
         if parent is not None:
             parent._inside += took
         if thread.top is self:
@@ -233,15 +240,25 @@ def _add(s: span, thread: _Thread, code: float, parent: int) -> None:
     except struct.error:
         numbers = s.id, parent, s.step, s.seq, s.start, s.duration, s.tokens, s.squares, s.bytes
         _pack(
-            chunk.buffer, at, *(_fitting(n, 63) for n in numbers), float(s.flops),
+            chunk.buffer, at, *(_fitting(n, 63) for n in numbers), _finite(s.flops),
             _fitting(s.micro_batch, 31), s.depth, code, detail, place,
         )  # fmt: skip
 
 
 def _fitting(number: float, bits: int) -> int:
-    """What was said to be an integer as one of so many bits: tracing ends no run."""
+    """What was said to be an integer as one of so many bits, 0 where it is no number: tracing ends no run."""
     most = (1 << bits) - 1
-    return min(max(int(number), -most), most) if number == number else 0
+    try:
+        return min(max(int(number), -most), most)
+    except (TypeError, ValueError, OverflowError):  # None, nan, inf
+        return 0
+
+
+def _finite(number: float) -> float:
+    try:
+        return float(number) if math.isfinite(number) else 0.0
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
 
 
 def in_phase() -> bool:
