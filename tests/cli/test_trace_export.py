@@ -83,7 +83,7 @@ def test_how_well_the_clocks_are_known(run):
     moments = load(run).start[[0, -1]].tolist()
     first = int(read_events(run)["start"].to_numpy().min())
     file = RoundsFile(run / "events", 2)
-    for clock, told, known in (("", "clocks within 52 us", 52e-6), ("one", "ranks on one clock", 0)):
+    for clock, told, known in (("", "clocks within 54 us", 54e-6), ("one", "ranks on one clock", 0)):
         file.introduce({rank: Origin(0, clock, "here", rank) for rank in (0, 1)})
         file.add({0: [(first + t - 50_000, first + t, first + t + 50_000) for t in moments]})
         assert told in call(run).output

@@ -35,7 +35,7 @@ def vertices(least, most, x0):
     return found
 
 
-points = st.lists(st.tuples(st.integers(0, 100 * SECOND), st.integers(0, 10**6)), min_size=1, max_size=5)
+points = st.lists(st.tuples(st.integers(0, 50 * SECOND), st.integers(0, 10**6)), min_size=1, max_size=5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -44,7 +44,7 @@ def test_bounds_are_those_of_the_exact_polygon(below, above, skew, ppm):
     line = [skew + x * ppm // 1_000_000 for x, _ in below], [skew + x * ppm // 1_000_000 for x, _ in above]
     least = [(x, y - gap) for (x, gap), y in zip(below, line[0])]
     most = [(x, y + gap) for (x, gap), y in zip(above, line[1])]
-    knots = np.unique([x for x, _ in least + most] + [0, 100 * SECOND])
+    knots = np.unique([x for x, _ in least + most] + [0, 50 * SECOND])
     found = fit(bounds(least), bounds(most), knots)
     corners = vertices(least, most, int(knots[0]))
     for k, x in enumerate(knots.tolist()):
@@ -134,6 +134,25 @@ def test_a_long_run_whose_drift_changes():
     away = np.abs(times - 1000e9) > STRAIGHT
     assert (wrong[away] <= found.error(shown)[away] + 1).all()
     assert wrong.max() < 100e3 and found.error(shown).max() < 200e3
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("ppm", "trip"), [(0.25, 30e3), (0.5, 30e3), (2.0, 200e3)])
+def test_what_is_stated_holds_where_rates_wander(ppm, trip, seed):
+    """Each minute another rate, as by a daemon that disciplines the clock; short trips, so that little is allowed."""
+    rng = np.random.default_rng(seed)
+    turns = np.arange(0, 700, 64) * 1e9
+    offset = 3e9 + np.append(0, np.cumsum(np.diff(turns) * (20e-6 + rng.normal(0, ppm * 1e-6, len(turns) - 1))))
+    shows = lambda t: np.rint(t + np.interp(t, turns, offset)).astype(np.int64)  # noqa: E731
+    asked = []
+    for time in np.sort(rng.uniform(0, 600e9, 120)):
+        there, back = rng.exponential(trip, (2, 3)) + trip / 2
+        asked.append(np.stack([time - there, np.full(3, shows(time)), time + back], 1).astype(np.int64))
+    found = Known.of(asked, int(asked[0][0, 1]), int(asked[-1][0, 1])).clock
+    true = np.linspace(asked[0][0, 0] + 2 * trip, asked[-1][0, 0], 3000)
+    wrong = np.abs(found.aligned(shows(true)) - true)
+    assert (wrong <= found.error(shows(true)) + 1).all()
+    assert found.worst < 2 * trip, "and it is of use"
 
 
 def test_bounds_that_contradict_each_other_widen_the_error():

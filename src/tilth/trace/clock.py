@@ -1,4 +1,6 @@
-"""What a process's clock says against the controller's, with bounds of the error that hold.
+"""What a process's clock says against the controller's, with bounds of the error.
+
+The bounds hold where the rate of a clock against the controller's changes by at most ``WANDER`` within ``STRAIGHT``.
 
 A worker's clock read ``w`` while the controller's read something between the moments when it asked and when it had the
 answer: the offset (controller's time less worker's) lies between ``asked - w`` and ``answered - w``. Over a while the
@@ -15,11 +17,15 @@ import numpy as np
 
 FASTEST = 1e-3
 """Greatest drift between two clocks: NTP changes rates by at most 500 ppm, quartz is within 100."""
-STRAIGHT = 120e9
+STRAIGHT = 60e9
 """ns for which a drift counts as constant: rates follow the temperature, and NTP, over more than that."""
-SLACK = 2e3
-"""ns by which bounds are widened, for lines that bend a little all the same (a rate that changes by 0.1 ppm within
-``STRAIGHT`` bends by at most 3 us), and as readings are whole numbers."""
+WANDER = 0.5e-6
+"""Greatest change of a rate within ``STRAIGHT`` for which bounds are made to hold. Quartz at a steady temperature stays
+below 0.1 ppm; NTP that has just begun, or is slewing, does not, and then true offsets may lie outside of what is
+stated."""
+SLACK = WANDER * STRAIGHT / 8 + 250
+"""ns by which bounds are widened, for lines that bend a little all the same, and as readings are whole numbers. A rate
+that changes by d in the middle of a time t is at most d t / 8 from the best straight line."""
 WIDE = 1e13
 """Bound of how far an offset may be from the first known, ns: hours."""
 
@@ -76,7 +82,8 @@ class Clock:
         return np.rint(middle + after * last - before * first).astype(np.int64) + self.base
 
     def error(self, times: np.ndarray) -> np.ndarray:
-        """float64 [n]: ns by which the offset may be wrong at most; infinite where nothing is known."""
+        """float64 [n]: ns by which the offset may be wrong at most where the rate is as steady as ``WANDER`` says;
+        infinite where nothing is known."""
         x, before, after = self._places(times)
         half = np.interp(x, (self.at - self.at[0]).astype(float), (self.most - self.least) / 2)
         beyond = 0.0 if self.exact else 2 * FASTEST
