@@ -3,6 +3,7 @@ is left."""
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tilth.cluster.local import LocalFleet, environment
 from tilth.core.batch import Batch
 from tilth.core.errors import CallTimeout, DataError, RecipeError, StorageError, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
+from tilth.trace import recorder
 
 pytestmark = pytest.mark.dist
 LIMIT = 1.0
@@ -218,6 +220,7 @@ CONTROLLER = """
 import os, sys, time
 from tilth.cluster.cluster import open_cluster
 from tilth.core.layout import Mesh
+from tilth.trace import recorder
 cluster = open_cluster("local", 2, timeout=600.0)
 group = cluster.group("faulty", "tests.cluster.workers:faulty", {}, Mesh(("dp",), (2,)))
 children = group.child("")
@@ -367,6 +370,7 @@ import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
 from tilth.cluster.cluster import open_cluster
 from tilth.core.layout import Mesh
+from tilth.trace import recorder
 with open_cluster("local", 2, timeout=600.0) as cluster:
     group = cluster.group("faulty", "tests.cluster.workers:faulty", {"closed": sys.argv[1]}, Mesh(("dp",), (2,)))
     print(cluster.fleet.folder.path, *(link.pid for link in cluster.fleet.links), flush=True)
@@ -390,3 +394,14 @@ def test_an_interrupted_controller_leaves_nothing(tmp_path, how, closed):
     gone(processes)
     assert told.strip().endswith("KeyboardInterrupt") and not Path(folder).exists()
     assert len(list(tmp_path.iterdir())) == closed
+
+
+def test_a_worker_whose_trace_cannot_be_written_ends_in_good_order(watched, tmp_path):
+    with recorder.to(tmp_path / "mine", watched.cluster.rank):
+        watched.cluster.trace(tmp_path / "events", 0)
+        shutil.rmtree(tmp_path / "events")
+        watched.echo.pid()
+        told = watched.cluster.close()
+    assert [line.split(":")[0] for line in told] == ["rank 0", "rank 1"]
+    assert all("events were dropped" in line and str(tmp_path / "events") in line for line in told)
+    watched.assert_gone()

@@ -6,9 +6,12 @@ import pytest
 
 from tests.flows import tiny
 from tilth.cluster.cluster import Cluster
-from tilth.flows.readers import read_metrics
+from tilth.cluster.host import Host
+from tilth.core.errors import StorageError
+from tilth.flows.readers import read_metrics, read_state
 from tilth.trace import Recorder, recorder
 from tilth.trace.read import read_events
+from tilth.trace.writer import PartWriter
 
 COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "broadcast"}
 SECTIONS = {"algorithm": {"minibatches": 2, "kl_coef": 0.05}}
@@ -71,3 +74,35 @@ def test_workers_tell_every_communication_and_nothing_changes(tmp_path, monkeypa
     for detail, number in seen:
         numbers[detail].append(number)
     assert all(sorted(found) == list(range(len(found))) for found in numbers.values())
+
+
+def test_a_trace_that_cannot_be_written_takes_no_result_away(tmp_path, monkeypatch):
+    def full(self, *args):
+        raise StorageError("cannot write events: No space left")
+
+    watcher = tiny.Recorder()
+    monkeypatch.setattr(PartWriter, "write", full)
+    made = tiny.run(tiny.recipe(tmp_path, **SECTIONS), observers=[watcher])
+    assert read_state(made.directory)["state"] == "finished" and made.accuracy is not None
+    assert watcher.ended == made.summary and "No space left" in watcher.messages[-1]
+    assert "events were dropped: cannot write events" in (made.directory / "log.txt").read_text()
+
+
+def test_nor_does_that_of_a_worker(tmp_path, monkeypatch):
+    monkeypatch.setattr(Host, "_end", lambda self: "the trace of this run has holes")
+    made = tiny.run(tiny.recipe(tmp_path, **SECTIONS), observers=[watcher := tiny.Recorder()])
+    assert watcher.ended == made.summary and watcher.messages[-1] == "rank 0: the trace of this run has holes"
+    assert "rank 0: the trace" in (made.directory / "log.txt").read_text()
+
+
+def test_a_trace_that_cannot_be_written_hides_no_error(tmp_path, monkeypatch):
+    def full(self, *args):
+        raise StorageError("cannot write events: No space left")
+
+    def fails(record):
+        raise KeyError("its own")
+
+    monkeypatch.setattr(PartWriter, "write", full)
+    with pytest.raises(KeyError, match="its own"):
+        tiny.run(tiny.recipe(tmp_path, **SECTIONS), observers=[tiny.Recorder(fails)])
+    assert not recorder.recording

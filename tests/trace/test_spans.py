@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import threading
 import time
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilth.core.errors import StorageError
 from tilth.trace import Recorder, recorder, span, traced
 from tilth.trace import spans as spans_module
 from tilth.trace.read import read_events
@@ -273,3 +275,22 @@ def test_an_amount_that_is_no_number_is_none_and_ends_no_run(tmp_path, wrong):
     assert (total.tokens, total.flops) == (7, 1.5), "nor are the sums that come later spoilt"
     rows = [tuple(r[n] for n in ("tokens", "bytes", "flops", "squares")) for r in read_events(tmp_path).to_pylist()]
     assert rows == [(0, 0, 0.0, 0), (0, 0, 0.0, 0), (3, 4, 5.0, 6)]
+
+
+def test_what_could_not_be_written_is_told_in_a_line_and_hides_no_error(tmp_path):
+    def lost():
+        with span("a"):
+            pass
+        shutil.rmtree(tmp_path / "events")
+
+    recorder.start(tmp_path / "events", interval=60)
+    lost()
+    told = recorder.conclude()
+    assert "1 events were dropped" in told and "cannot write" in told and str(tmp_path) in told
+    assert recorder.conclude() == "" and not recorder.recording
+    with pytest.raises(KeyError, match="its own") as caught, recorder.to(tmp_path / "events", interval=60):
+        lost()
+        raise KeyError("its own")
+    assert "cannot write" in caught.value.__notes__[0]
+    with pytest.raises(StorageError, match="cannot write"), recorder.to(tmp_path / "events", interval=60):
+        lost()

@@ -114,11 +114,12 @@ class Cluster:
             self._clocks.now_and_then()
         return found
 
-    def close(self) -> None:
-        """Wait for outstanding calls, let the roles close, end the workers. Raises what failed in a call that nobody
-        waited for; the processes are gone even then. Twice is fine."""
+    def close(self) -> list[str]:
+        """Wait for outstanding calls, let the roles close, end the workers; answers what of their traces could not be
+        written, a line for each. Raises what failed in a call that nobody waited for; the processes are gone even then.
+        Twice is fine."""
         if not self._open:
-            return
+            return []
         self._open = False
         try:
             if self.dispatch.failed is None:
@@ -126,7 +127,9 @@ class Cluster:
                 if self._clocks is not None:
                     self._clocks.end()
                 end = Call("", "end")
-                self.dispatch.wait([self.dispatch.submit(rank, end) for rank in range(self.workers)])
+                replies = self.dispatch.wait([self.dispatch.submit(rank, end) for rank in range(self.workers)])
+                return [f"rank {rank}: {reply.value}" for rank, reply in enumerate(replies) if reply.value]
+            return []
         finally:
             self._end(kill=self.dispatch.failed is not None)
 

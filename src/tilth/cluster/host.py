@@ -137,8 +137,9 @@ class Host:
         with span("profile", detail="end"):
             return self._capture.stop(f"{stem}-rank-{self.rank}" if stem else "", self._events, self.rank)
 
-    def _end(self) -> None:
-        """Close the roles that can be closed, the newest first, and the trace."""
+    def _end(self) -> str:
+        """Close the roles that can be closed, the newest first, and the trace; answers what of it could not be
+        written."""
         self._capture.drop()
         while self.roles:
             _, role = self.roles.popitem()
@@ -147,7 +148,8 @@ class Host:
         if self._tracing:
             self._tracing = False
             collector.stop()
-            recorder.stop()
+            return recorder.conclude()
+        return ""
 
 
 def failure(error: BaseException) -> Failure:

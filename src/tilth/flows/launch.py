@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from tilth.checkpoint.storage import split, storage_of
 from tilth.cluster.cluster import Cluster, open_cluster
 from tilth.config.checks import pools
 from tilth.config.schema import Recipe
-from tilth.core.errors import CallTimeout, CheckpointError, WorkerLost
+from tilth.core.errors import CallTimeout, CheckpointError, StorageError, WorkerLost
 from tilth.data.prompts import PromptSet
 from tilth.flows.build import Material, Parts, build
 from tilth.flows.checks import check_algorithm, replaced
@@ -132,11 +132,10 @@ def launch(
             parts.roles.reward.ready()
         with (
             RunDir.create(recipe, name, who.inputs, who.allow) as directory,
-            recorder.to(directory.events, cluster.rank, directory.attempt),
+            _traced(directory, cluster.rank, observers),
             collector.to(planned=bool(recipe.run.collect_every)),
-            _told_how_to_go_on(directory.path),
         ):
-            with StopRequest(recipe.run.grace) as stop:
+            with _told_how_to_go_on(directory.path), StopRequest(recipe.run.grace) as stop:
                 cluster.trace(directory.events.resolve(), directory.attempt, bool(recipe.run.collect_every))
                 profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
                 watching = [*observers, profiling]
@@ -160,9 +159,30 @@ def launch(
                     run.saving.give_up()
             directory.end("finished")
             summary = summarise(directory.path)
+            for line in cluster.close():
+                _tell(directory, observers, line)
     for observer in observers:
         observer.on_end(summary)
     return RunResult(directory.path, summary)
+
+
+@contextmanager
+def _traced(directory: RunDir, rank: int, observers: Sequence[Observer]) -> Iterator[None]:
+    """The spans of this process are written. That some could not be is told: it ends no run, and hides no error."""
+    recorder.start(directory.events, rank, directory.attempt)
+    try:
+        yield
+    finally:
+        if line := recorder.conclude():
+            _tell(directory, observers, line)
+
+
+def _tell(directory: RunDir, observers: Sequence[Observer], line: str) -> None:
+    """What comes when the run is over, in the log as far as its disk takes it."""
+    with suppress(StorageError):
+        directory.log(line)
+    for observer in observers:
+        observer.on_message(line)
 
 
 @contextmanager

@@ -457,14 +457,26 @@ class Recorder:
             self.timed = False
             self._wake = SimpleQueue()
 
+    def conclude(self) -> str:
+        """``stop`` where what was recorded counts and its trace does not: a line on what of the trace could not be
+        written, and how many events are missing; "": nothing, all is there."""
+        try:
+            self.stop()
+        except StorageError as error:
+            return f"the trace of this run has holes, {self.dropped} events were dropped: {error}"
+        return ""
+
     @contextmanager
     def to(self, path: str | Path, rank: int = 0, attempt: int = 0, interval: float = 2.0) -> Iterator["Recorder"]:
-        """``start`` and ``stop`` around a block."""
+        """``start`` and ``stop`` around a block. What the block raises stays, with the StorageError as a note."""
         self.start(path, rank, attempt, interval)
         try:
             yield self
-        finally:
-            self.stop()
+        except BaseException as failed:
+            if untold := self.conclude():
+                failed.add_note(untold)
+            raise
+        self.stop()
 
 
 def _unwritten(folder: Path, error: Exception) -> StorageError:
