@@ -21,7 +21,7 @@ from tilth.trace import recorder
 from tilth.trace.align import Known
 from tilth.trace.events import load
 from tilth.trace.read import read_events
-from tilth.trace.rounds import Origin, read_rounds
+from tilth.trace.rounds import Origin, RoundsFile, read_rounds
 
 
 class Skewed(ByHand):
@@ -213,3 +213,29 @@ def test_processes_whose_clocks_are_wrong_are_put_right(tmp_path, monkeypatch):
         stated = Known.of(asked[rank].bursts, int(shown[0]), int(shown[-1])).clock.error(shown)
         assert np.abs(shown - true).max() > 10**9
         assert (np.abs(np.sort(start[events.rank == rank]) - true) <= stated + 2e3).all()
+
+
+def test_a_file_that_cannot_be_closed_leaves_no_worker_behind(tmp_path, monkeypatch):
+    class Full:
+        def close(self):
+            raise OSError(122, "Disk quota exceeded")
+
+    written = RoundsFile(tmp_path, 0)
+    written._file = Full()
+    written.close()
+    written.close()
+
+    def broken(self):
+        raise RuntimeError("broken")
+
+    ended = []
+    fleet = Skewed(Shifted(0, 0.0))
+    monkeypatch.setattr(fleet, "close", lambda kill: ended.append(kill))
+    monkeypatch.setattr(Clocks, "close", broken)
+    for error in (None, KeyError("x")):
+        cluster = Cluster(fleet, 60)
+        cluster.trace(tmp_path, 0)
+        with pytest.raises(RuntimeError, match="broken"), cluster:
+            if error:
+                raise error
+    assert ended == [False, False]

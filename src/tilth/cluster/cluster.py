@@ -134,9 +134,11 @@ class Cluster:
             self._end(kill=self.dispatch.failed is not None)
 
     def _end(self, kill: bool) -> None:
-        if self._clocks is not None:
-            self._clocks.close()
-        self.fleet.close(kill)
+        try:
+            if self._clocks is not None:
+                self._clocks.close()
+        finally:
+            self.fleet.close(kill)
 
     def __enter__(self) -> "Cluster":
         return self

@@ -13,6 +13,7 @@ import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -111,9 +112,10 @@ class RoundsFile:
 
     def close(self) -> None:
         """No more will come. Twice is fine."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # what a full disk on a network refused: as in _write
+                file.close()
 
 
 def read_rounds(folder: Path, attempt: int, since: int | None = None) -> dict[int, Asked]:
