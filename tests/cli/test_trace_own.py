@@ -47,6 +47,8 @@ def test_json_has_the_keys_of_foreign_traces_and_more(run):
     assert (finding["kind"], finding["where"]) == ("slow-worker", [{"dp": 1, "stage": 0, "rank": 1}])
     assert finding["seconds"] == cause.findings[0].seconds == pytest.approx(6.0 + 0.1 + 0.05 + 0.05, rel=0.02)
     assert said["other_network"] < said["step"]
+    assert said["assumed"] == ["all_reduce among 2 ranks: 4,000,000 to 4,000,000 bytes"]
+    assert json.loads(call(run, "--json").stdout)["assumed"] == []
 
 
 def test_what_a_person_reads(run):
@@ -56,6 +58,10 @@ def test_what_a_person_reads(run):
     assert "cause: slow worker: rank 1 takes 1.50 times as long as its peers" in text
     assert "on the other network" not in text
     faster = call(run, "--latency", "0us", "--bandwidth", "100Gbit").stdout
+    assert "wait for bandwidth alone" not in faster
+    alone = " ".join(call(run, "--bandwidth", "100Gbit").stdout.split())
+    assert "wait for bandwidth alone and never for latency" in alone
+    assert "all_reduce among 2 ranks: 4,000,000 to 4,000,000 bytes" in alone
     assert "on the other network a step takes 9.1 s" in faster or "on the other network a step takes 9.0" in faster
 
 

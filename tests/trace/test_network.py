@@ -12,6 +12,7 @@ from tilth.core.errors import DataError
 from tilth.trace.events import from_table
 from tilth.trace.network import (
     ROOM,
+    assumed,
     links,
     meetings,
     parse_bandwidth,
@@ -153,6 +154,19 @@ def test_one_size_tells_no_latency():
     (link,) = links(run(sizes=(100_000,)))
     assert not link.separate and link.latency == 0
     assert float(link.seconds(100_000)) == pytest.approx(2 * LATENCY + 1e5 / BANDWIDTH, rel=1e-3)
+
+
+def test_what_one_size_does_not_tell_is_named():
+    """4 KB whose time is software's: as of bandwidth it becomes any times as fast, so somebody must say so."""
+    one, several, packets = run(sizes=(4096, 5000)), run(sizes=(4096, 10**6)), run(sizes=(8, 300))
+    assert assumed(one, bandwidth=1e12) == ("all_reduce among 2 ranks: 4,096 to 5,000 bytes",)
+    assert assumed(one, latency=1e-6) == assumed(one, bandwidth=1e12) == assumed(one, None, 1e12, np.arange(3))
+    assert assumed(one) == assumed(one, 1e-6, 1e12) == () == assumed(one, None, 1e12, np.array([99]))
+    assert assumed(several, bandwidth=1e12) == () == assumed(packets, bandwidth=1e12)
+    mixed = run(("all_reduce", "all_gather"), ranks=4, sizes=(4096,))
+    assert [text.split(":")[0] for text in assumed(mixed, bandwidth=1e9)] == [
+        "all_reduce among 4 ranks", "all_gather among 4 ranks",
+    ]  # fmt: skip
 
 
 def test_a_packet_tells_no_bandwidth():

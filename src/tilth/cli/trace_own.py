@@ -49,6 +49,7 @@ def as_dict(found: RunWhatIf, cause: Cause) -> dict[str, Any]:
         "earlier": found.older,
         "profiled": list(found.profiled),
         "other_network": found.other_network,
+        "assumed": list(found.assumed),
     }
 
 
@@ -100,7 +101,13 @@ def _elsewhere(found: RunWhatIf) -> list[str]:
     if found.other_network is None:
         return []
     times = found.replayed.mean() / found.other_network
-    return [f"on the other network a step takes {found.other_network:.4g} s, {times:.2f} times as fast"]
+    said = [f"on the other network a step takes {found.other_network:.4g} s, {times:.2f} times as fast"]
+    if found.assumed:
+        said.append(
+            "  that is if these wait for bandwidth alone and never for latency, of which one size of tensor says "
+            f"nothing: {'; '.join(found.assumed)}. With both --latency and --bandwidth nothing is taken for granted"
+        )
+    return said
 
 
 def _ranks(found: RunWhatIf) -> None:

@@ -142,8 +142,7 @@ def _samples(events: Events, met: Meetings, mine: np.ndarray) -> tuple[np.ndarra
 def _link(op: str, ranks: int, nbytes: np.ndarray, seconds: np.ndarray, step: np.ndarray) -> Link:
     messages, moved = wire(op, ranks, nbytes)
     least, greatest = int(nbytes.min()), int(nbytes.max())
-    small = greatest <= SMALL
-    separate = greatest >= APART * max(least, 1) and not small
+    small, separate = _tells(nbytes)
     features = np.stack([moved * (not small), np.full(len(moved), messages * (separate or small))], 1)
     size = np.unique(np.log2(np.maximum(nbytes, 1)).astype(int), return_inverse=True)[1].reshape(-1)
     weight = 1 / np.bincount(size)[size]  # one size class counts as much as another, however rare
@@ -151,6 +150,31 @@ def _link(op: str, ranks: int, nbytes: np.ndarray, seconds: np.ndarray, step: np
     slope, latency = fit(features, seconds, weight).tolist()
     bandwidth = 1 / slope if slope > 0 else float("inf")
     return Link(op, ranks, latency, bandwidth, least, greatest, len(nbytes), separate, stated)
+
+
+def _tells(nbytes: np.ndarray) -> tuple[bool, bool]:
+    """Whether tensors of these sizes are all ``SMALL``, and whether they tell latency and bandwidth apart."""
+    least, greatest = int(nbytes.min()), int(nbytes.max())
+    small = greatest <= SMALL
+    return small, greatest >= APART * max(least, 1) and not small
+
+
+def assumed(
+    events: Events, latency: float | None = None, bandwidth: float | None = None, steps: np.ndarray | None = None
+) -> tuple[str, ...]:
+    """What ``retimed`` takes for granted of which this run says nothing, in words; () where it is asked for both.
+
+    Where all tensors are of one size nobody can say how much of their time is latency: all of it counts as bandwidth.
+    """
+    if (latency is None) == (bandwidth is None):
+        return ()
+    met, found = meetings(events), []
+    met = met if steps is None else met.select(np.isin(events.step[met.rows], steps))
+    for op, ranks, mine in _kinds(events.op[met.rows], met.ranks):
+        nbytes = events.bytes[met.rows[mine]]
+        if not any(_tells(nbytes)):
+            found.append(f"{op} among {ranks} ranks: {nbytes.min():,} to {nbytes.max():,} bytes")
+    return tuple(found)
 
 
 def retimed(

@@ -14,7 +14,7 @@ import numpy as np
 from tilth.core.errors import DataError
 from tilth.trace.cause import Cause
 from tilth.trace.events import load
-from tilth.trace.network import retimed
+from tilth.trace.network import assumed, retimed
 from tilth.trace.own_graph import Steps, read_steps
 from tilth.trace.own_replay import Model
 from tilth.trace.whatif import GUILTY, Mended, Replayed, Slowdown, mended_by
@@ -51,6 +51,8 @@ class RunWhatIf(Replayed):
     """Steps left out, for a profiler made them longer."""
     other_network: float | None
     """Seconds of a step with the recorded work on the network that was asked for; None: none was."""
+    assumed: tuple[str, ...]
+    """Communications whose latency this run cannot tell from bandwidth, so that all of it counted as bandwidth."""
 
     @property
     def error(self) -> float:
@@ -120,6 +122,7 @@ def what_if_run(model: Model, latency: float | None = None, bandwidth: float | N
         m_c=_mended(model, np.array([kind == "communication" for kind in steps.kinds])[None], replayed, best),
         dropped=steps.dropped, older=steps.older, profiled=steps.profiled,
         other_network=_elsewhere(steps, latency, bandwidth),
+        assumed=assumed(steps.events, latency, bandwidth, steps.steps),
     )  # fmt: skip
 
 
