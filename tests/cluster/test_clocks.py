@@ -131,7 +131,7 @@ def test_a_worker_that_is_lost_is_told_as_ever(tmp_path):
 def test_inline_there_is_one_clock(tmp_path):
     with recorder.to(tmp_path), open_cluster("inline", 1) as cluster:
         cluster.trace(tmp_path, 0)
-        cluster.totals()
+        cluster.compare_clocks()
     assert read_rounds(tmp_path, 0) == {}
 
 
@@ -158,7 +158,7 @@ def test_processes_of_this_machine_are_on_one_clock(tmp_path):
         group = cluster.group("echo", "tests.cluster.workers:echo", {"scale": float}, mesh)
         for _ in range(20):
             group.pid()
-            cluster.totals()
+            cluster.compare_clocks()
     asked = read_rounds(tmp_path, 1)
     assert len(asked) == 3 and all(len(asked[r].bursts) >= 2 for r in (0, 1))
     assert len({about.origin.clock for about in asked.values()}) == 1

@@ -7,7 +7,7 @@ import pytest
 from tests.flows import tiny
 from tilth.cluster.cluster import Cluster
 from tilth.cluster.host import Host
-from tilth.core.errors import StorageError
+from tilth.core.errors import StorageError, WorkerLost
 from tilth.flows.readers import read_metrics, read_state
 from tilth.trace import Recorder, recorder
 from tilth.trace.read import read_events
@@ -106,3 +106,28 @@ def test_a_trace_that_cannot_be_written_hides_no_error(tmp_path, monkeypatch):
     with pytest.raises(KeyError, match="its own"):
         tiny.run(tiny.recipe(tmp_path, **SECTIONS), observers=[tiny.Recorder(fails)])
     assert not recorder.recording
+
+
+def test_a_worker_that_is_lost_while_clocks_are_compared_loses_no_step(tmp_path, monkeypatch):
+    class Lost:
+        asked = 0
+
+        def now_and_then(self):
+            self.asked += 1
+            if self.asked == 3:
+                raise WorkerLost("rank 0: gone")
+
+        def end(self):
+            pass
+
+        def close(self):
+            pass
+
+    def trace(self, path, attempt, planned=False):
+        self._clocks = Lost()
+
+    monkeypatch.setattr(Cluster, "trace", trace)
+    with pytest.raises(WorkerLost, match="gone"):
+        tiny.run(tiny.recipe(tmp_path, **SECTIONS))
+    (directory,) = (path.parent for path in tmp_path.rglob("metrics.jsonl"))
+    assert [m["step"] for m in read_metrics(directory)] == [1, 2, 3]

@@ -105,14 +105,14 @@ class Cluster:
         return {rank: reply.value for rank, reply in zip(ranks, replies)}
 
     def totals(self) -> dict[str, Total]:
-        """``recorder.totals()`` of the controller and all workers: where the time since the last call of this went.
+        """``recorder.totals()`` of the controller and all workers: where the time since the last call of this went."""
+        return together(recorder.totals(), self.dispatch.totals.take())
 
-        Asked for between two steps, when clocks can be compared too.
-        """
-        found = together(recorder.totals(), self.dispatch.totals.take())
+    def compare_clocks(self) -> None:
+        """See how the workers' clocks stand, if it is time for it and they are idle. Where a worker is lost raises what
+        any call would: call it when the step before is committed."""
         if self._clocks is not None:
             self._clocks.now_and_then()
-        return found
 
     def close(self) -> list[str]:
         """Wait for outstanding calls, let the roles close, end the workers; answers what of their traces could not be

@@ -71,6 +71,23 @@ LOADED = {"judge.path": "judge", "reference.path": "reference", "reward.model": 
 of one when the run goes on."""
 
 
+class _Clocks:
+    """An observer that compares the workers' clocks between two steps: a worker that is lost there loses none."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
+        """A step was committed."""
+        self._cluster.compare_clocks()
+
+    def on_message(self, text: str) -> None:
+        """Messages are none of its business."""
+
+    def on_end(self, summary: dict[str, Any]) -> None:
+        """The cluster compares them a last time when it ends."""
+
+
 @dataclass(frozen=True)
 class RunResult:
     """How a run ended. summary: as in ``tilth show RUN --json``."""
@@ -138,7 +155,7 @@ def launch(
             with _told_how_to_go_on(directory.path), StopRequest(recipe.run.grace) as stop:
                 cluster.trace(directory.events.resolve(), directory.attempt, bool(recipe.run.collect_every))
                 profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
-                watching = [*observers, profiling]
+                watching = [_Clocks(cluster), *observers, profiling]
                 run = _run(parts, cluster, directory, watching, stop)
                 directory.update(data=fingerprint)
                 _announce(run, parts, reward_file)
