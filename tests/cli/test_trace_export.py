@@ -75,6 +75,7 @@ def test_some_steps_and_ranks(run, tmp_path):
     assert said == {
         "path": str(tmp_path / "x.json"), "spans": 2, "arrows": 0, "counters": 3,
         "bytes": (tmp_path / "x.json").stat().st_size, "ranks": [1], "steps": [2, 3], "clock_error": None,
+        "notes": [],
     }  # fmt: skip
     assert json.loads(call(run, "--ranks", "0", "--json").output)["counters"] == 0, "they are the controller's"
 

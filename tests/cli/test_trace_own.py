@@ -92,7 +92,7 @@ def test_bad_input_is_one_line(run, tmp_path):
     for arguments, words in [
         ((tmp_path / "empty",), "has no events yet"),
         ((written(tmp_path / "begun", begun),), "no step of the run has ended yet"),
-        ((run, "--steps", "50:60"), "there is no step among 50:60; its steps are 1 to 6"),
+        ((run, "--steps", "50:60"), "no events of steps 50:60; its steps are 1 to 6"),
         ((run, "--bandwidth", "fast"), "bandwidth 'fast' is not of the form 10Gbit"),
         ((run, "--latency", "0"), "latency '0' is not of the form 50us"),
         ((run, "--meta", tmp_path / "m.yaml"), "--meta is of a trace"),

@@ -18,7 +18,7 @@ from tilth.ui.report import write_report
 
 KEYS = [
     "run", "state", "attempt", "steps", "seconds", "step", "parts", "roles", "ranks", "communication", "controller",
-    "rates", "profiled", "events", "dropped", "gain",
+    "rates", "profiled", "events", "dropped", "gain", "notes",
 ]  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def test_an_events_folder_will_do(run):
 
 @pytest.mark.parametrize(
     "steps, message",
-    [("7:9", "none of the steps 7:9 is there; there are 1 to 2"), ("9:7", "'9:7'"), ("a", "'a'"), ("1:1", "'1:1'")],
+    [("7:9", "no events of steps 7:9; its steps are 1 to 2"), ("9:7", "'9:7'"), ("a", "'a'"), ("1:1", "'1:1'")],
 )
 def test_bad_steps(run, steps, message):
     result = call(run, "--steps", steps)

@@ -165,7 +165,7 @@ def test_pace_of_one_rank_is_not_known():
 def test_no_steps():
     with pytest.raises(DataError, match="no step has ended yet"):
         account(tree(s("call", 0, 5, rank=0, seq=1)))
-    with pytest.raises(DataError, match="none of the steps 5:9 is there; there are 1 to 2"):
+    with pytest.raises(DataError, match="no events of steps 5:9; its steps are 1 to 2"):
         account(tree(*two_workers()), range(5, 9))
 
 

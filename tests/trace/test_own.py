@@ -348,11 +348,11 @@ def test_clear_words(tmp_path):
     begun = from_table(pa.Table.from_pylist(rows, job.table().schema))
     with pytest.raises(DataError, match="no step of the run has ended yet"):
         read_steps(begun)
-    with pytest.raises(DataError, match="no step among 5:9; its steps are 1 to 2"):
+    with pytest.raises(DataError, match="no events of steps 5:9; its steps are 1 to 2"):
         read_steps(job.events, range(5, 9))
     (tmp_path / "run" / "events").mkdir(parents=True)
     pq.write_table(job.table(), tmp_path / "run" / "events" / "attempt-0-rank-0-000001.parquet")
-    with pytest.raises(DataError, match=r"run: there is no step among 5:9"):
+    with pytest.raises(DataError, match=r"run: no events of steps 5:9"):
         analyse(tmp_path / "run", range(5, 9))
     _, found, cause = analyse(tmp_path / "run", range(1, 2))
     assert found.steps.tolist() == [1] and cause.text.startswith("none")

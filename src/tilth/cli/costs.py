@@ -11,14 +11,18 @@ from rich.table import Table
 from tilth.cli.tables import new_table, show
 from tilth.core.errors import DataError
 from tilth.plan.costs import Compute, Costs, as_dict, fit_costs, save_costs
-from tilth.trace.events import load, parse_steps
+from tilth.trace.events import parse_steps
 from tilth.trace.fit import Error
 from tilth.trace.network import SMALL, Link
+from tilth.trace.opening import open_run
 
 
-def costs(run: Path, steps: str, save: Path | None, *, as_json: bool) -> None:
+def costs(run: Path, steps: str, save: Path | None, attempt: int | None = None, *, as_json: bool) -> None:
     """Fit, print, and save. steps: "" for all."""
-    events = load(run, steps=parse_steps(steps) if steps else None)
+    opened = open_run(run, attempt, parse_steps(steps) if steps else None)
+    events = opened.events
+    for note in opened.notes:
+        typer.echo(note, err=True)
     try:
         found = fit_costs(events, _about(run) | {"attempt": events.attempt, "steps": len(events.steps)})
     except DataError as error:

@@ -422,10 +422,17 @@ StepsOption = Annotated[
 ]
 
 
+AttemptOption = Annotated[
+    int | None,
+    typer.Option("--attempt", metavar="N", min=1, help="of a run that was continued; default: the newest with a step"),
+]
+
+
 @trace.command(name="RUN")
 def trace_run(
     run: RunArgument,
     steps: StepsOption = "",
+    attempt: AttemptOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="all numbers as one JSON object")] = False,
 ) -> None:
     """Say where the time of a run went, and what would be gained if the worst were mended; also while it goes on.
@@ -433,11 +440,12 @@ def trace_run(
     Keys of --json: run, state, attempt, steps (first, last, count), seconds, step (mean, median, longest, longest_at),
     parts (name: seconds, share; means over ranks), roles (role: rank: seconds), ranks (rank, busy, pace, communication,
     parts), communication (by_op, transfer, waiting, hidden), controller (rank, busy; null inline), rates,
-    profiled (steps), events, dropped, gain (slowdown, step, ideal_step, error, cause; null inline). Times in seconds.
+    profiled (steps), events, dropped, gain (slowdown, step, ideal_step, error, cause; null inline), notes (what
+    is missing of the trace). Times in seconds.
     """
     from tilth.cli.trace_run import account_of
 
-    account_of(run, steps, as_json=as_json)
+    account_of(run, steps, attempt, as_json=as_json)
 
 
 @trace.command(name="whatif")
@@ -447,6 +455,7 @@ def trace_whatif(
         Path | None, typer.Option(metavar="META.yaml", help="of a FILE: the job's sizes, to check it")
     ] = None,
     steps: StepsOption = "",
+    attempt: AttemptOption = None,
     bandwidth: Annotated[str, typer.Option(metavar="RATE", help="of a RUN: on another network, as 10Gbit")] = "",
     latency: Annotated[str, typer.Option(metavar="TIME", help="of a RUN: on another network, as 50us")] = "",
     svg: Annotated[Path | None, typer.Option(metavar="PATH", help="write the heat map of workers as a picture")] = None,
@@ -456,20 +465,21 @@ def trace_whatif(
 
     Keys of --json: slowdown, ideal_step (seconds), by_optype, by_stage, by_dp, by_worker (dp, stage, rank, exact,
     shortcut), m_w, m_s, cause (text, findings, evidence). Of a RUN also by_axis, step, model_error, steps, left_out,
-    earlier, profiled, other_network, and in findings seconds, those of a step without the cause.
+    earlier, profiled, other_network, assumed, attempt, notes, and in findings seconds, those of a step without the
+    cause.
     """
     if path.is_dir():
         from tilth.cli.trace_own import whatif_of
 
         if meta is not None:
             raise DataError("--meta is of a trace in the straggler study's format; of a run all sizes are known")
-        whatif_of(path, steps, latency, bandwidth, svg, as_json=as_json)
+        whatif_of(path, steps, latency, bandwidth, svg, attempt, as_json=as_json)
         return
     from tilth.cli.trace import whatif
 
-    if steps or bandwidth or latency:
+    if steps or bandwidth or latency or attempt is not None:
         raise DataError(
-            "--steps, --bandwidth and --latency are of a RUN; of a trace in the study's format all is taken"
+            "--steps, --bandwidth, --latency and --attempt are of a RUN; of a trace in the study's format all is taken"
         )
     whatif(path, meta, svg, as_json=as_json)
 
@@ -486,23 +496,25 @@ def trace_export(
         typer.Option("--perfetto", help="for ui.perfetto.dev; the only format, and the default", show_default=False),
     ] = True,
     steps: StepsOption = "",
+    attempt: AttemptOption = None,
     ranks: Annotated[str, typer.Option(metavar="0,1", help="of these ranks only")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="what was written as one JSON object")] = False,
 ) -> None:
     """Write the events of a run for Perfetto: ranks on one clock, threads, counters, arrows of calls.
 
     As in: tilth trace export RUN --perfetto trace.json.gz --steps 10:20. Keys of --json: path, spans, arrows, counters,
-    bytes, ranks, steps, clock_error (seconds; null: not known).
+    bytes, ranks, steps, clock_error (seconds; null: not known), notes.
     """
     from tilth.cli.trace_export import write
 
-    write(run, path, steps, ranks, as_json=as_json)
+    write(run, path, steps, ranks, attempt, as_json=as_json)
 
 
 @trace.command(name="costs")
 def trace_costs(
     run: RunArgument,
     steps: StepsOption = "",
+    attempt: AttemptOption = None,
     save: Annotated[Path | None, typer.Option(metavar="PATH", help="write them as JSON, for planners")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="everything as one JSON object")] = False,
 ) -> None:
@@ -514,7 +526,7 @@ def trace_costs(
     """
     from tilth.cli.costs import costs
 
-    costs(run, steps, save, as_json=as_json)
+    costs(run, steps, save, attempt, as_json=as_json)
 
 
 @trace.command(name="capture")

@@ -11,7 +11,8 @@ import typer
 from tilth.core.errors import DataError
 from tilth.flows.metrics import declaration
 from tilth.flows.readers import read_metrics
-from tilth.trace.events import Events, load, parse_steps
+from tilth.trace.events import Events, parse_steps
+from tilth.trace.opening import open_run
 from tilth.trace.perfetto import Counter, Written, export
 
 FILE = "perfetto.json.gz"
@@ -23,20 +24,21 @@ HELD = ("last", "max", "min")
 """Reductions of what is true at the end of a step; the others tell of the whole step."""
 
 
-def write(run: Path, path: Path | None, steps: str, ranks: str, *, as_json: bool) -> None:
+def write(run: Path, path: Path | None, steps: str, ranks: str, attempt: int | None = None, *, as_json: bool) -> None:
     """Write the file, by default perfetto.json.gz in the run's folder, and say what is in it."""
     if not run.exists():
         raise DataError(f"no run at {str(run)!r}")
-    events = chosen(load(run, steps=parse_steps(steps) if steps else None), ranks)
+    opened = open_run(run, attempt, parse_steps(steps) if steps else None)
+    events = chosen(opened.events, ranks)
     target = path or (run if run.is_dir() else run.parent) / FILE
     about = {"run": run.resolve().name, "attempt": str(events.attempt), "steps": steps, "ranks": ranks, "by": "tilth"}
     found = export(events, target, counters(run, events), about)
     if as_json:
         said = {"path": str(found.path), "spans": found.spans, "arrows": found.arrows, "counters": found.counters}
         said |= {"bytes": found.bytes, "ranks": list(events.ranks), "steps": list(events.steps)}
-        typer.echo(json.dumps(said | {"clock_error": _error(events)}))
+        typer.echo(json.dumps(said | {"clock_error": _error(events), "notes": opened.notes}))
     else:
-        typer.echo(told(found, events))
+        typer.echo("\n".join([*opened.notes, told(found, events)]))
 
 
 def told(found: Written, events: Events) -> str:

@@ -8,24 +8,34 @@ import typer
 
 from tilth.cli.tables import new_table, show
 from tilth.cli.trace import SHOWN, about, by_type, draw_map, slowdowns, write_map
+from tilth.core.errors import DataError
 from tilth.trace.cause import Cause
 from tilth.trace.events import parse_steps
 from tilth.trace.network import parse_bandwidth, parse_seconds
-from tilth.trace.own import RunWhatIf, analyse
+from tilth.trace.opening import hint, open_run
+from tilth.trace.own import RunWhatIf, analyse_events
 from tilth.ui import words
 
 
-def whatif_of(run: Path, steps: str, latency: str, bandwidth: str, svg: Path | None, *, as_json: bool) -> None:
+def whatif_of(
+    run: Path, steps: str, latency: str, bandwidth: str, svg: Path | None, attempt: int | None, *, as_json: bool
+) -> None:
     """Analyse a run and print what was found. Empty texts: all steps, the network as it was."""
     chosen = parse_steps(steps) if steps else None
     network = parse_seconds(latency) if latency else None, parse_bandwidth(bandwidth) if bandwidth else None
-    _, found, cause = analyse(run, chosen, *network)
+    opened = open_run(run, attempt)
+    try:
+        _, found, cause = analyse_events(opened.events, chosen, *network)
+    except DataError as error:
+        raise DataError(f"{run}: {error}{hint(run, opened.events.attempt) if chosen else ''}") from error
     if svg is not None:
         names = [[f"dp {d} (rank {r})" for d, r in zip(found.dp, found.workers)]]
         write_map(svg, f"{run.name}: S = {found.slowdown:.3f}", cause, found.exact[None], names)
     if as_json:
-        typer.echo(json.dumps(as_dict(found, cause), allow_nan=False))
+        said = as_dict(found, cause) | {"attempt": opened.events.attempt, "notes": opened.notes}
+        typer.echo(json.dumps(said, allow_nan=False))
     else:
+        show(*opened.notes)
         _print(run, found, cause)
 
 

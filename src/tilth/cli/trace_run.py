@@ -14,7 +14,8 @@ from tilth.cli.tables import WIDTH
 from tilth.cli.trace import about
 from tilth.core.errors import DataError
 from tilth.trace.account import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, Account, account
-from tilth.trace.events import Events, load, parse_steps
+from tilth.trace.events import Events, parse_steps
+from tilth.trace.opening import hint, open_run
 from tilth.trace.own import what_if_run
 from tilth.trace.own_cause import diagnose_run
 from tilth.trace.own_graph import read_steps
@@ -32,16 +33,17 @@ LEAST = 0.01
 Found = dict[str, Any]
 
 
-def account_of(run: Path, steps: str, *, as_json: bool) -> None:
+def account_of(run: Path, steps: str, attempt: int | None = None, *, as_json: bool) -> None:
     """Print where the time of a run's steps went. steps: "A:B" or "A"; empty: all that have ended."""
     if not run.exists():
         raise DataError(f"no run at {str(run)!r}, nor is it a command of tilth trace (tilth trace --help)")
-    events = load(run)
+    opened = open_run(run, attempt)
+    events = opened.events
     try:
         found = account(events, parse_steps(steps) if steps else _ended(run, events))
     except DataError as error:
-        raise DataError(f"{run}: {error}") from error
-    said = as_dict(run, events, found) | {"gain": gain(events, found)}
+        raise DataError(f"{run}: {error}{hint(run, events.attempt) if steps else ''}") from error
+    said = as_dict(run, events, found) | {"gain": gain(events, found), "notes": opened.notes}
     typer.echo(json.dumps(said, allow_nan=False) if as_json else "\n".join(lines(said)))
 
 
@@ -160,6 +162,7 @@ def lines(said: Found) -> list[str]:
         ("cause", [said["gain"]["cause"]["text"]] if said["gain"] else []),
         ("profile", _profile(said["profiled"])),
         ("trace", _trace(said)),
+        *(("note", [note]) for note in said["notes"]),
     ]
     return [line for name, parts in pairs if parts for line in _wrapped(name, parts)]
 
@@ -224,7 +227,8 @@ def _ranks(said: Found) -> list[tuple[str, list[str]]]:
 def _rank_parts(rank: Mapping[str, Any], whole: float) -> list[str]:
     parts, talk = rank["parts"], rank["communication"]
     named = [
-        (COMMUNICATION, parts.get(COMMUNICATION)), (PAUSE, parts.get(PAUSE)), (PROFILE, parts.get(PROFILE)), ("waits for ranks", parts.get(PEERS)),
+        (COMMUNICATION, parts.get(COMMUNICATION)), (PAUSE, parts.get(PAUSE)), (PROFILE, parts.get(PROFILE)),
+        ("waits for ranks", parts.get(PEERS)),
         ("for the controller", parts.get(CONTROLLER)), ("others waited for it", talk["others_waited"]),
     ]  # fmt: skip
     return [f"busy {_share(rank['busy'], whole)}", *(f"{name} {_share(s, whole)}" for name, s in named if s)]

@@ -101,8 +101,9 @@ def account(events: Events, steps: range | None = None) -> Account:
     bounds, known = periods(events)
     chosen = np.ones(len(known), bool) if steps is None else np.isin(known, np.arange(steps.start, steps.stop))
     if not chosen.any():
-        told = f"none of the steps {steps.start}:{steps.stop} is there; there are" if steps else "no step has ended yet"
-        raise DataError(f"{told} {known[0]} to {known[-1]}" if steps and len(known) else told)
+        if steps is None or not len(known):
+            raise DataError("no step has ended yet")
+        raise DataError(f"no events of steps {steps.start}:{steps.stop}; its steps are {known[0]} to {known[-1]}")
     parts = parts_of(events)
     place = places(events, bounds, known)
     place = np.where((place >= 0) & chosen[place], np.cumsum(chosen)[place] - 1, -1)

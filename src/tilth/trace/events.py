@@ -127,12 +127,18 @@ def load(path: str | Path, attempt: int | None = None, steps: range | None = Non
     chosen = known[-1] if attempt is None else attempt
     asked = read_rounds(events_folder(path), chosen)
     events = from_table(_of_attempt(path, chosen), asked)
-    if steps is None:
-        return events
-    found = events.select(np.isin(events.step, np.arange(steps.start, steps.stop)))
+    try:
+        return events if steps is None else of_steps(events, steps)
+    except DataError as error:
+        raise DataError(f"{path} has {error}") from error
+
+
+def of_steps(events: Events, steps: range) -> Events:
+    """The events of these steps. DataError: there are none."""
+    found = events.select((events.step >= steps.start) & (events.step < steps.stop))
     if not len(found):
-        first, last = (events.steps[0], events.steps[-1]) if events.steps else (0, 0)
-        raise DataError(f"{path} has no events of steps {steps.start}:{steps.stop}; its steps are {first} to {last}")
+        told = f"its steps are {events.steps[0]} to {events.steps[-1]}" if events.steps else "no step has ended yet"
+        raise DataError(f"no events of steps {steps.start}:{steps.stop}; {told}")
     return found
 
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.trace.cause import Cause
-from tilth.trace.events import load
+from tilth.trace.events import Events
 from tilth.trace.network import assumed, retimed
+from tilth.trace.opening import open_run
 from tilth.trace.own_graph import Steps, read_steps
 from tilth.trace.own_replay import Model
 from tilth.trace.whatif import GUILTY, Mended, Replayed, Slowdown, mended_by
@@ -75,18 +76,26 @@ class RunWhatIf(Replayed):
 def analyse(
     run: str | Path, steps: range | None = None, latency: float | None = None, bandwidth: float | None = None
 ) -> tuple[Model, RunWhatIf, Cause]:
-    """Everything about the newest attempt of a run.
+    """Everything about a run, of the attempt that ``open_run`` takes.
 
     steps: only these; what is usual is taken from the whole run all the same. latency, bandwidth: seconds and bytes a
     second of another network, for ``other_network``. DataError: no events, no whole step, none of these steps.
     """
+    events = open_run(run).events
+    try:
+        return analyse_events(events, steps, latency, bandwidth)
+    except DataError as error:
+        raise DataError(f"{run}: {error}") from error
+
+
+def analyse_events(
+    events: Events, steps: range | None = None, latency: float | None = None, bandwidth: float | None = None
+) -> tuple[Model, RunWhatIf, Cause]:
+    """The same of events that were read already. DataError: no whole step, none of these steps."""
     from tilth.trace.own_cause import diagnose_run
 
-    try:
-        model = Model(read_steps(load(run), steps))
-        found = what_if_run(model, latency, bandwidth)
-    except DataError as error:
-        raise DataError(str(error) if str(run) in str(error) else f"{run}: {error}") from error
+    model = Model(read_steps(events, steps))
+    found = what_if_run(model, latency, bandwidth)
     return model, found, diagnose_run(model, found)
 
 

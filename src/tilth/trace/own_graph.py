@@ -234,7 +234,7 @@ def _complete(events: Events, wanted: range | None) -> tuple[np.ndarray, list[in
         raise DataError("no step of the run has ended yet")
     steps = told if wanted is None else told[(told >= wanted.start) & (told < wanted.stop)]
     if wanted is not None and not len(steps):
-        raise DataError(f"there is no step among {wanted.start}:{wanted.stop}; its steps are {told[0]} to {told[-1]}")
+        raise DataError(f"no events of steps {wanted.start}:{wanted.stop}; its steps are {told[0]} to {told[-1]}")
     broken = np.isin(steps, _missing(events))
     if broken.all():
         raise DataError(f"no step is complete: calls of step {steps[0]} are missing")

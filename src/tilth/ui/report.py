@@ -17,7 +17,8 @@ from tilth.core.errors import DataError
 from tilth.flows.files import read_lines, replace
 from tilth.flows.readers import read_metrics, read_state, summarise
 from tilth.trace.account import account
-from tilth.trace.events import Events, load
+from tilth.trace.events import Events
+from tilth.trace.opening import open_run
 from tilth.trace.read import OpTime, breakdown, read_events
 from tilth.trace.recent import told
 from tilth.ui import words
@@ -205,10 +206,16 @@ def _times(seen: Seen) -> Html | None:
     folder = seen.run / "events"
     try:
         rows = breakdown(read_events(folder)) if folder.is_dir() else []
-        parts = [*_pictures(seen, load(folder)), _operations(rows)] if rows else [_measured(seen)]
+        parts = [*_traced(seen, folder), _operations(rows)] if rows else [_measured(seen)]
     except DataError as error:
         parts = [_measured(seen), tag("p", f"The trace cannot be read: {error}", class_="lead clay")]
     return tag("div", *parts, class_="card") if any(parts) else None
+
+
+def _traced(seen: Seen, folder: Path) -> list[Html | None]:
+    opened = open_run(folder)
+    notes: list[Html | None] = [tag("p", note, class_="lead clay") for note in opened.notes]
+    return notes + _pictures(seen, opened.events)
 
 
 def _pictures(seen: Seen, events: Events) -> list[Html | None]:

@@ -34,6 +34,7 @@ LOG = 1 << 12
 LEAST = 0.005
 """Parts of the time below this share are not named."""
 FIXED = {COMMUNICATION: "blue", PAUSE: "red", PROFILE: "bright_black", PEERS: "grey39", CONTROLLER: "grey23"}
+METER = {"busy": "green", "communication": "blue", "gc": "red", "profile": "bright_black", "waiting": "grey23"}
 COLOURS = ("green", "cyan", "yellow", "magenta", "bright_blue", "white")
 
 
@@ -265,13 +266,7 @@ def _ranks(found: Account, width: int) -> RenderableType:
 
 def _meter(part: Mapping[str, float], room: int) -> Text:
     bar, filled = Text(), 0.0
-    for name, colour in (
-        ("busy", "green"),
-        ("communication", "blue"),
-        ("gc", "red"),
-        ("profile", "bright_black"),
-        ("waiting", "grey23"),
-    ):
+    for name, colour in METER.items():
         filled += part[name] * room
         bar.append("█" * (round(filled) - len(bar)), colour)
     return bar[:room]
