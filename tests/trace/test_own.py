@@ -366,7 +366,9 @@ def test_of_too_many_events_the_newest_steps_are_looked_at():
     whole, each = job.events, len(job.events) // 20
     steps = read_steps(whole, most=5 * each)
     assert steps.steps.tolist() == [16, 17, 18, 19, 20] and steps.older == 15
-    assert len(steps.events) == 9 * each and steps.events.steps == (3, 7, 11, 15, 16, 17, 18, 19, 20)
+    others, looked_at = steps.events.steps[:-5], steps.events.steps[-5:]
+    assert len(steps.events) == 9 * each and looked_at == (16, 17, 18, 19, 20)
+    assert [(step - 4) // 4 for step in others] == [-1, 0, 1, 2], "one of each four"
     found = what_if_run(Model(steps))
     assert found.recorded == pytest.approx(job.seconds[15:], **EXACT) and found.older == 15
     assert found.ideal == pytest.approx(5 * [2.05], **EXACT)
@@ -374,6 +376,18 @@ def test_of_too_many_events_the_newest_steps_are_looked_at():
     assert chosen.steps.tolist() == [2, 3] and chosen.older == 0 and chosen.dropped == []
     assert read_steps(whole, most=1).steps.tolist() == [20]
     assert read_steps(whole, most=len(whole)).older == 0
+
+
+def test_steps_to_compare_with_are_not_all_of_a_kind():
+    """Every second step evaluates: evenly spaced others would all do so, or none."""
+    job = Job(1)
+    for step in range(1, 65):
+        with job:
+            job.do("policy.evaluate" if step % 2 else "policy.update", {0: [("update", 1.0)]})
+    events = job.events
+    others = np.array(read_steps(events, most=len(events) // 4).events.steps[:-16])
+    assert len(others) == 12 and 2 <= (others % 2).sum() <= 10
+    assert np.array_equal(others, read_steps(events, most=len(events) // 4).events.steps[:-16])
 
 
 # ---- small parts ----

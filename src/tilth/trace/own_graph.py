@@ -215,15 +215,17 @@ def read_steps(events: Events, wanted: range | None = None, most: int = MOST) ->
 
 
 def _newest(events: Events, steps: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """The newest of these steps with at most so many events, at least one; and these with others, evenly chosen, of
-    about as many events."""
+    """The newest of these steps with at most so many events, at least one; and these with others of about as many
+    events: of each few neighbours one, drawn by lot (the same each time), as some work is done every so many steps."""
     numbers, count = np.unique(events.step, return_counts=True)
     sizes = count[np.searchsorted(numbers, steps)]
     fit = np.cumsum(sizes[::-1]) <= most
     chosen = steps[len(steps) - max(int(fit.sum()), 1) :]
     rest = numbers[(numbers >= 0) & ~np.isin(numbers, chosen)]
     every = max(1, -(-int(count.sum()) // most))
-    return chosen, np.concatenate([chosen, rest[::-every]])
+    last = np.arange(len(rest) - 1, -1, -every)
+    drawn = (last - np.random.default_rng(0).integers(0, every, len(last))).clip(min=0)
+    return chosen, np.concatenate([chosen, rest[drawn]])
 
 
 def _complete(events: Events, wanted: range | None) -> tuple[np.ndarray, list[int]]:
