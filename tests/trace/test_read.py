@@ -18,7 +18,7 @@ from tilth.core.errors import DataError, StorageError
 from tilth.trace import buffer as buffer_module
 from tilth.trace import recorder, span
 from tilth.trace import spans as spans_module
-from tilth.trace.read import COLUMNS, attempts, breakdown, read_events, self_times
+from tilth.trace.read import COLUMNS, attempts, breakdown, parts, read_events, self_times
 from tilth.trace.writer import EVENTS
 
 
@@ -365,3 +365,19 @@ def test_many_events():
     columns |= {"op": pa.array(["a", "b", "c"] * (n // 3))}
     table = pa.table([columns[f.name] for f in EVENTS], schema=EVENTS)
     assert sum(r.count for r in breakdown(table)) == n
+
+
+def test_parts_are_listed_by_process_and_number(tmp_path):
+    names = [
+        "attempt-2-rank-0-000001",
+        "attempt-1-rank-10-000001",
+        "attempt-1-rank-2-000010",
+        "attempt-1-rank-2-000009",
+    ]
+    for name in names:
+        (tmp_path / f"{name}.parquet").write_bytes(b"")
+    for name in (".attempt-1-rank-2-000011.parquet.tmp", "attempt-1-clocks.jsonl", "notes.parquet"):
+        (tmp_path / name).write_bytes(b"")
+    found = parts(tmp_path)
+    assert [(key, list(files)) for key, files in found.items()] == [((1, 2), [9, 10]), ((1, 10), [1]), ((2, 0), [1])]
+    assert found[1, 2][9].name == "attempt-1-rank-2-000009.parquet"

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tilth.core.errors import DataError
+from tilth.trace.rounds import events_folder
 from tilth.trace.writer import EVENTS, LATER, PART, TEXTS
 
 
@@ -47,8 +48,11 @@ def read_events(path: str | Path, attempt: int | None = None) -> pa.Table:
     path = Path(path)
     if not path.is_dir():
         return _read_part(path)
-    parts = [(p, last) for (its, *_), p, last in _parts(_folder(path)) if attempt is None or its == attempt]
-    tables = [_read_last(p) if last else _read_part(p) for p, last in parts]
+    tables = list[pa.Table | None]()
+    for (its, _), files in parts(events_folder(path)).items():
+        if attempt is None or its == attempt:
+            *earlier, last = files.values()
+            tables += [*map(_read_part, earlier), _read_last(last)]
     return pa.concat_tables([COLUMNS.empty_table(), *[t for t in tables if t is not None]]).unify_dictionaries()
 
 
@@ -57,18 +61,16 @@ def attempts(path: str | Path) -> list[int]:
     path = Path(path)
     if not path.is_dir():
         return sorted(_read_part(path)["attempt"].unique().to_pylist())
-    return sorted({its for (its, *_), _, _ in _parts(_folder(path))})
+    return sorted({its for its, _ in parts(events_folder(path))})
 
 
-def _folder(path: Path) -> Path:
-    return path / "events" if (path / "events").is_dir() else path
-
-
-def _parts(folder: Path) -> list[tuple[tuple[int, ...], Path, bool]]:
-    """Attempt, rank and number of each part of a folder in this order, and whether it is the last of its process."""
+def parts(folder: Path) -> dict[tuple[int, int], dict[int, Path]]:
+    """Attempt and rank -> number -> file, all in this order: the parts that processes have written to a folder."""
     found = sorted((tuple(map(int, m.groups())), p) for p in folder.iterdir() if (m := PART.fullmatch(p.name)))
-    following = [key[:2] for key, _ in found[1:]] + [None]
-    return [(key, p, key[:2] != after) for (key, p), after in zip(found, following)]
+    processes: dict[tuple[int, int], dict[int, Path]] = {}
+    for (attempt, rank, number), path in found:
+        processes.setdefault((attempt, rank), {})[number] = path
+    return processes
 
 
 def _read_last(path: Path) -> pa.Table | None:

@@ -10,9 +10,8 @@ import pyarrow.parquet as pq
 from tilth.core.errors import DataError
 from tilth.trace.account import periods
 from tilth.trace.events import Events, from_table
-from tilth.trace.read import read_events
+from tilth.trace.read import parts, read_events
 from tilth.trace.rounds import events_folder, read_rounds
-from tilth.trace.writer import PART
 
 DEPTH = 64
 """Most files of a rank that are read. Processes do not write at the same moment, and a step may be longer than the time
@@ -78,13 +77,9 @@ def _parts(folder: Path, attempt: int | None = None) -> dict[int, list[Path]]:
     """Files of each rank of one attempt, the newest first."""
     if not folder.is_dir():
         return {}
-    found = sorted((tuple(map(int, m.groups())), p) for p in folder.iterdir() if (m := PART.fullmatch(p.name)))
-    wanted = attempt if attempt is not None else max((key[0] for key, _ in found), default=0)
-    ranks: dict[int, list[Path]] = {}
-    for key, path in reversed(found):
-        if key[0] == wanted:
-            ranks.setdefault(key[1], []).append(path)
-    return dict(sorted(ranks.items()))
+    found = parts(folder)
+    wanted = attempt if attempt is not None else max((its for its, _ in found), default=0)
+    return {rank: list(files.values())[::-1] for (its, rank), files in found.items() if its == wanted}
 
 
 def _dropped(paths: list[Path]) -> Iterator[int]:
