@@ -18,7 +18,7 @@ from tilth.core.errors import DataError, StorageError
 from tilth.trace import buffer as buffer_module
 from tilth.trace import recorder, span
 from tilth.trace import spans as spans_module
-from tilth.trace.read import COLUMNS, attempts, breakdown, parts, read_events, self_times
+from tilth.trace.read import COLUMNS, attempts, breakdown, parents, parts, read_events, self_times
 from tilth.trace.writer import EVENTS
 
 
@@ -381,3 +381,21 @@ def test_parts_are_listed_by_process_and_number(tmp_path):
     found = parts(tmp_path)
     assert [(key, list(files)) for key, files in found.items()] == [((1, 2), [9, 10]), ((1, 10), [1]), ((2, 0), [1])]
     assert found[1, 2][9].name == "attempt-1-rank-2-000009.parquet"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_parents_are_found_by_process(data):
+    n = data.draw(st.integers(0, 25))
+    process = np.array([data.draw(st.integers(0, 2**25 - 1)) for _ in range(2)])[data_rows(data, n, 2)]
+    ids = np.array([data.draw(st.integers(0, 2**38 - 1)) for _ in range(6)])[data_rows(data, n, 6)]
+    keep = np.sort(np.unique(np.stack([process, ids], 1), axis=0, return_index=True)[1])
+    process, ids = process[keep], ids[keep]
+    parent = np.where(data_rows(data, len(keep), 2) == 1, data.draw(st.integers(-1, 2**38 - 1)), np.roll(ids, 1))
+    where = {pair: row for row, pair in enumerate(zip(process.tolist(), ids.tolist()))}
+    want = [where.get(pair, -1) for pair in zip(process.tolist(), parent.tolist())]
+    assert parents(process, ids, parent).tolist() == want
+
+
+def data_rows(data, n: int, below: int) -> np.ndarray:
+    return np.array(data.draw(st.lists(st.integers(0, below - 1), min_size=n, max_size=n)), np.int64)

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from tilth.core.errors import DataError
 from tilth.trace.align import Spans, align
 from tilth.trace.ops import kind
-from tilth.trace.read import attempts, read_events
+from tilth.trace.read import attempts, own_times, parents, read_events
 from tilth.trace.rounds import Asked, events_folder, read_rounds
 from tilth.trace.writer import LATER
 
@@ -163,8 +163,8 @@ def from_table(table: pa.Table, asked: Mapping[int, Asked] | None = None) -> Eve
         found[name] = _column(table, name)[order]
         table = table.drop_columns(name)  # of ten million events none is kept twice
     rank, duration = found["rank"], found["duration"]
-    parent = _parents(rank, found.pop("id"), found["parent"])
-    own = duration - np.bincount(parent + 1, duration, len(parent) + 1)[1:].astype(np.int64)
+    parent = parents(rank, found.pop("id"), found["parent"])
+    own = own_times(parent, duration)
     start = found["start"] - found["start"][0]
     timed = found["device_start"] >= 0
     found["device_start"] = np.where(timed, found["device_start"] - found["start"][0], -1)
@@ -213,15 +213,6 @@ def _coded(table: pa.Table, name: str) -> Coded:
     if not pa.types.is_dictionary(column.type):
         column = column.dictionary_encode()
     return Coded(column.indices.to_numpy().astype(np.int32, copy=False), tuple(column.dictionary.to_pylist()))
-
-
-def _parents(rank: np.ndarray, ids: np.ndarray, parent: np.ndarray) -> np.ndarray:
-    """Rows of the parents, -1 where there is none. Ids are unique in a rank."""
-    key, wanted = rank << 44 | ids, rank << 44 | np.maximum(parent, 0)
-    order = np.argsort(key, kind="stable")
-    key = key[order]
-    place = np.searchsorted(key, wanted).clip(max=len(key) - 1)
-    return np.where((parent >= 0) & (key[place] == wanted), order[place], -1)
 
 
 def _controller(rank: np.ndarray, op: Coded) -> int:

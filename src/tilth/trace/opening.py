@@ -13,9 +13,8 @@ import pyarrow.parquet as pq
 
 from tilth.core.errors import DataError
 from tilth.trace.events import Events, load, of_steps
-from tilth.trace.read import attempts
+from tilth.trace.read import attempts, parts
 from tilth.trace.rounds import events_folder, read_rounds
-from tilth.trace.writer import PART
 
 SHOWN = 3
 """Most numbers of parts that are named."""
@@ -66,16 +65,13 @@ def gaps(path: str | Path, attempt: int) -> list[str]:
     if not Path(path).is_dir():
         return []
     folder = events_folder(path)
-    parts: dict[int, dict[int, Path]] = {}
-    for file in folder.iterdir():
-        if (m := PART.fullmatch(file.name)) and int(m[1]) == attempt:
-            parts.setdefault(int(m[2]), {})[int(m[3])] = file
+    written = {rank: files for (its, rank), files in parts(folder).items() if its == attempt}
     controller, ranks = _ranks(folder, attempt)
     found = []
-    for rank in sorted(ranks - set(parts)):
+    for rank in sorted(ranks - set(written)):
         who = f"the controller (rank {rank})" if rank == controller else f"rank {rank} of {max(len(ranks) - 1, 1)}"
         found.append(f"there are no events of {who}: its files are missing")
-    for rank, files in sorted(parts.items()):
+    for rank, files in written.items():
         found += _of_rank(rank, files)
     return found
 

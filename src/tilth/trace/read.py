@@ -102,15 +102,25 @@ def self_times(table: pa.Table) -> np.ndarray:
 
     A parent that is not in the table (its process was killed inside it) is none: its children are roots.
     """
-    process = _key(table, "attempt") << 52 | _key(table, "rank") << 38  # 2,048 attempts, 16,384 ranks, 2e11 spans
-    ids, parent, took = process + _key(table, "id"), _key(table, "parent"), _key(table, "duration")
-    order = np.argsort(ids, kind="stable")
-    place = np.searchsorted(ids, process + parent, sorter=order).clip(max=max(len(ids) - 1, 0))
-    row = order[place] if len(ids) else place
-    known = (parent >= 0) & (ids[row] == process + parent)
-    inside = np.zeros(len(ids), np.int64)
-    np.add.at(inside, row[known], took[known])
-    return took - inside
+    process = _key(table, "attempt") << 14 | _key(table, "rank")
+    return own_times(parents(process, _key(table, "id"), _key(table, "parent")), _key(table, "duration"))
+
+
+def parents(process: np.ndarray, ids: np.ndarray, parent: np.ndarray) -> np.ndarray:
+    """int64 [n]: rows of the parents, -1 where there is none. Ids are unique in a process.
+
+    process, ids, parent: int64 [n]; at most 2,048 attempts of 16,384 ranks as the process, and 2e11 spans of each.
+    """
+    key, wanted = process << 38 | ids, process << 38 | np.maximum(parent, 0)
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    place = np.searchsorted(key, wanted).clip(max=len(key) - 1)
+    return np.where((parent >= 0) & (key[place] == wanted), order[place], -1)
+
+
+def own_times(parent: np.ndarray, duration: np.ndarray) -> np.ndarray:
+    """int64 [n]: durations less those of the spans directly inside, in ns. parent: rows, -1 at a root."""
+    return duration - np.bincount(parent + 1, duration, len(parent) + 1)[1:].astype(np.int64)
 
 
 def breakdown(table: pa.Table) -> list[OpTime]:
