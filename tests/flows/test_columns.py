@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -106,3 +107,12 @@ def test_the_command_writes_it_and_says_where(run, tmp_path):
     assert math.isclose(pq.read_table(target)["loss"].to_pylist()[2], 0.25)
     result = CliRunner().invoke(app, ["show", str(tmp_path / "none"), "--parquet", str(target)])
     assert result.exit_code == 2 and "no run at" in result.stderr
+
+
+def test_a_link_is_written_through_and_what_is_no_file_is_refused(run, tmp_path):
+    (tmp_path / "link.parquet").symlink_to("target.parquet")
+    write_metrics(run, tmp_path / "link.parquet")
+    assert (tmp_path / "link.parquet").is_symlink() and len(pq.read_table(tmp_path / "target.parquet")) == 3
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StorageError, match="is no regular file"):
+        write_metrics(run, tmp_path / "pipe")

@@ -253,3 +253,13 @@ def test_whatever_was_recorded_the_file_keeps_the_rules(tmp_path_factory, rows):
     found = written(events, tmp_path_factory.mktemp("any") / "x.json")
     spans = sorted((e["pid"] - 1, ns(e["ts"]), ns(e["dur"])) for e in found if e["ph"] == "X" and e["cat"] != "device")
     assert spans == sorted(zip(events.rank.tolist(), events.start.tolist(), events.duration.tolist()))
+
+
+def test_a_link_is_written_through_and_a_device_is_refused(tmp_path):
+    (tmp_path / "target.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("target.json")
+    assert export(made(CALLED), tmp_path / "link.json").bytes == (tmp_path / "target.json").stat().st_size > 100
+    assert (tmp_path / "link.json").is_symlink()
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(StorageError, match="is no regular file"):
+        export(made(CALLED), tmp_path / "pipe.json")

@@ -50,9 +50,17 @@ def test_a_torn_last_line_is_left_out(tmp_path):
 )  # fmt: skip
 def test_a_line_that_is_none_is_named(tmp_path, line):
     path = written(tmp_path)
-    path.write_text(path.read_text() + line + "\n")
+    good = path.read_text()
+    path.write_text(good + line + "\n" + good.splitlines()[-1] + "\n")
     with pytest.raises(DataError, match=r"attempt-2-clocks\.jsonl, line 6: this is no round of clocks"):
         read_rounds(tmp_path, 2)
+    whole = path.with_name("attempt-3-clocks.jsonl")
+    whole.write_text(good)
+    path.write_text(good + line + "\n")  # torn by a kill: the last line is skipped
+    found, want = read_rounds(tmp_path, 2), read_rounds(tmp_path, 3)
+    assert {r: [b.tolist() for b in a.bursts] for r, a in found.items()} == {
+        r: [b.tolist() for b in a.bursts] for r, a in want.items()
+    }
 
 
 def test_of_a_long_run_the_newest_rounds_alone_are_read(tmp_path):

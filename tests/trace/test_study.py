@@ -204,3 +204,21 @@ def test_meta_that_is_not_there(tmp_path):
     pq.write_table(table(), tmp_path / "t.parquet")
     with pytest.raises(DataError, match=r"cannot read the meta file .*none.yaml"):
         read_study(tmp_path / "t.parquet", tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("name", [*sorted(set(COLUMNS) - {"start_ts", "duration"}), "rank"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_none_is_named_in_columns_of_whole_numbers_too(name, value, recwarn):
+    values = column(name).astype(float)
+    values[3] = value
+    with pytest.raises(DataError, match=f"column {name} holds numbers that are not finite"):
+        from_table(table(**{name: values}))
+    assert not recwarn.list
+
+
+def test_a_step_that_no_integer_can_hold_is_named(recwarn):
+    values = column("step").astype(float)
+    values[3] = 1e300
+    with pytest.raises(DataError, match=r"column step holds 1e\+300; the greatest that makes sense is 1e\+15"):
+        from_table(table(step=values))
+    assert not recwarn.list

@@ -1,6 +1,5 @@
 """The metrics of a run as a table: a row a committed step, a column a metric, each with its unit and reduction."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tilth.core.errors import StorageError
+from tilth.core.target import written_whole
 from tilth.flows.metrics import KEYS, MetricError, declaration
 from tilth.flows.readers import read_metrics
 
@@ -29,13 +28,8 @@ def metrics_table(run: str | Path) -> pa.Table:
 def write_metrics(run: str | Path, path: Path) -> Path:
     """The table as a Parquet file, as a whole or not at all. StorageError if it cannot be written."""
     table = metrics_table(run)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
+    with written_whole(path) as temporary:
         pq.write_table(table, temporary, compression="zstd")
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
     return path
 
 

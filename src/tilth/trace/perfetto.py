@@ -8,7 +8,6 @@ array of events; times in us there, ours with three decimals.
 import gzip
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import TextIO
 
 import numpy as np
 
-from tilth.core.errors import StorageError
+from tilth.core.target import written_whole
 from tilth.trace import arrows
 from tilth.trace.align import split
 from tilth.trace.arrows import Arrows
@@ -61,21 +60,16 @@ def export(
 ) -> Written:
     """Write a file, compressed where its name ends in .gz; in chunks, so that millions of spans need no more memory
     than their columns. about: what else shall stand in it. StorageError names the file."""
-    temporary = path.with_name(f".{path.name}.tmp")
     tracks = Tracks(events)
     called, met = arrows.calls(events), arrows.meetings(events)
     parts = chain(
         tracks.metadata(), _spans(events, tracks), _device(events, tracks), _arrows(called, tracks, "call", 0),
         _arrows(met, tracks, "communication", called.count), _counted(events, counters),
     )  # fmt: skip
-    try:
+    with written_whole(path) as temporary:
         with closing(_open(temporary, packed=path.suffix == ".gz")) as file:
             _write(file, parts, about or {})
-        os.replace(temporary, path)
-        size = path.stat().st_size
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+        size = temporary.stat().st_size
     return Written(path, len(events), called.count + met.count, len(counters), size)
 
 

@@ -120,7 +120,7 @@ class RoundsFile:
 
 def read_rounds(folder: Path, attempt: int, since: int | None = None) -> dict[int, Asked]:
     """All that is known of the clocks of an attempt, by rank, the controller's among them; {} where there is no file. A
-    torn last line is left out; DataError names the file and line of any other fault.
+    torn last line, with a line end or without, is left out; DataError names the file and line of any other fault.
 
     since: ns on the controller's clock; rounds long before are not read, but always some of the last.
     """
@@ -138,6 +138,8 @@ def read_rounds(folder: Path, attempt: int, since: int | None = None) -> dict[in
         try:
             _take(json.loads(line), found)
         except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):  # torn by a kill, as what has no line end
+                break
             raise DataError(
                 f"{path}, line {number}: this is no round of clocks: {line[:80]!r}; without this file the times of "
                 "each rank are by its own clock"

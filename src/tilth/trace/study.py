@@ -25,6 +25,8 @@ PIPE = ("forward-recv", "forward-send", "backward-recv", "backward-send")
 DATA = ("params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce")
 TAIL = ("gc", "layernorm-grads-all-reduce", "embedding-grads-all-reduce", "optimizer-clip-main-grad", "optimizer")
 OPTYPES = (*COMPUTE, *PIPE, *DATA, *TAIL)
+MOST = 1e15
+"""Greatest number of a step."""
 SIZES = {"dp_size": "dp_rank", "pp_size": "stage", "vpp_size": "mc"}
 """Keys of a meta file and the column that each must agree with."""
 
@@ -145,9 +147,13 @@ def _column(table: pa.Table, name: str, kind: type) -> np.ndarray:
         raise DataError(f"column {name} has {column.null_count} missing values")
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         raise DataError(f"column {name} holds {column.type} instead of numbers")
-    values = column.to_numpy().astype(kind, copy=False)
-    if not np.isfinite(values).all():
+    given = column.to_numpy()
+    if not np.isfinite(given).all():  # of whole numbers too: as int64 they would be some number
         raise DataError(f"column {name} holds numbers that are not finite")
+    most = given[np.abs(given).argmax()]
+    if kind is np.int64 and abs(most) > MOST:
+        raise DataError(f"column {name} holds {most:g}; the greatest that makes sense is {MOST:g}")
+    values = given.astype(kind, copy=False)
     low = {"duration": 0, "start_ts": -np.inf, "step": -np.inf, "mc": -1, "mb_id": -1}.get(name, 0)
     if values.min() < low:
         raise DataError(f"column {name} holds {values.min():g}; the least that makes sense is {low:g}")

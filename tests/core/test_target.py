@@ -1,0 +1,64 @@
+"""Files that are named to be written: whole or not at all, through links, and never in the place of a device."""
+
+import os
+import stat
+
+import pytest
+
+from tilth.core.errors import StorageError
+from tilth.core.target import written_whole
+
+
+def write(path, text="new"):
+    with written_whole(path) as temporary:
+        temporary.write_text(text)
+
+
+def test_a_new_file_and_one_in_the_place_of_another(tmp_path):
+    for text in ("one", "two"):
+        write(tmp_path / "a.json", text)
+        assert (tmp_path / "a.json").read_text() == text and os.listdir(tmp_path) == ["a.json"]
+
+
+def test_through_links_the_file_is_written_and_the_links_stay(tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "target.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("far/target.json")
+    (tmp_path / "second.json").symlink_to("link.json")
+    (tmp_path / "dangling.json").symlink_to("far/new.json")
+    write(tmp_path / "second.json")
+    write(tmp_path / "dangling.json")
+    assert (tmp_path / "link.json").is_symlink() and (tmp_path / "second.json").is_symlink()
+    assert (tmp_path / "far" / "target.json").read_text() == (tmp_path / "far" / "new.json").read_text() == "new"
+    assert sorted(os.listdir(tmp_path / "far")) == ["new.json", "target.json"]
+
+
+def test_what_is_no_regular_file_stays_what_it_is(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "null").symlink_to("/dev/null")
+    for name in ("pipe", "folder", "null"):
+        with pytest.raises(StorageError, match=rf"cannot write .*/{name}: it is there and is no regular file"):
+            write(tmp_path / name)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode) and (tmp_path / "null").is_symlink()
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    assert sorted(os.listdir(tmp_path)) == ["folder", "null", "pipe"]
+
+
+def test_what_cannot_be_is_named(tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "none" / "x", tmp_path / "a", tmp_path / "file" / "x"):
+        with pytest.raises(StorageError, match=f"cannot write {path}: "):
+            write(path)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("else")])
+def test_a_failure_leaves_the_old_file_and_nothing_beside_it(tmp_path, error):
+    (tmp_path / "a").write_text("old")
+    with pytest.raises((StorageError, KeyError)) as raised, written_whole(tmp_path / "a") as temporary:
+        temporary.write_text("half")
+        raise error
+    assert (tmp_path / "a").read_text() == "old" and os.listdir(tmp_path) == ["a"]
+    assert isinstance(error, KeyError) or str(raised.value).endswith("a: No space left on device")
