@@ -264,3 +264,12 @@ def test_the_report_and_trace_agree_on_the_longest_step(tmp_path):
     run = make(tmp_path, *roots, records=records)
     assert json.loads(said(run, "--json"))["step"]["longest_at"] == 2
     assert "The longest step</strong><small>step 2<" in write_report(run).read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("RUN", "--help"), ("relay", "recorder", "S:")), (("whatif", "--help"), ("S:", "M_W:", "M_S:"))],
+)
+def test_help_explains_the_words_of_the_first_screen(arguments, words):
+    text = said(*arguments)
+    assert all(word in text for word in words)

@@ -437,11 +437,14 @@ def trace_run(
 ) -> None:
     """Say where the time of a run went, and what would be gained if the worst were mended; also while it goes on.
 
+    Roles beside those of the recipe: relay carries the policy's weights to its copies, recorder turns what is learned
+    from into rows. S: how many times as long a step takes as it would if ranks and communications were as their peers.
+
     Keys of --json: run, state, attempt, steps (first, last, count), seconds, step (mean, median, longest, longest_at),
     parts (name: seconds, share; means over ranks), roles (role: rank: seconds), ranks (rank, busy, pace, communication,
     parts), communication (by_op, transfer, waiting, hidden), controller (rank, busy; null inline), rates,
-    profiled (steps), events, dropped, gain (slowdown, step, ideal_step, error, cause; null inline), notes (what
-    is missing of the trace). Times in seconds.
+    profiled (steps), events, dropped, gain (slowdown, step, ideal_step, error, earlier, cause; null inline),
+    notes (what is missing of the trace). Times in seconds.
     """
     from tilth.cli.trace_run import account_of
 
@@ -462,6 +465,10 @@ def trace_whatif(
     as_json: Annotated[bool, typer.Option("--json", help="all numbers as one JSON object")] = False,
 ) -> None:
     """Say what stragglers cost, which operations, stages and workers they are, and the likely cause.
+
+    S: how many times as long a step takes as it would if all were ideal; of an operation or worker: if all else were.
+    M_W: share of the lost time that is gained if the worst 3 % of workers (at least one) were ideal; M_S: if the last
+    stage were.
 
     Keys of --json: slowdown, ideal_step (seconds), by_optype, by_stage, by_dp, by_worker (dp, stage, rank, exact,
     shortcut), m_w, m_s, cause (text, findings, evidence). Of a RUN also by_axis, step, model_error, steps, left_out,

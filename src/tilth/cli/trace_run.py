@@ -93,6 +93,7 @@ def gain(events: Events, found: Account) -> Found | None:
     return {
         "slowdown": replayed.slowdown, "step": float(replayed.replayed.mean()),
         "ideal_step": float(replayed.ideal.mean()), "error": replayed.error,
+        "earlier": replayed.older,
         "cause": about(diagnose_run(model, replayed)),
     }  # fmt: skip
 
@@ -276,6 +277,7 @@ def _gain(gain: Found | None, *, inline: bool) -> list[str]:
         f"{words.brief(gain['ideal_step'])} a step instead of {words.brief(gain['step'])} (means) if ranks and "
         f"communications were as their peers: S {gain['slowdown']:.3f}",
         f"error of the model {words.part(abs(gain['error']))}",
+        *([f"without {words.count(gain['earlier'], 'earlier step')}"] if gain["earlier"] else []),
     ]
 
 

@@ -70,7 +70,8 @@ def _none(gains: dict[str, float], waste: float) -> str:
         return text
     parts = ", ".join(f"{name} {100 * gain:.1f}" for name, gain in known.items())
     of = f"of the {100 * waste:.1f} % that is lost"
-    explained = f"{of} mending these would save: {parts}" if known else f"nothing explains a part {of}"
+    saved = f"{of} mending these would save, in % of the time: {parts}"
+    explained = saved if known else f"nothing explains a part {of}"
     if scattered < TOLD:
         return f"{text}; {explained}"
     return (
