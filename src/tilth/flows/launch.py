@@ -149,7 +149,7 @@ def launch(
             parts.roles.reward.ready()
         with (
             RunDir.create(recipe, name, who.inputs, who.allow) as directory,
-            _traced(directory, cluster.rank, observers),
+            _recorded(directory, cluster.rank, observers),
             collector.to(planned=bool(recipe.run.collect_every)),
         ):
             with _told_how_to_go_on(directory.path), StopRequest(recipe.run.grace) as stop:
@@ -184,7 +184,7 @@ def launch(
 
 
 @contextmanager
-def _traced(directory: RunDir, rank: int, observers: Sequence[Observer]) -> Iterator[None]:
+def _recorded(directory: RunDir, rank: int, observers: Sequence[Observer]) -> Iterator[None]:
     """The spans of this process are written. That some could not be is told: it ends no run, and hides no error."""
     recorder.start(directory.events, rank, directory.attempt)
     try:
