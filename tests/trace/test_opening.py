@@ -79,7 +79,7 @@ def test_a_rank_without_any_events_is_told(run, command):
     for number in range(1, PARTS + 1):
         part(run, 1, number).unlink()
     output = " ".join(said(*command, run).output.split())
-    assert "there are no events of rank 1 of 2: its files are missing" in output
+    assert "there are no events of rank 1 of 2: no file of it is there" in output
 
 
 def test_without_the_clocks_the_recipe_says_who_was_there(run):
@@ -88,7 +88,7 @@ def test_without_the_clocks_the_recipe_says_who_was_there(run):
         part(run, 1, number).unlink()
     assert gaps(run, 1) == []  # nobody knows
     (run / "recipe.toml").write_text('[cluster]\nbackend = "local"\nworkers = 2\n')
-    assert gaps(run, 1) == ["there are no events of rank 1 of 2: its files are missing"]
+    assert gaps(run, 1) == ["there are no events of rank 1 of 2: no file of it is there"]
     (run / "recipe.toml").write_text("[cluster\n")
     assert gaps(run, 1) == []
 
@@ -99,7 +99,7 @@ def test_the_controllers_files_are_gone(run, command):
         part(run, 2, number).unlink()
     result = said(*command, run)
     assert result.exit_code == 2 and result.stdout == ""
-    assert "there are no events of the controller (rank 2): its files are missing" in result.output
+    assert "there are no events of the controller (rank 2): no file of it is there" in result.output
     assert "no step has ended yet" not in result.output
 
 

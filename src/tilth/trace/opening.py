@@ -70,7 +70,7 @@ def gaps(path: str | Path, attempt: int) -> list[str]:
     found = []
     for rank in sorted(ranks - set(written)):
         who = f"the controller (rank {rank})" if rank == controller else f"rank {rank} of {max(len(ranks) - 1, 1)}"
-        found.append(f"there are no events of {who}: its files are missing")
+        found.append(f"there are no events of {who}: no file of it is there")
     for rank, files in written.items():
         found += _of_rank(rank, files)
     return found

@@ -206,13 +206,13 @@ def _times(seen: Seen) -> Html | None:
     folder = seen.run / "events"
     try:
         rows = breakdown(read_events(folder)) if folder.is_dir() else []
-        parts = [*_traced(seen, folder), _operations(rows)] if rows else [_measured(seen)]
+        parts = [*_from_events(seen, folder), _operations(rows)] if rows else [_measured(seen)]
     except DataError as error:
         parts = [_measured(seen), tag("p", f"The trace cannot be read: {error}", class_="lead clay")]
     return tag("div", *parts, class_="card") if any(parts) else None
 
 
-def _traced(seen: Seen, folder: Path) -> list[Html | None]:
+def _from_events(seen: Seen, folder: Path) -> list[Html | None]:
     opened = open_run(folder)
     notes: list[Html | None] = [tag("p", note, class_="lead clay") for note in opened.notes]
     return notes + _pictures(seen, opened.events)
