@@ -286,7 +286,7 @@ def spread(errors: Sequence[float]) -> str:
 
 def chosen(only: str, *, quick: bool) -> Sequence[Case]:
     """The cases that were asked for."""
-    return [case for case in CASES if (case.name in QUICK if quick else only in case.name)]
+    return [case for case in CASES if (case.name in QUICK if quick else only in f"{case.name} {case.work}")]
 
 
 def main() -> None:
@@ -294,7 +294,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--quick", action="store_true")
     arguments.add_argument("--again", action="store_true")
-    arguments.add_argument("--only", default="")
+    arguments.add_argument("--only", default="", help="text in the name of a case or of its work (real, sleep)")
     arguments.add_argument("--keep", type=Path)
     arguments.add_argument("--json", type=Path)
     asked = arguments.parse_args()
