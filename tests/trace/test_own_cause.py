@@ -22,7 +22,7 @@ class Training:
     def __init__(self, ranks=2, seed=0, noise=0.02, since=1):
         self.ranks, self.g, self.noise, self.since = ranks, np.random.default_rng(seed), noise, since
         self.slow, self.long, self.pause = {}, {}, {}
-        self.transfer, self.think = 0.02, 0.01
+        self.transfer, self.think, self.optimizer = 0.02, 0.01, 0.02
 
     def run(self, steps=STEPS):
         job = Job(self.ranks, delay=0.001, reply=0.001)
@@ -44,7 +44,7 @@ class Training:
             works.append(("forward", took * self.g.lognormal(0, self.noise), {**amount, "inside": pause}))
             works.append(("backward", 2 * took * self.g.lognormal(0, self.noise), amount))
         transfer = (self.transfer if bad else 0.02) * self.g.lognormal(0, self.noise)
-        return [*works, ("all_reduce", transfer, {"bytes": 4_000_000}), ("optimizer", 0.02)]
+        return [*works, ("all_reduce", transfer, {"bytes": 4_000_000}), ("optimizer", self.optimizer)]
 
 
 def found(job, steps=None):
@@ -106,6 +106,18 @@ def test_unequal_sequences_are_no_slow_worker(ranks, longest):
     assert finding.where[0]["rank"] == longest
     assert finding.seconds == pytest.approx(healthy_median(ranks=ranks), rel=0.06)
     assert cause.evidence["worst_excess"] < 1.05 and cause.evidence["worst_load"] > 1.2
+
+
+def test_what_has_no_tokens_takes_as_long_when_sequences_are_dealt_evenly():
+    """An optimizer's step behind the all-reduce: were it scaled with the rows, the ranks would wait for it there."""
+    training = Training(2, noise=0.0)
+    training.long = {0: 1.6, 1: 0.4}
+    training.optimizer = 0.5
+    _, cause = found(training.run())
+    even = Training(2, seed=9, noise=0.0)
+    even.optimizer = 0.5
+    expected = float(np.median(found(even.run())[0].replayed))
+    assert only(cause, "sequence-lengths").seconds == pytest.approx(expected, rel=0.02)
 
 
 def test_a_rank_whose_long_sequences_cost_more_than_the_fit_says_is_no_slow_worker():

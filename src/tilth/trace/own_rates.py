@@ -28,8 +28,13 @@ class Rates:
     """int64 [f]: rows of the calls that more than one rank executed."""
     spent: np.ndarray
     """float64 [f]: seconds of work in each, without communications, pauses and waits."""
-    cost: np.ndarray
-    """float64 [f]: what they should have taken."""
+    costs: np.ndarray
+    """float64 [f, k]: what they should have taken, by operation."""
+
+    @cached_property
+    def cost(self) -> np.ndarray:
+        """float64 [f]: of all operations together."""
+        return self.costs.sum(1)
 
     @cached_property
     def at(self) -> tuple[np.ndarray, np.ndarray]:
@@ -56,9 +61,11 @@ class Rates:
 
     @cached_property
     def uneven(self) -> np.ndarray:
-        """float64 [f]: the cost of a call on its rank over the mean of the ranks that share it; 1 where it has none."""
-        mean = self._shared(self.cost)
-        return np.divide(self.cost, mean, out=np.ones(len(mean)), where=mean > 0)
+        """float64 [f, k]: the cost of an operation in a call on its rank over the mean of the ranks that share it; 1
+        where it has none. By operation, for longer rows make no optimizer's step longer, and ranks may meet in between.
+        """
+        mean = np.stack([self._shared(cost) for cost in self.costs.T], 1)
+        return np.divide(self.costs, mean, out=np.ones(mean.shape), where=(mean > 0) & (self.costs > 0))
 
     def _shared(self, values: np.ndarray) -> np.ndarray:
         """float64 [f]: means over the ranks of a call."""
@@ -75,13 +82,17 @@ class Rates:
         return np.divide(cost, mean, out=np.ones(shape), where=mean > 0)
 
     def scaled(self, factor: np.ndarray) -> np.ndarray:
-        """float64 [n]: the seconds of all nodes, where the work of each call takes ``factor`` [f] times as long."""
+        """float64 [n]: the seconds of all nodes, where the work of each call takes ``factor`` times as long: [f], or
+        [f, k] by operation."""
         steps = self.steps
-        more = np.zeros(len(steps.events))
-        more[self.frames] = factor - 1
+        place = np.full(len(steps.events), -1)
+        place[self.frames] = np.arange(len(self.frames))
+        mine = np.flatnonzero((steps.kind == WORK) & (place[steps.frame] >= 0))
         work = np.array([kind not in APART for kind in steps.kinds])
-        mine = (steps.kind == WORK) & ~steps.home
-        return steps.real.sum(1) + np.where(mine, more[steps.frame], 0) * (steps.real @ work)
+        more = (factor if factor.ndim == 2 else factor[:, None]) - 1
+        seconds = steps.real.sum(1)
+        seconds[mine] += (steps.real[mine] * more[place[steps.frame[mine]]]) @ work
+        return seconds
 
 
 def beside(rate: np.ndarray) -> np.ndarray:
@@ -120,7 +131,11 @@ def rates(steps: Steps) -> Rates:
     mine = place[call] >= 0
     of = place[call[mine]]
     spent = np.bincount(of, events.own[worked[mine]] * 1e-9, len(frames))
-    return Rates(steps, frames, spent, np.bincount(of, cost[mine], len(frames)))
+    column = np.array([steps.ops.index(name) if name in steps.ops else -1 for name in events.op.names])
+    by_op, k = column[events.op.codes[worked[mine]]], len(steps.ops)
+    told = by_op >= 0  # the others took no time in these steps
+    costs = np.bincount((of * k + by_op)[told], cost[mine][told], len(frames) * k).reshape(len(frames), k)
+    return Rates(steps, frames, spent, costs)
 
 
 def _shared(call: np.ndarray) -> np.ndarray:
