@@ -320,6 +320,18 @@ def test_wandb_that_cannot_begin_is_told_once(offline, monkeypatch, capsys):
     assert len(lines) == 1 and lines[0].startswith("wandb: ") and "sideways" in lines[0]
 
 
+def test_of_several_failures_the_first_is_told(offline):
+    class Broken(WeightsAndBiases):
+        def open(self, directory, step):
+            raise ValueError("the first")
+
+        def write(self, step, values, text):
+            raise AttributeError(f"of step {step}")
+
+    for _ in range(5):  # were they in no order, another one would come first sooner or later
+        assert watched(Broken, offline, range(1, 9))[0].startswith("wandb: ValueError: the first")
+
+
 # ---- a whole run ----
 
 

@@ -59,7 +59,7 @@ class Tracker:
             )
         self.recipe = recipe
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.package)
-        self._pending: set[Future[None]] = set()
+        self._pending: list[Future[None]] = []  # in order: what failed first is the reason of what failed after it
         self._next_sample = 0
         self._lost = False
         self._say: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
@@ -99,12 +99,12 @@ class Tracker:
 
     def _do(self, job: Callable[..., None], *arguments: Any) -> None:
         if not self._lost:
-            self._pending.add(self._thread.submit(job, *arguments))
+            self._pending.append(self._thread.submit(job, *arguments))
 
     def _look(self) -> None:
         """Tell of the first job that failed, and do no more."""
-        done = {future for future in self._pending if future.done()}
-        self._pending -= done
+        done = [future for future in self._pending if future.done()]
+        self._pending = [future for future in self._pending if future not in done]
         errors = [error for future in done if not future.cancelled() and (error := future.exception()) is not None]
         if errors and not self._lost:
             self._lost = True
