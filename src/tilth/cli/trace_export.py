@@ -14,6 +14,7 @@ from tilth.flows.readers import read_metrics
 from tilth.trace.events import Events, parse_steps
 from tilth.trace.opening import open_run
 from tilth.trace.perfetto import Counter, Written, export
+from tilth.ui import words
 
 FILE = "perfetto.json.gz"
 SHOWN = re.compile(r"tokens_per_second/.*|memory/.*|mfu|loss|reward/mean|accuracy/heldout|grad_norm|entropy")
@@ -43,9 +44,8 @@ def write(run: Path, path: Path | None, steps: str, ranks: str, attempt: int | N
 
 def told(found: Written, events: Events) -> str:
     """What was written, and what to do with it."""
-    ranks = len(events.ranks)
     said = [
-        f"{found.path}: {found.spans:,} spans of {ranks} rank{'s' * (ranks != 1)}, {found.arrows:,} arrows, "
+        f"{found.path}: {found.spans:,} spans of {words.count(len(events.ranks), 'rank')}, {found.arrows:,} arrows, "
         f"{found.counters} counters, {found.bytes / 1e6:,.2f} MB{_clocks(events)}",
         "open it at https://ui.perfetto.dev (the file stays on your machine)",
     ]

@@ -132,9 +132,8 @@ def periods(events: Events) -> tuple[np.ndarray, np.ndarray]:
     rows = rows[first]
     after = events.start >= events.start[rows[-1]]
     mine = after & (events.rank == events.controller) & (events.thread.codes == events.thread.codes[rows[-1]])
-    return np.append(events.start[rows], events.end[mine & (events.step <= events.step[rows[-1]])].max()), events.step[
-        rows
-    ]
+    end = events.end[mine & (events.step <= events.step[rows[-1]])].max()
+    return np.append(events.start[rows], end), events.step[rows]
 
 
 def places(events: Events, bounds: np.ndarray, known: np.ndarray) -> np.ndarray:
