@@ -53,6 +53,7 @@ def test_sdpa_for_long_sequences_is_matmul_attention(window: int | None, monkeyp
     results = []
     for above in (0, 10_000):
         monkeypatch.setitem(attention._SDPA_ABOVE, torch.float32, above)
+        monkeypatch.setitem(attention._CAUSAL_ABOVE, torch.float32, above)
         out = PackedContext(lengths).attend(0, q, k, v, window)
         results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     for by_sdpa, by_matmul in zip(*results):

@@ -30,10 +30,21 @@ def problem(n: int, d: int, v: int, seed: int = 0) -> tuple[Tensor, Tensor, Tens
     chunk=st.none() | st.integers(1, 50),
     temperature=st.sampled_from([1.0, 0.3, 2.5]),
     seed=st.integers(0, 9),
+    cached=st.sampled_from([1, 100, 1 << 21]),
 )
-def test_values_and_gradients_are_the_oracles(n: int, v: int, chunk: int | None, temperature: float, seed: int) -> None:
+def test_values_and_gradients_are_the_oracles(
+    n: int, v: int, chunk: int | None, temperature: float, seed: int, cached: int
+) -> None:
     hidden, weight, targets = problem(n, 6, v, seed)
     probe = torch.randn(2, n, generator=torch.Generator().manual_seed(seed + 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tilth.models.logprobs._CACHED_ELEMENTS", cached)
+        check_values_and_gradients(hidden, weight, targets, temperature, chunk, probe)
+
+
+def check_values_and_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int | None, probe: Tensor
+) -> None:
     found = token_logprobs(hidden, weight, targets, temperature, chunk)
     expected = oracle(hidden, weight, targets, temperature)
     assert all(x.dtype == torch.float32 for x in found)
@@ -156,6 +167,27 @@ def test_keeping_log_probs_changes_no_bit(temperature: float, monkeypatch: pytes
         assert torch.equal(first, hidden.grad)  # what was kept is still whole
         grads.append((hidden.grad, weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+@pytest.mark.parametrize("cached", [1, 200, 1 << 21])
+def test_parts_in_the_cache_change_no_bit(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for most in (1 << 21, cached):
+        monkeypatch.setattr("tilth.models.logprobs._CACHED_ELEMENTS", most)
+        hidden, weight, targets = problem(37, 6, 50)
+        values = token_logprobs(hidden, weight, targets, 0.7, 24)
+        found.append((*values, *torch.autograd.grad(sum(x.sum() for x in values), (hidden, weight))))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def test_without_entropy_nothing_else_changes_and_none_is_computed() -> None:
+    found = []
+    for entropy in (True, False):
+        hidden, weight, targets = problem(37, 6, 50)
+        logprobs, entropies = token_logprobs(hidden, weight, targets, 0.7, 8, entropy)
+        assert len(entropies) == (37 if entropy else 0)
+        found.append((logprobs, *torch.autograd.grad(logprobs.square().sum(), (hidden, weight))))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
 def test_nothing_is_kept_without_a_gradient() -> None:

@@ -164,6 +164,8 @@ def head(
         logprobs._KEPT_ELEMENTS = before
     wanted = _head(token_logprobs, hidden, weight, targets, temperature, chunk, probe)
     wanted[3] = wanted[3][own]
+    alone, none = divided(hidden, weight[own], targets, temperature, chunk, entropy=False)
+    assert torch.equal(alone, found[0]) and not len(none)
     squares = divided.squares(hidden, weight[own], targets, temperature, chunk)
     assert torch.equal(squares[0], found[0]) and not squares[1].requires_grad
     found.append(squares[1])

@@ -25,7 +25,10 @@ ROW_MULTIPLE = 8
 KEY_MULTIPLE = 16
 """Parity: attention sees key lengths in multiples of this."""
 _SDPA_ABOVE = {torch.float32: 256, torch.bfloat16: 768}
-"""Longest sequence for which plain matmuls win over SDPA on a CPU, by dtype (measured, forward and backward)."""
+"""Longest sequence for which plain matmuls win over SDPA with a mask on a CPU, by dtype (measured, forward and
+backward)."""
+_CAUSAL_ABOVE = {torch.float32: 128, torch.bfloat16: 768}
+"""The same where SDPA is told that all is causal: it then leaves out the other half."""
 _GROUP_TOKENS = 2048
 """Padding tokens that cost about as much as one more group of sequences (a dozen kernels per layer)."""
 
@@ -99,9 +102,9 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tens
     return out.view(b, kv_heads, g, tq, hd)
 
 
-def matmul_pays(length: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether plain matmuls win over SDPA for keys of this length."""
-    return device.type == "cpu" and length <= _SDPA_ABOVE.get(dtype, 0)
+def matmul_pays(length: int, dtype: torch.dtype, device: torch.device, causal: bool = False) -> bool:
+    """Whether plain matmuls win over SDPA for keys of this length, with a mask or causal without one."""
+    return device.type == "cpu" and length <= (_CAUSAL_ABOVE if causal else _SDPA_ABOVE).get(dtype, 0)
 
 
 def causal_mask(length: int, window: int | None, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -224,15 +227,15 @@ class PackedContext:
         window = None if window is None or window >= t else window
         heads_first = q.view(b, t, kv_heads, -1, hd).permute(0, 2, 3, 1, 4)
         k, v = k.view(b, t, kv_heads, hd).transpose(1, 2), v.view(b, t, kv_heads, hd).transpose(1, 2)
-        if self._by_matmul(t, q.dtype):
+        causal = self._causal(window)
+        if self._by_matmul(t, q.dtype, causal):
             out = matmul_attention(heads_first, k, v, self._mask(group, window, q.dtype))
         else:
-            mask = None if self._causal(window) else self._mask(group, window, q.dtype)
-            out = sdpa_attention(heads_first, k, v, mask)
+            out = sdpa_attention(heads_first, k, v, None if causal else self._mask(group, window, q.dtype))
         return out.permute(0, 3, 1, 2, 4).reshape(q.shape)
 
-    def _by_matmul(self, length: int, dtype: torch.dtype) -> bool:
-        return (self.parity and self.device.type == "cpu") or matmul_pays(length, dtype, self.device)
+    def _by_matmul(self, length: int, dtype: torch.dtype, causal: bool) -> bool:
+        return (self.parity and self.device.type == "cpu") or matmul_pays(length, dtype, self.device, causal)
 
     def _causal(self, window: int | None) -> bool:
         """Whether a token sees all before it in its sequence, so that kernels need no mask."""

@@ -12,7 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tilth.models.logprobs import chunk_rows, grad_logits, head_logits, keeps, wide
+from tilth.models.logprobs import (
+    cached_parts,
+    chunk_rows,
+    chunks,
+    grad_logits,
+    head_gradients,
+    head_logits,
+    keeps,
+    wide,
+    within,
+)
 from tilth.parallel.collectives import Group, add_up_, copy_in, gather_copies, reduce_out, scatter_tokens
 from tilth.parallel.meeting import MAX, all_reduce
 
@@ -75,11 +85,18 @@ class VocabularyHead:
     vocabulary: Vocabulary
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+        chunk: int | None = None,
+        entropy: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """See ``token_logprobs``; weight: [rows, d], this rank's part."""
         rows, keep = chunk_rows(weight.shape[0], chunk), keeps(hidden.shape[0], weight.shape[0])
-        return _Logprobs.apply(hidden, weight, targets, temperature, rows, keep, self.vocabulary)
+        found, entropies = _Logprobs.apply(hidden, weight, targets, temperature, rows, keep, self.vocabulary)
+        return found, entropies if entropy else entropies[:0]
 
     @torch.no_grad()
     def squares(
@@ -88,9 +105,8 @@ class VocabularyHead:
         """See ``token_squares``; weight: [rows, d], this rank's part."""
         rows, used = chunk_rows(weight.shape[0], chunk), weight.to(hidden.dtype)
         parts, (index, inside) = _Parts(hidden, squares=True), self.vocabulary.find(targets)
-        for i in range(0, hidden.shape[0], rows):
-            some = slice(i, i + rows)
-            parts.add(some, _logits(hidden[some], used, temperature), index[some], inside[some])
+        for some in chunks(hidden.shape[0], rows):
+            parts.add(some, _logits(hidden[some], used, temperature), index, inside)
         above, log_sum, _ = parts.together(self.vocabulary.group)
         return above - log_sum, parts.sums[3] / parts.sums[0] ** 2
 
@@ -112,17 +128,19 @@ class _Parts:
         """Of exp(l - m), of exp(l - m) (l - m), the logit of the target where it is this rank's, of exp(2 (l - m))."""
 
     def add(self, some: slice, logits: Tensor, index: Tensor, inside: Tensor) -> None:
-        """Put in some rows: logits [n, rows], the targets' places in them [n] and whether they are there."""
+        """Put in some of the rows: their logits [n, rows]; of all rows the targets' places in them [N] and whether they
+        are there."""
         if not logits.shape[1]:
             return
         self.greatest[some] = logits.amax(-1)
-        above = logits - self.greatest[some, None]
-        weight = above.exp()
-        if len(self.sums) > 3:
-            self.sums[3, some] = weight.square().sum(-1)
-        self.sums[0, some] = weight.sum(-1)
-        self.sums[1, some] = above.mul_(weight).sum(-1)
-        self.sums[2, some] = logits.gather(1, index[:, None]).squeeze(1).masked_fill(~inside, 0)
+        self.sums[2, some] = logits.gather(1, index[some, None]).squeeze(1).masked_fill(~inside[some], 0)
+        for part in cached_parts(some, logits.shape[1]):
+            above = logits[within(part, some)] - self.greatest[part, None]
+            weight = above.exp()
+            if len(self.sums) > 3:
+                self.sums[3, part] = weight.square().sum(-1)
+            self.sums[0, part] = weight.sum(-1)
+            self.sums[1, part] = above.mul_(weight).sum(-1)
 
     def together(self, group: Group) -> tuple[Tensor, Tensor, Tensor]:
         """Of all ranks' logits: the target's above the greatest one, log of the sum of exp(l - m), mean of l - m."""
@@ -163,10 +181,9 @@ class _Logprobs(torch.autograd.Function):
         used, parts = weight.to(hidden.dtype), _Parts(hidden)
         index, inside = vocabulary.find(targets)
         kept: list[Tensor] = []
-        for i in range(0, hidden.shape[0], chunk):
-            some = slice(i, i + chunk)
+        for some in chunks(hidden.shape[0], chunk):
             logits = _logits(hidden[some], used, temperature)
-            parts.add(some, logits, index[some], inside[some])
+            parts.add(some, logits, index, inside)
             if keep:
                 kept.append(logits)
         above, log_sum, mean = parts.together(vocabulary.group)
@@ -180,22 +197,19 @@ class _Logprobs(torch.autograd.Function):
         hidden, weight, index, inside, entropy, greatest, log_sum, *kept = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropy)
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        used = weight.to(hidden.dtype)
-        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight) if wants_weight else None
-        for i in range(0, hidden.shape[0] if weight.shape[0] else 0, ctx.chunk):
-            some = slice(i, i + ctx.chunk)
-            logits = kept[i // ctx.chunk] if kept else _logits(hidden[some], used, ctx.temperature)
-            logp = (logits - greatest[some, None]).sub_(log_sum[some, None])
-            of_entropy = None if grad_entropy is None else (entropy[some, None], grad_entropy[some, None])
-            grad = grad_logits(logp, grad_logprobs[some, None], of_entropy)
-            grad = grad.scatter_add_(1, index[some, None], (grad_logprobs[some] * inside[some])[:, None])
-            grad = (grad if ctx.temperature == 1.0 else grad.div_(ctx.temperature)).to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[some] = grad @ used
-            if grad_weight is not None:
-                grad_weight += (grad.T @ hidden[some]).to(weight.dtype)
+        used, here = weight.to(hidden.dtype), grad_logprobs * inside
+
+        def fill(some: slice, grad: Tensor) -> None:
+            logits = kept[some.start // ctx.chunk] if kept else _logits(hidden[some], used, ctx.temperature)
+            for part in cached_parts(some, logits.shape[1]) if logits.shape[1] else ():
+                own = within(part, some)
+                logp = (logits[own] - greatest[part, None]).sub_(log_sum[part, None])
+                of_entropy = None if grad_entropy is None else (entropy[part, None], grad_entropy[part, None])
+                found = grad_logits(logp, grad_logprobs[part, None], of_entropy)
+                found = found.scatter_add_(1, index[part, None], here[part, None])
+                grad[own] = found if ctx.temperature == 1.0 else found.div_(ctx.temperature)
+
+        grad_hidden, grad_weight = head_gradients(hidden, weight, ctx.chunk, fill, ctx.needs_input_grad[:2])
         if grad_hidden is not None:
             add_up_(grad_hidden, ctx.group)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, *[None] * 5

@@ -204,7 +204,9 @@ def score(
     """Fill in log-probs (and entropy) of the tokens in the mask; only their logits are ever computed."""
     chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
     before = _states(model, micro, chosen, parity, dropout)
-    found, entropies = model.token_logprobs(before, model.head_weight, micro.ids[chosen], temperature=temperature)
+    found, entropies = model.token_logprobs(
+        before, model.head_weight, micro.ids[chosen], temperature=temperature, entropy=entropy
+    )
     blank = found.new_zeros(len(micro.ids))
     micro.logprobs = blank.index_copy(0, chosen, found)
     if entropy:
