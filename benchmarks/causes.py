@@ -53,7 +53,7 @@ KEYS = (
     "supervised.check_every=1000", "rollout.max_tokens=8", "model.layers=2", "model.heads=4", "model.context=512",
     "optimizer.lr=1e-3", "model.head_dim=16",
 )  # fmt: skip
-REAL = ("model.hidden=96", "supervised.batch=16", "train.micro_tokens=512")
+REAL = ("model.hidden=96", "supervised.batch=48", "train.micro_tokens=1536")
 SLEEPING = ("model.hidden=32", "model.layers=1", "train.micro_tokens=1024")
 
 
@@ -154,14 +154,14 @@ CASES = (
     Case("lengths-1", lengths(1)),
     Case("lengths-1-wide", lengths(1), spread=1.0),
     Case("lengths-0-blurred", lengths(0, 0.3), spread=0.9),
-    Case("gc-0", garbage(0, 200_000)),
-    Case("gc-1", garbage(1, 200_000)),
-    Case("gc-1-large", garbage(1, 400_000)),
-    Case("gc-0-fsdp", garbage(0, 250_000), keys=FSDP),
-    Case("network-10MB", network(10e6, 0.0)),
-    Case("network-5MB", network(5e6, 0.0)),
-    Case("network-latency", network(20e6, 0.02)),
-    Case("network-fsdp", network(20e6, 0.002), keys=FSDP),
+    Case("gc-0", garbage(0, 400_000)),
+    Case("gc-1", garbage(1, 400_000)),
+    Case("gc-1-large", garbage(1, 800_000)),
+    Case("gc-0-fsdp", garbage(0, 500_000), keys=FSDP),
+    Case("network-4MB", network(4e6, 0.0)),
+    Case("network-2MB", network(2e6, 0.0)),
+    Case("network-latency", network(8e6, 0.05)),
+    Case("network-fsdp", network(8e6, 0.005), keys=FSDP),
     Case("healthy", NONE),
     Case("healthy-wide", NONE, spread=1.0),
     Case("healthy-fsdp", NONE, keys=FSDP),

@@ -67,12 +67,21 @@ def slowed(work: Callable[..., Any], seconds: Callable[..., float]) -> Callable[
         if CAUSE["sleep"]:
             time.sleep(factor * seconds(*args))
         elif factor > 1:
-            until = time.thread_time() + (factor - 1) * (time.thread_time() - began)
-            while time.thread_time() < until:
-                pass
+            compute(time.thread_time() + (factor - 1) * (time.thread_time() - began))
         return found
 
     return run
+
+
+def compute(until: float) -> None:
+    """Products like those of a model until this thread has had so much processor time: what else runs on the machine
+    feels no other load than that of training (asking for the time in a bare loop slows other processes down)."""
+    import torch
+
+    with torch.no_grad():
+        a = torch.ones(128, 128)
+        while time.thread_time() < until:
+            torch.mm(a, a)
 
 
 class Sleep:
