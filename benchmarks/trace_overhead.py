@@ -1,12 +1,13 @@
-"""What tracing costs: step time with and without it, in alternating blocks of steps of one run.
+"""What tracing costs: step time with and without it, in alternating steps of one run.
 
     python benchmarks/trace_overhead.py [--quick] [--json PATH]
 
 GRPO on addition with a learning rate of almost nothing, so that all steps are alike; once in this process, once on two
-local workers of one thread each. Every few steps tracing is switched off (a span does nothing, collections of garbage
-are not watched) or on again in all processes: on, off, off, on. The first step of a block is left out. A pair is two
-neighbouring blocks; said are the medians over pairs of step time and of CPU time of all processes (of what other
-programs do on the machine the latter knows less), and a 95 % interval of the difference by bootstrap. Beside it what
+local workers of one thread each. Before every step all processes are told whether tracing is off (a span does nothing,
+collections of garbage are not watched) or on: on, off, off, on, so that what grows by the step weighs on both alike.
+Said are the medians over such fours of step time and of CPU time of all processes (of what other programs do on the
+machine the latter knows less), and a 95 % interval of the difference by bootstrap. What the writer's thread does, every
+two seconds or less often, falls into steps of both kinds: its CPU time is measured apart and added. Beside it what
 follows from counting: spans of a step in the process that has most, times the cost of one, over the step.
 """
 
@@ -36,9 +37,10 @@ from tilth.trace.collector import collector
 from tilth.trace.events import load
 from tilth.trace.spans import recorder, span
 
-BLOCK = 5
 ORDER = (True, False, False, True)
-"""Whether tracing is on in a block, again and again."""
+"""Whether tracing is on in a step, again and again."""
+EVERY = 2.0
+"""Seconds after which the recorder writes, at first; later less often."""
 ENTER, EXIT = span.__enter__, span.__exit__
 RECIPE = ["supervised.steps=0", "optimizer.lr=1e-12", "run.eval_every=0", "run.eval_prompts=1", "run.save_every=100000",
           "run.save_minutes=0", "policy.probe_every=0", "train.threads=1"]  # fmt: skip
@@ -59,7 +61,7 @@ def switch(context: Context | None, on: bool) -> object:
 
 @dataclass
 class Watcher:
-    """Switches between blocks of steps and takes the time of each step, between two of its ends."""
+    """Switches between steps and takes the time of each step, between two of its ends."""
 
     clusters: list[Cluster]
     on: list[bool] = field(default_factory=list)
@@ -70,14 +72,11 @@ class Watcher:
         self._begin()
 
     def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
-        """A step has ended; the next may be of another block."""
-        done = len(self.on)
-        self.on.append(ORDER[done // BLOCK % len(ORDER)])
+        """A step has ended; all are told of the next one, also where it is like this one: telling disturbs a step."""
+        self.on.append(ORDER[len(self.on) % len(ORDER)])
         self.wall.append(time.perf_counter() - self._wall)
         self.cpu.append(seconds_of_all() - self._cpu)
-        after = ORDER[(done + 1) // BLOCK % len(ORDER)]
-        if after != self.on[-1]:
-            self._switch(after)
+        self._switch(ORDER[len(self.on) % len(ORDER)])
         self._begin()
 
     def _begin(self) -> None:
@@ -103,16 +102,16 @@ def seconds_of_all() -> float:
     return time.process_time() + sum(t.user + t.system for t in times)
 
 
-def pairs(values: list[float], on: list[bool]) -> np.ndarray:
-    """float64 [pairs, 2]: seconds of a step without and with tracing, means over two neighbouring blocks."""
-    blocks = len(values) // BLOCK // 2 * 2
-    means = np.array(values[: blocks * BLOCK]).reshape(blocks, BLOCK)[:, 1:].mean(axis=1)
-    which = np.array(on[: blocks * BLOCK]).reshape(blocks, BLOCK)[:, 0]
-    return np.array([means[2 * i : 2 * i + 2][np.argsort(which[2 * i : 2 * i + 2])] for i in range(blocks // 2)])
+def fours(values: list[float], on: list[bool]) -> np.ndarray:
+    """float64 [fours, 2]: seconds of a step without and with tracing, means of four neighbouring steps. The first four
+    steps of a run are slow and left out."""
+    whole = len(values) // 4 * 4
+    seconds, traced = (np.array(x[4:whole]).reshape(-1, 4) for x in (values, on))
+    return np.stack([(seconds * (traced == which)).sum(1) / 2 for which in (False, True)], 1)
 
 
 def difference(found: np.ndarray) -> dict[str, float]:
-    """Medians of pairs in ms, and the difference with its 95 % interval in % of the time without tracing."""
+    """Medians of fours in ms, and the difference with its 95 % interval in % of the time without tracing."""
     share = 100 * (found[:, 1] - found[:, 0]) / np.median(found[:, 0])
     rng = np.random.default_rng(0)
     again = np.median(rng.choice(share, (2000, len(share))), axis=1)
@@ -143,13 +142,14 @@ def measure(name: str, overrides: list[str], steps: int, span_ns: float) -> dict
             switch(None, True)
             collector.stop()
         counted = count(result.directory, watcher.on)
-    wall = difference(pairs(watcher.wall, watcher.on))
+    wall = difference(fours(watcher.wall, watcher.on))
     share = 1e-4 * span_ns * counted["spans_per_step_and_process"] / wall["off_ms"]
+    written = writing(round(counted["spans_per_step_and_process"] * 1e3 * EVERY / wall["off_ms"]))
     return {
-        "case": name, "steps": steps, "pairs": len(pairs(watcher.wall, watcher.on)),
+        "case": name, "steps": steps,
         **{f"wall_{k}": v for k, v in wall.items()},
-        **{f"cpu_{k}": v for k, v in difference(pairs(watcher.cpu, watcher.on)).items()},
-        **counted, "counted_percent": round(share, 4),
+        **{f"cpu_{k}": v for k, v in difference(fours(watcher.cpu, watcher.on)).items()},
+        **counted, "counted_percent": round(share, 4), "writer_percent": round(100 * written / EVERY, 4),
     }  # fmt: skip
 
 
@@ -177,6 +177,20 @@ def price() -> dict[str, Any]:
     return {"case": "one span", "idle_ns": idle, "recording_ns": recording, "with_writer_ns": everything}
 
 
+def writing(spans: int) -> float:
+    """CPU seconds of writing so many spans, the median of twenty."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder, recorder.to(folder, interval=60), span("step"):
+        for _ in range(20):
+            for i in range(spans):
+                with span("forward", micro_batch=i, tokens=5):
+                    pass
+            began = time.process_time()
+            recorder.flush()
+            found.append(time.process_time() - began)
+    return statistics.median(found)
+
+
 def nanoseconds(clock: Callable[[], int], after: Callable[[], None] = lambda: None) -> float:
     """Of one span, the lowest of ten loops: what disturbs only adds."""
     found = []
@@ -194,6 +208,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="fewer steps of a smaller recipe")
+    parser.add_argument("--steps", type=int, default=1200, help="of each case")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     given = parser.parse_args()
     here = str(Path(__file__).parent)
@@ -201,12 +216,14 @@ def main() -> None:
     rows = [price()]
     print(json.dumps(rows[0]), flush=True)
     for name, overrides in CASES.items():
-        blocks = 12 if given.quick else 64
-        small = SMALL if given.quick else []
-        rows.append(measure(name, [*overrides, *small], blocks * BLOCK, rows[0]["with_writer_ns"]))
+        small, steps = (SMALL, 60) if given.quick else ([], given.steps)
+        rows.append(measure(name, [*overrides, *small], steps, rows[0]["with_writer_ns"]))
         print(json.dumps(rows[-1]), flush=True)
-    median = statistics.median(row["cpu_difference_percent"] for row in rows[1:])
-    print(f"tracing adds {median:.2f} % of CPU time (median of the cases)")
+    for row in rows[1:]:
+        low, middle, high = (
+            row[f"cpu_{name}_percent"] + row["writer_percent"] for name in ("low", "difference", "high")
+        )
+        print(f"{row['case']}: tracing adds {middle:.2f} % of CPU time ({low:.2f} to {high:.2f}), its writing included")
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -1,6 +1,7 @@
 """Training tokens/s and MFU: ``TrainEngine`` beside a plain PyTorch loop and the Hugging Face ``Trainer``.
 
     python benchmarks/train.py [--quick] [--json PATH] [--threads N] [--models 6M,50M] [--dtypes fp32,bf16]
+                               [--cases equal,heavy] [--contenders NAMES] [--rounds N]
 
 Contenders: ``TrainEngine`` with its log-probs, checks and spans, eager and compiled; the same decoder written plainly
 (``plain_model.py``: batch [B, T], causal SDPA, cross-entropy over all logits, fused AdamW, clipping), eager and
@@ -209,10 +210,11 @@ def contender(name: str, setting: Setting, work: Work, folder: str) -> Step:
     return make(setting, work, "compiled" in name)
 
 
-def names(quick: bool) -> list[str]:
-    """Who can run here."""
+def names(quick: bool, asked: str) -> list[str]:
+    """Who can run here, of those that were asked for (comma-separated, empty: all)."""
     found = ["tilth", "plain"] + ([] if quick else ["tilth compiled", "plain compiled"])
-    return found + (["hugging face"] if importlib.util.find_spec("accelerate") else [])
+    found += ["hugging face"] if importlib.util.find_spec("accelerate") else []
+    return [name for name in found if not asked or name == "plain" or name in asked.split(",")]
 
 
 def check(dtype: str, losses: dict[str, list[float]]) -> None:
@@ -310,6 +312,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--models", default="6M,50M")
     parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--cases", default="equal,heavy")
+    parser.add_argument("--contenders", default="", help="default: all that can run here; plain always does")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--alone", default="", help=argparse.SUPPRESS)
@@ -325,13 +328,13 @@ def main() -> None:
     if not importlib.util.find_spec("accelerate"):
         print("accelerate is not installed here, so the Hugging Face Trainer is left out")
     print("model dtype case   contender        tokens/s  MFU %  x plain x trainer   cpu s  first s  peak MB")
-    rows: list[dict[str, Any]] = []
+    rows, who = list[dict[str, Any]](), names(args.quick, args.contenders)
     for model in ["6M"] if args.quick else args.models.split(","):
         for dtype in args.dtypes.split(","):
             setting = make_setting(model, dtype, args.device)
             label = {"model": model, "dtype": dtype, "threads": torch.get_num_threads()}
             for work in (w for w in works(setting.config.vocab_size, args.device) if w.name in args.cases.split(",")):
-                for row in measure(setting, label, work, names(args.quick), 2 if args.quick else args.rounds):
+                for row in measure(setting, label, work, who, 2 if args.quick else args.rounds):
                     if not args.quick:
                         row["peak_bytes"] = peak_memory(label, work.name, row["contender"], args.device)
                     rows.append(row)
