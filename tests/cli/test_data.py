@@ -164,6 +164,18 @@ def test_what_is_held_out_and_the_rewards_check_would_stop_too(talks, tmp_path):
     assert "talks.jsonl:1" in said and "'ho'" in said
 
 
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+@pytest.mark.parametrize("changes", [["reward.function=gsm8k"], ["model.context=20"]])
+def test_what_would_stop_the_run_fails_the_command(talks, tmp_path, changes, as_json):
+    talks.write_text("".join(json.dumps(t) + "\n" for t in TALKS[1:]))
+    recipe = toml(tmp_path, f'flow = "sft"\n[data]\nsource = "{talks}"\nholdout = 0.0\n[supervised]\nsteps = 1\n')
+    asked = ["data", "show", recipe, "data.tokenizer=bpe:300", "data.template=chatml", "rollout.max_tokens=8", *as_json]
+    assert call(*asked).exit_code == 0
+    result = call(*asked, *changes)
+    assert result.exit_code == 1, result.output
+    assert json.loads(result.stdout)["problems"] if as_json else "\nwould stop  " in result.stdout
+
+
 def test_errors_are_one_line():
     result = call("data", "show", "none.toml")
     assert result.exit_code == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1

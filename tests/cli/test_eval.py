@@ -1,6 +1,9 @@
 """``tilth eval``: what is asked reaches the engine, what comes out is told in full, mistakes are one line."""
 
+import io
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -82,6 +85,30 @@ def test_greedy_is_said_and_one_sample_is_the_default(place):
     said = ask(place).stdout
     assert "one sample of each, greedy" in said
     assert ask(place).stdout.split("speed")[0] == said.split("speed")[0]
+
+
+def test_how_much_is_ahead_is_said_first_and_never_on_stdout(place):
+    result = ask(place, "--k", "1,3", "--json")
+    assert json.loads(result.stdout)["prompts"] == 10
+    assert result.stderr == "10 prompts x 3 samples: 30 completions to generate\n30 of 30 completions\n"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "written"),
+    [
+        (False, "2 of 3 completions\n3 of 3 completions\n"),
+        (True, "\r1 of 3 completions\r2 of 3 completions\r3 of 3 completions\n"),
+    ],
+)
+def test_how_far_it_is_is_said_without_a_terminal_too_but_seldom(monkeypatch, terminal, written):
+    clock = iter([0.0, 20.0, 40.0, 60.0])
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
+    stderr.isatty = lambda: terminal
+    show = command._progress()
+    for done in range(1, 4):
+        show(done, 3)
+    assert stderr.getvalue() == written
 
 
 def test_completions_are_kept(place, tmp_path):
@@ -226,8 +253,16 @@ def test_what_the_run_says_holds_unless_the_command_says_otherwise(place):
 def test_mistakes(place, monkeypatch, arguments, message):
     monkeypatch.chdir(place)
     result = call(*arguments)
-    assert result.exit_code == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    assert message in result.stderr
+    *before, error = result.stderr.splitlines()
+    assert result.exit_code == 2 and error.startswith("error: ") and message in error
+    assert all(line.endswith("completions to generate") for line in before) and len(before) <= 1
+
+
+def test_a_syntax_error_in_the_reward_is_at_the_users_line(place, tmp_path):
+    (tmp_path / "typo.py").write_text("x = 1\ndef score(p, c, i:\n    return 1\n")
+    result = call(place / "m", "addition", "--limit", 2, "--reward", f"{tmp_path}/typo.py:score")
+    assert result.exit_code == 2 and result.stderr.endswith(" (typo.py, line 2)\n"), result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_answers_that_no_verifier_can_read_are_told_before(place, tmp_path):

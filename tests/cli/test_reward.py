@@ -39,6 +39,23 @@ def slow(prompt, completion, info):
     time.sleep(0.02)
     return float(completion == info["answer"])
 
+def late(prompt, completion, info):
+    if not next(count):
+        time.sleep(0.5)
+    return float(completion == info["answer"])
+
+def raises(prompt, completion, info):
+    raise ValueError("always")
+
+def none(prompt, completion, info):
+    return None
+
+def nan(prompt, completion, info):
+    return float("nan")
+
+def endless(prompt, completion, info):
+    time.sleep(60)
+
 def noisy(prompt, completion, info):
     print("hello")
     return float(completion == info["answer"])
@@ -104,6 +121,38 @@ def test_several_with_their_weights(folder):
     one = found('{gsm8k = 1.0, "regex:####" = 0.1}', "sums.jsonl", "--n", 4)
     assert one["verdict"] == "works"
     assert [c["value"] for c in one["tried"][0]["completions"].values()] == pytest.approx([1.1, 0.1, 0, 1.1])
+
+
+@pytest.mark.parametrize("function", ["gsm8k", "gsm8k:0.1", '{gsm8k = 1.0, "regex:####" = 0.1}'])
+def test_answers_that_are_bare_numbers_are_put_as_gsm8k_reads_them(folder, function):
+    """As in the files of verl, whose ground truth is 10 and not #### 10."""
+    rows = [{"prompt": f"p{n}", "answer": str(n)} for n in range(10, 16)]
+    (folder / "bare.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    one = found(function, "bare.jsonl", "--n", 3)
+    assert one["verdict"] == "works" and one["tried"][0]["completions"]["other"]["parts"]["format"] == 1
+    put = "Answers that are bare numbers were scored in the form that gsm8k reads, as in '#### 10'."
+    assert put in one["sentences"] and put not in found("exact", "bare.jsonl")["sentences"]
+    assert not any("bare numbers" in s for s in found(function, "sums.jsonl", "--n", 3)["sentences"])
+
+
+def test_a_slow_first_call_is_told_apart(folder):
+    """Such as of a function that imports torch in its body."""
+    one = found("mine.py:late", "sums.jsonl", "--n", 2)
+    (speed,) = (s for s in one["sentences"] if "calls a second" in s)
+    assert one["verdict"] == "works" and speed.endswith(" The first call, not counted here, took 0.5 s."), speed
+    assert "first call" not in said("mine.py:slow", "sums.jsonl", "--n", 2)
+
+
+@pytest.mark.parametrize("function", ["raises", "none", "nan", "endless"])
+def test_nothing_is_said_of_the_second_call_where_every_call_failed(folder, function):
+    text = said(f"mine.py:{function}", "sums.jsonl", "--n", 1, "--timeout", 0.3)
+    assert "Every one of 4 calls failed." in text and "scored twice" not in text
+
+
+def test_a_syntax_error_is_at_the_users_line(folder):
+    (folder / "typo.py").write_text("x = 1\ndef score(p, c, i:\n    return 1\n")
+    result = call("typo.py:score", "sums.jsonl")
+    assert result.exit_code == 2 and result.stderr.endswith(" (typo.py, line 2)\n"), result.stderr
 
 
 def test_a_task(folder):

@@ -46,12 +46,13 @@ def test_closing_says_what_was_learned_where_to_look_and_what_to_try():
         "tilth generate runs/a ",
         "tilth show runs/a",
         "tilth export runs/a",
-        "tilth eval runs/a --k 1,8",
+        "tilth eval runs/a --k 1,8 --limit 512\n",
         "data.digits=4",
     ):
         assert command in text
     assert "tilth chat" not in text and "tilth chat runs/a" in said(["data.template=chatml"])
     assert "tilth eval" not in said(["flow=sft"])
+    assert "tilth eval runs/a --k 1,8\n" in said(["data.digits=1"])  # of 10 prompts or so
 
 
 def test_the_question_to_try_was_held_out():

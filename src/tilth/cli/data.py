@@ -101,11 +101,17 @@ class View:
 
 
 def show(name: str, overrides: Sequence[str], n: int, *, as_json: bool) -> None:
-    """Print what a recipe's model will see; ``n`` examples of it."""
+    """Print what a recipe's model will see; ``n`` examples of it. Exit code 1 where something would stop the run."""
     view = look(load_recipe(name, list(overrides)), n)
     if as_json:
         typer.echo(json.dumps(as_object(view), ensure_ascii=False))
-        return
+    else:
+        _print(view)
+    if view.problems:
+        raise typer.Exit(1)
+
+
+def _print(view: View) -> None:
     console = Console(soft_wrap=True, highlight=False)
     console.print("\n".join(lines(view)), markup=False)
     for example in view.examples:

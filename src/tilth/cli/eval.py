@@ -10,13 +10,13 @@ from typing import Any
 
 import typer
 
-from tilth.cli.reward import own_option
+from tilth.cli.reward import own_option, own_place
 from tilth.config.load import from_dict, load_recipe
 from tilth.config.schema import Data
 from tilth.core.errors import DataError, RewardError, TilthError
 from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import PromptSet, load_source
-from tilth.flows.evaluate import Evaluation, How, Sample, check_out, evaluate, write_completions
+from tilth.flows.evaluate import Evaluation, How, Progress, Sample, check_out, evaluate, write_completions
 from tilth.flows.files import to_json
 from tilth.flows.model import LoadedModel, load_model
 from tilth.flows.readers import read_state
@@ -32,8 +32,8 @@ SHOWN = 2
 """Right and wrong samples that are printed, of each."""
 _WIDTH = 300
 """Characters of a text that are printed."""
-_EVERY = 0.5
-"""Seconds between two updates of the line that says how far it is."""
+_EVERY, _EVERY_LINE = 0.5, 30.0
+"""Seconds between two updates of the line that says how far it is, and between two lines where no terminal is."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,9 @@ def judge(wish: Wish) -> None:
         if wish.data not in TASKS:
             check_answers(spec, prompts)
         seen = trained_on(wish, loaded, prompts)
+        with own_place():
+            pool.ready()  # so that a reward that cannot be had is told alone
+        typer.echo(_amount(len(prompts), how.samples), err=True)
         found = evaluate(loaded, prompts, pool, how, _progress())
     if wish.out is not None:
         write_completions(wish.out, found)
@@ -182,17 +185,21 @@ def _data(wish: Wish, settings: Mapping[str, Any]) -> Data:
     return from_dict({"data": {"source": wish.data, "columns": columns, **sizes}}).data
 
 
-def _progress() -> Any:
-    """A line on the terminal that says how far it is; nothing where nobody watches."""
-    if not sys.stderr.isatty():
-        return None
-    last = [0.0]
+def _amount(prompts: int, samples: int) -> str:
+    """What is ahead, in words."""
+    return f"{prompts:,} prompts x {samples:,} samples: {prompts * samples:,} completions to generate"
+
+
+def _progress() -> Progress:
+    """Says on stderr how far it is: a terminal's line is written anew, a file or pipe gets a line now and then."""
+    every, begin, end = (_EVERY, "\r", "") if sys.stderr.isatty() else (_EVERY_LINE, "", "\n")
+    last = [time.monotonic()]
 
     def show(done: int, of: int) -> None:
         now = time.monotonic()
-        if now - last[0] > _EVERY or done == of:
+        if now - last[0] > every or done == of:
             last[0] = now
-            sys.stderr.write(f"\r{done:,} of {of:,} completions" + ("\n" if done == of else ""))
+            sys.stderr.write(f"{begin}{done:,} of {of:,} completions" + ("\n" if done == of else end))
             sys.stderr.flush()
 
     return show

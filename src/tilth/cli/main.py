@@ -274,7 +274,7 @@ def data_show(
     n: Annotated[int, typer.Option("--n", min=0, help="number of examples, spread evenly")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="all findings and examples as one JSON object")] = False,
 ) -> None:
-    """Show what a recipe's model will see: tokens, the loss mask, template, lengths, and what would stop the run."""
+    """Show what a model will see: tokens, loss mask, template, lengths, what would stop the run (then exit code 1)."""
     from tilth.cli.data import show
 
     show(recipe, overrides or [], n, as_json=as_json)

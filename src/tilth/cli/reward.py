@@ -1,6 +1,7 @@
 """Try a reward on a few records before a run is spent on it: right, wrong and no answers, failures, time."""
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,9 +15,9 @@ import typer
 from pydantic import ValidationError
 
 from tilth.config.schema import Data
-from tilth.core.errors import DataError, RecipeError
+from tilth.core.errors import DataError, RecipeError, RewardError
 from tilth.rl.rewards import check_answers
-from tilth.rl.verifiers import TASKS
+from tilth.rl.verifiers import TASKS, Gsm8k, builtin, said_number
 from tilth.roles.reward_pool import Outcome, RewardPool
 from tilth.ui import words
 
@@ -29,6 +30,8 @@ LABELS = {RIGHT: "own answer", OTHER: "another's answer", EMPTY: "empty", GIVEN:
 STEP_SAMPLES = 512
 """Completions of a step with the default recipe, for a figure of speed that means something."""
 SLOW_SECONDS = 5.0
+FIRST_SECONDS, FIRST_TIMES = 0.1, 10
+"""A first call that takes longer than this, and so many times the mean of the others, is told."""
 MOST_ROWS = 20
 SHOWN = 48
 """Characters of a prompt in a table."""
@@ -75,6 +78,8 @@ class Trial:
     data: str
     records: int
     tried: list[Tried]
+    formed: str = ""
+    """The first answer that was not scored as it stands, in the form that it was given; empty: none was."""
 
     @property
     def cases(self) -> list[str]:
@@ -113,15 +118,18 @@ def examine(reward: str, source: str, wish: Wish) -> Trial:
         if source not in TASKS:
             check_answers(spec, prompts)
         chosen = _spread(prompts, wish.n)
-        asked = _completions(chosen, prompts, wish.completion)
-        pool.ready()
+        wants_mark = _wants_mark(spec)
+        asked = _completions(chosen, prompts, wish.completion, wants_mark)
+        with own_place():
+            pool.ready()
         found = pool.score([(key, chosen[key[0]].text, text, chosen[key[0]].info) for key, text in asked.items()])
     outcomes = dict(zip(asked, found))
     tried = [
         Tried(prompt, {case: outcome for (place, case), outcome in outcomes.items() if place == i})
         for i, prompt in enumerate(chosen)
     ]
-    return Trial(reward, source, len(prompts), tried)
+    formed = (text for (i, case), text in asked.items() if case == RIGHT and text != chosen[i].answer)
+    return Trial(reward, source, len(prompts), tried, next(formed, ""))
 
 
 @contextmanager
@@ -131,6 +139,15 @@ def own_option() -> Iterator[None]:
         yield
     except DataError as error:
         raise DataError(str(error).replace("try data.columns.", "try --columns ")) from error
+
+
+@contextmanager
+def own_place() -> Iterator[None]:
+    """Where a reward's file cannot be read as Python, the message names that file's line, not that of the importer."""
+    try:
+        yield
+    except RewardError as error:
+        raise RewardError(re.sub(r" at <frozen importlib[^>]*>:\d+", "", str(error))) from error
 
 
 def columns_of(said: Sequence[str]) -> dict[str, str]:
@@ -169,17 +186,30 @@ def _spread(prompts: "PromptSet", count: int) -> "list[Prompt]":
     return [prompts[i] for i in prompts.rows[places]]
 
 
-def _completions(chosen: "list[Prompt]", prompts: "PromptSet", given: str | None) -> dict[tuple[int, str], str]:
+def _wants_mark(spec: str | Mapping[str, float]) -> bool:
+    """Whether a reward, or one of several, looks for the number behind ``####``."""
+    return any(isinstance(builtin(name), Gsm8k) for name in ([spec] if isinstance(spec, str) else spec))
+
+
+def _formed(answer: str) -> str:
+    """An answer as a completion of GSM8K: a bare number, which no completion may be, gets the mark before it."""
+    return answer if said_number(answer) is not None else f"#### {answer}"
+
+
+def _completions(
+    chosen: "list[Prompt]", prompts: "PromptSet", given: str | None, wants_mark: bool
+) -> dict[tuple[int, str], str]:
     """What to score for each record: (place, case) -> completion."""
+    form = _formed if wants_mark else str
     asked: dict[tuple[int, str], str] = {}
     neighbours = [prompts[i] for i in prompts.rows[:MOST_ROWS]]
     for i, prompt in enumerate(chosen):
         if prompt.answer is not None:
-            asked[i, RIGHT] = prompt.answer
+            asked[i, RIGHT] = form(prompt.answer)
         others = (p.answer for p in [*chosen[i + 1 :], *chosen[:i], *neighbours])
         other = next((a for a in others if a is not None and a != prompt.answer), None)
         if other is not None:
-            asked[i, OTHER] = other
+            asked[i, OTHER] = form(other)
         asked[i, EMPTY] = ""
         if given is not None:
             asked[i, GIVEN] = given
@@ -192,7 +222,7 @@ def _completions(chosen: "list[Prompt]", prompts: "PromptSet", given: str | None
 
 def verdict(trial: Trial) -> tuple[str, list[str]]:
     """(works, doubtful or broken; the sentences that say why), worst first."""
-    said = [*_failing(trial), *_telling(trial), *_steady(trial), *_meaning(trial), *_speed(trial)]
+    said = [*_failing(trial), *_telling(trial), *_shape(trial), *_steady(trial), *_meaning(trial), *_speed(trial)]
     worst = max((rank for rank, _ in said), default=0)
     return ("works", "doubtful", "broken")[worst], [text for _, text in sorted(said, key=lambda one: -one[0])]
 
@@ -235,9 +265,17 @@ def _telling(trial: Trial) -> Said:
     return said
 
 
+def _shape(trial: Trial) -> Said:
+    """Whether answers were scored in another form than they have."""
+    if not trial.formed:
+        return []
+    return [(0, f"Answers that are bare numbers were scored in the form that gsm8k reads, as in {trial.formed!r}.")]
+
+
 def _steady(trial: Trial) -> Said:
-    pairs = [(t.value(RIGHT), t.value(AGAIN)) for t in trial.tried if RIGHT in t.outcomes]
-    moved = sum(first is not None and again is not None and first != again for first, again in pairs)
+    both = ((t.value(RIGHT), t.value(AGAIN)) for t in trial.tried)
+    pairs = [(first, again) for first, again in both if first is not None and again is not None]
+    moved = sum(first != again for first, again in pairs)
     if not moved:
         return [(0, "The same answer scored twice earned the same.")] if pairs else []
     return [(1, f"The same answer scored twice earned two different rewards in {moved} of {len(pairs)} records.")]
@@ -257,12 +295,15 @@ def _speed(trial: Trial) -> Said:
     seconds = [o.seconds for o in trial.outcomes() if o.status in ("ok", "invalid", "error")]
     if not any(seconds):
         return []
-    step = fmean(seconds) * STEP_SAMPLES
-    speed = f"{_two_digits(1 / fmean(seconds))} calls a second in one process"
+    first, mean = seconds[0], fmean(seconds[1:] or seconds)  # the first call may import what the others have then
+    step = mean * STEP_SAMPLES
+    speed = f"{_two_digits(1 / max(mean, 1e-9))} calls a second in one process"
     taken = f"{STEP_SAMPLES} completions take {_two_digits(step)} s"
+    late = first > max(FIRST_SECONDS, FIRST_TIMES * mean)
+    apart = f" The first call, not counted here, took {_two_digits(first)} s." if late else ""
     if step <= SLOW_SECONDS:
-        return [(0, f"{speed}: {taken}.")]
-    return [(1, f"Only {speed}: {taken}; more reward.workers share that.")]
+        return [(0, f"{speed}: {taken}.{apart}")]
+    return [(1, f"Only {speed}: {taken}; more reward.workers share that.{apart}")]
 
 
 def _two_digits(value: float) -> str:

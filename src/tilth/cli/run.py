@@ -1,43 +1,77 @@
 """Train by a recipe, watched, and say at the end what came of it."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from tilth.cluster.launcher import entered
+from tilth.cluster.launcher import entered, launched
 from tilth.config.checks import pools
 from tilth.config.load import check_allowed, load_recipe, recipe_name
 from tilth.config.schema import Recipe
 from tilth.ui import words
 
 if TYPE_CHECKING:
+    from tilth.data.prompts import PromptSet
     from tilth.flows.launch import RunResult
 
 
 WORDS = 5
 """Words of a document that a model may go on from."""
+ENOUGH = 512
+"""Prompts that tell how good a model is to within some percent; all of addition's would take an hour."""
 
 
 def train(name_or_path: str, overrides: Sequence[str], allow: Sequence[str], *, fallback: bool) -> None:
-    """Run to the end. Ctrl-C ends in exit code 130, with everything saved and a line on how to go on."""
-    check_allowed(allow)
-    recipe = _launched(name_or_path, overrides)
-    result = _watched(recipe, recipe_name(name_or_path), allow, fallback=fallback)
-    from tilth.ui.report import write_report
+    """Run to the end. Ctrl-C ends in exit code 130, with everything saved and a line on how to go on; so does SIGTERM
+    while there are steps, and in 143 before and after them."""
+    with _terminable():
+        check_allowed(allow)
+        recipe = _launched(name_or_path, overrides)
+        result = _watched(recipe, recipe_name(name_or_path), allow, fallback=fallback)
+        from tilth.ui.report import write_report
 
-    report = write_report(result.directory)
-    typer.echo("\n".join(closing(recipe, name_or_path, result.summary, result.directory, report)))
+        report = write_report(result.directory)
+        typer.echo("\n".join(closing(recipe, name_or_path, result.summary, result.directory, report)))
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, where the run does not handle it itself: whatever has been started is ended on the way out."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """A SIGTERM inside ends in a line and exit code 143, with all processes of the run freed; a second one changes
+    nothing, for who sends it may send it twice. Outside the main thread signals cannot be handled."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except Terminated:
+        typer.echo("interrupted; whatever a run has saved is intact", err=True)
+        raise typer.Exit(128 + signal.SIGTERM) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, lambda *_: None)
+    raise Terminated
 
 
 def _launched(name_or_path: str, overrides: Sequence[str]) -> Recipe:
     """The recipe, in the one process that controls; a process that a launcher started to be a worker ends in here."""
-    recipe = load_recipe(name_or_path, overrides)
-    workers = sum(pools(recipe).values())
-    found = entered(recipe.cluster.backend, workers, recipe.cluster.timeout)
-    return recipe if found == workers else load_recipe(name_or_path, [*overrides, f"cluster.workers={found}"])
+    recipe = load_recipe(name_or_path, overrides, launched())
+    entered(recipe.cluster.backend, sum(pools(recipe).values()), recipe.cluster.timeout)
+    return recipe
 
 
 def _watched(recipe: Recipe, name: str, allow: Sequence[str], *, fallback: bool) -> "RunResult":
@@ -62,11 +96,13 @@ def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Pa
     learned = [line for line in (_learned(summary), words.best(summary.get("best"))) if line]
     lines = [*learned, _took(summary), f"report: {report}", "", "next:"]
     run = shlex.quote(str(directory))
-    question = "" if recipe.facts.value else _question(recipe)
+    held = None if recipe.facts.value or recipe.flow == "pretrain" else _heldout(recipe)
+    question = "" if recipe.facts.value else _question(recipe, held)
     if question:
         lines.append(f"  tilth generate {run} {shlex.quote(question)} --temperature 0")
     if recipe.facts.samples:
-        lines.append(f"  tilth eval {run} --k 1,8")
+        limit = f" --limit {ENOUGH}" if held is not None and len(held) > ENOUGH else ""
+        lines.append(f"  tilth eval {run} --k 1,8{limit}")
     if recipe.data.template:
         lines.append(f"  tilth chat {run}")
     lines.append(f"  tilth show {run}")
@@ -117,15 +153,19 @@ def _took(s: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _question(recipe: Recipe) -> str:
-    """A held-out prompt that fits a command line, or the beginning of a held-out document."""
+def _heldout(recipe: Recipe) -> "PromptSet":
     from tilth.data.pairs import recipe_prompts
-    from tilth.data.prompts import load_texts
 
-    if recipe.flow == "pretrain":
+    return recipe_prompts(recipe).split(recipe.data.holdout)[1]
+
+
+def _question(recipe: Recipe, held: "PromptSet | None") -> str:
+    """A held-out prompt that fits a command line, or, of a recipe without them, a held-out document's beginning."""
+    if held is None:
+        from tilth.data.prompts import load_texts
+
         _, texts = load_texts(recipe.data)
         tried = (" ".join(text.split()[:WORDS]) for text in texts[:10])
     else:
-        _, held = recipe_prompts(recipe).split(recipe.data.holdout)
         tried = (prompt.text for prompt in held.subset(10))
     return next((text for text in tried if 0 < len(text) < 60 and text.isprintable()), "")
