@@ -25,6 +25,25 @@ def problem(*overrides: str, recipe: str = "addition-grpo") -> str:
     return message
 
 
+def test_processes_of_a_launcher_are_the_workers_that_layouts_are_checked_against():
+    asked = ["cluster.backend=local", "policy.layout.fsdp=4"]
+    for also in ([], ["cluster.workers=1"], ["cluster.workers=4"]):
+        assert load_recipe("addition-grpo", [*asked, *also], launched=4).cluster.workers == 4
+    with pytest.raises(RecipeError, match=r"policy.layout.fsdp = 4 does not divide cluster.workers = 2"):
+        load_recipe("addition-grpo", asked, launched=2)
+    with pytest.raises(RecipeError, match=r"policy.layout.fsdp = 4 does not divide cluster.workers = 1"):
+        load_recipe("addition-grpo", asked)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [["cluster.backend=inline"], ["cluster.backend=ray"], ["cluster.backend=local", "cluster.workers=2"],
+     ["cluster.backend=local", "cluster.pools={a = 2, b = 2}"]],
+)  # fmt: skip
+def test_processes_of_a_launcher_change_no_recipe_that_says_otherwise(asked):
+    assert load_recipe("addition-grpo", asked, launched=4) == load_recipe("addition-grpo", asked)
+
+
 def test_shipped_recipe_by_name_and_by_path_are_equal():
     path = load.SHIPPED / "addition-grpo.toml"
     assert load_recipe("addition-grpo") == load_recipe(str(path))
@@ -166,8 +185,12 @@ def test_override_of_a_value_as_a_section():
         ("optimizer.name=adam", "optimizer.name = 'adam' is not one of adamw, muon; did you mean 'adamw'?"),
         ("optimizer.name=7", "optimizer.name = 7 is not one of adamw, muon"),
         ("model.tied=1", "model.tied = 1 is not true or false"),
-        ("rollout.stop=x", "rollout.stop = 'x' is not a list of texts"),
-        ("rollout.stop=[1]", "rollout.stop = 1 is not a list of texts"),
+        ("rollout.stop=x", """rollout.stop = 'x' is not a list of texts, written '["a", "b"]'"""),
+        ("rollout.stop=[1]", """rollout.stop = 1 is not a list of texts, written '["a", "b"]'"""),
+        (
+            "run.track=[wandb]",
+            """run.track = '[wandb]' is not a list of tensorboard, wandb, written '["tensorboard"]'""",
+        ),
         ("model=3", "model = 3 is not a section; its keys are written model.KEY"),
         ("model.hidden.x=3", "model.hidden = {'x': 3} is not an integer above 0"),
     ],

@@ -328,6 +328,7 @@ def test_what_the_library_itself_writes(tmp_path):
     ("name", "content", "message"),
     [
         ("d.jsonl", b'{"a": 1}\n{"a": }\n', "d.jsonl:2: not JSON: Expecting value at column 7"),
+        ("d.jsonl", b'{"a": "x"\r\n{"a": 1}\n', "d.jsonl:1: not JSON: Expecting ',' delimiter at column 10"),
         ("d.jsonl", b"[1]\n", "d.jsonl:1: a list, not an object of columns"),
         ("d.jsonl", b"null\n", "d.jsonl:1: null, not an object of columns"),
         ("d.jsonl", b'{"a": 1}\n\xff\xfe\n', "d.jsonl:2: not UTF-8: invalid start byte at byte 0"),

@@ -120,6 +120,14 @@ def test_empty_file(tmp_path, content):
         read_source(str(tmp_path / "d.jsonl"))
 
 
+def test_one_empty_file_of_several(tmp_path):
+    for name in ("a", "c"):
+        write(tmp_path / f"{name}.jsonl", {"prompt": "fine"})
+    (tmp_path / "b.jsonl").write_bytes(b"")
+    with pytest.raises(DataError, match=r"b\.jsonl' is empty, as after a copy"):
+        read_source(str(tmp_path))
+
+
 def test_unreadable_file(tmp_path):
     with pytest.raises(DataError, match=r"there is no .*none.jsonl"):
         read_source(str(tmp_path / "none.jsonl"))

@@ -268,8 +268,10 @@ def test_a_template_that_was_given_takes_the_place_of_the_models(tmp_path):
 
 def test_a_tokenizer_of_more_tokens_than_the_model(trained):
     check_vocabulary(trained, 500, trained)
-    with pytest.raises(DataError, match="the tokenizer has 500 tokens, the model only 499; take"):
+    with pytest.raises(DataError, match="the model has embeddings of 499 tokens, the tokenizer 500 tokens; take"):
         check_vocabulary(trained, 499)
+    with pytest.raises(DataError, match=r"x has embeddings of 499 tokens, its own tokenizer 500 tokens; config\.json"):
+        check_vocabulary(trained, 499, trained, "x")
 
 
 def test_a_tokenizer_whose_ids_are_not_the_models_own():

@@ -16,7 +16,15 @@ from tilth.data.prompts import PromptSet, load_source
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.build import build, rooted
 from tilth.flows.checks import check_algorithm
-from tilth.flows.model import MODEL_FOLDER, LoadedModel, choose_tokenizer, load_model, new_config, save_shape
+from tilth.flows.model import (
+    MODEL_FOLDER,
+    LoadedModel,
+    choose_tokenizer,
+    load_model,
+    new_config,
+    save_shape,
+    wants_tokenizer,
+)
 from tilth.models.decoder import Decoder
 from tilth.models.hf import parameter_shapes, save_pretrained
 from tilth.plan.shape import parameters
@@ -85,6 +93,14 @@ def test_a_model_without_a_tokenizer_has_none(exported, tmp_path):
 
 CONFIG = small.config()
 SHAPES = parameter_shapes(CONFIG)
+
+
+def test_a_model_whose_tokenizer_has_more_tokens_cannot_read(exported):
+    model = load_model(exported[0])
+    assert wants_tokenizer(model) is model.tokenizer
+    alphabet = "".join(map(chr, range(33, 120)))
+    with pytest.raises(DataError, match=r"embeddings of \d+ tokens, its own tokenizer 89 tokens; config.json and"):
+        wants_tokenizer(model._replace(tokenizer=Tokenizer.characters(alphabet)))
 
 
 def weights(value):
@@ -287,7 +303,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(exported, tmp_pa
     out, _ = exported
     Tokenizer.characters("abcdefghijklmnop+0123456789=").save(tmp_path)
     recipe = tiny.recipe("runs", model={"path": str(out)}, data={"tokenizer": str(tmp_path)})
-    with pytest.raises(DataError, match=r"the tokenizer has 30 tokens, the model only 14"):
+    with pytest.raises(DataError, match=r"embeddings of 14 tokens, the tokenizer 30 tokens; take"):
         build(recipe, small.PROMPTS, None, tiny.inline())
 
 

@@ -137,6 +137,13 @@ def test_a_run_without_any(tmp_path):
         find_checkpoint(str(shell(tmp_path / "run")))
 
 
+def test_a_run_whose_checkpoints_were_in_memory(tmp_path):
+    run = shell(tmp_path / "run")
+    (run / "run.json").write_text(json.dumps({"state": "finished", "digest": "0", "checkpoints": "memory://gone"}))
+    with pytest.raises(ModelError, match=r"has none: checkpoints in memory:// are gone when their process ends"):
+        find_checkpoint(str(run))
+
+
 def test_a_run_s_recipe(run):
     assert run_settings(run) == {"run": {"keep": 2}}
     (run / "recipe.toml").unlink()

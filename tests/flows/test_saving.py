@@ -69,6 +69,16 @@ def steps(root):
     return sorted(int(path.name[5:]) for path in root.iterdir() if path.name.startswith("step-"))
 
 
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [("/dev/full", "File exists"), ("/proc/here", "No such file"), ("foo://bar/x", "Protocol not known: foo")],
+)
+def test_a_place_that_cannot_take_checkpoints_is_told_by_its_key_before_anything_is_made(tmp_path, place, why):
+    with pytest.raises(StorageError, match=rf"run\.checkpoints = '{place}': .*{why}.*; it must be a folder that can"):
+        tiny.run(tiny.recipe(tmp_path, run={"checkpoints": place}))
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_was_begun_counts_when_it_is_finished(made, tmp_path):
     one, keeper, said = made()
     save(one, 4)

@@ -231,9 +231,11 @@ def workers_of(workers, *overrides, longest=16, **more):
 COUNT = parameters(new_shape(load_recipe("addition-grpo").model, 14))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("parts", [2, 4])
-def test_fsdp_divides_parameters_gradients_and_optimizer(parts):
-    (one,), many = workers_of(1), workers_of(parts, f"policy.layout.fsdp={parts}")
+def test_fsdp_divides_parameters_gradients_and_optimizer(parts, optimizer):
+    how = f"optimizer.name={optimizer}"
+    (one,), many = workers_of(1, how), workers_of(parts, how, f"policy.layout.fsdp={parts}")
     assert sum(w.seats[0].elements for w in many) == COUNT
     for name in ("parameters", "gradients", "optimizer state"):
         assert [item(w.memory, name) for w in many] == pytest.approx([item(one.memory, name) / parts] * parts, rel=0.01)

@@ -142,6 +142,14 @@ def test_a_loss_that_is_not_finite_stops_with_what_to_do():
     assert torch.equal(weights(e), start)
 
 
+def test_weights_that_were_not_finite_are_named():
+    e = engine()
+    with torch.no_grad():
+        e.model.model.norm.weight[0] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"optimizer step 0, before .* are not finite: model\.norm\.weight$"):
+        e.update(*batch(), {}, negative_log_likelihood(1.0))
+
+
 def test_or_is_skipped_and_counted_and_leaves_no_trace():
     e, clean = engine(nonfinite="skip"), engine()
     tokens, mask = batch()

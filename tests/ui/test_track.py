@@ -5,6 +5,7 @@ import json
 import struct
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -162,12 +163,15 @@ def test_no_tracker_unless_asked_for():
         assert none == []
 
 
-def test_an_error_closes_the_trackers_too(monkeypatch):
-    monkeypatch.setitem(TRACKERS, "tensorboard", Broken)
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_error_closes_the_trackers_too_that_have_begun(monkeypatch, begun):
+    monkeypatch.setitem(TRACKERS, "tensorboard", partial(Broken, at=""))
     with pytest.raises(ValueError, match="of the run"):
         with tracking(RECIPE) as (tracker,):
+            if begun:
+                tracker.on_begin(Path("nowhere"), 0, print)
             raise ValueError("of the run")
-    assert tracker.calls == ["failed"]
+    assert tracker.calls == (["open", "failed"] if begun else [])
 
 
 # ---- TensorBoard ----

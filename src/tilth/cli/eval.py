@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from tilth.cli.reward import own_option, own_place
+from tilth.cli.reward import own_option
 from tilth.config.load import from_dict, load_recipe
 from tilth.config.schema import Data
 from tilth.core.errors import DataError, RewardError, TilthError
@@ -74,8 +74,7 @@ def judge(wish: Wish) -> None:
         if wish.data not in TASKS:
             check_answers(spec, prompts)
         seen = trained_on(wish, loaded, prompts)
-        with own_place():
-            pool.ready()  # so that a reward that cannot be had is told alone
+        pool.ready()  # so that a reward that cannot be had is told alone
         typer.echo(_amount(len(prompts), how.samples), err=True)
         found = evaluate(loaded, prompts, pool, how, _progress())
     if wish.out is not None:

@@ -1,7 +1,6 @@
 """Try a reward on a few records before a run is spent on it: right, wrong and no answers, failures, time."""
 
 import json
-import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import typer
 from pydantic import ValidationError
 
 from tilth.config.schema import Data
-from tilth.core.errors import DataError, RecipeError, RewardError
+from tilth.core.errors import DataError, RecipeError
 from tilth.rl.rewards import check_answers
 from tilth.rl.verifiers import TASKS, Gsm8k, builtin, said_number
 from tilth.roles.reward_pool import Outcome, RewardPool
@@ -120,8 +119,7 @@ def examine(reward: str, source: str, wish: Wish) -> Trial:
         chosen = _spread(prompts, wish.n)
         wants_mark = _wants_mark(spec)
         asked = _completions(chosen, prompts, wish.completion, wants_mark)
-        with own_place():
-            pool.ready()
+        pool.ready()
         found = pool.score([(key, chosen[key[0]].text, text, chosen[key[0]].info) for key, text in asked.items()])
     outcomes = dict(zip(asked, found))
     tried = [
@@ -139,15 +137,6 @@ def own_option() -> Iterator[None]:
         yield
     except DataError as error:
         raise DataError(str(error).replace("try data.columns.", "try --columns ")) from error
-
-
-@contextmanager
-def own_place() -> Iterator[None]:
-    """Where a reward's file cannot be read as Python, the message names that file's line, not that of the importer."""
-    try:
-        yield
-    except RewardError as error:
-        raise RewardError(re.sub(r" at <frozen importlib[^>]*>:\d+", "", str(error))) from error
 
 
 def columns_of(said: Sequence[str]) -> dict[str, str]:

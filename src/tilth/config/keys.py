@@ -84,8 +84,9 @@ def _shape(annotation: Any) -> str:
         return " or ".join("text" if a is str else _shape(a) for a in get_args(annotation))
     items = [a for a in get_args(annotation) if a is not Ellipsis]
     if get_origin(items[0]) is Literal:
-        return "a list of " + ", ".join(map(str, get_args(items[0])))
-    return "a list of texts" if items[0] is str else f"a list of {len(items)} numbers"
+        known = get_args(items[0])
+        return f"a list of {', '.join(map(str, known))}, written '[\"{known[0]}\"]'"
+    return """a list of texts, written '["a", "b"]'""" if items[0] is str else f"a list of {len(items)} numbers"
 
 
 def _range(metadata: list[Any]) -> str:

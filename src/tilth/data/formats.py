@@ -42,7 +42,10 @@ def read_records(source: str) -> Iterator[Placed]:
     Raises ``DataError`` (one line: place, what is wrong, what would be right) for whatever cannot be read.
     """
     files = _saved(source)
-    for path in find_files(source) if files is None else files:
+    files = find_files(source) if files is None else files
+    for path in files:
+        if len(files) > 1 and not path.stat().st_size:
+            raise DataError(f"{str(path)!r} is empty, as after a copy that was cut off")
         yield from _read(path)
 
 
@@ -161,7 +164,7 @@ def _objects(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Placed]:
     for number, line in lines:
         if line.strip():
             where = f"{path}:{number}"
-            yield where, _record(_parse(line, where), where)
+            yield where, _record(_parse(line.rstrip("\r\n"), where), where)
 
 
 def _json(path: Path) -> Iterator[Placed]:

@@ -182,15 +182,16 @@ class Tokenizer:
         return DataError(f"the tokenizer failed: {error}")
 
 
-def check_vocabulary(tokenizer: Tokenizer, size: int, own: Tokenizer | None = None) -> None:
+def check_vocabulary(tokenizer: Tokenizer, size: int, own: Tokenizer | None = None, model: str = "the model") -> None:
     """Raise ``DataError`` unless a model with ``size`` rows in its embedding can learn from what a tokenizer says.
 
     own: the tokenizer that the model has learnt with; a token in both must have one id. Further tokens do no harm.
+    model: what to call it.
     """
     if tokenizer.vocab_size > size:
-        raise DataError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {size}; take the model's own tokenizer"
-        )
+        hint = "config.json and tokenizer.json do not belong together" if tokenizer is own else "take the model's own"
+        whose = "its own tokenizer" if tokenizer is own else "the tokenizer"
+        raise DataError(f"{model} has embeddings of {size} tokens, {whose} {tokenizer.vocab_size} tokens; {hint}")
     if own is None:
         return
     theirs = own.vocabulary()

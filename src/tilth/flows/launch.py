@@ -1,6 +1,7 @@
 """From a recipe to a run: set the machine up, build or restore, run the phases, end cleanly."""
 
 import hashlib
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 
 from tilth.checkpoint import Checkpoint, latest, mark_best, newest_valid, open_checkpoint
 from tilth.checkpoint.directory import step_of
-from tilth.checkpoint.storage import split, storage_of
+from tilth.checkpoint.storage import is_url, split, storage_of
 from tilth.cluster.cluster import Cluster, open_cluster
 from tilth.config.checks import pools
 from tilth.config.schema import Recipe
@@ -28,7 +29,7 @@ from tilth.flows.fapo import fapo
 from tilth.flows.grpo import grpo
 from tilth.flows.metrics import Metrics
 from tilth.flows.model import MODEL_FOLDER, save_shape
-from tilth.flows.named import foreign, identity, one_before, reaching
+from tilth.flows.named import foreign, identity, one_before
 from tilth.flows.observers import Beginner, Observer
 from tilth.flows.ppo import ppo, values
 from tilth.flows.pretrain import pretrain
@@ -139,8 +140,7 @@ def launch(
     who = Identity(recipe, _inputs(recipe, fingerprint, reward), tuple(allow))
     who.check_name()
     if recipe.run.checkpoints:
-        with reaching(recipe.run.checkpoints):  # before anything is made
-            storage_of(recipe.run.checkpoints).names()
+        _check_place(recipe.run.checkpoints)  # before anything is made
     with machine(recipe), _cluster(recipe) as cluster:
         parts = build(recipe, material, pool, cluster, _earlier(who, name))
         if isinstance(parts.heldout, PromptSet):
@@ -181,6 +181,20 @@ def launch(
     for observer in observers:
         observer.on_end(summary)
     return RunResult(directory.path, summary)
+
+
+def _check_place(where: str) -> None:
+    """StorageError, naming the key: a store that does not answer, or a folder in which no file can be made."""
+    try:
+        if is_url(where):
+            storage_of(where).names()
+            return
+        Path(where).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=where):
+            pass
+    except (OSError, StorageError) as error:
+        what = "a folder that can be written, or the URL of a store that fsspec knows, as in s3://bucket/path"
+        raise StorageError(f"run.checkpoints = {where!r}: {error}; it must be {what}") from error
 
 
 @contextmanager

@@ -160,9 +160,10 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def wants_tokenizer(loaded: LoadedModel) -> Tokenizer:
-    """The model's tokenizer; DataError if it has none, so that it cannot read a text."""
+    """The model's tokenizer; DataError if it has none, so that it cannot read a text, or one of too many tokens."""
     if loaded.tokenizer is None:
         raise DataError(f"model {str(loaded.source)!r} has no tokenizer.json, so it cannot read a text")
+    check_vocabulary(loaded.tokenizer, loaded.config.vocab_size, loaded.tokenizer, f"model {str(loaded.source)!r}")
     return loaded.tokenizer
 
 
@@ -211,7 +212,7 @@ def choose_tokenizer(
     else:
         found = Tokenizer.load(name)
     if loaded is not None:
-        check_vocabulary(found, loaded.config.vocab_size, loaded.tokenizer)
+        check_vocabulary(found, loaded.config.vocab_size, loaded.tokenizer, f"model.path = {recipe.model.path}")
     return found
 
 

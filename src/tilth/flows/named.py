@@ -174,7 +174,9 @@ def _chosen(root: Location, which: str, run: Path | None, who: str) -> Named:
     """The checkpoint that is meant of those under a root."""
     kept = {step_of(path) or 0: path for path in complete(root)}
     if not kept:
-        raise ModelError(f"{who} has no checkpoint yet; let it reach its first save (run.save_every)")
+        gone = "has none: checkpoints in memory:// are gone when their process ends"
+        yet = "has no checkpoint yet; let it reach its first save (run.save_every)"
+        raise ModelError(f"{who} {gone if str(root).startswith('memory://') else yet}")
     newest = list(kept.values())[-1]
     if which in ("", EMA):
         return Named(newest, which or "model", run)

@@ -5,7 +5,7 @@ fp32 parameters (trainer) and parameters stored in the compute dtype (engine) do
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import torch
@@ -189,6 +189,12 @@ class Stack(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+def not_finite(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """Names of the parameters that hold a NaN or an infinity, in words; empty if none does."""
+    names = [name for name, p in parameters if not torch.isfinite(p).all()]
+    return " and ".join(names[:1] + [f"{len(names) - 1} more"] * (len(names) > 1))
 
 
 class Decoder(nn.Module):

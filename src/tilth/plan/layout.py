@@ -230,13 +230,15 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, fsdp: in
     sizes = placed.mesh.sizes
     own = layouts(shapes, Mesh(NAMES, (1, *sizes[1:])), shape.num_kv_heads)
     part = layouts(shapes, Mesh(NAMES, (1, 1, sizes[2])), shape.num_kv_heads)  # what is computed with
-    here = elements(own, fsdp * sizes[2] + tp)
+    at = fsdp * sizes[2] + tp
+    here = elements(own, at)
+    blocks = elements({name: own[name] for name, sides in shapes.items() if len(sides) == 2 and ".layers." in name}, at)
     gathered = 0
     if wanted.fsdp > 1:
         needed = part if wanted.zero == 2 else {name: part[name] for name in part if _at_once(name)}
         gathered = elements(needed, tp)
     spread = wanted.tp if wanted.sp else 1
-    return Cut(here, gathered, _part(shape, sizes[2]), spread, placed.data_ranks, sizes[0])
+    return Cut(here, gathered, _part(shape, sizes[2]), blocks, spread, placed.data_ranks, sizes[0])
 
 
 def _at_once(name: str) -> bool:

@@ -59,6 +59,8 @@ class Cut(NamedTuple):
     """Of the parameters of other ranks that it has too while it computes; while it trains, as many of gradients."""
     shape: DecoderShape
     """Of what it computes with: under tp, its heads and its part of the MLP and the vocabulary."""
+    blocks: int
+    """Of the matrices of the blocks that it holds."""
     spread: int = 1
     """Ranks that the tokens of the residual stream are divided over."""
     ranks: int = 1
@@ -82,7 +84,7 @@ def predict(recipe: Recipe, shape: DecoderShape, longest: int, base: int = BASE,
 
     generates: whether the run has a rollout engine.
     """
-    whole = Cut(parameters(shape), 0, shape)
+    whole = Cut(parameters(shape), 0, shape, matrices(shape))
     needs = [policy_need(recipe, whole, longest)]
     if recipe.facts.critic:
         needs.append(critic_need(recipe, whole._replace(elements=value_parameters(shape)), longest))
@@ -106,7 +108,7 @@ def together(needs: Sequence[Need], base: int = BASE) -> Memory:
 def policy_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
     """Of the policy's part on one rank."""
     own = cut.elements * _FP32
-    held = [Item("parameters", own), Item("optimizer state", _optimizer(recipe, cut.shape, cut.elements))]
+    held = [Item("parameters", own), Item("optimizer state", _optimizer(recipe, cut))]
     if recipe.train.ema:
         held.append(Item("average of the weights", own))
     held += _saved_copy(recipe, cut, held, "copy being saved")
@@ -123,7 +125,7 @@ def _saved_copy(recipe: Recipe, cut: Cut, state: Sequence[Item], name: str) -> l
 def critic_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
     """Of the critic's part on one rank. cut: of the value model, which has no logits."""
     own = cut.elements * _FP32
-    state = Item("critic's optimizer state", _optimizer(recipe, cut.shape, cut.elements))
+    state = Item("critic's optimizer state", _optimizer(recipe, cut))
     training = tuple(item for item in _training(recipe, cut, longest) if item.name != _LOGITS)
     held = [Item("critic's parameters", own), state]
     return Need((*held, *_saved_copy(recipe, cut, held, "critic's copy being saved")), own, training)
@@ -181,10 +183,9 @@ def _element(recipe: Recipe) -> int:
     return 2 if recipe.train.precision == "bf16" else _FP32
 
 
-def _optimizer(recipe: Recipe, shape: DecoderShape, count: int) -> int:
-    """AdamW keeps two moments of each of ``count`` parameters; Muon one, of the matrices of the blocks."""
-    blocks = matrices(shape) if recipe.optimizer.name == "muon" else 0
-    return _FP32 * (2 * count - blocks)
+def _optimizer(recipe: Recipe, cut: Cut) -> int:
+    """AdamW keeps two moments of each parameter; Muon one, of the matrices of the blocks."""
+    return _FP32 * (2 * cut.elements - (cut.blocks if recipe.optimizer.name == "muon" else 0))
 
 
 def _training(recipe: Recipe, cut: Cut, longest: int) -> tuple[Item, ...]:

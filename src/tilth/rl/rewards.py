@@ -286,11 +286,15 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line of at most 300 characters, with the place where it was raised."""
+    """An exception in one line of at most 300 characters, with the place where it was raised.
+
+    What Python's importer raises of a file that is no Python says its line itself.
+    """
     message = " ".join(str(error).split())[:200]
     place, trace = "", error.__traceback__
     while trace is not None:
-        place = f" at {Path(trace.tb_frame.f_code.co_filename).name[-60:]}:{trace.tb_lineno}"
+        file = trace.tb_frame.f_code.co_filename
+        place = "" if file.startswith("<frozen importlib") else f" at {Path(file).name[-60:]}:{trace.tb_lineno}"
         trace = trace.tb_next
     notes = "".join(f" ({note[:100]})" for note in getattr(error, "__notes__", ()))
     return f"{type(error).__name__}{': ' + message if message else ''}{place}{notes}"

@@ -11,7 +11,7 @@ from tilth.core.errors import DataError, ModelError, NonFiniteError, TilthError
 from tilth.core.random import stream_id, uniform_rows
 from tilth.core.trajectory import Finish, Trajectory
 from tilth.models.config import DecoderConfig
-from tilth.models.decoder import Decoder
+from tilth.models.decoder import Decoder, not_finite
 from tilth.rollout.blocks import BlockManager
 from tilth.rollout.cache import PrefixStore, Slab
 from tilth.rollout.lanes import Lane, limit_for, round_up
@@ -489,7 +489,9 @@ class Engine:
     def _check_finite(self, logprobs: np.ndarray) -> None:
         if not np.isfinite(logprobs).all():
             self._forget_all()
-            what = f"the engine's logits are not finite under weights of version {self.version}"
+            wrong = not_finite(self.model.named_parameters())
+            why = f": of the weights {wrong} is not finite" if wrong else ""
+            what = f"the engine's logits are not finite under weights of version {self.version}{why}"
             raise NonFiniteError(f"{what}; requests in flight are dropped")
 
 

@@ -18,7 +18,7 @@ from tilth.config.schema import Optimizer as OptimizerSection
 from tilth.core.batch import Ragged
 from tilth.core.errors import NonFiniteError, RecipeError, TokenCountError
 from tilth.models.attention import DropoutContext
-from tilth.models.decoder import Decoder
+from tilth.models.decoder import Decoder, not_finite
 from tilth.parallel.grid import DATA, MODEL, Grid
 from tilth.parallel.meeting import lent
 from tilth.parallel.sharded import Sharded
@@ -200,10 +200,7 @@ class TrainEngine:
             norm = self.optimizers.clip(self.section.clip_norm, self._measure) if learn else 0.0
             finite = math.isfinite(loss) and math.isfinite(norm)
             if not finite and self.nonfinite == "stop":
-                raise NonFiniteError(
-                    f"loss {loss:g}, gradient norm {norm:g} at optimizer step {self.steps}: lower optimizer.lr, "
-                    "or set train.nonfinite=skip to leave such steps out"
-                )
+                raise NonFiniteError(f"loss {loss:g}, gradient norm {norm:g} at optimizer step {self._why(lr)}")
             if finite and learn:
                 self.optimizers.step(lr)
                 self.ema.follow()
@@ -212,6 +209,16 @@ class TrainEngine:
         self.steps += 1
         self.updates += 1
         return UpdateResult(loss, norm, lr, metrics=metrics, skipped=not (finite and learn), **done)
+
+    def _why(self, lr: float) -> str:
+        """Which step was not finite, and what to do about it."""
+        wrong = not_finite(self.optimizers.parameters.items()) if self.steps == 0 else ""
+        if wrong:
+            return f"0, before anything was learned: the weights that training began with are not finite: {wrong}"
+        return (
+            f"{self.steps}: lower the learning rate, here {lr:g} (optimizer.lr; supervised.lr or critic.lr where it "
+            "is that), or set train.nonfinite=skip to leave such steps out"
+        )
 
     def _whole(self, loss: float, sequences: int, learn: bool) -> tuple[float, int, bool]:
         """Of all data ranks: all of them come to the same decisions about the step."""

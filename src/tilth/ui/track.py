@@ -61,14 +61,14 @@ class Tracker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.package)
         self._pending: list[Future[None]] = []  # in order: what failed first is the reason of what failed after it
         self._next_sample = 0
-        self._lost = False
+        self._begun = self._lost = False
         self._say: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
 
     # ---- what is observed ----
 
     def on_begin(self, directory: Path, step: int, say: Callable[[str], None]) -> None:
         """The run is kept in ``directory``, and goes on after ``step``."""
-        self._say = say
+        self._say, self._begun = say, True
         self._do(self.open, directory, step)
 
     def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
@@ -90,7 +90,8 @@ class Tracker:
     def close(self, failed: bool) -> None:
         """Wait, not for ever, until everything is written. ``failed``: an error ended the run."""
         self._say = lambda text: print(text, file=sys.stderr)  # the run's own log is closed
-        self._do(self.finish, failed)
+        if self._begun:
+            self._do(self.finish, failed)
         _, late = wait(self._pending, PATIENCE, FIRST_EXCEPTION)
         self._look()
         if late and not self._lost:
