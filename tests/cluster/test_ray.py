@@ -98,6 +98,23 @@ def test_another_version_on_the_cluster_is_one_line():
         connect(refusing(RuntimeError(told)), 2, "auto")
 
 
+@pytest.mark.parametrize(
+    "address", ["1.2.3", "10.0.0.1", "10.0.0.1:", "10.0.0.1:ray", ":6379", "10.0.0.1:0", "10.0.0.1:65536", "local"]
+)
+def test_an_address_that_is_none_says_what_one_is(address):
+    told = rf"^cluster.address = '{address}' is not the address of a Ray cluster; it is HOST:PORT, as in 10.0.0.1:6379"
+    with pytest.raises(RecipeError, match=told) as raised:
+        connect(refusing(ValueError(f"Invalid address format: {address}")), 2, address)
+    assert "TOKEN" not in str(raised.value)
+
+
+def test_an_address_that_ray_has_from_elsewhere_names_no_token():
+    told = r"^cluster.address = 'auto': Invalid address format: 1.2.3; it is HOST:PORT, as in 10.0.0.1:6379"
+    with pytest.raises(RecipeError, match=told) as raised:
+        connect(refusing(ValueError("Invalid address format: 1.2.3")), 2, "auto")  # RAY_ADDRESS
+    assert "TOKEN" not in str(raised.value)
+
+
 @pytest.mark.parametrize("error", [ConnectionError("no"), LookupError("Unauthenticated")])
 def test_a_cluster_that_refuses_names_the_token(error):
     with pytest.raises(RecipeError, match=r"cluster.address = 'auto': .* RAY_AUTH_TOKEN"):

@@ -29,6 +29,8 @@ LOOK = 5.0
 INLINE = 64 * 1024
 """Bytes of a call above which it is put into the object store once, not sent with each message."""
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+RIGHT = "it is HOST:PORT, as in 10.0.0.1:6379, or auto on a node of the cluster"
+"""What ``cluster.address`` may be."""
 THREADS = 16
 """Of a Machine: questions that it answers at once."""
 
@@ -239,12 +241,14 @@ def connect(ray: ModuleType, workers: int, address: str) -> bool:
         with _loopback(True):
             ray.init(address="local", num_cpus=max(workers, os.cpu_count() or 1), include_dashboard=False, **quiet)
         return True
-    _knock(address)
+    _check_address(address)
     try:
         ray.init(address=address, **quiet)
     except RuntimeError as error:  # its own sentence: which versions meet
         raise RecipeError(f"cluster.address = {address!r}: {_first(error)}") from None
-    except (ConnectionError, ValueError, ray.exceptions.RayError) as error:
+    except ValueError as error:
+        raise RecipeError(f"cluster.address = {address!r}: {_first(error)}; {RIGHT}") from None
+    except (ConnectionError, ray.exceptions.RayError) as error:
         raise RecipeError(
             f"cluster.address = {address!r}: the Ray cluster does not take this process: {_first(error)}; set "
             "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to what its nodes were started with"
@@ -252,11 +256,19 @@ def connect(ray: ModuleType, workers: int, address: str) -> bool:
     return False
 
 
+def _check_address(address: str) -> None:
+    """RecipeError unless it is "auto" or a HOST:PORT at which somebody listens."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise RecipeError(f"cluster.address = {address!r} is not the address of a Ray cluster; {RIGHT}")
+    _knock(address)
+
+
 def _knock(address: str) -> None:
     """See whether anybody listens at "host:port": Ray itself takes minutes to find out."""
     host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        return
     try:
         socket.create_connection((host, int(port)), LOOK).close()
     except OSError as error:
