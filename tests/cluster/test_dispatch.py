@@ -133,6 +133,19 @@ def test_the_limit_of_a_call_begins_when_the_one_before_it_ended(fleet, monkeypa
         timer.join()
 
 
+def test_a_call_may_have_longer_than_others_and_they_have_their_own_time_after_it(fleet, monkeypatch):
+    monkeypatch.setattr(dispatch, "GRACE", 0.05)
+    calls = Dispatch(fleet, 0.3)
+    imports = calls.submit(0, Call("", "import", ("policy", "m"), least=60.0))
+    create = calls.submit(0, CALL)
+    later(0.7, fleet.sent[0].set_result, Reply("imported", {}))
+    later(0.8, fleet.sent[1].set_result, Reply("made", {}))
+    assert [reply.value for reply in calls.wait([imports, create])] == ["imported", "made"]
+    short = calls.submit(1, Call("", "import", ("policy", "m"), least=0.5))
+    with pytest.raises(CallTimeout, match=r"^role policy, rank 1, import: no answer within 0.5 s\n"):
+        calls.wait([short])
+
+
 def test_an_answer_within_the_grace_is_an_answer(fleet):
     calls = Dispatch(fleet, 0.1)
     flight = calls.submit(0, CALL)

@@ -351,6 +351,13 @@ def test_a_lost_keeper_does_not_break_the_end_and_is_told_in_a_line(monkeypatch,
     assert ("killed by SIGKILL" if how == signal.SIGKILL else "has not ended within 2 s") in told[0]
 
 
+def test_imports_do_not_count_against_the_limit_of_a_call(tmp_path, monkeypatch):
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(4)\nfrom tests.cluster.workers import echo\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with open_cluster("local", 1, timeout=2.0) as cluster:
+        assert len(cluster.group("echo", "slow_to_import:echo", {"scale": float}).pid()) == 1
+
+
 def test_a_worker_leaves_an_interrupt_to_the_controller(watched):
     pids = watched.echo.pid()
     for pid in pids:

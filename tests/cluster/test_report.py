@@ -61,6 +61,24 @@ def test_a_late_rank_that_is_elsewhere_has_not_begun():
     assert report(probe(1), late={1: create})[1].endswith(": has not begun create policy")
 
 
+def test_of_a_rank_that_imports_the_files_that_import_are_shown():
+    frozen = [f'  File "<frozen importlib._bootstrap{end}>", line 9 in _load' for end in ("_external", "", "")]
+    files = [f'  File "/py/torch/{name}.py", line 1 in <module>' for name in "cba"]
+    frames = [line for file in files for line in (*frozen, file)]
+    stack = "\n".join([RECEIVE, "Current thread 0x09 (most recent call first):", *frames, "  ...", ""])
+    told = report(probe(0, stack=stack), probe(1, phase="import policy (for 2.0 s)", stack=stack))
+    assert told[1].endswith("in import policy (for 2.0 s); has not begun policy.update; still importing modules")
+    shown = [f"    {line}" for line in [*files, "  ..."]]
+    assert told[2:6] == shown and told[7:] == shown
+    assert "importing" not in report(probe(1))[1]
+
+
+def test_of_a_call_that_may_take_longer_its_own_limit_is_told():
+    create, imports = (Call("", name, ("policy", "m"), least=least) for name, least in (("create", 0), ("import", 9.0)))
+    assert report(probe(1), late={1: imports})[0] == "role policy, rank 1, import: no answer within 9 s"
+    assert report(probe(1), late={1: create})[0].endswith("no answer within 2 s (cluster.timeout)")
+
+
 def test_what_is_no_stack_is_shown_as_it_is():
     for rank in (0, 1):
         told = report(probe(rank, "gone", stack="machine 10.0.0.2 does not answer"))

@@ -21,6 +21,8 @@ from tilth.trace.collector import collector
 from tilth.trace.spans import Total, recorder, span
 
 BACKENDS = ("inline", "local", "ray")
+IMPORT = 120.0
+"""Seconds that imports may take even where a call may not: on a busy machine they are slow."""
 LEAVE = 10.0
 """Seconds that roles have to close when the controller leaves with an exception."""
 ALONE = Mesh(("dp", "fsdp", "tp"), (1, 1, 1))
@@ -54,6 +56,10 @@ class Cluster:
         mesh = mesh or ALONE
         if outside := [rank for rank in mesh.ranks if not 0 <= rank < self.workers]:
             raise ValueError(f"role {role}: rank {outside[0]} is not among the workers 0 to {self.workers - 1}")
+        if not isinstance(self.fleet, InlineFleet):
+            imports = Call("", "import", (role, factory.partition(":")[0]), least=IMPORT)
+            for rank in mesh.ranks:
+                self.dispatch.submit(rank, imports)
         call = Call("", "create", (role, factory, Packed(kwargs), mesh))
         replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in mesh.ranks])
         return WorkerGroup(role, mesh, self.dispatch, replies[0].value, divide)

@@ -38,7 +38,8 @@ class Flight:
 
 
 class Dispatch:
-    """Calls on a fleet, each limited to ``timeout`` seconds from the time when its worker can begin with it."""
+    """Calls on a fleet, each limited to ``timeout`` seconds (or its own ``least``) from the time when its worker can
+    begin with it."""
 
     def __init__(self, fleet: Fleet, timeout: float) -> None:
         self.fleet = fleet
@@ -122,8 +123,11 @@ class Dispatch:
 
     def _limit(self) -> float:
         """When the first of the calls that are being executed is overdue. (Called with the lock.)"""
-        begun = (since for since, queue in zip(self._since, self._flying) if queue)
-        return min(begun, default=math.inf) + self.timeout
+        return min((self._due(rank) for rank, queue in enumerate(self._flying) if queue), default=math.inf)
+
+    def _due(self, rank: int) -> float:
+        """When the call that this rank is executing is overdue. (Called with the lock.)"""
+        return self._since[rank] + max(self.timeout, self._flying[rank][0].call.least)
 
     def _first_failure(self) -> BaseException | None:
         """The failure that caused the others: a death, else what was told first. (Called with the lock.)"""
@@ -136,8 +140,8 @@ class Dispatch:
 
     def _overdue(self) -> list[tuple[int, Call]]:
         with self._changed:
-            late = time.monotonic() - self.timeout
-            return [(q[0].rank, q[0].call) for q, since in zip(self._flying, self._since) if q and since <= late]
+            now = time.monotonic()
+            return [(rank, q[0].call) for rank, q in enumerate(self._flying) if q and self._due(rank) <= now]
 
     def _timeout_error(self, late: Iterable[tuple[int, Call]]) -> CallTimeout:
         ranks = range(self.fleet.workers)

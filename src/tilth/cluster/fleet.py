@@ -11,10 +11,13 @@ from tilth.core.batch import Store
 from tilth.core.errors import TilthError, WorkerError
 from tilth.trace.spans import Total
 
+OF_ROLES = ("import", "create")
+"""Calls to the worker itself whose first argument is the role that they are for."""
+
 
 @dataclass(frozen=True)
 class Call:
-    """One message to one worker. Role "" is the worker itself (create, trace, end)."""
+    """One message to one worker. Role "" is the worker itself (import, create, trace, end)."""
 
     role: str
     method: str
@@ -26,13 +29,15 @@ class Call:
     """The controller's step that it belongs to, for the trace; -1: none."""
     number: int = -1
     """Which call of the controller it is part of: the same in the traces of both sides; -1: of the cluster's own."""
+    least: float = 0.0
+    """Seconds that it may take even where ``cluster.timeout`` is less."""
 
     @property
     def name(self) -> str:
         """What the phase board says while it runs: "policy.update", "create policy"."""
         if self.role:
             return f"{self.role}.{self.method}"
-        return f"create {self.args[0]}" if self.method == "create" else self.method
+        return f"{self.method} {self.args[0]}" if self.method in OF_ROLES else self.method
 
 
 class Reply(NamedTuple):
@@ -63,8 +68,8 @@ def place_of(call: Call, rank: int) -> str:
     """ "role policy, rank 1, update"."""
     if call.role:
         return f"role {call.role}, rank {rank}, {call.method}"
-    if call.method == "create":
-        return f"role {call.args[0]}, rank {rank}, create"
+    if call.method in OF_ROLES:
+        return f"role {call.args[0]}, rank {rank}, {call.method}"
     return f"rank {rank}, {call.method}"
 
 

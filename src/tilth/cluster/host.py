@@ -91,6 +91,10 @@ class Host:
         ):
             return method(*call.args, **call.kwargs)
 
+    def _import(self, role: str, module: str) -> None:
+        """What making a role needs, in a call of its own: at the first one a worker imports torch, for seconds."""
+        importlib.import_module(module)
+
     def _create(self, role: str, factory: str, packed: Packed, mesh: Mesh) -> dict[str, Transfer]:
         """Make a role's object; answers the protocols of its methods."""
         module, _, function = factory.partition(":")
