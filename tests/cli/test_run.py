@@ -1,16 +1,19 @@
 """``tilth run``: how it begins, how it ends, and what it says."""
 
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 from tilth.cli.main import app
 from tilth.cli.run import closing
+from tilth.cluster import launcher
 from tilth.config.load import load_recipe
 from tilth.core.errors import StorageError
 from tilth.flows.signals import Interrupted
@@ -164,6 +167,64 @@ def test_interrupted_says_how_to_go_on(behind):
     result = call()
     assert behind.stops and result.exit_code == 130
     assert result.stderr == "stopped after step 3; the same command continues\n"
+
+
+def test_sigterm_ends_as_ctrl_c_does_and_a_second_one_changes_nothing(behind, monkeypatch):
+    def twice(*_, **__):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(sys.modules["tilth.api"], "run_recipe", twice)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the signal must not end the tests
+    try:
+        result = call()
+        assert behind.stops and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (result.exit_code, result.stderr) == (143, "interrupted; whatever a run has saved is intact\n")
+
+
+STARTING = """
+import sys, time
+from types import ModuleType, SimpleNamespace
+from tilth.cluster.cluster import open_cluster
+def run_recipe(*_, **__):
+    with open_cluster("local", 2):
+        raise AssertionError("it has started")
+api, live = ModuleType("tilth.api"), ModuleType("tilth.ui.live")
+api.run_recipe, live.Live = run_recipe, lambda recipe: SimpleNamespace(stop=lambda: None)
+sys.modules |= {"tilth.api": api, "tilth.ui.live": live}
+from tilth.cluster.local import LocalFleet
+def accept(self, door, timeout):
+    print(*(process.pid for process in self._processes.values()), self._keeper.pid, flush=True)
+    time.sleep(60)
+LocalFleet._accept = accept
+from tilth.cli.main import app
+app(["run", "addition-grpo"])
+"""
+
+
+def test_sigterm_while_workers_start_leaves_none():
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", STARTING], **pipes) as process:
+        started = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=30)
+        assert len(started) == 3 and not any(worker.is_running() for worker in started)
+    assert (process.returncode, told) == (143, "interrupted; whatever a run has saved is intact\n")
+
+
+def test_under_a_launcher_the_recipe_has_its_processes_as_workers(behind, monkeypatch):
+    job = {"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launcher, "_waiting", [])
+    result = call("cluster.backend=local", "policy.layout.fsdp=2")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert behind.asked[0].cluster.workers == 2 and len(launcher._waiting) == 1
+    assert "cluster.backend = 'inline': torchrun started 2 processes" in call().stderr
 
 
 def test_an_error_of_the_run(behind):

@@ -1,6 +1,7 @@
 """Processes of torchrun and Slurm become a controller and its workers."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import pytest
 
 from tilth.cluster import launcher, local_worker
 from tilth.cluster.folder import Folder
-from tilth.cluster.launcher import Launch, entered, launch_of
+from tilth.cluster.launcher import Launch, entered, launch_of, launched
 from tilth.core.errors import RecipeError, StorageError
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "run", "MASTER_PORT": "29500", "TORCHELASTIC_RESTART_COUNT": "0",
@@ -19,8 +20,9 @@ SLURM = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "4"
          "SLURM_STEP_NUM_NODES": "1", "SLURM_NNODES": "2", "SLURM_PROCID": "2"}  # fmt: skip
 PROGRAM = """
 import os
-from tilth.cluster.launcher import entered
-workers = entered("local", 1, 60.0)
+from tilth.cluster.launcher import entered, launched
+workers = launched()
+entered("local", workers, 60.0)
 from tilth.cluster.cluster import open_cluster
 from tilth.core.layout import Mesh
 with open_cluster("local", workers, timeout=60.0) as cluster:
@@ -69,15 +71,16 @@ def test_processes_of_a_job_agree_on_a_folder_and_other_jobs_have_another(change
 
 
 def test_a_process_alone_is_left_alone():
-    assert entered("inline", 1, 1.0, {}) == 1
-    assert entered("local", 3, 1.0, {}) == 3
-    assert not launcher._waiting
+    entered("inline", 1, 1.0, {})
+    entered("local", 3, 1.0, {})
+    assert not launcher._waiting and launched({}) == 1
 
 
 @pytest.mark.parametrize(
     "backend, workers, env, told",
     [
         ("local", 2, TORCHRUN, r"cluster.workers = 2: torchrun started 4 processes; use cluster.workers=4, or start 2"),
+        ("local", 1, TORCHRUN, r"cluster.workers = 1: torchrun started 4 processes; use cluster.workers=4"),
         ("inline", 1, SLURM, r"cluster.backend = 'inline': srun started 4 processes; use cluster.backend=local, or st"),
         ("local", 8, TORCHRUN | {"WORLD_SIZE": "8"}, r"started 8 processes on 2 nodes; .* use cluster.backend=ray and"),
         ("ray", 4, SLURM, r"cluster.backend = 'ray': srun started 4 processes; .* start tilth once"),
@@ -90,7 +93,8 @@ def test_a_recipe_that_does_not_fit_the_job_is_told_what_would(backend, workers,
 
 
 def test_rank_0_controls_with_as_many_workers_as_there_are_processes():
-    assert entered("local", 1, 1.0, TORCHRUN | {"RANK": "0"}) == 4
+    assert launched(TORCHRUN) == launched(SLURM) == 4
+    entered("local", 4, 1.0, TORCHRUN | {"RANK": "0"})
     assert [launch.name for launch in launcher._waiting] == [launch_of(TORCHRUN).name]
 
 
@@ -125,6 +129,31 @@ def test_a_worker_without_a_controller_gives_up(monkeypatch):
     monkeypatch.setattr(launcher, "WAIT", 0.3)
     with pytest.raises(StorageError, match=r"torchrun, rank 2: no controller \(rank 0\) within 0.3 s"):
         launcher._controller(launch_of(TORCHRUN | {"TORCHELASTIC_RUN_ID": f"none-{os.getpid()}"}))
+
+
+WAITING = """
+from tilth.cluster import launcher
+look = launcher._controller
+launcher._controller = lambda launch: (print("waits", flush=True), look(launch))[1]
+launcher.entered("local", 2, 60.0)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_whose_controller_was_ended_before_it_came_ends_by_the_same_signal(number):
+    job = {"SLURM_JOB_ID": f"none-{os.getpid()}", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    env = environment(**job, SLURM_STEP_NUM_NODES="1", SLURM_PROCID="1")
+    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)" + WAITING
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(number)
+        try:
+            assert process.wait(20) == -number
+        finally:
+            process.kill()
 
 
 def environment(**changes):

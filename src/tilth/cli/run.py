@@ -1,13 +1,17 @@
 """Train by a recipe, watched, and say at the end what came of it."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from tilth.cluster.launcher import entered
+from tilth.cluster.launcher import entered, launched
 from tilth.config.checks import pools
 from tilth.config.load import check_allowed, load_recipe, recipe_name
 from tilth.config.schema import Recipe
@@ -25,22 +29,49 @@ ENOUGH = 512
 
 
 def train(name_or_path: str, overrides: Sequence[str], allow: Sequence[str], *, fallback: bool) -> None:
-    """Run to the end. Ctrl-C ends in exit code 130, with everything saved and a line on how to go on."""
-    check_allowed(allow)
-    recipe = _launched(name_or_path, overrides)
-    result = _watched(recipe, recipe_name(name_or_path), allow, fallback=fallback)
-    from tilth.ui.report import write_report
+    """Run to the end. Ctrl-C ends in exit code 130, with everything saved and a line on how to go on; so does SIGTERM
+    while there are steps, and in 143 before and after them."""
+    with _terminable():
+        check_allowed(allow)
+        recipe = _launched(name_or_path, overrides)
+        result = _watched(recipe, recipe_name(name_or_path), allow, fallback=fallback)
+        from tilth.ui.report import write_report
 
-    report = write_report(result.directory)
-    typer.echo("\n".join(closing(recipe, name_or_path, result.summary, result.directory, report)))
+        report = write_report(result.directory)
+        typer.echo("\n".join(closing(recipe, name_or_path, result.summary, result.directory, report)))
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, where the run does not handle it itself: whatever has been started is ended on the way out."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """A SIGTERM inside ends in a line and exit code 143, with all processes of the run freed; a second one changes
+    nothing, for who sends it may send it twice. Outside the main thread signals cannot be handled."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except Terminated:
+        typer.echo("interrupted; whatever a run has saved is intact", err=True)
+        raise typer.Exit(128 + signal.SIGTERM) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, lambda *_: None)
+    raise Terminated
 
 
 def _launched(name_or_path: str, overrides: Sequence[str]) -> Recipe:
     """The recipe, in the one process that controls; a process that a launcher started to be a worker ends in here."""
-    recipe = load_recipe(name_or_path, overrides)
-    workers = sum(pools(recipe).values())
-    found = entered(recipe.cluster.backend, workers, recipe.cluster.timeout)
-    return recipe if found == workers else load_recipe(name_or_path, [*overrides, f"cluster.workers={found}"])
+    recipe = load_recipe(name_or_path, overrides, launched())
+    entered(recipe.cluster.backend, sum(pools(recipe).values()), recipe.cluster.timeout)
+    return recipe
 
 
 def _watched(recipe: Recipe, name: str, allow: Sequence[str], *, fallback: bool) -> "RunResult":

@@ -64,19 +64,25 @@ def launch_of(env: Mapping[str, str]) -> Launch | None:
     return found if found.size > 1 else None
 
 
-def entered(backend: str, workers: int, timeout: float, env: Mapping[str, str] = os.environ) -> int:
-    """Call this first in every process of a job. Answers the number of workers: what the job has if ``workers`` is 1.
+def launched(env: Mapping[str, str] = os.environ) -> int:
+    """Processes of the job that this one belongs to: as many workers as a recipe gets that leaves their number out."""
+    launch = launch_of(env)
+    return launch.size if launch else 1
+
+
+def entered(backend: str, workers: int, timeout: float, env: Mapping[str, str] = os.environ) -> None:
+    """Call this first in every process of a job, with the number of workers of the recipe: that of the job's processes.
 
     A process that is to be a worker does not come back: it serves until the controller is done and exits with 0, or
     with ``local_worker.GONE`` if that has died. RecipeError if the recipe does not fit the job.
     """
     launch = launch_of(env)
     if launch is None:
-        return workers
+        return
     _check(launch, backend, workers)
     if launch.rank == 0:
         _waiting.append(launch)
-        return launch.size
+        return
     _serve(launch, timeout)
     sys.exit(0)
 
@@ -91,7 +97,7 @@ def _check(launch: Launch, backend: str, workers: int) -> None:
         )
     if backend != "local":
         raise RecipeError(f"cluster.backend = {backend!r}: {started}; use cluster.backend=local, or start one")
-    if workers not in (1, launch.size):
+    if workers != launch.size:
         raise RecipeError(
             f"cluster.workers = {workers}: {started}; use cluster.workers={launch.size}, or start {workers} processes"
         )
@@ -105,10 +111,11 @@ def local_fleet(workers: int, timeout: float, gpus: bool) -> LocalFleet:
 
 
 def _serve(launch: Launch, timeout: float) -> None:
-    """Be a worker. What the terminal or the launcher sends to all processes is the controller's to handle."""
-    local_worker.leave_to_controller(signal.SIGINT, signal.SIGTERM)
+    """Be a worker. What the terminal or the launcher sends to all processes is the controller's to handle, once there
+    is one: before all workers have come it ends at once too, and who waited for it would wait in vain."""
     os.environ.update(environment(launch.size))
     folder, controller = _controller(launch)
+    local_worker.leave_to_controller(signal.SIGINT, signal.SIGTERM)
     with controller:
         local_worker.serve(controller, folder, launch.rank, launch.size, timeout)
 

@@ -29,8 +29,11 @@ def names() -> list[str]:
     return sorted(p.stem for p in SHIPPED.glob("*.toml"))
 
 
-def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """A shipped recipe by name, or any by the path of its TOML file, with dotted ``key=value`` overrides."""
+def load_recipe(name_or_path: str, overrides: Sequence[str] = (), launched: int = 1) -> Recipe:
+    """A shipped recipe by name, or any by the path of its TOML file, with dotted ``key=value`` overrides.
+
+    launched: processes that torchrun or Slurm started, which are the workers where the recipe does not say how many.
+    """
     path = recipe_path(name_or_path)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -38,7 +41,16 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"cannot read recipe {path}: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"recipe {path} is not TOML: {error}") from None
-    return from_dict(_merge(data, parse_overrides(overrides)))
+    return from_dict(_joined(_merge(data, parse_overrides(overrides)), launched))
+
+
+def _joined(data: dict[str, Any], launched: int) -> dict[str, Any]:
+    """With the launched processes as workers, before layouts are checked against them; 1 counts as left out."""
+    cluster = data.get("cluster")
+    if launched == 1 or not isinstance(cluster, dict) or cluster.get("backend") != "local":
+        return data
+    said = cluster.get("pools") or cluster.get("workers", 1) != 1
+    return data if said else {**data, "cluster": {**cluster, "workers": launched}}
 
 
 def recipe_path(name_or_path: str) -> Path:
