@@ -51,10 +51,10 @@ CALLED = {
 KEYS = (
     "train.threads=1", "cluster.backend=local", "run.name=run", "run.eval_prompts=8", "run.save_every=1000",
     "supervised.check_every=1000", "rollout.max_tokens=8", "model.layers=2", "model.heads=4", "model.context=512",
-    "optimizer.lr=1e-3", "model.head_dim=16",
+    "optimizer.lr=1e-3",
 )  # fmt: skip
-REAL = ("model.hidden=96", "supervised.batch=48", "train.micro_tokens=1536")
-SLEEPING = ("model.hidden=32", "model.layers=1", "train.micro_tokens=1024")
+REAL = ("model.hidden=320", "model.head_dim=64", "supervised.batch=16", "train.micro_tokens=512")
+SLEEPING = ("model.hidden=32", "model.head_dim=16", "model.layers=1", "train.micro_tokens=1024")
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,10 @@ CASES = (
     Case("gc-1", garbage(1, 400_000)),
     Case("gc-1-large", garbage(1, 800_000)),
     Case("gc-0-fsdp", garbage(0, 500_000), keys=FSDP),
-    Case("network-4MB", network(4e6, 0.0)),
-    Case("network-2MB", network(2e6, 0.0)),
-    Case("network-latency", network(8e6, 0.05)),
-    Case("network-fsdp", network(8e6, 0.005), keys=FSDP),
+    Case("network-100MB", network(100e6, 0.0)),
+    Case("network-50MB", network(50e6, 0.0)),
+    Case("network-latency", network(200e6, 0.05)),
+    Case("network-fsdp", network(200e6, 0.005), keys=FSDP),
     Case("healthy", NONE),
     Case("healthy-wide", NONE, spread=1.0),
     Case("healthy-fsdp", NONE, keys=FSDP),
