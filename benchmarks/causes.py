@@ -118,6 +118,11 @@ class Row:
         """Of the predictions against what was measured, where the machine was steady."""
         return [p / m - 1 for p, m, s in zip(self.predicted, self.measured, self.steady) if s]
 
+    @property
+    def whole(self) -> float:
+        """Of the whole run: the mean of what is predicted in all windows against that of what was measured."""
+        return sum(self.predicted) / sum(self.measured) - 1
+
 
 def said(kind: str, rank: int) -> str:
     """A cause in a word, with its rank where it has one."""
@@ -276,6 +281,7 @@ def tell(rows: Sequence[Row]) -> None:
     )
     if errors:
         print(f"predictions in these: {spread(errors)}; in all {len(every)}: {spread(every)}")
+        print(f"predictions of whole runs: {spread([abs(r.whole) for r in rows if r.measured])}")
 
 
 def spread(errors: Sequence[float]) -> str:

@@ -12,6 +12,7 @@ follows from counting: spans of a step in the process that has most, times the c
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -219,11 +220,9 @@ def main() -> None:
         small, steps = (SMALL, 60) if given.quick else ([], given.steps)
         rows.append(measure(name, [*overrides, *small], steps, rows[0]["with_writer_ns"]))
         print(json.dumps(rows[-1]), flush=True)
-    for row in rows[1:]:
-        low, middle, high = (
-            row[f"cpu_{name}_percent"] + row["writer_percent"] for name in ("low", "difference", "high")
-        )
-        print(f"{row['case']}: tracing adds {middle:.2f} % of CPU time ({low:.2f} to {high:.2f}), its writing included")
+    for row, kind in itertools.product(rows[1:], ("wall", "cpu")):
+        low, middle, high = (row[f"{kind}_{x}_percent"] + row["writer_percent"] for x in ("low", "difference", "high"))
+        print(f"{row['case']}: tracing adds {middle:.2f} % of {kind} time ({low:.2f} to {high:.2f}), writing included")
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
 
