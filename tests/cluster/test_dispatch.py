@@ -14,7 +14,7 @@ from tilth.cluster.host import failure
 from tilth.cluster.inline import InlineStore
 from tilth.cluster.totals import Totals, together
 from tilth.core.errors import CallTimeout, DataError, TilthError, WorkerError, WorkerLost
-from tilth.trace.spans import Total, span
+from tilth.trace.spans import Total, span, total_of
 
 
 class ByHand:
@@ -40,7 +40,11 @@ CALL = Call("policy", "update")
 
 
 def total(seconds=1.0, tokens=0, phase=0.0):
-    return Total(seconds, seconds, 1, tokens, 0, 0.0, phase, tokens if phase else 0)
+    return total_of(sums(seconds, tokens, phase))
+
+
+def sums(seconds=1.0, tokens=0, phase=0.0):
+    return [seconds * 1e9, seconds * 1e9, 1, tokens, 0, 0.0, phase * 1e9, tokens if phase else 0]
 
 
 def later(seconds, call, *args):
@@ -165,10 +169,10 @@ def test_a_message_that_cannot_be_sent_is_a_call_over_its_limit(fleet):
 
 def test_time_is_that_of_the_slowest_rank_and_work_is_counted_once():
     totals = Totals(3)
-    totals.add(0, {"update": total(1.0, 10, 1.0)}, True)
-    totals.add(1, {"update": total(2.0, 10, 2.0)}, False)  # a copy along tp
-    totals.add(2, {"update": total(1.5, 7, 1.5)}, True)
-    totals.add(2, {"update": total(1.5, 7, 1.5), "read": total(0.5)}, True)
+    totals.add(0, {"update": sums(1.0, 10, 1.0)}, True)
+    totals.add(1, {"update": sums(2.0, 10, 2.0)}, False)  # a copy along tp
+    totals.add(2, {"update": sums(1.5, 7, 1.5)}, True)
+    totals.add(2, {"update": sums(1.5, 7, 1.5), "read": sums(0.5)}, True)
     found = totals.take()
     assert found["update"] == Total(3.0, 3.0, 2, 24, 0, 0.0, 3.0, 24) and found["read"].seconds == 0.5
     assert totals.take() == {}
@@ -186,7 +190,7 @@ def test_a_call_inside_a_phase_adds_no_phase_of_its_own(fleet):
         inside = calls.submit(0, CALL)
     outside = calls.submit(0, CALL)
     for future in fleet.sent:
-        future.set_result(Reply(None, {"generate": total(1.0, 5, 1.0)}))
+        future.set_result(Reply(None, {"generate": sums(1.0, 5, 1.0)}))
     calls.wait([inside, outside])
     found = calls.totals.take()["generate"]
     assert (found.seconds, found.tokens, found.phase_seconds, found.phase_tokens) == (2.0, 10, 1.0, 5)

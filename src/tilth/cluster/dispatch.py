@@ -76,7 +76,7 @@ class Dispatch:
                 self._failures.append(error)
             self._changed.notify_all()
         if error is None:
-            self.totals.add(flight.rank, future.result().totals, flight.call.answer, flight.covered)
+            self.totals.add(flight.rank, future.result().sums, flight.call.answer, flight.covered)
 
     def wait(self, flights: Sequence[Flight]) -> list[Reply]:
         """The replies, when all have come. On a failure of any worker, or when one exceeds its limit: kills all workers

@@ -9,7 +9,6 @@ import cloudpickle
 
 from tilth.core.batch import Store
 from tilth.core.errors import TilthError, WorkerError
-from tilth.trace.spans import Total
 
 OF_ROLES = ("import", "create")
 """Calls to the worker itself whose first argument is the role that they are for."""
@@ -44,7 +43,8 @@ class Reply(NamedTuple):
     """The answer of a worker: the value, and the sums of the spans that ended during the call."""
 
     value: Any
-    totals: dict[str, Total]
+    sums: dict[str, list[float]]
+    """As ``recorder.rows`` gives them."""
 
 
 class Failure(NamedTuple):

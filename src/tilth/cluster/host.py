@@ -58,7 +58,7 @@ class Host:
             value = self._run(call)
         finally:
             self._mark("")
-        return Reply(value if call.answer else None, {} if self.alone else recorder.totals())
+        return Reply(value if call.answer else None, {} if self.alone else recorder.rows())
 
     def answer(self, call: Call) -> Reply | Failure:
         """The same for a call from another process: an exception becomes a Failure that can travel."""

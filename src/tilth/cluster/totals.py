@@ -1,13 +1,15 @@
 """Where the time of the workers went, as one process would tell it."""
 
 import threading
-from dataclasses import astuple, fields, replace
+from dataclasses import fields
+from operator import attrgetter
 
-from tilth.trace.spans import Total
+from tilth.trace.spans import Total, total_of
 
 Sums = dict[str, list[float]]
 DONE = tuple(f.name in ("tokens", "bytes", "flops", "phase_tokens") for f in fields(Total))
 """Which fields say how much was done; the others say how long and how often."""
+_row = attrgetter(*(f.name for f in fields(Total)))
 
 
 class Totals:
@@ -18,12 +20,13 @@ class Totals:
         self._lock = threading.Lock()
         self._times: list[Sums] = [{} for _ in range(workers)]
 
-    def add(self, rank: int, totals: dict[str, Total], answers: bool, covered: bool = False) -> None:
-        """The spans of one call. covered: it was made inside a phase, so that its time is part of that phase's."""
+    def add(self, rank: int, sums: Sums, answers: bool, covered: bool = False) -> None:
+        """The spans of one call, as ``recorder.rows`` gives them. covered: it was made inside a phase, so that its time
+        is part of that phase's."""
         with self._lock:
-            for op, total in totals.items():
-                total = replace(total, phase_seconds=0.0, phase_tokens=0) if covered else total
-                row = [value if answers or not done else 0 for value, done in zip(astuple(total), DONE)]
+            for op, row in sums.items():
+                row = [*row[:-2], 0, 0] if covered else row  # phase_seconds and phase_tokens
+                row = row if answers else [0 if done else value for value, done in zip(row, DONE)]
                 before = self._times[rank].get(op)
                 self._times[rank][op] = row if before is None else [a + b for a, b in zip(before, row)]
 
@@ -36,13 +39,13 @@ class Totals:
 
 
 def _joined(rows: list[list[float]]) -> Total:
-    return Total(*(sum(c) if done else max(c) for c, done in zip(zip(*rows), DONE)))  # type: ignore[arg-type]
+    return total_of([sum(c) if done else max(c) for c, done in zip(zip(*rows), DONE)])
 
 
 def together(mine: dict[str, Total], other: dict[str, Total]) -> dict[str, Total]:
     """Sums of two places that work one after the other (the controller and its workers)."""
     both = dict(mine)
     for op, total in other.items():
-        row = zip(astuple(both[op]), astuple(total)) if op in both else [(value, 0) for value in astuple(total)]
+        row = zip(_row(both[op]), _row(total)) if op in both else [(value, 0) for value in _row(total)]
         both[op] = Total(*(a + b for a, b in row))
     return both

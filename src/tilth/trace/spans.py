@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,10 +71,10 @@ class Total:
 
 
 class _Thread(Buffer):
-    """What one thread keeps: the innermost open span, by name the sums that ``Total`` shows (times in ns), and the
-    events that wait."""
+    """What one thread keeps: the innermost open span, by name the sums that ``Total`` shows (times in ns), those that
+    were told, and the events that wait."""
 
-    __slots__ = ("name", "place", "sums", "thread", "top", "where")
+    __slots__ = ("name", "place", "sums", "thread", "told", "top", "where")
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,6 +83,20 @@ class _Thread(Buffer):
         self.name = self.thread.name
         self.top: span | None = None
         self.sums: dict[str, list[float]] = {}
+        self.told: dict[str, list[float]] = {}
+
+    def untold(self, into: dict[str, list[float]], tell: bool) -> None:
+        """Add what came to the sums since they were last told. A worker asks at each call, however small: operations
+        that did not end since then cost next to nothing."""
+        for op, row in list(self.sums.items()):  # a copy: the thread may be adding a name right now
+            before = self.told.get(op)
+            if before is not None and row[2] == before[2]:
+                continue
+            now = row[:WIDTH]
+            new = now if before is None else [a - b for a, b in zip(now, before)]
+            into[op] = [a + b for a, b in zip(into[op], new)] if op in into else new
+            if tell:
+                self.told[op] = now
 
     def begin(self, op: str) -> list[float]:
         """The sums of an operation that this thread has not done before."""
@@ -295,8 +309,7 @@ class Recorder:
         self.timed = False
         """Whether spans of what devices do are timed there too."""
         self._threads: list[_Thread] = []
-        self._gone: dict[str, list[float]] = {}
-        self._before: dict[str, list[float]] = {}
+        self._gone: dict[str, list[float]] = {}  # what threads that ended had not told
         self._forget()
 
     def _forget(self) -> None:
@@ -345,28 +358,26 @@ class Recorder:
 
     def totals(self, reset: bool = True) -> dict[str, Total]:
         """Sums by operation over the spans that ended since the last reset, in all threads; time in seconds."""
-        with self._totals_lock:
-            sums = self._sums()
-            change = {op: [a - b for a, b in zip(row, self._before.get(op, [0] * WIDTH))] for op, row in sums.items()}
-            if reset:
-                self._before = sums
-        return {op: _total(row) for op, row in change.items() if row[2]}
+        return {op: total_of(row) for op, row in self.rows(reset).items()}
 
-    def _sums(self) -> dict[str, list[float]]:
-        """Sums since the process began. (Called with the lock of the totals.)"""
-        self._retire()
-        sums = {op: list(row) for op, row in self._gone.items()}
-        for state in list(self._threads):
-            _merge(sums, state.sums)
-        return sums
+    def rows(self, reset: bool = True) -> dict[str, list[float]]:
+        """What ``totals`` tells, as ``total_of`` takes it: what a worker sends with each answer."""
+        with self._totals_lock:
+            self._retire()
+            new = dict(self._gone)
+            for state in list(self._threads):
+                state.untold(new, reset)
+            if reset:
+                self._gone = {}
+        return {op: row for op, row in new.items() if row[2]}
 
     def _retire(self) -> None:
-        """Fold the sums of threads that ended into one, so memory stays bounded. (Called with the lock of totals.)"""
+        """Keep what threads that ended have not told, so memory stays bounded. (Called with the lock of totals.)"""
         for state in [t for t in self._threads if not t.thread.is_alive()]:
             if self._writer is not None and (state.waiting or state.dropped):
                 self._left.append(state)  # its last events are still to be written
             self._threads.remove(state)
-            _merge(self._gone, state.sums)
+            state.untold(self._gone, True)
 
     def start(self, path: str | Path, rank: int = 0, attempt: int = 0, interval: float = 2.0) -> None:
         """Write events to ``path/attempt-A-rank-R-NNNNNN.parquet`` from now on, in a thread of its own.
@@ -485,16 +496,12 @@ def _unwritten(folder: Path, error: Exception) -> StorageError:
     return made
 
 
-def _total(row: list[float]) -> Total:
+def total_of(row: Sequence[float]) -> Total:
+    """Of sums in the order of the fields, times in ns."""
     took, own, count, tokens, size, flops, phase, phase_tokens = row
     return Total(
         took * 1e-9, own * 1e-9, int(count), int(tokens), int(size), float(flops), phase * 1e-9, int(phase_tokens)
     )  # fmt: skip
-
-
-def _merge(into: dict[str, list[float]], sums: dict[str, list[float]]) -> None:
-    for op, row in list(sums.items()):  # a copy: the thread may be adding a name right now
-        into[op] = [a + b for a, b in zip(into[op], row)] if op in into else row[:WIDTH]
 
 
 _ids = itertools.count(1)  # 0: an event that is not written yet
