@@ -448,7 +448,9 @@ def test_who_reads_what_is_damaged_is_told_what_to_do(command, run, tmp_path):
     name = flip(run / "checkpoints" / "step-000006")
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
     given = {"RUN": run, "DATA": tmp_path / "data.jsonl", "OUT": tmp_path / "out"}
-    error = refused(*(given.get(word, word) for word in command))
+    result = call(*(given.get(word, word) for word in command))
+    *before, error = result.stderr.splitlines()  # eval says first how much it is to do
+    assert result.exit_code == 2 and error.startswith("error: ") and len(before) == (command[0] == "eval")
     assert f"tensor model/{name} is corrupt in file model.safetensors" in error
     assert f"'tilth ckpt verify {run}@6' says all" in error and f"the one before it is {run}@4" in error
     assert not (tmp_path / "out" / "config.json").exists()
