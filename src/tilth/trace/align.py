@@ -42,7 +42,7 @@ class Known:
         asked, answered = np.array([r[0] for r in rounds]), np.array([r[1] for r in rounds])
         least = Bounds(asked[:, 1], asked[:, 0] - asked[:, 1])
         most = Bounds(answered[:, 1], answered[:, 2] - answered[:, 1])
-        knots = np.unique(np.r_[begin, end, [int(b[0, 1]) for b in bursts]])
+        knots = np.unique(np.r_[begin, end, [int(b[:, 1].min()) for b in bursts]])
         return cls(least, most, knots, fit(least, most, knots))
 
     def told(self, least: Bounds, most: Bounds) -> "Known":
