@@ -165,8 +165,8 @@ class _TokenLogprobs(torch.autograd.Function):
             for part in cached_parts(some, logp.shape[1]):
                 own = within(part, some)
                 of_entropy = None if grad_entropy is None else (entropy[part, None], grad_entropy[part, None])
-                found = grad_logits(logp[own], grad_logprobs[part, None], of_entropy)
-                found = found.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+                incoming = grad_logprobs[part, None]
+                found = grad_logits(logp[own], incoming, of_entropy, targets[part, None], incoming)
                 grad[own] = found if ctx.temperature == 1.0 else found.div_(ctx.temperature)
 
         return *head_gradients(hidden, weight, ctx.chunk, fill, ctx.needs_input_grad[:2]), *[None] * 6
@@ -200,13 +200,18 @@ def _entropy(logp: Tensor) -> Tensor:
     return logp.exp().mul_(logp).sum(-1).neg_()
 
 
-def grad_logits(logp: Tensor, grad_logprobs: Tensor, of_entropy: tuple[Tensor, Tensor] | None) -> Tensor:
+def grad_logits(
+    logp: Tensor, grad_logprobs: Tensor, of_entropy: tuple[Tensor, Tensor] | None, targets: Tensor, here: Tensor
+) -> Tensor:
     """d(log p[target]) = onehot - p, d(entropy) = -p (log p + entropy), each times its incoming gradient: [rows, V].
 
-    of_entropy: the entropy and its incoming gradient. Everything else is [rows, 1]. The onehot is left to the caller.
+    of_entropy: the entropy and its incoming gradient. targets: int64, their columns; here: what comes in at these
+    columns (0 where another rank has the target). Everything but logp is [rows, 1].
     """
     p = logp.exp()
     if of_entropy is None:
-        return p.mul_(-grad_logprobs)
-    entropy, incoming = of_entropy
-    return (logp + entropy).mul_(-incoming).sub_(grad_logprobs).mul_(p)
+        found = p.mul_(-grad_logprobs)
+    else:
+        entropy, incoming = of_entropy
+        found = (logp + entropy).mul_(-incoming).sub_(grad_logprobs).mul_(p)
+    return found.scatter_add_(1, targets, here)

@@ -205,8 +205,7 @@ class _Logprobs(torch.autograd.Function):
                 own = within(part, some)
                 logp = (logits[own] - greatest[part, None]).sub_(log_sum[part, None])
                 of_entropy = None if grad_entropy is None else (entropy[part, None], grad_entropy[part, None])
-                found = grad_logits(logp, grad_logprobs[part, None], of_entropy)
-                found = found.scatter_add_(1, index[part, None], here[part, None])
+                found = grad_logits(logp, grad_logprobs[part, None], of_entropy, index[part, None], here[part, None])
                 grad[own] = found if ctx.temperature == 1.0 else found.div_(ctx.temperature)
 
         grad_hidden, grad_weight = head_gradients(hidden, weight, ctx.chunk, fill, ctx.needs_input_grad[:2])
