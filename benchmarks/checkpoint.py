@@ -1,7 +1,7 @@
 """Saving and loading a model with its optimizer state, beside torch.distributed.checkpoint and torch.save.
 
     python benchmarks/checkpoint.py [--quick] [--json PATH] [--ranks 1,2,4] [--mb 50,500,4000] [--folder DIR]
-        [--methods "tilth,DCP save"] [--rounds 3] [--step 0.2]
+        [--methods "tilth,DCP save"] [--rounds 3] [--pairs 12] [--step 0.2]
 
 Weights of a decoder and Adam's moments, so many megabytes in all, divided by fsdp over processes of this machine, one
 thread each. The distributed checkpoint is set as it is best at saving again and again (``checkpoint_methods.py``).
@@ -9,7 +9,8 @@ First what each way loads is compared bit for bit with what it saved, which had 
 
 - stall: extra time of the ten steps from a save on, against ten steps without one. A step is matrix products that take
   0.2 s where there is a core for each rank, a change of every tensor, and a barrier; so work that a save does behind
-  the steps counts where it takes their cores. Median of the one less median of the other, in turns.
+  the steps counts where it takes their cores. The two in turns, "pairs" of them: the median of their differences and
+  its 95 % interval by bootstrap, for on a shared machine two such series may differ by more than a save costs.
 - call: until the call returns and the state may be changed. durable: from the call until all ranks' bytes and the
   commit are synchronised to disk, no steps beside it. Slowest rank, median. cpu: processor time of all ranks until
   then, threads and child processes included; a busy machine changes it little.
@@ -38,6 +39,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 METHODS = ("tilth", "DCP save", "DCP thread", "DCP thread+", "DCP process", "DCP process+", "torch.save")
 QUICK = tuple(name for name in METHODS if not name.endswith("+"))
 RESHARDS = ("tilth", "DCP save")
@@ -51,7 +54,7 @@ GOALS = {
 }
 """Column -> beside whom -> at most this ratio."""
 MOST_READ = 0.3
-COLUMNS = ("stall_s", "call_s", "durable_s", "cpu_s", "warm_s", "cold_s", "columns_s")
+COLUMNS = ("stall_s", "stall_low_s", "stall_high_s", "call_s", "durable_s", "cpu_s", "warm_s", "cold_s", "columns_s")
 Row = dict[str, Any]
 
 
@@ -98,12 +101,20 @@ def slowest(found: Sequence[Mapping[str, Any]], key: str) -> float:
     return median(max(seconds) for seconds in zip(*(one[key] for one in found)))
 
 
+def stall(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Median of what the slowest rank's steps take longer, pair by pair, and its 95 % interval by bootstrap."""
+    beside, without = (np.array([one[key] for one in found]).max(0) for key in ("beside", "without"))
+    again = np.median(np.random.default_rng(0).choice(beside - without, (2000, len(beside))), axis=1)
+    low, high = np.quantile(again, [0.025, 0.975])
+    return {"stall_s": float(np.median(beside - without)), "stall_low_s": float(low), "stall_high_s": float(high)}
+
+
 def row(name: str, found: Sequence[Mapping[str, Any]], nbytes: int) -> Row:
     """One way to save, in numbers."""
     return {
         "method": name,
         "same": all(one["same"] for one in found),
-        "stall_s": slowest(found, "beside") - slowest(found, "without"),
+        **stall(found),
         "ten_steps_s": slowest(found, "without"),
         "call_s": slowest(found, "calls"),
         "first_call_s": max(one["first"] for one in found),
@@ -132,6 +143,7 @@ def columns(name: str, found: Sequence[Mapping[str, Any]], common: Mapping[str, 
 def rows(count: int, megabytes: float, options: argparse.Namespace, place: Path) -> Iterator[Row]:
     """All ways at one size on one number of ranks."""
     common: dict[str, object] = {"ranks": count, "mb": megabytes, "rounds": options.rounds, "step": options.step}
+    common["pairs"] = options.pairs
     found = ranks({**common, "methods": options.methods}, count, place / "ranks")
     nbytes = sum(one["nbytes"] for one in found)
     made = dict[str, Row]()
@@ -170,15 +182,16 @@ def most_read(row: Row) -> int:
     return max(row["columns_read"], row["columns_asked"])
 
 
-HEAD = (
-    f"{'ranks':>5} {'MB':>5} {'':12} {'stall':>8} {'call':>8} {'durable':>8} {'cpu':>8} {'warm':>8} {'cold':>8}"
-    f" {'columns':>8} {'read':>5} {'peak MB':>8}"
+WIDTHS = {"stall_low_s": 7, "stall_high_s": 7}
+NAMES = ("stall", "from", "to", "call", "durable", "cpu", "warm", "cold", "columns")
+HEAD = " ".join(
+    [f"{'ranks':>5} {'MB':>5} {'':12}", *(f"{n:>{WIDTHS.get(c, 8)}}" for c, n in zip(COLUMNS, NAMES)), " read  peak MB"]
 )
 
 
 def line(row: Row) -> str:
     """A row for people, seconds to the millisecond; below Tilth's the ratios that have goals."""
-    seconds = " ".join(f"{row[c]:8.3f}" if c in row else " " * 8 for c in COLUMNS)
+    seconds = " ".join(f"{row[c]:{WIDTHS.get(c, 8)}.3f}" if c in row else " " * 8 for c in COLUMNS)
     read = f"{most_read(row) / row['bytes']:5.2f}" if "columns_read" in row else " " * 5
     said = f"{row['ranks']:5} {row['mb']:5.0f} {row['method']:12} {seconds} {read} {row['peak_bytes'] / 1e6:8.0f}"
     if "ratios" in row:
@@ -203,10 +216,12 @@ def main() -> None:
     parser.add_argument("--mb", default="")
     parser.add_argument("--folder", type=Path, help="where to write; default: the temporary directory")
     parser.add_argument("--rounds", type=int, default=0, help="repeats; default 3, with --quick 1")
+    parser.add_argument("--pairs", type=int, default=0, help="of ten steps, for the stall; default 12, with --quick 3")
     parser.add_argument("--step", type=float, default=0.0, help="seconds of a step; default 0.2, with --quick 0.05")
     parser.add_argument("--methods", default="", help="default all; with --quick without those of +")
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 3)
+    options.pairs = options.pairs or (3 if options.quick else 12)
     options.methods = options.methods or ",".join(QUICK if options.quick else METHODS)
     options.step = options.step or (0.05 if options.quick else 0.2)
     found, sizes = list[Row](), options.mb or ("50" if options.quick else "50,500,4000")

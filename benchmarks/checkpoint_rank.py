@@ -145,14 +145,14 @@ class Trial:
         dist.barrier()
         return timed(lambda: self.method.load(self.folder))
 
-    def measure(self, rounds: int) -> Found:
+    def measure(self, rounds: int, pairs: int) -> Found:
         """All of it. The last save, which ``check`` made, stays for who loads it in another layout."""
         found = self.found
         self.check()
         for _ in range(rounds):
             for kept, value in zip((found.calls, found.durable, found.cpu), self.save()):
                 kept.append(value)
-        for _ in range(rounds):
+        for _ in range(pairs):
             found.without.append(self.steps(saving=False))
             found.beside.append(self.steps(saving=True))
         self.check()
@@ -254,7 +254,7 @@ def train(options: argparse.Namespace) -> dict[str, object]:
     for name in options.methods.split(","):
         state.fill()
         trial = Trial(name, state, step, options.folder / name.replace(" ", "-"))
-        found[name] = asdict(trial.measure(options.rounds)) | {"kept": str(trial.folder)}
+        found[name] = asdict(trial.measure(options.rounds, options.pairs)) | {"kept": str(trial.folder)}
     dist.barrier()
     return {"nbytes": state.nbytes, "found": found}
 
@@ -283,6 +283,7 @@ def main() -> None:
     parser.add_argument("--mb", type=float, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--pairs", type=int, default=1)
     parser.add_argument("--step", type=float, default=0.2, help="seconds")
     parser.add_argument("--methods", required=True)
     parser.add_argument("--reshard", default="", help="a checkpoint to load by columns; nothing else is done")

@@ -26,9 +26,20 @@ def found(**changes):
 def test_a_row_is_of_the_slowest_rank_and_of_the_middle_repeat():
     other = found(calls=[2.0, 9.0, 1.0], without=[10.0, 11.0, 13.0], beside=[10.0, 14.0, 12.0], first=3.0)
     row = script("checkpoint.py").row("tilth", [found(), other], 100)
-    assert row["call_s"] == 3.0 and row["ten_steps_s"] == 11.0 and row["stall_s"] == 12.5 - 11.0
+    assert row["call_s"] == 3.0 and row["ten_steps_s"] == 11.0 and row["stall_s"] == 0.5
     assert row["cpu_s"] == 2.0 and row["first_call_s"] == 3.0 and row["peak_bytes"] == 14 and row["read_share"] == 1.0
     assert row["same"] and not script("checkpoint.py").row("tilth", [found(), found(same=False)], 100)["same"]
+
+
+def test_the_stall_is_of_pairs_and_comes_with_an_interval():
+    """A machine that grows slower changes both of a pair; one pair out of order moves the end of the interval only."""
+    without = [float(10 + i) for i in range(20)]
+    steady = found(without=without, beside=[value + 0.25 for value in without])
+    told = script("checkpoint.py").stall([steady])
+    assert told == {"stall_s": 0.25, "stall_low_s": 0.25, "stall_high_s": 0.25}
+    noisy = found(without=without, beside=[value + i / 10 for i, value in enumerate(without)])
+    told = script("checkpoint.py").stall([noisy])
+    assert told["stall_s"] == pytest.approx(0.95) and told["stall_low_s"] < 0.9 and told["stall_high_s"] > 1.0
 
 
 def rows(**times):
@@ -104,7 +115,18 @@ def test_shares_of_ranks_and_the_quarter_of_the_columns_have_the_same_checksums(
 @pytest.mark.slow
 @pytest.mark.dist
 def test_it_runs(tmp_path):
-    command = [sys.executable, str(SCRIPTS / "checkpoint.py"), "--mb", "12", "--ranks", "2", "--rounds", "1"]
+    command = [
+        sys.executable,
+        str(SCRIPTS / "checkpoint.py"),
+        "--mb",
+        "12",
+        "--ranks",
+        "2",
+        "--rounds",
+        "1",
+        "--pairs",
+        "1",
+    ]
     command += ["--methods", "tilth,DCP save,DCP process+,torch.save"]
     command += ["--step", "0.005", "--json", str(tmp_path / "rows.json"), "--folder", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", *sys.path])}
