@@ -105,7 +105,7 @@ def test_how_far_it_is_is_said_without_a_terminal_too_but_seldom(monkeypatch, te
     monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
     stderr.isatty = lambda: terminal
-    show = command._progress()
+    show = command._progress(1)
     for done in range(1, 4):
         show(done, 3)
     assert stderr.getvalue() == written
@@ -253,9 +253,8 @@ def test_what_the_run_says_holds_unless_the_command_says_otherwise(place):
 def test_mistakes(place, monkeypatch, arguments, message):
     monkeypatch.chdir(place)
     result = call(*arguments)
-    *before, error = result.stderr.splitlines()
+    (error,) = result.stderr.splitlines()
     assert result.exit_code == 2 and error.startswith("error: ") and message in error
-    assert all(line.endswith("completions to generate") for line in before) and len(before) <= 1
 
 
 def test_a_syntax_error_in_the_reward_is_at_the_users_line(place, tmp_path):

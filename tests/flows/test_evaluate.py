@@ -104,7 +104,14 @@ def test_a_sample_is_the_same_whatever_else_is_asked(model, pool):
 def test_progress_is_told(model, pool):
     told = []
     evaluate(model, PROMPTS, pool, How(sampling=SHORT, n=2), lambda done, of: told.append((done, of)))
-    assert told == [(i, 24) for i in range(1, 25)]
+    assert told == [(i, 24) for i in range(25)]
+
+
+def test_nothing_is_told_of_what_cannot_begin(model, pool):
+    told = []
+    with pytest.raises(DataError, match="exceeds the model's context"):
+        evaluate(model, PROMPTS, pool, How(sampling=SamplingParams(max_tokens=10**6)), lambda *far: told.append(far))
+    assert not told
 
 
 # ---- numbers ----

@@ -1,14 +1,14 @@
 """``tilth trace capture``: profiles of the next steps of a run that goes on."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from tilth.core.errors import DataError, StorageError
+from tilth.core.errors import StorageError
 from tilth.flows.profiling import Request, ask, follow, steps_in_words, take_back
+from tilth.trace.events import parse_ranks
 from tilth.ui import words
 
 
@@ -18,7 +18,7 @@ def capture(run: Path, steps: int, ranks: str, *, memory: bool, as_json: bool) -
     DataError: not a run that goes on, no such ranks; StorageError: nothing could be recorded or written. Ctrl-C takes
     back what was asked for, if it has not begun.
     """
-    request = ask(run, steps, _ranks(ranks), memory)
+    request = ask(run, steps, parse_ranks(ranks), memory)
     try:
         line = _await(run, request, silent=as_json)
     except KeyboardInterrupt:
@@ -52,10 +52,3 @@ def _told(line: dict[str, Any]) -> list[str]:
     lines = [f"{made['path']}  {words.size(made['bytes'])}" for made in line["files"].values()]
     lines += [f"rank {rank}: nothing: {error}" for rank, error in line["errors"].items()]
     return [*lines, "they open at https://ui.perfetto.dev, or in chrome://tracing"]
-
-
-def _ranks(text: str) -> list[int]:
-    """ "0,1" -> [0, 1]; DataError for what is no list of numbers."""
-    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text):
-        raise DataError(f"--ranks {text!r} is not a list of ranks, as in 0,1")
-    return [int(rank) for rank in text.split(",")]

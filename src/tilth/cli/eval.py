@@ -75,8 +75,7 @@ def judge(wish: Wish) -> None:
             check_answers(spec, prompts)
         seen = trained_on(wish, loaded, prompts)
         pool.ready()  # so that a reward that cannot be had is told alone
-        typer.echo(_amount(len(prompts), how.samples), err=True)
-        found = evaluate(loaded, prompts, pool, how, _progress())
+        found = evaluate(loaded, prompts, pool, how, _progress(how.samples))
     if wish.out is not None:
         write_completions(wish.out, found)
     data = wish.data or "what the run held out"
@@ -189,12 +188,16 @@ def _amount(prompts: int, samples: int) -> str:
     return f"{prompts:,} prompts x {samples:,} samples: {prompts * samples:,} completions to generate"
 
 
-def _progress() -> Progress:
-    """Says on stderr how far it is: a terminal's line is written anew, a file or pipe gets a line now and then."""
+def _progress(samples: int) -> Progress:
+    """Says on stderr what is ahead, ``samples`` of each prompt, and then how far it is: a terminal's line is written
+    anew, a file or pipe gets a line now and then."""
     every, begin, end = (_EVERY, "\r", "") if sys.stderr.isatty() else (_EVERY_LINE, "", "\n")
     last = [time.monotonic()]
 
     def show(done: int, of: int) -> None:
+        if not done:
+            typer.echo(_amount(of // samples, samples), err=True)
+            return
         now = time.monotonic()
         if now - last[0] > every or done == of:
             last[0] = now

@@ -11,7 +11,7 @@ import typer
 from tilth.core.errors import DataError
 from tilth.flows.metrics import declaration
 from tilth.flows.readers import read_metrics
-from tilth.trace.events import Events, parse_steps
+from tilth.trace.events import Events, parse_ranks, parse_steps
 from tilth.trace.opening import open_run
 from tilth.trace.perfetto import Counter, Written, export
 from tilth.ui import words
@@ -73,9 +73,7 @@ def chosen(events: Events, ranks: str) -> Events:
     """Events of some ranks, "0,1"; "": all. DataError names a rank that has none."""
     if not ranks:
         return events
-    if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", ranks):
-        raise DataError(f"ranks {ranks!r} are not of the form 0,1")
-    wanted = [int(part) for part in ranks.split(",")]
+    wanted = parse_ranks(ranks)
     for rank in wanted:
         if rank not in events.ranks:
             there = ", ".join(f"{r} (controller)" if r == events.controller else str(r) for r in events.ranks)

@@ -30,6 +30,7 @@ many samples are asked for changes the random numbers of one."""
 
 GREEDY = SamplingParams(temperature=0.0)
 Progress = Callable[[int, int], None]
+"""Told (completions done, of all): first when nothing stands in the way of the first."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def _plain(found: Interval, prompts: int) -> dict[str, Any]:
 def evaluate(
     model: LoadedModel, prompts: PromptSet, pool: RewardPool, how: How, progress: Progress | None = None
 ) -> Evaluation:
-    """``how.samples`` completions of each prompt, scored. progress: told (completions done, of all).
+    """``how.samples`` completions of each prompt, scored.
 
     The same model, prompts and ``how`` give the same completions. Raises DataError for a prompt that does not fit the
     context or a set without prompts, RewardError if not one reward can be had.
@@ -236,11 +237,11 @@ def _check_lengths(asked: list[Prompt], ids: list[list[int]], how: How, context:
 
 
 def _run(engine: Engine, requests: list[Request], progress: Progress | None) -> list[Trajectory]:
-    found = {}
+    found, tell = dict[int, Trajectory](), progress or (lambda done, of: None)
+    tell(0, len(requests))
     for trajectory in engine.stream(requests):
         found[trajectory.id] = trajectory
-        if progress is not None:
-            progress(len(found), len(requests))
+        tell(len(found), len(requests))
     return [found[r.id] for r in requests]
 
 

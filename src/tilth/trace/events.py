@@ -193,6 +193,13 @@ def parse_steps(text: str) -> range:
     return range(first, first + 1 if found[2] is None else int(found[2]))
 
 
+def parse_ranks(text: str) -> list[int]:
+    """ "0,1" -> [0, 1]; DataError for anything else."""
+    if not re.fullmatch(r"\s*\d{1,9}\s*(,\s*\d{1,9}\s*)*", text):
+        raise DataError(f"ranks {text!r} are not of the form 0,1")
+    return [int(rank) for rank in text.split(",")]
+
+
 def _column(table: pa.Table, name: str) -> Any:
     """As ``Events`` has it."""
     if name == "flops":

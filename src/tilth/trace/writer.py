@@ -5,7 +5,6 @@ import re
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tilth.core.errors import StorageError
+from tilth.core.target import written_whole
 from tilth.trace.buffer import SIZE, Taken, Texts
 
 VERSION = "3"
@@ -89,16 +89,9 @@ class PartWriter:
         times: start and duration of work on a device, ns of the same clock, by the id of its span.
         """
         target = self.folder / f"attempt-{self.attempt}-rank-{self.rank}-{self.part + 1:06d}.parquet"
-        temporary = target.with_name(f".{target.name}.tmp")
-        try:
+        with written_whole(target) as temporary:
             table = self._table(taken, texts, dropped, times or {})
             pq.write_table(table, temporary, compression="zstd", use_dictionary=TEXTS, write_statistics=False)
-            os.replace(temporary, target)
-        except OSError as error:
-            raise StorageError(f"cannot write {target}: {error.strerror or error}") from error
-        finally:
-            with suppress(OSError):  # of the same disk; as a rule it has its name by now and is not there
-                temporary.unlink(missing_ok=True)
         self.part += 1
         return target
 

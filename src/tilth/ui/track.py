@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 from tilth.config.load import dump_toml
 from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError
+from tilth.core.target import written_whole
 from tilth.flows.metrics import KEYS, declaration, schema
 from tilth.ui.prometheus import Endpoint
 
@@ -242,9 +243,8 @@ class WeightsAndBiases(Tracker):
 
     def _remember(self, step: int) -> None:
         self._sent = step
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"id": self._id, "step": step}))
-        temporary.replace(self._path)
+        with written_whole(self._path) as temporary:
+            temporary.write_text(json.dumps({"id": self._id, "step": step}))
 
 
 TRACKERS: dict[str, type[Tracker]] = {t.package: t for t in (TensorBoard, WeightsAndBiases)}
