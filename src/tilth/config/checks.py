@@ -143,6 +143,9 @@ def _places(recipe: Recipe) -> Iterator[str]:
     name = recipe.run.name
     if "/" in name or name in (".", ".."):
         yield f"run.name = {name!r} is a path; give the name of a folder in run.dir"
+    if "@" in name:
+        right = name.replace("@", "-")
+        yield f"run.name = {name!r} has an @, as in RUN@best, which names a checkpoint; leave it out, as in {right}"
     if not recipe.run.dir:
         yield "run.dir is empty; give a folder, such as runs"
 
