@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.flows import tiny
-from tilth.checkpoint import Group, Saver, latest, open_checkpoint, stages
+from tilth.checkpoint import Group, Saver, latest, open_checkpoint, read_best, stages
 from tilth.core.errors import StorageError
 from tilth.core.layout import Layout, Mesh
 from tilth.flows import saving
@@ -121,7 +121,9 @@ def test_failures_are_told_and_too_many_in_a_row_stop_the_run(made, tmp_path):
     save(one, 2)
     save(one, 3)
     assert len(said) == 2 and one.failed == 2
-    assert "checkpoint of step 2 failed, training goes on without it" in said[0] and "No space left" in said[0]
+    assert (
+        "checkpoint of step 2 failed (1 in a row; the run stops after 2 more)" in said[0] and "No space left" in said[0]
+    )
     save(one, 4)
     one.finish()
     assert one.failed == 0 and steps(tmp_path / "kept") == [1, 4]  # it is a row only without a success between
@@ -186,6 +188,22 @@ def test_a_run_that_ends_in_an_error_leaves_no_half_of_a_checkpoint(made, tmp_pa
     one.give_up()
     left = [path.name for path in (tmp_path / "kept").iterdir() if path.name.startswith("step-")]
     assert "step-000001" in left and latest(tmp_path / "kept").name in left
+
+
+def test_the_best_one_stays_until_a_better_one_is_on_the_disk(made, tmp_path):
+    one, keeper, _ = made(keep=1)
+    first, better = ({"step": step, "metric": "accuracy", "value": step / 10} for step in (2, 6))
+    save(one, 2, first)
+    save(one, 4, first)
+    one.finish()
+    keeper.refuse = ["No space left on device"]
+    save(one, 6, better)
+    save(one, 8, better)
+    one.finish()
+    assert steps(tmp_path / "kept") == [2, 8] and read_best(tmp_path / "kept") == first
+    save(one, 10, best := {**better, "step": 10})
+    one.finish()
+    assert steps(tmp_path / "kept") == [10] and read_best(tmp_path / "kept") == best
 
 
 def test_retention_that_fails_is_told_and_the_checkpoint_counts(made, tmp_path, monkeypatch):

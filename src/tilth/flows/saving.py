@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from tilth.checkpoint import Commit, abandon_save, begin_save, mark_best, prune
+from tilth.checkpoint import Commit, abandon_save, begin_save, complete, mark_best, prune, read_best
+from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.stages import StageError
 from tilth.cluster.group import WorkerGroup
 from tilth.config.schema import Recipe
@@ -122,6 +123,8 @@ class Saving:
 
     def _tidy(self) -> None:
         self._durable = time.monotonic()
+        if self._best and self._best["step"] not in map(step_of, complete(self.root)):
+            self._best = read_best(self.root) or {}  # its own save failed: of those that are there the old one stays
         mark_best(self.root, self._best or None)
         prune(self.root, self.section.keep, self.section.keep_every)
 
@@ -133,6 +136,6 @@ class Saving:
             raise error
         more = self.section.save_failures - self.failed
         self.say(
-            f"the checkpoint of step {self._step} failed, training goes on without it ({self.failed} in a row; "
+            f"the checkpoint of step {self._step} failed ({self.failed} in a row; "
             f"the run stops after {more + 1} more): {error}"
         )
