@@ -17,8 +17,10 @@ from tests.checkpoint import hand
 from tests.checkpoint.hand import raw
 from tests.checkpoint.make import DTYPES, groups, same, save_step, tensor
 from tilth.checkpoint import latest, open_checkpoint, prune, save
+from tilth.checkpoint.image import Group
+from tilth.checkpoint.saver import Saver, begin_save
 from tilth.core.errors import CheckpointError
-from tilth.core.layout import Box, Mesh
+from tilth.core.layout import Box, Layout, Mesh
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -205,6 +207,18 @@ def test_a_step_saved_again_is_replaced(tmp_path):
     assert same(checkpoint.read("model", "norm.weight"), groups("new")["model"]["norm.weight"])
 
 
+def deep(levels: int):
+    """So many mappings in one another."""
+    found = {}
+    for _ in range(levels - 1):
+        found = {"a": found}
+    return found
+
+
+def test_objects_as_deep_as_they_may_be(tmp_path):
+    assert open_checkpoint(save(tmp_path, 1, {}, deep(200))).objects == deep(200)
+
+
 @pytest.mark.parametrize(
     ("objects", "message"),
     [
@@ -212,6 +226,9 @@ def test_a_step_saved_again_is_replaced(tmp_path):
         ({"a": [0, {"b": {2, 3}}]}, r"objects\.a\[1\]\.b: a set cannot"),
         ({"a": np.float32(1)}, r"objects\.a: a float32 cannot"),
         ({"a": torch.ones(1)}, r"objects\.a: a Tensor cannot"),
+        ([1], r"objects is a list; it must be a mapping"),
+        ({"a": deep(3000)}, r"^objects\.a(\.a)*\.{3,4}: objects lie in one another more than 200 deep$"),
+        ({"a": deep(200)}, r"more than 200 deep"),
     ],
 )
 def test_objects_that_json_would_change(tmp_path, objects, message):
@@ -227,12 +244,34 @@ def test_objects_that_json_would_change(tmp_path, objects, message):
         ({"g": {"x": torch.ones(2, dtype=torch.complex128)}}, r"tensor g/x \(torch.complex128"),
         ({"g": {"x": torch.eye(2).to_sparse()}}, r"tensor g/x .*sparse"),
         ({"g": {"x": torch.empty(2, device="meta")}}, r"tensor g/x .*meta"),
+        ({"g": {"x": [1]}}, r"tensor g/x is a list; it must be a torch\.Tensor"),
+        ({"g": {"x": None}}, r"tensor g/x is a NoneType"),
+        ({"g": {"x": torch.nested.nested_tensor([torch.ones(2)])}}, r"tensor g/x is nested"),
+        ({"g": {"x\ud800": torch.ones(2)}}, r"tensor g/'x\\ud800': its name has half a surrogate pair"),
+        ({"g": {1: torch.ones(2)}}, r"tensor g/1: its name is a int; it must be text"),
+        ({"g": [torch.ones(2)]}, r"group g is a list; it must be a mapping"),
+        ([torch.ones(2)], r"groups is a list; it must be a mapping"),
+        ({1: {}}, r"group 1: a name of letters"),
     ],
 )
 def test_what_cannot_be_stored(tmp_path, saved, message):
     with pytest.raises(CheckpointError, match=message):
         save(tmp_path / "root", 1, saved, {})
     assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "3", None, True])
+def test_what_is_no_step(tmp_path, step):
+    with pytest.raises(CheckpointError, match=f"^step = {step!r}: the step of a checkpoint is a whole number"):
+        save(tmp_path / "root", step, {"g": {}}, {})
+    assert not (tmp_path / "root").exists()
+
+
+def test_what_is_no_tensor_is_refused_on_every_rank(tmp_path):
+    folder, group = begin_save(tmp_path, 1), Group({"x": [1]}, {"x": Layout.single((1,))})
+    with pytest.raises(CheckpointError, match=r"^tensor g/x is a list"):
+        Saver().start(folder, {"g": group}, 0)
+    assert [p.name for p in folder.rglob("*")] == [".reports"]
 
 
 def test_nothing_is_pickled(tmp_path):

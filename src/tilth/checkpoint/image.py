@@ -82,13 +82,38 @@ def _part(boxes: Sequence[Box], piece: Box) -> tuple[int, tuple[slice, ...]]:
 
 def specs_of(name: str, group: Group, rank: int) -> tuple[Spec, ...]:
     """The group as it is planned. CheckpointError for a tensor that cannot be stored or has no layout."""
-    strangers = sorted(group.tensors.keys() - group.layouts.keys())
+    strangers = sorted(group.tensors.keys() - group.layouts.keys(), key=str)
     raise_problems(name, (f"tensor {name}/{tensor} has no layout" for tensor in strangers))
     return tuple(Spec(n, layout, _dtype(name, n, group, rank)) for n, layout in group.layouts.items())
 
 
+def check_tensor(group: str, name: str, values: Any) -> None:
+    """CheckpointError for a name that is not text that files can hold, and for what is no tensor, or has no one shape.
+
+    A save calls it for each tensor while training waits, so it asks for nothing that takes more than some 100 ns.
+    """
+    if not isinstance(name, str):
+        raise CheckpointError(f"tensor {group}/{name!r}: its name is a {type(name).__name__}; it must be text")
+    if not name.isascii() and not _encodes(name):
+        raise CheckpointError(f"tensor {group}/{name!a}: its name has half a surrogate pair, which UTF-8 cannot hold")
+    if not isinstance(values, Tensor):
+        raise CheckpointError(f"tensor {group}/{name} is a {type(values).__name__}; it must be a torch.Tensor")
+    if values.is_nested:
+        raise CheckpointError(f"tensor {group}/{name} is nested; safetensors stores tensors of one shape")
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _dtype(name: str, tensor: str, group: Group, rank: int) -> str:
     values = group.tensors.get(tensor)
+    if values is not None or tensor in group.tensors:
+        check_tensor(name, tensor, values)
     dtype = group.dtypes.get(tensor) if values is None else values.dtype
     if dtype is None and rank in group.layouts[tensor].mesh.ranks:
         raise CheckpointError(f"tensor {name}/{tensor} is not among those of rank {rank}, which is in its mesh")

@@ -28,6 +28,7 @@ from tilth.trace.spans import span
 _FAILED = "failed."
 _SOONEST, _LATEST = 0.005, 0.1  # seconds between two looks at the reports
 _PATIENCE = 0.1  # between those bounds so much of the time that has passed: later than that is no save seen
+_DEPTH = 200  # of objects in one another: a reader of JSON has a bound too, which depends on who calls it
 _LARGE = 4 << 20  # bytes from which on a thread more is worth it
 
 
@@ -128,7 +129,7 @@ class Saver:
 
 
 def _check_name(kind: str, name: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise CheckpointError(f"{kind} {name!r}: a name of letters, digits, '-' and '_' is needed")
 
 
@@ -238,8 +239,11 @@ def _before(attempt: Attempt) -> str:
 def begin_save(root: Location, step: int) -> Any:
     """The controller's first act: a folder for what all ranks write; its path, or its URL where the root is one.
 
-    Removes what crashed saves left there, so one save at a time may be under way. StorageError if it cannot be made.
+    Removes what crashed saves left there, so one save at a time may be under way. StorageError if it cannot be made;
+    CheckpointError for a step that is no number of a step.
     """
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"step = {step!r}: the step of a checkpoint is a whole number of at least 0")
     attempt = Attempt.new(root, step)
     try:
         with _told(attempt), staged("begin", str(attempt.place)):
@@ -268,7 +272,7 @@ def commit_save(
     """
     attempt = Attempt.of(folder)
     try:
-        check_json(objects, "objects")
+        check_objects(objects)
         if attempt.step != step:
             raise CheckpointError(f"{folder} was begun for step {attempt.step}, not for step {step}")
         reports = [p if isinstance(p, Report) else parse_report(json.dumps(dict(p)), "a part") for p in parts]
@@ -319,7 +323,7 @@ class Commit:
     ) -> None:
         """groups: the ranks that report of each. then: called with the checkpoint's path or URL when it is there, for
         what follows (retention, the mark of the best); its failure is one of this save, the checkpoint stays."""
-        check_json(objects, "objects")
+        check_objects(objects)
         self._attempt = Attempt.of(folder)
         self._root, self._step, self._groups, self._objects = root, step, groups, objects
         self._layout, self._then = layout, then
@@ -406,15 +410,24 @@ class Commit:
         )
 
 
-def check_json(value: Any, place: str) -> None:
+def check_objects(objects: Any) -> None:
+    """CheckpointError unless it is a mapping that comes back from JSON as it is."""
+    if not isinstance(objects, Mapping):
+        raise CheckpointError(f"objects is a {type(objects).__name__}; it must be a mapping of names to values")
+    _check_json(objects, "objects", _DEPTH)
+
+
+def _check_json(value: Any, place: str, depth: int) -> None:
     """JSON would turn other keys into text and has no other types: what is read must be what was saved."""
+    if not depth:
+        raise CheckpointError(f"{place[:60]}...: objects lie in one another more than {_DEPTH} deep")
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise CheckpointError(f"{place}: key {key!r} is a {type(key).__name__}; JSON has only text keys")
-            check_json(item, f"{place}.{key}")
+            _check_json(item, f"{place}.{key}", depth - 1)
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            check_json(item, f"{place}[{i}]")
+            _check_json(item, f"{place}[{i}]", depth - 1)
     elif not (value is None or type(value) in (bool, int, float, str)):
         raise CheckpointError(f"{place}: a {type(value).__name__} cannot be stored as JSON")

@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from tilth.checkpoint.image import Group
-from tilth.checkpoint.saver import Saver, abandon_save, begin_save, check_json, commit_save
+from tilth.checkpoint.image import Group, check_tensor
+from tilth.checkpoint.saver import Saver, abandon_save, begin_save, check_objects, commit_save
 from tilth.checkpoint.storage import Location
+from tilth.core.errors import CheckpointError
 from tilth.core.layout import Layout, Mesh
 
 Groups = Mapping[str, Mapping[str, Tensor]]
@@ -21,11 +22,9 @@ def save(root: Location, step: int, groups: Groups, objects: Mapping[str, Any], 
     one process). StorageError if writing fails (disk full, read-only, no permission): nothing of the attempt remains
     and what was there before is intact. CheckpointError, before anything is written, if something cannot be stored.
     """
-    check_json(objects, "objects")
-    single = {
-        name: Group(tensors, {n: Layout.single(tuple(t.shape)) for n, t in tensors.items()})
-        for name, tensors in groups.items()
-    }
+    check_objects(objects)
+    _check_mapping("groups", groups, "groups")
+    single = {name: _alone(name, tensors) for name, tensors in groups.items()}
     saver = Saver()
     saver.prepare(single, 0)
     folder = begin_save(root, step)
@@ -35,3 +34,18 @@ def save(root: Location, step: int, groups: Groups, objects: Mapping[str, Any], 
         abandon_save(folder)
         raise
     return commit_save(folder, root, step, reports, objects, layout, {name: (0,) for name in groups})
+
+
+def _alone(name: str, tensors: Mapping[str, Tensor]) -> Group:
+    """Of one process, which holds all of each tensor."""
+    _check_mapping(f"group {name}", tensors, "tensors")
+    layouts = {}
+    for tensor, values in tensors.items():
+        check_tensor(name, tensor, values)
+        layouts[tensor] = Layout.single(tuple(values.shape))
+    return Group(tensors, layouts)
+
+
+def _check_mapping(name: str, value: Any, of: str) -> None:
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{name} is a {type(value).__name__}; it must be a mapping of names to {of}")
