@@ -142,6 +142,24 @@ def test_other_dtypes_are_compared_by_value():
     assert one(a, a.bfloat16(), 0.01).count == 0 and one(a, a.bfloat16(), 0.01).kind == "dtype"
 
 
+def test_what_is_within_the_tolerance_is_not_called_the_same():
+    a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.25, 3.0])
+    found = compare(Given({"x": a, "y": a}), Given({"x": b, "y": a + 1}), 0.5)
+    assert [one.name for one in found.tensors] == ["y"] and found.within == 0.25
+    assert ckpt_diff._said(found)[-1].endswith("1 are within the tolerance (at most 0.25 apart)")
+    none = compare(Given({"x": a}), Given({"x": a + 1}), 0.5)
+    assert ckpt_diff._said(none)[-1].endswith("0 are within the tolerance")
+    assert compare(Given({"x": torch.zeros(0)}), Given({"x": torch.zeros(0)}), 0.5).within == 0.0
+    assert compare(Given({"x": torch.tensor(math.inf)}), Given({"x": torch.tensor(0.0)}), math.inf).within is None
+
+
+def test_the_same_values_in_another_dtype():
+    a = torch.tensor([1.0, 0.5])
+    text = ckpt_diff._said(compare(Given({"x": a, "y": a}), Given({"x": a.bfloat16(), "y": a}), None))
+    assert any("1 tensors have another dtype and the same values, as x" in str(line) for line in text)
+    assert text[-1].endswith("1 are the same, 1 but for their dtype")
+
+
 def test_memory_is_bounded(monkeypatch):
     """A tensor of 2^20 elements in blocks of 2^12: no more than those are alive at once."""
 
@@ -267,9 +285,13 @@ def test_the_average_against_a_directory(run, tmp_path):
     found = said("ckpt", "diff", f"{run}@ema", tmp_path / "out", "--tolerance", 0.01)
     assert not found["equal"] and found["left_out"] == []
     assert {(one["kind"], one["count"]) for one in found["tensors"]} == {("dtype", 0)}
+    wanted = max(float((t.bfloat16().float() - t).abs().max()) for t in groups(6)["ema"].values())
+    assert found["tolerance"] == 0.01 and found["within"] == wanted > 0
+    assert max(one["max_abs"] for one in found["tensors"]) == wanted
     text = call("ckpt", "diff", f"{run}@ema", tmp_path / "out", "--tolerance", 0.01).stdout
-    assert "24 tensors have another dtype and the same values" in text and "float32 / bfloat16" in text
-    assert "0 are the same\n" in text and "elements" not in text
+    apart = f"within the tolerance (at most {wanted:.3g} apart)"
+    assert f"24 tensors have another dtype and values {apart}" in text and "float32 / bfloat16" in text
+    assert f"24 are {apart}\n" in text and "the same" not in text and "elements" not in text
 
 
 def test_more_than_a_screen(tmp_path):

@@ -45,7 +45,7 @@ class Difference:
     share: float = 0.0
     """Of all elements."""
     max_abs: float | None = None
-    """Greatest difference; None where nothing was compared, or where one of the two is not a finite number."""
+    """Greatest difference, also within the tolerance; None where one of the two is not a finite number."""
     max_rel: float | None = None
     """Greatest difference over the greater of the two magnitudes."""
     first: list[int] | None = None
@@ -77,6 +77,10 @@ class Comparison:
     """How many of those in each group."""
     bytes: int = 0
     """Of those, on both sides."""
+    tolerance: float | None = None
+    """Greatest difference that is none; None: bit for bit."""
+    within: float | None = 0.0
+    """Greatest one of the tensors whose values do not differ by more; None: not finite."""
     left_out: list[str] = field(default_factory=list)
     """Groups that were not compared since the other side is a directory of Hugging Face."""
 
@@ -104,7 +108,7 @@ def diff(a: str, b: str, *, tolerance: float | None, as_json: bool) -> None:
 
 def compare(a: Source, b: Source, tolerance: float | None, told: Told | None = None) -> Comparison:
     """Read both, a block of one tensor at a time. tolerance: greatest difference that is none; None: bit for bit."""
-    found = Comparison(a.name, b.name)
+    found = Comparison(a.name, b.name, tolerance=tolerance)
     groups = list(dict.fromkeys([*a.groups(), *b.groups()]))
     if a.objects is None or b.objects is None:
         found.left_out = [group for group in groups if group != MODEL]
@@ -112,17 +116,19 @@ def compare(a: Source, b: Source, tolerance: float | None, told: Told | None = N
     else:
         found.objects = list(_changes(_values(a.objects), _values(b.objects)))
     pairs = list(_pairs(a, b, groups, found))
-    total, done = sum(_nbytes(*a.kind(*pair)) for pair in pairs), 0
+    total, done, within = sum(_nbytes(*a.kind(*pair)) for pair in pairs), 0, 0.0
     for group, name in pairs:
         difference = _tensor(a, b, group, name, tolerance)
-        if difference is not None:
+        if difference.count or difference.kind == "dtype":
             found.tensors.append(difference)
+        if not difference.count:
+            within = _greater(within, math.inf if difference.max_abs is None else difference.max_abs)
         done += _nbytes(*a.kind(group, name))
         found.compared, found.bytes = found.compared + 1, found.bytes + _nbytes(*b.kind(group, name))
         found.groups[group] = found.groups.get(group, 0) + 1
         if told is not None:
             told(group, done, total)
-    found.bytes += done
+    found.bytes, found.within = found.bytes + done, _finite(within)
     order = {(group, name): i for i, (group, name) in enumerate(_all(a, b, groups))}
     found.tensors.sort(key=lambda one: order[one.group, one.name])
     return found
@@ -159,7 +165,7 @@ def _nbytes(shape: Shape, dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _tensor(a: Source, b: Source, group: str, name: str, tolerance: float | None) -> Difference | None:
+def _tensor(a: Source, b: Source, group: str, name: str, tolerance: float | None) -> Difference:
     shape, dtype = a.kind(group, name)
     other = b.kind(group, name)[1]
     count, most, relative, first = 0, 0.0, 0.0, None
@@ -167,16 +173,15 @@ def _tensor(a: Source, b: Source, group: str, name: str, tolerance: float | None
         ours, theirs = a.read(group, name, box), b.read(group, name, box)
         differs = different(ours, theirs, tolerance)
         here = int(differs.sum())
+        if (here or tolerance) and ours.numel():
+            some = distances(ours, theirs)
+            most, relative = _greater(most, float(some[0])), _greater(relative, float(some[1]))
         if not here:
             continue
         if first is None:
             index = differs.nonzero()[0].tolist() if differs.ndim else []
             first = [i + o for i, o in zip(index, box.offset)]
         count += here
-        some = distances(ours, theirs)
-        most, relative = _greater(most, float(some[0])), _greater(relative, float(some[1]))
-    if not count and dtype == other:
-        return None
     share = count / math.prod(shape) if count else 0.0
     kinds = _text(shape, dtype), _text(shape, other)
     kind = "values" if dtype == other else "dtype"
@@ -260,19 +265,34 @@ def _said(found: Comparison) -> list[Any]:
     if found.left_out:
         parts.append(f"not compared, since a Hugging Face directory has weights only: {', '.join(found.left_out)}")
     kept = [one for one in found.tensors if one.kind == "dtype" and not one.count]
-    parts += _listed([one for one in found.tensors if one not in kept], _tensors)
+    parts += _listed([one for one in found.tensors if one.kind != "dtype" or one.count], _tensors)
     if kept:
-        parts += [
-            "",
-            f"{len(kept)} tensors have another dtype and the same values, as {kept[0].name}: {_what(kept[0])}",
-        ]
+        values = (
+            f"values within the tolerance (at most {_number(_most(kept))} apart)"
+            if found.tolerance
+            else "the same values"
+        )
+        parts += ["", f"{len(kept)} tensors have another dtype and {values}, as {kept[0].name}: {_what(kept[0])}"]
     parts += _listed(found.objects, _objects)
     parts += ["", *_summed(found)]
-    same = found.compared - sum(one.kind in ("values", "dtype") for one in found.tensors)
-    what = f"{found.compared} tensors compared ({words.size(found.bytes)} read), {same} are the same"
+    what = f"{found.compared} tensors compared ({words.size(found.bytes)} read), {_alike(found, len(kept))}"
     count = len(found.objects)
     others = f"; {count} {'value beside them differs' if count == 1 else 'values beside them differ'}" if count else ""
     return [*parts, what + others + (": no difference" if found.equal else "")]
+
+
+def _alike(found: Comparison, kept: int) -> str:
+    """How many do not differ; kept: how many of those in nothing but their dtype."""
+    same = found.compared - sum(one.count > 0 for one in found.tensors)
+    if found.tolerance:
+        how = f" (at most {_number(found.within)} apart)" if same else ""
+        return f"{same} are within the tolerance{how}"
+    return f"{same - kept} are the same" + (f", {kept} but for their dtype" if kept else "")
+
+
+def _most(differences: Sequence[Difference]) -> float | None:
+    found = [one.max_abs for one in differences]
+    return None if None in found else max(value or 0.0 for value in found)
 
 
 def _summed(found: Comparison) -> Iterator[str]:
@@ -280,8 +300,7 @@ def _summed(found: Comparison) -> Iterator[str]:
     for group, count in found.groups.items():
         apart = [one for one in found.tensors if one.group == group and one.count]
         if apart:
-            most = None if any(one.max_abs is None for one in apart) else max(one.max_abs or 0.0 for one in apart)
-            yield f"{group}: {len(apart)} of {count} tensors differ, at most by {_number(most)}"
+            yield f"{group}: {len(apart)} of {count} tensors differ, at most by {_number(_most(apart))}"
 
 
 def _listed(found: Sequence[Any], draw: Callable[[Sequence[Any]], Table]) -> list[Any]:
