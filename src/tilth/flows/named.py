@@ -14,6 +14,7 @@ from tilth.checkpoint.directory import complete, step_of
 from tilth.checkpoint.manifest import NAME as MANIFEST
 from tilth.checkpoint.storage import Location, is_url, split, storage_of
 from tilth.core.errors import CheckpointError, ModelError, StorageError
+from tilth.flows.owner import original
 from tilth.flows.readers import checkpoints_of
 
 EMA = "ema"
@@ -99,9 +100,16 @@ def is_checkpoint(where: Location) -> bool:
 
 
 def root_of(run: Path) -> Location:
-    """Where the checkpoints of a run are; a path as short as the run's own if they are in it."""
+    """Where the checkpoints of a run are; a path as short as the run's own if they are in it.
+
+    ModelError for a copy of a run whose checkpoints are elsewhere: they are that one's.
+    """
     found, own = checkpoints_of(run), run / "checkpoints"
-    return own if found == str(own.resolve()) else _place(found)
+    if found == str(own.resolve()):
+        return own
+    if owner := original(run, found):
+        raise ModelError(f"{run} is a copy of {owner}, whose checkpoints are in {found}; name that one")
+    return _place(found)
 
 
 def run_settings(run: Path) -> dict[str, Any]:

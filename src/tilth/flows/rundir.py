@@ -21,6 +21,8 @@ from typing import Any, Literal
 import psutil
 import pyarrow as pa
 
+from tilth.checkpoint.directory import latest
+from tilth.checkpoint.storage import Location
 from tilth.config.load import dump_toml
 from tilth.config.schema import Recipe
 from tilth.core.errors import StorageError
@@ -28,6 +30,7 @@ from tilth.flows.continuing import Identity, claim
 from tilth.flows.environment import environment
 from tilth.flows.files import Lines, Lock, read_lines, replace, to_json, writing
 from tilth.flows.metrics import resident, schema
+from tilth.flows.owner import take
 from tilth.flows.readers import checkpoints_of, read_metrics, read_state, read_trajectories, summarise
 from tilth.flows.signals import Interrupted
 from tilth.flows.trajectories import TrajectoryFiles
@@ -230,7 +233,9 @@ class RunDir:
 
     def _begin(self, before: dict[str, Any]) -> dict[str, Any]:
         """Fields of run.json for a new attempt."""
-        now = _now()
+        now, place = _now(), _place(self.recipe, self.path, before)
+        if place:
+            take(self.path, place, fresh=place != before.get("checkpoints"))
         attempts = [a if a.get("ended") else a | {"state": "interrupted"} for a in before.get("attempts", [])]
         return {
             "format": FORMAT,
@@ -242,7 +247,7 @@ class RunDir:
             "digests": [self.digest],
             "inputs": self.inputs,
             **before,
-            "checkpoints": _place(self.recipe, self.path, before),
+            "checkpoints": place,
             "state": "running",
             "error": None,
             "pid": os.getpid(),
@@ -271,16 +276,24 @@ class RunDir:
 def _place(recipe: Recipe, path: Path, before: Mapping[str, Any]) -> str:
     """Where checkpoints of the run in this folder go, a place of its own; "": there, so that it can be moved.
 
-    It stays where it is once there may be some.
+    It stays where it is once there are some, also where a kill came between one and the note of it. StorageError.
     """
     given, known = recipe.run.checkpoints.rstrip("/"), before.get("checkpoints", "")
     wanted = given if "://" in given or not given else str(Path(given).resolve())
-    if before and (before.get("saved") or (known.rpartition("/")[0] == wanted)):
+    same = known.rpartition("/")[0] == wanted
+    if before and (same or before.get("saved") or _has_some(known or path / "checkpoints")):
         return str(known)
     if not given:
         return ""
     name = f"{path.name}-{uuid.uuid4().hex[:8]}"  # other folders of runs may share the store
     return f"{wanted}/{name}"
+
+
+def _has_some(place: Location) -> bool:
+    try:
+        return latest(place) is not None
+    except OSError as error:
+        raise StorageError(f"the checkpoints of this run may be in {place}, which cannot be read: {error}") from error
 
 
 def _now() -> str:
