@@ -84,6 +84,18 @@ def test_a_damaged_one_is_put_aside_and_told_with_file_and_tensor(root):
     assert taken(root) == (2, [])  # it is not looked at again
 
 
+def test_one_that_is_not_wanted_is_passed_over_and_stays_as_it_is(root):
+    def check(checkpoint):
+        if checkpoint.step == 3:
+            raise CheckpointError("step 3 is another's")
+
+    for _ in range(2):
+        said = []
+        assert newest_valid(root, said.append, check).step == 2
+        assert said == ["step 3 is another's; it is passed over"]
+    assert taken(root) == (3, [])
+
+
 @pytest.mark.parametrize("what", ["model.safetensors", "manifest.json"])
 def test_what_is_missing_or_no_manifest(root, what):
     if what == "manifest.json":

@@ -107,8 +107,14 @@ def test_another_runs_checkpoint_is_refused(again, tmp_path_factory):
     shutil.copytree(newest, again / "tiny-001" / "checkpoints" / newest.name)
     with pytest.raises(CheckpointError, match=r"step-000009 is not of this run: .*--fallback goes on from step-000008"):
         go(again)
+    kept = again / "tiny-001" / "checkpoints"
+    shutil.rmtree(kept / "step-000008")
+    shutil.copytree(newest.with_name("step-000008"), kept / "step-000008")  # that is no way out either
+    with pytest.raises(CheckpointError, match=r"step-000009 is not of this run: .*--fallback goes on from step-000006"):
+        go(again)
     _, said = go(again, fallback=True)
-    assert "continuing after step 8" in said and any("is not of this run" in line for line in said)
+    assert "continuing after step 6" in said and sum("; it is passed over" in line for line in said) == 2
+    assert (kept / newest.name / "manifest.json").is_file() and not list(kept.glob("*.damaged"))  # intact, so it stays
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(again):

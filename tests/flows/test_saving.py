@@ -71,7 +71,12 @@ def steps(root):
 
 @pytest.mark.parametrize(
     ("place", "why"),
-    [("/dev/full", "File exists"), ("/proc/here", "No such file"), ("foo://bar/x", "Protocol not known: foo")],
+    [
+        ("/dev/full", "File exists"),
+        ("/proc/here", "No such file"),
+        ("file:///proc/here", "No such file"),
+        ("foo://bar/x", "Protocol not known: foo"),
+    ],
 )
 def test_a_place_that_cannot_take_checkpoints_is_told_by_its_key_before_anything_is_made(tmp_path, place, why):
     with pytest.raises(StorageError, match=rf"run\.checkpoints = '{place}': .*{why}.*; it must be a folder that can"):
@@ -96,6 +101,16 @@ def test_the_next_save_waits_for_the_one_before_and_retention_follows(made, tmp_
         save(one, step, {"step": 3, "metric": "m", "value": 1.0} if step >= 3 else None)
     one.finish()
     assert steps(tmp_path / "kept") == [3, 4, 8, 10]
+
+
+def test_another_runs_newer_checkpoint_does_not_count_as_one_to_keep(made, tmp_path):
+    one, *_ = made(keep=1)
+    (tmp_path / "kept" / "step-000099").mkdir(parents=True)
+    (tmp_path / "kept" / "step-000099" / "manifest.json").write_bytes(b"{}")
+    for step in (4, 6):
+        save(one, step)
+    one.finish()
+    assert 6 in steps(tmp_path / "kept") and 99 in steps(tmp_path / "kept")
 
 
 def test_a_save_that_is_not_in_the_background_is_durable_at_once(made, tmp_path):

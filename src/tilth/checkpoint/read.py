@@ -59,21 +59,31 @@ def newest_valid(
 ) -> "Checkpoint":
     """The newest checkpoint under ``root`` of which every byte is what was saved.
 
-    check: raises CheckpointError for one that is not wanted for another reason. A newer one that fails is put aside
-    (``quarantine``), so that it is never taken again, and told to ``say`` with file and tensor. CheckpointError if none
-    is left; StorageError, and nothing put aside, if the store itself fails.
+    check: raises CheckpointError for one that is not wanted, whatever its bytes: that is told to ``say``, and it stays.
+    A newer one that is damaged is put aside (``quarantine``), so that it is never taken again, and told with file and
+    tensor. CheckpointError if none is left; StorageError, and nothing put aside, if the store itself fails.
     """
     for path in reversed(complete(root)):
         try:
             checkpoint = open_checkpoint(path)
+            if not _wanted(checkpoint, check, say):
+                continue
             checkpoint.verify()
-            check(checkpoint)
         except CheckpointError as error:
             aside = quarantine(path, str(error))
             say(f"{error}; it is put aside" + (f" as {aside}" if aside != path else ""))
             continue
         return checkpoint
     raise CheckpointError(f"there is no valid checkpoint under {root}")
+
+
+def _wanted(checkpoint: "Checkpoint", check: Callable[["Checkpoint"], None], say: Callable[[str], None]) -> bool:
+    try:
+        check(checkpoint)
+    except CheckpointError as error:
+        say(f"{error}; it is passed over")
+        return False
+    return True
 
 
 def damaged_files(storage: Storage, manifest: Manifest) -> dict[str, str]:

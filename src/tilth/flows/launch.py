@@ -2,6 +2,7 @@
 
 import hashlib
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from typing import Any
 
 import torch
 
-from tilth.checkpoint import Checkpoint, latest, mark_best, newest_valid, open_checkpoint
+from tilth.checkpoint import Checkpoint, complete, latest, mark_best, newest_valid, open_checkpoint
 from tilth.checkpoint.directory import step_of
-from tilth.checkpoint.storage import is_url, split, storage_of
+from tilth.checkpoint.storage import Location, is_url, split, storage_of
 from tilth.cluster.cluster import Cluster, open_cluster
 from tilth.config.checks import pools
 from tilth.config.schema import Recipe
@@ -29,7 +30,7 @@ from tilth.flows.fapo import fapo
 from tilth.flows.grpo import grpo
 from tilth.flows.metrics import Metrics
 from tilth.flows.model import MODEL_FOLDER, save_shape
-from tilth.flows.named import foreign, identity, one_before
+from tilth.flows.named import foreign, identity
 from tilth.flows.observers import Beginner, Observer
 from tilth.flows.ppo import ppo, values
 from tilth.flows.pretrain import pretrain
@@ -184,10 +185,12 @@ def launch(
 
 
 def _check_place(where: str) -> None:
-    """StorageError, naming the key: a store that does not answer, or a folder in which no file can be made."""
+    """StorageError, naming the key: a store or a folder in which no file can be made."""
     try:
         if is_url(where):
-            storage_of(where).names()
+            probe = f".tilth-{uuid.uuid4().hex}"
+            storage_of(where).put(probe, b"")
+            storage_of(where).remove(probe)
             return
         Path(where).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=where):
@@ -328,7 +331,7 @@ def _restore(run: Run, *, fallback: bool) -> None:
     directory, step = run.directory, 0
     newest = _newest(run, fallback=fallback)
     if newest is not None:
-        _load(newest, run.roles)
+        _load(newest, run.roles, directory)
         run.at = Progress(**newest.objects["progress"])
         step = run.at.step
     mark_best(directory.checkpoints, run.at.best)  # a kill may have come between a checkpoint and this
@@ -355,7 +358,7 @@ def _newest(run: Run, *, fallback: bool) -> Checkpoint | None:
         own(newest)
         return newest
     except CheckpointError as error:
-        raise _hinted(error, found) from error
+        raise _hinted(error, found, run.directory) from error
 
 
 def _miss(run: Run, root: str, found: str | Path | None, saved: int, *, fallback: bool) -> None:
@@ -367,15 +370,23 @@ def _miss(run: Run, root: str, found: str | Path | None, saved: int, *, fallback
         )
     told = f"the newest checkpoint in {root} is {split(found)[1]}, but this run saved one of step {saved} there"
     if not fallback:
-        raise CheckpointError(f"{told}; --fallback goes on from {split(found)[1]}")
+        raise CheckpointError(f"{told}; {_what_is_left(run.directory, saved)}")
     run.say(told)
 
 
-def _hinted(error: CheckpointError, newest: str | Path) -> CheckpointError:
+def _hinted(error: CheckpointError, newest: Location, directory: RunDir) -> CheckpointError:
     """The error of a checkpoint that cannot be gone on from, with what else there is."""
-    older = one_before(newest)
-    hint = f"--fallback goes on from {split(older)[1]}" if older else "there is no older one: begin a new run"
-    return CheckpointError(f"{error}; {hint}")
+    return CheckpointError(f"{error}; {_what_is_left(directory, step_of(newest) or 0)}")
+
+
+def _what_is_left(directory: RunDir, before: int) -> str:
+    """The newest checkpoint of an earlier step that this run made and that can be opened, in words."""
+    for path in reversed(complete(directory.checkpoints)):
+        with suppress(CheckpointError):
+            if (step_of(path) or 0) < before:
+                _check_own(open_checkpoint(path), directory)
+                return f"--fallback goes on from {split(path)[1]}"
+    return "there is no older one of this run: begin a new run"
 
 
 def _check_own(checkpoint: Checkpoint, directory: RunDir) -> None:
@@ -386,14 +397,14 @@ def _check_own(checkpoint: Checkpoint, directory: RunDir) -> None:
         raise CheckpointError(f"{path} {told}; model.path={path} would begin with its weights")
 
 
-def _load(checkpoint: Checkpoint, roles: Roles) -> None:
+def _load(checkpoint: Checkpoint, roles: Roles, directory: RunDir) -> None:
     """Into every role, on all its workers. CheckpointError: damaged, with what else there is, or of another shape."""
     positions = checkpoint.objects["positions"]
     try:
         for role, group in roles.keepers().items():
             group.load(str(checkpoint.path), positions.get(role, {}))
     except CheckpointError as error:
-        raise (_hinted(error, checkpoint.path) if _damaged(checkpoint) else error) from error
+        raise (_hinted(error, checkpoint.path, directory) if _damaged(checkpoint) else error) from error
 
 
 def _damaged(checkpoint: Checkpoint) -> bool:

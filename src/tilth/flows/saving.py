@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from tilth.checkpoint import Commit, abandon_save, begin_save, complete, mark_best, prune, read_best
+from tilth.checkpoint import Commit, abandon_save, begin_save, complete, latest, mark_best, prune, read_best
 from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.stages import StageError
 from tilth.cluster.group import WorkerGroup
@@ -126,7 +126,8 @@ class Saving:
         if self._best and self._best["step"] not in map(step_of, complete(self.root)):
             self._best = read_best(self.root) or {}  # its own save failed: of those that are there the old one stays
         mark_best(self.root, self._best or None)
-        prune(self.root, self.section.keep, self.section.keep_every)
+        if step_of(latest(self.root)) == self._step:  # a newer one is another run's, and would count as one to keep
+            prune(self.root, self.section.keep, self.section.keep_every)
 
     def _fail(self, error: StorageError | CheckpointError) -> None:
         self.failed, self.error = self.failed + 1, error
