@@ -245,6 +245,10 @@ def test_a_recipe_cannot_be_changed():
         (["rollout.group=1"], "rollout.group = 1"),
         (["algorithm.minibatches=513"], "algorithm.minibatches = 513 is more than rollout.prompts x group = 512"),
         (["run.name=a/b"], "run.name = 'a/b' is a path"),
+        (
+            ["run.checkpoints=s3:/bucket/x"],
+            "run.checkpoints = 's3:/bucket/x' is no URL; write s3://bucket/x, or ./s3:/b",
+        ),
         (["run.name=.."], "run.name = '..' is a path"),
         (["run.name=a@best"], "run.name = 'a@best' has an @, as in RUN@best, which names a checkpoint"),
         (["run.dir="], "run.dir is empty"),

@@ -146,6 +146,10 @@ def _places(recipe: Recipe) -> Iterator[str]:
     if "@" in name:
         right = name.replace("@", "-")
         yield f"run.name = {name!r} has an @, as in RUN@best, which names a checkpoint; leave it out, as in {right}"
+    where = recipe.run.checkpoints
+    if found := re.match(r"([A-Za-z][\w+.-]+):/(?!/)", where):
+        right = f"{found[1]}://{where[found.end() :]}"
+        yield f"run.checkpoints = {where!r} is no URL; write {right}, or ./{where} for a folder of that name"
     if not recipe.run.dir:
         yield "run.dir is empty; give a folder, such as runs"
 
