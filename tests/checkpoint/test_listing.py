@@ -1,14 +1,17 @@
 """What is under a root: a folder of a step without a manifest is damage on a disk, and a save under way in a store."""
 
+import errno
 import os
 import uuid
 from pathlib import Path
 
 import pytest
 
+from tilth.checkpoint import begin_save
 from tilth.checkpoint.directory import DAMAGED, MISSING, Attempt, bare, complete, latest, listing, prune, superfluous
 from tilth.checkpoint.manifest import NAME
 from tilth.checkpoint.storage import Local, storage_of
+from tilth.core.errors import StorageError
 
 
 def made(root, step: int, *, whole: bool = True, suffix: str = "") -> str:
@@ -77,6 +80,48 @@ def test_a_save_of_its_step_takes_its_place(tmp_path):
     attempt.write_manifest(b"{}")
     attempt.publish()
     assert states(tmp_path) == {"step-000003": ("complete", "")} == states(tmp_path) and len(complete(tmp_path)) == 1
+
+
+def test_a_checkpoint_that_is_a_link_goes_as_any_other(tmp_path):
+    root, away = tmp_path / "root", tmp_path / "away"
+    for step in (2, 3):
+        made(root, step)
+    (root / "step-000002").rename(away)
+    (root / "step-000002").symlink_to(away)
+    assert [path.name for path in prune(root, 1)] == ["step-000002"]
+    assert os.listdir(root) == ["step-000003"] and sorted(os.listdir(away)) == [NAME, "model.safetensors"]
+
+
+def test_what_cannot_be_removed_does_not_stop_the_next_save(tmp_path, monkeypatch):
+    """What can be is; where nothing can be written the save fails still."""
+    left = [made(tmp_path, step, whole=False, suffix=".tmp-abc") for step in (1, 2, 3)]
+    remove = Local.remove
+
+    def refuses(self, path):
+        if path == left[1]:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        remove(self, path)
+
+    def full(self, folder):
+        raise OSError(errno.ENOSPC, "No space left on device", folder)
+
+    monkeypatch.setattr(Local, "remove", refuses)
+    attempt = Attempt.new(tmp_path, 5)
+    attempt.begin()
+    attempt.write_manifest(b"{}")
+    attempt.publish()
+    assert states(tmp_path) == {left[1]: ("unfinished", ""), "step-000005": ("complete", "")}
+    monkeypatch.setattr(Local, "begin", full)
+    with pytest.raises(StorageError, match="stage begin: No space left on device"):
+        begin_save(tmp_path, 6)
+
+
+def test_what_is_bad_is_not_counted(tmp_path):
+    for step in (2, 3, 5, 8):
+        made(tmp_path, step)
+    bad = [str(tmp_path / f"step-00000{step}") for step in (3, 8)]
+    assert [path.name for path in superfluous(tmp_path, 1, 0, bad)] == ["step-000002", "step-000003"]
+    assert superfluous(tmp_path, 2, 0, bad) == [] == superfluous(tmp_path, 1, 0, [*map(str, complete(tmp_path))])
 
 
 def test_what_comes_and_goes_while_it_is_listed(tmp_path, monkeypatch):

@@ -102,6 +102,20 @@ def test_a_file_gets_its_name_and_goes(storage):
     assert "b" not in storage.names()
 
 
+def test_of_a_link_only_the_link_goes(tmp_path):
+    """To a folder, to a file, to nothing; also links inside a folder."""
+    root, away = tmp_path / "root", tmp_path / "away"
+    (root / "folder").mkdir(parents=True)
+    away.mkdir()
+    (away / "file").write_text("kept")
+    for place in (root, root / "folder"):
+        for name in ("", "file", "none"):
+            (place / f"link-{name}").symlink_to(away / name)
+    for name in [*sorted(os.listdir(root))]:
+        Local(root).remove(name)
+    assert os.listdir(root) == [] and (away / "file").read_text() == "kept"
+
+
 def test_names_of_places(tmp_path):
     for root in (tmp_path, "s3://bucket/run", "memory://run"):
         assert split(join(root, "step-000001")) == (root, "step-000001")

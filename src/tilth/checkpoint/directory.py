@@ -11,7 +11,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -180,21 +180,24 @@ def read_best(root: Location) -> dict[str, Any] | None:
 
 
 @overload
-def superfluous(root: Path, keep: int, every: int = 0) -> list[Path]: ...
+def superfluous(root: Path, keep: int, every: int = 0, bad: Collection[str] = ()) -> list[Path]: ...
 @overload
-def superfluous(root: Location, keep: int, every: int = 0) -> list[Any]: ...
-def superfluous(root: Location, keep: int, every: int = 0) -> list[Any]:
+def superfluous(root: Location, keep: int, every: int = 0, bad: Collection[str] = ()) -> list[Any]: ...
+def superfluous(root: Location, keep: int, every: int = 0, bad: Collection[str] = ()) -> list[Any]:
     """Checkpoints that need not be kept.
 
     Those stay: the ``keep`` newest complete ones (at least one), those whose step is a multiple of ``every`` (0: none),
-    and the best. Damaged ones go when they are older than all of the newest.
+    and the best. Damaged ones go when they are older than all of the newest; so do those that have a manifest but are
+    known to be ``bad`` (paths or URLs, as texts), which are not counted.
     """
     storage, best = storage_of(root), read_best(root)
     found = _complete(storage)
-    newest = sorted(found)[-max(1, keep) :]
+    newest = [step for step, name in found.items() if str(join(root, name)) not in bad][-max(1, keep) :]
+    if not newest:
+        return []
     kept = {*newest, *([best["step"]] if best else []), *(s for s in found if every and s % every == 0)}
-    old = [name for step, name in found.items() if step not in kept]
-    old += [name for step, name in _damaged(storage) if newest and step < newest[0]]
+    old = [name for s, name in found.items() if s not in kept and (s < newest[0] or str(join(root, name)) not in bad)]
+    old += [name for step, name in _damaged(storage) if step < newest[0]]
     return [join(root, name) for name in old]
 
 
@@ -362,18 +365,25 @@ class Attempt:
 
 
 def _remove_leftovers(storage: Storage) -> None:
-    """Remove what crashed saves left; a replaced checkpoint only where its successor is in place."""
+    """Remove what crashed saves left; a replaced checkpoint only where its successor is in place.
+
+    One that cannot be removed takes room and is seen in ``listing``; the next save tries again. It is no reason to fail
+    this one: where nothing can be written, that shows when it makes its own folder.
+    """
     taken = set(_complete(storage).values())
     for name in storage.names():
-        match = _ANY.fullmatch(name)
-        if not match or name in taken:
-            if match and storage.remote:
-                _remove_strangers(storage, name)
-            continue
-        _, temporary, replaced, damaged = match.groups()
-        bare = storage.remote and not damaged and storage.size(f"{name}/{NAME}") is None
-        if temporary or replaced or bare:
-            storage.remove(name)
+        if match := _ANY.fullmatch(name):
+            with suppress(OSError):
+                _remove_leftover(storage, name, match, name in taken)
+
+
+def _remove_leftover(storage: Storage, name: str, match: re.Match[str], taken: bool) -> None:
+    _, temporary, replaced, damaged = match.groups()
+    if taken:
+        if storage.remote:
+            _remove_strangers(storage, name)
+    elif temporary or replaced or (storage.remote and not damaged and storage.size(f"{name}/{NAME}") is None):
+        storage.remove(name)
 
 
 def _remove_strangers(storage: Storage, name: str) -> None:

@@ -98,7 +98,10 @@ class Storage(Protocol):
         ...
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder with all that is in it; nothing happens where there is none."""
+        """Remove a file, or a folder with all that is in it; nothing happens where there is none.
+
+        Of a link on a local disk the link goes: what it leads to stays.
+        """
         ...
 
 
@@ -200,7 +203,7 @@ class Local:
     def remove(self, path: str) -> None:
         """As in ``Storage``."""
         place = self.root / path
-        if place.is_dir():
+        if place.is_dir() and not place.is_symlink():
             shutil.rmtree(place)
         else:
             place.unlink(missing_ok=True)
