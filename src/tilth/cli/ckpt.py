@@ -14,17 +14,18 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from tilth.checkpoint import latest, open_checkpoint, read_best
-from tilth.checkpoint.directory import MISSING, Entry, bare, complete, discard, listing, step_of, superfluous
+from tilth.checkpoint.directory import BEST, MISSING, Entry, bare, complete, discard, listing, step_of, superfluous
 from tilth.checkpoint.storage import Location, is_url, join, split, storage_of
 from tilth.cli.tables import new_table
 from tilth.cli.tables import show as show_tables
-from tilth.core.errors import CheckpointError, DataError, StorageError
+from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
 from tilth.flows.files import Lock, to_json
 from tilth.flows.named import (
     find_checkpoint,
     foreign,
     is_checkpoint,
     is_run,
+    lost,
     reaching,
     root_of,
     run_settings,
@@ -45,6 +46,8 @@ class Place(NamedTuple):
     """The run that they are of."""
     only: Location | None = None
     """The one that was named."""
+    problem: str = ""
+    """Why it is not known where the run's checkpoints are."""
 
     @property
     def name(self) -> str:
@@ -60,7 +63,11 @@ class Row:
     checkpoint: str
     step: int
     state: str
-    """complete, damaged, unfinished (a save that is under way or was cut off), replaced (by one of the same step)."""
+    """complete, damaged, unfinished (a save that is under way or was cut off), replaced (by one of the same step).
+
+    In ``--json`` missing too: a run whose checkpoints are lost or cannot be listed; ``checkpoint`` is their folder
+    then, and ``step`` null.
+    """
     reason: str
     """Why it is damaged, or that another run made it."""
     newest: bool
@@ -144,22 +151,62 @@ def _below(folder: Location) -> Iterator[Place]:
     for name in storage_of(folder).names():
         inside = join(folder, name)
         if is_run(inside):
-            yield Place(root_of(Path(inside)), Path(inside))
+            yield _of_run(Path(inside))
         elif listing(inside):
             yield Place(inside)
+
+
+def _of_run(run: Path) -> Place:
+    """One of several: what is wrong with it is not to hide the others."""
+    try:
+        return Place(root_of(run), run)
+    except TilthError as error:
+        return Place(run / "checkpoints", run, problem=str(error))
+
+
+def _known(where: str) -> list[Place]:
+    """As ``places``. DataError if one of them is not known."""
+    found = places(where)
+    for problem in (place.problem for place in found if place.problem):
+        raise DataError(problem)
+    return found
 
 
 # ---- ls ----
 
 
 def ls(where: str, *, as_json: bool) -> None:
-    """Print what is there; no data is read."""
-    found = {place: rows(place) for place in places(where)}
+    """Print what is there; no data is read. Exit code 1 where a run's checkpoints are lost or cannot be listed."""
+    there = places(where)
+    found = {place: _looked(place, alone=len(there) == 1) for place in there}
+    wrong = any(problem for _, problem in found.values())
     if as_json:
-        typer.echo(to_json([asdict(row) for some in found.values() for row in some]))
-        return
-    for i, (place, some) in enumerate(found.items()):
-        show_tables(*([""] if i else []), place.name, _listed(some) if some else "  no checkpoint yet (run.save_every)")
+        said = [[_wrong(place, problem)] if problem else map(asdict, some) for place, (some, problem) in found.items()]
+        typer.echo(to_json([row for some in said for row in some]))
+        raise typer.Exit(int(wrong))
+    for i, (place, (some, problem)) in enumerate(found.items()):
+        nothing = f"  {problem or 'no checkpoint yet (run.save_every)'}"
+        show_tables(*([""] if i else []), place.name, _listed(some) if some else nothing)
+    raise typer.Exit(int(wrong))
+
+
+def _looked(place: Place, *, alone: bool) -> tuple[list[Row], str]:
+    """What is there; and, where that is nothing, what is wrong. An error is one of the command where it is all."""
+    if place.problem:
+        return [], place.problem
+    try:
+        found = rows(place)
+    except TilthError as error:
+        if alone:
+            raise
+        return [], str(error)
+    return found, "" if found else lost(place.run, place.root)
+
+
+def _wrong(place: Place, problem: str) -> dict[str, Any]:
+    """A run of which there is no checkpoint to be listed, in the place of a row."""
+    row = Row(str(place.run) if place.run else None, str(place.root), 0, "missing", problem, False, False, 0)
+    return {**asdict(row), "step": None}
 
 
 def rows(place: Place) -> list[Row]:
@@ -255,7 +302,8 @@ def mesh_text(layout: dict[str, int] | None) -> str:
 
 def verify(where: str, *, everything: bool, as_json: bool) -> None:
     """Compare every byte with its checksum; exit code 1 if something is damaged, 2 if there is nothing to look at."""
-    found = [(place, path) for place in places(where) for path in _chosen(place, everything)]
+    there = _known(where)
+    found = [(place, path) for place in there for path in _chosen(place, everything)]
     verdicts = list[tuple[Place, Verdict]]()
     with bar() as progress:
         for place, path in found:
@@ -267,7 +315,8 @@ def verify(where: str, *, everything: bool, as_json: bool) -> None:
             if not as_json:
                 typer.echo("\n".join(_said(verdict)))
     if not verdicts:
-        raise CheckpointError(f"there is no complete checkpoint in {where}")
+        told = next(filter(None, (lost(place.run, place.root) for place in there)), "")
+        raise CheckpointError(told or f"there is no complete checkpoint in {where}")
     if as_json:
         typer.echo(to_json([asdict(verdict) for _, verdict in verdicts]))
     elif not all(verdict.good for _, verdict in verdicts):
@@ -369,7 +418,8 @@ class Removal:
 def prune(where: str, *, keep: int | None, every: int | None, dry: bool, damaged: bool, as_json: bool) -> None:
     """Remove what need not be kept, or say what that is; never the last one, never the best."""
     removed, stay, left = list[Removal](), list[str](), 0
-    for place in places(where):
+    for place in _known(where):
+        _check_best(place)
         if place.only is not None:
             raise DataError(f"{where!r} is one checkpoint; prune wants its run, or the folder that it is in")
         with ExitStack() as stack:
@@ -394,6 +444,18 @@ def prune(where: str, *, keep: int | None, every: int | None, dry: bool, damaged
         typer.echo(f"unfinished and left: {left}; only by its run's name is it known that no process is writing there")
 
 
+def _check_best(place: Place) -> None:
+    """The best may not go, so it must be known."""
+    try:
+        with reaching(place.root):
+            read_best(place.root)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):
+            raise
+        file = join(place.root, BEST)
+        raise CheckpointError(f"{error}; it says which one may not go: remove {file}, then none is the best") from error
+
+
 def _lock(run: Path) -> Lock:
     """As a process has it that writes the run. StorageError while one does."""
     if not os.access(run, os.W_OK):
@@ -410,19 +472,20 @@ def _retention(place: Place, keep: int | None, every: int | None) -> tuple[int, 
 
 
 def _superfluous(place: Place, keep: int, every: int, *, damaged: bool) -> list[Removal]:
-    """What goes; one that opens stays where there is any, and otherwise the newest.
+    """What goes; those to keep are chosen of those that open and are the run's own. Without such the newest stays.
 
     Of a place whose run is not known nothing goes that is unfinished: a process may be at it, and no lock would tell.
     """
-    with reaching(place.root):
-        goes = {str(path) for path in superfluous(place.root, keep, every)}
     found = rows(place)
+    whole = [row for row in found if row.state == "complete"]
+    good = [row for row in whole if not row.reason] or whole
+    bad = {row.checkpoint for row in found if row not in good}
+    with reaching(place.root):
+        goes = {str(path) for path in superfluous(place.root, keep, every, bad)}
     too = _DAMAGED if place.run is not None else _DAMAGED_ANYWHERE
     goes |= {row.checkpoint for row in found if damaged and row.state in too}
-    own = [row for row in found if row.state == "complete" and not row.reason]
-    sound = [row.checkpoint for row in own or found if own or row.newest]
-    if goes.issuperset(sound):
-        goes -= set(sound[-1:])
+    if not good:
+        goes -= {row.checkpoint for row in found if row.newest}
     return [Removal(r.run, r.checkpoint, r.step, r.state, r.bytes) for r in found if r.checkpoint in goes]
 
 

@@ -15,7 +15,7 @@ from tilth.checkpoint.manifest import NAME as MANIFEST
 from tilth.checkpoint.storage import Location, is_url, split, storage_of
 from tilth.core.errors import CheckpointError, ModelError, StorageError
 from tilth.flows.owner import original
-from tilth.flows.readers import checkpoints_of
+from tilth.flows.readers import checkpoints_of, read_state
 
 EMA = "ema"
 
@@ -112,6 +112,14 @@ def root_of(run: Path) -> Location:
     return _place(found)
 
 
+def lost(run: Path | None, root: Location) -> str:
+    """Of a run that has saved, where no checkpoint is: which one is missing and where it was; empty for any other."""
+    saved = read_state(run).get("saved") if run is not None else None
+    if not saved or str(root).startswith("memory://"):
+        return ""
+    return f"there is no valid checkpoint in {root}, but this run saved one of step {saved} there: is its disk mounted?"
+
+
 def run_settings(run: Path) -> dict[str, Any]:
     """The run's recipe as it stands, also one whose other keys have changed their names since."""
     file = run / "recipe.toml"
@@ -182,6 +190,8 @@ def _chosen(root: Location, which: str, run: Path | None, who: str) -> Named:
     """The checkpoint that is meant of those under a root."""
     kept = {step_of(path) or 0: path for path in complete(root)}
     if not kept:
+        if told := lost(run, root):
+            raise ModelError(told)
         gone = "has none: checkpoints in memory:// are gone when their process ends"
         yet = "has no checkpoint yet; let it reach its first save (run.save_every)"
         raise ModelError(f"{who} {gone if str(root).startswith('memory://') else yet}")
