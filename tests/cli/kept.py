@@ -125,3 +125,24 @@ def upload(root: Path, url: str) -> str:
         if file.is_file():
             files.pipe_file(f"{place}/{file.relative_to(root)}", file.read_bytes())
     return url
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def place_of(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+def bare(run: Path, step: int) -> Path:
+    """Damage that a crash cannot do: the folder has its name, and no manifest."""
+    place = place_of(run, step)
+    (place / "manifest.json").unlink()
+    return place
+
+
+def own(run: Path, *digests: str) -> None:
+    """What run.json says of the works that it went on as; those of ``add`` are of abc."""
+    state = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(state | {"digests": digests}))

@@ -13,6 +13,8 @@ from tests.flows import tiny
 from tests.roles import small
 from tilth.checkpoint import open_checkpoint
 from tilth.checkpoint.directory import complete
+from tilth.cli import export
+from tilth.core.errors import StorageError
 from tilth.flows.model import load_model
 from tilth.models import hf
 from tilth.models.attention import PackedContext
@@ -118,6 +120,42 @@ def test_what_cannot_be_exported(run, tmp_path):
     (out / "mine").write_text("")
     assert "is there already" in refused("ckpt", "export", run, out)
     assert [file.name for file in out.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/model", "memory://model", "file:///tmp/model"])
+@pytest.mark.parametrize("command", [["export"], ["ckpt", "export"]])
+def test_a_model_is_exported_into_a_local_directory(command, out, tmp_path, monkeypatch):
+    """Nothing is read before: there is no such run."""
+    monkeypatch.chdir(tmp_path)
+    assert f"{out!r} is a URL; a model is exported into a local directory" in refused(*command, "nowhere", out)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [["export"], ["ckpt", "export"]])
+def test_of_a_damaged_checkpoint_nothing_stays(command, tmp_path):
+    """Neither what was written before the damage was met, nor the folders made for it; the next try works."""
+    run = make_run(tmp_path / "run", (4, 6))
+    out, empty, link = tmp_path / "new" / "deep", tmp_path / "empty", tmp_path / "link"
+    empty.mkdir()
+    link.symlink_to(empty)
+    file = run / "checkpoints" / "step-000006" / "model.safetensors"
+    file.write_bytes((data := file.read_bytes())[:-1] + bytes([data[-1] ^ 1]))  # when other tensors are written already
+    for where in (out, empty, link):
+        assert "is corrupt in file model.safetensors" in refused(*command, run, where)
+    assert not out.parent.exists() and empty.is_dir() and not any(empty.iterdir()) and link.is_symlink()
+    for where in (out, link):
+        assert call(*command, f"{run}@4", where).exit_code == 0 and same(stored(where), weights(4))
+    assert sorted(file.name for file in out.iterdir()) == sorted(file.name for file in empty.iterdir())
+
+
+def test_what_others_put_there_meanwhile_stays(run, tmp_path, monkeypatch):
+    def fails(*_, **__):
+        (tmp_path / "out" / "theirs").write_text("")
+        raise StorageError("no space left")
+
+    monkeypatch.setattr(export, "save_pretrained", fails)
+    assert "no space left" in refused("ckpt", "export", run, tmp_path / "out")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["theirs"]
 
 
 def test_a_checkpoint_in_a_store_needs_its_run(run, tmp_path):

@@ -1,11 +1,16 @@
 """A model as a Hugging Face directory."""
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import typer
 
+from tilth.checkpoint.storage import Location, is_url
 from tilth.core.errors import DataError, StorageError
 from tilth.flows.model import OF_VALUES, load_model
 from tilth.models.hf import save_pretrained
@@ -13,31 +18,32 @@ from tilth.models.hf import save_pretrained
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def write_model(spec: str, out: Path, *, group: str = "", dtype: str = "", as_json: bool = False) -> None:
-    """Write weights, tokenizer with its chat template, and configuration into a new directory.
+def write_model(spec: str, where: Location, *, group: str = "", dtype: str = "", as_json: bool = False) -> None:
+    """Write weights, tokenizer with its chat template, and configuration into a new local directory.
 
-    group: of a checkpoint's weights, empty: as ``spec`` says. dtype: of the files, empty: as they are kept.
+    group: of a checkpoint's weights, empty: as ``spec`` says. dtype: of the files, empty: as they are kept. DataError,
+    StorageError, and what reading raises: then nothing that was made stays.
     """
     if dtype and dtype not in DTYPES:
         raise DataError(f"--dtype {dtype}: it must be {' or '.join(DTYPES)}")
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise StorageError(f"{str(out)!r} is there already; name a new or empty directory")
+    out = _local(where)
     model = load_model(spec, group) if group else load_model(spec)
     tokenizer = model.tokenizer
     ids: dict[str, int | list[int]] = {}
     if tokenizer is not None:
         ends = list(tokenizer.stop_ids)
         ids = {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": tokenizer.pad_id}
-    save_pretrained(
-        out,
-        model.config,
-        model.tensors,
-        dtype=DTYPES.get(dtype),
-        tokenizer=tokenizer,
-        source=model.source,
-        token_ids=ids,
-        values=group in OF_VALUES,
-    )
+    with _filled(out) as made:
+        save_pretrained(
+            made,
+            model.config,
+            model.tensors,
+            dtype=DTYPES.get(dtype),
+            tokenizer=tokenizer,
+            source=model.source,
+            token_ids=ids,
+            values=group in OF_VALUES,
+        )
     if as_json:
         files = sorted(file.name for file in out.iterdir())
         nbytes = sum((out / name).stat().st_size for name in files)
@@ -45,3 +51,39 @@ def write_model(spec: str, out: Path, *, group: str = "", dtype: str = "", as_js
         return
     loader = "AutoModelForTokenClassification" if group in OF_VALUES else "AutoModelForCausalLM"
     typer.echo(f"wrote {out}: transformers.{loader}.from_pretrained({str(out)!r}) loads it")
+
+
+def _local(where: Location) -> Path:
+    """A directory that is empty or not there yet; DataError, StorageError."""
+    if is_url(where):
+        raise DataError(f"{where!r} is a URL; a model is exported into a local directory, and may be copied from there")
+    out = Path(where)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise StorageError(f"{str(out)!r} is there already; name a new or empty directory")
+    return out
+
+
+@contextmanager
+def _filled(out: Path) -> Iterator[Path]:
+    """A folder inside ``out`` to write into. Its files move to ``out`` when all are there; else all that is new goes.
+
+    Inside, since ``out`` may be a mount or a link, and what others put there meanwhile is not ours to remove.
+    """
+    new = [folder for folder in (out, *out.parents) if not os.path.lexists(folder)]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix="unfinished-", dir=out) as made:
+            yield Path(made)
+            for file in sorted(Path(made).iterdir(), key=_last):
+                file.rename(out / file.name)
+    except OSError as error:
+        raise StorageError(f"cannot write model to {str(out)!r}: {error}") from error
+    finally:
+        for folder in new:
+            with suppress(OSError):  # it is not empty: the model is in it, or what others put there
+                folder.rmdir()
+
+
+def _last(file: Path) -> bool:
+    """By it a folder is known as a model."""
+    return file.name == "config.json"

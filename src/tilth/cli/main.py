@@ -196,7 +196,7 @@ def evaluate(
 
 
 @app.command()
-def export(model: ModelArgument, out: Annotated[Path, typer.Argument(metavar="OUT", help="a new directory")]) -> None:
+def export(model: ModelArgument, out: Annotated[str, typer.Argument(metavar="OUT", help="a new directory")]) -> None:
     """Write a model for transformers and vLLM; tilth ckpt export has more to choose."""
     from tilth.cli.export import write_model
 
@@ -307,7 +307,8 @@ def ckpt_ls(
     """List checkpoints: step, when saved, by which layout, tensors, bytes, state.
 
     States: complete, damaged (and why), unfinished (a save under way, or cut off), replaced (by one of the same step).
-    Of a complete one that another run made it says so. A run goes on from the newest. Keys of --json: run, checkpoint,
+    Of a complete one that another run made it says so. A run goes on from the newest. Exit code 1: a run's checkpoints
+    are lost or cannot be listed; in --json its state is missing and its step null. Keys of --json: run, checkpoint,
     step, state, reason, newest, best, bytes, saved, layout, tensors.
     """
     from tilth.cli.ckpt import ls
@@ -361,9 +362,9 @@ def ckpt_diff(
 ) -> None:
     """Say in which tensors, values and objects two checkpoints differ; with a Hugging Face directory, in weights only.
 
-    Exit code 1: they do. Never compared: events, the number of the attempt. Keys of --json: equal, a, b, tensors
+    Exit code 1: they do, or their dtypes. Never compared: events, the number of the attempt. Keys of --json: equal, a, b, tensors
     (group, name, kind, a, b, count, share, max_abs, max_rel, first), objects (key, a, b, there), compared, groups,
-    bytes, left_out.
+    bytes, tolerance, within (greatest difference of the tensors that do not differ by more), left_out.
     """
     from tilth.cli.ckpt_diff import diff
 
@@ -373,7 +374,7 @@ def ckpt_diff(
 @ckpt.command(name="export")
 def ckpt_export(
     checkpoint: CheckpointArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="a new directory")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="a new directory")],
     group: Annotated[str, typer.Option(help="weights to write: model, ema, critic, reference or reward_model")] = "",
     dtype: Annotated[str, typer.Option(help="fp32 or bf16; default: as they are kept")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="what was written as one JSON object")] = False,
