@@ -1,6 +1,6 @@
 """How state survives: checkpoints of safetensors and JSON that are complete or absent, and checked when read."""
 
-from tilth.checkpoint.directory import complete, latest, listing, mark_best, prune, quarantine, read_best
+from tilth.checkpoint.directory import complete, latest, listing, mark_best, note_best, prune, quarantine, read_best
 from tilth.checkpoint.exchange import Share
 from tilth.checkpoint.image import Group
 from tilth.checkpoint.read import Checkpoint, newest_valid, open_checkpoint
@@ -25,6 +25,7 @@ __all__ = [
     "listing",
     "mark_best",
     "newest_valid",
+    "note_best",
     "open_checkpoint",
     "prune",
     "quarantine",

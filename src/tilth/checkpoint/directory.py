@@ -162,6 +162,17 @@ def mark_best(root: Location, best: Mapping[str, Any] | None) -> None:
         raise StorageError(f"{join(root, BEST)} cannot be written: {error.strerror or error}") from error
 
 
+def note_best(root: Location, best: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """``mark_best``, unless there is no checkpoint of that step (its save failed): then what was marked before stays.
+
+    Returns what is marked now.
+    """
+    if best is not None and best["step"] not in _complete(storage_of(root)):
+        best = read_best(root)
+    mark_best(root, best)
+    return None if best is None else dict(best)
+
+
 def read_best(root: Location) -> dict[str, Any] | None:
     """What ``mark_best`` wrote; None if nothing was marked. CheckpointError for a file that says something else."""
     file = join(root, BEST)

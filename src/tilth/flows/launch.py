@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilth.checkpoint import Checkpoint, complete, latest, mark_best, newest_valid, open_checkpoint
+from tilth.checkpoint import Checkpoint, complete, latest, newest_valid, note_best, open_checkpoint
 from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.storage import Location, is_url, split, storage_of
 from tilth.cluster.cluster import Cluster, open_cluster
@@ -334,7 +334,7 @@ def _restore(run: Run, *, fallback: bool) -> None:
         _load(newest, run.roles, directory)
         run.at = Progress(**newest.objects["progress"])
         step = run.at.step
-    mark_best(directory.checkpoints, run.at.best)  # a kill may have come between a checkpoint and this
+    note_best(directory.checkpoints, run.at.best)  # a kill may have come between a checkpoint and this
     directory.rewind(step)
     directory.accept()
     directory.update(best=run.at.best, saved=step)

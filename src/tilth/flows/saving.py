@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from tilth.checkpoint import Commit, abandon_save, begin_save, complete, latest, mark_best, prune, read_best
+from tilth.checkpoint import Commit, abandon_save, begin_save, latest, note_best, prune
 from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.stages import StageError
 from tilth.cluster.group import WorkerGroup
@@ -41,7 +41,8 @@ class Saving:
         self.error: StorageError | CheckpointError | None = None
         """Why the last of them did."""
         self._under_way: Commit | None = None
-        self._step, self._best = 0, dict[str, Any]()
+        self._step = 0
+        self._best: Mapping[str, Any] | None = None
         self._began = self._durable = time.monotonic()
 
     def due(self, step: int) -> bool:
@@ -52,7 +53,7 @@ class Saving:
     def begin(self, step: int, objects: Mapping[str, Any], best: Mapping[str, Any] | None, mesh: Mesh) -> None:
         """Start a save; waits for the one before. A failure is told; StorageError after too many in a row."""
         self.finish()
-        self._began, self._step, self._best = time.monotonic(), step, dict(best or {})
+        self._began, self._step, self._best = time.monotonic(), step, best
         try:
             folder = begin_save(self.root, step)
             self._snapshot(folder)
@@ -95,7 +96,7 @@ class Saving:
 
     def _succeed(self) -> None:
         self.failed = 0
-        self.directory.update(best=self._best or None, saved=self._step)
+        self.directory.update(best=self._best, saved=self._step)
         self.metrics.add("save/seconds", self._durable - self._began)
 
     def give_up(self) -> None:
@@ -123,9 +124,7 @@ class Saving:
 
     def _tidy(self) -> None:
         self._durable = time.monotonic()
-        if self._best and self._best["step"] not in map(step_of, complete(self.root)):
-            self._best = read_best(self.root) or {}  # its own save failed: of those that are there the old one stays
-        mark_best(self.root, self._best or None)
+        self._best = note_best(self.root, self._best)
         if step_of(latest(self.root)) == self._step:  # a newer one is another run's, and would count as one to keep
             prune(self.root, self.section.keep, self.section.keep_every)
 
