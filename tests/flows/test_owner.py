@@ -145,12 +145,12 @@ def test_one_that_was_made_just_before_a_kill_keeps_the_place(tmp_path, before):
 
 
 def test_a_store_that_does_not_answer_where_some_may_be(tmp_path, monkeypatch):
-    from tilth.flows import rundir
+    from tilth.flows import owner
 
     def away(place):
         raise OSError(5, "gone", str(place))
 
     begun(tmp_path / "runs", run={"checkpoints": str(tmp_path / "first")})
-    monkeypatch.setattr(rundir, "latest", away)
+    monkeypatch.setattr(owner, "latest", away)
     with pytest.raises(StorageError, match=r"may be in .*/first/demo-001-.*cannot be read"):
         RunDir.create(tiny.recipe(tmp_path / "runs"), "demo", given("data1"))

@@ -7,6 +7,7 @@ does not name is a copy. Where the marked folder is gone, or has another place n
 import json
 from pathlib import Path
 
+from tilth.checkpoint.directory import latest
 from tilth.checkpoint.storage import is_url, join, storage_of
 from tilth.core.errors import CheckpointError, DataError, StorageError
 from tilth.flows.readers import read_state
@@ -41,6 +42,14 @@ def take(run: Path, place: str, *, fresh: bool) -> None:
             _mark(run, place)
     except OSError as error:
         raise StorageError(f"{join(place, MARK)}: {error.strerror or error}") from error
+
+
+def holds_some(place: str) -> bool:
+    """Whether there is a checkpoint in a place. StorageError: nobody knows."""
+    try:
+        return latest(place) is not None
+    except OSError as error:
+        raise StorageError(f"the checkpoints of this run may be in {place}, which cannot be read: {error}") from error
 
 
 def _refusal(run: Path, owner: Path, place: str) -> str:

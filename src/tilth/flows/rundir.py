@@ -21,8 +21,6 @@ from typing import Any, Literal
 import psutil
 import pyarrow as pa
 
-from tilth.checkpoint.directory import latest
-from tilth.checkpoint.storage import Location
 from tilth.config.load import dump_toml
 from tilth.config.schema import Recipe
 from tilth.core.errors import StorageError
@@ -30,7 +28,6 @@ from tilth.flows.continuing import Identity, claim
 from tilth.flows.environment import environment
 from tilth.flows.files import Lines, Lock, read_lines, replace, to_json, writing
 from tilth.flows.metrics import resident, schema
-from tilth.flows.owner import take
 from tilth.flows.readers import checkpoints_of, read_metrics, read_state, read_trajectories, summarise
 from tilth.flows.signals import Interrupted
 from tilth.flows.trajectories import TrajectoryFiles
@@ -235,6 +232,8 @@ class RunDir:
         """Fields of run.json for a new attempt."""
         now, place = _now(), _place(self.recipe, self.path, before)
         if place:
+            from tilth.flows.owner import take  # it imports torch, which those who only read do without
+
             take(self.path, place, fresh=place != before.get("checkpoints"))
         attempts = [a if a.get("ended") else a | {"state": "interrupted"} for a in before.get("attempts", [])]
         return {
@@ -281,7 +280,7 @@ def _place(recipe: Recipe, path: Path, before: Mapping[str, Any]) -> str:
     given, known = recipe.run.checkpoints.rstrip("/"), before.get("checkpoints", "")
     wanted = given if "://" in given or not given else str(Path(given).resolve())
     same = known.rpartition("/")[0] == wanted
-    if before and (same or before.get("saved") or _has_some(known or path / "checkpoints")):
+    if before and (same or before.get("saved") or _holds_some(str(known or path / "checkpoints"))):
         return str(known)
     if not given:
         return ""
@@ -289,11 +288,10 @@ def _place(recipe: Recipe, path: Path, before: Mapping[str, Any]) -> str:
     return f"{wanted}/{name}"
 
 
-def _has_some(place: Location) -> bool:
-    try:
-        return latest(place) is not None
-    except OSError as error:
-        raise StorageError(f"the checkpoints of this run may be in {place}, which cannot be read: {error}") from error
+def _holds_some(place: str) -> bool:
+    from tilth.flows.owner import holds_some
+
+    return holds_some(place)
 
 
 def _now() -> str:
