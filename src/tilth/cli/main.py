@@ -362,7 +362,7 @@ def ckpt_diff(
 ) -> None:
     """Say in which tensors, values and objects two checkpoints differ; with a Hugging Face directory, in weights only.
 
-    Exit code 1: they do, or their dtypes. Never compared: events, the number of the attempt. Keys of --json: equal, a, b, tensors
+    Exit code 1: they do. Never compared: events, the number of the attempt. Keys of --json: equal, a, b, tensors
     (group, name, kind, a, b, count, share, max_abs, max_rel, first), objects (key, a, b, there), compared, groups,
     bytes, tolerance, within (greatest difference of the tensors that do not differ by more), left_out.
     """
@@ -373,7 +373,9 @@ def ckpt_diff(
 
 @ckpt.command(name="export")
 def ckpt_export(
-    checkpoint: CheckpointArgument,
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CKPT", help="RUN, RUN@best, RUN@STEP, or a checkpoint in its run's folder")
+    ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="a new directory")],
     group: Annotated[str, typer.Option(help="weights to write: model, ema, critic, reference or reward_model")] = "",
     dtype: Annotated[str, typer.Option(help="fp32 or bf16; default: as they are kept")] = "",
