@@ -30,7 +30,7 @@ from tilth.flows.fapo import fapo
 from tilth.flows.grpo import grpo
 from tilth.flows.metrics import Metrics
 from tilth.flows.model import MODEL_FOLDER, save_shape
-from tilth.flows.named import foreign, identity
+from tilth.flows.named import all_lost, foreign, identity
 from tilth.flows.observers import Beginner, Observer
 from tilth.flows.ppo import ppo, values
 from tilth.flows.pretrain import pretrain
@@ -364,10 +364,7 @@ def _newest(run: Run, *, fallback: bool) -> Checkpoint | None:
 def _miss(run: Run, root: str, found: str | Path | None, saved: int, *, fallback: bool) -> None:
     """A run that has saved does not begin anew because its disk is not mounted, or its newest checkpoint is gone."""
     if found is None:
-        raise CheckpointError(
-            f"there is no valid checkpoint in {root}, but this run saved one of step {saved} there: is its disk "
-            "mounted? If they are lost for good, begin a new run (run.name=NAME)"
-        )
+        raise CheckpointError(f"{all_lost(root, saved)} If they are lost for good, begin a new run (run.name=NAME)")
     told = f"the newest checkpoint in {root} is {split(found)[1]}, but this run saved one of step {saved} there"
     if not fallback:
         raise CheckpointError(f"{told}; {_what_is_left(run.directory, saved)}")

@@ -115,8 +115,11 @@ def root_of(run: Path) -> Location:
 def lost(run: Path | None, root: Location) -> str:
     """Of a run that has saved, where no checkpoint is: which one is missing and where it was; empty for any other."""
     saved = read_state(run).get("saved") if run is not None else None
-    if not saved or str(root).startswith("memory://"):
-        return ""
+    return "" if not saved or str(root).startswith("memory://") else all_lost(root, saved)
+
+
+def all_lost(root: Location, saved: int) -> str:
+    """What is said where the checkpoints of a run, which has saved up to this step, are not to be found."""
     return f"there is no valid checkpoint in {root}, but this run saved one of step {saved} there: is its disk mounted?"
 
 
