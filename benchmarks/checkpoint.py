@@ -210,24 +210,24 @@ def goals(found: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="50 MB on 1 and 2 ranks, one repeat of short steps")
+    parser.add_argument("--quick", action="store_true", help="50 MB on 2 ranks, one repeat of short steps")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ranks", default="")
     parser.add_argument("--mb", default="")
     parser.add_argument("--folder", type=Path, help="where to write; default: the temporary directory")
     parser.add_argument("--rounds", type=int, default=0, help="repeats; default 3, with --quick 1")
-    parser.add_argument("--pairs", type=int, default=0, help="of ten steps, for the stall; default 12, with --quick 3")
+    parser.add_argument("--pairs", type=int, default=0, help="of ten steps, for the stall; default 12, with --quick 2")
     parser.add_argument("--step", type=float, default=0.0, help="seconds of a step; default 0.2, with --quick 0.05")
     parser.add_argument("--methods", default="", help="default all; with --quick without those of +")
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 3)
-    options.pairs = options.pairs or (3 if options.quick else 12)
+    options.pairs = options.pairs or (2 if options.quick else 12)
     options.methods = options.methods or ",".join(QUICK if options.quick else METHODS)
     options.step = options.step or (0.05 if options.quick else 0.2)
     found, sizes = list[Row](), options.mb or ("50" if options.quick else "50,500,4000")
     print(HEAD)
     for megabytes in map(float, sizes.split(",")):
-        for count in map(int, (options.ranks or ("1,2" if options.quick else "1,2,4")).split(",")):
+        for count in map(int, (options.ranks or ("2" if options.quick else "1,2,4")).split(",")):
             with tempfile.TemporaryDirectory(dir=options.folder) as place:
                 for one in rows(count, megabytes, options, Path(place)):
                     found.append(one)
