@@ -333,8 +333,8 @@ def test_what_a_resume_could_forget_would_be_seen(tmp_path, stopped, monkeypatch
     part, whole = stopped
     plain = launch._load
 
-    def forgets(opened, roles):
-        plain(opened, roles)
+    def forgets(opened, roles, directory):
+        plain(opened, roles, directory)
         engine = tiny.worker(roles.critic).engine
         tensors = {
             "critic": dict(engine.model.score.named_parameters()),

@@ -112,7 +112,7 @@ def test_a_forgotten_optimizer_would_be_seen(tmp_path, whole, monkeypatch):
 
     assert finish(child(tmp_path, "training", 11))[0] == -signal.SIGKILL
 
-    def forgets(checkpoint, roles):
+    def forgets(checkpoint, roles, directory):
         checkpoint.restore("model", tiny.worker(roles.policy).engine.sharded.parameters)
 
     monkeypatch.setattr(launch, "_load", forgets)
