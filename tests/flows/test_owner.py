@@ -154,3 +154,14 @@ def test_a_store_that_does_not_answer_where_some_may_be(tmp_path, monkeypatch):
     monkeypatch.setattr(owner, "latest", away)
     with pytest.raises(StorageError, match=r"may be in .*/first/demo-001-.*cannot be read"):
         RunDir.create(tiny.recipe(tmp_path / "runs"), "demo", given("data1"))
+
+
+def test_a_store_that_does_not_answer_is_one_line_of_who_only_looks(tmp_path, monkeypatch):
+    run = begun(tmp_path / "runs", run={"checkpoints": str(tmp_path / "store")})
+
+    def fails(self, path):
+        raise TimeoutError(110, "Connection timed out")
+
+    monkeypatch.setattr("tilth.checkpoint.storage.Local.read", fails)
+    with pytest.raises(StorageError, match=r"cannot read .*store/.*: .*Connection timed out"):
+        root_of(run)

@@ -102,12 +102,14 @@ def is_checkpoint(where: Location) -> bool:
 def root_of(run: Path) -> Location:
     """Where the checkpoints of a run are; a path as short as the run's own if they are in it.
 
-    ModelError for a copy of a run whose checkpoints are elsewhere: they are that one's.
+    ModelError for a copy of a run whose checkpoints are elsewhere: they are that one's. StorageError.
     """
     found, own = checkpoints_of(run), run / "checkpoints"
     if found == str(own.resolve()):
         return own
-    if owner := original(run, found):
+    with reaching(found):
+        owner = original(run, found)
+    if owner:
         raise ModelError(f"{run} is a copy of {owner}, whose checkpoints are in {found}; name that one")
     return _place(found)
 
