@@ -5,10 +5,8 @@ import shutil
 import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,13 +36,6 @@ from tilth.cli import ckpt
 @pytest.fixture
 def run(tmp_path):
     return make_run(tmp_path / "runs" / "one", best=2)
-
-
-@pytest.fixture
-def url():
-    place = f"memory://{uuid.uuid4().hex}"
-    yield place
-    fsspec.filesystem("memory").rm(place, recursive=True)
 
 
 # ---- ls ----

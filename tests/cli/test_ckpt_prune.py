@@ -1,10 +1,8 @@
 """Which checkpoints go: the old ones as the run's recipe says or as asked, never the last good one, never the best."""
 
 import shutil
-import uuid
 from pathlib import Path
 
-import fsspec
 import pytest
 
 from tests.cli.kept import add, bare, call, make_run, names, objects, own, place_of, refused, said, upload
@@ -16,13 +14,6 @@ from tilth.flows.files import Lock
 @pytest.fixture
 def run(tmp_path):
     return make_run(tmp_path / "runs" / "one", best=2)
-
-
-@pytest.fixture
-def url():
-    place = f"memory://{uuid.uuid4().hex}"
-    yield place
-    fsspec.filesystem("memory").rm(place, recursive=True)
 
 
 def test_prune_keeps_as_the_run_does(run):

@@ -1,7 +1,9 @@
 """Files that are named to be written: whole or not at all, through links, and never in the place of a device."""
 
+import errno
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +64,15 @@ def test_a_failure_leaves_the_old_file_and_nothing_beside_it(tmp_path, error):
         raise error
     assert (tmp_path / "a").read_text() == "old" and os.listdir(tmp_path) == ["a"]
     assert isinstance(error, KeyError) or str(raised.value).endswith("a: No space left on device")
+
+
+def test_a_disk_that_refuses_to_clean_up_too_is_one_line(tmp_path, monkeypatch):
+    """A read-only one says so of names that are not there, too."""
+
+    def refuses(self, *_, **__):
+        raise OSError(errno.EROFS, "Read-only file system", str(self))
+
+    monkeypatch.setattr(Path, "unlink", refuses)
+    with pytest.raises(StorageError, match=r"cannot write .*out\.txt: Read-only file system"):
+        with written_whole(tmp_path / "out.txt"):
+            raise OSError(errno.EROFS, "Read-only file system")

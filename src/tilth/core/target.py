@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tilth.core.errors import StorageError
@@ -28,5 +28,5 @@ def written_whole(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        if real.parent.is_dir():
+        with suppress(OSError):  # of the same disk, which has said its word; as a rule it has its name by now
             temporary.unlink(missing_ok=True)

@@ -277,21 +277,17 @@ def _place(recipe: Recipe, path: Path, before: Mapping[str, Any]) -> str:
 
     It stays where it is once there are some, also where a kill came between one and the note of it. StorageError.
     """
+    from tilth.flows.owner import holds_some  # it imports torch, which those who only read do without
+
     given, known = recipe.run.checkpoints.rstrip("/"), before.get("checkpoints", "")
     wanted = given if "://" in given or not given else str(Path(given).resolve())
     same = known.rpartition("/")[0] == wanted
-    if before and (same or before.get("saved") or _holds_some(str(known or path / "checkpoints"))):
+    if before and (same or before.get("saved") or holds_some(str(known or path / "checkpoints"))):
         return str(known)
     if not given:
         return ""
     name = f"{path.name}-{uuid.uuid4().hex[:8]}"  # other folders of runs may share the store
     return f"{wanted}/{name}"
-
-
-def _holds_some(place: str) -> bool:
-    from tilth.flows.owner import holds_some
-
-    return holds_some(place)
 
 
 def _now() -> str:
