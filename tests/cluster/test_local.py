@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -257,12 +258,7 @@ def test_a_killed_controller_leaves_nothing(how):
 def test_leftovers_of_a_dead_controller_are_removed_at_the_next_start(monkeypatch):
     """In a place of its own: any start of a cluster on this machine would remove them."""
     with tempfile.TemporaryDirectory() as place:
-        code = (
-            "import os, pathlib, tilth.cluster.folder as f; "
-            f"f._root = lambda: pathlib.Path({place!r}); print(f.Folder.create().path); os._exit(1)"
-        )
-        dead = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(1))
-        left = Path(dead.stdout.strip())
+        left = started(place)
         assert left.is_dir() and left.parent == Path(place)
         monkeypatch.setattr("tilth.cluster.folder._root", lambda: Path(place))
         one = Folder.create()
@@ -271,6 +267,48 @@ def test_leftovers_of_a_dead_controller_are_removed_at_the_next_start(monkeypatc
         assert one.path.is_dir() and two.path.is_dir()
         one.remove()
         two.remove()
+
+
+def test_what_others_put_among_the_leftovers_is_neither_waited_for_nor_touched(tmp_path):
+    """A name that begins like ours is no proof: a pipe would be waited for, a link leads anywhere."""
+    (prey := tmp_path / "prey").mkdir()
+    (prey / "alive").touch()
+    prefix = tmp_path / "root" / f"tilth-{os.getuid()}-"
+    prefix.parent.mkdir()
+    for name in ("pipe", "pipe-behind-a-link", "link", "door"):
+        Path(f"{prefix}{name}").mkdir()
+    os.mkfifo(f"{prefix}pipe/alive")
+    Path(f"{prefix}pipe-behind-a-link/alive").symlink_to(f"{prefix}pipe/alive")
+    Path(f"{prefix}link/alive").symlink_to(prey / "alive")
+    Path(f"{prefix}folder-behind-a-link").symlink_to(prey)
+    os.mkfifo(f"{prefix}pipe-itself")
+    os.mknod(f"{prefix}door/alive", stat.S_IFSOCK | 0o600)
+    before = sorted(tmp_path.rglob("*"))
+    made = started(prefix.parent)
+    assert made.is_dir() and [p for p in sorted(tmp_path.rglob("*")) if made not in (p, *p.parents)] == before
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_leftovers_of_another_user_are_left_alone_whatever_their_name(tmp_path):
+    theirs = tmp_path / f"tilth-{os.getuid()}-theirs"
+    mine = tmp_path / f"tilth-{os.getuid()}-mine"
+    for folder in (theirs, mine):
+        folder.mkdir()
+        (folder / "alive").touch()
+    os.chown(theirs, 65534, 65534)
+    os.chown(mine / "alive", 65534, 65534)
+    started(tmp_path)
+    assert theirs.is_dir() and mine.is_dir()
+
+
+def started(place):
+    """A cluster's folder in this place, made by a process of its own: what should hang must not hang the test."""
+    code = (
+        "import os, pathlib, tilth.cluster.folder as f; "
+        f"f._root = lambda: pathlib.Path({str(place)!r}); print(f.Folder.create().path, flush=True); os._exit(1)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(1), timeout=60)
+    return Path(told.stdout.strip())
 
 
 def test_the_folder_is_private():

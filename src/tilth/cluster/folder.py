@@ -4,7 +4,10 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -115,10 +118,30 @@ def _locked(path: Path) -> IO[bytes]:
 
 
 def _remove_if_left(path: Path) -> None:
-    """The lock of a controller goes with its process, however that ended."""
+    """The lock of a controller goes with its process, however that ended.
+
+    Anybody can make such a name in a folder that all may write to, and put a pipe there that would be waited for.
+    """
     try:
-        with open(path / _ALIVE, "rb") as lock:
+        with _opened(path, os.O_DIRECTORY) as place, _opened(_ALIVE, os.O_NONBLOCK, place) as lock:
+            if not (_is_ours(place, stat.S_ISDIR) and _is_ours(lock, stat.S_ISREG)):
+                return
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
     except OSError:  # in use, or just being made by another controller
         return
+
+
+@contextmanager
+def _opened(path: Path | str, flags: int, within: int | None = None) -> Iterator[int]:
+    """A descriptor for reading of a name that is no link, in an open folder if one is given. OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=within)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_ours(descriptor: int, kind: Callable[[int], bool]) -> bool:
+    found = os.fstat(descriptor)
+    return found.st_uid == os.getuid() and kind(found.st_mode)
