@@ -36,8 +36,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from tilth.checkpoint.covering import tiling_problem
 from tilth.checkpoint.manifest import FileEntry, assemble, parse_manifest, parse_report, report_of
-from tilth.checkpoint.planning import DTYPES, GroupPlan, Spec, plan_group, tiling_problem
+from tilth.checkpoint.planning import DTYPES, GroupPlan, Spec, plan_group
 from tilth.core.layout import Box, Layout, Mesh
 from tilth.plan.layout import NAMES, layouts
 from tilth.plan.shape import Shape, parameter_shapes

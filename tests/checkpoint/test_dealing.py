@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.cases import least, specs
 from tilth.checkpoint import dealing
+from tilth.checkpoint.covering import tiling_problem
 from tilth.checkpoint.dealing import LEAST, Held, cuttable, deal
-from tilth.checkpoint.planning import Spec, plan_group, spec_table, specs_of, tiling_problem
+from tilth.checkpoint.planning import Spec, plan_group, spec_table, specs_of
 from tilth.core.layout import Layout, Mesh, Replicate, Shard
 from tilth.plan.layout import NAMES, layouts
 from tilth.plan.shape import Shape, parameter_shapes

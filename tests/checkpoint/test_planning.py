@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from tests.checkpoint.cases import layouts, least, meshes, specs
-from tilth.checkpoint import dealing, planning
+from tilth.checkpoint import covering, dealing, planning
+from tilth.checkpoint.covering import tiling_problem
 from tilth.checkpoint.planning import (
     ALIGNMENT,
     DTYPES,
@@ -31,7 +32,6 @@ from tilth.checkpoint.planning import (
     specs_of,
     tile_counts,
     tiles,
-    tiling_problem,
 )
 from tilth.checkpoint.shards import held
 from tilth.core.errors import CheckpointError
@@ -483,7 +483,7 @@ def test_a_hole_and_a_double_are_found(grid, shape, data):
     pieces = data.draw(st.permutations([p for p in pieces if p.numel]))
     i = data.draw(st.integers(0, len(pieces) - 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "_SMALL_GRID", grid)
+        patch.setattr(covering, "_SMALL_GRID", grid)
         assert problem_of(shape, pieces) == ""
         if len(pieces) > 1:
             problem = problem_of(shape, [*pieces[:i], *pieces[i + 1 :]])

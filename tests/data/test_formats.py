@@ -293,6 +293,8 @@ def test_shards_in_the_order_of_the_state_and_no_other_file(tmp_path):
         ({"_data_files": None}, "'_data_files' is None, not a list"),
         ({"_data_files": [3]}, "_data_files holds 3, not an object with a filename"),
         ({"_data_files": [{"filename": "gone.arrow"}]}, "gone.arrow' is missing, which"),
+        ({"_data_files": [{"filename": "../other/data.arrow"}]}, "'../other/data.arrow' is not the name of a file in"),
+        ({"_data_files": [{"filename": "/etc/hostname"}]}, "'/etc/hostname' is not the name of a file"),
         ({"_indices_data_files": [{"filename": "indices.arrow"}]}, "has a table of indices"),
     ],
 )

@@ -321,6 +321,9 @@ def test_broken_configuration(tmp_path):
     assert "tokenizer_config.json is not JSON" in failure(folder)
     (folder / "tokenizer_config.json").write_text("[]")
     assert "tokenizer_config.json holds a list, not an object" in failure(folder)
+    for text in (b"[" * 100_000, b"9" * 5000, b'"\xff"'):
+        (folder / "tokenizer_config.json").write_bytes(text)
+        assert "tokenizer_config.json" in failure(folder)
 
 
 def test_no_end_token(tmp_path):

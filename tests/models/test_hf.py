@@ -1,6 +1,8 @@
 """Hugging Face directories: transformers loads what we write, we load what it writes, bad ones are named."""
 
 import json
+import os
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -239,6 +241,52 @@ def test_truncated_file_is_corrupt(keep: int, exported: Path) -> None:
     file = exported / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(ModelError, match=r"model\.safetensors is corrupt"):
+        load_pretrained(exported)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/hostname", "a/../../x", "", ".", "\0", "x" * 300, "\ud800", 3, None, ["a"]]
+)
+def test_shards_outside_of_the_directory_are_not_opened(tmp_path: Path, name: object) -> None:
+    model = decoder(FAMILIES["qwen3"])
+    save_pretrained(tmp_path / "model", model.config, model.state_dict(), shard_bytes=60_000)
+    shutil.copy(next((tmp_path / "model").glob("*.safetensors")), tmp_path / "secret.safetensors")
+    file = tmp_path / "model" / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    file.write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"index\.json: file of tensor model\.norm\.weight: .* not the name of a file"):
+        load_pretrained(tmp_path / "model")
+
+
+def test_shards_in_folders_and_behind_links_are_read(tmp_path: Path) -> None:
+    """The cache of a hub is a folder of links."""
+    model = decoder(FAMILIES["qwen3"])
+    save_pretrained(tmp_path, model.config, model.state_dict(), shard_bytes=60_000)
+    file = tmp_path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    (tmp_path / "blobs").mkdir()
+    first, second, *_ = sorted(set(index["weight_map"].values()))
+    (tmp_path / first).rename(tmp_path / "blobs" / first)
+    (tmp_path / second).rename(tmp_path / "blobs" / second)
+    (tmp_path / second).symlink_to(tmp_path / "blobs" / second)
+    index["weight_map"] = {k: f"blobs/{v}" if v == first else v for k, v in index["weight_map"].items()}
+    file.write_text(json.dumps(index))
+    _, tensors = load_pretrained(tmp_path)
+    assert all(torch.equal(tensors[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_brackets_without_end_are_no_json(exported: Path, name: str) -> None:
+    (exported / name).write_text("[" * 100_000)
+    with pytest.raises(ModelError, match=name):
+        load_pretrained(exported)
+
+
+def test_a_pipe_in_the_place_of_weights_is_not_waited_for(exported: Path) -> None:
+    (exported / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "pipe"}}')
+    os.mkfifo(exported / "pipe")
+    with pytest.raises(ModelError, match="pipe is not a file"):
         load_pretrained(exported)
 
 

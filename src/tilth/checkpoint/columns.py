@@ -1,6 +1,7 @@
 """The tensors of a group as columns: a number or more for each box, since thousands of ranks make millions of boxes."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tilth.checkpoint.planning import DTYPES, tile_counts, tiling_problem
+from tilth.checkpoint.covering import tiling_problem
+from tilth.checkpoint.planning import DIMENSIONS, DTYPES, MOST, tile_counts
 from tilth.core.layout import Shape
 
 _COLUMNS = ("offset", "size", "file", "byte0")
@@ -136,10 +138,19 @@ class WrongField(Exception):
     """Where and what."""
 
 
-def rows_of(group: str, tensors: Mapping[str, Any], files: int) -> dict[str, Row]:
-    """The rows of a group from its JSON. WrongField, also for boxes that do not tile a tensor."""
+def rows_of(group: str, tensors: Mapping[str, Any], files: int, boxes: int) -> dict[str, Row]:
+    """The rows of a group from its JSON. WrongField, also for boxes that do not tile a tensor.
+
+    boxes: all tensors have at most so many. A column can stand for those of any number of tensors, so without a bound
+    a short text could be a table that no memory holds.
+    """
     known: dict[str, dict[str, np.ndarray]] = {}
-    found = {name: _row(f"{group}.{name}", name, entry, files, known) for name, entry in tensors.items()}
+    found: dict[str, Row] = {}
+    for name, entry in tensors.items():
+        row = found[name] = _row(f"{group}.{name}", name, entry, files, known)
+        boxes -= len(row.file)
+        if boxes < 0:
+            raise WrongField(f"{group}.{name}: there are more boxes than the files have checksums for")
     sound = set()  # most tensors of a model have the boxes of another one
     for name, row in found.items():
         key = row.shape, row.offset.tobytes(), row.size.tobytes()
@@ -158,6 +169,8 @@ def _row(where: str, name: str, entry: Any, files: int, known: dict[str, dict[st
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise WrongField(f"{where}.dtype: {entry['dtype']!r} is none of {', '.join(DTYPES)}")
     shape = _integers(f"{where}.shape", entry["shape"])
+    if len(shape) > DIMENSIONS:
+        raise WrongField(f"{where}.shape: {len(shape)} dimensions, at most {DIMENSIONS} can be read")
     columns = {c: _column(f"{where}.{c}", c, entry[c], known) for c in _COLUMNS}
     known[name] = columns
     boxes = len(columns["file"])
@@ -168,7 +181,21 @@ def _row(where: str, name: str, entry: Any, files: int, known: dict[str, dict[st
     if boxes and int(columns["file"].max()) >= files:
         raise WrongField(f"{where}.file: there is no file number {columns['file'].max()}, only {files} files")
     offset, size = (columns[c].reshape(boxes, len(shape)) for c in ("offset", "size"))
+    _check_sizes(where, shape, size, DTYPES[entry["dtype"]].itemsize)
     return Row(tuple(shape.tolist()), entry["dtype"], offset, size, columns["file"], columns["byte0"])
+
+
+def _check_sizes(where: str, shape: np.ndarray, size: np.ndarray, itemsize: int) -> None:
+    """WrongField for sizes whose products are no number of bytes, and for boxes without elements; what has none at all
+    has one box."""
+    elements = [shape, *size] if len(size) == 1 else [shape]
+    largest = max([math.prod(one.tolist()) for one in elements] + size.astype(float).prod(1).tolist())
+    if largest >= MOST // itemsize:
+        raise WrongField(f"{where}.size: {largest:.3g} elements are more than any file has bytes")
+    if not shape.all() and not np.array_equal(size, shape[None]):
+        raise WrongField(f"{where}.size: a tensor without elements has one box, its shape")
+    if shape.all() and not size.all():
+        raise WrongField(f"{where}.size: a box without elements")
 
 
 def _column(where: str, column: str, values: Any, known: Mapping[str, Mapping[str, np.ndarray]]) -> np.ndarray:
@@ -181,13 +208,12 @@ def _column(where: str, column: str, values: Any, known: Mapping[str, Mapping[st
 
 
 def _integers(where: str, values: Any) -> np.ndarray:
-    """Numbers from 0 on as int64."""
-    try:
-        column = np.array(values)
-        if not isinstance(values, list) or column.ndim != 1 or (len(column) and column.dtype != np.int64):
-            raise ValueError
-    except ValueError:
-        raise WrongField(f"{where}: a list of integers is needed") from None
-    if len(column) and column.min() < 0:
-        raise WrongField(f"{where}: {column.min()} is negative")
-    return column.astype(np.int64)
+    """Numbers from 0 to ``MOST`` as int64. Their types are looked at first: of texts numpy would make a table in which
+    each takes as much as the longest."""
+    if not isinstance(values, list) or not set(map(type, values)) <= {int}:
+        raise WrongField(f"{where}: a list of integers is needed")
+    if min(values, default=0) < 0:
+        raise WrongField(f"{where}: {min(values):.3g} is negative")
+    if max(values, default=0) >= MOST:
+        raise WrongField(f"{where}: a number in it is not below 2^{MOST.bit_length() - 1}")
+    return np.array(values, np.int64)

@@ -180,10 +180,12 @@ def read_best(root: Location) -> dict[str, Any] | None:
         found = json.loads(storage_of(root).read(BEST))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+    if not isinstance(found, dict) or type(found.get("step")) is not int or found["step"] < 0:
         raise CheckpointError(f"{file} does not name the step of a checkpoint")
+    if not isinstance(found.get("metric"), str) or type(found.get("value")) not in (int, float):
+        raise CheckpointError(f"{file} does not say which metric had which value")
     return found
 
 

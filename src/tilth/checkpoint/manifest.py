@@ -23,6 +23,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from tilth.checkpoint.columns import Pieces, Row, Table, WrongField, json_object, rows_of
 from tilth.checkpoint.planning import (
     DTYPES,
+    MOST,
     SAFETENSORS_NAMES,
     GroupPlan,
     plan_group,
@@ -31,7 +32,8 @@ from tilth.checkpoint.planning import (
     tiles,
 )
 from tilth.core.errors import CheckpointError
-from tilth.core.layout import Box, Mesh, Shape
+from tilth.core.layout import MOST_RANKS, Box, Mesh, Shape
+from tilth.core.names import name_problem
 
 if TYPE_CHECKING:
     from tilth.checkpoint.storage import Storage
@@ -76,6 +78,18 @@ def _of_digits(checksums: str) -> str:
     return checksums
 
 
+def _of_the_folder(name: str) -> str:
+    if problem := name_problem(name):
+        raise ValueError(problem)
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_of_the_folder)]
+"""Of a file beside the manifest: whoever wrote that may have meant any file of this machine."""
+Bytes = Annotated[int, Field(ge=0, lt=MOST)]
+Rank = Annotated[int, Field(ge=0, le=MOST_RANKS)]
+
+
 class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -84,8 +98,8 @@ class FileEntry(_Entry):
     """A data file: its group, its size, and what its bytes are checked against."""
 
     group: str
-    nbytes: int = Field(ge=0)
-    header_nbytes: int = Field(ge=0)
+    nbytes: Bytes
+    header_nbytes: Bytes
     """Bytes before the data."""
     header_checksum: int = Field(ge=0, lt=1 << 64)
     """xxh3_64 of those."""
@@ -175,10 +189,10 @@ class _Head(_Entry):
 
     format: Literal["tilth-checkpoint"]
     version: Literal[2]
-    step: int
+    step: int = Field(ge=0, lt=MOST)
     saved: str
     layout: dict[str, Any]
-    files: dict[str, FileEntry]
+    files: dict[FileName, FileEntry]
     groups: dict[str, dict[str, Any]]
     objects: dict[str, Any]
     total_bytes: int
@@ -272,7 +286,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     del body["checksum"]
     try:
         head = _Head(**body)
-        tables = {group: Table(rows_of(group, tensors, len(head.files))) for group, tensors in head.groups.items()}
+        tables = _tables(head)
     except ValidationError as error:
         found = error.errors()[0]
         where = ".".join(map(str, found["loc"]))
@@ -286,8 +300,22 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     return manifest
 
 
+def _tables(head: _Head) -> dict[str, Table]:
+    """Each box has a checksum at least, but for the one of a tensor without elements. WrongField."""
+    boxes = sum(entry.tiles for entry in head.files.values()) + sum(map(len, head.groups.values()))
+    tables: dict[str, Table] = {}
+    for group, tensors in head.groups.items():
+        tables[group] = Table(rows_of(group, tensors, len(head.files), boxes))
+        boxes -= sum(len(row.file) for row in tables[group].rows.values())
+    return tables
+
+
 def _inconsistent(manifest: Manifest) -> Iterator[str]:
     """What of files and tensors does not fit together."""
+    try:
+        Mesh.from_json(manifest.layout["mesh"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        yield f"layout.mesh: {type(error).__name__}: {error}"
     named = [(f"{group}.{name}", row) for group, table in manifest.tables.items() for name, row in table.rows.items()]
     pieces = Pieces.of([row for _, row in named])
     files = list(manifest.files.items())
@@ -317,12 +345,12 @@ class Report(_Entry):
     folder: str
     """Name of the temporary folder, so that no part of another save is taken for one of this."""
     group: str
-    rank: int
-    ranks: tuple[tuple[int, int], ...]
+    rank: Rank
+    ranks: tuple[tuple[Rank, Rank], ...]
     """All ranks that hold some of the group, as intervals [start, stop)."""
     digest: str
     """Of the plan that it followed."""
-    file: str
+    file: FileName | Literal[""]
     """Its name; empty: there was nothing to write."""
     entry: FileEntry | None
     table: dict[str, Any] | None

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import xxhash
 
+from tilth.checkpoint.covering import tiling_problem
 from tilth.checkpoint.dealing import Dealt, Held, cuttable, deal
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import Box, Layout, Mesh, Ragged, Shape, Shard, interval_boxes
@@ -55,8 +56,12 @@ COLUMN_TILE = 1 << 15
 SEGMENT = 256
 """Bytes of a row in a tile, at least, where columns are cut."""
 
+DIMENSIONS = 16
+"""Of a tensor, at most."""
+MOST = 1 << 53
+"""Every number of elements or bytes is below this."""
+
 _PLANS = 16
-_SMALL_GRID = 1 << 20
 
 
 class Spec(NamedTuple):
@@ -119,7 +124,7 @@ def specs_of(table: Mapping[str, Any]) -> list[Spec]:
     try:
         layouts = [Layout.from_json(layout) for layout in table["layouts"]]
         return [Spec(str(name), layouts[number], str(dtype)) for name, number, dtype in table["specs"]]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"a table of layouts cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -158,14 +163,20 @@ def tiles(size: Shape, itemsize: int) -> Tiles:
     where that leaves ``ROW_TILE``. What is one row is cut by elements, as if they were rows. So who reads some rows or
     a quarter of the columns of a large piece can check just that, and small pieces have one checksum.
     """
-    numel, last = math.prod(size), size[-1] if size else 1
-    if not numel:
+    if not math.prod(size):
         return Tiles([0], [0])
-    rows = numel // last
+    rows, height, last, width = _grid(size, itemsize)
+    return Tiles([*range(0, rows, height), rows], [*range(0, last, width), last])
+
+
+def _grid(size: Shape, itemsize: int) -> tuple[int, int, int, int]:
+    """Rows of a piece with elements, rows of a tile, columns of the piece, columns of a tile."""
+    last = size[-1] if size else 1
+    rows = math.prod(size) // last
     if rows == 1:
-        return Tiles([0, 1], _bands(last, itemsize))
+        return 1, 1, last, _height(last, itemsize)
     width = last // next(n for n in (8, 4, 2, 1) if n == 1 or _divides(n, rows, last, itemsize))
-    return Tiles(_bands(rows, width * itemsize), list(range(0, last + 1, width)))
+    return rows, _height(rows, width * itemsize), last, width
 
 
 def _divides(bands: int, rows: int, last: int, itemsize: int) -> bool:
@@ -173,17 +184,23 @@ def _divides(bands: int, rows: int, last: int, itemsize: int) -> bool:
     return last % bands == 0 and nbytes >= SEGMENT and rows * nbytes >= COLUMN_TILE
 
 
-def _bands(rows: int, nbytes: int) -> list[int]:
-    """Cuts of so many rows of ``nbytes`` each."""
-    height = max(1, min(LARGEST_TILE // nbytes, max(-(-rows // 4), -(-ROW_TILE // nbytes))))
-    return [*range(0, rows, height), rows]
+def _height(rows: int, nbytes: int) -> int:
+    """Of a band of so many rows of ``nbytes`` each."""
+    return max(1, min(LARGEST_TILE // nbytes, max(-(-rows // 4), -(-ROW_TILE // nbytes))))
 
 
 def tile_counts(size: np.ndarray, itemsize: int) -> np.ndarray:
-    """Number of tiles of pieces of these sizes, int64 [B, D]; int64 [B]."""
+    """Number of tiles of pieces of these sizes, int64 [B, D]; int64 [B]. They are counted, not made."""
     sizes = [tuple(one) for one in size.tolist()]
-    known = {one: tiles(one, itemsize).total for one in set(sizes)}
+    known = {one: _tile_count(one, itemsize) for one in set(sizes)}
     return np.array([known[one] for one in sizes], np.int64)
+
+
+def _tile_count(size: Shape, itemsize: int) -> int:
+    if not math.prod(size):
+        return 0
+    rows, height, last, width = _grid(size, itemsize)
+    return -(-rows // height) * -(-last // width)
 
 
 # ---- what ranks hold ----
@@ -307,70 +324,6 @@ def _ragged(
         rows += [(box.offset, box.size) for box in found[key]]
     table = np.array(rows, np.int64).reshape(len(rows), 2, offset.shape[1])
     return np.array(place, np.int64), table[:, 0], table[:, 1]
-
-
-# ---- whether it is whole ----
-
-
-def tiling_problem(shape: Sequence[int], offset: np.ndarray, size: np.ndarray) -> str:
-    """What is wrong with boxes that should hold every element of a tensor exactly once; empty if they do.
-
-    offset, size: int64 [B, D]. Regular boxes are counted on the grid of their bounds; others are taken out of what is
-    left one after another, which costs about as much as sorting them.
-    """
-    stop, end = offset + size, np.array(shape, np.int64)
-    inside = offset.shape[1] == len(shape) and ((offset >= 0) & (size >= 0) & (stop <= end)).all()
-    if inside:
-        cuts = [np.unique(np.concatenate([[0, n], a, b])) for n, a, b in zip(shape, offset.T, stop.T)]
-        if math.prod(map(len, cuts)) <= _SMALL_GRID and _covered(cuts, offset, stop):
-            return ""
-    boxes = [Box(tuple(o), tuple(s)) for o, s in zip(offset.tolist(), size.tolist())]
-    return _slow_tiling_problem(shape, boxes)
-
-
-def _covered(cuts: Sequence[np.ndarray], offset: np.ndarray, stop: np.ndarray) -> bool:
-    """Whether every cell of the grid of these cuts is in exactly one box: sums of +1 and -1 at the boxes' corners."""
-    count = np.zeros([len(c) for c in cuts], np.int64)
-    bounds = [(np.searchsorted(c, a), np.searchsorted(c, b)) for c, a, b in zip(cuts, offset.T, stop.T)]
-    for corner in np.ndindex(*(2,) * len(cuts)):
-        at = tuple(bound[side] for bound, side in zip(bounds, corner))
-        np.add.at(count, at, (-1) ** sum(corner))
-    for d in range(len(cuts)):
-        count = count.cumsum(d)
-    cells = count[tuple(slice(0, -1) for _ in cuts)]
-    return bool((cells == 1).all()) if cuts else len(offset) == 1
-
-
-def _slow_tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    left = [Box.whole(shape)] if math.prod(shape) else []
-    for box in sorted(boxes):
-        if len(box.size) != len(shape) or not Box.whole(shape).contains(box):
-            return f"{box} is not in a tensor of shape {tuple(shape)}"
-        common = [(piece, piece.intersect(box)) for piece in left]
-        if sum(c.numel for _, c in common if c) != box.numel:
-            return f"{_doubled(box, boxes)} is there twice"
-        left = [part for piece, c in common for part in (_without(piece, c) if c else [piece])]
-    return f"{left[0]} is missing" if left else ""
-
-
-def _doubled(box: Box, boxes: Sequence[Box]) -> Box:
-    """A common block of this box and another one."""
-    others = list(boxes)
-    others.remove(box)
-    return next(common for common in map(box.intersect, others) if common)
-
-
-def _without(piece: Box, hole: Box) -> list[Box]:
-    """``piece`` without ``hole``, which lies in it: the slabs before and behind it, dimension by dimension."""
-    slabs, offset, size = [], list(piece.offset), list(piece.size)
-    for d in range(len(size)):
-        start, stop, end = hole.offset[d], hole.stop[d], offset[d] + size[d]
-        for first, last in ((offset[d], start), (stop, end)):
-            if last > first:
-                slab = Box((*offset[:d], first, *offset[d + 1 :]), (*size[:d], last - first, *size[d + 1 :]))
-                slabs.append(slab)
-        offset[d], size[d] = start, stop - start
-    return slabs
 
 
 # ---- who writes ----
@@ -557,9 +510,11 @@ class GroupPlan:
 
 def _check(specs: Iterable[Spec]) -> None:
     seen = set()
-    for name, _, dtype in specs:
+    for name, layout, dtype in specs:
         if dtype not in DTYPES:
             raise CheckpointError(f"tensor {name} of dtype {dtype} cannot be stored in safetensors")
+        if len(layout.shape) > DIMENSIONS or math.prod(layout.shape) >= MOST // DTYPES[dtype].itemsize:
+            raise CheckpointError(f"tensor {name} of shape {layout.shape} is too large to be stored")
         if name == METADATA:
             raise CheckpointError(f"tensor {name}: safetensors keeps this name for itself")
         if name in seen:

@@ -25,6 +25,8 @@ from tilth.core.layout import Box, Layout
 _T = TypeVar("_T")
 
 _THREADS = 4
+_HEADER = 8 << 20
+"""Bytes of a header that are read at a time."""
 _FEW = 8
 """So many pieces are looked at one by one."""
 
@@ -90,10 +92,12 @@ def damaged_files(storage: Storage, manifest: Manifest) -> dict[str, str]:
     """A line for each data file that is missing or not of the size that the manifest says, by its name."""
     names = list(manifest.files)
     sizes = _each(storage, storage.size, names)
+    there = storage.names() if None in sizes else []
     found = {}
     for name, size in zip(names, sizes):
         if size is None:
-            found[name] = f"file {name} is missing"
+            how = "no regular file of this folder" if name in there else "missing"
+            found[name] = f"file {name} is {how}"
         elif size != manifest.files[name].nbytes:
             found[name] = f"file {name} has {size} bytes, expected {manifest.files[name].nbytes}"
     return found
@@ -247,10 +251,13 @@ class Checkpoint:
     def _header(self, name: str) -> str:
         """What is wrong with the header of a file."""
         entry = self.manifest.files[name]
-        header = bytearray(entry.header_nbytes)
+        hasher, room = xxhash.xxh3_64(), memoryview(bytearray(min(entry.header_nbytes, _HEADER)))
         with self._storage.ranges(name) as ranges:
-            ranges.read_into(0, memoryview(header))
-        sound = xxhash.xxh3_64_intdigest(header) == entry.header_checksum
+            for at in range(0, entry.header_nbytes, _HEADER):
+                some = room[: entry.header_nbytes - at]
+                ranges.read_into(at, some)
+                hasher.update(some)
+        sound = hasher.intdigest() == entry.header_checksum
         return "" if sound else f"file {name}: the header is corrupt"
 
 
@@ -296,12 +303,12 @@ def _threads() -> int:
 
 @contextmanager
 def _reading(path: Location) -> Iterator[None]:
-    """One line of a file that is not there or torn, which is damage, and of a disk or a store that fails."""
+    """One line of a file that is not there, torn or a link, which is damage, and of a disk or a store that fails."""
     try:
         yield
     except OSError as error:
         line = f"checkpoint {path}: file {error.filename or '?'}: {error.strerror or error}"
-        damage = error.errno in (errno.ENOENT, errno.ENODATA)
+        damage = error.errno in (errno.ENOENT, errno.ENODATA, errno.ELOOP)
         raise (CheckpointError if damage else StorageError)(line) from error
 
 

@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,9 @@ BLOCK = mmap.PAGESIZE
 """Memory and offsets that go to a disk past the page cache are multiples of this."""
 PART = 32 << 20
 """Bytes that are written at once."""
+
+SMALL_FILE = 1 << 32
+"""Bytes of a file that is read as a whole, at most: a manifest of millions of boxes has less."""
 
 _DIRECT = 4 << 20  # smaller files are not worth going past the page cache
 _REMOTE_GAP = 1 << 20
@@ -67,11 +71,11 @@ class Storage(Protocol):
         ...
 
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None where there is none."""
+        """Bytes of a file; None where there is none, or something else: a link, a pipe, a folder."""
         ...
 
     def read(self, path: str) -> bytes:
-        """All of a file; FileNotFoundError."""
+        """All of a file; FileNotFoundError, and another OSError where it is no file of at most ``SMALL_FILE`` bytes."""
         ...
 
     def ranges(self, path: str) -> Ranges:
@@ -147,12 +151,17 @@ class Local:
 
     def size(self, path: str) -> int | None:
         """As in ``Storage``."""
-        file = self.root / path
-        return file.stat().st_size if file.is_file() else None
+        try:
+            found = (self.root / path).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def read(self, path: str) -> bytes:
         """As in ``Storage``."""
-        return (self.root / path).read_bytes()
+        with open(_open_regular(self.root / path), "rb") as file:
+            _check_small(os.fstat(file.fileno()).st_size, str(self.root / path))
+            return file.read()
 
     def ranges(self, path: str) -> Ranges:
         """As in ``Storage``."""
@@ -179,7 +188,8 @@ class Local:
         """As in ``Storage``."""
         file = self.root / path
         temporary = file.with_name(f"{file.name}.tmp")
-        with open(temporary, "wb") as opened:
+        temporary.unlink(missing_ok=True)  # a link that lies there would be written through
+        with open(temporary, "xb") as opened:
             opened.write(data)
             opened.flush()
             if durable:
@@ -218,10 +228,32 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def _open_regular(path: Path) -> int:
+    """A descriptor for reading. OSError for a link, which may lead anywhere, and for a pipe, which would be waited for.
+
+    Only the last name is looked at: a folder may be a link, it is the user's own arrangement.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "is a link; files are read in their own folder only", str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ELOOP, "is no regular file", str(path))
+    return descriptor
+
+
+def _check_small(nbytes: int, path: str) -> None:
+    if nbytes > SMALL_FILE:
+        raise OSError(errno.EFBIG, f"{nbytes} bytes are too many for what is read as a whole", path)
+
+
 class _LocalRanges(Ranges):
     def __init__(self, path: Path) -> None:
         self.path, self.bytes_read = path, 0
-        self._descriptor = os.open(path, os.O_RDONLY)
+        self._descriptor = _open_regular(path)
         self._map: mmap.mmap | None = None
 
     def read_into(self, offset: int, into: memoryview) -> None:
@@ -363,19 +395,23 @@ class Remote:
 
     def size(self, path: str) -> int | None:
         """As in ``Storage``."""
-        place = self._path(path)
         try:
-            with _translated(place):
-                self._files.invalidate_cache()
-                found = self._files.info(place)
+            found = self._info(path)
         except FileNotFoundError:
             return None
-        return int(found["size"]) if found["type"] == "file" else None
+        return int(found["size"]) if found["type"] == "file" and not found.get("islink") else None
 
     def read(self, path: str) -> bytes:
         """As in ``Storage``."""
+        _check_small(int(self._info(path)["size"] or 0), self._path(path))
         with _translated(self._path(path)):
             return bytes(self._files.cat_file(self._path(path)))
+
+    def _info(self, path: str) -> dict[str, Any]:
+        with _translated(self._path(path)):
+            self._files.invalidate_cache()  # others write there too
+            found: dict[str, Any] = self._files.info(self._path(path))
+            return found
 
     def ranges(self, path: str) -> Ranges:
         """As in ``Storage``."""

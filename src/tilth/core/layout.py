@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
+MOST_RANKS = 1 << 20
+"""Of a mesh that is read from JSON: tables of all ranks are made of it."""
+_LARGEST = 1 << 53
+
 
 @dataclass(frozen=True, order=True)
 class Box:
@@ -158,8 +162,11 @@ class Mesh:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Mesh":
-        """The inverse of ``to_json``."""
-        return cls(tuple(data["names"]), tuple(data["sizes"]), tuple(data.get("ranks", ())))
+        """The inverse of ``to_json``. KeyError, TypeError or ValueError for what is none."""
+        sizes = _integers(data["sizes"], 1)
+        if math.prod(sizes) > MOST_RANKS:
+            raise ValueError(f"mesh of sizes {sizes}: at most {MOST_RANKS} ranks can be read")
+        return cls(tuple(data["names"]), sizes, _integers(data.get("ranks", ()), 0))
 
 
 @dataclass(frozen=True)
@@ -302,9 +309,9 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Layout":
-        """The inverse of ``to_json``."""
+        """The inverse of ``to_json``. KeyError, TypeError or ValueError for what is none."""
         placements = tuple(_placement_from_json(p) for p in data["placements"])
-        return cls(Mesh.from_json(data["mesh"]), placements, tuple(data["shape"]), tuple(data["order"]))
+        return cls(Mesh.from_json(data["mesh"]), placements, _integers(data["shape"], 0), _integers(data["order"], 0))
 
     def to_dtensor(self) -> tuple[Any, ...]:
         """Torch's placements; ValueError where DTensor has none (ragged, copied, or uneven out of order)."""
@@ -352,7 +359,17 @@ def _placement_json(placement: Placement) -> Any:
 def _placement_from_json(data: Any) -> Placement:
     if data == "replicate":
         return Replicate()
-    return Shard(data["shard"], data.get("copies", 1)) if "shard" in data else Ragged(tuple(data["ragged"]))
+    if "shard" in data:
+        return Shard(*_integers((data["shard"], data.get("copies", 1)), 0))
+    return Ragged(_integers(data["ragged"], 0))
+
+
+def _integers(values: Sequence[Any], least: int) -> Shape:
+    """As a tuple. TypeError for what are no integers, ValueError for those out of range."""
+    found = tuple(map(operator.index, values))
+    if any(not least <= n < _LARGEST for n in found):
+        raise ValueError(f"integers from {least} to 2^{_LARGEST.bit_length() - 1} are needed")
+    return found
 
 
 def _from_dtensor(placement: Any, dimensions: int) -> Placement:

@@ -109,7 +109,7 @@ def _damage(place: Path) -> str | None:
         about = _about(place)
         if _checksum(place / "pieces.arrow") != about["checksum"]:
             return "its checksum differs"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return str(error) or type(error).__name__
     return ""
 

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tilth.core.errors import DataError
+from tilth.core.names import name_problem
 
 Record = dict[str, Any]
 Placed = tuple[str, Record]
@@ -318,6 +319,8 @@ def _shard(file: Any, state: Path) -> Path:
     name = file.get("filename") if isinstance(file, dict) else None
     if not isinstance(name, str):
         raise DataError(f"{state}: _data_files holds {file!r}, not an object with a filename")
+    if problem := name_problem(name, folders=True):
+        raise DataError(f"{state}: a filename of _data_files: {problem}")
     if not (state.parent / name).is_file():
         raise DataError(f"{str(state.parent / name)!r} is missing, which {state} names")
     return state.parent / name

@@ -89,7 +89,7 @@ class Tokenizer:
         if not file.is_file():
             raise DataError(f"no tokenizer at {str(path)!r}; give a tokenizer.json or its directory")
         core = _parse(file)
-        files = {name: (file.parent / name).read_text("utf-8") for name in _BESIDE if (file.parent / name).is_file()}
+        files = {name: _text(file.parent / name) for name in _BESIDE if (file.parent / name).is_file()}
         config = {name: _json(file.parent / name, text) for name, text in files.items() if name.endswith(".json")}
         eos = _end(core, config, file)
         pad = _special(config, "pad_token")
@@ -234,10 +234,17 @@ def _parse(file: Path) -> tokenizers.Tokenizer:
         raise DataError(f"{file} is not a tokenizer: {error}") from None
 
 
+def _text(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {file}: {error}") from None
+
+
 def _json(file: Path, text: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise DataError(f"{file} holds a {type(data).__name__}, not an object")

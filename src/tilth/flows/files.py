@@ -94,7 +94,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], 1):  # what follows the last line break is torn, or empty
         try:
             found.append(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path} line {number} is not JSON: {line[:60]!r}") from error
     return found
 

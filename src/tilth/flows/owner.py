@@ -64,7 +64,7 @@ def _owner(place: str) -> Path | None:
     """The folder that the mark names; None without one."""
     try:
         said = json.loads(storage_of(place).read(MARK))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     return Path(said["folder"]) if isinstance(said, dict) and isinstance(said.get("folder"), str) else None
 

@@ -38,7 +38,7 @@ def read_state(run: str | Path) -> Record:
         state = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise DataError(f"{run} is not a run: it has no run.json") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise DataError(f"cannot read {path}: {error}") from error
     if not isinstance(state, dict) or not {"state", "digest"} <= set(state):
         raise DataError(f"{path} is not the state of a run: it has no state or digest")

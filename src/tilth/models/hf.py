@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tilth.core.errors import ModelError, StorageError
+from tilth.core.names import name_problem
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
@@ -327,6 +328,9 @@ def _tensors(folder: Path, dtype: torch.dtype | None) -> LazyTensors:
         weight_map = _read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ModelError(f"{folder / INDEX} has no weight_map")
+        for name, file in weight_map.items():
+            if problem := name_problem(file, folders=True):
+                raise ModelError(f"{folder / INDEX}: file of tensor {name}: {problem}")
         files = weight_map
     elif (folder / WEIGHTS).is_file():
         files = dict.fromkeys(_open_file(folder / WEIGHTS).keys(), WEIGHTS)
@@ -337,6 +341,8 @@ def _tensors(folder: Path, dtype: torch.dtype | None) -> LazyTensors:
 
 
 def _open_file(file: Path) -> Any:
+    if file.exists() and not file.is_file():  # a pipe would be waited for
+        raise ModelError(f"{file} is not a file")
     try:
         return safe_open(file, framework="pt")
     except FileNotFoundError as error:
@@ -348,7 +354,7 @@ def _open_file(file: Path) -> Any:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file} holds a {type(content).__name__}; it must hold an object")

@@ -221,7 +221,7 @@ def load_costs(path: str | Path) -> Costs:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"cannot read costs from {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is no JSON: {error}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise DataError(f"{path} holds no costs; tilth trace costs RUN --save PATH writes them")

@@ -137,7 +137,7 @@ def read_rounds(folder: Path, attempt: int, since: int | None = None) -> dict[in
         line, number = lines[i], i + 1
         try:
             _take(json.loads(line), found)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             if number == len(lines):  # torn by a kill, as what has no line end
                 break
             raise DataError(

@@ -1,0 +1,71 @@
+"""Whether boxes make up a tensor: every element is in exactly one."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from tilth.core.layout import Box
+
+_SMALL_GRID = 1 << 20
+
+
+def tiling_problem(shape: Sequence[int], offset: np.ndarray, size: np.ndarray) -> str:
+    """What is wrong with boxes that should hold every element of a tensor exactly once; empty if they do.
+
+    offset, size: int64 [B, D]. Regular boxes are counted on the grid of their bounds; others are taken out of what is
+    left one after another, which costs about as much as sorting them.
+    """
+    stop, end = offset + size, np.array(shape, np.int64)
+    inside = offset.shape[1] == len(shape) and ((offset >= 0) & (size >= 0) & (stop <= end)).all()
+    if inside:
+        cuts = [np.unique(np.concatenate([[0, n], a, b])) for n, a, b in zip(shape, offset.T, stop.T)]
+        if math.prod(map(len, cuts)) <= _SMALL_GRID and _covered(cuts, offset, stop):
+            return ""
+    boxes = [Box(tuple(o), tuple(s)) for o, s in zip(offset.tolist(), size.tolist())]
+    return _slow_tiling_problem(shape, boxes)
+
+
+def _covered(cuts: Sequence[np.ndarray], offset: np.ndarray, stop: np.ndarray) -> bool:
+    """Whether every cell of the grid of these cuts is in exactly one box: sums of +1 and -1 at the boxes' corners."""
+    count = np.zeros([len(c) for c in cuts], np.int64)
+    bounds = [(np.searchsorted(c, a), np.searchsorted(c, b)) for c, a, b in zip(cuts, offset.T, stop.T)]
+    for corner in np.ndindex(*(2,) * len(cuts)):
+        at = tuple(bound[side] for bound, side in zip(bounds, corner))
+        np.add.at(count, at, (-1) ** sum(corner))
+    for d in range(len(cuts)):
+        count = count.cumsum(d)
+    cells = count[tuple(slice(0, -1) for _ in cuts)]
+    return bool((cells == 1).all()) if cuts else len(offset) == 1
+
+
+def _slow_tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
+    left = [Box.whole(shape)] if math.prod(shape) else []
+    for box in sorted(boxes):
+        if len(box.size) != len(shape) or not Box.whole(shape).contains(box):
+            return f"{box} is not in a tensor of shape {tuple(shape)}"
+        common = [(piece, piece.intersect(box)) for piece in left]
+        if sum(c.numel for _, c in common if c) != box.numel:
+            return f"{_doubled(box, boxes)} is there twice"
+        left = [part for piece, c in common for part in (_without(piece, c) if c else [piece])]
+    return f"{left[0]} is missing" if left else ""
+
+
+def _doubled(box: Box, boxes: Sequence[Box]) -> Box:
+    """A common block of this box and another one."""
+    others = list(boxes)
+    others.remove(box)
+    return next(common for common in map(box.intersect, others) if common)
+
+
+def _without(piece: Box, hole: Box) -> list[Box]:
+    """``piece`` without ``hole``, which lies in it: the slabs before and behind it, dimension by dimension."""
+    slabs, offset, size = [], list(piece.offset), list(piece.size)
+    for d in range(len(size)):
+        start, stop, end = hole.offset[d], hole.stop[d], offset[d] + size[d]
+        for first, last in ((offset[d], start), (stop, end)):
+            if last > first:
+                slab = Box((*offset[:d], first, *offset[d + 1 :]), (*size[:d], last - first, *size[d + 1 :]))
+                slabs.append(slab)
+        offset[d], size[d] = start, stop - start
+    return slabs
