@@ -87,6 +87,84 @@ def test_of_two_that_raise_the_first_is_the_cause_and_the_grace_is_short(fleet):
     assert dispatch.GRACE <= time.monotonic() - began < dispatch.GRACE + 5
 
 
+WAITS = """Current thread 0x09 (most recent call first):
+  File "/py/torch/_ops.py", line 1 in __call__
+  File "/py/torch/distributed/distributed_c10d.py", line 2 in all_reduce
+  File "/x/role.py", line 3 in update
+"""
+WORKS = """Current thread 0x09 (most recent call first):
+  File "/x/reward.py", line 1 in judge
+  File "/py/torch/distributed/fsdp/_state.py", line 2 in hook
+"""
+MEETS = Call("policy", "update", number=7)
+
+
+def collective(rank, kind="timeout"):
+    return Failure(None, f"RuntimeError: {kind}", "Traceback", kind).error(MEETS, rank)
+
+
+def failing(monkeypatch, stacks, queues):
+    """A fleet whose ranks have these stacks, with these calls sent to each."""
+    monkeypatch.setattr(dispatch, "GRACE", 0.05)
+    fleet = ByHand(len(stacks))
+    fleet.probe = lambda rank: Probe(rank, 100 + rank, "sleeping", "policy.update (for 9.0 s)", stacks[rank])
+    calls = Dispatch(fleet, 60)
+    flights = [calls.submit(rank, call) for rank, queue in enumerate(queues) for call in queue]
+    return fleet, calls, flights
+
+
+def test_who_did_not_come_is_named_where_all_others_broke_off(monkeypatch):
+    """Rank 1 sleeps; what is told first is that of rank 2, whose peer has left."""
+    fleet, calls, flights = failing(monkeypatch, ["", WORKS, ""], [[MEETS, CALL], [MEETS, CALL], [MEETS]])
+    fleet.sent[4].set_exception(collective(2, "broken"))
+    fleet.sent[0].set_exception(collective(0))
+    with pytest.raises(CallTimeout, match=r"^role policy, rank 1, update: .*; rank 0 waited for it") as raised:
+        calls.wait(flights)
+    assert "  role policy, rank 0, update: RuntimeError: timeout" in str(raised.value).splitlines()
+
+
+def test_a_rank_that_is_busy_with_another_call_is_not_named(monkeypatch):
+    other = Call("rollout", "generate", number=8)
+    fleet, calls, flights = failing(monkeypatch, ["", WORKS, WORKS], [[MEETS], [MEETS], [other]])
+    fleet.sent[0].set_exception(collective(0))
+    with pytest.raises(CallTimeout, match=r"^role policy, rank 1, update: did not come") as raised:
+        calls.wait(flights)
+    assert "rank 2" not in str(raised.value).splitlines()[0]
+
+
+def test_a_collective_over_two_calls_waits_for_a_rank_of_the_other(monkeypatch):
+    other = Call("rollout", "receive", number=8)
+    fleet, calls, flights = failing(monkeypatch, ["", WAITS, WORKS], [[MEETS], [MEETS], [other]])
+    fleet.sent[0].set_exception(collective(0))
+    with pytest.raises(CallTimeout, match=r"^role rollout, rank 2, receive: did not come"):
+        calls.wait(flights)
+
+
+def test_where_all_wait_the_error_is_the_one_that_was_raised(monkeypatch):
+    fleet, calls, flights = failing(monkeypatch, ["", WAITS], [[MEETS], [MEETS]])
+    fleet.sent[0].set_exception(collective(0))
+    with pytest.raises(WorkerError, match="rank 0, update: RuntimeError: timeout"):
+        calls.wait(flights)
+
+
+def test_an_error_of_a_rank_s_own_is_the_cause_of_collectives_that_broke_or_ran_out_of_time(monkeypatch):
+    fleet, calls, flights = failing(monkeypatch, ["", "", WORKS], [[MEETS], [MEETS], [MEETS]])
+    fleet.sent[0].set_exception(collective(0))
+    fleet.sent[1].set_exception(DataError("rank 1: no data"))
+    with pytest.raises(DataError, match="rank 1: no data"):
+        calls.wait(flights)
+
+
+def test_of_a_limit_of_the_controller_those_are_named_that_the_others_wait_for(monkeypatch):
+    _, calls, flights = failing(monkeypatch, [WAITS, WORKS, WAITS], [[MEETS]] * 3)
+    calls.timeout = 0.1
+    told = (
+        r"^role policy, rank 1, update: no answer within 0.1 s .*; ranks 0, 2 waited for it in a collective\n  rank 1 "
+    )
+    with pytest.raises(CallTimeout, match=told):
+        calls.wait(flights)
+
+
 def test_the_first_failure_is_raised_by_every_later_call(fleet):
     calls = Dispatch(fleet, 60)
     calls.submit(0, CALL)

@@ -172,13 +172,28 @@ def test_one_rank_fails_while_the_other_waits_in_a_collective(how, error, who):
     watched.assert_gone()
 
 
-@pytest.mark.slow
-def test_one_rank_stops_while_the_other_waits_in_a_collective():
-    watched = Watched(5.0)
-    watched.group.meet().wait()
-    told = within(5.0 + SLACK, CallTimeout, watched.group.reduce(1, "stop").wait, "rank 1, reduce.*: no answer")
-    one, zero = told.split("\n  rank ")[1:]  # the one to look at comes first
-    assert "all_reduce" in zero and re.match(r"1 .*stopped\): in faulty.reduce .*; stopped by a signal", one)
+@pytest.mark.parametrize("how, fact", [
+    ("stop", r"stopped\): in faulty.reduce .*; stopped by a signal; kill -CONT"),
+    ("sleep", r"sleeping\): in faulty.reduce .*\n +File .*workers.py\", line \d+ in reduce"),
+    pytest.param("hold", r"sleeping\): in faulty.reduce .*\n +File .*workers.py", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_who_does_not_come_to_a_collective_is_named_and_not_who_waits_for_it(how, fact):
+    """The limit of a collective and that of the call that it is in end at about the same time."""
+    watched = Watched(60.0)
+    watched.group.meet(3.0).wait()
+    watched.cluster.dispatch.timeout = 3.0
+    told = within(3.0 + SLACK, CallTimeout, watched.group.reduce(1, how).wait, "^role faulty, rank 1, reduce: ")
+    assert "rank 0" in told.partition("\n")[0].partition("; ")[2]  # who waited
+    assert re.search(rf"\n  rank 1 \(process \d+, {fact}", told)
+    watched.assert_gone()
+
+
+def test_a_stopped_worker_is_named_where_the_collective_ends_long_before_the_call():
+    """As of a call that does much before it: what comes first is the word of the one that waited."""
+    watched = Watched(60.0)
+    watched.group.meet(3.0).wait()
+    told = within(3.0 + SLACK, CallTimeout, watched.group.reduce(1, "stop").wait, "^role faulty, rank 1, reduce: ")
+    assert re.search(r"\n  role faulty, rank 0, reduce: \w+Error: .*[Tt]imed out", told)
     watched.assert_gone()
 
 

@@ -205,6 +205,22 @@ class TestWithRay:
         assert (f"in {how}\n" in told) == (how == "hold")  # a stopped process cannot show its stack
         self.assert_gone()
 
+    @pytest.mark.parametrize(
+        "how, state", [("stop", "stopped"), pytest.param("sleep", "sleeping", marks=pytest.mark.slow)]
+    )
+    def test_who_does_not_come_to_a_collective_is_named_and_not_who_waits_for_it(self, how, state):
+        began = time.monotonic()
+        with pytest.raises(CallTimeout) as raised, self.open() as cluster:
+            faulty = cluster.group("faulty", f"{HERE}:faulty", {}, BOTH)
+            dict(faulty.meet(3.0))
+            began = time.monotonic()
+            dict(faulty.reduce(1, how))
+        assert time.monotonic() - began < 3 + SLACK
+        told = str(raised.value)
+        assert re.match(r"role faulty, rank 1, reduce: did not come to a collective; rank 0 waited for it", told)
+        assert re.search(rf"\n  rank 1 \(process \d+, {state}\): in faulty.reduce", told)
+        self.assert_gone()
+
     def test_a_clean_end_leaves_nothing_and_payload_may_be_written_to(self):
         with self.open() as cluster:
             echo = cluster.group("echo", f"{HERE}:echo", {}, BOTH)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -162,25 +163,29 @@ class Faulty:
         return {}
 
     @transfer("all", "merge")
-    def meet(self) -> dict:
-        """Join the process group."""
+    def meet(self, limit: float = 0.0) -> dict:
+        """Join the process group. limit: seconds of a collective, after a first one (gloo tries five times to connect
+        to a peer, each as long as the limit); 0: those of a call, as of every role."""
         import torch.distributed as dist  # takes seconds: only where it is needed
 
-        dist.init_process_group(
-            "gloo", init_method=self.context.meeting, rank=self.context.rank, world_size=self.context.workers
-        )
+        c, seconds = self.context, timedelta(seconds=limit or self.context.timeout)
+        dist.init_process_group("gloo", init_method=c.meeting, rank=c.rank, world_size=c.workers, timeout=seconds)
+        if limit:
+            dist.barrier()
         return {}
 
     @transfer("all", "merge")
     def reduce(self, absent: int, how: str) -> dict:
-        """All ranks sum; one does not come: it raises, dies or stays away."""
+        """All ranks sum; one does not come: it raises, dies, is stopped, sleeps or holds the GIL."""
         import torch
         import torch.distributed as dist
 
         if not self._other(absent):
             if how == "raise":
                 raise DataError("no collective without data")
-            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            if how in ("kill", "stop"):
+                os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            time.sleep(600) if how == "sleep" else ctypes.PyDLL(None).sleep(600)
         total = torch.ones(1)
         dist.all_reduce(total)
         return {"total": float(total)}

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from tilth.cluster.fleet import Call, Fleet, Reply
-from tilth.cluster.report import timeout_report
+from tilth.cluster.fleet import Call, Fleet, Probe, Reply
+from tilth.cluster.report import absence_report, absent, timeout_report
 from tilth.cluster.totals import Totals
-from tilth.core.errors import CallTimeout, TilthError, WorkerLost
+from tilth.core.errors import CallTimeout, TilthError, WorkerError, WorkerLost
 from tilth.trace.spans import in_phase
 
 GRACE = 0.5
@@ -50,6 +50,8 @@ class Dispatch:
         self._flying: list[deque[Flight]] = [deque() for _ in range(fleet.workers)]
         self._since = [0.0] * fleet.workers
         self._failures: list[BaseException] = []
+        self._waited: dict[int, tuple[Call, WorkerError]] = {}
+        """By rank, what failed because another rank did not come."""
 
     def submit(self, rank: int, call: Call) -> Flight:
         """Send a call to one worker. Raises what failed before, if anything did."""
@@ -74,6 +76,8 @@ class Dispatch:
             flight.landed = True
             if error is not None:
                 self._failures.append(error)
+                if isinstance(error, WorkerError) and error.collective == "timeout":
+                    self._waited[flight.rank] = flight.call, error
             self._changed.notify_all()
         if error is None:
             self.totals.add(flight.rank, future.result().sums, flight.call.answer, flight.covered)
@@ -90,6 +94,8 @@ class Dispatch:
                     if self._limit() <= time.monotonic() and not self._failures:
                         break
             first = self._first_failure()
+        if self._waited and _of_a_collective(first):
+            first = self._absence() or first
         if first is None and not all(flight.landed for flight in flights):
             first = self._timeout_error(self._overdue())
         if first is not None:
@@ -130,13 +136,15 @@ class Dispatch:
         return self._since[rank] + max(self.timeout, self._flying[rank][0].call.least)
 
     def _first_failure(self) -> BaseException | None:
-        """The failure that caused the others: a death, else what was told first. (Called with the lock.)"""
+        """The failure that caused the others: a death, else what is not of a collective, else what was told first.
+        (Called with the lock.)"""
         until = time.monotonic() + GRACE
         while self._failures and not any(isinstance(e, WorkerLost) for e in self._failures) and any(self._flying):
             if not self._changed.wait(max(0.0, until - time.monotonic())):
                 break
-        lost = (error for error in self._failures if isinstance(error, WorkerLost))
-        return next(lost, self._failures[0] if self._failures else None)
+        lost = [error for error in self._failures if isinstance(error, WorkerLost)]
+        own = [error for error in self._failures if not _of_a_collective(error)]
+        return next(iter([*lost, *own, *self._failures]), None)
 
     def _overdue(self) -> list[tuple[int, Call]]:
         with self._changed:
@@ -144,12 +152,37 @@ class Dispatch:
             return [(rank, q[0].call) for rank, q in enumerate(self._flying) if q and self._due(rank) <= now]
 
     def _timeout_error(self, late: Iterable[tuple[int, Call]]) -> CallTimeout:
-        ranks = range(self.fleet.workers)
+        return CallTimeout(timeout_report(dict(late), self._probes(), self.timeout))
+
+    def _absence(self) -> CallTimeout | None:
+        """The error that names who did not come to a collective, where others have failed because they waited for it:
+        of the ranks that have the same call still to answer, or else any call, those that do not wait themselves."""
+        with self._changed:
+            calls = {(call.number, call.name) for call, _ in self._waited.values()}
+            flying = {
+                rank: list(queue) for rank, queue in enumerate(self._flying) if queue and rank not in self._waited
+            }
+        same = {
+            rank: flight.call
+            for rank, queue in flying.items()
+            for flight in queue
+            if (flight.call.number, flight.call.name) in calls
+        }
+        waited, probes = {rank: str(error) for rank, (_, error) in self._waited.items()}, self._probes()
+        for late in (same, {rank: queue[0].call for rank, queue in flying.items()}):
+            if absent(late, probes):
+                return CallTimeout(absence_report(late, probes, waited))
+        return None
+
+    def _probes(self) -> list[Probe]:
         with ThreadPoolExecutor(min(16, self.fleet.workers)) as pool:
-            probes = list(pool.map(self.fleet.probe, ranks))
-        return CallTimeout(timeout_report(dict(late), probes, self.timeout))
+            return list(pool.map(self.fleet.probe, range(self.fleet.workers)))
 
     def _give_up(self, error: BaseException) -> NoReturn:
         self.failed = error
         self.fleet.close(kill=True)
         raise error
+
+
+def _of_a_collective(error: BaseException | None) -> bool:
+    return isinstance(error, WorkerError) and bool(error.collective)

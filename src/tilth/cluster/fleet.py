@@ -53,12 +53,16 @@ class Failure(NamedTuple):
     kind: type[TilthError] | None
     message: str
     traceback: str
+    collective: str = ""
+    """As in WorkerError."""
 
     def error(self, call: Call, rank: int) -> TilthError:
         """The exception to raise in the controller: the same class, or a WorkerError with the worker's traceback."""
         where = place_of(call, rank)
         if self.kind is None:
-            return WorkerError(f"{where}: {self.message}\n{self.traceback}")
+            found = WorkerError(f"{where}: {self.message}\n{self.traceback}")
+            found.collective = self.collective
+            return found
         error = self.kind(f"{where}: {self.message}")
         error.add_note(f"in the worker:\n{self.traceback}")
         return error

@@ -3,6 +3,7 @@
 import errno
 import importlib
 import os
+import re
 import time
 import traceback
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 from tilth.cluster.context import Context
 from tilth.cluster.fleet import Call, Failure, Packed, Reply
 from tilth.cluster.protocol import Transfer, offered
+from tilth.cluster.report import in_collective
 from tilth.cluster.room import MORE_ROOM
 from tilth.core.batch import Store
 from tilth.core.errors import StorageError, TilthError
@@ -21,6 +23,8 @@ from tilth.trace.capture import Capture, Captured
 from tilth.trace.collector import collector
 from tilth.trace.rounds import Origin, origin
 from tilth.trace.spans import NOWHERE, Where, recorder, span
+
+_TIMEOUT = re.compile("time(d |d-)?out", re.IGNORECASE)
 
 
 class Host:
@@ -161,7 +165,15 @@ def failure(error: BaseException) -> Failure:
     text = "".join(traceback.format_exception(error))
     if isinstance(error, TilthError) and _can_be_made_again(type(error)):
         return Failure(type(error), str(error), text)
-    return Failure(None, f"{type(error).__name__}: {error}", text)
+    return Failure(None, f"{type(error).__name__}: {error}", text, _collective(error))
+
+
+def _collective(error: BaseException) -> str:
+    """As in WorkerError. torch has no class of its own for time that ran out on every backend."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not in_collective(files[::-1]):
+        return ""
+    return "timeout" if _TIMEOUT.search(str(error)) else "broken"
 
 
 def _can_be_made_again(kind: type[TilthError]) -> bool:

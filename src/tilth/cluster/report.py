@@ -1,7 +1,7 @@
 """A call over its limit in words: the facts first, then of every rank as much of its stacks as can help."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import psutil
 
@@ -23,17 +23,67 @@ _IMPORT = '  File "<frozen importlib.'
 """Beginning of the frames of Python's own import machinery: five for each module that imports another."""
 
 
+_FILE = re.compile(r'  File "([^"]*)"')
+
+
 def timeout_report(late: Mapping[int, Call], probes: Sequence[Probe], limit: float) -> str:
     """Which calls have exceeded ``limit`` seconds, then a paragraph a rank: stopped ones, late ones, the others.
 
-    late: by rank, the call that is overdue. limit: ``cluster.timeout``; calls may have more (``Call.least``).
+    late: by rank, the call that is overdue. Named are those of them that the others wait for, if there are such.
+    limit: ``cluster.timeout``; calls may have more (``Call.least``).
     """
     least = max((call.least for call in late.values()), default=0.0)
     within = f"{limit:g} s (cluster.timeout)" if limit >= least else f"{least:g} s"
-    places = "; ".join(place_of(call, rank) for rank, call in late.items())
-    order = sorted(probes, key=lambda p: (not _stopped(p), p.rank not in late, p.rank))
-    ranks = [_paragraph(probe, late.get(probe.rank)) for probe in order]
-    return "\n".join([f"{places}: no answer within {within}", *ranks])
+    named = absent(late, probes) or list(late)
+    waiting = [rank for rank in late if rank not in named]
+    more = f"; {_waited_for(waiting, named)} in a collective" if waiting else ""
+    return "\n".join([f"{_places(late, named)}: no answer within {within}{more}", *_paragraphs(late, probes, named)])
+
+
+def absence_report(late: Mapping[int, Call], probes: Sequence[Probe], waited: Mapping[int, str]) -> str:
+    """Which ranks did not come to a collective that ran out of time for others, then a paragraph a rank.
+
+    late: by rank, the call that is not over; some of them are ``absent``. waited: by rank, the error of those that did
+    come, whose first line is told.
+    """
+    named = absent(late, probes)
+    told = [f"  {error.splitlines()[0]}" for error in waited.values()]
+    head = (
+        f"{_places(late, named)}: did not come to a collective; {_waited_for(waited, named)} until it ran out of time"
+    )
+    return "\n".join([head, *_paragraphs(late, probes, named), *told])
+
+
+def absent(late: Mapping[int, Call], probes: Iterable[Probe]) -> list[int]:
+    """Those of the late ranks that do not wait in a collective themselves: a stopped one, or one that does something
+    else."""
+    return [p.rank for p in probes if p.rank in late and (_stopped(p) or not _waits(p))]
+
+
+def in_collective(files: Sequence[str]) -> bool:
+    """Whether this is where a thread waits for other ranks. files: of its frames, the innermost first."""
+    inner = next((file for file in files if not file.endswith("/torch/_ops.py")), "")
+    return "/torch/distributed/" in inner
+
+
+def _waits(probe: Probe) -> bool:
+    """Whether a thread is in a collective. (Modules of torch.distributed are imported, too.)"""
+    stacks = [] if _IMPORT in probe.stack else _threads(probe.stack)
+    return any(in_collective(_FILE.findall("\n".join(frames))) for frames in stacks)
+
+
+def _places(late: Mapping[int, Call], ranks: Iterable[int]) -> str:
+    return "; ".join(place_of(late[rank], rank) for rank in ranks)
+
+
+def _waited_for(ranks: Iterable[int], missed: Sequence[int]) -> str:
+    names = [str(rank) for rank in ranks]
+    return f"rank{'s' * (len(names) > 1)} {', '.join(names)} waited for {'it' if len(missed) == 1 else 'them'}"
+
+
+def _paragraphs(late: Mapping[int, Call], probes: Sequence[Probe], named: Sequence[int]) -> list[str]:
+    order = sorted(probes, key=lambda p: (not _stopped(p), p.rank not in named, p.rank not in late, p.rank))
+    return [_paragraph(probe, late.get(probe.rank)) for probe in order]
 
 
 def _paragraph(probe: Probe, late: Call | None) -> str:

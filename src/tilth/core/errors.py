@@ -69,6 +69,10 @@ class HiddenRead(TilthError):
 class WorkerError(TilthError):
     """A role raised something that is no TilthError; names role, rank and method, the worker's traceback follows."""
 
+    collective = ""
+    """"broken" or "timeout" where it was raised by a collective: then another rank may be the cause, one that raised
+    something else, or did not come."""
+
 
 class WorkerLost(TilthError):
     """A worker process died; names role, rank, method and signal, the tail of its log follows."""
