@@ -38,8 +38,10 @@ class Watched:
     def __init__(self, timeout):
         before = set(psutil.Process().children(recursive=True))  # other tests' pools
         self.cluster = open_cluster("local", 2, timeout=timeout)
+        self.cluster.dispatch.timeout = 60.0  # to make a role takes a while on a busy machine
         self.group = self.cluster.group("faulty", f"{HERE}:faulty", {}, BOTH)
         self.echo = self.cluster.group("echo", f"{HERE}:echo", {}, BOTH)
+        self.cluster.dispatch.timeout = timeout
         self.folder = self.cluster.fleet.folder.path
         self.pids = [link.pid for link in self.cluster.fleet.links]
         self.processes = [p for p in psutil.Process().children(recursive=True) if p not in before]

@@ -14,7 +14,7 @@ from tilth.cluster.cluster import open_cluster
 from tilth.cluster.folder import Folder
 from tilth.cluster.ray import connect
 from tilth.cluster.room import MORE_ROOM, PER_CORE, WORKER, check_room, most_workers
-from tilth.core.errors import RecipeError, StorageError
+from tilth.core.errors import RecipeError, StorageError, WorkerLost
 
 
 @pytest.mark.parametrize("cores, memory, most", [
@@ -63,3 +63,18 @@ def test_a_folder_without_room_ends_with_the_advice(monkeypatch, tmp_path, numbe
     with pytest.raises(StorageError, match="needs a folder in") as raised:
         Folder.create()
     assert str(raised.value).endswith(end)
+
+
+@pytest.mark.parametrize("load, limit", [(0.0, 120.0), (8.0, 120.0), (24.0, 360.0), (8000.0, 1200.0)])
+def test_what_only_computes_has_more_time_on_a_busy_machine(monkeypatch, load, limit):
+    monkeypatch.setattr(room, "cores", lambda: 8)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert room.patience(120.0) == limit
+
+
+@pytest.mark.dist
+def test_workers_that_do_not_come_are_named_with_the_time_that_they_had(monkeypatch):
+    monkeypatch.setattr(local, "START", 0.001)
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.0 * room.cores(), 0.0, 0.0))
+    with pytest.raises(WorkerLost, match=r"^rank 0, start: the worker has not connected within 0\.003 s"):
+        open_cluster("local", 1)

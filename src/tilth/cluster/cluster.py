@@ -12,6 +12,7 @@ from tilth.cluster.fleet import Call, Fleet, Packed
 from tilth.cluster.group import WorkerGroup, call_numbers
 from tilth.cluster.inline import InlineFleet
 from tilth.cluster.protocol import Divide
+from tilth.cluster.room import patience
 from tilth.cluster.totals import together
 from tilth.core.batch import Handle, Ragged, Store
 from tilth.core.errors import RecipeError
@@ -22,7 +23,7 @@ from tilth.trace.spans import Total, recorder, span
 
 BACKENDS = ("inline", "local", "ray")
 IMPORT = 120.0
-"""Seconds that imports may take even where a call may not: on a busy machine they are slow."""
+"""Seconds that imports may take even where a call may not, on a machine at rest (``patience``)."""
 LEAVE = 10.0
 """Seconds that roles have to close when the controller leaves with an exception."""
 ALONE = Mesh(("dp", "fsdp", "tp"), (1, 1, 1))
@@ -57,7 +58,7 @@ class Cluster:
         if outside := [rank for rank in mesh.ranks if not 0 <= rank < self.workers]:
             raise ValueError(f"role {role}: rank {outside[0]} is not among the workers 0 to {self.workers - 1}")
         if not isinstance(self.fleet, InlineFleet):
-            imports = Call("", "import", (role, factory.partition(":")[0]), least=IMPORT)
+            imports = Call("", "import", (role, factory.partition(":")[0]), least=patience(IMPORT))
             for rank in mesh.ranks:
                 self.dispatch.submit(rank, imports)
         call = Call("", "create", (role, factory, Packed(kwargs), mesh))

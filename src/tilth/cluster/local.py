@@ -23,13 +23,13 @@ from tilth.cluster import keeper
 from tilth.cluster.fleet import Call, Probe, Reply
 from tilth.cluster.folder import Folder
 from tilth.cluster.link import Link
-from tilth.cluster.room import check_room, cores
+from tilth.cluster.room import check_room, cores, patience
 from tilth.cluster.store import FolderStore
 from tilth.cluster.watch import Watch
 from tilth.core.errors import RecipeError, StorageError, WorkerLost
 
 START = 120.0
-"""Seconds in which every worker must have connected: on a busy machine imports are slow."""
+"""Seconds in which every worker must have connected, on a machine at rest (``patience``)."""
 END = 10.0
 """Seconds that a worker has to end by itself."""
 
@@ -120,12 +120,13 @@ class LocalFleet:
     def _accept(self, door: socket.socket, timeout: float) -> dict[int, tuple[int, Connection]]:
         """(process id, connection) of every rank. WorkerLost if one ends, or has not come in time."""
         found: dict[int, tuple[int, Connection]] = {}
-        until, key = time.monotonic() + START, self.folder.key
+        limit, key = patience(START), self.folder.key
+        until = time.monotonic() + limit
         while len(found) < self.workers:
             try:
                 guest, _ = door.accept()
             except TimeoutError:
-                self._check_started(found, until)
+                self._check_started(found, until, limit)
                 continue
             guest.setsockopt(
                 socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
@@ -139,14 +140,14 @@ class LocalFleet:
                 self._keep(pid)
         return found
 
-    def _check_started(self, found: dict[int, tuple[int, Connection]], until: float) -> None:
+    def _check_started(self, found: dict[int, tuple[int, Connection]], until: float, limit: float) -> None:
         missing = [rank for rank in range(self.workers) if rank not in found]
         ended = [rank for rank in missing if rank in self._processes and self._processes[rank].poll() is not None]
         if ended:
             raise WorkerLost(f"rank {ended[0]}, start: {self._ending(ended[0])}")
         if time.monotonic() > until:
             log = self.watch.log_end(missing[0])
-            raise WorkerLost(f"rank {missing[0]}, start: the worker has not connected within {START:g} s{log}")
+            raise WorkerLost(f"rank {missing[0]}, start: the worker has not connected within {limit:g} s{log}")
 
     def submit(self, rank: int, call: Call) -> Future[Reply]:
         """Send a call. The same Call for several ranks, one after the other, is encoded once."""

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 from tilth.cluster.fleet import Call, Probe, Reply, place_of
 from tilth.cluster.ray_actors import Machine, RayStore, Worker
-from tilth.cluster.room import check_room
+from tilth.cluster.room import check_room, patience
 from tilth.core.errors import RecipeError, TilthError, WorkerError, WorkerLost
 
 START = 120.0
-"""Seconds in which all workers must run: on a busy machine imports are slow."""
+"""Seconds in which all workers must run, on a machine at rest (``patience``)."""
 LOOK = 5.0
 """Seconds that a machine has to answer a question about a worker."""
 INLINE = 64 * 1024
@@ -106,11 +106,12 @@ class RayFleet:
 
     def _told(self, references: Sequence[Any]) -> list[Any]:
         """Answers of actors that are starting. RecipeError if Ray does not start them, WorkerLost if one dies."""
+        limit = patience(START)
         try:
-            answers: list[Any] = self._ray.get(list(references), timeout=START)
+            answers: list[Any] = self._ray.get(list(references), timeout=limit)
         except self._ray.exceptions.GetTimeoutError:
             raise RecipeError(
-                f"cluster.workers = {self.workers}: Ray has not started them within {START:g} s; is the cluster "
+                f"cluster.workers = {self.workers}: Ray has not started them within {limit:g} s; is the cluster "
                 "busy with another job? (ray status)"
             ) from None
         except self._ray.exceptions.RayError as error:

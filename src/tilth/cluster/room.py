@@ -1,4 +1,4 @@
-"""How many workers one machine can take: told before the first is started."""
+"""How many workers one machine can take, told before the first is started, and how long they may take to start."""
 
 import errno
 import os
@@ -11,6 +11,15 @@ PER_CORE = 8
 """Workers a CPU core that may still make sense (to compare layouts on a small machine); more only wait in turn."""
 WORKER = 360_000_000
 """Bytes of memory that a worker takes before it holds anything."""
+
+BUSIEST = 10
+"""Times that starting may take longer on a busy machine."""
+
+
+def patience(seconds: float) -> float:
+    """How long something may take that only computes, and takes far less than ``seconds`` on a machine at rest: more by
+    as much as the machine has more to do than cores to do it, up to ``BUSIEST`` times."""
+    return seconds * min(max(os.getloadavg()[0] / cores(), 1.0), BUSIEST)
 
 
 def cores() -> int:
