@@ -102,6 +102,10 @@ def test_wrong_words_and_values(overrides, message):
             "cluster.pools = 2 workers, and cluster.backend = inline is one process; set it to local or ray",
         ),
         (
+            [LOCAL, "cluster.workers=2", "train.device=cuda:1"],
+            "train.device = 'cuda:1' is one GPU for 2 workers; use cuda: each takes its own",
+        ),
+        (
             [LOCAL, "cluster.workers=3", "cluster.pools={a=1,b=1}"],
             "cluster.workers = 3, but cluster.pools have 2 together; leave cluster.workers out",
         ),

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.roles import small
 from tilth.cluster.context import Context
@@ -15,7 +18,7 @@ from tilth.core.layout import Mesh
 from tilth.models.decoder import Decoder
 from tilth.models.hf import parameter_shapes
 from tilth.models.value import ValueModel
-from tilth.parallel.grid import Grid
+from tilth.parallel.grid import Grid, leave
 from tilth.parallel.sharded import shard
 from tilth.roles.critic import CriticWorker
 from tilth.roles.policy import PolicyWorker
@@ -85,7 +88,8 @@ def relay_of(case: Case, rank: int, held: dict, bucket: int) -> RelayWorker:
     context = Context("relay", Mesh(("to",), (len(ranks),), ranks), rank, 2, InlineStore(), roles=held)
     config = TIED if case.tied else UNTIED
     targets, dtypes = {case.role: mesh(case.target)}, {case.role: case.dtype}
-    return RelayWorker(context, parameter_shapes(config), dtypes, mesh(case.source), targets, bucket=bucket)
+    cpu = torch.device("cpu")
+    return RelayWorker(context, parameter_shapes(config), dtypes, mesh(case.source), targets, device=cpu, bucket=bucket)
 
 
 def relayed(rank: int, name: str, bucket: int) -> tuple:
@@ -158,6 +162,50 @@ def test_a_harmed_tensor_is_named_by_the_worker_that_holds_it(pool, name, damage
         assert ("after publishing, model.layers.1.mlp.up_proj.weight in the rollout engine" in said) == (
             rank in CASES[name].target[1]
         )
+
+
+# ---- devices ----
+
+
+class Enough(Exception):
+    """Ends a relay where nothing can be computed any more, since tensors have no values."""
+
+
+class Looks:
+    """A receiver that sees where the weights lie."""
+
+    def receive(self, weights, version):
+        self.found = {name: (tensor.device, tensor.shape) for name, tensor in weights}
+        raise Enough
+
+    def live(self):
+        return iter(())
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """This process as rank 1 of 2 in a world as on GPUs, with torch's stand-ins for both backends and for tensors.
+
+    Holds the devices of what is broadcast; the operation itself would want a CUDA build.
+    """
+    sent = []
+    monkeypatch.setattr("tilth.roles.relay.broadcast", lambda x, source, group: sent.append(x.device))
+    dist.init_process_group("cpu:fake,cuda:fake", rank=1, world_size=2, store=FakeStore())
+    with FakeTensorMode():
+        yield sent
+    leave()
+
+
+def test_weights_from_another_gpu_arrive_on_the_device_of_this_worker(gpus):
+    case, looks, own = CASES["split"], Looks(), torch.device("cuda:1")
+    context = Context("relay", Mesh(("to",), (2,), (0, 1)), 1, 2, InlineStore(), roles={"rollout": looks})
+    shapes = parameter_shapes(TIED)
+    meshes = mesh(case.source), {"rollout": mesh(case.target)}
+    relay = RelayWorker(context, shapes, {"rollout": torch.float32}, *meshes, device=own)
+    with pytest.raises(Enough):
+        relay.relay("rollout", 1)
+    assert looks.found == {name: (own, torch.Size(shape)) for name, shape in shapes.items()}
+    assert set(gpus) == {own}
 
 
 # ---- the comparison ----

@@ -188,6 +188,8 @@ def _workers(recipe: Recipe) -> Iterator[str]:
     if c.backend == "inline" and total > 1:
         name = "cluster.pools" if c.pools else "cluster.workers"
         yield f"{name} = {total} workers, and cluster.backend = inline is one process; set it to local or ray"
+    if c.backend == "local" and total > 1 and ":" in recipe.train.device:
+        yield f"train.device = {recipe.train.device!r} is one GPU for {total} workers; use cuda: each takes its own"
 
 
 def _pools(recipe: Recipe) -> Iterator[str]:

@@ -107,12 +107,11 @@ def rollout(
     context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, prompts: PromptSet
 ) -> RolloutWorker:
     """One engine in each worker; it gets its weights by the relay."""
-    prepare(context, recipe)
-    r = recipe.rollout
+    r, device = recipe.rollout, prepare(context, recipe)
     engine = Engine(
         config,
         tokenizer=tokenizer,
-        device=pick_device(recipe.train.device, context.local_rank),
+        device=device,
         dtype=DTYPES[recipe.train.precision],
         seed=recipe.seed,
         max_rows=r.max_rows,
@@ -133,13 +132,13 @@ def reward(context: Context, pool: RewardPool, prompts: PromptSet) -> RewardWork
 
 def judge(context: Context, recipe: Recipe, prompts: PromptSet) -> JudgeWorker:
     """One engine in each worker with the weights of ``judge.path``, which stay; its version is their step."""
-    prepare(context, recipe)
+    device = prepare(context, recipe)
     loaded = load_model(recipe.judge.path)
     tokenizer = wants_tokenizer(loaded)
     engine = Engine(
         loaded.config,
         tokenizer=tokenizer,
-        device=pick_device(recipe.train.device, context.local_rank),
+        device=device,
         dtype=DTYPES[recipe.train.precision],
         seed=recipe.seed,
         max_rows=recipe.rollout.max_rows,
@@ -170,9 +169,9 @@ def relay(
     context: Context, recipe: Recipe, config: DecoderConfig, source: Mesh, targets: dict[str, Mesh]
 ) -> RelayWorker:
     """What carries the policy's weights to its copies: an engine's in its dtype, the others' as they are."""
-    prepare(context, recipe)
+    device = prepare(context, recipe)
     dtypes = {name: DTYPES[recipe.train.precision] if name == "rollout" else torch.float32 for name in targets}
-    return RelayWorker(context, parameter_shapes(config), dtypes, source, targets)
+    return RelayWorker(context, parameter_shapes(config), dtypes, source, targets, device=device)
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -195,12 +194,16 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def prepare(context: Context, recipe: Recipe) -> None:
-    """Threads and matmul precision of this process, and its place among the workers. Doing it again changes nothing."""
+def prepare(context: Context, recipe: Recipe) -> torch.device:
+    """Set this process's threads, matmul precision and device, join the workers, return the device; safe to repeat."""
     torch.set_num_threads(threads(recipe, context.workers))
     torch.set_float32_matmul_precision(recipe.train.matmul)
     device = pick_device(recipe.train.device, context.local_rank)
+    if device.type != "cpu":
+        # fully_shard, Triton and synchronize() use the process's current device, which is the first one until set.
+        torch.accelerator.set_device_index(device)
     join(context.rank, context.workers, context.meeting, context.timeout, device=device.type)
+    return device
 
 
 def threads(recipe: Recipe, workers: int) -> int:
@@ -217,8 +220,7 @@ def _decoder(recipe: Recipe, config: DecoderConfig) -> Decoder:
 
 
 def _sharded(context: Context, recipe: Recipe, layout: LayoutSection, build: Any) -> Sharded:
-    prepare(context, recipe)
-    device = pick_device(recipe.train.device, context.local_rank)
+    device = prepare(context, recipe)
     return shard(build, Grid.of(context.mesh, context.rank), sp=layout.sp, zero=layout.zero, device=str(device))
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tilth.cluster.context import Context
@@ -69,10 +68,13 @@ class RelayWorker:
         source: Mesh,
         targets: Mapping[str, Mesh],
         *,
+        device: torch.device,
         bucket: int = WHOLE,
     ) -> None:
-        """shapes: of the policy's parameters; dtypes: what each target wants; source, targets: their meshes."""
+        """shapes: of the policy's parameters; dtypes: what each target wants; source, targets: their meshes; device:
+        of this worker's models. What is sent lies there, since a backend serves one kind of device only."""
         self.context = context
+        self.device = device
         self.shapes = dict(shapes)
         self.dtypes = dict(dtypes)
         self.source = source
@@ -137,7 +139,7 @@ class RelayWorker:
         if whole:
             flat = torch.cat([whole[name].reshape(-1) for name in names])
         else:
-            flat = torch.empty(sum(sizes), dtype=dtype, device=self._device())
+            flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
         _send(flat, grid)
         self._bytes += flat.nbytes
         return {name: part.view(self.shapes[name]) for name, part in zip(names, flat.split(sizes))}
@@ -147,12 +149,9 @@ class RelayWorker:
         if route.outside is None:
             return
         names = list(self.shapes)
-        sums = torch.tensor([expected.get(name, 0) - 2**63 for name in names], dtype=torch.int64, device=self._device())
+        sums = torch.tensor([expected.get(name, 0) - 2**63 for name in names], dtype=torch.int64)
         _send(sums, route.outside)
         expected |= {name: total + 2**63 for name, total in zip(names, sums.tolist())}
-
-    def _device(self) -> torch.device:
-        return torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def _send(x: Tensor, grid: Grid) -> None:
