@@ -177,8 +177,8 @@ def test_a_real_optimizer_goes_from_one_process_to_four_and_back(tmp_path, name)
     from tilth.training.optim import Optimizers
 
     parameters = {
-        "model.layers.0.w": torch.nn.Parameter(tensor((6, 4)).nan_to_num(0, 1, 1).clamp(-1, 1)),
-        "norm": torch.nn.Parameter(torch.ones(5)),
+        "model.layers.0.mlp.up_proj.weight": torch.nn.Parameter(tensor((6, 4)).nan_to_num(0, 1, 1).clamp(-1, 1)),
+        "model.norm.weight": torch.nn.Parameter(torch.ones(5)),
     }
     optimizers = Optimizers(parameters, Optimizer(name=name))
     for p in parameters.values():
@@ -187,8 +187,8 @@ def test_a_real_optimizer_goes_from_one_process_to_four_and_back(tmp_path, name)
     state = optimizers.state_tensors()
     mesh = Mesh(("fsdp", "tp"), (2, 2))
     layouts = {
-        "model.layers.0.w": Layout(mesh, (Shard(0), Shard(1)), (6, 4), (1, 0)),
-        "norm": Layout(mesh, (Shard(0), Replicate()), (5,)),
+        "model.layers.0.mlp.up_proj.weight": Layout(mesh, (Shard(0), Shard(1)), (6, 4), (1, 0)),
+        "model.norm.weight": Layout(mesh, (Shard(0), Replicate()), (5,)),
     }
     one = open_checkpoint(save(tmp_path / "one", 1, {"optimizer": state}, {}))
     states = state_layouts(layouts, state)

@@ -1,7 +1,10 @@
 """Tensor parallelism against the model on one device: loss and every gradient, and what is seen if a sum is missing."""
 
+import re
+
 import pytest
 import torch
+from torch import nn
 
 from tests.models.tiny import shape
 from tests.parallel.divided import SMALL
@@ -11,6 +14,7 @@ from tilth.models.attention import DropoutContext, PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.logprobs import token_logprobs
 from tilth.parallel.grid import Grid
+from tilth.parallel.sharded import shard
 from tilth.parallel.tensor import _narrowed, apply_tensor, check_tensor
 
 HERE = "tests.parallel.divided:"
@@ -193,6 +197,41 @@ def test_shapes_that_do_not_divide(changes, tp, message):
     with pytest.raises(ModelError, match=message):
         apply_tensor(Decoder(config), Grid.of(Mesh(("tp",), (tp,)), 0), False)
     check_tensor(config, 1)
+
+
+def add(model: nn.Module, name: str) -> None:
+    """Give a model a parameter of this name, and the modules that it is in."""
+    path, _, leaf = name.rpartition(".")
+    for part in path.split("."):
+        if not hasattr(model, part):
+            setattr(model, part, nn.Module())
+        model = getattr(model, part)
+    setattr(model, leaf, nn.Parameter(torch.ones(8, 24)))
+
+
+UNKNOWN = [
+    "model.layers.1.mlp.router.weight",
+    "model.layers.0.mlp.norm.weight",
+    "model.layers.0.self_attn.sinks",
+    "model.layers.0.self_attn.q_proj.lora_A",
+    "model.pre_norm.weight",
+    "gain",
+]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
+def test_a_parameter_without_a_rule_is_refused_by_name(name, tp, sp):
+    def build() -> Decoder:
+        model = Decoder(shape("qwen3", **SMALL))
+        add(model, name)
+        return model
+
+    grid = Grid.of(Mesh(("dp", "fsdp", "tp"), (1, 1, tp)), 0)
+    with pytest.raises(ModelError, match=re.escape(name)):
+        shard(build, grid, sp=sp)
+    with pytest.raises(ModelError, match=re.escape(name)):
+        build().init_weights_(0)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 13])

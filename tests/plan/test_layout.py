@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tilth.config.errors import RecipeError
 from tilth.config.load import from_dict, load_recipe
 from tilth.config.schema import Model
-from tilth.core.layout import Mesh
+from tilth.core.layout import Mesh, Replicate, Shard
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.hf import parameter_shapes as those_of_the_decoder
@@ -160,10 +160,13 @@ MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1), (1, 
 
 @pytest.mark.parametrize("sizes", MESHES)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_layouts_are_those_of_the_parallel_room(sizes, kv_heads):
+def test_layouts_are_as_megatron_divides(sizes, kv_heads):
     shape, mesh = shape_of(4, kv_heads, vocab=13, tied=False, family="qwen2"), Mesh(NAMES, sizes)
     copies = max(1, sizes[2] // kv_heads)
-    expected = {name: nested(mesh, s, tensor._placement(name, copies)) for name, s in parameter_shapes(shape).items()}
+    written = dict.fromkeys(("q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), Shard(0))
+    written |= {"k_proj": Shard(0, copies), "v_proj": Shard(0, copies), "o_proj": Shard(1), "down_proj": Shard(1)}
+    along = {name: written.get(name.split(".")[-2], Replicate()) for name in parameter_shapes(shape)}
+    expected = {name: nested(mesh, s, along[name]) for name, s in parameter_shapes(shape).items()}
     found = layouts(parameter_shapes(shape), mesh, kv_heads)
     for name in found:
         assert [found[name].boxes(r) for r in mesh.ranks] == [expected[name].boxes(r) for r in mesh.ranks], name

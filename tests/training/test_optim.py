@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from tilth.config.schema import Optimizer
-from tilth.training.optim import Optimizers, is_block_matrix
+from tilth.core.errors import ModelError
+from tilth.training.optim import Optimizers
 
 
 class Toy(nn.Module):
@@ -15,10 +16,12 @@ class Toy(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         block = nn.Module()
-        block.proj = nn.Linear(6, 4, bias=False)
-        block.norm = nn.Parameter(torch.ones(6))
+        block.mlp = nn.Module()
+        block.mlp.up_proj = nn.Linear(6, 4, bias=False)
+        block.input_layernorm = nn.Module()
+        block.input_layernorm.weight = nn.Parameter(torch.ones(6))
         self.layers = nn.ModuleList([block])
-        self.embed = nn.Embedding(5, 6)
+        self.embed_tokens = nn.Embedding(5, 6)
         for p in self.parameters():
             p.data = torch.randn(p.shape, generator=generator)
 
@@ -38,9 +41,10 @@ def run(model, optimizers, steps, lr=0.01, first=0):
         optimizers.step(lr)
 
 
-def test_block_matrices_are_the_weights_inside_layers():
-    found = {n for n, p in Toy().names().items() if is_block_matrix(n, p)}
-    assert found == {"model.layers.0.proj.weight"}
+def test_muon_refuses_a_matrix_of_a_layer_that_it_does_not_know():
+    names = Toy().names() | {"model.layers.0.mlp.router.weight": nn.Parameter(torch.ones(4, 6))}
+    with pytest.raises(ModelError, match="router"):
+        Optimizers(names, Optimizer(name="muon"))
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -63,7 +67,7 @@ def test_adamw_equals_torch_with_decay_on_matrices_only(decay):
 def test_muon_takes_the_block_matrices_and_adamw_the_rest():
     ours, theirs = Toy(), Toy()
     optimizers = Optimizers(ours.names(), Optimizer(name="muon", lr=0.01, muon_lr_ratio=3.0))
-    block = theirs.layers[0].proj.weight
+    block = theirs.layers[0].mlp.up_proj.weight
     rest = [p for p in theirs.parameters() if p is not block]
     muon = torch.optim.Muon([block], lr=0.03, weight_decay=0.0)
     adamw = torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0, foreach=False)
@@ -101,7 +105,7 @@ def test_fresh_state_does_not_continue_the_same_way():
     forgetful = copy.deepcopy(whole)
     run(whole, optimizers, 1, first=3)
     run(forgetful, Optimizers(forgetful.names(), Optimizer(lr=0.01)), 1, first=3)
-    assert not torch.equal(whole.embed.weight, forgetful.embed.weight)
+    assert not torch.equal(whole.embed_tokens.weight, forgetful.embed_tokens.weight)
 
 
 def test_clip_scales_to_the_bound_and_reports_the_norm_before():

@@ -19,6 +19,7 @@ from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.config import DecoderConfig
 from tilth.models.logprobs import head_logits, token_logprobs, token_squares
 from tilth.models.rope import Rope, rotate
+from tilth.plan.rules import rule_of
 
 Tables = tuple[Tensor, Tensor]
 Parts = tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]
@@ -295,11 +296,11 @@ class Decoder(nn.Module):
         self, name: str, piece: Tensor, seed: int, box: Box | None = None, shape: Shape | None = None
     ) -> None:
         """``init_weights_`` of one parameter, or of the piece ``box`` of it; shape: the whole parameter's."""
-        residual = 0.02 / math.sqrt(2 * self.config.num_layers)
-        if name.endswith("bias"):
+        rule = rule_of(name)
+        if rule.kind == "bias":
             piece.zero_()
-        elif piece.ndim == 1:
+        elif rule.kind == "norm":
             piece.fill_(1.0)
         else:
-            std = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            std = 0.02 / math.sqrt(2 * self.config.num_layers) if rule.tp == "columns" else 0.02
             fill_normal_(piece, stream(seed, "init", name), std, box, shape)

@@ -25,7 +25,7 @@ from tilth.models.rope import Rope
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.parallel.grid import DATA, MODEL, Grid
 from tilth.parallel.meeting import all_gather, all_reduce, watch
-from tilth.parallel.tensor import TensorPlan, apply_tensor
+from tilth.parallel.tensor import apply_tensor
 from tilth.plan.layout import nested
 
 Zero = Literal[2, 3]
@@ -49,11 +49,11 @@ def shard(
         model = build()
     model.rope = Rope(model.config)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    plan = apply_tensor(model, grid, sp) if grid.size("tp") > 1 else TensorPlan({}, ())
+    plan = apply_tensor(model, grid, sp)
     if grid.size("fsdp") > 1:
         _fully_shard(model, grid, zero, device)
     model.to_empty(device=device)
-    layouts = {name: nested(grid.mesh, shape, plan.placements.get(name, Replicate())) for name, shape in shapes.items()}
+    layouts = {name: nested(grid.mesh, shape, plan.placements[name]) for name, shape in shapes.items()}
     return Sharded(model, grid, layouts, plan.partial, zero)
 
 

@@ -8,7 +8,7 @@ the same on every rank, and whoever uses it gives every rank the whole gradient.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,17 +23,7 @@ from tilth.models.decoder import Decoder, Layer, Linear
 from tilth.parallel.collectives import Group, copy_in, gather_copies, gather_tokens, reduce_out, scatter_tokens
 from tilth.parallel.grid import Grid
 from tilth.parallel.vocabulary import Vocabulary, VocabularyEmbedding, VocabularyHead
-
-ROWS = ("q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
-"""Modules whose outputs (first dimension of the weight, and the bias) are divided."""
-COPIED = ("k_proj", "v_proj")
-"""The same, but of key heads there may be fewer than ranks."""
-COLUMNS = ("o_proj", "down_proj")
-"""Modules whose inputs are divided; their bias is added once, after the sum."""
-HEAD_NORMS = ("q_norm", "k_norm")
-"""Each rank applies them to its own heads."""
-RESIDUAL = ("input_layernorm", "post_attention_layernorm", "norm")
-"""With sequence parallelism each rank applies them, and the biases of ``COLUMNS``, to its own tokens."""
+from tilth.plan.rules import along_tp, rule_of
 
 
 @dataclass(frozen=True)
@@ -71,13 +61,14 @@ def apply_tensor(model: Decoder, grid: Grid, sp: bool) -> TensorPlan:
     """Cut a one-device model down to this rank's part along "tp", in place. Names of parameters stay.
 
     Parameters become local pieces (of a model on the meta device: nothing is allocated; else what they held). sp: also
-    divide the residual stream over tokens. ModelError if the shape does not divide. Every rank must call it.
+    divide the residual stream over tokens. ModelError if the shape does not divide or a parameter has no rule. Every
+    rank must call it.
     """
     tp, config = grid.size("tp"), model.config
     check_tensor(config, tp)
-    group = grid.group("tp")
     copies = max(1, tp // config.num_kv_heads)
-    placements = {name: _placement(name, copies) for name, _ in model.named_parameters()}
+    placements = {name: along_tp(name, copies) for name, _ in model.named_parameters()}
+    group = grid.group("tp")
     if group is None:
         return TensorPlan(placements, ())
     for name, placement in placements.items():
@@ -94,19 +85,6 @@ def apply_tensor(model: Decoder, grid: Grid, sp: bool) -> TensorPlan:
     return TensorPlan(placements, _partial(placements, grid, sp, copies))
 
 
-def _module(name: str) -> str:
-    return name.split(".")[-2]
-
-
-def _placement(name: str, copies: int) -> Shard | Replicate:
-    module = _module(name)
-    if module in COPIED:
-        return Shard(0, copies)
-    if module in COLUMNS and name.endswith("weight"):
-        return Shard(1)
-    return Shard(0) if module in ROWS else Replicate()
-
-
 def _cut(model: Decoder, name: str, placement: Shard | Replicate, part: int, parts: int) -> None:
     """Let a parameter hold its local piece only."""
     path, _, leaf = name.rpartition(".")
@@ -116,12 +94,9 @@ def _cut(model: Decoder, name: str, placement: Shard | Replicate, part: int, par
     setattr(model.get_submodule(path), leaf, local)
 
 
-def _partial(
-    placements: dict[str, Shard | Replicate], grid: Grid, sp: bool, copies: int
-) -> tuple[tuple[Group, tuple[str, ...]], ...]:
-    own_tokens = [n for n in placements if _module(n) in RESIDUAL or (_module(n) in COLUMNS and n.endswith("bias"))]
-    everywhere = [n for n in placements if _module(n) in HEAD_NORMS] + (own_tokens if sp else [])
-    shared = [n for n in placements if _module(n) in COPIED and copies > 1]
+def _partial(names: Collection[str], grid: Grid, sp: bool, copies: int) -> tuple[tuple[Group, tuple[str, ...]], ...]:
+    everywhere = [n for n in names if rule_of(n).tp == "heads" or (sp and rule_of(n).tp == "residual")]
+    shared = [n for n in names if rule_of(n).tp == "copied" and copies > 1]
     sums = ((grid.group("tp"), everywhere), (_sharers(grid, copies), shared))
     return tuple((group, tuple(names)) for group, names in sums if group is not None and names)
 

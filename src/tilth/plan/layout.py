@@ -21,13 +21,11 @@ from tilth.plan.memory import (
     rollout_need,
     together,
 )
+from tilth.plan.rules import along_tp, is_block_matrix
 from tilth.plan.shape import DecoderShape, Shape, parameter_shapes, parameters
 
 NAMES = ("dp", "fsdp", "tp")
 """Dimensions of a role's mesh. Rows are divided over dp and fsdp, elements of parameters over fsdp and tp."""
-_ROWS = ("q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
-_COPIED = ("k_proj", "v_proj")
-_COLUMNS = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ def layouts(shapes: dict[str, Sizes], mesh: Mesh, kv_heads: int) -> dict[str, La
     """
     tp = mesh.sizes[mesh.names.index("tp")]
     copies = max(1, tp // kv_heads)
-    return {name: nested(mesh, shape, _along_tp(name, copies)) for name, shape in shapes.items()}
+    return {name: nested(mesh, shape, along_tp(name, copies)) for name, shape in shapes.items()}
 
 
 def nested(mesh: Mesh, shape: Sizes, along_tp: Placement) -> Layout:
@@ -138,15 +136,6 @@ def nested(mesh: Mesh, shape: Sizes, along_tp: Placement) -> Layout:
     split = (kinds.get(n, Replicate()) if size > 1 else Replicate() for n, size in zip(mesh.names, mesh.sizes))
     order = sorted(range(len(mesh.names)), key=lambda i: (mesh.names[i] != "tp", mesh.names[i] != "fsdp", i))
     return Layout(mesh, tuple(split), shape, tuple(order))
-
-
-def _along_tp(name: str, copies: int) -> Placement:
-    module = name.split(".")[-2]
-    if module in _COPIED:
-        return Shard(0, copies)
-    if module in _COLUMNS and name.endswith("weight"):
-        return Shard(1)
-    return Shard(0) if module in _ROWS else Replicate()
 
 
 def elements(parts: dict[str, Layout], rank: int) -> int:
@@ -232,7 +221,7 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, fsdp: in
     part = layouts(shapes, Mesh(NAMES, (1, 1, sizes[2])), shape.num_kv_heads)  # what is computed with
     at = fsdp * sizes[2] + tp
     here = elements(own, at)
-    blocks = elements({name: own[name] for name, sides in shapes.items() if len(sides) == 2 and ".layers." in name}, at)
+    blocks = elements({name: own[name] for name in shapes if is_block_matrix(name)}, at)
     gathered = 0
     if wanted.fsdp > 1:
         needed = part if wanted.zero == 2 else {name: part[name] for name in part if _at_once(name)}

@@ -11,11 +11,7 @@ from torch import Tensor, nn
 
 from tilth.config.schema import Optimizer as OptimizerSection
 from tilth.parallel.sharded import Sharded, buckets
-
-
-def is_block_matrix(name: str, parameter: Tensor) -> bool:
-    """True for the weight matrices inside the decoder layers: those that Muon orthogonalises."""
-    return parameter.ndim == 2 and ".layers." in name
+from tilth.plan.rules import is_block_matrix
 
 
 class ShardedMuon(torch.optim.Muon):
@@ -68,7 +64,7 @@ class Optimizers:
         self.section = section
         self.sharded = sharded
         use_muon = section.name == "muon"
-        blocks = {n: p for n, p in parameters.items() if use_muon and is_block_matrix(n, p)}
+        blocks = {n: p for n, p in parameters.items() if use_muon and is_block_matrix(n)}
         rest = {n: p for n, p in parameters.items() if n not in blocks}
         self._parts: list[tuple[torch.optim.Optimizer, float]] = [(self._adamw(rest), 1.0)]
         if blocks:
