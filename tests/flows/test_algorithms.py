@@ -420,6 +420,20 @@ def test_what_stands_in_the_place_of_a_flow_s_own_is_told(tmp_path):
     assert replaced(recipe(tmp_path, "rloo")) == replaced(recipe(tmp_path, "grpo", {"advantage": "opo"})) == []
 
 
+@pytest.mark.parametrize("loss", ["gspo", "sapo", "geo_mean"])
+def test_a_loss_of_sequences_that_is_averaged_over_tokens_is_told(tmp_path, loss):
+    watcher = tiny.Recorder()
+    tiny.run(recipe(tmp_path, "grpo", {"loss": loss, "aggregation": "token-mean", "steps": 1}), observers=[watcher])
+    (line,) = [text for text in watcher.messages if f"loss {loss}" in text]
+    assert "aggregation = token-mean instead of seq-mean-token-mean" in line
+
+
+def test_clips_of_ppo_that_stay_behind_another_loss_are_told(tmp_path):
+    said = replaced(recipe(tmp_path, "grpo", {"loss": "gspo", "clip_low": 0.2}))
+    assert any("clip_low = 0.2 instead of 0.0003" in line for line in said)
+    assert replaced(recipe(tmp_path, "grpo", {"clip_high": 0.28, "aggregation": "seq-mean-token-mean"})) == []
+
+
 def test_a_policy_that_moves_is_no_gap_to_the_engine(tmp_path):
     watcher = tiny.Recorder()
     given = {"correction": "bypass_ppo_clip", "epochs": 3, "minibatches": 2}

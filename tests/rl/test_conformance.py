@@ -17,6 +17,7 @@ from tests.rl.conformance.batch import drawn
 from tests.rl.conformance.cell import Cell, Gap, NotApplicable, Subject, cell
 from tests.rl.conformance.checks import check_golden, check_invariance, check_oracle, check_split, vectors
 from tests.rl.conformance.edges import check_edges
+from tests.rl.conformance.published import check_published
 from tests.scripts import script
 from tilth import rl
 from tilth.config.flows import FLOWS
@@ -34,6 +35,7 @@ def test_every_entry_agrees_with_its_references(subject):
         "oracle": partial(check_oracle, count=2),
         "invariance": partial(check_invariance, count=1),
         "workers": partial(check_split, count=1),
+        "published": check_published,
     }
     for name, check in checks.items():
         found = cell(check, subject)
@@ -114,6 +116,19 @@ def test_a_wrong_number_is_seen_by_vectors_and_loops(entries):
     for check in (check_golden, partial(check_oracle, count=3)):
         found = cell(check, subject)
         assert found.state == "fail" and 1e-6 < found.largest < 1e-2
+
+
+WRONG = {
+    "aggregation": ("gspo", {"aggregation": property(lambda self: "token-mean")}),
+    "tau_pos": ("sapo", {"tau_pos": 0.9, "__annotations__": {"tau_pos": float}}),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_another_default_than_the_published_one_is_seen(entries, what):
+    name, members = WRONG[what]
+    found = cell(check_published, swapped("losses", name, **members))
+    assert found.state == "fail" and what in found.note
 
 
 def test_a_wrong_gradient_of_a_right_value_is_seen(entries):

@@ -5,6 +5,7 @@ from typing import cast
 import numpy as np
 
 import tilth.rl as rl
+from tilth.config.flows import LOSSES
 from tilth.config.schema import Algorithm, Recipe
 from tilth.core.batch import Batch
 from tilth.core.errors import RecipeError, RewardError
@@ -31,6 +32,8 @@ COLUMNS = {
 """Columns that any page can make. A critic makes ``values``, a reference ``ref_logprobs``, flow remax ``baselines``."""
 _MADE = {"remax": "greedy answers", "distill": "teacher's log-probs"}
 _OF_POLICY = {"logprobs", "old_logprobs", "sum_pi_squared"}
+_CHOICE = "token-mean"
+"""The aggregation of losses that any other goes with as well."""
 _SHARED = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")
 """Keys of [algorithm] that are options of entries and of nothing else."""
 
@@ -70,13 +73,28 @@ def _check_preference(recipe: Recipe) -> None:
 
 
 def replaced(recipe: Recipe) -> list[str]:
-    """Lines on what the recipe has in the place of its flow's own estimator and loss."""
+    """Lines on what the recipe has in the place of its flow's own estimator and loss, and of the loss's own options."""
     if not recipe.facts.samples:
         return []
     own = {"loss": "ppo_clip", **recipe.facts.own.get("algorithm", {})}
     chosen = {key: getattr(recipe.algorithm, key) for key in ("advantage", "loss") if key in own}
     told = [f"{key} = {name} instead of {own[key]}" for key, name in chosen.items() if name != own[key]]
-    return [f"flow {recipe.flow} with {' and '.join(told)}, as the recipe says"] if told else []
+    lines = [f"flow {recipe.flow} with {' and '.join(told)}, as the recipe says"] if told else []
+    return lines + unpublished(recipe.algorithm)
+
+
+def unpublished(how: Algorithm) -> list[str]:
+    """A line on aggregation and clips other than the loss was published with, where these are part of what it is.
+
+    PPO's own are choices of each algorithm: token-mean is DAPO's, seq-mean-token-mean GRPO's.
+    """
+    published = rl.loss_entry(how.loss)
+    own = {key: getattr(published, key) for key in LOSSES.get(how.loss, {}) if hasattr(published, key)}
+    if published.aggregation != _CHOICE:
+        own["aggregation"] = published.aggregation
+    used = {key: getattr(how, key) for key in own} | {"aggregation": aggregation(how)}
+    told = [f"{key} = {used[key]} instead of {value}" for key, value in own.items() if used[key] != value]
+    return [f"loss {how.loss} with {' and '.join(told)}: not as published"] if told else []
 
 
 def drops_flat(recipe: Recipe) -> bool:

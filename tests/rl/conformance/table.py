@@ -9,6 +9,7 @@ from tests.rl.conformance.cell import Cell, Check, Subject, cell
 from tests.rl.conformance.checks import FEW, MANY, check_golden, check_invariance, check_oracle, check_split
 from tests.rl.conformance.edges import check_edges
 from tests.rl.conformance.flows import check_flows
+from tests.rl.conformance.published import check_published
 from tilth import rl
 
 FUNCTIONS = {"value": ("clip", "no clip")}
@@ -20,6 +21,7 @@ COLUMNS = {
     "edges": "(d) groups of one, equal rewards, all masked, missing rewards, NaN at masked places",
     "workers": "(e) two workers that share groups",
     "flows": "(f) one step of every flow that can use it",
+    "published": "(g) what a recipe that names it alone gets, against papers and verl",
 }
 
 
@@ -38,6 +40,7 @@ def checks(quick: bool) -> dict[str, Check]:
         "invariance": partial(check_invariance, count=count),
         "edges": check_edges,
         "workers": partial(check_split, count=count),
+        "published": check_published,
     }
 
 
