@@ -237,6 +237,7 @@ def test_a_recipe_cannot_be_changed():
         (["train.parity=true", "rollout.compile=true"], "set rollout.compile = false"),
         (["train.parity=true", "train.device=cuda:1"], "train.device is 'cuda:1'"),
         (["algorithm.steps=0", "supervised.steps=0"], "nothing to train"),
+        (["model.dropout=0.1", "supervised.steps=0"], "model.dropout = 0.1 has no use in flow = grpo"),
         (["data.holdout=0"], "supervised.until = 0.5 needs held-out prompts"),
         (["data.holdout=1"], "data.holdout = 1 leaves no prompt"),
         (["algorithm.dual_clip=0.5"], "algorithm.dual_clip = 0.5"),

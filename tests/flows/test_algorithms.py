@@ -420,6 +420,22 @@ def test_what_stands_in_the_place_of_a_flow_s_own_is_told(tmp_path):
     assert replaced(recipe(tmp_path, "rloo")) == replaced(recipe(tmp_path, "grpo", {"advantage": "opo"})) == []
 
 
+@pytest.mark.parametrize("flow, minibatches", [("grpo", 1), ("grpo", 2), ("ppo", 2)])
+def test_dropout_is_of_the_warm_up_alone(tmp_path, flow, minibatches):
+    """A policy that hardly moves has the log-probs it had, whether they were found before or in the update."""
+    first = {}
+    for dropout in (0.0, 0.4):
+        watcher = tiny.Recorder()
+        given = {"minibatches": minibatches, "steps": 2}
+        small = {"optimizer": {"lr": 1e-9}, "model": {"dropout": dropout}}
+        tiny.run(recipe(tmp_path, flow, given, **small), observers=[watcher], name=f"drop{dropout}")
+        learned = [r for r in watcher.records if r["phase"] == flow]
+        assert max(r["mismatch/max"] for r in learned if "mismatch/max" in r) < 1e-4
+        assert all(r["ratio"] == pytest.approx(1, abs=1e-5) for r in learned)
+        first[dropout] = watcher.records[0]["loss"]
+    assert first[0.0] != first[0.4], "the first step of the warm-up"
+
+
 @pytest.mark.parametrize("loss", ["gspo", "sapo", "geo_mean"])
 def test_a_loss_of_sequences_that_is_averaged_over_tokens_is_told(tmp_path, loss):
     watcher = tiny.Recorder()

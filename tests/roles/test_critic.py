@@ -1,5 +1,7 @@
 """The critic role, called directly: what it adds to a batch, what an update reports, what it refuses."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -43,6 +45,17 @@ def policy():
 @pytest.fixture
 def batch(policy):
     return small.experience(policy)
+
+
+def test_a_critic_learns_without_dropout(policy, batch):
+    """Its clip compares with values that were found without."""
+    found = []
+    for p in (0.0, 0.5):
+        policy.engine.model.config = replace(policy.engine.model.config, dropout=p)
+        judge = critic(policy)
+        judge.update(ready(policy, judge, batch), HOW)
+        found.append(torch.cat([t.flatten() for t in judge.engine.model.parameters()]))
+    assert torch.equal(*found)
 
 
 def ready(policy, judge, batch, how=HOW):

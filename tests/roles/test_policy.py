@@ -51,6 +51,39 @@ def dense_logprobs(model, tokens: Ragged, temperature=1.0):
     return found
 
 
+def with_dropout(store, p: float) -> PolicyWorker:
+    """A policy whose model drops while it learns from given text; the same weights whatever p is."""
+    model = Decoder(small.config(dropout=p))
+    model.init_weights_(1)
+    engine = TrainEngine(model, Optimizer(lr=1e-2), total_steps=10, micro_tokens=64, seed=1)
+    return PolicyWorker(engine, store, norm_length=4)
+
+
+# ---- dropout ----
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_policy_gradient_is_that_of_the_policy_which_sampled_whatever_the_dropout(again):
+    """Not of one with its dropout mask: the bits are those of a model without dropout, and the first ratio is 1."""
+    found = []
+    for p in (0.0, 0.5):
+        worker = with_dropout(InlineStore(), p)
+        batch = worker.advantages(small.experience(worker), small.HOW)
+        metrics = worker.update(worker.logprobs(batch) if again else batch, small.HOW)
+        assert float(metrics["ratio"]) == pytest.approx(1, abs=1e-6)
+        found.append(torch.cat([t.flatten() for _, t in worker.weights()]))
+    assert torch.equal(*found)
+
+
+def test_learning_from_given_text_drops():
+    found = []
+    for p in (0.0, 0.5):
+        worker = with_dropout(InlineStore(), p)
+        worker.imitate(small.experience(worker))
+        found.append(torch.cat([t.flatten() for _, t in worker.weights()]))
+    assert not torch.allclose(*found, atol=1e-4)
+
+
 # ---- advantages ----
 
 

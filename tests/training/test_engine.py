@@ -238,6 +238,14 @@ def test_dropout_depends_on_seed_and_step_but_not_on_the_split():
     assert a != pytest.approx(c, rel=1e-4)
 
 
+def test_an_update_without_dropout_is_that_of_a_model_that_has_none():
+    tokens, mask = batch()
+    loss = negative_log_likelihood(float(mask.sum()))
+    plain, dropping = engine(), engine(config=CONFIG.__class__(**{**CONFIG.__dict__, "dropout": 0.2}))
+    a, b = plain.update(tokens, mask, {}, loss), dropping.update(tokens, mask, {}, loss, dropout=False)
+    assert a == b and torch.equal(weights(plain), weights(dropping))
+
+
 def test_checkpointing_of_activations_changes_no_bit():
     tokens, mask = batch()
     loss = negative_log_likelihood(float(mask.sum()))

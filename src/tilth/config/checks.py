@@ -78,6 +78,11 @@ def _learning(recipe: Recipe) -> Iterator[str]:
         yield f"nothing to train: flow = {recipe.flow}, and supervised.steps and supervised.epochs are both 0"
     if not a.steps and not supervised:
         yield "nothing to train: algorithm.steps and supervised.steps are both 0"
+    if recipe.model.dropout and recipe.facts.samples and not supervised:
+        yield (
+            f"model.dropout = {recipe.model.dropout} has no use in flow = {recipe.flow} without supervised steps: "
+            "policy gradients have none, as rollouts have none; set it to 0, or supervised.steps"
+        )
     if supervised and w.until < 1 and recipe.data.holdout == 0 and not recipe.data.heldout:
         yield f"supervised.until = {w.until} needs held-out prompts; data.holdout is 0 and data.heldout empty"
     if recipe.data.holdout == 1 and not recipe.data.heldout:

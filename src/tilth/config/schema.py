@@ -51,7 +51,9 @@ class Model(Section):
     context: Positive = Field(256, description="longest sequence in tokens, prompt and completion together")
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary embedding")
     tied: bool = Field(True, description="one matrix for embedding and output head")
-    dropout: Share = Field(0.0, description="dropout on both residual branches while training")
+    dropout: Share = Field(
+        0.0, description="dropout on both residual branches in supervised learning; none in policy gradients"
+    )
 
 
 class Data(Section):

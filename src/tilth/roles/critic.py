@@ -79,7 +79,7 @@ class CriticWorker(Learner):
             mask = per_token.pop("mask")
             loss, whole = value_loss(aggregation(how), mask, tokens, self.clip, self.norm_length, everyone(self.grid))
             starts = batch.rows.get("start")
-            found = self.engine.update(tokens, mask, per_token, loss, entropy=False, starts=starts)
+            found = self.engine.update(tokens, mask, per_token, loss, entropy=False, dropout=False, starts=starts)
             spent.set(flops=found.flops)
             check_weight(found.metrics, whole, self.grid)
         return self._account(found)

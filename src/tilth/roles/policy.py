@@ -139,7 +139,13 @@ class PolicyWorker(Learner):
             objective = Objective(how, self.norm_length, everyone(self.grid), found)
             loss, weight = objective.of(mask, tokens, per_token.get(RIGHT))
             done = self.engine.update(
-                tokens, mask, per_token, loss, temperature=self.temperature, starts=batch.rows.get("start")
+                tokens,
+                mask,
+                per_token,
+                loss,
+                temperature=self.temperature,
+                dropout=False,
+                starts=batch.rows.get("start"),
             )
             spent.set(flops=done.flops)
             check_weight(done.metrics, weight, self.grid)

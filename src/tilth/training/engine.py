@@ -147,26 +147,30 @@ class TrainEngine:
         *,
         temperature: float = 1.0,
         entropy: bool = True,
+        dropout: bool = True,
         starts: np.ndarray | None = None,
     ) -> UpdateResult:
         """One optimizer step on the whole batch.
 
-        tokens: n sequences, N tokens in all; mask: [N], 1 on tokens to learn from; columns: per token [N]. starts:
-        int64 [n], index of each sequence's first token in the whole batch, of which these are one rank's rows: so that
-        dropout masks are those of one device. None: these are all.
+        tokens: n sequences, N tokens in all; mask: [N], 1 on tokens to learn from; columns: per token [N]. dropout:
+        False for a loss that compares with what a model said before: without dropout, as always where nothing learns.
+        starts: int64 [n], index of each sequence's first token in the whole batch, of which these are one rank's rows:
+        so that dropout masks are those of one device. None: these are all.
         Raises NonFiniteError under the policy "stop", TokenCountError if a token was used twice or not at all.
         """
         self.sharded.begin()
         self._forget()
         values, works, metrics = list[Tensor](), list[Work](), list[dict[str, Metric]]()
         used, places = np.zeros(len(mask), np.int8), _places(tokens, starts)
-        plan = plan_micros(tokens, mask, self.micro_tokens, share=self._shares, several=self.noise is not None)
+        drops = dropout and bool(self.model.config.dropout)
+        share = self._shares and not drops  # each sample has a mask of its own
+        plan = plan_micros(tokens, mask, self.micro_tokens, share=share, several=self.noise is not None)
         rounds = self.sharded.agree(len(plan))
         for i, (index, micro) in enumerate(cut(tokens, mask, columns, plan, self.device)):
             self.sharded.micro(last=i == rounds - 1)
             work = Work.of(self.model, micro)
             with span("forward", -1, i, work.tokens, flops=work.flops.forward, squares=work.squares) as forward:
-                self._score(micro, places[index], temperature, entropy=entropy)
+                self._score(micro, places[index] if drops else None, temperature, entropy=entropy)
                 value, parts = loss(micro)
             with span("backward", -1, i, work.tokens, flops=work.flops.backward, squares=work.squares) as backward:
                 self._backward(value, backward, micro, parts)
@@ -177,16 +181,20 @@ class TrainEngine:
             works.append(work)
             metrics.append(parts)
         _check_used(used)
-        for i in range(len(plan), rounds):
-            with span("padding", micro_batch=i) as padding, lent(padding):
-                self.sharded.micro(last=i == rounds - 1)
-                self.sharded.blank().backward()
+        self._pad(len(plan), rounds)
         total = sum(torch.stack(values).tolist()) if values else 0.0
         computed, flops = sum(work.tokens for work in works), sum(work.flops.both for work in works)
         done = {"tokens": len(mask), "computed": computed, "flops": flops, "padded": rounds - len(plan)}
         result = self._step(total, merge_metrics(metrics), done, len(tokens.lengths), learn=bool(mask.any()))
         self._forget()
         return result
+
+    def _pad(self, own: int, rounds: int) -> None:
+        """Take part in the collectives of ranks that have more micro-batches than this one's ``own``."""
+        for i in range(own, rounds):
+            with span("padding", micro_batch=i) as padding, lent(padding):
+                self.sharded.micro(last=i == rounds - 1)
+                self.sharded.blank().backward()
 
     def _step(
         self, loss: float, metrics: dict[str, Metric], done: dict[str, Any], sequences: int, *, learn: bool
@@ -261,9 +269,10 @@ class TrainEngine:
         measured = {"weight": self.norms.measure(weights, squares), "grad": self.norms.measure(grads, squares)}
         return {f"norm/{kind}/{layer}": norm for kind, found in measured.items() for layer, norm in found.items()}
 
-    def _score(self, micro: Micro, index: np.ndarray, temperature: float, *, entropy: bool) -> None:
+    def _score(self, micro: Micro, index: np.ndarray | None, temperature: float, *, entropy: bool) -> None:
+        """index: places of the tokens in the whole batch, which dropout masks go by; None: no dropout."""
         dropout = None
-        if self.model.config.dropout:
+        if index is not None:
             dropout = DropoutContext(self.seed, self.updates, torch.from_numpy(index).to(self.device))
         self.scorer(self.model, micro, temperature=temperature, entropy=entropy, parity=self.parity, dropout=dropout)
 

@@ -29,10 +29,10 @@ COPIES = 4
 def shares_prompts(config: DecoderConfig, parity: bool) -> bool:
     """Whether samples of one prompt may be computed as one tree.
 
-    Not in parity mode (cached decoding has other shapes), with dropout (each sample has its own mask), or with dynamic
-    rope (the rotation of a prompt depends on the length of its sample).
+    Not in parity mode (cached decoding has other shapes) or with dynamic rope (the rotation of a prompt depends on the
+    length of its sample).
     """
-    return not parity and not config.dropout and config.rope_type != "dynamic"
+    return not parity and config.rope_type != "dynamic"
 
 
 @dataclass
