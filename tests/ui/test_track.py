@@ -196,6 +196,31 @@ def test_tensorboard_reads_every_step_back(tmp_path):
     assert about.summary_description == "length of a completion (unit: tokens, reduction: mean)"
 
 
+def scalars_of(provider):
+    """Metric -> (step, value) of every step, as TensorBoard's own pages ask for them."""
+    from tensorboard import context
+
+    asked = {"experiment_id": "", "plugin_name": "scalars"}
+    found = provider.read_scalars(context.RequestContext(), downsample=100, **asked)
+    return {tag: [(e.step, e.value) for e in points] for run in found.values() for tag, points in run.items()}
+
+
+CURVES = {"loss": [(s, s + 0.125) for s in range(1, 6)], "length/mean": [(s, 4.0) for s in range(1, 6)]}
+
+
+@needs_tensorboard
+def test_every_curve_belongs_to_the_page_of_scalars(tmp_path, caplog):
+    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+
+    watched(TensorBoard, tmp_path, range(1, 6))
+    assert set(read_events(tmp_path).PluginTagToContent("scalars")) == set(CURVES)
+    assert not [r for r in caplog.records if "not associated" in r.getMessage()]
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
+    runs.Reload()
+    assert scalars_of(MultiplexerDataProvider(runs, str(tmp_path))) == CURVES
+
+
 @needs_tensorboard
 def test_texts_are_blocks_of_code(tmp_path):
     watched(TensorBoard, tmp_path, range(1, 4))

@@ -168,12 +168,14 @@ class TensorBoard(Tracker):
         self._writer.add_event(Event(wall_time=time.time(), step=step, **what))
 
     def _scalar(self, name: str, value: float) -> Any:
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.scalar.metadata import create_summary_metadata
 
         if name in self._described:
             return Summary.Value(tag=name, simple_value=value)
         self._described.add(name)
-        about = SummaryMetadata(summary_description=declaration(name).about)
+        # Readers that find a curve by its plugin do not guess the plugin from the value once there is metadata.
+        about = create_summary_metadata(display_name="", description=declaration(name).about)
         return Summary.Value(tag=name, simple_value=value, metadata=about)
 
 
