@@ -1,17 +1,23 @@
 """``tilth.train``: what it takes, what it refuses before anything is made, what it gives back."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 
 import tilth
 from tests.flows import tiny
 from tilth import api
 from tilth.core.errors import DataError, RecipeError, RewardError
+from tilth.data.prompts import load_source
 from tilth.flows.readers import read_trajectories
+from tilth.flows.signals import Interrupted
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
 
@@ -24,7 +30,12 @@ def settings(folder, **sections):
 def caught(monkeypatch):
     """What ``train`` hands on, with no run."""
     seen = {}
-    monkeypatch.setattr(api, "run_recipe", lambda recipe, **rest: seen.update(rest, recipe=recipe))
+
+    def run_recipe(recipe, **rest):
+        seen.update(rest, recipe=recipe)
+        return SimpleNamespace(report="report.html")
+
+    monkeypatch.setattr(api, "run_recipe", run_recipe)
     return seen
 
 
@@ -93,14 +104,16 @@ def test_a_wrong_setting_is_told_as_in_a_recipe(tmp_path, wrong, says):
     "data, says",
     [
         ([], "empty"),
-        ([{"question": "1+1="}], r"(dataset\[0\]|record 1): no column 'prompt'"),
-        (["1+1=", 3], r"(dataset\[1\]|record 2)"),
+        ([{"question": "1+1="}], "record 1: no column 'prompt'"),
+        (["1+1=", 3], "record 2"),
         ([{"prompt": "1", "answer": 2}], "answer is 2"),
-        ("tr.jsonl", r"data is 'tr.jsonl', one str.*data.source=tr.jsonl"),
-        (Path("tr.jsonl"), "data.source=tr.jsonl"),
-        (b"tr.jsonl", "one bytes; give a list of records"),
-        ({"prompt": "1+1=", "answer": "2"}, r"one dict; give a list of such records"),
-        (7, "of type int, not a list"),
+        ("tr.jsonl", "'tr.jsonl'"),
+        (Path("tr.jsonl"), "'tr.jsonl'"),
+        ("", "data.source is empty"),
+        (b"tr.jsonl", "bytes"),
+        ({"prompt": "1+1=", "answer": "2"}, "one dict"),
+        (7, "type int"),
+        (iter([]), "once"),
     ],
 )
 def test_wrong_data_are_told_with_their_place(tmp_path, data, says):
@@ -127,6 +140,80 @@ def test_a_source_has_no_place_beside_the_data():
         tilth.train(SUMS, len, observers=[], keys={"data.source": "tr.jsonl"})
 
 
+def write_csv(folder):
+    (folder / "sums.csv").write_text("prompt,answer\n" + "".join(f"{s['prompt']},{s['answer']}\n" for s in SUMS))
+    return folder / "sums.csv"
+
+
+@pytest.mark.parametrize("named", [str, Path])
+def test_a_file_by_its_name_is_data_source(monkeypatch, tmp_path, named):
+    seen, path = caught(monkeypatch), write_csv(tmp_path)
+    tilth.train(named(path), len, heldout=named(path), observers=[])
+    assert seen["prompts"] is None and (seen["recipe"].data.source, seen["recipe"].data.heldout) == (str(path),) * 2
+    assert [p.info for p in load_source(seen["recipe"].data)][:25] == [{"answer": s["answer"]} for s in SUMS]
+    tilth.train("addition", len, observers=[], keys={"data.digits": 1})
+    assert seen["recipe"].data.source == "addition" and len(load_source(seen["recipe"].data)) == 100
+
+
+def test_records_leave_no_name_in_the_recipe(monkeypatch):
+    seen = caught(monkeypatch)
+    tilth.train(SUMS, len, observers=[])
+    assert seen["recipe"].data.source == ""
+    with pytest.raises(DataError, match=r"data\.source is empty"):
+        load_source(seen["recipe"].data)
+
+
+HELD = [{"prompt": "7+7=", "answer": "14"}, {"prompt": "1+1=", "answer": "2"}]
+
+
+@pytest.mark.parametrize("kind", [list, iter, "table", "file", "both files"])
+def test_heldout_is_of_any_kind_that_data_is(monkeypatch, tmp_path, kind):
+    seen = caught(monkeypatch)
+    (tmp_path / "te.jsonl").write_text("".join(json.dumps(record) + "\n" for record in HELD))
+    made = {"table": pa.Table.from_pylist(HELD), "file": tmp_path / "te.jsonl", "both files": tmp_path / "te.jsonl"}
+    data = write_csv(tmp_path) if kind == "both files" else iter(SUMS)
+    tilth.train(data, len, heldout=made[kind] if kind in made else kind(HELD), observers=[], keys={"data.holdout": 0})
+    prompts = seen["prompts"] or load_source(seen["recipe"].data)
+    train, held = prompts.split(0.5)
+    assert [p.text for p in held] == ["7+7=", "1+1="]
+    assert [p.text for p in train] == [s["prompt"] for s in SUMS if s["prompt"] != "1+1="]
+
+
+def test_heldout_is_given_once_and_has_records(tmp_path):
+    with pytest.raises(RecipeError, match=r"data\.heldout"):
+        tilth.train(SUMS, len, heldout=HELD, observers=[], keys={"data.heldout": "te.jsonl"})
+    with pytest.raises(DataError, match="heldout is empty"):
+        tilth.train(SUMS, len, heldout=[], observers=[])
+    with pytest.raises(DataError, match="heldout record 2: no column"):
+        tilth.train(SUMS, len, heldout=[HELD[0], {"question": "?"}], observers=[])
+
+
+def test_documents_and_pairs_may_be_records_too(monkeypatch):
+    seen = caught(monkeypatch)
+    steps = {"supervised": {"steps": 1}}
+    texts = pa.table({"text": ["a b", "c d", "held"], "by": ["x", "y", "z"]})
+    tilth.train(texts, flow="pretrain", heldout=["held", "out"], observers=[], **steps)
+    assert seen["prompts"] == (["a b", "c d"], ["held", "out"])
+    tilth.train(iter([{"prompt": "1", "answer": "2"}, "3"]), flow="pretrain", observers=[], **steps,
+                keys={"data.holdout": 0})  # fmt: skip
+    assert seen["prompts"] == (["12", "3"], [])
+    pair = {"prompt": "a", "chosen": "x", "rejected": "y"}
+    held = pa.Table.from_pylist([pair | {"prompt": "b"}])
+    tilth.train([pair], flow="dpo", heldout=held, observers=[], **steps)
+    train, kept = seen["prompts"].split(0.0)
+    assert [p.text for p in train] == ["a"] and [p.text for p in kept] == ["b"]
+    assert seen["prompts"].source.pairs(1)[0][:2] == ("x", "y")
+
+
+@pytest.mark.parametrize("allow", ["optimizer.lr", ["optimizer.lr", "data"], ()])
+def test_allow_is_handed_on(monkeypatch, allow):
+    seen = caught(monkeypatch)
+    tilth.train(SUMS, len, observers=[], allow=allow)
+    assert seen["allow"] == ((allow,) if isinstance(allow, str) else tuple(allow))
+    with pytest.raises(RecipeError, match=r"optimizer\.lr"):
+        tilth.train(SUMS, len, observers=[], allow="optimizer.rl")
+
+
 def test_prompts_of_data_heldout_are_those_held_out(monkeypatch, tmp_path):
     seen = caught(monkeypatch)
     (tmp_path / "te.jsonl").write_text('{"prompt": "7+7=", "answer": "14"}\n{"prompt": "1+1=", "answer": "2"}\n')
@@ -148,9 +235,39 @@ def test_a_run_of_the_caller_s_data_and_a_lambda(tmp_path):
     )  # fmt: skip
     assert result.directory == tmp_path / "sums-001" and result.summary["state"] == "finished"
     assert result.accuracy == result.summary["accuracy_last"] and 1 <= result.accuracy <= 2
+    assert result.report == result.directory / "report.html" and "sums-001" in result.report.read_text()
     rows = read_trajectories(result.directory).to_pylist()
     assert {r["prompt_text"] for r in rows} <= {s["prompt"] for s in SUMS}
     assert all(r["reward"] == len(r["answer"]) for r in rows)
+
+
+def generated(numbers):
+    return ({"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers)
+
+
+def test_an_interrupted_run_goes_on_with_the_same_rows_of_a_new_iterator(tmp_path):
+    def interrupt(record):
+        if record["step"] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    how = {**tiny.settings(tmp_path, supervised={"steps": 0}, algorithm={"steps": 3}), "run": {"dir": str(tmp_path)}}
+    del how["data"]
+
+    def go(numbers, observer, **more):
+        more = {"name": "sums", "heldout": generated(range(8, 10)), **more}
+        return tilth.train(generated(numbers), tiny.close_enough, observers=[observer], **more, **how)
+
+    with pytest.raises(Interrupted):
+        go(range(5), tiny.Recorder(at_step=interrupt))
+    others = {"other rows": (range(6), {}), "other heldout": (range(5), {"heldout": generated(range(9, 11))})}
+    for numbers, more in others.values():
+        with pytest.raises(RecipeError, match="other"):
+            go(numbers, tiny.Recorder(), **more, keys={"run.name": "sums-001"})
+    again = tiny.Recorder()
+    assert go(range(5), again).directory.name == "sums-001" and [r["step"] for r in again.records] == [2, 3]
+    assert {r["prompt_text"] for r in read_trajectories(tmp_path / "sums-001").to_pylist()} <= {
+        record["prompt"] for record in generated(range(5))
+    }
 
 
 @pytest.mark.slow
@@ -165,6 +282,59 @@ def test_the_first_import_loads_no_torch_and_unknown_names_are_told():
     code = "import sys, tilth; tilth.train; assert 'torch' not in sys.modules; tilth.nothing"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "module 'tilth' has no attribute 'nothing'" in found.stderr
+
+
+def test_public_names_are_listed_without_loading_them():
+    code = "import sys, tilth; print(*dir(tilth)); assert not {'torch', 'pyarrow', 'numpy'} & set(sys.modules)"
+    listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"train", "rl", "__version__"} <= set(listed)
+    assert set(tilth.__all__) <= set(dir(tilth)) and all(hasattr(tilth, name) for name in tilth.__all__)
+
+
+USER = """
+import pathlib
+from collections.abc import Iterator
+
+import tilth
+
+
+def rows() -> Iterator[dict[str, str | int]]:
+    yield {"prompt": "1+1=", "answer": "2", "level": 1}
+
+
+class Table:
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
+
+
+def score(prompt: str, completion: str, info: dict[str, object]) -> float:
+    return 1.0
+
+
+reveal_type(tilth.train([{"prompt": "a"}], score, heldout=["b"], allow=["optimizer.lr"], algorithm={"steps": 1}))
+tilth.train(rows(), score)
+tilth.train(Table(), lambda prompt, completion, info: 1.0, heldout=pathlib.Path("b.csv"))
+tilth.train("a.csv", "exact").accuracy
+reveal_type(tilth.rl.advantages.__name__)
+tilth.train(7, score)
+tilth.trian
+"""
+
+
+def test_a_type_checker_sees_the_public_names(tmp_path):
+    pytest.importorskip("mypy")
+    (tmp_path / "user.py").write_text(USER)
+    skipped = "[mypy-torch.*,transformers.*,numpy.*,pyarrow.*,pydantic.*]\nfollow_imports = skip\n"
+    (tmp_path / "mypy.ini").write_text(f"[mypy]\nfollow_imports = silent\nignore_missing_imports = true\n{skipped}")
+    env = {**os.environ, "MYPYPATH": str(Path(tilth.__file__).parents[1])}
+    found = subprocess.run(
+        [sys.executable, "-m", "mypy", "--no-error-summary", "--cache-dir", str(tmp_path / "cache"), "user.py"],
+        capture_output=True, text=True, cwd=tmp_path, env=env,
+    )  # fmt: skip
+    last = USER.count("\n")
+    lines = [line.removeprefix("user.py:") for line in found.stdout.splitlines()]
+    assert [line.partition(":")[0] for line in lines] == [str(last - n) for n in (6, 2, 1, 0)], found.stdout
+    assert "tilth.flows.launch.RunResult" in lines[0] and "str" in lines[1]
+    assert "arg-type" in lines[2] and "attr-defined" in lines[3]
 
 
 def test_keys_reach_the_sections_whose_names_are_taken(monkeypatch):

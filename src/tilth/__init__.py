@@ -6,7 +6,11 @@
 
 import importlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilth import rl
+    from tilth.api import train
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "rl", "train"]
@@ -23,9 +27,15 @@ for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
-def __getattr__(name: str) -> Any:
-    if name == "rl":
-        return importlib.import_module("tilth.rl")
-    if name == "train":
-        return importlib.import_module("tilth.api").train
-    raise AttributeError(f"module 'tilth' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        if name == "rl":
+            return importlib.import_module("tilth.rl")
+        if name == "train":
+            return importlib.import_module("tilth.api").train
+        raise AttributeError(f"module 'tilth' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,16 +1,18 @@
 """Tilth as a library: ``tilth.train`` and what the command line calls."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tilth.config.load import from_dict
+from tilth.config.load import check_allowed, from_dict
 from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError, RewardError
 
 if TYPE_CHECKING:
-    from tilth.data.prompts import PromptSet
+    from tilth.data.given import Given
+    from tilth.data.prompts import Brought, Key
     from tilth.flows.build import Material
     from tilth.flows.launch import RunResult
     from tilth.flows.observers import Observer
@@ -26,7 +28,7 @@ def run_recipe(
     *,
     name: str,
     observers: Sequence["Observer"] = (),
-    prompts: "PromptSet | None" = None,
+    prompts: "Material | None" = None,
     reward: Spec | None = None,
     allow: Sequence[str] = (),
     fallback: bool = False,
@@ -37,7 +39,7 @@ def run_recipe(
     the run that goes on may have had other values. fallback: where its newest checkpoint is damaged, take the newest
     valid one.
 
-    Raises TilthError (bad input, a broken invariant) and Interrupted.
+    Writes ``report.html`` at the end. Raises TilthError (bad input, a broken invariant) and Interrupted.
     """
     from tilth.rl.rewards import files_hash
     from tilth.ui.track import tracking
@@ -47,7 +49,7 @@ def run_recipe(
         # The pool's processes start while torch is being imported here.
         from tilth.flows.launch import launch
 
-        return launch(
+        result = launch(
             recipe,
             name,
             _material(recipe, prompts, function),
@@ -58,9 +60,13 @@ def run_recipe(
             allow=allow,
             fallback=fallback,
         )
+    from tilth.ui.report import write_report
+
+    write_report(result.directory)
+    return result
 
 
-def _reward(recipe: Recipe, prompts: "PromptSet | None", given: Spec | None) -> Spec | None:
+def _reward(recipe: Recipe, prompts: "Material | None", given: Spec | None) -> Spec | None:
     """What scores; None where nothing is generated: pre-training, and fine-tuning without a reward."""
     if recipe.facts.learns == "documents" or recipe.facts.value:
         return None
@@ -79,13 +85,15 @@ def _pool(recipe: Recipe, function: Spec | None) -> "AbstractContextManager[Rewa
     return RewardPool(function, workers=recipe.reward.workers, timeout=recipe.reward.timeout, wait=False, start=here)
 
 
-def _material(recipe: Recipe, prompts: "PromptSet | None", function: Spec | None) -> "Material":
+def _material(recipe: Recipe, prompts: "Material | None", function: Spec | None) -> "Material":
     """What is learned from; of prompts with answers that the reward can verify. Raises DataError."""
     from tilth.data.pairs import recipe_prompts
     from tilth.data.prompts import load_texts
     from tilth.flows.build import Texts
     from tilth.rl.rewards import check_answers
 
+    if isinstance(prompts, Texts):
+        return prompts
     if recipe.facts.learns == "documents":
         return Texts(*load_texts(recipe.data)) if prompts is None else Texts.of(prompts, recipe.data.holdout)
     asked = prompts or recipe_prompts(recipe)
@@ -95,51 +103,82 @@ def _material(recipe: Recipe, prompts: "PromptSet | None", function: Spec | None
 
 
 def train(
-    data: Iterable[Mapping[str, Any] | str],
+    data: "Given | os.PathLike[str]",
     reward: Spec | None = None,
     *,
+    heldout: "Given | os.PathLike[str] | None" = None,
     name: str = "train",
     observers: Sequence["Observer"] | None = None,
     keys: Mapping[str, Any] | None = None,
+    allow: Sequence[str] = (),
     **settings: Any,
 ) -> "RunResult":
     """Train a language model by reinforcement learning on prompts and a reward function.
 
-    data: dictionaries (a list, any iterable) with ``prompt`` and, for a warm-up or the reward's use, ``answer`` and
-        whatever else (of other names: ``keys={"data.columns": {"prompt": "question"}}``); or texts.
+    data: records with ``prompt`` and, for a warm-up or the reward's use, ``answer`` and whatever else (of other names:
+        ``keys={"data.columns": {"prompt": "question"}}``): a list or an iterator of dictionaries, a DataFrame of pandas
+        or polars, an Arrow table, a ``datasets.Dataset``; or texts; or, as ``data.source``, the name of a file (JSONL,
+        CSV, Parquet, ...), a folder or a task. An iterator is read once, to its end.
     reward: (prompt, completion, info) -> number, or a dict with "reward"; a lambda or a function of the script works.
         Or what ``reward.function`` of a recipe may be: ``"gsm8k"``, ``{"exact": 1.0, "style.py:brevity": 0.1}``; or
-        nothing where ``flow`` is "sft" or "pretrain".
+        nothing where ``flow`` is "sft" or "pretrain", or ``data`` a task.
+    heldout: what to evaluate on, of the same kinds as data; default: a share of data (``data.holdout``).
     settings: sections of a recipe, e.g. ``model={"path": "..."}``, ``algorithm={"steps": 50}``, ``seed=1``.
-    keys: any key by its full name, e.g. ``{"data.heldout": "test.jsonl", "reward.timeout": 5.0}``; not data.source.
+    keys: any key by its full name, e.g. ``{"data.template": "chatml", "reward.timeout": 5.0}``; not data.source.
+    allow: keys and sections in which the unfinished run may have had other values, as ``--allow``; "data" too.
     observers: who watches; default: the terminal.
 
-    The same call (same data, same reward) continues an unfinished run. Returns its directory and summary.
+    The same call (same data, same reward) continues an unfinished run. Returns its directory, with ``report.html`` in
+    it, and its summary.
     """
-    wanted = _with_keys(settings, keys or {})
-    if "source" in wanted.get("data", {}):
-        raise RecipeError("data.source has no place beside the records that tilth.train is given as data; leave it out")
+    allow = (allow,) if isinstance(allow, str) else tuple(allow)
+    check_allowed(allow)
+    wanted, brought = _sources(_with_keys(settings, keys or {}), data, heldout)
     recipe = from_dict(wanted)
-    if observers is None:
-        from tilth.ui.live import Live
+    prompts = _given(recipe, brought) if brought else None
+    if observers is not None:
+        return run_recipe(recipe, name=name, observers=observers, prompts=prompts, reward=reward, allow=allow)
+    from tilth.ui.live import Live
 
-        observers = [Live(recipe)]
-    return run_recipe(recipe, name=name, observers=observers, prompts=_given(data, recipe), reward=reward)
+    live = Live(recipe)
+    result = run_recipe(recipe, name=name, observers=[live], prompts=prompts, reward=reward, allow=allow)
+    live.on_message(f"report: {result.report}")
+    return result
 
 
-def _given(data: Iterable[Mapping[str, Any] | str], recipe: Recipe) -> "PromptSet":
-    """The caller's records, with those of ``data.heldout`` after them. Raises DataError."""
-    from tilth.data.pairs import JoinedPairs, pair_records, recipe_prompts
-    from tilth.data.prompts import PromptSet
-    from tilth.data.sources import Joined, from_records
+def _sources(wanted: dict[str, Any], data: Any, heldout: Any) -> tuple[dict[str, Any], "Brought"]:
+    """The recipe with the names of files and tasks in their place, and the records that have none."""
+    from tilth.data.given import file_name
 
-    pairs = recipe.facts.learns == "pairs"
-    source = pair_records(data, recipe.data.columns) if pairs else from_records(data, recipe.data.columns)
-    if not recipe.data.heldout:
-        return PromptSet(source)
-    held = recipe.data.model_copy(update={"source": recipe.data.heldout, "heldout": ""})
-    theirs = recipe_prompts(recipe.model_copy(update={"data": held})).source
-    return PromptSet((JoinedPairs if pairs else Joined)(source, theirs))
+    section = dict(wanted.get("data", {}))
+    if "source" in section:
+        raise RecipeError("data.source has no place beside the data that tilth.train is given; leave it out")
+    if heldout is not None and section.get("heldout"):
+        raise RecipeError(f"data.heldout = {section['heldout']} has no place beside heldout; give one of them")
+    brought: dict[Key, Given] = {}
+    places: tuple[tuple[Key, Any], ...] = (("source", data), ("heldout", heldout))
+    for key, value in places:
+        if (named := file_name(value)) is not None:
+            section[key] = named
+        elif key == "source" or value is not None:
+            brought[key] = value
+    # The recipe of a run does not name what it cannot read again: not the default either.
+    section.setdefault("source", "")
+    if "heldout" in brought:
+        section.pop("holdout", None)  # no share of the data
+    return wanted | {"data": section}, brought
+
+
+def _given(recipe: Recipe, brought: "Brought") -> "Material":
+    """What the caller brought, with what the recipe names. Raises DataError."""
+    from tilth.data.pairs import recipe_prompts
+    from tilth.data.prompts import load_texts
+
+    if recipe.facts.learns != "documents":
+        return recipe_prompts(recipe, brought)
+    from tilth.flows.build import Texts
+
+    return Texts(*load_texts(recipe.data, brought))
 
 
 def _with_keys(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +220,7 @@ def _task(recipe: Recipe) -> str:
     return recipe.data.source if recipe.data.source in TASKS else ""
 
 
-def _no_reward(recipe: Recipe, prompts: "PromptSet | None") -> NoReturn:
+def _no_reward(recipe: Recipe, prompts: "Material | None") -> NoReturn:
     from tilth.data.prompts import load_source
     from tilth.rl.verifiers import SPECS
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+import tilth
 from tests.cli import speaking
 from tests.flows import tiny
 from tilth.cli import eval as command
@@ -172,6 +173,19 @@ def test_a_run_whose_prompts_came_from_elsewhere_asks_for_data(tmp_path):
     asked = directory, tmp_path / "d.jsonl", "--reward", "exact"
     assert json.loads(call(*asked, "--json").stdout)["trained_on"] is None
     assert "trained on these prompts is unknown" in call(*asked).stdout
+
+
+def test_a_run_of_records_is_not_judged_as_the_task_that_is_the_default(tmp_path):
+    made = tiny.settings(tmp_path, supervised={"steps": 0}, algorithm={"steps": 1}, run={"eval_prompts": 2})
+    del made["data"]
+    sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
+    directory = tilth.train(sums, tiny.close_enough, observers=[], **made).directory
+    (tmp_path / "d.csv").write_text("prompt,answer\n1+2=,3\n")
+    assert (call(directory).exit_code, call(directory, tmp_path / "d.csv").exit_code) == (2, 2)
+    assert "name it with --reward" in call(directory, tmp_path / "d.csv").stderr
+    assert "came from tilth.train" in call(directory, "--reward", "exact").stderr
+    asked = json.loads(call(directory, tmp_path / "d.csv", "--reward", "exact", "--json").stdout)
+    assert (asked["prompts"], asked["trained_on"]) == (1, None)
 
 
 def sums(path, numbers):

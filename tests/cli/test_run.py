@@ -122,7 +122,11 @@ def test_data_without_a_held_out_prompt_that_fits(tmp_path):
 @pytest.fixture
 def behind(monkeypatch, tmp_path):
     """Puts a stand-in where the run would be; the returned namespace says what it does and what it was given."""
-    seen = SimpleNamespace(outcome=SimpleNamespace(directory=tmp_path, summary=SUMMARY), asked=None, stops=[])
+    seen = SimpleNamespace(
+        outcome=SimpleNamespace(directory=tmp_path, summary=SUMMARY, report=tmp_path / "report.html"),
+        asked=None,
+        stops=[],
+    )
 
     def run_recipe(recipe, *, name, observers, allow, fallback):
         seen.asked, seen.how = (recipe, name, observers), (list(allow), fallback)
@@ -133,7 +137,6 @@ def behind(monkeypatch, tmp_path):
     for name, content in {
         "tilth.api": {"run_recipe": run_recipe},
         "tilth.ui.live": {"Live": lambda recipe: SimpleNamespace(recipe=recipe, stop=lambda: seen.stops.append(1))},
-        "tilth.ui.report": {"write_report": lambda run: run / "report.html"},
     }.items():
         module = ModuleType(name)
         module.__dict__.update(content)

@@ -2,8 +2,10 @@
 
 import base64
 import bz2
+import csv
 import datetime
 import gzip
+import io
 import json
 import lzma
 
@@ -116,6 +118,58 @@ def test_more_rows_than_a_batch(tmp_path, name):
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+def write_csv(path, rows, opened=open, **how):
+    with opened(path, "wb") as file:
+        text = io.StringIO(newline="")
+        csv.writer(text, **{"delimiter": "\t" if ".tsv" in path.name else ","} | how).writerows(rows)
+        file.write(text.getvalue().encode())
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(["d.csv", "d.CSV", "d.tsv", "d.csv.gz", "d.tsv.zst"]),
+    st.lists(texts, min_size=2, max_size=4, unique=True).filter(lambda names: not set(";\t,|") & set(names[0])),
+    st.data(),
+)
+def test_any_text_survives_csv(tmp_path, name, columns, data):
+    rows = data.draw(st.lists(st.lists(texts, min_size=len(columns), max_size=len(columns)), max_size=6))
+    how = {"quoting": data.draw(st.sampled_from([csv.QUOTE_ALL, csv.QUOTE_MINIMAL]))}
+    path = tmp_path / name
+    write_csv(path, [columns, *rows], compressed(path.suffix) if path.suffix in (".gz", ".zst") else open, **how)
+    assert read(path) == [dict(zip(columns, row)) for row in rows]
+
+
+def test_csv_as_others_write_it(tmp_path):
+    path = tmp_path / "d.csv"
+    path.write_bytes('\ufeffprompt,answer\r\n\r\n007,\r\n"two\nlines, ""said""",4\r\n\n5,6'.encode())
+    assert list(read_records(str(path))) == [
+        (f"{path}:3", {"prompt": "007", "answer": ""}),
+        (f"{path}:4", {"prompt": 'two\nlines, "said"', "answer": "4"}),
+        (f"{path}:7", {"prompt": "5", "answer": "6"}),
+    ]
+    path.write_text(f'prompt,answer\n"{"x" * 500_000}",1\n')
+    assert len(read(path)[0]["prompt"]) == 500_000
+    path.write_text("prompt,answer\n")
+    assert read(path) == []
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("prompt,answer\n1,2\n3\n", "d.csv:3: 1 values in a row, not 2"),
+        ("prompt,answer\n1,2,3\n", "d.csv:2: 3 values"),
+        ("prompt;answer\n1;2\n", "separated by ','"),
+        ("prompt,answer,prompt\n", "'prompt' is there twice"),
+        ('prompt,answer\n1,"2\n3,4\n', "d.csv:3: not CSV"),
+        ('prompt,answer\n1,"2"x\n', "d.csv:2: not CSV"),
+        (b"prompt,answer\n1,\xff\n", "d.csv:2: not UTF-8"),
+    ],
+)
+def test_csv_that_is_none(tmp_path, content, message):
+    (tmp_path / "d.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert message in fails(tmp_path / "d.csv")
 
 
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -350,7 +404,7 @@ def test_what_the_library_itself_writes(tmp_path):
         ("d.jsonl.bz2", b"rubbish", "d.jsonl.bz2': Invalid data stream"),
         ("d.jsonl.xz", b"rubbish", "cannot read '"),
         ("d.jsonl.zst", b"rubbish", "cannot read '"),
-        ("d.csv", b"a,b\n", "d.csv' is of no known format; known are .jsonl"),
+        ("d.xlsx", b"a,b\n", "d.xlsx' is of no known format; known are .jsonl"),
         ("d.pkl", b"\x80", "d.pkl' is of no known format"),
         ("d.parquet.gz", b"\x1f\x8b", "d.parquet.gz' is of no known format"),
     ],
@@ -423,4 +477,6 @@ def test_a_directory_where_a_file_is_meant(tmp_path):
 
 
 def test_every_format_has_a_writer_here():
-    assert {".text", ".txt", ".md"} | {"." + n.split(".")[1].lower() for n in WRITERS if "." in n} == set(FORMATS)
+    assert {".text", ".txt", ".md", ".csv", ".tsv"} | {
+        "." + n.split(".")[1].lower() for n in WRITERS if "." in n
+    } == set(FORMATS)

@@ -164,7 +164,7 @@ def test_info_of_files_is_plain(tmp_path):
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([], "the dataset is empty"),
+        ([], "data is empty"),
         ([{"prompt": "a"}, {"text": "b"}], r"record 2: no column 'prompt'"),
         ([3], "a int"),
     ],

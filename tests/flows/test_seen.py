@@ -55,6 +55,8 @@ def test_data_that_is_gone_is_said_and_no_run_is_nothing(tmp_path, source):
     gone = before(tmp_path / "a", "sft", source=str(tmp_path / "gone.jsonl"))
     (told,) = seen_before(gone, now)
     assert told.startswith(f"not compared with what {tmp_path}/a was trained on: data.source")
+    (told,) = seen_before(before(tmp_path / "a", "sft", source=""), now)
+    assert told == f"not compared with what {tmp_path}/a was trained on: tilth.train was given its data"
     (tmp_path / "a" / "recipe.toml").unlink()
     assert seen_before(gone, now) == []
 

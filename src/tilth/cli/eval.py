@@ -161,7 +161,7 @@ def _heldout(run: Path) -> PromptSet:
 def _own(run: Path) -> tuple[PromptSet, PromptSet] | None:
     """What a run trained on and what it held out, by its recipe; None if that is not what it really had."""
     recipe = load_recipe(str(run / "recipe.toml"))
-    if recipe.flow == "pretrain":  # it had documents, not prompts
+    if recipe.flow == "pretrain" or not recipe.data.source:  # it had documents, not prompts; or no name for them
         return None
     prompts, state = recipe_prompts(recipe), read_state(run)
     train, held = prompts.split(recipe.data.holdout)

@@ -35,10 +35,7 @@ def train(name_or_path: str, overrides: Sequence[str], allow: Sequence[str], *, 
         check_allowed(allow)
         recipe = _launched(name_or_path, overrides)
         result = _watched(recipe, recipe_name(name_or_path), allow, fallback=fallback)
-        from tilth.ui.report import write_report
-
-        report = write_report(result.directory)
-        typer.echo("\n".join(closing(recipe, name_or_path, result.summary, result.directory, report)))
+        typer.echo("\n".join(closing(recipe, name_or_path, result.summary, result.directory, result.report)))
 
 
 class Terminated(KeyboardInterrupt):

@@ -61,8 +61,8 @@ class Data(Section):
 
     source: str = Field(
         "addition",
-        description="a task (addition, countdown, sorting, chain, flaws), or files: JSONL, JSON, Parquet, Arrow, text, "
-        "compressed or not, a dataset directory, a folder or a pattern of such files",
+        description="a task (addition, countdown, sorting, chain, flaws), or files: JSONL, JSON, CSV, Parquet, Arrow, "
+        "text, compressed or not, a dataset directory, a folder or a pattern of such files",
     )
     columns: dict[Literal["prompt", "answer", "messages", "text", "chosen", "rejected", "margin"], str] = Field(
         {},

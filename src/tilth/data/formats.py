@@ -1,10 +1,11 @@
-"""Records of files: JSON lines, JSON, Parquet, Arrow, dataset directories of Hugging Face, and text.
+"""Records of files: JSON lines, JSON, CSV, Parquet, Arrow, dataset directories of Hugging Face, and text.
 
 Each comes with its place, such as ``train.jsonl:12`` (a line) or ``train.parquet row 3`` (from 1), for error messages.
 Files are read as a stream, but for a JSON list and a single document. Nothing is unpickled.
 """
 
 import bz2
+import csv
 import difflib
 import glob
 import gzip
@@ -12,6 +13,8 @@ import io
 import itertools
 import json
 import lzma
+import os
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -29,16 +32,19 @@ Placed = tuple[str, Record]
 END_OF_TEXT = "<|endoftext|>"
 """A line of a text file that holds this and nothing else stands between two documents."""
 
-_ROWS = 1024
+ROWS = 1024
 """Rows of a table that are Python objects at once."""
+
+_LONGEST = 4096
+"""Characters of a path."""
 
 
 def read_records(source: str) -> Iterator[Placed]:
     """(place, record) of every record of a source, in its order.
 
-    A source is a file (``FORMATS``; JSON and text also as .gz, .bz2, .xz and .zst), a folder or a pattern of such files
-    (sorted by name), or a directory of Hugging Face's ``save_to_disk``, of which ``DIRECTORY:SPLIT`` is one split and
-    the bare name the split train. A record of a text file is ``{"text": document}``.
+    A source is a file (``FORMATS``; JSON, CSV and text also as .gz, .bz2, .xz and .zst), a folder or a pattern of such
+    files (sorted by name), or a directory of Hugging Face's ``save_to_disk``, of which ``DIRECTORY:SPLIT`` is one split
+    and the bare name the split train. A record of a text file is ``{"text": document}``.
 
     Raises ``DataError`` (one line: place, what is wrong, what would be right) for whatever cannot be read.
     """
@@ -57,6 +63,11 @@ def is_source(source: str) -> bool:
     except OSError as error:  # a name that is too long, a folder that may not be entered
         raise DataError(f"cannot read {source[:100]!r}: {_first_line(error)}") from None
     return there and source != ""
+
+
+def is_file_name(text: str) -> bool:
+    """Whether a text is the name of a file of a known format."""
+    return "." in text and len(text) < _LONGEST and os.path.isfile(text) and _format(Path(text)) is not None
 
 
 def find_files(source: str) -> list[Path]:
@@ -143,7 +154,7 @@ def _zstd(path: Path, mode: str) -> BinaryIO:
 
 
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
-_SQUEEZED = "JSON or text with " + ", ".join(_OPEN)
+_SQUEEZED = "JSON, CSV or text with " + ", ".join(_OPEN)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -223,12 +234,48 @@ def _document(path: Path, start: int, text: str) -> Iterator[Placed]:
         yield f"{path}:{start}", {"text": text}
 
 
+# -- comma-separated values --------------------------------------------------------------------------------------------
+
+
+def _csv(path: Path) -> Iterator[Placed]:
+    """A record a row under a header of column names; all values are texts, and a quoted one may have several lines."""
+    separator = "\t" if ".tsv" in (suffix.lower() for suffix in path.suffixes[-2:]) else ","
+    csv.field_size_limit(sys.maxsize)  # of the whole process; by default a document of 128 KiB is an error
+    rows = csv.reader((line for _, line in _lines(path)), delimiter=separator, strict=True)
+    names, number = list[str](), 1
+    try:
+        for row in rows:
+            where, number = f"{path}:{number}", rows.line_num + 1
+            if names and row:
+                yield where, _named(names, row, where)
+            elif row:
+                names = _header(row, separator, where)
+    except csv.Error as error:
+        raise DataError(f"{path}:{rows.line_num}: not CSV: {error}") from None
+
+
+def _header(names: list[str], separator: str, where: str) -> list[str]:
+    other = next((sign for sign in ";\t,|" if sign in names[0]), None)
+    if len(names) == 1 and other:
+        raise DataError(f"{where}: one column, {names[0][:60]!r}; its values must be separated by {separator!r}")
+    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if twice is not None:
+        raise DataError(f"{where}: the column {twice!r} is there twice")
+    return names
+
+
+def _named(names: list[str], row: list[str], where: str) -> Record:
+    if len(row) != len(names):
+        raise DataError(f"{where}: {len(row)} values in a row, not {len(names)} as in the header")
+    return dict(zip(names, row))
+
+
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def _parquet(path: Path) -> Iterator[Placed]:
     with pq.ParquetFile(path) as file:
-        yield from _rows(path, file.iter_batches(_ROWS))
+        yield from _rows(path, file.iter_batches(ROWS))
 
 
 def _arrow(path: Path) -> Iterator[Placed]:
@@ -246,13 +293,16 @@ def _arrow(path: Path) -> Iterator[Placed]:
 
 
 def _rows(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Placed]:
-    number = 0
+    for number, row in enumerate(rows_of(batches), 1):
+        yield f"{path} row {number}", row
+
+
+def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[Record]:
+    """Every row, with dates and times as texts."""
     for batch in batches:
         batch.validate(full=True)  # offsets and UTF-8, which a damaged file may have wrong and nothing else looks at
-        for start in range(0, batch.num_rows, _ROWS):
-            for row in _as_text(batch.slice(start, _ROWS)).to_pylist():
-                number += 1
-                yield f"{path} row {number}", row
+        for start in range(0, batch.num_rows, ROWS):
+            yield from _as_text(batch.slice(start, ROWS)).to_pylist()
 
 
 def _as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -267,6 +317,8 @@ FORMATS: dict[str, Callable[[Path], Iterator[Placed]]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".json": _json,
+    ".csv": _csv,
+    ".tsv": _csv,
     ".parquet": _parquet,
     ".arrow": _arrow,
     ".feather": _arrow,

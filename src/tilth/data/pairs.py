@@ -17,7 +17,8 @@ from tilth.config.schema import Data, Recipe
 from tilth.core.errors import DataError
 from tilth.data.columns import Columns, Prompt, messages, plain, short, text_of, to_prompt, turn_of, value_of
 from tilth.data.formats import read_records
-from tilth.data.prompts import TASKS, PromptSet, check_source, load_source
+from tilth.data.given import Given, nothing_in, placed
+from tilth.data.prompts import ARGUMENTS, NOTHING, TASKS, Brought, Key, PromptSet, apart, check_source, load_source
 from tilth.data.sources import Joined, Records, Source, mixed
 from tilth.data.template import Example, Template
 
@@ -118,38 +119,42 @@ class JoinedPairs(Joined):
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def load_pairs(data: Data) -> PromptSet:
+def load_pairs(data: Data, brought: Brought = NOTHING) -> PromptSet:
     """The prompts of a recipe's ``[data]``, whose source has ``pairs``; those of ``data.heldout`` come last.
 
     Files have columns prompt, chosen, rejected and, where pairs are of different strength, margin. chosen and rejected
     are texts or lists of messages; as lists they may hold the prompt's turns themselves, and no prompt is needed then.
     Records of one prompt are pairs of one prompt. Raises ``DataError``.
     """
-    source = _source("source", data.source, data)
-    return PromptSet(JoinedPairs(source, _source("heldout", data.heldout, data)) if data.heldout else source)
+    source = _source("source", data, brought)
+    return PromptSet(JoinedPairs(source, _source("heldout", data, brought)) if apart(data, brought) else source)
 
 
-def recipe_prompts(recipe: Recipe) -> PromptSet:
+def recipe_prompts(recipe: Recipe, brought: Brought = NOTHING) -> PromptSet:
     """The prompts of a recipe's data as its flow reads them, with their pairs where it learns from those."""
-    return load_pairs(recipe.data) if recipe.facts.learns == "pairs" else load_source(recipe.data)
+    load = load_pairs if recipe.facts.learns == "pairs" else load_source
+    return load(recipe.data, brought)
 
 
-def pair_records(records: Iterable[Any], columns: Columns | None = None) -> PairRecords:
-    """From dictionaries as in a JSONL file. Raises ``DataError`` with the place in the list."""
-    return _grouped(((f"record {i + 1}", record) for i, record in enumerate(records)), columns or {}, "the data")
+def pair_records(records: Given, columns: Columns | None = None, name: str = "data") -> PairRecords:
+    """From records by value, see ``given.placed``. Raises ``DataError`` with the place of one."""
+    return _grouped(placed(records, name), columns or {}, nothing_in(records, name))
 
 
-def _source(key: str, name: str, data: Data) -> PairSource:
+def _source(key: Key, data: Data, brought: Brought) -> PairSource:
+    name = getattr(data, key)
+    if key in brought:
+        return pair_records(brought[key], data.columns, ARGUMENTS[key])
     if name in WRONG:
         return TaskPairs(name, TASKS[name](data), WRONG[name])
     if name in TASKS:
         raise DataError(f"data.{key} = {name} has no pairs of answers; tasks that have are {', '.join(WRONG)}")
     check_source(key, name)
-    return _grouped(read_records(name), data.columns, f"dataset {name!r}")
+    return _grouped(read_records(name), data.columns, f"dataset {name!r} is empty")
 
 
-def _grouped(records: Iterable[tuple[str, Any]], columns: Columns, name: str) -> PairRecords:
-    """Records of the same prompt as one item, at the place of the first."""
+def _grouped(records: Iterable[tuple[str, Any]], columns: Columns, empty: str) -> PairRecords:
+    """Records of the same prompt as one item, at the place of the first. empty: the error where there is none."""
     prompts: list[Prompt] = []
     pairs: list[list[Pair]] = []
     known: dict[str, int] = {}
@@ -161,7 +166,7 @@ def _grouped(records: Iterable[tuple[str, Any]], columns: Columns, name: str) ->
             pairs.append([])
         pairs[at].append(pair)
     if not prompts:
-        raise DataError(f"{name} is empty")
+        raise DataError(empty)
     told = [replace(p, info={**p.info, "pairs": [pair[:3] for pair in own]}) for p, own in zip(prompts, pairs)]
     return PairRecords(told, [tuple(own) for own in pairs])
 
@@ -239,10 +244,18 @@ def _margin(record: Mapping[str, Any], where: str, columns: Columns) -> float:
     name = columns.get(_OPTIONAL, _OPTIONAL)
     if _OPTIONAL not in columns and name not in record:
         return 0.0
-    value = value_of(record, _OPTIONAL, name, where)
+    value = _number(value_of(record, _OPTIONAL, name, where))
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise DataError(f"{where}: {name} is {short(value)}, not a number")
     return float(value)
+
+
+def _number(value: Any) -> Any:
+    """The number that a text spells: of CSV every value is a text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _check_keys(record: Mapping[str, Any], where: str, columns: Columns) -> None:

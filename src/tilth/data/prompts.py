@@ -1,8 +1,8 @@
 """A set of prompts: split by hash of the text, and drawn from in an order that is a pure function of (seed, step)."""
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from tilth.data.chain import Chain, Flaws
 from tilth.data.columns import Columns, Document, Prompt, to_document
 from tilth.data.countdown import Countdown
 from tilth.data.formats import is_source, missing, read_records
+from tilth.data.given import Given, nothing_in, placed
 from tilth.data.order import Order
 from tilth.data.sorting import Sorting
 from tilth.data.sources import Addition, Joined, Source, from_records, mixed, read_source, text_hashes
@@ -29,6 +30,12 @@ TASKS: dict[str, Callable[[Data], Source]] = {
 
 
 _SAMPLE = np.uint32(0x9E3779B9)
+Key = Literal["source", "heldout"]
+Brought = Mapping[Key, Given]
+"""Records that take the place of ``data.source`` or ``data.heldout``."""
+NOTHING: Brought = {}
+ARGUMENTS = {"source": "data", "heldout": "heldout"}
+"""What ``tilth.train`` calls them."""
 
 
 class PromptSet(Order):
@@ -42,8 +49,8 @@ class PromptSet(Order):
         self.source = source
 
     @classmethod
-    def of(cls, records: Iterable[Mapping[str, Any] | str], columns: Columns | None = None) -> "PromptSet":
-        """From dictionaries with prompt, answer and whatever else, or from bare texts. columns: as ``data.columns``."""
+    def of(cls, records: Given, columns: Columns | None = None) -> "PromptSet":
+        """From records with prompt, answer and whatever else, or from bare texts. columns: as ``data.columns``."""
         return cls(from_records(records, columns))
 
     def __getitem__(self, index: int | np.integer) -> Prompt:
@@ -108,13 +115,18 @@ class PromptSet(Order):
         return [self[i] for i in self.rows[order[:count]]]
 
 
-def load_source(data: Data) -> PromptSet:
+def load_source(data: Data, brought: Brought = NOTHING) -> PromptSet:
     """The prompts of a recipe's ``[data]``, with those of ``data.heldout`` after them. Raises ``DataError``."""
-    source = _source("source", data.source, data)
-    return PromptSet(Joined(source, _source("heldout", data.heldout, data)) if data.heldout else source)
+    source = _source("source", data, brought)
+    return PromptSet(Joined(source, _source("heldout", data, brought)) if apart(data, brought) else source)
 
 
-def load_texts(data: Data) -> tuple[list[str], list[str]]:
+def apart(data: Data, brought: Brought) -> bool:
+    """Whether what is held out has a source of its own."""
+    return bool(data.heldout) or "heldout" in brought
+
+
+def load_texts(data: Data, brought: Brought = NOTHING) -> tuple[list[str], list[str]]:
     """(training, held out) documents for pre-training: the column text, or prompt and answer as they stand.
 
     Held out is ``data.heldout``, and then none of its documents is trained on; or else the share ``data.holdout`` of
@@ -122,15 +134,15 @@ def load_texts(data: Data) -> tuple[list[str], list[str]]:
     same records out. Conversations are rendered by ``data.template``. Empty documents are skipped.
     Raises ``DataError``.
     """
-    train, held = load_documents(data)
+    train, held = load_documents(data, brought)
     return [one.text for one in train], [one.text for one in held]
 
 
-def load_documents(data: Data) -> tuple[list[Document], list[Document]]:
+def load_documents(data: Data, brought: Brought = NOTHING) -> tuple[list[Document], list[Document]]:
     """As ``load_texts``, each document with what decided on its side."""
-    found = _documents("source", data.source, data)
-    if data.heldout:
-        held = _documents("heldout", data.heldout, data)
+    found = _documents("source", data, brought)
+    if apart(data, brought):
+        held = _documents("heldout", data, brought)
         unseen = {one.key for one in held}
         train = [one for one in found if one.key not in unseen]
         blame = "data.heldout has all of data.source too and"
@@ -143,22 +155,33 @@ def load_documents(data: Data) -> tuple[list[Document], list[Document]]:
     return train, held
 
 
-def _source(key: str, name: str, data: Data) -> Source:
+def _source(key: Key, data: Data, brought: Brought) -> Source:
+    name = getattr(data, key)
+    if key in brought:
+        return from_records(brought[key], data.columns, ARGUMENTS[key])
     if name in TASKS:
         return TASKS[name](data)
     check_source(key, name)
     return read_source(name, data.columns)
 
 
-def _documents(key: str, name: str, data: Data) -> list[Document]:
-    if name in TASKS:
+def _documents(key: Key, data: Data, brought: Brought) -> list[Document]:
+    name = getattr(data, key)
+    if key not in brought and name in TASKS:
         task = TASKS[name](data)
         prompts = (task.prompt(i) for i in range(len(task)))
         return [Document(prompt.text + (prompt.answer or ""), prompt.text) for prompt in prompts]
-    check_source(key, name)
+    if key not in brought:
+        check_source(key, name)
     render = transcript(data.template, data.tokenizer) if data.template else None
-    each = (to_document(record, where, data.columns, render) for where, record in read_records(name))
+    records = placed(brought[key], ARGUMENTS[key]) if key in brought else read_records(name)
+    each = (
+        Document(record) if isinstance(record, str) else to_document(record, where, data.columns, render)
+        for where, record in records
+    )
     found = [one for one in each if one.text]
+    if not found and key in brought:
+        raise DataError(nothing_in(brought[key], ARGUMENTS[key]))
     if not found:
         raise DataError(f"data.{key} = {name!r} has no documents")
     return found
@@ -168,6 +191,8 @@ def check_source(key: str, name: str) -> None:
     """DataError unless this value of data.KEY is a source of files."""
     if is_source(name):
         return
+    if not name:
+        raise DataError(f"data.{key} is empty; name a task or a file (what tilth.train is given is not in its recipe)")
     near = difflib.get_close_matches(name, TASKS, 1)
     hint = f"; did you mean the task {near[0]}?" if near else missing(name) or f"; tasks are {', '.join(TASKS)}"
     raise DataError(f"data.{key} = {name!r} is neither a task nor a file{hint}")

@@ -4,10 +4,9 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import PurePath
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from tilth.core.errors import DataError
 from tilth.data.columns import Columns, Prompt, plain, to_prompt
 from tilth.data.formats import read_records
+from tilth.data.given import Given, nothing_in, placed
 
 _TOGETHER = 1024
 """Texts joined to be looked at at once."""
@@ -155,8 +155,19 @@ class Records:
         found = hashlib.blake2b(digest_size=8)
         for p in self._prompts:
             said = [p.text, p.info, *([p.answer, p.messages] if p.messages else [])]
-            found.update(json.dumps(said, sort_keys=True, default=repr).encode())
+            found.update(json.dumps(said, sort_keys=True, default=_told).encode())
         return found.hexdigest()
+
+
+def _told(value: Any) -> Any:
+    """What JSON does not have, so that it is told from any other value, and alike in every process."""
+    if hasattr(value, "tolist"):  # an array, whose repr leaves out what is in the middle
+        return [str(getattr(value, "dtype", "")), value.tolist()]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    if type(value).__repr__ is object.__repr__:  # which is an address
+        return [type(value).__qualname__, getattr(value, "__dict__", None)]
+    return repr(value)
 
 
 def read_source(source: str, columns: Columns | None = None) -> Records:
@@ -171,32 +182,15 @@ def read_source(source: str, columns: Columns | None = None) -> Records:
     return Records(prompts)
 
 
-def from_records(records: Iterable[Mapping[str, Any] | str], columns: Columns | None = None) -> Records:
-    """From dictionaries as in a JSONL file, or bare prompt texts. Raises ``DataError`` with the place in the list."""
-    _check_list(records)
+def from_records(records: Given, columns: Columns | None = None, name: str = "data") -> Records:
+    """From records by value, or bare prompt texts: see ``given.placed``. Raises ``DataError`` with the place of one."""
     prompts = [
         Prompt(i, record, where=where) if isinstance(record, str) else to_prompt(record, i, where, columns or {})
-        for i, record in enumerate(records)
-        for where in [f"record {i + 1}"]
+        for i, (where, record) in enumerate(placed(records, name))
     ]
     if not prompts:
-        raise DataError("the dataset is empty")
+        raise DataError(nothing_in(records, name))
     return Records(prompts)
-
-
-def _check_list(records: Any) -> None:
-    """Raise DataError for what is iterated over as something else than records: a file's name, one record."""
-    kind = type(records).__name__
-    if isinstance(records, (str, bytes, PurePath)):
-        name = records.decode(errors="replace") if isinstance(records, bytes) else str(records)
-        raise DataError(
-            f"data is {name[:60]!r}, one {kind}; give a list of records, or train on a file by its name: "
-            f"tilth run addition-grpo data.source={name[:60]}"
-        )
-    if isinstance(records, Mapping):
-        raise DataError(f"data is one {kind}; give a list of such records, as in [{{'prompt': ..., 'answer': ...}}]")
-    if not isinstance(records, Iterable):
-        raise DataError(f"data is of type {kind}, not a list of records")
 
 
 class Joined:

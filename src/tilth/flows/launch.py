@@ -98,6 +98,11 @@ class RunResult:
     summary: dict[str, Any]
 
     @property
+    def report(self) -> Path:
+        """The page that tells of the run."""
+        return self.directory / "report.html"
+
+    @property
     def accuracy(self) -> float | None:
         """Last held-out accuracy: mean reward of greedy answers to prompts never trained on."""
         found: float | None = self.summary.get("accuracy_last")

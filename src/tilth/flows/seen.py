@@ -23,6 +23,8 @@ def seen_before(recipe: Recipe, heldout: PromptSet) -> list[str]:
         return []
     try:
         earlier = load_recipe(str(folder / "recipe.toml"))
+        if not earlier.data.source:
+            return [f"not compared with what {folder} was trained on: tilth.train was given its data"]
         if not _readable(earlier.data.source):
             return [f"not compared with what {folder} was trained on: {earlier.data.source} is no file of this size"]
         count = _common(earlier, heldout)
