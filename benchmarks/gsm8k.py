@@ -73,8 +73,8 @@ def measured(directory: Path) -> dict[str, Any]:
     records = read_metrics(directory)
     row: dict[str, Any] = {"steps": records[-1]["step"]}
     for column, metric in {
-        "correct": "accuracy/part/correct",
-        "format": "accuracy/part/format",
+        "correct": "reward/heldout/part/correct",
+        "format": "reward/heldout/part/format",
         "loss_heldout_nats": "loss/heldout",
         "bits_per_byte": "bits_per_byte/heldout",
     }.items():

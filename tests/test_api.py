@@ -230,15 +230,15 @@ def test_prompts_of_data_heldout_are_those_held_out(monkeypatch, tmp_path):
 
 def test_a_run_of_the_caller_s_data_and_a_lambda(tmp_path):
     result = tilth.train(
-        SUMS, lambda prompt, completion, info: float(len(info["answer"])), observers=[], name="sums",
+        SUMS, lambda prompt, completion, info: len(info["answer"]) / 2, observers=[], name="sums",
         **settings(tmp_path),
     )  # fmt: skip
     assert result.directory == tmp_path / "sums-001" and result.summary["state"] == "finished"
-    assert result.accuracy == result.summary["accuracy_last"] and 1 <= result.accuracy <= 2
+    assert result.accuracy is None and result.reward == result.summary["reward_heldout_last"] == 0.5
     assert result.report == result.directory / "report.html" and "sums-001" in result.report.read_text()
     rows = read_trajectories(result.directory).to_pylist()
     assert {r["prompt_text"] for r in rows} <= {s["prompt"] for s in SUMS}
-    assert all(r["reward"] == len(r["answer"]) for r in rows)
+    assert all(r["reward"] == len(r["answer"]) / 2 for r in rows)
 
 
 def generated(numbers):

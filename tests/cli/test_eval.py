@@ -82,6 +82,18 @@ def test_all_is_told_in_words(place):
     assert "\nright   (answer: " in said and "\n  → " in said
 
 
+def test_a_mean_reward_is_a_number_and_a_share_of_right_answers_a_percentage(place):
+    (place / "near.py").write_text("def score(prompt, completion, info):\n    return 0.25 + len(completion) % 2\n")
+    common = (place / "m", place / "d.jsonl", "--columns", "prompt=question", "--max-tokens", 4)
+    near = call(*common, "--reward", f"{place}/near.py:score").stdout
+    row = next(line for line in near.splitlines() if line.startswith("k = 1"))
+    assert row.count("%") in (1, 3) and "avg@k is the mean reward" in near  # pass@1 with its interval, or alone
+    assert "%" not in next(line for line in near.splitlines() if line.startswith("reward"))
+    exact = call(*common, "--reward", "exact").stdout
+    row = next(line for line in exact.splitlines() if line.startswith("k = 1"))
+    assert row.count("%") == 6 and "mean reward" not in exact
+
+
 def test_greedy_is_said_and_one_sample_is_the_default(place):
     said = ask(place).stdout
     assert "one sample of each, greedy" in said
@@ -300,7 +312,7 @@ def test_the_table_is_aligned():
     length = {"mean": 2.0, "max": 3, "cut": 0.0}
     summary = {
         "model": "m", "step": None, "data": "d", "prompts": 9, "samples": 1, "seed": 0,
-        "pass": {"1": one}, "avg": {"1": one}, "parts": {"reward": one}, "missing": 0, "trained_on": 0,
+        "pass": {"1": one}, "avg": {"1": one}, "parts": {"reward": one}, "missing": 0, "trained_on": 0, "graded": False,
         "length": length, "tokens": 18, "tokens_per_second": 9.0,
         "seconds": {"generate": 2.0, "score": 0.0}, "sampling": {"temperature": 0.0, "max_tokens": 4},
     }  # fmt: skip

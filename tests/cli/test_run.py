@@ -21,9 +21,10 @@ from tilth.flows.signals import Interrupted
 SUMMARY = {
     "steps": 650,
     "seconds": 151.0,
-    "accuracy_start": 0.0,
-    "accuracy_first": 0.62,
-    "accuracy_last": 0.973,
+    "phases": [
+        {"phase": "warmup", "steps": 250, "seconds": 31.0, "metric": "accuracy/heldout", "first": None, "last": 0.62},
+        {"phase": "grpo", "steps": 400, "seconds": 120.0, "metric": "accuracy/heldout", "first": 0.62, "last": 0.973},
+    ],
     "tokens_per_second_generate": 12345.6,
     "tokens_per_second_train": 30000.0,
     "memory_peak": 9 * 10**8,
@@ -40,9 +41,12 @@ def said(recipe=(), **changes):
 
 def test_closing_says_what_was_learned_where_to_look_and_what_to_try():
     text = said()
-    assert text.splitlines()[0] == (
-        "In 650 steps and 2:31 min, accuracy on problems it never trained on went from 0.0 % over 62.0 % to 97.3 %."
-    )
+    assert text.splitlines()[:3] == [
+        "Accuracy on problems it never trained on:",
+        "  after warm-up (250 steps, 0:31 min)  62.0 %",
+        "  after GRPO (400 steps, 2:00 min)     97.3 %",
+    ]
+    assert "650 steps in 2:31 min" in text
     assert "memory at most 900 MB (predicted 1 GB)" in text and "mismatch at most 3.2e-06" in text
     assert "report: runs/a/report.html" in text
     for command in (
@@ -76,12 +80,23 @@ def test_what_to_try_next_is_a_valid_recipe():
 def test_closing_without_measurements():
     empty = dict.fromkeys(SUMMARY) | {"steps": 3, "seconds": 1.0}
     assert said(**empty).startswith("Done in 3 steps and 0:01 min.\n")
-    assert "from 62.0 % to 97.3 %" in said(accuracy_start=None) == said(accuracy_start=0.62)
+
+
+def test_a_reward_that_is_no_accuracy_is_told_as_a_reward():
+    phase = {"phase": "ppo", "steps": 1, "seconds": 61.0, "metric": "reward/heldout", "first": -0.5, "last": 0.25}
+    text = said(phases=[phase], best={"step": 1, "metric": "reward/heldout", "value": 0.25})
+    assert text.splitlines()[:4] == [
+        "Mean reward on problems it never trained on:",
+        "  before the first step         -0.5",
+        "  after PPO (1 step, 1:01 min)  0.25",
+        "best at step 1: held-out mean reward 0.25",
+    ]
+    assert "ccuracy" not in text and "25.0 %" not in text
 
 
 def test_closing_of_a_run_on_text(tmp_path):
     (tmp_path / "d.txt").write_text("<|endoftext|>\n".join(f"{i} bottles of beer on the wall\n" for i in range(99)))
-    learned = {"accuracy_start": None, "accuracy_first": None, "accuracy_last": None, "mismatch_max": None}
+    learned = {"phases": [], "mismatch_max": None}
     learned |= {"loss_heldout_first": 7.6, "loss_heldout_last": 3.25, "bits_per_byte": 2.5}
     learned["best"] = {"step": 300, "metric": "loss/heldout", "value": 3.2}
     recipe = load_recipe("pretrain", [f"data.source={tmp_path / 'd.txt'}", "data.holdout=0.3"])
@@ -105,7 +120,7 @@ def test_the_harder_task_is_for_the_recipe_that_ran():
 
 def test_closing_names_the_best_checkpoint():
     best = {"step": 400, "metric": "accuracy/heldout", "value": 0.981}
-    assert said(best=best).splitlines()[1] == "best at step 400: held-out accuracy 98.1 %"
+    assert said(best=best).splitlines()[3] == "best at step 400: held-out accuracy 98.1 %"
     assert "best" not in said()
 
 

@@ -53,15 +53,15 @@ def test_json_has_the_promised_keys(run):
 def test_best_parts_and_losses(tmp_path):
     recipe = load_recipe("addition-grpo", [f"run.dir={tmp_path}"])
     with RunDir.create(recipe, "addition-grpo") as directory:
-        first = {"loss/heldout": 7.5, "bits_per_byte/heldout": 4.0, "accuracy/part/format": 0.5}
+        first = {"loss/heldout": 7.5, "bits_per_byte/heldout": 4.0, "reward/heldout/part/format": 0.5}
         directory.commit_step({"step": 1, "phase": "sft", **first})
-        last = {"loss/heldout": 2.25, "bits_per_byte/heldout": 1.5, "accuracy/part/correct": 0.125}
+        last = {"loss/heldout": 2.25, "bits_per_byte/heldout": 1.5, "reward/heldout/part/correct": 0.125}
         directory.commit_step({"step": 2, "phase": "sft", **last})
         directory.end("finished", best={"step": 2, "metric": "loss/heldout", "value": 2.25})
     lines = dict(line.split("  ", 1) for line in show(directory.path).splitlines())
     found = {name: value.strip() for name, value in lines.items()}
     assert found["held-out loss"] == "7.5000 -> 2.2500 nats per token, 1.500 bits per byte"
-    assert found["reward's parts"] == "format 50.0 %, correct 12.5 %"
+    assert found["reward's parts"] == "format 0.5, correct 0.125"
     assert found["best"] == "at step 2: held-out loss 2.2500 nats per token"
 
 
@@ -69,7 +69,7 @@ def test_table(run):
     lines = dict(line.split("  ", 1) for line in show(run).splitlines())
     found = {name: value.strip() for name, value in lines.items()}
     assert found["state"] == "finished" and found["steps"].startswith("2 in 0:0")
-    assert found["held-out accuracy"] == "25.0 % -> 75.0 %"
+    assert found["held-out accuracy"] == "75.0 % (2 steps of GRPO)"  # the first was after a step
     assert found["rewards missing"].startswith("2, ") and "2e-06" in found["log-prob mismatch"]
     assert "generation" not in found  # nothing was measured
 

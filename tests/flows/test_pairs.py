@@ -215,8 +215,7 @@ def test_a_reward_model_does_not_change_what_is_right(made, tmp_path):
         for name, given in (("with", {"reward": reward}), ("without", {}))
     ]
     first, second = (
-        [r["accuracy/heldout"] for r in found if r["phase"] == "warmup" and "accuracy/heldout" in r]
-        for found in records
+        [r["reward/heldout"] for r in found if r["phase"] == "warmup" and "reward/heldout" in r] for found in records
     )
     assert first == second and len(first) > 1
 

@@ -19,7 +19,7 @@ from tilth.data.prompts import load_source
 from tilth.flows.build import build
 from tilth.flows.keep import has_spread
 from tilth.flows.metrics import Metrics
-from tilth.flows.readers import read_trajectories
+from tilth.flows.readers import read_metrics, read_trajectories
 from tilth.flows.run import EVALUATION_IDS, Progress, Run
 from tilth.flows.rundir import RunDir
 from tilth.flows.signals import Interrupted, StopRequest
@@ -206,7 +206,7 @@ def test_missing_rewards_are_left_out_of_the_batch_and_counted(new_run):
     assert not np.isnan(batch["reward"]).any()
     heldout = sum(i % 3 == 0 for i in range(EVALUATION_IDS, EVALUATION_IDS + 16))
     assert run.metrics.values()["reward/missing"] == 8
-    assert run.metrics.values()["accuracy/missing"] == heldout
+    assert run.metrics.values()["reward/heldout/missing"] == heldout
     assert run.metrics.values()["reward/mean"] == 1.0
 
 
@@ -265,13 +265,41 @@ def test_an_evaluation_is_of_prompts_that_are_never_trained_on(new_run):
     assert len(heldout) == 16 and not heldout & trained
 
 
+@pytest.mark.parametrize(
+    "values, metric, mean", [((0, 1), "accuracy/heldout", 0.5), ((0, 0.5), "reward/heldout", 0.25)]
+)
+def test_only_a_share_of_right_answers_is_an_accuracy(new_run, values, metric, mean):
+    run = new_run(lambda id, text: float(values[id % 2]), run={"eval_every": 1})
+    take(run, 1)
+    assert run.at.heldout.get("reward/heldout") == mean and next(iter(run.at.heldout)) == metric
+    assert ("accuracy/heldout" in run.at.heldout) == (metric == "accuracy/heldout")
+    assert run.at.best == {"step": 1, "metric": metric, "value": mean} and run.at.accuracy_last == mean
+
+
+def test_what_has_been_graded_once_is_no_accuracy_later_either(new_run):
+    """Nor is the best of what seemed to be an accuracy a measure of it."""
+    given, evaluations = [0.0], iter([0.0, 0.0, -1.5, -1.0, 0.0])
+
+    def reward(id, text):
+        if id == EVALUATION_IDS:
+            given[0] = next(evaluations)
+        return given[0]
+
+    run = new_run(reward, run={"eval_every": 1})
+    take(run, 4)
+    found = [[r.get(f"{name}/heldout") for name in ("accuracy", "reward")] for r in read_metrics(run.directory.path)]
+    assert found == [[0.0, 0.0], [None, -1.5], [None, -1.0], [None, 0.0]]
+    assert run.at.graded and run.at.best == {"step": 4, "metric": "reward/heldout", "value": 0.0}
+    assert Progress(**json.loads(json.dumps(asdict(run.at)))) == run.at
+
+
 def test_an_evaluation_without_any_reward_is_no_accuracy_and_all_missing(new_run):
     run = new_run(lambda id, text: None if id < 0 else 1.0)
     run.publish(run.policy)
     run.collect(ask([0, 1], 2, 0))  # the reward has worked before, so this is no broken function
     run.enter("grpo", 1, 1e-3)
     assert run.at.accuracy_first is None and "accuracy/heldout" not in run.metrics.values()
-    assert run.metrics.values()["accuracy/missing"] == 16
+    assert run.metrics.values()["reward/heldout/missing"] == 16
 
 
 # ---- progress and phases ----

@@ -87,7 +87,7 @@ def test_the_critic_s_phase_leaves_the_policy_as_it_is_and_evaluates_nothing(tmp
     assert all(equal(policies[0], p) for p in policies[:4]) and not equal(policies[3], policies[4])
     assert not any(equal(a, b) for a, b in itertools.pairwise(critics))
     records = read_metrics(directory)
-    assert [r["step"] for r in records if "accuracy/heldout" in r] == [
+    assert [r["step"] for r in records if "reward/heldout" in r] == [
         3,
         6,
         7,

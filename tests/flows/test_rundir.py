@@ -445,6 +445,21 @@ def test_accuracy_start_is_that_before_the_first_step_or_none(tmp_path, records,
         run.end("finished")
 
 
+def test_a_reward_that_was_neither_0_nor_1_has_no_accuracy(tmp_path):
+    """Not even where the first answers happened to earn nothing; the phase of the critic changes no answer."""
+    evaluated = [("warmup", {"accuracy/heldout": 0.0, "reward/heldout": 0.0}), ("values", {"reward/heldout": 0.25}),
+                 ("ppo", {"reward/heldout": 0.25}), ("ppo", {"reward/heldout": 0.75})]  # fmt: skip
+    with RunDir.create(recipe(tmp_path), "demo") as run:
+        for step, (phase, record) in enumerate(evaluated, 1):
+            run.commit_step({"step": step, "phase": phase} | record)
+        found = summarise(run.path)
+        run.end("finished")
+    assert [found[f"accuracy_{end}"] for end in ("start", "first", "last", "best")] == [None] * 4
+    assert [found[f"reward_heldout_{end}"] for end in ("first", "last", "best")] == [0.0, 0.75, 0.75]
+    told = [[p[key] for key in ("phase", "steps", "metric", "first", "last")] for p in found["phases"]]
+    assert told == [["warmup", 1, "reward/heldout", None, 0.0], ["ppo", 2, "reward/heldout", 0.0, 0.75]]
+
+
 def test_summary(tmp_path):
     with RunDir.create(recipe(tmp_path), "demo") as run:
         assert summarise(run.path)["accuracy_first"] is None and summarise(run.path)["steps"] == 0
@@ -463,6 +478,9 @@ def test_summary(tmp_path):
         found = summarise(run.path)
         run.end("finished")
     assert (found["accuracy_start"], found["accuracy_first"], found["accuracy_last"]) == (None, 0.62, 0.97)
+    told = [[p[key] for key in ("phase", "steps", "metric", "first", "last")] for p in found["phases"]]
+    assert told == [["warmup", 2, "accuracy/heldout", None, 0.62], ["grpo", 3, "accuracy/heldout", 0.62, 0.97]]
+    assert sum(p["seconds"] for p in found["phases"]) == pytest.approx(read_metrics(run.path)[-1]["seconds"], abs=2e-3)
     assert (
         found["mismatch_max"] == pytest.approx(5e-6) and found["rewards_missing"] == 10 and found["state"] == "running"
     )

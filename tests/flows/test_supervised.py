@@ -92,9 +92,9 @@ def test_with_a_reward_accuracy_is_measured_beside_the_loss_and_the_engine_publi
     monkeypatch.setattr(Engine, "load_weights", counted)
     result = tiny.learn(tmp_path, "sft", reward=tiny.close_enough)
     records = read_metrics(result.directory)
-    assert [r["step"] for r in records if "accuracy/heldout" in r] == [1, 3, 6, 8]
-    assert all(("loss/heldout" in r) == ("accuracy/heldout" in r) for r in records)
-    assert received == [0, 3, 6, 8] and result.accuracy == records[-1]["accuracy/heldout"]
+    assert [r["step"] for r in records if "reward/heldout" in r] == [1, 3, 6, 8]
+    assert all(("loss/heldout" in r) == ("reward/heldout" in r) for r in records)
+    assert received == [0, 3, 6, 8] and result.reward == records[-1]["reward/heldout"] and result.accuracy is None
 
 
 def test_what_is_published_for_an_evaluation_is_verified(tmp_path, monkeypatch):
@@ -330,12 +330,12 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path, monkeypatch, losses, st
     assert torch.isfinite(load_model(f"{result.directory}@best").tensors["model.norm.weight"]).all()
 
 
-def test_accuracy_chooses_the_best_where_there_is_one(tmp_path):
+def test_the_reward_of_answers_chooses_the_best_where_there_is_one(tmp_path):
     result = tiny.run(tiny.recipe(tmp_path), name="tiny")
     best, records = result.summary["best"], read_metrics(result.directory)
-    values = [(r["accuracy/heldout"], -r["step"]) for r in records if "accuracy/heldout" in r]
-    after = [(v, s) for v, s in values if s != -7]  # step 7 tells the accuracy before it, that of step 6
-    assert best["metric"] == "accuracy/heldout" and (best["value"], -best["step"]) == max(after)
+    values = [(r["reward/heldout"], -r["step"]) for r in records if "reward/heldout" in r]
+    after = [(v, s) for v, s in values if s != -7]  # step 7 tells the reward before it, that of step 6
+    assert best["metric"] == "reward/heldout" and (best["value"], -best["step"]) == max(after)
 
 
 # ---- rewards of several parts ----
@@ -350,11 +350,11 @@ def test_accuracy_is_the_part_correct_and_parts_are_told_apart(tmp_path):
     watcher = tiny.Recorder()
     result = tiny.run(tiny.recipe(tmp_path), reward=graded, observers=[watcher])
     last = watcher.records[-1]
-    assert last["accuracy/heldout"] == last["accuracy/part/correct"] <= 1
-    assert 0 <= last["accuracy/part/format"] <= 1 and last["reward/part/format"] >= 0
+    assert last["accuracy/heldout"] == last["reward/heldout/part/correct"] <= 1
+    assert 0 <= last["reward/heldout/part/format"] <= 1 and last["reward/part/format"] >= 0
     assert result.summary["parts_heldout"] == {
-        "correct": last["accuracy/part/correct"],
-        "format": last["accuracy/part/format"],
+        "correct": last["reward/heldout/part/correct"],
+        "format": last["reward/heldout/part/format"],
     }
 
 

@@ -61,6 +61,49 @@ def test_thinning_keeps_ends_order_and_the_band(values, limit):
     assert min(values) - 1e-3 <= min(y for _, y in kept) and max(y for _, y in kept) <= max(values) + 1e-3
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=5))
+def test_an_axis_of_shares_never_leaves_0_to_1(values):
+    rows = records(len(values), **{"groups/flat": lambda i: values[i], "accuracy/heldout": lambda i: values[i]})
+    for title in ("Flat groups", "Held-out accuracy"):
+        _, data = drawn(rows, title)
+        low, high = data["y"]
+        assert low == 0 and max(values) <= high <= 1 + 1e-9 and high > 0
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_amounts_are_never_below_0(value):
+    _, data = drawn(records(3, **{"length/mean": lambda i: value}), "Completion length")
+    assert data["y"][0] == 0 < data["y"][1] and data["y"][1] >= value
+
+
+def test_answers_are_told_by_their_accuracy_or_by_their_reward():
+    both = records(3, **{"accuracy/heldout": lambda i: 0.5, "reward/heldout": lambda i: 0.5})
+    assert [c.title for c, _ in charts(both)] == ["Held-out accuracy"]
+    mixed = [*both, {"step": 4, "phase": "grpo", "reward/heldout": 0.25}]
+    ((chart, (line,)),) = charts(mixed)
+    assert chart.title == "Held-out reward" and chart.form == "number" and len(line.points) == 4
+
+
+def test_each_part_of_the_reward_is_a_line():
+    rows = records(3, **{f"reward/heldout/part/{n}": (lambda i, k=k: k * i) for k, n in enumerate("abc", -1)})
+    ((chart, lines),) = charts(rows)
+    assert chart.form == "number" and [c.line.label for c in lines] == ["a", "b", "c"]
+    assert len({c.line.colour for c in lines}) == 3
+
+
+def test_three_phases_are_told_apart():
+    rows = records(9, **{"accuracy/heldout": lambda i: 0.5})
+    figure, _ = draw(*charts(rows)[0], (1, 9), [("warm-up", 1, 3), ("critic", 3, 5), ("PPO", 5, 9)])
+    assert figure.count('class="shade"') == 2
+    assert re.search(r'd="M250.0 0V400" class="border"', figure)
+    assert re.findall(r"left:(.*?)%;max-width:(.*?)%", figure) == [
+        ("0.00", "25.00"),
+        ("25.00", "25.00"),
+        ("50.00", "50.00"),
+    ]
+
+
 def test_short_curves_are_left_alone():
     points = [(1.0, 2.0), (2.0, 7.0)]
     assert thin(points) == points and smooth(points) == points

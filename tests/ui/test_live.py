@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tilth.config.load import from_dict
 from tilth.ui import live as live_module
-from tilth.ui.live import LEVELS, Live, Progress, Series, line, picture, sparkline
+from tilth.ui.live import LEVELS, Live, Progress, Series, _times, line, picture, sparkline
 
 RECIPE = from_dict({"supervised": {"steps": 20}, "algorithm": {"steps": 100}})
 SAMPLE = {"prompt": "123+456=", "text": "0579", "answer": "0579", "reward": 1.0}
@@ -50,6 +50,25 @@ def test_it_shows_what_a_person_asks():
         "✓ reward 1", "rewards missing", "0:11",
     ):  # fmt: skip
         assert want in shown, want
+
+
+def test_a_reward_that_was_neither_0_nor_1_was_never_an_accuracy():
+    live, _ = view(terminal=False)
+    live.on_step(record(21, **{"accuracy/heldout": 0.0, "reward/heldout": 0.0}), None)
+    assert "held-out accuracy" in text_of(live) and " 0.0 % " in text_of(live)
+    assert "held-out reward" not in text_of(live)
+    live.on_step(record(22, **{"reward/heldout": 0.25}), None)
+    shown = text_of(live)
+    assert "accuracy" not in shown and "held-out reward" in shown and " 0.25 " in shown
+    assert "held-out reward 0.25" in line(live.progress) and "accuracy" not in line(live.progress)
+
+
+def test_every_part_of_a_step_is_drawn():
+    live, _ = view(terminal=False)
+    live.on_step(record(1) | {f"time/{name}": 1.0 for name in "abcdefghijkl"}, None)
+    console = Console(file=io.StringIO(), width=110, color_system=None)
+    console.print(_times(live.progress, 100))
+    assert all(f"■ {name} " in console.file.getvalue() for name in "abcdefghijkl")
 
 
 @pytest.mark.parametrize("width", [20, 30, 46, 64, 100, 200])

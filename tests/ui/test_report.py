@@ -60,9 +60,10 @@ def test_it_tells_what_the_summary_says(finished):
     s = summarise(run)
     assert run / "report.html" == write_report(run)
     for want in (
-        f"Held-out accuracy rose from {100 * s['accuracy_first']:.1f} %", f"to {100 * s['accuracy_last']:.1f} %",
-        "in 160 steps", f"{s['tokens_per_second_generate']:,.0f}", f"{s['tokens_per_second_train']:,.0f}", "742 MB",
-        "predicted 771 MB", f"{s['mismatch_max']:.1e}", "AMD EPYC 7B13", "806k parameters", "tokens per step 8,704",
+        f"{100 * s['accuracy_first']:.1f} % in 60 steps of warm\u2011up, then rose to",
+        f"{100 * s['accuracy_last']:.1f} % in 100 steps of GRPO",
+        f"{s['tokens_per_second_generate']:,.0f}", f"{s['tokens_per_second_train']:,.0f}", "742 MB",
+        "771 MB predicted", f"{s['mismatch_max']:.1e}", "AMD EPYC 7B13", "806k parameters", "tokens per step 8,704",
         "torch 2.13.0", "decode", "backward", "generate", "interpreter and libraries", "digits = 3",
     ):  # fmt: skip
         assert want in page.words, want
@@ -181,20 +182,85 @@ def test_a_disk_that_is_full_keeps_the_old_report(tmp_path, monkeypatch):
 # ---- sentences ----
 
 
+def ended(*phases, metric="accuracy/heldout"):
+    names = ("phase", "steps", "first", "last")
+    told = [dict(zip(names, phase)) | {"metric": metric, "seconds": 1.0} for phase in phases]
+    return {"phases": told, "steps": sum(p["steps"] for p in told), "seconds": 65}
+
+
 @pytest.mark.parametrize(
-    ("first", "last", "want"),
-    [(0.612, 0.971, "Held-out accuracy rose from 61.2 % to 97.1 % in 10 steps, 1:05 min."),
-     (0.9, 0.5, "Held-out accuracy fell from 90.0 % to 50.0 % in 10 steps, 1:05 min."),
-     (0.5, 0.5, "Held-out accuracy stayed at 50.0 % in 10 steps, 1:05 min."),
-     (None, None, "Trained for 10 steps, 1:05 min.")],
+    ("summary", "want"),
+    [(ended(("grpo", 10, 0.612, 0.971)), "Held-out accuracy rose from 61.2 % to 97.1 % in 10 steps of GRPO."),
+     (ended(("grpo", 1, 0.9, 0.5)), "Held-out accuracy fell from 90.0 % to 50.0 % in 1 step of GRPO."),
+     (ended(("grpo", 10, 0.5, 0.5)), "Held-out accuracy stayed at 50.0 % in 10 steps of GRPO."),
+     (ended(("warmup", 85, None, 0.576), ("grpo", 250, 0.576, 0.98)),
+      "Held-out accuracy reached 57.6 % in 85 steps of warm\u2011up, then rose to 98.0 % in 250 steps of GRPO."),
+     (ended(("grpo", 10, -0.5, 0.25), metric="reward/heldout"),
+      "Held-out mean reward rose from -0.5 to 0.25 in 10 steps of GRPO."),
+     ({"steps": 10, "seconds": 65}, "Trained for 10 steps, 1:05 min.")],
 )  # fmt: skip
-def test_headline(first, last, want):
-    found = headline({"accuracy_first": first, "accuracy_last": last, "steps": 10, "seconds": 65})
-    assert re.sub("<[^>]*>", "", found) == want
+def test_headline(summary, want):
+    assert re.sub("<[^>]*>", "", headline(summary)) == want
+
+
+def tiles(page):
+    return re.findall(r'<div class="tile[^"]*"><span>(.*?)</span><b>(.*?)</b><small>(.*?)</small>', page)
+
+
+def test_tiles_say_what_their_numbers_are_of(finished):
+    _, text, _ = finished
+    found = {name: (value, note) for name, value, note in tiles(text)}
+    assert found["Steps"] == ("160", "60 warm-up, 100 GRPO")
+    assert found["Memory, peak"] == ("742 MB", "771 MB predicted") and found["Missing rewards"][0] == "0"
+    assert {"Time", "Generation", "Training", "Log-prob mismatch"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    "best, tile",
+    [
+        (("accuracy/heldout", 0.979), ("Best accuracy", "97.9 %", "held out, at step 1,330")),
+        (("reward/heldout", 0.5), ("Best mean reward", "0.5", "held out, at step 1,330")),
+        (("accuracy/pairs", 0.75), ("Best order of pairs", "75.0 %", "held out, at step 1,330")),
+        (("loss/heldout", 3.2), ("Best held-out loss", "3.2000", "nats a token, at step 1,330")),
+    ],
+)
+def test_the_best_evaluation_is_a_tile(tmp_path, best, tile):
+    with RunDir.create(recipe(tmp_path), "demo") as run:
+        run.commit_step({"step": 1, "phase": "sft", "loss": 1.0})
+        run.update(best={"step": 1330, "metric": best[0], "value": best[1]})
+        found = tiles(write_report(run.path).read_text())
+    assert tile in found and "Missing rewards" not in dict((name, value) for name, value, _ in found)
+
+
+def test_a_reward_is_never_called_accuracy(tmp_path):
+    with RunDir.create(recipe(tmp_path), "demo") as run:
+        for step, value in ((1, 0.25), (5, 0.5), (9, 0.75)):
+            parts = {"reward/heldout/part/brevity": -value}
+            run.commit_step({"step": step, "phase": "grpo", "reward/heldout": value, "reward/mean": value, **parts})
+            run.commit_step({"step": step + 1, "phase": "grpo", "reward/mean": value})
+        text = write_report(run.path).read_text()
+    page = Page(text)
+    shown = text[text.index("<main>") :].split("<summary>Recipe")[0]
+    assert "accuracy" not in shown.lower() and not re.search(r"\d %", shown)
+    assert "Held-out mean reward rose from 0.25 to 0.75 in 10 steps of GRPO" in page.words and "brevity" in page.words
+
+
+def test_every_part_of_the_time_has_a_colour_of_its_own(finished):
+    from tilth.trace.ops import PHASES
+    from tilth.ui.page import STYLE
+    from tilth.ui.timeline import HUES, hues
+
+    assert len(set(HUES)) == len(HUES)
+    for hue in HUES:
+        assert len(re.findall(rf"--{hue}:#[0-9a-f]{{6}}", STYLE)) == 2 and f".{hue}{{color:var(--{hue})}}" in STYLE
+    for scheme in zip(*(re.findall(rf"--{hue}:(#[0-9a-f]{{6}})", STYLE) for hue in HUES)):
+        assert len(set(scheme)) == len(HUES)  # light, and dark
+    found = hues((*sorted(PHASES)[:11], "communication", "gc", "data", "profile", "other"))
+    assert len(set(found.values())) == len(found)
 
 
 def test_headline_of_a_run_on_text():
-    text = {"accuracy_first": None, "accuracy_last": None, "steps": 10, "seconds": 65}
+    text = {"phases": [], "steps": 10, "seconds": 65}
     text |= {"loss_heldout_first": 7.5, "loss_heldout_last": 2.25, "bits_per_byte": 1.5}
     said = "Held-out loss went from 7.500 to 2.250 nats per token (1.500 bits per byte) in 10 steps, 1:05 min."
     assert re.sub("<[^>]*>", "", headline(text)) == said

@@ -66,7 +66,7 @@ def test_json_is_what_is_on_disk(directory):
     keep(directory.events, *two_workers())
     found = json.loads(call(directory.path, "--json").stdout)
     assert found["state"] == "running" and (found["step"], found["phase_step"], found["phase_steps"]) == (1, 1, 250)
-    assert (found["loss"], found["reward"], found["accuracy"]) == (0.25, 0.5, None)
+    assert (found["loss"], found["reward"], found["accuracy"], found["reward_heldout"]) == (0.25, 0.5, None, None)
     assert found["tokens_per_second"] == {"generate": None, "train": 70.0} and found["time"]["update"] == 1.5
     assert found["memory"] == {"now": None, "peak": 4e8, "predicted": 5e8}
     assert found["left"] == pytest.approx(249 * 2.0) and found["recent"]["last"] == 2

@@ -15,7 +15,11 @@ from tilth.ui import words
             {"step": 1200, "metric": "accuracy/heldout", "value": 0.5},
             "best at step 1,200: held-out accuracy 50.0 %",
         ),
-        ({"step": 3, "metric": "accuracy/heldout", "value": 2.5}, "best at step 3: held-out accuracy 2.5"),
+        ({"step": 3, "metric": "reward/heldout", "value": 0.5}, "best at step 3: held-out mean reward 0.5"),
+        (
+            {"step": 3, "metric": "accuracy/pairs", "value": 0.5},
+            "best at step 3: 50.0 % of the held-out pairs in their order",
+        ),
         ({"step": 3, "metric": "loss/heldout", "value": 2.5}, "best at step 3: held-out loss 2.5000 nats per token"),
     ],
 )

@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,8 +222,9 @@ def table(s: Mapping[str, Any]) -> list[str]:
         f"{'':<12}{'pass@k':<28}avg@k",
     ]
     for k in s["pass"]:
-        lines.append(f"{'k = ' + k:<12}{_ranged(s['pass'][k]):<28}{_ranged(s['avg'][k]):<28}".rstrip())
-    lines += ["", *(f"{name:<12}{_ranged(found)}" for name, found in s["parts"].items())]
+        mean = _ranged(s["avg"][k], words.number if s["graded"] else words.share)
+        lines.append(f"{'k = ' + k:<12}{_ranged(s['pass'][k]):<28}{mean:<28}".rstrip())
+    lines += ["", *(f"{name:<12}{_ranged(found, words.number)}" for name, found in s["parts"].items())]
     return [*lines, *_costs(s), "", "In brackets: 95 % intervals over prompts. " + _note(s), *_seen(s), *_missing(s)]
 
 
@@ -240,7 +241,7 @@ def _costs(s: Mapping[str, Any]) -> list[str]:
 def _note(s: Mapping[str, Any]) -> str:
     if "correct" in s["parts"]:
         return "pass@k and avg@k are of the part correct."
-    return "Right is a reward of at least 1."
+    return "Right is a reward of at least 1." + (" avg@k is the mean reward." if s["graded"] else "")
 
 
 def _seen(s: Mapping[str, Any]) -> list[str]:
@@ -266,11 +267,11 @@ def _missing(s: Mapping[str, Any]) -> list[str]:
     return [f"{said}{prompts}. The first reason: {s['missing_reason']}"]
 
 
-def _ranged(found: Mapping[str, Any]) -> str:
+def _ranged(found: Mapping[str, Any], told: Callable[[float], str] = words.share) -> str:
     value, low, high = (found[name] for name in Interval._fields)
     if math.isnan(value):
         return "–"
-    return words.share(value) + ("" if math.isnan(low) else f"  [{words.share(low)}, {words.share(high)}]")
+    return told(value) + ("" if math.isnan(low) else f"  [{told(low)}, {told(high)}]")
 
 
 def examples(found: Evaluation) -> list[str]:

@@ -568,8 +568,8 @@ def top(
     """Watch a run that goes on in another process: steps, rates, curves, what each rank is busy with.
 
     Reads only what is on disk. Keys of --json: run, state, attempt, step, phase, phase_step, phase_steps, seconds,
-    left, silent (since the last step), loss, reward, accuracy, tokens_per_second, time, memory, recent (first, last,
-    parts, ranks: shares of the newest steps), message.
+    left, silent (since the last step), loss, reward, accuracy, reward_heldout, tokens_per_second, time, memory, recent
+    (first, last, parts, ranks: shares of the newest steps), message.
     """
     from tilth.cli.top import top
 

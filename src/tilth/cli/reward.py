@@ -277,7 +277,12 @@ def _meaning(trial: Trial) -> Said:
         return [(0, "Accuracy in a run is the mean of its part 'correct'.")]
     if values <= {0.0, 1.0}:
         return [(0, "It is 0 or 1, so its mean is an accuracy.")] if values else []
-    return [(0, "It is not only 0 and 1 and has no part 'correct', so its mean stands where a run says accuracy.")]
+    return [
+        (
+            0,
+            "It is not only 0 and 1 and has no part 'correct', so its mean is told as a reward, not as an accuracy.",
+        )
+    ]
 
 
 def _speed(trial: Trial) -> Said:

@@ -90,8 +90,8 @@ def _watched(recipe: Recipe, name: str, allow: Sequence[str], *, fallback: bool)
 
 def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Path, report: Path) -> list[str]:
     """What was learned, what it took, where to look, what to try. name: of the recipe, as on the command line."""
-    learned = [line for line in (_learned(summary), words.best(summary.get("best"))) if line]
-    lines = [*learned, _took(summary), f"report: {report}", "", "next:"]
+    best = words.best(summary.get("best"))
+    lines = [*_learned(summary), *([best] if best else []), _took(summary), f"report: {report}", "", "next:"]
     run = shlex.quote(str(directory))
     held = None if recipe.facts.value or recipe.flow == "pretrain" else _heldout(recipe)
     question = "" if recipe.facts.value else _question(recipe, held)
@@ -112,16 +112,19 @@ def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Pa
     return lines
 
 
-def _learned(s: Mapping[str, Any]) -> str:
-    first, last = s.get("accuracy_first"), s.get("accuracy_last")
-    spent = f"{s['steps']:,} steps and {words.timed(s['seconds'])}"
-    if first is None or last is None:
-        return _learned_text(s, spent)
-    start = s.get("accuracy_start")
-    way = [start, first] if start is not None and start != first else [first]
-    before = " over ".join(map(words.share, way))
-    what = "accuracy" if all(0 <= v <= 1 for v in (*way, last)) else "the mean reward"
-    return f"In {spent}, {what} on problems it never trained on went from {before} to {words.share(last)}."
+def _learned(s: Mapping[str, Any]) -> list[str]:
+    """What each phase came to; of a run that was not asked for answers, one sentence."""
+    if not s.get("phases"):
+        return [_learned_text(s, f"{s['steps']:,} steps and {words.timed(s['seconds'])}")]
+    first = s["phases"][0]
+    metric = first["metric"]
+    rows = [] if first["first"] is None else [("before the first step", first["first"])]
+    for phase in s["phases"]:
+        took = f"{words.count(phase['steps'], 'step')}, {words.timed(phase['seconds'])}"
+        rows.append((f"after {words.phase_name(phase['phase'])} ({took})", phase["last"]))
+    width = max(len(name) for name, _ in rows)
+    told = [f"  {name:<{width}}  {words.figure(metric, value)}" for name, value in rows]
+    return [f"{words.MEASURES[metric].capitalize()} on problems it never trained on:", *told]
 
 
 def _learned_text(s: Mapping[str, Any], spent: str) -> str:
@@ -137,7 +140,7 @@ def _learned_text(s: Mapping[str, Any], spent: str) -> str:
 
 
 def _took(s: Mapping[str, Any]) -> str:
-    parts = []
+    parts = [f"{s['steps']:,} steps in {words.timed(s['seconds'])}"] if s.get("phases") else []
     if s.get("tokens_per_second_generate"):
         parts.append(f"{s['tokens_per_second_generate']:,.0f} tokens/s generated")
     if s.get("tokens_per_second_train"):

@@ -51,7 +51,7 @@ def table(summary: Mapping[str, Any]) -> Lines:
         ("run", f"{s['run']} ({s['recipe']})"),
         ("state", str(s["state"]) + (f": {s['error']}" if s.get("error") else "")),
         ("steps", f"{s['steps']} in {words.duration(s['seconds'])}"),
-        ("held-out accuracy", _accuracy(s)),
+        *_phases(s),
         ("reward's parts", _parts(s)),
         ("held-out loss", _loss(s)),
         ("best", words.best(s.get("best")).removeprefix("best ")),
@@ -74,13 +74,21 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
-def _accuracy(s: Mapping[str, Any]) -> str:
-    first, last = s["accuracy_first"], s["accuracy_last"]
-    return "" if first is None or last is None else f"{words.share(first)} -> {words.share(last)}"
+def _phases(s: Mapping[str, Any]) -> Lines:
+    """What the answers to held-out prompts came to, from phase to phase."""
+    found = s.get("phases") or []
+    if not found:
+        return []
+    metric, begin = found[0]["metric"], found[0]["first"]
+    ends = [] if begin is None else [words.figure(metric, begin)]
+    for phase in found:
+        took = f"{words.count(phase['steps'], 'step')} of {words.phase_name(phase['phase'])}"
+        ends.append(f"{words.figure(metric, phase['last'])} ({took})")
+    return [(f"held-out {words.MEASURES[metric]}", " -> ".join(ends))]
 
 
 def _parts(s: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {words.share(value)}" for name, value in (s.get("parts_heldout") or {}).items())
+    return ", ".join(f"{name} {words.number(value)}" for name, value in (s.get("parts_heldout") or {}).items())
 
 
 def _loss(s: Mapping[str, Any]) -> str:

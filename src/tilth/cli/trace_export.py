@@ -17,7 +17,7 @@ from tilth.trace.perfetto import Counter, Written, export
 from tilth.ui import words
 
 FILE = "perfetto.json.gz"
-SHOWN = re.compile(r"tokens_per_second/.*|memory/.*|mfu|loss|reward/mean|accuracy/heldout|grad_norm|entropy")
+SHOWN = re.compile(r"tokens_per_second/.*|memory/.*|mfu|loss|reward/mean|(accuracy|reward)/heldout|grad_norm|entropy")
 """Metrics that become counters."""
 MANY = 2_000_000
 """Spans above which a browser has much to do."""

@@ -95,7 +95,9 @@ class Supervised(Section):
 
     steps: Count = Field(0, description="most supervised steps; 0: by epochs, or none")
     epochs: Rate = Field(0.0, description="passes over the data, where steps is 0")
-    until: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="stop early at this greedy held-out accuracy")
+    until: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="stop early at this held-out accuracy, or mean reward"
+    )
     check_every: Positive = Field(10, description="steps between two evaluations on what is held out")
     batch: Positive = Field(256, description="examples (pretrain: pieces of documents) a step")
     lr: Rate = Field(2e-3, description="peak learning rate of this phase")

@@ -118,6 +118,11 @@ class Evaluation:
         return {name: interval(_means(values), self.how.seed) for name, values in matrices.items()}
 
     @property
+    def graded(self) -> bool:
+        """Whether a score is neither 0 nor 1, so that no mean of them is a share of right answers."""
+        return not np.isin(self.scores[~np.isnan(self.scores)], (0.0, 1.0)).all()
+
+    @property
     def missing(self) -> list[Sample]:
         """Samples whose reward could not be had: they are in no mean."""
         return [s for s in self.samples if s.outcome.value is None]
@@ -136,6 +141,7 @@ class Evaluation:
             "samples": how.samples,
             "pass": {str(k): _plain(*self.passes(k)) for k in how.k},
             "avg": {str(k): _plain(*self.averages(k)) for k in how.k},
+            "graded": self.graded,
             "parts": {name: found._asdict() for name, found in self.parts().items()},
             "missing": len(self.missing),
             "timed_out": sum(s.outcome.status == "timeout" for s in self.missing),

@@ -1,4 +1,4 @@
-"""What a phase that learns from what is given measures on what is held out: likelihood of texts, order of pairs."""
+"""What is measured on what is held out: right answers, rewards, likelihood of texts, order of pairs."""
 
 import math
 from collections.abc import Sized
@@ -8,11 +8,13 @@ import numpy as np
 
 from tilth.cluster.group import WorkerGroup
 from tilth.config.schema import Recipe
-from tilth.core.batch import Store
+from tilth.core.batch import Batch, Store
 from tilth.flows.metrics import Metrics
+from tilth.roles.experience import outcome
 from tilth.trace.spans import span
 
 LOSS, PAIRS = "loss/heldout", "accuracy/pairs"
+ACCURACY, REWARD = "accuracy/heldout", "reward/heldout"
 
 
 class Measured(Protocol):
@@ -37,6 +39,22 @@ class Measured(Protocol):
     def chosen(self) -> np.ndarray:
         """What of it every evaluation is about: indices int64."""
         ...
+
+
+def figures(known: Batch, *, graded: bool) -> dict[str, float]:
+    """The mean outcome of answers, under the names that are true of it; none where nothing has an outcome.
+
+    It is an accuracy if all outcomes are right or wrong, and not graded.
+    """
+    outcomes = outcome(known)[~np.isnan(outcome(known))]
+    names = (REWARD,) if graded else (ACCURACY, REWARD)
+    return dict.fromkeys(names, float(outcomes.mean(dtype=np.float64))) if len(outcomes) else {}
+
+
+def is_graded(scored: Batch) -> bool:
+    """Whether an answer is neither right (1) nor wrong (0)."""
+    outcomes = outcome(scored)
+    return not np.isin(outcomes[~np.isnan(outcomes)], (0.0, 1.0)).all()
 
 
 def measure(run: Measured) -> tuple[str, float | None]:

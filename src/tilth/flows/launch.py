@@ -104,8 +104,15 @@ class RunResult:
 
     @property
     def accuracy(self) -> float | None:
-        """Last held-out accuracy: mean reward of greedy answers to prompts never trained on."""
+        """Share of right greedy answers to prompts never trained on, at the end; None where an answer is not just right
+        or wrong."""
         found: float | None = self.summary.get("accuracy_last")
+        return found
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward of the same answers."""
+        found: float | None = self.summary.get("reward_heldout_last")
         return found
 
 

@@ -60,16 +60,24 @@ _DECLARED = (
     Metric(
         "reward/missing", "samples", "sum", "rewards that raised, timed out or were not finite; left out of the loss"
     ),
-    Metric("accuracy/missing", "samples", "sum", "answers of an evaluation whose reward is missing; not in the mean"),
+    Metric(
+        "reward/heldout",
+        "reward",
+        "last",
+        "mean reward, or its part correct where it has one, of greedy answers to the held-out prompts, without what "
+        "shapes it; the accuracy, where there is one",
+    ),
+    Metric("reward/heldout/missing", "samples", "sum", "of those, answers whose reward is missing; not in the mean"),
+    Metric("reward/heldout/part/*", "reward", "last", "of those, a named part of the reward"),
     Metric("reward/timeout", "samples", "sum", "those of the missing rewards that ran out of time"),
     Metric("reward/part/*", "reward", "mean", "a named part of the reward, where the function returns a dict"),
     Metric(
         "accuracy/heldout",
         "share",
         "last",
-        "mean reward, or mean of its part correct where it has one, of greedy answers to the held-out prompts",
+        "greedy answers to the held-out prompts that are right: whose reward, or its part correct where it has one, is "
+        "1; none once that of any sample was neither 0 nor 1",
     ),
-    Metric("accuracy/part/*", "reward", "last", "a named part of the reward of greedy answers to the held-out prompts"),
     Metric("loss/heldout", "nats/token", "last", "negative log-likelihood of held-out answers or documents"),
     Metric("bits_per_byte/heldout", "bits/byte", "last", "the same of documents, in bits over bytes of their text"),
     Metric("accuracy/pairs", "share", "last", "held-out pairs in which the chosen answer is ahead; ties count half"),

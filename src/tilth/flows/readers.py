@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from tilth.flows.files import read_lines
 from tilth.flows.trajectories import read_trajectories, steps_of
 
 __all__ = [
-    "checkpoints_of", "curve", "rate", "read_metrics", "read_state", "read_trajectories", "steps_of", "summarise",
+    "checkpoints_of", "curve", "phases", "rate", "read_metrics", "read_state", "read_trajectories", "steps_of",
+    "summarise", "told_by",
 ]  # fmt: skip
 
 Record = dict[str, Any]
@@ -70,17 +71,40 @@ def curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
     return [(r["step"], float(r[name])) for r in records if r.get(name) is not None]
 
 
+ACCURACY, REWARD = "accuracy/heldout", "reward/heldout"
+
+
+def told_by(records: Sequence[Mapping[str, Any]]) -> str:
+    """The metric that tells how good the answers are: accuracy, but for a reward that was neither 0 nor 1 once."""
+    graded = any(r.get(REWARD) is not None and r.get(ACCURACY) is None for r in records)
+    return REWARD if graded else ACCURACY
+
+
+def phases(records: Sequence[Record]) -> list[Record]:
+    """Each phase of the policy that was evaluated, in order: phase, steps, seconds, metric (see ``told_by``), and that
+    where it began (``first``; None where it was not measured) and at its end (``last``)."""
+    metric, begin, found = told_by(records), _start(records), list[Record]()
+    since, before = 0.0, 0
+    for name in dict.fromkeys(r.get("phase", "") for r in records):
+        mine = [r for r in records if r.get("phase", "") == name]
+        last = next((r[metric] for r in reversed(mine) if r.get(metric) is not None), None)
+        until, at = float(mine[-1].get("seconds") or since), mine[-1]["step"]
+        if name != "values" and last is not None:
+            took = {"phase": name, "steps": at - before, "seconds": until - since}
+            found, begin = [*found, {**took, "metric": metric, "first": begin, "last": last}], last
+        since, before = until, at
+    return found
+
+
 def summarise(run: str | Path) -> Record:
     """What a run came to, as flat JSON. What was never measured is None.
 
     accuracy_first is the held-out accuracy where the main phase began (after a warm-up); accuracy_start that before the
-    first step of all, which a warm-up does not measure: its first evaluation is after steps of its own.
+    first step of all, which a warm-up does not measure: its first evaluation is after steps of its own. Where an answer
+    is not just right or wrong there is no accuracy, and the same of the mean reward. phases: see there.
     Tokens/s are tokens over time, all steps together. best: step, metric and value of the best evaluation.
     """
     state, records = read_state(run), read_metrics(run)
-    accuracy = [(r.get("phase", ""), r["accuracy/heldout"]) for r in records if r.get("accuracy/heldout") is not None]
-    before = [a for phase, a in accuracy if phase == "warmup"]
-    values = [a for _, a in accuracy]
     last = records[-1] if records else {}
     return {
         "run": str(run),
@@ -91,10 +115,9 @@ def summarise(run: str | Path) -> Record:
         "steps": last.get("step", 0),
         "phase": last.get("phase"),
         "seconds": _seconds(state, last),
-        "accuracy_start": _start(records),
-        "accuracy_first": before[-1] if before and len(before) < len(values) else _first(values),
-        "accuracy_last": values[-1] if values else None,
-        "accuracy_best": max(values, default=None),
+        "phases": phases(records),
+        **_ends(records, "accuracy", ACCURACY if told_by(records) == ACCURACY else None),
+        **_ends(records, "reward_heldout", REWARD),
         "loss_heldout_first": _first([v for _, v in curve(records, "loss/heldout")]),
         "loss_heldout_last": _first([v for _, v in curve(records[::-1], "loss/heldout")]),
         "pairs_heldout_last": _first([v for _, v in curve(records[::-1], "accuracy/pairs")]),
@@ -107,7 +130,7 @@ def summarise(run: str | Path) -> Record:
         "mismatch_max": max((v for _, v in curve(records, "mismatch/max")), default=None),
         "mismatch_mean": max((v for _, v in curve(records, "mismatch/mean")), default=None),
         "rewards_missing": int(sum(v for _, v in curve(records, "reward/missing"))),
-        "rewards_missing_heldout": int(sum(v for _, v in curve(records, "accuracy/missing"))),
+        "rewards_missing_heldout": int(sum(v for _, v in curve(records, "reward/heldout/missing"))),
         "rewards_timed_out": int(sum(v for _, v in curve(records, "reward/timeout"))),
         "tokens_generated": int(sum(v for _, v in curve(records, "tokens/generated"))),
         "tokens_trained": int(sum(v for _, v in curve(records, "tokens/trained"))),
@@ -120,17 +143,31 @@ def summarise(run: str | Path) -> Record:
 
 def _parts(records: Sequence[Record]) -> dict[str, float]:
     """Named parts of the reward at the last evaluation that had each."""
-    family = "accuracy/part/"
+    family = "reward/heldout/part/"
     names = dict.fromkeys(n for r in records for n in r if n.startswith(family) and r[n] is not None)
     return {n.removeprefix(family): curve(records, n)[-1][1] for n in names}
 
 
-def _start(records: Sequence[Record]) -> float | None:
-    """Accuracy before the first step: in its record, unless the step's own evaluation took the place."""
+def _ends(records: Sequence[Record], name: str, metric: str | None) -> Record:
+    """The metric at the ends of the run and of its main phase, and its greatest value. metric: None: not measured."""
+    found = [(r.get("phase", ""), r[metric]) for r in records if metric and r.get(metric) is not None]
+    before = [value for phase, value in found if phase == "warmup"]
+    values = [value for _, value in found]
+    return {
+        f"{name}_start": _start(records, metric) if metric else None,
+        f"{name}_first": before[-1] if before and len(before) < len(values) else _first(values),
+        f"{name}_last": values[-1] if values else None,
+        f"{name}_best": max(values, default=None),
+    }
+
+
+def _start(records: Sequence[Record], metric: str | None = None) -> float | None:
+    """The metric before the first step: in its record, unless the step's own evaluation took the place."""
+    metric = metric or told_by(records)
     if not records or records[0]["step"] != 1 or records[0].get("phase") == "warmup":
         return None
-    every_step = records[0].get("phase_steps") == 1 or any("accuracy/heldout" in r for r in records[1:2])
-    return None if every_step else records[0].get("accuracy/heldout")
+    every_step = records[0].get("phase_steps") == 1 or any(metric in r for r in records[1:2])
+    return None if every_step else records[0].get(metric)
 
 
 def _first(values: Sequence[float]) -> float | None:

@@ -7,7 +7,7 @@ is not committed is dropped on resume, and the step runs again from its start wi
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,17 +19,18 @@ from tilth.core.batch import Batch, Store, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
 from tilth.flows.checks import check_parts, columns_needed
-from tilth.flows.heldout import LOSS, measure
+from tilth.flows.heldout import ACCURACY, LOSS, REWARD, figures, is_graded, measure
 from tilth.flows.keep import first_groups, has_spread, missing_prompts
 from tilth.flows.metrics import Metrics
 from tilth.flows.observers import Observer
+from tilth.flows.progress import Progress
 from tilth.flows.publish import Bounds, check_mismatch
 from tilth.flows.rundir import RunDir
 from tilth.flows.saving import Saving
 from tilth.flows.shape import adapted, current
 from tilth.flows.signals import Interrupted, StopRequest
 from tilth.rl.metrics import Metric
-from tilth.roles.experience import CUT, outcome
+from tilth.roles.experience import CUT
 from tilth.roles.reward_pool import Outcome
 from tilth.roles.rollout import ask
 from tilth.trace.spans import span
@@ -41,7 +42,6 @@ SUPERVISED = frozenset({WARMUP, *(name for name, flow in FLOWS.items() if not fl
 experience."""
 VALUES = "values"
 """The phase in which the critic alone learns, before that of a flow with a critic."""
-ACCURACY = "accuracy/heldout"
 EVALUATION_IDS = -(2**40)
 PROBE_IDS = 2 * EVALUATION_IDS
 BASELINE_IDS = 3 * EVALUATION_IDS
@@ -59,27 +59,6 @@ class Split(Protocol):
     def take(self, stream: Stream, start: int, count: int) -> np.ndarray:
         """Indices int64 [count] from this place of the stream's endless order on, a pure function of the arguments."""
         ...
-
-
-@dataclass
-class Progress:
-    """The controller's whole state between two steps: all that a checkpoint must hold besides tensors."""
-
-    step: int = 0
-    phase: str = ""
-    phase_step: int = 0
-    finished: list[str] = field(default_factory=list)
-    optimizer_steps: int = 0
-    version: int = 0
-    accuracy_first: float | None = None
-    accuracy_last: float | None = None
-    best: dict[str, Any] | None = None
-    """The best evaluation so far: step, metric, value."""
-    drawn: dict[str, int] = field(default_factory=dict)
-    """How far each stream of the data has been read: prompts, examples or documents; and samples, which have numbers
-    of their own."""
-    weights: dict[str, float] = field(default_factory=dict)
-    """Key of [algorithm] -> what it has become, for weights that are adapted; and what they follow from."""
 
 
 @dataclass
@@ -219,7 +198,7 @@ class Run:
         elif self.at.accuracy_last is None:
             self.at.accuracy_last = self.evaluate()
         else:
-            self.metrics.add(ACCURACY, self.at.accuracy_last)
+            self._tell_heldout()
         self.at.accuracy_first = self.at.accuracy_last
 
     def _leave(self) -> None:
@@ -336,7 +315,7 @@ class Run:
     def collect(self, asked: Batch, *, greedy: bool = False, prefix: str = "") -> Batch:
         """Generate and score; what failed by chance is written to the journal, or taken from it when replayed.
 
-        prefix: of the metric that counts missing rewards; empty: ``accuracy`` of greedy answers, else ``reward``.
+        prefix: of the metric that counts missing rewards; empty: ``reward/heldout`` of greedy answers, else ``reward``.
         """
         if self.rollout is None:
             raise RecipeError(f"flow={self.recipe.flow} without a reward generates nothing; set reward.function")
@@ -344,9 +323,10 @@ class Run:
         scored, failures = (batch, {}) if self.reward is None else self._score(self.reward, batch)
         if self.roles.reward_model is not None:
             scored = self.roles.reward_model.rate(scored, alone=self.reward is None)
+        self.at.graded |= is_graded(scored)
         self.directory.log_outcomes(self.at.step, {i: o for i, o in failures.items() if Outcome(**o).by_chance})
         missing = float(np.isnan(scored["reward"]).sum())
-        self.metrics.add(f"{prefix or ('accuracy' if greedy else 'reward')}/missing", missing)
+        self.metrics.add(f"{prefix or (REWARD if greedy else 'reward')}/missing", missing)
         self.metrics.add("reward/timeout", float(sum(o["status"] == "timeout" for o in failures.values())))
         self._tell_failures(failures, len(scored))
         check_parts(self.recipe, scored)
@@ -456,22 +436,22 @@ class Run:
     # ---- what is held out ----
 
     def assess(self) -> None:
-        """Measure what is held out as this phase can: accuracy where there is a reward, loss where text is given.
+        """Measure what is held out as this phase can: answers where there is a reward, loss where text is given.
 
         The best evaluation is remembered, on ties the earlier one; the commit of its step keeps its checkpoint.
         """
         self.at.accuracy_last = accuracy = self.evaluate()
         metric, value = measure(self) if self.at.phase in SUPERVISED - {WARMUP} else (ACCURACY, None)
         if self.rollout is not None:
-            metric, value = ACCURACY, accuracy
+            metric, value = REWARD if self.at.graded else ACCURACY, accuracy
         if value is None or not self.at.step:
             return  # what nothing was learned for is no choice
         best, sign = self.at.best, -1 if metric == LOSS else 1
-        if best is None or sign * value > sign * best["value"]:
+        if best is None or best["metric"] != metric or sign * value > sign * best["value"]:
             self.at.best, self._improved = {"step": self.at.step, "metric": metric, "value": value}, True
 
     def evaluate(self) -> float | None:
-        """Accuracy of greedy answers to the fixed held-out prompts: mean of what the verifier says of them.
+        """Accuracy of greedy answers to the fixed held-out prompts, or their mean reward: see ``heldout.figures``.
 
         Publishes first if the engine holds older weights. None, and no metric, where nothing can be generated, nothing
         is held out or every reward is missing.
@@ -483,13 +463,17 @@ class Run:
         with span("evaluate"), self.store.scope():
             batch = self.collect(ask(self.chosen().tolist(), 1, EVALUATION_IDS), greedy=True)
             known = batch.select(~np.isnan(batch["reward"]))
-            self._measure_parts(known, "accuracy")
-            right = outcome(known)[~np.isnan(outcome(known))]
-            if not len(right):
+            self._measure_parts(known, REWARD)
+            found = figures(known, graded=self.at.graded)
+            if not found:
                 return None
-            accuracy = float(right.mean(dtype=np.float64))
-        self.metrics.add(ACCURACY, accuracy)
-        return accuracy
+        self.at.heldout = found
+        self._tell_heldout()
+        return next(iter(found.values()))
+
+    def _tell_heldout(self) -> None:
+        for name, value in self.at.heldout.items():
+            self.metrics.add(name, value)
 
     def chosen(self) -> np.ndarray:
         """The held-out prompts or pieces that every evaluation is about."""

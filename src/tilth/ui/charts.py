@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilth.flows.readers import ACCURACY, REWARD, told_by
 from tilth.ui import words
 from tilth.ui.html import Html, join, tag
 
@@ -16,6 +17,8 @@ Record = Mapping[str, Any]
 Point = tuple[float, float]
 Phase = tuple[str, float, float]
 """Name, first and last step."""
+FAMILY = ("leaf", "sky", "sun", "plum", "teal", "clay", "soil")
+"""Colours of the lines of a family of metrics."""
 POINTS = 320
 """Most points of a curve; more are averaged."""
 WIDTH, HEIGHT = 1000.0, 400.0
@@ -45,7 +48,9 @@ class Chart:
 
 
 CATALOGUE = (
-    Chart("Held-out accuracy", (Line("accuracy/heldout", "leaf"),), "share",
+    Chart("Held-out accuracy", (Line(ACCURACY, "leaf"),), "share",
+          "Greedy answers to prompts that it never trains on.", dots=True, hero=True),
+    Chart("Held-out reward", (Line(REWARD, "leaf"),), "number",
           "Greedy answers to prompts that it never trains on.", dots=True, hero=True),
     Chart("Held-out loss", (Line("loss/heldout", "leaf"),), "number",
           "Nats a token, on text that it never trains on.", dots=True),
@@ -53,8 +58,7 @@ CATALOGUE = (
           "Pairs that it never trains on in which the chosen answer is ahead.", dots=True),
     Chart("Rewards of pairs", (Line("rewards/chosen", "leaf", "chosen"), Line("rewards/rejected", "clay", "rejected")),
           "number", "A reward model's, or DPO's implicit ones."),
-    Chart("Parts of the reward", (Line("accuracy/part/correct", "leaf", "correct"),
-                                  Line("accuracy/part/format", "sky", "format")), "share",
+    Chart("Parts of the reward", (Line("reward/heldout/part/*", ""),), "number",
           "Of greedy answers to prompts that it never trains on.", dots=True),
     Chart("Reward", (Line("reward/mean", "sky"),), "number", "Mean over the samples of a step."),
     Chart("Entropy", (Line("entropy", "plum"),), "number", "Nats a token: how undecided it is."),
@@ -111,15 +115,28 @@ def charts(records: Sequence[Record]) -> list[tuple[Chart, list[Curve]]]:
     """The charts that these records can fill; the loss of each phase apart: their scales have nothing in common."""
     found = []
     phases = [p for p in dict.fromkeys(r.get("phase", "") for r in records) if p]
+    beside = REWARD if told_by(records) == ACCURACY else ACCURACY
     for chart in CATALOGUE:
+        if chart.lines[0].metric == beside:
+            continue
+        lines = [one for line in chart.lines for one in _members(line, records)]
         apart = chart.title == "Loss" and len(phases) > 1
         for phase in phases if apart else [""]:
             title = f"{chart.title}, {words.phase_name(phase)}" if phase else chart.title
             shown = Chart(title, chart.lines, chart.form, chart.note, chart.log, phase, chart.dots, chart.hero)
-            curves = [c for line in chart.lines if (c := curve(shown, line, records)).points]
+            curves = [c for line in lines if (c := curve(shown, line, records)).points]
             if curves and not (chart.title in DULL_AT_ZERO and all(y == 0 for c in curves for _, y in c.points)):
                 found.append((shown, curves))
     return found
+
+
+def _members(line: Line, records: Sequence[Record]) -> list[Line]:
+    """The lines of a family ``name/*``, one for each metric that was measured; any other line as it is."""
+    if not line.metric.endswith("/*"):
+        return [line]
+    family = line.metric.removesuffix("*")
+    names = dict.fromkeys(name for record in records for name in record if name.startswith(family))
+    return [Line(name, FAMILY[i % len(FAMILY)], name.removeprefix(family)) for i, name in enumerate(names)]
 
 
 def curve(chart: Chart, line: Line, records: Sequence[Record]) -> Curve:
@@ -178,11 +195,12 @@ def frame(chart: Chart, curves: Sequence[Curve], steps: tuple[float, float]) -> 
     across = (min(xs), max(xs)) if chart.phase else steps
     if chart.log:
         ticks = decades(min(values), max(values))
-    elif chart.form == "share" and chart.hero and min(values) >= 0 and max(values) <= 1:
+    elif chart.form == "share" and (chart.hero or max(values) <= _LEAST):
         ticks = [0.0, 0.25, 0.5, 0.75, 1.0]
-    else:
-        floor = 0.0 if min(values) >= 0 and chart.form in ("count", "size") else min(values)
-        ticks = nice(floor, max(values))
+    elif chart.form == "number":
+        ticks = nice(min(values), max(values))
+    else:  # neither shares nor amounts are ever below 0, and no share is above 1
+        ticks = nice(0.0, max(values) if max(values) > _LEAST else 1.0)
     return Frame(across, (ticks[0], ticks[-1]), chart.log, ticks)
 
 
@@ -193,10 +211,15 @@ def draw(
     f = frame(chart, curves, steps)
     form = FORMS[chart.form]
     ground = join(_rect(f, a, b) for _, a, b in phases[:-1] if not chart.phase)
-    zones = [tag("span", name, class_="zone", style=f"left:{100 * f.across(a):.2f}%") for name, a, _ in phases]
+    zones = [
+        tag("span", name, class_="zone", style=f"left:{100 * x:.2f}%;max-width:{100 * (f.across(b) - x):.2f}%")
+        for name, a, b in phases for x in [f.across(a)]
+    ]  # fmt: skip
+    between = "".join(f"M{_x(f, a)} 0V{HEIGHT:g}" for _, a, _ in phases[1:-1] if not chart.phase)
+    border = tag("path", d=between, class_="border") if between else None
     grid = tag("path", d=" ".join(f"M0 {_y(f, t)}H{WIDTH:g}" for t in f.ticks), class_="grid")
     svg = tag(
-        "svg", ground, grid, *[_paths(chart, c, f) for c in curves],
+        "svg", ground, grid, border, *[_paths(chart, c, f) for c in curves],
         viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", preserveAspectRatio="none", aria_hidden="true",
     )  # fmt: skip
     labels = [tag("span", form(t), class_="y", style=f"top:{100 * f.down(t):.2f}%") for t in f.ticks]

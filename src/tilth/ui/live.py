@@ -18,11 +18,13 @@ from rich.text import Text
 
 from tilth.config.schema import Recipe
 from tilth.flows.metrics import KEYS
+from tilth.flows.readers import ACCURACY, REWARD
 from tilth.ui import words
 
 LEVELS = "▁▂▃▄▅▆▇█"
 CURVES = (
-    ("accuracy/heldout", "held-out accuracy", "bold green"),
+    (ACCURACY, "held-out accuracy", "bold green"),
+    (REWARD, "held-out reward", "bold green"),
     ("loss/heldout", "held-out loss", "bold green"),
     ("accuracy/pairs", "held-out pairs", "bold green"),
     ("reward/mean", "reward", "cyan"),
@@ -32,6 +34,13 @@ CURVES = (
 )
 RATES = (("tokens_per_second/generate", "generation"), ("tokens_per_second/train", "training"))
 VERDICTS = {"right": ("✓", "green"), "wrong": ("✗", "red"), "partly": ("◐", "yellow"), "missing": ("?", "yellow")}
+COLOURS = (
+    "green", "cyan", "yellow", "magenta", "bright_blue", "bright_green", "bright_magenta", "bright_yellow",
+    "bright_cyan", "white",
+)  # fmt: skip
+"""Of the parts of a step, the longest first."""
+REST = "grey62"
+"""Of those after them."""
 NARROW = 64
 LABEL, VALUE = 17, 25
 FASTEST, COST = 0.25, 0.01
@@ -104,8 +113,12 @@ class Progress:
         self._pace = took if self._pace is None else 0.9 * self._pace + 0.1 * took
         self.record = record
         self.missing += int(record.get("reward/missing") or 0)
+        # Of a reward that is 0 or 1 the accuracy tells all; once it was neither, there never was one.
+        told, beside = (ACCURACY, REWARD) if ACCURACY in record else (REWARD, ACCURACY)
+        for known in (self.series, self.first, self.latest) if told in record else ():
+            known.pop(beside, None)
         for name, value in record.items():
-            if isinstance(value, (int, float)) and name not in KEYS:
+            if isinstance(value, (int, float)) and name not in KEYS and not (name == beside and told in record):
                 self.series.setdefault(name, Series()).add(value)
                 self.first.setdefault(name, value)
                 self.latest[name] = value
@@ -186,8 +199,9 @@ def line(p: Progress) -> str:
     """The state of a run in one plain line."""
     parts = [f"{words.phase_name(p.phase)} {p.done}/{p.steps or '?'}"]
     shown = (("reward/mean", "reward"), ("loss", "loss"), ("entropy", "entropy"), ("length/mean", "length"))
-    if "accuracy/heldout" in p.latest:
-        parts.append(f"accuracy {words.share(p.latest['accuracy/heldout'])}")
+    for name, label in ((ACCURACY, "accuracy"), (REWARD, "held-out reward")):
+        if name in p.latest:
+            parts.append(f"{label} {words.figure(name, p.latest[name])}")
     if "accuracy/pairs" in p.latest:
         parts.append(f"held-out pairs {words.share(p.latest['accuracy/pairs'])}")
     if "loss/heldout" in p.latest:
@@ -254,7 +268,7 @@ def _curves(p: Progress, width: int) -> RenderableType:
         grid.add_column(no_wrap=True, width=column)
     for name, label, style in CURVES:
         values = p.series[name].values if name in p.series else []
-        if not values and not (name == "accuracy/heldout" and name in p.latest):
+        if not values and not (name in (ACCURACY, REWARD) and name in p.latest):
             continue
         grid.add_row(Text(label), Text(_value(p, name), style), Text(sparkline(values, room), style))
     if p.record.get("mismatch/max") is not None:
@@ -267,9 +281,9 @@ def _curves(p: Progress, width: int) -> RenderableType:
 
 def _value(p: Progress, name: str) -> str:
     value = p.latest[name]
-    if name in ("accuracy/heldout", "accuracy/pairs"):
+    if name in (ACCURACY, REWARD, "accuracy/pairs"):
         first = p.first.get(name, value)
-        return words.share(value) + (f" from {words.share(first)}" if first != value else "")
+        return words.figure(name, value) + (f" from {words.figure(name, first)}" if first != value else "")
     if name == "length/mean":
         cut = p.record.get("length/cut")
         return f"{value:.1f} tokens" + (f", {cut:.0%} cut" if cut else "")
@@ -288,10 +302,9 @@ def _rates(p: Progress) -> RenderableType:
 
 def _times(p: Progress, width: int) -> RenderableType:
     """Where the time of the recent step went: one bar, split, and its legend."""
-    colours = ("green", "cyan", "blue", "magenta", "yellow", "red")
     bar, legend = Text(), Text()
     filled = 0.0
-    for (name, part), colour in zip(p.times, colours):
+    for (name, part), colour in zip(p.times, itertools.chain(COLOURS, itertools.repeat(REST))):
         filled += part * width
         bar.append("█" * (round(filled) - len(bar)), colour)
         if part >= 0.01:

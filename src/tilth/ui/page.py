@@ -10,9 +10,11 @@ STYLE = """
 :root{color-scheme:light dark;--paper:#faf8f3;--card:#fffefb;--ink:#2b261f;--soft:#766d60;--line:#e7e0d3;
 --shade:#f1ece1;
 --leaf:#3c7d40;--sky:#2f70a3;--clay:#b9532d;--sun:#b98113;--plum:#835092;--teal:#22807b;--soil:#8a7057;
+--rose:#c9577f;--indigo:#4b4fa6;--olive:#8d8b1e;--aqua:#5fb3c4;--lilac:#b59ad6;--moss:#9dbb62;
 --good:60,130,64;--mid:214,160,40;--bad:196,66,40}
 @media(prefers-color-scheme:dark){:root{--paper:#161410;--card:#1e1b16;--ink:#ece5d8;--soft:#a0968a;--line:#353028;
 --shade:#262219;--leaf:#84c681;--sky:#79b6e4;--clay:#ea8d66;--sun:#e6b954;--plum:#c79ad9;--teal:#67c7bf;--soil:#c0a78c;
+--rose:#f08fb0;--indigo:#9aa0f2;--olive:#cfcc5e;--aqua:#3f8fa1;--lilac:#7f66a3;--moss:#6d8a3a;
 --good:96,180,98;--mid:222,172,62;--bad:232,98,68}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,
@@ -34,9 +36,9 @@ h3{font-size:15px;margin:0 0 10px;font-weight:600}h3 small{font-weight:400;color
 .state.failed{color:var(--clay)}
 .tiles{display:flex;flex-wrap:wrap;gap:1px;background:var(--line);border:1px solid var(--line);border-radius:12px;
 overflow:hidden}
-.tile{background:var(--card);padding:13px 16px;flex:1 1 128px}
+.tile{background:var(--card);padding:13px 15px;flex:1 1 118px}
 .tile span{white-space:nowrap;display:block;color:var(--soft);font-size:12.5px}
-.tile b{font-size:22px;font-weight:600;letter-spacing:-.01em}
+.tile b{font-size:20px;font-weight:600;letter-spacing:-.01em;white-space:nowrap}
 .tile small{display:block;color:var(--soft);font-size:12.5px}
 .tile.warn b{color:var(--clay)}
 .charts{display:flex;flex-wrap:wrap;gap:16px}
@@ -64,16 +66,19 @@ border-radius:3px}.lanes .x{margin-left:76px}.lanes .plot~.x{margin-left:46px}
 .band{fill:currentColor;stroke:none}.ink{color:var(--ink)}.pale{opacity:.42}.idle{color:var(--shade)}.idle.far{color:var(--line)}
 .bar.thin{height:12px;border-radius:3px;gap:0}.bar.thin i{min-width:0}
 path{fill:none;stroke-linejoin:round;stroke-linecap:round;vector-effect:non-scaling-stroke}
-.grid{stroke:var(--line);stroke-width:1}.shade{fill:var(--shade)}
+.grid{stroke:var(--line);stroke-width:1}.border{stroke:var(--soft);stroke-width:1;stroke-dasharray:2 3}
+.shade{fill:var(--shade)}
 .line{stroke:currentColor;stroke-width:2}.raw{stroke:currentColor;stroke-width:1;opacity:.28}
 .hero .line{stroke-width:2.5}.dots{stroke:currentColor;stroke-width:6}.hero .dots{stroke-width:7}
 .area{fill:currentColor;opacity:.1}
 .leaf{color:var(--leaf)}.sky{color:var(--sky)}.clay{color:var(--clay)}.sun{color:var(--sun)}.plum{color:var(--plum)}
+.rose{color:var(--rose)}.indigo{color:var(--indigo)}.olive{color:var(--olive)}.aqua{color:var(--aqua)}
+.lilac{color:var(--lilac)}.moss{color:var(--moss)}
 .teal{color:var(--teal)}.soil{color:var(--soil)}.grey{color:var(--soft)}
 .cursor{position:absolute;top:0;bottom:0;width:1px;background:var(--soft);opacity:0;pointer-events:none}
 .cursor i{position:absolute;width:9px;height:9px;margin:-4.5px;border-radius:9px;background:currentColor;
 border:2px solid var(--card)}
-.zone{position:absolute;top:7px;padding-left:9px;font-size:12px;color:var(--soft);white-space:nowrap;overflow:hidden}
+.zone{position:absolute;box-sizing:border-box;top:7px;padding-left:9px;font-size:12px;color:var(--soft);white-space:nowrap;overflow:hidden}
 .groups{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(330px,100%),1fr));gap:12px}
 .card figure.chart{border:0;padding:18px 0 0;border-radius:0}
 .card{background:var(--card);border:1px solid var(--line);border-radius:12px;padding:18px 20px}

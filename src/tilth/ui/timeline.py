@@ -26,15 +26,15 @@ from tilth.ui import words
 from tilth.ui.charts import HEIGHT, WIDTH, nice
 from tilth.ui.html import Html, join, tag
 
-HUES = ("leaf", "sky", "sun", "plum", "teal", "soil")
-"""Of phases, the longest first; the others are grey."""
+HUES = ("leaf", "sky", "sun", "plum", "teal", "rose", "indigo", "olive", "aqua", "lilac", "moss", "soil")
+"""Of phases, the longest first, and of data; the others are grey."""
 MEETING = "waiting in communication"
 """Until the last member is there: in a timeline told from the transfer."""
 FIXED = {
     COMMUNICATION: "ink",
     MEETING: "ink pale",
     PAUSE: "clay",
-    PROFILE: "grey",
+    PROFILE: "grey pale",
     PEERS: "idle",
     CONTROLLER: "idle far",
 }

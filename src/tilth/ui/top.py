@@ -18,11 +18,11 @@ from rich.text import Text
 
 from tilth.config.load import load_recipe
 from tilth.core.errors import DataError
-from tilth.flows.readers import read_state
+from tilth.flows.readers import ACCURACY, REWARD, read_state
 from tilth.trace.account import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, Account, account
 from tilth.trace.recent import recent
 from tilth.ui import words
-from tilth.ui.live import Progress, picture
+from tilth.ui.live import COLOURS, REST, Progress, picture
 
 TAIL = 1 << 18
 """Bytes at the end of the metrics that are read at first: some hundred steps."""
@@ -35,7 +35,6 @@ LEAST = 0.005
 """Parts of the time below this share are not named."""
 FIXED = {COMMUNICATION: "blue", PAUSE: "red", PROFILE: "bright_black", PEERS: "grey39", CONTROLLER: "grey23"}
 METER = {"busy": "green", "communication": "blue", "gc": "red", "profile": "bright_black", "waiting": "grey23"}
-COLOURS = ("green", "cyan", "yellow", "magenta", "bright_blue", "white")
 
 
 class Tail:
@@ -158,7 +157,8 @@ def as_dict(look: Look) -> dict[str, Any]:
         "run": str(look.run), "state": look.state["state"], "attempt": look.state.get("attempt"),
         "step": record.get("step", 0), "phase": p.phase, "phase_step": p.done, "phase_steps": p.steps,
         "seconds": p.seconds, "left": p.left, "silent": look.silent,
-        "loss": record.get("loss"), "reward": record.get("reward/mean"), "accuracy": p.latest.get("accuracy/heldout"),
+        "loss": record.get("loss"), "reward": record.get("reward/mean"), "accuracy": p.latest.get(ACCURACY),
+        "reward_heldout": p.latest.get(REWARD),
         "tokens_per_second": {n: record.get(f"tokens_per_second/{n}") for n in ("generate", "train")},
         "time": {k[5:]: v for k, v in record.items() if k.startswith("time/")},
         "memory": {"now": record.get("memory/rss"), "peak": record.get("memory/peak"),
@@ -230,7 +230,7 @@ def _divided(found: Account, width: int) -> RenderableType:
     bar, keys, filled = Text(), list[Text](), 0.0
     phases = iter(COLOURS)
     for name, seconds in found.parts.items():
-        colour = FIXED.get(name) or next(phases, "white")
+        colour = FIXED.get(name) or next(phases, REST)
         part = seconds / found.whole
         filled += part * width
         bar.append("█" * (round(filled) - len(bar)), colour)

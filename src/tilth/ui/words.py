@@ -26,10 +26,17 @@ def count(number: int, what: str) -> str:
 
 
 def share(value: float | None) -> str:
-    """``94.1 %``; a dash for what is not known; a mean reward that is no share as a number."""
-    if value is None:
-        return "–"
-    return f"{100 * value:.1f} %" if 0 <= value <= 1 else number(value)
+    """``94.1 %``; a dash for what is not known."""
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+MEASURES = {"accuracy/heldout": "accuracy", "reward/heldout": "mean reward"}
+"""What an evaluation of answers tells, as people say it."""
+
+
+def figure(metric: str, value: float | None) -> str:
+    """A value as its metric is read: a share of right answers in percent, a reward as a number."""
+    return share(value) if metric.startswith("accuracy/") else number(value)
 
 
 def number(value: float | None) -> str:
@@ -67,7 +74,8 @@ def best(found: dict[str, Any] | None) -> str:
         return f"best at step {found['step']:,}: held-out loss {found['value']:.4f} nats per token"
     if found.get("metric") == "accuracy/pairs":
         return f"best at step {found['step']:,}: {share(found['value'])} of the held-out pairs in their order"
-    return f"best at step {found['step']:,}: held-out accuracy {share(found['value'])}"
+    metric = found["metric"]
+    return f"best at step {found['step']:,}: held-out {MEASURES[metric]} {figure(metric, found['value'])}"
 
 
 def phase_name(phase: str) -> str:
