@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 import os
 import signal
@@ -275,10 +276,11 @@ def test_a_step_without_any_reward_is_told_and_survived(tmp_path, monkeypatch):
     ]
 
 
-def test_an_error_is_not_journaled_so_that_a_mended_reward_is_asked_again(tmp_path):
+def test_what_is_missing_is_journaled_with_its_reason(tmp_path):
     result = tiny.run(tiny.recipe(tmp_path), reward=sometimes)
-    assert result.summary["rewards_missing"] > 0
-    assert (result.directory / "rewards.jsonl").read_text() == ""
+    lines = (result.directory / "rewards.jsonl").read_text().splitlines()
+    assert len(lines) == result.summary["rewards_missing"] + result.summary["rewards_missing_heldout"] > 0
+    assert {json.loads(line)["outcome"]["status"] for line in lines} == {"error", "invalid"}
 
 
 def slow_for_some(prompt, completion, info):

@@ -240,36 +240,6 @@ def test_records_are_strict_json(tmp_path):
         assert curve(read_metrics(run.path), "loss") == []
 
 
-# ---- the journal ----
-
-
-def test_outcomes_are_replayed_by_the_next_attempt(tmp_path):
-    with RunDir.create(recipe(tmp_path), "demo") as run:
-        run.log_outcomes(3, {7: {"value": None, "error": "timeout"}, -5: {"value": None, "error": "raised"}})
-        run.log_outcomes(3, {7: {"value": 1.0}})  # the first one stands
-        run.log_outcomes(4, {})
-        commit(run, 1)
-    with open(run.path / "rewards.jsonl", "a") as file:
-        file.write('{"step": 3, "traj')  # killed while writing
-    with RunDir.create(recipe(tmp_path), "demo") as run:
-        run.rewind(0)
-        want = {7: {"value": None, "error": "timeout"}, -5: {"value": None, "error": "raised"}}
-        assert run.journal(3) == want and run.journal(4) == {}
-        run.log_outcomes(4, {1: {"value": None}})
-    with RunDir.create(recipe(tmp_path), "demo") as run:
-        assert run.journal(3) == want and run.journal(4) == {1: {"value": None}}
-
-
-def test_memory_of_the_journal_is_bounded_and_a_rewind_reads_it_again(tmp_path):
-    with RunDir.create(recipe(tmp_path), "demo") as run:
-        for step in range(1, 30):
-            run.log_outcomes(step - 1, {step: {"value": None}})
-            commit(run, step)
-        assert len(run._outcomes) <= 2
-        run.rewind(10)
-        assert run.journal(10) == {11: {"value": None}} and run.journal(20) == {21: {"value": None}}
-
-
 # ---- kills and full disks ----
 
 CHILD = """

@@ -53,7 +53,7 @@ def made(tmp_path):
         keeper, said, noted = Keeper(), [], []
         recipe = tiny.recipe(tmp_path, run=run)
         directory = SimpleNamespace(
-            checkpoints=str(tmp_path / "kept"), update=lambda **what: noted.append(what), log=said.append
+            checkpoints=str(tmp_path / "kept"), note_checkpoint=lambda *what: noted.append(what), log=said.append
         )
         return Saving(recipe, directory, {"policy": keeper}, Metrics(), said.append), keeper, said
 

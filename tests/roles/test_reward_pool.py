@@ -130,8 +130,7 @@ def test_a_bad_call_costs_its_own_reward_only(pool, completion, status, reason):
     outcomes = pool.score(items("ok", "parts", completion, "ok"))
     assert [o.value for o in outcomes] == [1.5, 1.0, None, 1.5]
     assert outcomes[2].status == status and outcomes[2].reason.startswith(reason)
-    assert outcomes[2].by_chance == (status in ("died", "timeout"))
-    if outcomes[2].by_chance:
+    if status in ("died", "timeout"):
         assert all(map(gone, before)), "killed and reaped"
     if status == "timeout":
         assert LIMIT <= outcomes[2].seconds < LIMIT + 10
@@ -165,7 +164,7 @@ def test_finished_work_of_a_lost_chunk_is_kept(pool, tmp_path):
 def test_known_outcomes_are_not_scored_again(pool, tmp_path):
     notes = tmp_path / "calls"
     first = pool.score(items("ok", "sleep", "ok"))
-    journal = {i: Outcome(**asdict(o)) for i, o in enumerate(first) if o.by_chance}
+    journal = {i: Outcome(**asdict(o)) for i, o in enumerate(first) if o.value is None}
     again = pool.score(items("ok", "ok", "ok", notes=str(notes)), known=journal)
     assert again[1] == first[1] and [o.value for o in again] == [1.5, None, 1.5]
     assert notes.read_text().split() == ["p0", "p2"]
@@ -437,7 +436,7 @@ def test_a_process_that_cannot_be_started_again(tmp_path, monkeypatch):
         path.unlink()
         outcomes = pool.score(items("ok", "exit", "ok"))
         assert outcomes[1].reason == "its process died with exit code 1"
-        assert outcomes[2].value is None and outcomes[2].by_chance and "no file" in outcomes[2].reason
+        assert outcomes[2].value is None and outcomes[2].status == "died" and "no file" in outcomes[2].reason
         path.write_text(body)
         assert pool.score(items("ok"))[0].value == 1
 

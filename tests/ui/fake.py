@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 
 from tests.trace.tree import s, table
 from tilth.config.load import from_dict
+from tilth.core.batch import Batch
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.rundir import RunDir
 
@@ -54,9 +55,8 @@ def fake_run(root: Path, *, warmup=180, steps=400, seed=0, end="finished", missi
                 run.add_trajectories(_rows(step, record["skill"], tokenizer, rng, hostile, missing))
                 record["reward/missing"] = float(missing)
                 if missing:
-                    run.log_outcomes(
-                        step, {step: {"value": None, "status": "timeout", "reason": "took longer than 10 s"}}
-                    )
+                    lost = {"value": None, "status": "timeout", "reason": "took longer than 10 s"}
+                    run.journal.write(step, _unrewarded(step), {step: lost})
             record.pop("skill")
             record |= {"step": step, "phase": "warmup" if warm else "grpo", "memory/peak": 742e6}
             clock += record["time/step"]
@@ -75,6 +75,12 @@ def fake_run(root: Path, *, warmup=180, steps=400, seed=0, end="finished", missi
             run.flush()
             run.update()
     return run.path
+
+
+def _unrewarded(trajectory: int) -> Batch:
+    """The row of a sample whose reward is missing."""
+    rows = {"id": np.array([trajectory]), "identity": np.array([1], np.uint32), "reward": np.array([np.nan])}
+    return Batch(rows)
 
 
 def _now() -> float:

@@ -65,10 +65,18 @@ class Identity:
             yield str(error)
             return
         for name, words in changes.items():
-            if not self._allowed(name):
+            if not self.allows(name):
                 yield words
 
-    def _allowed(self, name: str) -> bool:
+    @property
+    def reward(self) -> str:
+        """Tells this reward from any other: its function, the time it has and the data that it is asked about."""
+        inputs = [self.inputs.get(name) for name in ("reward.function", "data")]
+        said = json.dumps([self.recipe.reward.function, self.recipe.reward.timeout, inputs])
+        return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
+
+    def allows(self, name: str) -> bool:
+        """Whether the run that goes on may have had another value of this key."""
         if any(name == given or name.startswith(f"{given}.") for given in self.allow):
             return True
         return name == "data" and any(given.partition(".")[0] == "data" for given in self.allow)
@@ -81,7 +89,7 @@ class Identity:
         state, name = read_state(path), f"run.name={self.recipe.run.name}: {path}"
         if state["digest"] != self.digest:
             changes = self.changes(path, state) if (path / "recipe.toml").exists() else {}
-            refused = {key: words for key, words in changes.items() if not self._allowed(key)}
+            refused = {key: words for key, words in changes.items() if not self.allows(key)}
             if refused or not changes:
                 raise RecipeError(_another(name, path, refused))
         elif state["state"] == "finished":

@@ -84,19 +84,26 @@ class Lines:
         self._file.close()
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, none if there is no file. A torn last line is left out, another is a DataError."""
+def iterate_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file one by one, none if there is no file. A torn last line is left out, another is a
+    DataError."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        file = open(path, "rb")  # noqa: SIM115 - closed below
     except FileNotFoundError:
-        return []
-    found = []
-    for number, line in enumerate(lines[:-1], 1):  # what follows the last line break is torn, or empty
-        try:
-            found.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} line {number} is not JSON: {line[:60]!r}") from error
-    return found
+        return
+    with file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path} line {number} is not JSON: {line[:60].rstrip()!r}") from error
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All of ``iterate_lines``."""
+    return list(iterate_lines(path))
 
 
 class Lock:

@@ -31,7 +31,6 @@ from tilth.flows.shape import adapted, current
 from tilth.flows.signals import Interrupted, StopRequest
 from tilth.rl.metrics import Metric
 from tilth.roles.experience import CUT
-from tilth.roles.reward_pool import Outcome
 from tilth.roles.rollout import ask
 from tilth.trace.spans import span
 
@@ -313,7 +312,7 @@ class Run:
         return batch.with_rows(baselines=greedy["reward"][place])
 
     def collect(self, asked: Batch, *, greedy: bool = False, prefix: str = "") -> Batch:
-        """Generate and score; what failed by chance is written to the journal, or taken from it when replayed.
+        """Generate and score; rewards are written to the journal, or taken from it when the step runs again.
 
         prefix: of the metric that counts missing rewards; empty: ``reward/heldout`` of greedy answers, else ``reward``.
         """
@@ -324,33 +323,36 @@ class Run:
         if self.roles.reward_model is not None:
             scored = self.roles.reward_model.rate(scored, alone=self.reward is None)
         self.at.graded |= is_graded(scored)
-        self.directory.log_outcomes(self.at.step, {i: o for i, o in failures.items() if Outcome(**o).by_chance})
         missing = float(np.isnan(scored["reward"]).sum())
         self.metrics.add(f"{prefix or (REWARD if greedy else 'reward')}/missing", missing)
         self.metrics.add("reward/timeout", float(sum(o["status"] == "timeout" for o in failures.values())))
-        self._tell_failures(failures, len(scored))
         check_parts(self.recipe, scored)
         return scored
 
     def _score(self, reward: WorkerGroup, batch: Batch) -> tuple[Batch, dict[int, dict[str, Any]]]:
         """Rewards, and those that are missing: in calls that end within the limit of a call even if each reward takes
         all of its own."""
-        parts, failures = list[Batch](), dict[int, dict[str, Any]]()
+        parts, failures, replayed = list[Batch](), dict[int, dict[str, Any]](), set[int]()
         how, limit = self.recipe.reward, self.recipe.cluster.timeout / 2
         rows = len(batch) if self.recipe.cluster.backend == "inline" else how.workers * int(limit / how.timeout)
         for start in range(0, max(len(batch), 1), max(rows, 1)):
             some = batch.select(np.arange(start, min(start + rows, len(batch))))
-            parts.append(reward.score(some, known=self.directory.journal(self.at.step)))
+            known = self.directory.journal.known(self.at.step, some)
+            parts.append(reward.score(some, known=known))
             failures |= reward.failures()
-        return concat(parts) if len(parts) > 1 else parts[0], failures
+            replayed |= known.keys()
+        scored = concat(parts) if len(parts) > 1 else parts[0]
+        self._tell_failures(failures, len(scored), replayed)
+        self.directory.journal.write(self.at.step, scored, failures)
+        return scored, failures
 
-    def _tell_failures(self, failures: dict[int, dict[str, Any]], asked: int) -> None:
+    def _tell_failures(self, failures: dict[int, dict[str, Any]], asked: int, replayed: set[int]) -> None:
         """The first reason is said aloud; a reward that has never worked ends the run."""
         if not failures:
             self._rewarded |= asked > 0
             return
         reason = next(iter(failures.values()))["reason"]
-        if len(failures) == asked and not self._rewarded:
+        if 0 < asked - len(replayed) == len(failures.keys() - replayed) and not self._rewarded:
             raise RewardError(f"none of the first {asked} rewards could be had; the first reason: {reason}")
         self._rewarded |= len(failures) < asked
         if reason not in self._reasons:

@@ -1,18 +1,17 @@
 """The directory of a run: everything that is kept, written so that nothing committed is ever lost.
 
     recipe.toml  run.json  metrics.jsonl  metrics_schema.json  trajectories/  events/  checkpoints/  rewards.jsonl
-    log.txt  report.html, and where asked for profiles/
+    scores.jsonl  log.txt  report.html, and where asked for profiles/
 
 A step is committed by one line of ``metrics.jsonl``. Trajectories follow in files of several steps, at the latest when
 the flow makes a checkpoint (``flush``). On resume ``rewind(step)`` drops what lies behind the checkpoint's step; the
-reward journal stays, so that a time-out is the same missing reward when its step runs again.
+journal of rewards stays, so that a step that runs again has the same ones.
 """
 
 import os
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +25,8 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import StorageError
 from tilth.flows.continuing import Identity, claim
 from tilth.flows.environment import environment
-from tilth.flows.files import Lines, Lock, read_lines, replace, to_json, writing
+from tilth.flows.files import Lines, Lock, replace, to_json, writing
+from tilth.flows.journal import Journal
 from tilth.flows.metrics import resident, schema
 from tilth.flows.readers import checkpoints_of, read_metrics, read_state, read_trajectories, summarise
 from tilth.flows.signals import Interrupted
@@ -58,11 +58,10 @@ class RunDir:
         with writing(path):
             self.events.mkdir(exist_ok=True)
         self._metrics = Lines(path / "metrics.jsonl")
-        self._journal = Lines(path / "rewards.jsonl")
+        self.journal = Journal(path, who.reward, replay=not who.allows("reward.function"))
         self._log = Lines(path / "log.txt")
         self._trajectories = TrajectoryFiles(path / "trajectories")
         self._state = self._begin(before)
-        self._outcomes = self._read_journal(0)
         self._announce()
 
     @classmethod
@@ -115,8 +114,7 @@ class RunDir:
         written = keys | {k: v for k, v in record.items() if k not in keys}
         self._metrics.append(to_json(written))
         self._trajectories.commit()
-        for step in [s for s in self._outcomes if s < record["step"] - 1]:
-            del self._outcomes[step]  # on disk, and not asked for again before a rewind
+        self.journal.forget(record["step"])
         return written
 
     def add_trajectories(self, table: pa.Table) -> None:
@@ -131,7 +129,7 @@ class RunDir:
     def rewind(self, step: int) -> None:
         """Drop everything of steps after ``step``, the last one that the checkpoint holds (0: all)."""
         self._trajectories.rewind(step)
-        self._outcomes = self._read_journal(step)
+        self.journal.rewind(step)
         self._metrics.close()
         path = self.path / "metrics.jsonl"
         kept = [r for r in read_metrics(self.path) if r["step"] <= step]
@@ -147,32 +145,6 @@ class RunDir:
         """Run time in seconds: of this attempt, and of earlier ones up to where it continues."""
         return self._earlier + time.monotonic() - self._began
 
-    # ---- the journal of rewards ----
-
-    def log_outcomes(self, step: int, outcomes: Mapping[int, Any]) -> None:
-        """Write down outcomes (dataclasses or mappings of JSON) by trajectory id, durably, before they are used: they
-        are replayed if the step runs again. A second outcome of one trajectory is ignored."""
-        known = self._outcomes.setdefault(step, {})
-        fresh = {i: asdict(o) if is_dataclass(o) else dict(o) for i, o in outcomes.items() if i not in known}  # type: ignore[arg-type]
-        if not fresh:
-            return
-        lines = [to_json({"step": step, "trajectory": i, "outcome": o}) for i, o in fresh.items()]
-        self._journal.append("\n".join(lines), sync=True)
-        known.update(fresh)
-
-    def journal(self, step: int) -> dict[int, dict[str, Any]]:
-        """Outcomes of a step by trajectory id, as far as an earlier attempt got."""
-        return dict(self._outcomes.get(step, {}))
-
-    def _read_journal(self, step: int) -> dict[int, dict[int, dict[str, Any]]]:
-        """Outcomes of this step and later ones, by step and trajectory id."""
-        found: dict[int, dict[int, dict[str, Any]]] = {}
-        for entry in read_lines(self.path / "rewards.jsonl"):
-            if entry["step"] < step:
-                continue
-            found.setdefault(entry["step"], {}).setdefault(entry["trajectory"], entry["outcome"])
-        return found
-
     # ---- the state ----
 
     def log(self, text: str) -> None:
@@ -183,6 +155,12 @@ class RunDir:
         """Set fields of run.json, which is replaced as a whole."""
         self._state.update(fields)
         replace(self.path / "run.json", (to_json(self._state) + "\n").encode())
+
+    def note_checkpoint(self, step: int, best: Mapping[str, Any] | None) -> None:
+        """The checkpoint of this step is complete; best: the best evaluation of those that are kept."""
+        if 0 < self.saved < step:
+            self.journal.trim(self.saved)  # a resume may still go back to the one before
+        self.update(best=best, saved=step)
 
     def set_plan(self, plan: Mapping[str, Any]) -> None:
         """Keep the plan; its ``memory_peak`` is the predicted memory that the peak is shown beside."""
@@ -207,7 +185,7 @@ class RunDir:
 
     def close(self) -> None:
         """Release the files and the lock; the state stays as it is."""
-        for file in (self._metrics, self._journal, self._log):
+        for file in (self._metrics, self.journal, self._log):
             file.close()
         self._lock.release()
 

@@ -96,7 +96,7 @@ class Saving:
 
     def _succeed(self) -> None:
         self.failed = 0
-        self.directory.update(best=self._best, saved=self._step)
+        self.directory.note_checkpoint(self._step, self._best)
         self.metrics.add("save/seconds", self._durable - self._began)
 
     def give_up(self) -> None:

@@ -75,11 +75,6 @@ class Outcome:
         """The part ``correct`` or else the reward; NaN: missing."""
         return math.nan if self.value is None else self.parts.get(CORRECT, self.value)
 
-    @property
-    def by_chance(self) -> bool:
-        """Whether scoring the item again might end otherwise, so that a replay must be told (``known``)."""
-        return self.status in ("timeout", "died")
-
 
 class RewardPool:
     """Processes that score, each one call at a time.
@@ -151,7 +146,7 @@ class RewardPool:
     def score(self, items: Sequence[Item], known: Mapping[Any, Outcome] | None = None) -> list[Outcome]:
         """Outcomes in the order of items, which are ``(id, prompt, completion, info)``.
 
-        known: outcomes by id of an earlier attempt (see ``Outcome.by_chance``); these items are not scored again.
+        known: outcomes by id of an earlier attempt; these items are not scored again.
         """
         if not self._closed.alive:
             raise RewardError("the reward pool is closed")
