@@ -346,39 +346,37 @@ def test_keys_reach_the_sections_whose_names_are_taken(monkeypatch):
     assert (made.data.holdout, made.reward.timeout, made.seed, made.algorithm.steps) == (0.25, 2.5, 9, 3)
 
 
-def rewards_for_identity():
-    """Pairs of functions: (what, one, another)."""
+# ---- a reward that changed ----
 
-    def scaled(k):
-        return lambda prompt, completion, info: k * len(completion)
+SCRIPT = """
+import sys
+import tilth
+from helper import bonus
+from tilth.core.errors import RecipeError
 
-    words = lambda p, c, i: float(c in {"aa", "bb", "cc", "dd"})  # noqa: E731
-    return {
-        "closure": (scaled(1.0), scaled(-1.0)),
-        "constant": (lambda p, c, i: 1.0, lambda p, c, i: 2.0),
-        "default": (lambda p, c, i, k=1: k, lambda p, c, i, k=2: k),
-        "nested": (lambda p, c, i: max(map(lambda x: 1, c)), lambda p, c, i: max(map(lambda x: 2, c))),
-        "set": (words, lambda p, c, i: float(c in {"aa", "bb", "cc", "xx"})),
-    }
+WEIGHT = {weight}
+SUMS = [{{"prompt": f"{{a}}+{{b}}=", "answer": str(a + b)}} for a in range(5) for b in range(5)]
+sections = {sections}
 
-
-@pytest.mark.parametrize("what", ["closure", "constant", "default", "nested", "set"])
-def test_another_reward_has_another_identity_and_the_same_the_same(what):
-    one, another = rewards_for_identity()[what]
-    again, _ = rewards_for_identity()[what]
-    assert api._identity(one) == api._identity(again) != api._identity(another)
+try:
+    tilth.train(SUMS, lambda prompt, completion, info: WEIGHT * len(completion) + bonus(), observers=[], **sections)
+except RecipeError as error:
+    sys.exit(f"refused: {{error}}")
+"""
 
 
-def test_identity_does_not_depend_on_the_process():
-    code = (
-        "from tests.test_api import rewards_for_identity as r; from tilth.api import _identity; "
-        "print([_identity(one) for one, _ in r().values()])"
-    )
-    said = {
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        ).stdout
-        for seed in ("1", "2")
-    }  # fmt: skip
-    assert len(said) == 1
+def test_a_global_or_a_helper_that_changed_is_another_reward(tmp_path):
+    """A script that is called again, in processes of its own."""
+    sections = settings(str(tmp_path / "runs"))
+    sections["run"] |= {"name": "mine"}
+
+    def call(weight, helper):
+        (tmp_path / "script.py").write_text(SCRIPT.format(weight=weight, sections=sections))
+        (tmp_path / "helper.py").write_text(f"def bonus(): return {helper}\n")
+        return subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True).stderr
+
+    assert call(0.1, 0.0) == ""
+    assert "mine is finished" in call(0.1, 0.0)  # it is the same work
+    for other in (call(0.2, 0.0), call(0.1, 0.5)):
+        assert other.startswith("refused: ") and "mine is another run: its reward function" in other
+        assert "--allow reward.function" in other

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tilth.config.load import check_allowed, from_dict
@@ -41,7 +40,7 @@ def run_recipe(
 
     Writes ``report.html`` at the end. Raises TilthError (bad input, a broken invariant) and Interrupted.
     """
-    from tilth.rl.rewards import files_hash
+    from tilth.rl.fingerprint import fingerprint
     from tilth.ui.track import tracking
 
     function = _reward(recipe, prompts, reward)
@@ -55,8 +54,7 @@ def run_recipe(
             _material(recipe, prompts, function),
             pool,
             [*observers, *trackers],
-            reward=_identity(reward) if reward else "",
-            reward_file=files_hash(function) if function else "",
+            reward=fingerprint(function) if function else "",
             allow=allow,
             fallback=fallback,
         )
@@ -190,27 +188,6 @@ def _with_keys(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str
         else:
             found[section] = value
     return found
-
-
-def _identity(value: Any) -> str:
-    """What tells a function given by value from another one, the same in every process.
-
-    Its code, constants, defaults and what it closes over; of any other object its plain value, or else its type.
-    """
-    if isinstance(value, CodeType):
-        return f"code({value.co_code.hex()} {_identity(value.co_consts)} {value.co_names})"
-    if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(map(_identity, value)))}}}"
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_identity, value))})"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{_identity(k)}: {_identity(v)}' for k, v in value.items())}}}"
-    if isinstance(value, FunctionType):
-        closed = tuple(cell.cell_contents for cell in value.__closure__ or ())
-        return f"def({_identity((value.__code__, value.__defaults__, value.__kwdefaults__, closed))})"
-    if value is None or isinstance(value, (int, float, complex, str, bytes, bool)):
-        return repr(value)
-    return f"{type(value).__module__}.{type(value).__qualname__}({_identity(getattr(value, '__dict__', None))})"
 
 
 def _task(recipe: Recipe) -> str:

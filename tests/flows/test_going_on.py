@@ -204,6 +204,40 @@ def test_other_batch_sizes_leave_no_prompt_out_and_take_none_twice(again):
     assert drawn.tolist() == seen
 
 
+# ---- another reward ----
+
+
+def rewarded(folder, *, stop=0, allow=(), name="mine"):
+    """A run of the reward in ``rewards.py`` of a folder, which imports ``helper.py`` there."""
+
+    def interrupt(record):
+        if record["step"] == stop:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    watcher, function = tiny.Recorder(at_step=interrupt), {"function": f"{folder}/rewards.py:score"}
+    run = {"name": name, "save_every": 2, "eval_prompts": 2}
+    made = tiny.recipe(folder / "runs", supervised={"steps": 0}, algorithm={"steps": 4}, run=run, reward=function)
+    try:
+        return run_recipe(made, name="tiny", observers=[watcher], allow=allow).directory.name, watcher.messages
+    except Interrupted:
+        assert stop
+
+
+@pytest.mark.parametrize("file", ["rewards.py", "helper.py"])
+def test_a_reward_whose_files_changed_is_refused_unless_it_is_allowed(tmp_path, file):
+    (tmp_path / "rewards.py").write_text("import helper\ndef score(p, c, i): return helper.length(c)\n")
+    (tmp_path / "helper.py").write_text("def length(c): return 0.1 * len(c)\n")
+    rewarded(tmp_path, stop=2)
+    rewarded(tmp_path, stop=2, name="")
+    with open(tmp_path / file, "a") as changed:
+        changed.write("# mended\n")
+    with pytest.raises(RecipeError, match=r"mine is another run: its reward function.*--allow reward\.function"):
+        rewarded(tmp_path)
+    name, said = rewarded(tmp_path, allow=["reward.function"])
+    assert name == "mine" and any(line.startswith("it goes on changed") for line in said)
+    assert rewarded(tmp_path, name="")[0] == "tiny-002"  # without a name it is begun anew, as with other data
+
+
 # ---- a signal that does not wait ----
 
 

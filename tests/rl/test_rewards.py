@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tilth.core.errors import DataError, RewardError
 from tilth.rl import rewards
-from tilth.rl.rewards import Score, Weighted, check_answers, files_hash, load_reward, normalise
+from tilth.rl.rewards import Score, Weighted, check_answers, load_reward, normalise
 from tilth.rl.verifiers import SPECS
 
 
@@ -384,14 +384,6 @@ def test_a_function_of_ones_own_may_check_too():
     check_answers(Mine(), [Record(0, "why?")])
     with pytest.raises(DataError, match=r"record 1 .*that is no question"):
         check_answers(Mine(), [Record(0, "because")])
-
-
-def test_another_file_is_another_reward(folder):
-    before = files_hash("my_rewards.py:brevity")
-    assert len(before) == 16 and files_hash({"my_rewards.py:brevity": 1.0, "gsm8k": 2.0}) == before
-    assert files_hash("gsm8k") == files_hash("math:hypot") == files_hash(len) == files_hash("regex:a/b") == ""
-    (folder / "my_rewards.py").write_text("def brevity(p, c, i): return 0\n")
-    assert files_hash("my_rewards.py:brevity") != before
 
 
 def test_all_names_are_in_the_list():

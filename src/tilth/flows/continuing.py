@@ -16,7 +16,7 @@ from tilth.flows.readers import read_state
 
 _OTHER = {
     "data": "its data are others",
-    "reward.function": "its reward function is another one",
+    "reward.function": "its reward function, or what that imports or reads, is another one",
     "data.template": "the file of its template is another one",
 }
 """What is said of an input that changed; of one that is a model, what its key led to and leads to."""
@@ -28,7 +28,7 @@ class Identity:
 
     recipe: Recipe
     inputs: Mapping[str, str] = field(default_factory=dict)
-    """Key -> fingerprint: of the data, a reward by value, a template's file, the models that paths lead to."""
+    """Key -> fingerprint: of the data, the reward function, a template's file, the models that paths lead to."""
     allow: tuple[str, ...] = ()
     """Keys and sections in which the run that goes on may have had other values (``--allow``)."""
 

@@ -41,7 +41,7 @@ from tilth.flows.remax import remax
 from tilth.flows.reward_model import reward_model
 from tilth.flows.rloo import rloo
 from tilth.flows.run import VALUES, WARMUP, Progress, Roles, Run
-from tilth.flows.rundir import RunDir, read_state, summarise
+from tilth.flows.rundir import RunDir, summarise
 from tilth.flows.saving import Saving
 from tilth.flows.seen import seen_before
 from tilth.flows.sft import sft
@@ -137,16 +137,14 @@ def launch(
     observers: Sequence[Observer],
     *,
     reward: str = "",
-    reward_file: str = "",
     allow: Sequence[str] = (),
     fallback: bool = False,
 ) -> RunResult:
     """Run a recipe to its end, in a new directory or continuing its newest unfinished one.
 
-    pool: None where nothing is to be generated. reward: identity of a reward function that the recipe does not name; a
-    run goes on only with the same one, the same data and the same template. reward_file: hash of the file of one that
-    it names; that it changed is told. allow: keys in which the run that goes on may have had other values. fallback:
-    where its newest checkpoint is damaged, go on from the newest that is not.
+    pool: None where nothing is to be generated. reward: fingerprint of the reward function; a run goes on only with the
+    same one, the same data and the same template. allow: keys in which the run that goes on may have had other values.
+    fallback: where its newest checkpoint is damaged, go on from the newest that is not.
     """
     check_algorithm(recipe)
     fingerprint = material.fingerprint()
@@ -171,7 +169,7 @@ def launch(
                 watching = [_Clocks(cluster), *observers, profiling]
                 run = _run(parts, cluster, directory, watching, stop)
                 directory.update(data=fingerprint)
-                _announce(run, parts, reward_file)
+                _announce(run, parts)
                 _restore(run, fallback=fallback)
                 for observer in watching:
                     if isinstance(observer, Beginner):
@@ -243,11 +241,11 @@ def _told_how_to_go_on(directory: Path) -> Iterator[None]:
 
 
 def _inputs(recipe: Recipe, fingerprint: str, reward: str) -> dict[str, str]:
-    """Key -> fingerprint of what decides the run beside its recipe: the data, a reward by value, a template's file, the
-    models that paths lead to."""
+    """Key -> fingerprint of what decides the run beside its recipe: the data, the reward function, a template's file,
+    the models that paths lead to."""
     found = {"data": fingerprint}
     if reward:
-        found["reward.function"] = hashlib.blake2b(reward.encode(), digest_size=8).hexdigest()
+        found["reward.function"] = reward
     template = Path(recipe.data.template)
     if recipe.data.template and template.is_file():
         found["data.template"] = hashlib.blake2b(template.read_bytes(), digest_size=8).hexdigest()
@@ -315,10 +313,8 @@ def _phases(run: Run) -> None:
     page(run.enter(recipe.flow, recipe.algorithm.steps, recipe.optimizer.lr))
 
 
-def _announce(run: Run, parts: Parts, reward_file: str) -> None:
+def _announce(run: Run, parts: Parts) -> None:
     directory = run.directory
-    before = read_state(directory.path).get("reward_file", reward_file)
-    directory.update(reward_file=reward_file)
     say = [f"{'continuing' if directory.resumed else 'new run'} in {directory.path}", *parts.plan.lines(), *parts.notes]
     directory.set_plan(parts.plan.as_dict())
     say += replaced(run.recipe)
@@ -331,8 +327,6 @@ def _announce(run: Run, parts: Parts, reward_file: str) -> None:
         say.append(f"its checkpoints stay where they are, in {directory.checkpoints}")
     if directory.checkpoints.startswith("memory://"):
         say.append("checkpoints in memory:// are gone when this process ends: nothing can go on from them")
-    if before != reward_file:
-        say.append("the reward's file has changed since this run began; it goes on with the new one")
     say += [f"{name}: {directory.inputs[key]}" for key, name in LOADED.items() if key in directory.inputs]
     for line in say:
         run.say(line)

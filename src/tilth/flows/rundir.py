@@ -70,7 +70,7 @@ class RunDir:
     ) -> "RunDir":
         """The run that this recipe goes on with, or a new one: see ``continuing.claim`` for which, and what it raises.
 
-        inputs: key -> fingerprint of what the recipe does not hold (data, a reward by value); other inputs, other run.
+        inputs: key -> fingerprint of what the recipe does not hold (data, reward ...); other inputs, other run.
         allow: keys in which the run that goes on may differ.
         """
         who = Identity(recipe, inputs or {}, allow)

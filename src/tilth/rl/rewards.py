@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from tilth.core.errors import DataError, RewardError
 from tilth.rl.verifiers import BUILTIN, SPECS, addition, builtin
 
-__all__ = ["BUILTIN", "Reward", "Score", "Weighted", "addition", "check_answers", "describe", "files_hash"]
+__all__ = ["BUILTIN", "Reward", "Score", "Weighted", "addition", "check_answers", "describe", "is_importable"]
 __all__ += ["load_reward", "member_names", "normalise"]
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
@@ -183,13 +183,6 @@ def _parts_of(spec: str | Mapping[str, float] | Reward) -> list[Any]:
     return [builtin(spec) if isinstance(spec, str) else spec]
 
 
-def files_hash(spec: str | Mapping[str, float] | Reward) -> str:
-    """Hash of the files of ``FILE.py:function``, so that a run goes on with the same code only; empty without any."""
-    names = [spec] if isinstance(spec, str) else list(spec) if isinstance(spec, Mapping) else []
-    paths = [path for name in names if (path := Path(name.rpartition(":")[0])).is_file()]
-    return "+".join(hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest() for path in paths)
-
-
 def normalise(result: Any) -> Score:
     """A reward function's result as a score: numbers, booleans, one-element tensors, or a dict with ``reward``.
 
@@ -235,6 +228,12 @@ def _load_module(name: str, spec: str) -> ModuleType:
         raise RewardError(f"reward {spec!r}: importing {name} failed: {describe(error)}") from error
     except Exception as error:
         raise RewardError(f"reward {spec!r}: importing {name} failed: {describe(error)}") from error
+
+
+def is_importable(module: str) -> bool:
+    """Whether another process finds the module by name (one made by hand or loaded from a path it does not)."""
+    root = module.partition(".")[0]
+    return any(finder.find_spec(root, None) is not None for finder in sys.meta_path)
 
 
 def _load_file(path: Path, spec: str) -> ModuleType:

@@ -33,7 +33,7 @@ from typing import Any, Literal, Self
 import cloudpickle
 
 from tilth.core.errors import RewardError
-from tilth.rl.rewards import Reward, describe, load_reward, member_names
+from tilth.rl.rewards import Reward, describe, is_importable, load_reward, member_names
 from tilth.roles.reward_child import Progress
 
 Status = Literal["ok", "error", "invalid", "timeout", "died"]
@@ -481,7 +481,7 @@ def _travelling(function: str | Mapping[str, float] | Reward) -> tuple[str, Any]
         raise RewardError(f"the reward is a {type(function).__name__}, neither a function nor the name of one")
     load_reward(function)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
-    by_value = module is not None and module.__name__ != "__main__" and not _importable(module.__name__)
+    by_value = module is not None and module.__name__ != "__main__" and not is_importable(module.__name__)
     try:
         if by_value:
             cloudpickle.register_pickle_by_value(module)
@@ -492,12 +492,6 @@ def _travelling(function: str | Mapping[str, float] | Reward) -> tuple[str, Any]
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-
-
-def _importable(module: str) -> bool:
-    """Whether another process finds the module by name (one made by hand or loaded from a path it does not)."""
-    root = module.partition(".")[0]
-    return any(finder.find_spec(root, None) is not None for finder in sys.meta_path)
 
 
 def _message(message: tuple[Any, ...]) -> bytes:
