@@ -12,7 +12,7 @@ from tests.checkpoint.make import groups, same, save_step
 from tilth.checkpoint import directory, latest, open_checkpoint, prune, save, stages
 from tilth.core.errors import StorageError
 
-CALLS = [(os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "rmdir"), (os, "unlink"), (os, "write"), (stages, "stage")]
+CALLS = [(os, "fsync"), (os, "replace"), (os, "mkdir"), (os, "rmdir"), (os, "unlink"), (os, "write"), (stages, "stage")]
 
 
 class Trap:
@@ -192,9 +192,9 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path, monkeypatch):
 
 
 def test_everything_is_synchronised_before_the_name_is_given(tmp_path, monkeypatch):
-    """Both files, the manifest and their directory before the rename; the root after it."""
+    """The new folder when made; both files, the manifest and their directory before the rename; the root after it."""
     log = []
-    real_fsync, real_rename = os.fsync, os.rename
+    real_fsync, real_rename = os.fsync, os.replace
 
     def fsync(descriptor):
         log.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
@@ -205,11 +205,11 @@ def test_everything_is_synchronised_before_the_name_is_given(tmp_path, monkeypat
         real_rename(source, target, **options)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(os, "replace", rename)
     save_step(tmp_path, 1)
-    folder = log[6]
+    folder = log[1]
     data = ["model.safetensors", "rename", "optimizer.safetensors", "rename"]  # those of reports
-    assert log == [*data, "manifest.json.tmp", "rename", folder, folder, "rename", tmp_path.name]
+    assert log == [tmp_path.name, folder, *data, "manifest.json.tmp", "rename", folder, folder, "rename", tmp_path.name]
     assert folder.startswith("step-000001.tmp-")
 
 

@@ -334,7 +334,7 @@ def test_a_failing_disk_names_the_step_and_what_is_intact(tmp_path, monkeypatch,
 
 def test_everything_is_synchronised_before_the_name_is_given(tmp_path, monkeypatch):
     log = []
-    real_fsync, real_rename = os.fsync, os.rename
+    real_fsync, real_rename = os.fsync, os.replace
 
     def fsync(descriptor):
         log.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
@@ -345,11 +345,12 @@ def test_everything_is_synchronised_before_the_name_is_given(tmp_path, monkeypat
         real_rename(source, target, **options)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(os, "replace", rename)
     path = save_four(tmp_path, 1)
     data = sorted(p.name for p in path.glob("*.safetensors"))
-    before, after = log[:-6], log[-6:]  # a report is renamed, but needs not be durable
+    begun, before, after = log[:2], log[2:-6], log[-6:]  # a report is renamed, but needs not be durable
     assert sorted(name for name in before if name != "rename") == data
     folder = after[2]
+    assert begun == [tmp_path.name, folder]
     assert after == ["manifest.json.tmp", "rename", folder, folder, "rename", tmp_path.name]
     assert folder.startswith("step-000001.tmp-")

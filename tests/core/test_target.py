@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tilth.core.errors import StorageError
-from tilth.core.target import written_whole
+from tilth.core.target import make_folder, rename, sync, written_whole
 
 
 def write(path, text="new"):
@@ -76,3 +76,74 @@ def test_a_disk_that_refuses_to_clean_up_too_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match=r"cannot write .*out\.txt: Read-only file system"):
         with written_whole(tmp_path / "out.txt"):
             raise OSError(errno.EROFS, "Read-only file system")
+
+
+# ---- durable ----
+
+
+@pytest.fixture
+def done(monkeypatch, tmp_path):
+    """What was synchronised and renamed, in order."""
+    found = []
+
+    def name(path):
+        return str(Path(path).relative_to(tmp_path))
+
+    def fsync(descriptor, whole=os.fsync):
+        found.append(("sync", name(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        whole(descriptor)
+
+    def replace(made, final, whole=os.replace):
+        found.append(("rename", name(made), name(final)))
+        whole(made, final)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    return found
+
+
+def test_the_bytes_are_durable_before_the_name_and_the_name_at_the_end(tmp_path, done):
+    write(tmp_path / "a.json")
+    assert done == [("sync", ".a.json.tmp"), ("rename", ".a.json.tmp", "a.json"), ("sync", ".")]
+    done.clear()
+    (tmp_path / "made").mkdir()
+    (tmp_path / "in").mkdir()
+    rename(tmp_path / "made", tmp_path / "in" / "final")
+    assert done == [("sync", "made"), ("rename", "made", "in/final"), ("sync", "in")]
+    done.clear()
+    rename(tmp_path / "a.json", tmp_path / "b.json", durable=False)
+    assert done == [("rename", "a.json", "b.json")]
+
+
+def test_every_folder_that_is_made_is_durable_in_the_one_above(tmp_path, done):
+    make_folder(tmp_path / "a" / "b" / "c")
+    assert done == [("sync", "."), ("sync", "a"), ("sync", "a/b")] and (tmp_path / "a" / "b" / "c").is_dir()
+    make_folder(tmp_path / "a" / "b")
+    assert len(done) == 3
+    with pytest.raises(FileExistsError):
+        make_folder(tmp_path / "a" / "b", exist_ok=False)
+    with pytest.raises(OSError):
+        make_folder(Path("/dev/null/x"))
+
+
+def test_a_link_that_leads_nowhere_is_renamed_too(tmp_path):
+    (tmp_path / "link").symlink_to("nowhere")
+    rename(tmp_path / "link", tmp_path / "other")
+    assert (tmp_path / "other").is_symlink()
+
+
+def test_a_file_system_that_cannot_synchronise_folders_is_no_error_and_a_broken_disk_is(tmp_path, monkeypatch):
+    def refuses(number):
+        def fsync(descriptor):
+            raise OSError(number, os.strerror(number))
+
+        return fsync
+
+    monkeypatch.setattr(os, "fsync", refuses(errno.EINVAL))
+    sync(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        sync(tmp_path / "file")
+    monkeypatch.setattr(os, "fsync", refuses(errno.EIO))
+    with pytest.raises(OSError):
+        sync(tmp_path)

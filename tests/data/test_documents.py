@@ -219,7 +219,7 @@ def test_a_killed_build_leaves_nothing_that_is_believed(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         os.replace(file, to)
 
-    monkeypatch.setattr(documents, "_commit", killed)
+    monkeypatch.setattr(documents, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path)
     monkeypatch.undo()

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from tilth.checkpoint import stages
 from tilth.checkpoint.stages import staged
 from tilth.core.errors import StorageError
+from tilth.core.target import make_folder, rename
 
 Location = str | Path
 """Root of checkpoints or a checkpoint: a path, or a URL ("s3://bucket/run", "memory://run")."""
@@ -191,24 +192,15 @@ class Local:
         temporary.unlink(missing_ok=True)  # a link that lies there would be written through
         with open(temporary, "xb") as opened:
             opened.write(data)
-            opened.flush()
-            if durable:
-                os.fsync(opened.fileno())
-        os.rename(temporary, file)
-        if durable:
-            sync_directory(file.parent)
+        rename(temporary, file, durable=durable)
 
     def begin(self, folder: str) -> None:
         """As in ``Storage``."""
-        (self.root / folder).mkdir(parents=True)
+        make_folder(self.root / folder, exist_ok=False)
 
     def publish(self, made: str, final: str) -> None:
         """As in ``Storage``."""
-        source, target = self.root / made, self.root / final
-        if source.is_dir():
-            sync_directory(source)
-        os.rename(source, target)
-        sync_directory(target.parent)
+        rename(self.root / made, self.root / final)
 
     def remove(self, path: str) -> None:
         """As in ``Storage``."""
@@ -217,15 +209,6 @@ class Local:
             shutil.rmtree(place)
         else:
             place.unlink(missing_ok=True)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _open_regular(path: Path) -> int:

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from tilth.core.batch import Ragged
 from tilth.core.errors import DataError, StorageError
+from tilth.core.target import make_folder, rename
 from tilth.data.tokenizer import Tokenizer
 
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32()))])
@@ -131,27 +132,21 @@ def _checksum(file: Path) -> int:
 def _write(place: Path, texts: Sequence[str], tokenizer: Tokenizer, context: int) -> None:
     """Both files as a whole, last the one that vouches for the other: a killed build leaves nothing to be believed."""
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        make_folder(place)
         file = place / f".pieces.{os.getpid()}"
         try:
             with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
                 for ids in _documents(texts, tokenizer):
                     writer.write_batch(_pieces(ids, context))
             about = {"checksum": _checksum(file), "bytes": sum(len(text.encode()) for text in texts)}
-            _commit(file, place / "pieces.arrow")
+            rename(file, place / "pieces.arrow")
         finally:
             file.unlink(missing_ok=True)
         said = place / f".about.{os.getpid()}"
         said.write_text(json.dumps(about))
-        _commit(said, place / "about.json")
+        rename(said, place / "about.json")
     except OSError as error:
         raise StorageError(f"cannot write the tokens of the documents to {place}: {error.strerror or error}") from error
-
-
-def _commit(file: Path, to: Path) -> None:
-    with open(file, "rb") as written:
-        os.fsync(written.fileno())
-    os.replace(file, to)
 
 
 def _documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[np.ndarray]]:

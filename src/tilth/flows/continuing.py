@@ -11,6 +11,7 @@ from typing import Any
 from tilth.config.load import differences, digest, load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, RecipeError, StorageError
+from tilth.core.target import make_folder
 from tilth.flows.files import Lock, writing
 from tilth.flows.readers import read_state
 
@@ -114,7 +115,7 @@ def claim(who: Identity, name: str) -> tuple[Path, Lock]:
     """
     root = Path(who.recipe.run.dir)
     with writing(root):
-        root.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
     if who.recipe.run.name:
         return _named(root / who.recipe.run.name, who)
     return _unfinished(root, name, who) or _numbered(root, name)
@@ -136,7 +137,7 @@ def find(who: Identity, name: str) -> Path | None:
 
 def _named(path: Path, who: Identity) -> tuple[Path, Lock]:
     with writing(path):
-        path.mkdir(exist_ok=True)
+        make_folder(path)
     lock = Lock(path / "run.lock")
     state = read_state(path) if (path / "run.json").exists() else None
     done = state is not None and state["state"] == "finished" and state["digest"] == who.digest
@@ -167,7 +168,7 @@ def _numbered(root: Path, name: str) -> tuple[Path, Lock]:
         path = root / f"{name}-{number:03d}"
         with writing(path):
             try:
-                path.mkdir()
+                make_folder(path, exist_ok=False)
                 return path, Lock(path / "run.lock")
             except FileExistsError:
                 number += 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tilth.core.errors import DataError, StorageError
+from tilth.core.target import rename, sync
 
 
 @contextmanager
@@ -27,11 +28,8 @@ def replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            temporary.write_bytes(data)
+            rename(temporary, path)
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
@@ -55,10 +53,14 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.exists() and (whole := path.read_bytes()) and not whole.endswith(b"\n"):
-            replace(path, whole[: whole.rfind(b"\n") + 1])
+        if there := path.exists():
+            whole = path.read_bytes()
+            if whole and not whole.endswith(b"\n"):
+                replace(path, whole[: whole.rfind(b"\n") + 1])
         with writing(path):
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+            if not there:
+                sync(path.parent)
 
     def append(self, line: str, *, sync: bool = False) -> None:
         """Add a line; ``sync``: it is on disk when this returns. StorageError, and the file is as before."""

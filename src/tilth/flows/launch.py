@@ -19,6 +19,7 @@ from tilth.cluster.cluster import Cluster, open_cluster
 from tilth.config.checks import pools
 from tilth.config.schema import Recipe
 from tilth.core.errors import CallTimeout, CheckpointError, StorageError, WorkerLost
+from tilth.core.target import make_folder
 from tilth.data.prompts import PromptSet
 from tilth.flows.build import Material, Parts, build
 from tilth.flows.checks import check_algorithm, replaced
@@ -202,7 +203,7 @@ def _check_place(where: str) -> None:
             storage_of(where).put(probe, b"")
             storage_of(where).remove(probe)
             return
-        Path(where).mkdir(parents=True, exist_ok=True)
+        make_folder(Path(where))
         with tempfile.TemporaryFile(dir=where):
             pass
     except (OSError, StorageError) as error:

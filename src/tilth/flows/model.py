@@ -15,6 +15,7 @@ from tilth.checkpoint.storage import is_url
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, ModelError
 from tilth.core.layout import Box
+from tilth.core.target import make_folder, rename
 from tilth.data.prompts import PromptSet
 from tilth.data.tokenizer import Tokenizer, check_vocabulary
 from tilth.flows.files import writing
@@ -262,8 +263,13 @@ def new_config(recipe: Recipe, vocab_size: int) -> DecoderConfig:
 
 
 def save_shape(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> None:
-    """Write config.json and tokenizer files, chat template included, to a run's model folder."""
+    """Write config.json and tokenizer files, chat template included, to a run's model folder, each as a whole."""
+    made = folder.with_name(f".{folder.name}.tmp")
     with writing(folder):
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=1))
-        tokenizer.save(folder)
+        make_folder(folder)
+        made.mkdir(exist_ok=True)
+        (made / "config.json").write_text(json.dumps(config.to_hf(), indent=1))
+        tokenizer.save(made)
+        for file in made.iterdir():
+            rename(file, folder / file.name)
+        made.rmdir()

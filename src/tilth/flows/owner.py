@@ -10,6 +10,7 @@ from pathlib import Path
 from tilth.checkpoint.directory import latest
 from tilth.checkpoint.storage import is_url, join, storage_of
 from tilth.core.errors import CheckpointError, DataError, StorageError
+from tilth.core.target import make_folder
 from tilth.flows.readers import read_state
 
 MARK = "owner.json"
@@ -71,5 +72,5 @@ def _owner(place: str) -> Path | None:
 
 def _mark(run: Path, place: str) -> None:
     if not is_url(place):
-        Path(place).mkdir(parents=True, exist_ok=True)
+        make_folder(Path(place))
     storage_of(place).put(MARK, (json.dumps({"folder": str(run.resolve())}) + "\n").encode())

@@ -23,6 +23,7 @@ import pyarrow as pa
 from tilth.config.load import dump_toml
 from tilth.config.schema import Recipe
 from tilth.core.errors import StorageError
+from tilth.core.target import make_folder
 from tilth.flows.continuing import Identity, claim
 from tilth.flows.environment import environment
 from tilth.flows.files import Lines, Lock, replace, to_json, writing
@@ -56,7 +57,7 @@ class RunDir:
         self._earlier = 0.0
         """Seconds of earlier attempts, up to the step that this one continues from."""
         with writing(path):
-            self.events.mkdir(exist_ok=True)
+            make_folder(self.events)
         self._metrics = Lines(path / "metrics.jsonl")
         self.journal = Journal(path, who.reward, replay=not who.allows("reward.function"))
         self._log = Lines(path / "log.txt")
@@ -122,7 +123,7 @@ class RunDir:
         self._trajectories.add(table)
 
     def flush(self) -> None:
-        """Make everything committed durable. Call it before a checkpoint is written."""
+        """Make everything committed durable: bytes and names. Call it before a checkpoint is written."""
         self._trajectories.flush()
         self._metrics.sync()
 

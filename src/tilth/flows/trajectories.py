@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tilth.core.errors import DataError
+from tilth.core.target import make_folder, rename
 from tilth.flows.files import writing
 
 COLUMNS = pa.schema(
@@ -60,7 +61,7 @@ class TrajectoryFiles:
         self._open: list[pa.Table] = []
         self._committed: list[pa.Table] = []
         with writing(folder):
-            folder.mkdir(exist_ok=True)
+            make_folder(folder)
 
     def add(self, table: pa.Table) -> None:
         """Rows of the step under way."""
@@ -88,7 +89,7 @@ class TrajectoryFiles:
         with writing(target):
             try:
                 pq.write_table(table, temporary, compression="zstd")
-                temporary.replace(target)
+                rename(temporary, target)
             except OSError:
                 temporary.unlink(missing_ok=True)
                 raise

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tilth.core.target import make_folder, rename
 from tilth.trace.overlay import Mark, head_with_spans
 from tilth.trace.spans import recorder
 
@@ -88,7 +89,7 @@ def _started(memory: bool) -> Any:
 def _write(profiler: Any, target: Path, spans: tuple[Path, int, Mark] | None) -> int:
     """The trace as a compressed file; its size in bytes."""
     plain, packed = (target.with_name(f".{target.name}.{kind}") for kind in ("json", "tmp"))
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     try:
         profiler.export_chrome_trace(str(plain))
         if not plain.exists() or not plain.stat().st_size:
@@ -97,7 +98,7 @@ def _write(profiler: Any, target: Path, spans: tuple[Path, int, Mark] | None) ->
             head = source.read(_CHUNK)
             sink.write(head if spans is None else head_with_spans(head, *spans))
             shutil.copyfileobj(source, sink, _CHUNK)
-        os.replace(packed, target)
+        rename(packed, target)
     finally:
         for left in (plain, packed):
             left.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tilth.core.errors import StorageError
-from tilth.core.target import written_whole
+from tilth.core.target import make_folder, written_whole
 from tilth.trace.buffer import SIZE, Taken, Texts
 
 VERSION = "3"
@@ -64,7 +64,7 @@ class PartWriter:
         # One reading of the wall clock: within the process the order and the durations are those of the steady clock.
         self.epoch = time.time_ns() - time.perf_counter_ns()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             for half in folder.glob(f".attempt-*-rank-{rank}-*.parquet.tmp"):  # of a process that was killed
                 half.unlink(missing_ok=True)
             names = [PART.fullmatch(p.name) for p in folder.iterdir()]
