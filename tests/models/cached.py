@@ -4,18 +4,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilth.models.attention import ROW_MULTIPLE, matmul_attention
+from tilth.models.attention import matmul_attention
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.models.rows import spare_rows
 
 
 class CachedContext:
-    """Row r of the batch holds a sequence of ``self.length[r]`` tokens; rows are padded to a multiple of 8."""
+    """Row r of the batch holds a sequence of ``self.length[r]`` tokens; rows are padded by ``spare_rows``."""
 
     dropout = None
 
     def __init__(self, config: DecoderConfig, rows: int, bucket: int, dtype: torch.dtype, query_rows: int = 4) -> None:
-        self.rows, self.bucket, self.query_rows = rows + -rows % ROW_MULTIPLE, bucket, query_rows
+        self.rows, self.bucket, self.query_rows = rows + spare_rows(rows), bucket, query_rows
         shape = (self.rows, config.num_kv_heads, bucket, config.head_dim)
         self.k = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
         self.v = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]

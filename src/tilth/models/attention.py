@@ -3,7 +3,7 @@
 A decoder sees flat tokens; who sees whom is the context's matter. ``PackedContext`` holds whole sequences (training,
 scoring); the rollout engine has another over its cache. Both use ``matmul_attention`` for short sequences on a CPU, so
 that in parity mode they agree bit for bit. For that (measured with MKL and oneDNN, fp32 and bf16): rows of a linear in
-multiples of 4 per thread, query rows in multiples of 4, key lengths in multiples of 16.
+multiples of 8 and at least 16 (``rows.spare_rows``), query rows in multiples of 4, key lengths in multiples of 16.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,8 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from tilth.core.random import dropout_mask, stream
-from tilth.models.rows import pad_rows, take_rows
+from tilth.models.rows import pad_rows, spare_rows, take_rows
 
-ROW_MULTIPLE = 8
-"""Parity: linears see row counts in multiples of this (4 per thread, two threads)."""
 KEY_MULTIPLE = 16
 """Parity: attention sees key lengths in multiples of this."""
 _SDPA_ABOVE = {torch.float32: 256, torch.bfloat16: 768}
@@ -81,12 +79,14 @@ def matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
     tk = k.shape[2]
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-    rows, keys = q.reshape(b * kv_heads, g * tq, hd), k.reshape(b * kv_heads, tk, hd).transpose(1, 2)
+    # Scaled before the product: MKL applies a factor before or after it by shape, so bits would depend on the rows.
+    rows = (q * hd**-0.5).reshape(b * kv_heads, g * tq, hd)
+    keys = k.reshape(b * kv_heads, tk, hd).transpose(1, 2)
     if mask is not None and mask.shape[0] == 1:
         base = mask.expand(1, 1, g, tq, tk).reshape(1, g * tq, tk).expand(b * kv_heads, -1, -1)
-        scores = torch.baddbmm(base, rows, keys, alpha=hd**-0.5)
+        scores = torch.baddbmm(base, rows, keys)
     else:
-        scores = torch.baddbmm(q.new_empty(1, 1, 1), rows, keys, beta=0, alpha=hd**-0.5)
+        scores = torch.bmm(rows, keys)
         if mask is not None:  # out of place: autograd answers an addition into a view with copies of the gradient
             scores = (scores.view(b, kv_heads, g, tq, tk) + mask).view(b * kv_heads, g * tq, tk)
     return torch.bmm(torch.softmax(scores, -1), v.reshape(b * kv_heads, tk, hd)).view(b, kv_heads, g, tq, hd)
@@ -147,7 +147,7 @@ class PackedContext:
     """Whole sequences, packed one after another; a token sees its own sequence only.
 
     lengths: int64 [n] (any integer sequence). ``parity``: everything has the shapes that agree bit for bit with cached
-    decoding on a CPU: plain matmuls at any length, padded keys and queries, and rows padded to a multiple of 8
+    decoding on a CPU: plain matmuls at any length, padded keys and queries, and rows padded by ``spare_rows``
     (``positions`` is then longer than the tokens; the decoder pads and drops). dropout: which random numbers to use.
     """
 
@@ -162,7 +162,7 @@ class PackedContext:
         self.device = torch.device(device)
         table = np.asarray(lengths.cpu() if isinstance(lengths, Tensor) else lengths, np.int64)
         self.tokens = int(table.sum())
-        spare = -self.tokens % ROW_MULTIPLE if parity else 0
+        spare = spare_rows(self.tokens) if parity else 0
         table = np.append(table, spare)
         self._lengths = table[table > 0]
         starts = np.cumsum(self._lengths) - self._lengths

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilth.models.rows import ROW_MULTIPLE, spare_rows
+
 _CHUNK_ELEMENTS = 1 << 24
 _CHUNK_ROWS = (256, 1024)
 """Default chunk: 64 MiB of fp32 logits, 256 to 1024 rows. The product that gives the weight's gradient sums over them:
@@ -23,7 +25,6 @@ _CACHED_ELEMENTS = 1 << 21
 """A part of a chunk: 8 MiB of fp32 logits."""
 _KEPT_ELEMENTS = 1 << 26
 """Most log-probs that are kept for the backward pass: 256 MiB. Computing them twice costs 5 % of a step and more."""
-_ROW_MULTIPLE = 8
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -34,7 +35,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def chunk_rows(vocab: int, wanted: int | None) -> int:
     """Rows of hidden states that go through a head of so many logits at a time, ``wanted`` or the default."""
     rows = wanted or min(max(_CHUNK_ELEMENTS // max(vocab, 1), _CHUNK_ROWS[0]), _CHUNK_ROWS[1])
-    return rows + -rows % _ROW_MULTIPLE
+    return rows + -rows % ROW_MULTIPLE
 
 
 def keeps(rows: int, vocab: int) -> bool:
@@ -105,10 +106,10 @@ def logits_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """hidden [N, d] times weight [V, d]: float32 [N, V] (float64 of float64).
 
-    On a CPU rows are padded to a multiple of 8.
+    On a CPU rows are padded by ``spare_rows``.
     """
     n = hidden.shape[0]
-    spare = -n % _ROW_MULTIPLE if hidden.device.type == "cpu" else 0
+    spare = spare_rows(n) if hidden.device.type == "cpu" else 0
     padded = F.pad(hidden, (0, 0, 0, spare)) if spare else hidden
     logits = F.linear(padded, weight.to(hidden.dtype)).to(wide(hidden.dtype))
     return logits[:n] if spare else logits

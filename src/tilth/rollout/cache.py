@@ -135,7 +135,7 @@ class CachedContext:
 
     start: int64 [B], position of each row's first new token. ``length``: slots of the slab that are looked at, above
     every new position. ``parity``: shapes that agree bit for bit with ``PackedContext(parity=True)``; B * width must
-    then be a multiple of 8 and ``length`` of 16. ``fused``: for compiled code of width 1.
+    then be a multiple of 8, at least 16, and ``length`` one of 16. ``fused``: for compiled code of width 1.
     """
 
     dropout = None

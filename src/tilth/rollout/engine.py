@@ -12,9 +12,10 @@ from tilth.core.random import stream_id, uniform_rows
 from tilth.core.trajectory import Finish, Trajectory
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder, not_finite
+from tilth.models.rows import LEAST_ROWS
 from tilth.rollout.blocks import BlockManager
 from tilth.rollout.cache import PrefixStore, Slab
-from tilth.rollout.lanes import Lane, limit_for, round_up
+from tilth.rollout.lanes import ROWS, Lane, limit_for, round_up
 from tilth.rollout.prefill import PARITY_WIDTH, PASS, WIDTH, Batch, Prompt
 from tilth.rollout.request import Answer, Request, SamplingParams
 from tilth.rollout.runner import Runner
@@ -470,7 +471,13 @@ class Engine:
 
     def _lane(self, limit: int) -> Lane:
         if limit not in self._lanes:
-            self._lanes[limit] = Lane(limit, self._new_slab(), self._max_rows, self.device.type == "cuda")
+            self._lanes[limit] = Lane(
+                limit,
+                self._new_slab(),
+                self._max_rows,
+                fixed=self.device.type == "cuda",
+                multiple=LEAST_ROWS if self._parity else ROWS,
+            )
         return self._lanes[limit]
 
     def _new_slab(self) -> Slab:

@@ -1,8 +1,8 @@
 """Lanes: rows of similar length that decode together, their state in arrays, so that no step visits a row in Python.
 
-Rows that are done leave holes; the next newcomers fill them. Only when that saves a multiple of 8 rows do the last rows
-move into holes. A row that outgrows its lane moves to the next larger one, so a few long answers do not make the
-attention of all others long.
+Rows that are done leave holes; the next newcomers fill them. Only when that saves a multiple of 8 rows (16 in parity
+mode) do the last rows move into holes. A row that outgrows its lane moves to the next larger one, so a few long answers
+do not make the attention of all others long.
 """
 
 import math
@@ -20,7 +20,7 @@ from tilth.rollout.sampling import Rules
 SMALLEST = 128
 """Longest sequence of the first lane in tokens; each next lane takes twice as many."""
 ROWS = 8
-"""Rows decode in multiples of this (kernels like it, and parity needs it)."""
+"""Rows decode in multiples of this: kernels like it."""
 KEYS = 16
 """Attention looks at a multiple of this many slots."""
 
@@ -106,8 +106,8 @@ class Columns:
 class Lane:
     """Rows of up to ``limit`` tokens, in a slab that grows with their number and length."""
 
-    def __init__(self, limit: int, slab: Slab, most: int, fixed: bool = False) -> None:
-        self.limit, self.slab = limit, slab
+    def __init__(self, limit: int, slab: Slab, most: int, fixed: bool = False, multiple: int = ROWS) -> None:
+        self.limit, self.slab, self._multiple = limit, slab, multiple
         self._most, self._fixed = most, fixed
         self.columns = Columns.blank(0, limit, 1)
         self.answers: list[Answer | None] = []
@@ -128,10 +128,10 @@ class Lane:
 
     def reserve(self, rows: int, stops: int) -> None:
         """Make room for this many rows and stop tokens."""
-        old, have = self.columns, len(self.answers)
+        old, have, m = self.columns, len(self.answers), self._multiple
         if rows <= have and stops <= old.stops.shape[1]:
             return
-        total = max(have, min(round_up(self._most, ROWS), max(round_up(rows, ROWS), 2 * have)) if rows > have else have)
+        total = max(have, min(round_up(self._most, m), max(round_up(rows, m), 2 * have)) if rows > have else have)
         self.columns = Columns.blank(total, self.limit, max(stops, old.stops.shape[1]))
         self.columns.copy(np.arange(have), old, np.arange(have))
         self.answers.extend([None] * (total - have))
@@ -248,10 +248,10 @@ class Lane:
             other._clear(source)
 
     def compact(self) -> int:
-        """Move the last rows into holes if that saves a multiple of 8; returns the number of rows to decode."""
+        """Move the last rows into holes if that saves a multiple of rows; returns the number of rows to decode."""
         self.fit(0)
         live = self.rows
-        want = round_up(len(live), ROWS)
+        want = round_up(len(live), self._multiple)
         late = live[live >= want]
         if len(late):
             holes = np.flatnonzero(~self.columns.live[:want])[: len(late)]
