@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from tilth.config.load import load_recipe
@@ -26,6 +25,7 @@ from tilth.flows.build import CACHE
 from tilth.flows.model import choose_tokenizer, load_model
 from tilth.plan.packing import micro_batches
 from tilth.rl.rewards import check_answers
+from tilth.ui.terminal import Terminal
 
 MOST = 20_000
 """Records that are tokenised; of a larger source, so many spread evenly."""
@@ -112,7 +112,7 @@ def show(name: str, overrides: Sequence[str], n: int, *, as_json: bool) -> None:
 
 
 def _print(view: View) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = Terminal(soft_wrap=True, highlight=False)
     console.print("\n".join(lines(view)), markup=False)
     for example in view.examples:
         console.print(coloured(example) if console.is_terminal else "\n".join(plain(example)), markup=False)

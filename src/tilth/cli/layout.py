@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tilth.cli.tables import WIDTH, new_table
@@ -25,6 +24,7 @@ from tilth.plan.shape import DecoderShape, parameters
 from tilth.plan.steps import size
 from tilth.plan.traffic import Talk, tokens_of_rank, traffic, work
 from tilth.rl.verifiers import TASKS
+from tilth.ui.terminal import Terminal
 
 MOST = 20_000
 """Prompts that are tokenised to find the longest; of a larger source, so many spread evenly."""
@@ -53,7 +53,7 @@ def show(name: str, overrides: Sequence[str], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(as_object(plan), ensure_ascii=False))
         return
-    console = Console(width=WIDTH, highlight=False)
+    console = Terminal(width=WIDTH, highlight=False)
     for part in tables(plan):
         console.print(part, markup=False) if isinstance(part, str) else console.print(part)
 

@@ -1,49 +1,12 @@
-"""``tilth``: the commands and their options. Each body lives in a module of its own, imported when it is called.
-
-Whatever Tilth raises on purpose ends in one line on stderr and exit code 2; Ctrl-C in 130.
-"""
+"""``tilth``: the commands and their options. Each body lives in a module of its own, imported when it is called."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from tilth.core.errors import CallTimeout, DataError, TilthError, WorkerError, WorkerLost
-
-USAGE: Any = typer.BadParameter.__mro__[1]
-"""click's UsageError, wherever this version of typer has it from."""
-
-
-class Commands(TyperGroup):
-    """Turns errors into a line and an exit code."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for. ctx: click's context, which typer has of its own in recent versions."""
-        try:
-            return super().invoke(ctx)
-        except (WorkerError, WorkerLost, CallTimeout) as error:
-            typer.echo(f"error: {error}", err=True)  # with the worker's traceback, the tail of its log or the stacks
-            raise typer.Exit(2) from None
-        except TilthError as error:
-            typer.echo("error: " + " ".join(str(error).split()), err=True)
-            raise typer.Exit(2) from None
-        except USAGE as error:
-            typer.echo(f"error: {' '.join(error.format_message().split())} (tilth --help)", err=True)
-            raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            typer.echo("interrupted; whatever a run has saved is intact", err=True)
-            raise typer.Exit(130) from None
-
-
-class RunFirst(TyperGroup):
-    """A group whose first word may be a run in place of a command: ``tilth trace RUN`` is its command ``RUN``."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Whatever is neither a command nor a wish for help belongs to the command ``RUN``."""
-        named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
-        return super().parse_args(ctx, args if named or not args else ["RUN", *args])
-
+from tilth.cli.groups import Commands, RunFirst
+from tilth.core.errors import DataError
 
 app = typer.Typer(
     cls=Commands,

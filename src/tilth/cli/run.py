@@ -16,6 +16,7 @@ from tilth.config.checks import pools
 from tilth.config.load import check_allowed, load_recipe, recipe_name
 from tilth.config.schema import Recipe
 from tilth.ui import words
+from tilth.ui.output import outlived
 
 if TYPE_CHECKING:
     from tilth.data.prompts import PromptSet
@@ -31,7 +32,7 @@ ENOUGH = 512
 def train(name_or_path: str, overrides: Sequence[str], allow: Sequence[str], *, fallback: bool) -> None:
     """Run to the end. Ctrl-C ends in exit code 130, with everything saved and a line on how to go on; so does SIGTERM
     while there are steps, and in 143 before and after them."""
-    with _terminable():
+    with outlived(), _terminable():
         check_allowed(allow)
         recipe = _launched(name_or_path, overrides)
         result = _watched(recipe, recipe_name(name_or_path), allow, fallback=fallback)

@@ -4,8 +4,9 @@ import shutil
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
+
+from tilth.ui.terminal import Terminal
 
 WIDTH = 100
 """Columns where there is no terminal."""
@@ -21,6 +22,6 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 def show(*parts: Table | str) -> None:
     """Print tables, as wide as the terminal, and texts as they are."""
-    console = Console(width=shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
+    console = Terminal(width=shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
     for part in parts:
         console.print(part, markup=False, soft_wrap=True) if isinstance(part, str) else console.print(part)

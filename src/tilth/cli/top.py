@@ -11,6 +11,7 @@ from rich.text import Text
 
 from tilth.core.errors import DataError
 from tilth.ui.live import PLAIN_EVERY, line
+from tilth.ui.terminal import Terminal
 from tilth.ui.top import Look, Watch, as_dict, drawn
 
 
@@ -18,7 +19,7 @@ def top(run: Path, every: float, *, once: bool, as_json: bool) -> None:
     """Show how a run stands, until it ends. every: seconds between two looks. once: a single look."""
     if not run.is_dir():
         raise DataError(f"no run at {str(run)!r}; runs lie in the folder runs/ unless run.dir says otherwise")
-    watch, console = Watch(run), Console(highlight=False)
+    watch, console = Watch(run), Terminal(highlight=False)
     look = watch.look()
     if as_json:
         typer.echo(json.dumps(as_dict(look), allow_nan=False))

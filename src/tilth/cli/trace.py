@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from tilth.cli.tables import WIDTH, new_table, show
@@ -18,6 +17,7 @@ from tilth.trace.study import Trace, read_study
 from tilth.trace.whatif import Model, Slowdown, WhatIf, what_if
 from tilth.ui import words
 from tilth.ui.heat import HIGH, LOW, colour, heat_map
+from tilth.ui.terminal import Terminal
 
 SHADES = " ░▒▓█"
 SHOWN = 8
@@ -148,7 +148,7 @@ def slowdowns(what: str, rows: list[tuple[str, Slowdown]], more: int = 0) -> Non
 
 def draw_map(values: np.ndarray) -> None:
     """Workers, [stages, dp], as a picture of characters; where they do not fit, a cell is the worst of several."""
-    console = Console(width=shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
+    console = Terminal(width=shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
     stages, dp = values.shape
     room = max(console.width - 12, 8)
     fold = -(-dp // room)

@@ -6,9 +6,11 @@ thread of the run: nothing spins beside the training.
 
 import atexit
 import itertools
+import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live as RichLive
@@ -19,7 +21,9 @@ from rich.text import Text
 from tilth.config.schema import Recipe
 from tilth.flows.metrics import KEYS
 from tilth.flows.readers import ACCURACY, REWARD
+from tilth.flows.observers import Say
 from tilth.ui import words
+from tilth.ui.output import Outlived
 
 LEVELS = "▁▂▃▄▅▆▇█"
 CURVES = (
@@ -142,10 +146,15 @@ class Progress:
 
 
 class Live:
-    """Watches a run in the terminal. Pass it as an observer; ``stop`` (also at exit) gives the terminal back."""
+    """Watches a run in the terminal. Pass it as an observer; ``stop`` (also at exit) gives the terminal back.
+
+    A reader that leaves (``| head``), a terminal that is closed, a full disk: the run's log says so once.
+    """
 
     def __init__(self, recipe: Recipe, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self._out = sys.stdout if isinstance(sys.stdout, Outlived) else sys.stdout and Outlived(sys.stdout)
+        self.console = console or Console(file=cast(Any, self._out))
+        self._say: Say | None = None
         self.progress = Progress(recipe)
         self.sample: dict[str, Any] | None = None
         self._live: RichLive | None = None
@@ -153,19 +162,35 @@ class Live:
         self._stepped = time.monotonic()
         self._next = 0.0
 
+    def on_begin(self, directory: Path, step: int, say: Say) -> None:
+        """The run is kept in ``directory``."""
+        self._say = say
+        self._note_loss()
+
     def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
         """A step was committed."""
         now = time.monotonic()
         self.progress.take(record, now - self._stepped)
         self._stepped = now
         self.sample = sample or self.sample
-        if now >= self._next:
+        if now >= self._next and not self._lost:
             self._show()
+            self._note_loss()
 
     def on_message(self, text: str) -> None:
         """A line above the view."""
         self.console.print(Text(text), soft_wrap=True)
         self._stepped = time.monotonic()
+        self._note_loss()
+
+    @property
+    def _lost(self) -> OSError | None:
+        return self._out.lost if self._out else None
+
+    def _note_loss(self) -> None:
+        if self._lost and self._say is not None:
+            say, self._say = self._say, None
+            say(f"nobody reads the terminal's view any more ({self._lost.strerror}); the run goes on, this log too")
 
     def on_end(self, summary: dict[str, Any]) -> None:
         """The last picture stays; the terminal is given back."""

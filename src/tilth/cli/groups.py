@@ -1,0 +1,61 @@
+"""Groups of commands: how what goes wrong in one of them ends.
+
+Whatever Tilth raises on purpose ends in one line on stderr and exit code 2; Ctrl-C in 130; a reader of the output that
+has left, as in ``tilth show RUN | head``, in 141, like any program that a broken pipe ends.
+"""
+
+import errno
+import signal
+import sys
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from tilth.core.errors import CallTimeout, TilthError, WorkerError, WorkerLost
+from tilth.ui.output import discard
+
+USAGE: Any = typer.BadParameter.__mro__[1]
+"""click's UsageError, wherever this version of typer has it from."""
+
+
+class Commands(TyperGroup):
+    """Turns errors into a line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for. ctx: click's context, which typer has of its own in recent versions."""
+        try:
+            return super().invoke(ctx)
+        except (WorkerError, WorkerLost, CallTimeout) as error:
+            _end(f"error: {error}", 2)  # with the worker's traceback, the tail of its log or the stacks
+        except TilthError as error:
+            _end("error: " + " ".join(str(error).split()), 2)
+        except USAGE as error:
+            _end(f"error: {' '.join(error.format_message().split())} (tilth --help)", 2)
+        except KeyboardInterrupt:
+            _end("interrupted; whatever a run has saved is intact", 130)
+        except BrokenPipeError:
+            discard(sys.stdout)
+            raise typer.Exit(128 + signal.SIGPIPE) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EIO) or error.filename is not None:
+                raise
+            discard(sys.stdout)
+            _end(f"error: the output cannot be written: {error.strerror}", 2)
+
+
+def _end(line: str, code: int) -> NoReturn:
+    """Say a line to who still reads, and exit."""
+    with suppress(OSError):
+        typer.echo(line, err=True)
+    raise typer.Exit(code) from None
+
+
+class RunFirst(TyperGroup):
+    """A group whose first word may be a run in place of a command: ``tilth trace RUN`` is its command ``RUN``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Whatever is neither a command nor a wish for help belongs to the command ``RUN``."""
+        named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if named or not args else ["RUN", *args])
