@@ -1,13 +1,19 @@
 """What becomes of commands whose reader leaves, whose terminal is closed or whose disk is full: real processes."""
 
+import contextlib
 import json
 import os
+import shlex
 import subprocess
+import time
+from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cli.test_whole import ENVIRONMENT, SMALL, TILTH
+from tilth.flows.readers import read_metrics
 
 LOST = "nobody reads"
 
@@ -83,3 +89,85 @@ def test_an_error_that_nobody_reads_is_still_an_exit_code(tmp_path):
     with nobody() as out, started(tmp_path, "show", "nowhere", stdout=out, stderr=out) as process:
         assert process.wait(60) == 2
     assert not list(Path(tmp_path).iterdir())
+
+
+LOCAL = ["cluster.backend=local", "cluster.workers=2", "policy.layout.fsdp=2"]
+RAY = [*LOCAL, "cluster.backend=ray"]
+INLINE_AND_LOCAL = [pytest.param([], id="inline"), pytest.param(LOCAL, id="local", marks=pytest.mark.dist)]
+WITH_RAY = [pytest.mark.ray, pytest.mark.dist, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not there")]
+ALL = [*INLINE_AND_LOCAL, pytest.param(RAY, id="ray", marks=WITH_RAY)]
+RARELY = [*INLINE_AND_LOCAL, pytest.param(RAY, id="ray", marks=[*WITH_RAY, pytest.mark.slow])]
+
+
+class Terminal:
+    """A terminal whose shell runs one command in the foreground."""
+
+    def __init__(self, folder, *arguments, before=""):
+        self.master, slave = os.openpty()
+        self.run = folder / "runs/a"
+        # A session's leader that opens a terminal without one of its own gets it as its controlling terminal.
+        line = f"exec <>{os.ttyname(slave)} >&0 2>&0; {before} {shlex.join([*TILTH, *arguments])}; true"
+        self.shell = subprocess.Popen(["sh", "-c", line], cwd=folder, env=ENVIRONMENT, start_new_session=True)
+        os.set_blocking(self.master, False)
+        self.shown = b""
+        self.pid = 0
+        self._until(lambda: self._steps() > 6, 120)
+        os.close(slave)  # a terminal that nobody has open yet is one that is closed
+        self.pid = json.loads((self.run / "run.json").read_text())["pid"]
+
+    def _steps(self):
+        path = self.run / "metrics.jsonl"
+        return path.read_text().count("\n") if path.is_file() else 0
+
+    def _until(self, condition, seconds):
+        end = time.monotonic() + seconds
+        while not condition():
+            with contextlib.suppress(BlockingIOError):
+                self.shown += os.read(self.master, 1 << 16) if self.master else b""
+            gone = self.pid and not psutil.pid_exists(self.pid)
+            assert self.shell.poll() is None or gone or self.pid, self.shown.decode()
+            assert time.monotonic() < end, self.shown.decode()
+            time.sleep(0.02)
+
+    def close(self):
+        os.close(self.master)
+        self.master = 0
+
+    def ended(self, seconds=60):
+        """The state of the run when its process is gone."""
+        self._until(lambda: not psutil.pid_exists(self.pid), seconds)
+        self.shell.wait(10)
+        return json.loads((self.run / "run.json").read_text())
+
+
+def saved(run, state):
+    """Every committed step is in a checkpoint, and how the run ended is in its log."""
+    steps = read_metrics(run)[-1]["step"]
+    assert (state["state"], state["saved"]) == ("interrupted", steps), (run / "log.txt").read_text()
+    assert (run / f"checkpoints/step-{steps:06d}").is_dir()
+    return steps
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_a_closed_terminal_ends_a_run_with_everything_saved(tmp_path, backend):
+    terminal = Terminal(tmp_path, "run", "addition-grpo", *SMALL, *backend, "algorithm.steps=2000", "run.name=a")
+    terminal.close()
+    assert saved(terminal.run, terminal.ended()) > 6
+
+
+@pytest.mark.parametrize("backend", RARELY)
+def test_ctrl_c_at_a_terminal_reaches_the_controller_alone(tmp_path, backend):
+    terminal = Terminal(tmp_path, "run", "addition-grpo", *SMALL, *backend, "algorithm.steps=2000", "run.name=a")
+    os.write(terminal.master, b"\x03")
+    assert saved(terminal.run, terminal.ended()) > 6
+    assert b"error" not in terminal.shown
+
+
+@pytest.mark.parametrize("backend", RARELY)
+def test_a_run_that_ignores_the_hangup_goes_on_without_its_terminal(tmp_path, backend):
+    command = ["run", "addition-grpo", *SMALL, *backend, "algorithm.steps=30", "run.name=a"]
+    terminal = Terminal(tmp_path, *command, before="trap '' HUP;")
+    terminal.close()
+    assert terminal.ended(120)["state"] == "finished"
+    assert (terminal.run / "log.txt").read_text().count(LOST) <= 1  # few steps are not drawn at all
+    assert len(read_metrics(terminal.run)) == 34

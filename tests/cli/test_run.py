@@ -187,21 +187,41 @@ def test_interrupted_says_how_to_go_on(behind):
     assert result.stderr == "stopped after step 3; the same command continues\n"
 
 
-def test_sigterm_ends_as_ctrl_c_does_and_a_second_one_changes_nothing(behind, monkeypatch):
-    def twice(*_, **__):
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_and_sighup_end_as_ctrl_c_does_and_another_changes_nothing(behind, monkeypatch, first):
+    def thrice(*_, **__):
         try:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(first)
         finally:
             signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGHUP)
 
-    monkeypatch.setattr(sys.modules["tilth.api"], "run_recipe", twice)
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the signal must not end the tests
+    def survived(number, frame):
+        """The signal must not end the tests."""
+
+    monkeypatch.setattr(sys.modules["tilth.api"], "run_recipe", thrice)
+    both = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, survived) for number in both]
     try:
         result = call()
-        assert behind.stops and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        assert behind.stops and [signal.getsignal(number) for number in both] == [survived, survived]
     finally:
-        signal.signal(signal.SIGTERM, before)
-    assert (result.exit_code, result.stderr) == (143, "interrupted; whatever a run has saved is intact\n")
+        for number, handler in zip(both, before):
+            signal.signal(number, handler)
+    assert (result.exit_code, result.stderr) == (128 + first, "interrupted; whatever a run has saved is intact\n")
+
+
+def test_a_hangup_that_is_ignored_stays_so(behind, monkeypatch):
+    def hung_up(*_, **__):
+        signal.raise_signal(signal.SIGHUP)
+        return behind.outcome
+
+    monkeypatch.setattr(sys.modules["tilth.api"], "run_recipe", hung_up)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert call().exit_code == 0 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 STARTING = """

@@ -413,10 +413,11 @@ def test_imports_do_not_count_against_the_limit_of_a_call(tmp_path, monkeypatch)
         assert len(cluster.group("echo", "slow_to_import:echo", {"scale": float}).pid()) == 1
 
 
-def test_a_worker_leaves_an_interrupt_to_the_controller(watched):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_worker_leaves_an_interrupt_to_the_controller(watched, number):
     pids = watched.echo.pid()
     for pid in pids:
-        os.kill(pid, signal.SIGINT)
+        os.kill(pid, number)
     time.sleep(0.1)
     assert watched.echo.pid() == pids
 

@@ -340,7 +340,7 @@ def test_a_stop_that_was_asked_for_comes_after_the_commit_and_saves(new_run):
     stream = run.experience(group=4)
     next(stream)
     stop.requested = True
-    with pytest.raises(Interrupted, match="stopped after step 1, everything is saved"):
+    with pytest.raises(Interrupted, match="after step 1, everything is saved"):
         next(stream)
     assert run.saved == [1] and run.at.step == 1
 

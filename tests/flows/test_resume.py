@@ -120,7 +120,7 @@ def test_a_forgotten_optimizer_would_be_seen(tmp_path, whole, monkeypatch):
     assert tiny.weights(result.directory) != tiny.weights(whole)
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_says_how_to_go_on_and_the_run_continues(tmp_path, whole, number):
     def interrupt(record):
         if record["step"] == 5:
@@ -141,6 +141,17 @@ def test_a_signal_saves_says_how_to_go_on_and_the_run_continues(tmp_path, whole,
 
 
 def test_signal_handlers_are_given_back(tmp_path):
-    before = signal.getsignal(signal.SIGINT)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers]
     tiny.run(tiny.recipe(tmp_path, algorithm={"steps": 1}, supervised={"steps": 1}))
-    assert signal.getsignal(signal.SIGINT) is before
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_a_hangup_that_is_ignored_changes_nothing(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        watcher = tiny.Recorder(at_step=lambda record: signal.raise_signal(signal.SIGHUP))
+        tiny.run(tiny.recipe(tmp_path, algorithm={"steps": 1}, supervised={"steps": 1}), observers=[watcher])
+        assert len(watcher.records) == 2 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

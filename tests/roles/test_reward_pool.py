@@ -329,6 +329,17 @@ def test_a_process_that_dies_idle_is_replaced(pool):
     assert summary(pool.score(items(*["ok"] * 5))) == [EXPECTED["ok"]] * 5
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_all_processes_get_costs_no_reward(number):
+    def hit(prompt, completion, info):
+        os.kill(os.getpid(), number)
+        return 1.0
+
+    with RewardPool(hit) as pool:
+        before = pids(pool)
+        assert summary(pool.score(items("a", "b"))) == [(1.0, "ok"), (1.0, "ok")] and pids(pool) == before
+
+
 def test_what_the_function_started_dies_with_a_hanging_call(tmp_path):
     def starts(prompt, completion, info):
         process = subprocess.Popen(["sleep", "60"])

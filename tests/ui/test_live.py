@@ -1,7 +1,11 @@
 """The terminal view: what it shows, at any width, and that it costs next to nothing."""
 
+import errno
 import io
+import os
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -135,6 +139,43 @@ def test_the_terminal_is_given_back():
     live.stop()
     live.stop()
     assert live._live is None and out.getvalue().rstrip().endswith("\x1b[?25h")
+
+
+class Vanished(io.TextIOBase):
+    """A terminal that is closed after ``left`` writes."""
+
+    def __init__(self, left):
+        self.left, self.tried = left, 0
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.tried += 1
+        if self.tried > self.left:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return len(text)
+
+
+@pytest.mark.parametrize("left", [0, 1, 3, 10])
+def test_a_terminal_that_vanishes_is_told_once_and_not_written_to_again(monkeypatch, left):
+    said, out = [], Vanished(left)
+
+    def say(text):
+        said.append(text)
+        live.on_message(text)
+
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(live_module, "COST", 1e9)
+    monkeypatch.setattr(live_module, "FASTEST", 0.0)
+    live = Live(RECIPE)
+    live.on_message("before the run has a log")
+    live.on_begin(Path("run"), 0, say)
+    for step in range(1, 30):
+        live.on_step(record(step), None)
+        live.on_message("a line")
+    live.on_end({})
+    assert len(said) == 1 and os.strerror(errno.EIO) in said[0] and out.tried == left + 1
 
 
 def test_an_end_without_a_step():

@@ -15,6 +15,7 @@ from tilth.cluster.launcher import entered, launched
 from tilth.config.checks import pools
 from tilth.config.load import check_allowed, load_recipe, recipe_name
 from tilth.config.schema import Recipe
+from tilth.flows.signals import Interrupted, ends
 from tilth.ui import words
 from tilth.ui.output import outlived
 
@@ -30,8 +31,8 @@ ENOUGH = 512
 
 
 def train(name_or_path: str, overrides: Sequence[str], allow: Sequence[str], *, fallback: bool) -> None:
-    """Run to the end. Ctrl-C ends in exit code 130, with everything saved and a line on how to go on; so does SIGTERM
-    while there are steps, and in 143 before and after them."""
+    """Run to the end. Ctrl-C ends in exit code 130, with everything saved and a line on how to go on; so do SIGTERM and
+    SIGHUP while there are steps, and in 143 and 129 before and after them."""
     with outlived(), _terminable():
         check_allowed(allow)
         recipe = _launched(name_or_path, overrides)
@@ -40,29 +41,31 @@ def train(name_or_path: str, overrides: Sequence[str], allow: Sequence[str], *, 
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, where the run does not handle it itself: whatever has been started is ended on the way out."""
+    """A signal, its number the argument, where the run does not handle it itself: what was started is ended."""
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """A SIGTERM inside ends in a line and exit code 143, with all processes of the run freed; a second one changes
-    nothing, for who sends it may send it twice. Outside the main thread signals cannot be handled."""
+    """A SIGTERM or SIGHUP inside ends in a line and exit code 143 or 129, with all processes of the run freed; a second
+    one changes nothing, for who sends it may send it twice. Outside the main thread signals cannot be handled."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _terminate)
+    before = {number: signal.signal(number, _terminate) for number in ends()}
     try:
         yield
-    except Terminated:
+    except Terminated as ended:
         typer.echo("interrupted; whatever a run has saved is intact", err=True)
-        raise typer.Exit(128 + signal.SIGTERM) from None
+        raise typer.Exit(128 + int(ended.args[0])) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(number, lambda *_: None)
-    raise Terminated
+    for other in ends():
+        signal.signal(other, lambda *_: None)
+    raise Terminated(number)
 
 
 def _launched(name_or_path: str, overrides: Sequence[str]) -> Recipe:
@@ -75,7 +78,6 @@ def _launched(name_or_path: str, overrides: Sequence[str]) -> Recipe:
 def _watched(recipe: Recipe, name: str, allow: Sequence[str], *, fallback: bool) -> "RunResult":
     # Nothing here may import torch before run_recipe does: the processes that score start first, and without it.
     from tilth.api import run_recipe
-    from tilth.flows.signals import Interrupted
     from tilth.ui.live import Live
 
     live = Live(recipe)

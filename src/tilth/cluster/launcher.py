@@ -6,7 +6,6 @@ private folder, whose name follows from the job alone, so nobody has to be told 
 
 import hashlib
 import os
-import signal
 import stat
 import sys
 import time
@@ -115,7 +114,7 @@ def _serve(launch: Launch, timeout: float) -> None:
     is one: before all workers have come it ends at once too, and who waited for it would wait in vain."""
     os.environ.update(environment(launch.size))
     folder, controller = _controller(launch)
-    local_worker.leave_to_controller(signal.SIGINT, signal.SIGTERM)
+    local_worker.leave_to_controller()
     with controller:
         local_worker.serve(controller, folder, launch.rank, launch.size, timeout)
 

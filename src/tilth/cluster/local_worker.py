@@ -30,17 +30,17 @@ GONE = 70
 
 def main(folder: Folder, rank: int, workers: int, timeout: float) -> None:
     """Connect to the controller of this folder and serve it until it says ``end``."""
-    leave_to_controller(signal.SIGINT, signal.SIGTERM)
+    leave_to_controller()
     with connect(folder) as controller:
         serve(controller, folder, rank, workers, timeout)
 
 
-def leave_to_controller(*signals: int) -> None:
-    """Do nothing on these signals, which a terminal or a launcher sends to all: the controller saves and ends.
+def leave_to_controller() -> None:
+    """Do nothing on signals that a terminal or a launcher sends to all processes: the controller saves and ends.
 
     By a handler, which processes that a role starts do not inherit, as they would SIG_IGN.
     """
-    for number in signals:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
 
 

@@ -7,6 +7,7 @@ backend. Ray is imported when a fleet is made, never before (extra ``tilth[ray]`
 import os
 import pickle
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -223,6 +224,22 @@ def _loopback(wanted: bool) -> Iterator[None]:
         del os.environ[LOOPBACK]
 
 
+@contextmanager
+def _our_signals() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM, which Ray replaces. Processes that are started inside ignore SIGHUP,
+    which a closed terminal sends to all: the controller saves and ends them. Only the main thread can set signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def connect(ray: ModuleType, workers: int, address: str) -> bool:
     """Connect this process to a Ray cluster; True if it was started for it. RecipeError if there is none at the
     address, if it does not let us in, or if it runs another version; without an address if this machine has no room for
@@ -239,12 +256,13 @@ def connect(ray: ModuleType, workers: int, address: str) -> bool:
         check_room(workers)
         if "RAY_AUTH_TOKEN_PATH" not in os.environ:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        with _loopback(True):
+        with _loopback(True), _our_signals():
             ray.init(address="local", num_cpus=max(workers, os.cpu_count() or 1), include_dashboard=False, **quiet)
         return True
     _check_address(address)
     try:
-        ray.init(address=address, **quiet)
+        with _our_signals():
+            ray.init(address=address, **quiet)
     except RuntimeError as error:  # its own sentence: which versions meet
         raise RecipeError(f"cluster.address = {address!r}: {_first(error)}") from None
     except ValueError as error:

@@ -316,7 +316,9 @@ class Run(Section):
     save_minutes: Rate = Field(10.0, description="minutes after which one is made anyway, at a step's end; 0: never")
     save_background: bool = Field(True, description="training goes on while a copy in host memory is being written")
     save_failures: Count = Field(2, description="saves in a row that may fail before the run stops; each one is told")
-    grace: float = Field(60.0, gt=0, description="seconds after SIGTERM in which the run saves and ends, come what may")
+    grace: float = Field(
+        60.0, gt=0, description="seconds after SIGTERM or SIGHUP in which the run saves and ends, come what may"
+    )
     checkpoints: str = Field(
         "", description="where they go: a folder or a store's URL (s3://bucket/path); empty: in the run"
     )

@@ -544,8 +544,9 @@ class Run:
         self.saving.look()
         if self._stop.requested:
             self.secure()
+            by = self._stop.by and f" by {self._stop.by}"
             raise Interrupted(
-                f"stopped after step {self.at.step}, everything is saved; the same command continues in "
+                f"stopped{by} after step {self.at.step}, everything is saved; the same command continues in "
                 f"{self.directory.path}"
             )
         if (self._improved or self.saving.due(self.at.step)) and not self._over():

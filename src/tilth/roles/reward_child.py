@@ -71,7 +71,8 @@ class Progress:
 def main(progress_fd: int, parent: int) -> None:
     """Serve until the pipe from the parent is closed."""
     die_with(parent)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # a launcher sends it to all; the run ends at a step's end
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # a launcher sends it to all; the run ends at a step's end
     requests, replies = take_pipes()
     with closing(Progress(progress_fd)) as progress:
         try:
