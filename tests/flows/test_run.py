@@ -303,6 +303,20 @@ def test_a_reward_that_hangs_is_missing_and_journaled(tmp_path):
         assert (result.directory / "rewards.jsonl").read_text().count("timeout") >= len(late)
 
 
+def test_a_reward_beyond_fp32_is_missing_and_told(tmp_path):
+    def huge(prompt, completion, info):
+        return {"reward": 1e300 if prompt.startswith("1") else len(completion), "part": 1e200}
+
+    watcher = tiny.Recorder()
+    result = tiny.run(tiny.recipe(tmp_path), reward=huge, observers=[watcher])
+    table = read_trajectories(result.directory)
+    lost = [text.startswith("1") for text in table["prompt_text"].to_pylist()]
+    assert [value is None for value in table["reward"].to_pylist()] == lost
+    assert result.summary["rewards_missing"] == sum(lost) > 0
+    assert any("1e+300, more than" in text for text in watcher.messages)
+    assert all(r["reward/std"] < 9 and "reward/part/part" not in r for r in watcher.records if "reward/mean" in r)
+
+
 # ---- what can be wrong is said before the first step ----
 
 

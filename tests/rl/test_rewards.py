@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tilth.core.errors import DataError, RewardError
 from tilth.rl import rewards
-from tilth.rl.rewards import Score, Weighted, check_answers, load_reward, normalise
+from tilth.rl.rewards import LARGEST, Score, Weighted, check_answers, load_reward, normalise
 from tilth.rl.verifiers import SPECS
 
 
@@ -97,6 +97,12 @@ def test_numbers(result, value):
         ([1.0], "returned a list, not a number"),
         (1j, "returned a complex, not a number"),
         (10**400, "too large"),
+        (1e300, "1e.300, more than"),
+        (-1e200, "more than"),
+        (1.0001e18, "more than"),
+        (Fraction(10**19), "more than"),
+        (np.float64(1e39), "more than"),
+        ({"reward": 1e300, "style": 1.0}, "more than"),
         (np.array([1.0, 2.0]), "returned a ndarray that is not one number"),
         (torch.zeros(2), "returned a Tensor that is not one number"),
         ({}, "without 'reward' .keys: none"),
@@ -294,9 +300,10 @@ def huge(prompt, completion, info):
     return 1e308
 
 
-def test_a_sum_beyond_all_numbers_is_missing():
-    assert score({f"{HERE}:huge": 100.0}, "") == Score(None, {}, "the weighted sum is inf")
-    assert score({f"{HERE}:huge": 100.0, f"{HERE}:graded": 1}, "").reason == "the weighted sum is inf"
+def test_a_member_that_is_too_large_is_named_and_makes_the_sum_missing():
+    for others in ({}, {f"{HERE}:graded": 1}):
+        value, parts, reason = score({f"{HERE}:huge": 1e-300, **others}, "")
+        assert (value, parts) == (None, {}) and reason.startswith("huge: returned 1e+308, more than")
 
 
 @settings(max_examples=50)
@@ -397,3 +404,24 @@ def test_all_names_are_in_the_list():
         "gsm8k",
         "regex",
     }
+
+
+@given(st.lists(st.floats(-LARGEST, LARGEST), min_size=2, max_size=64))
+def test_fp32_can_work_with_whatever_is_a_reward(values):
+    assert all(normalise(value) == (value, {}, "") for value in values)
+    column = np.array(values, np.float32)
+    with np.errstate(over="raise"):
+        assert np.isfinite(np.square(column[:, None] - column[None]).sum(1, dtype=np.float32)).all()
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_a_part_is_a_number_that_fp32_can_work_with_or_none(value):
+    (part,) = normalise({"reward": 1.0, "part": value}).parts.values()
+    assert part == value if abs(value) <= LARGEST else math.isnan(part)
+
+
+@pytest.mark.parametrize("weight", [1e300, -1e300, 2.0])
+def test_a_weighted_sum_that_is_too_large_is_missing(weight):
+    value, parts, reason = load_reward({"regex:b": weight})("a", "b", {})
+    assert (value, parts) == ((2.0, {"regex": 1.0}) if weight == 2.0 else (None, {}))
+    assert bool(reason) == (value is None) and (not reason or "weighted sum" in reason)

@@ -13,6 +13,9 @@ from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, Name, below, own_def
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0)]
+Weight = Annotated[float, Field(ge=-1e9, le=1e9)]
+"""Of something in a reward, which fp32 must be able to hold (``rewards.LARGEST``)."""
+Penalty = Annotated[float, Field(ge=0, le=1e9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["fp32", "bf16"]
 Option = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | dict[str, float | tuple[float, float]]
@@ -133,7 +136,7 @@ class Reward(Section):
         'exact, regex:PATTERN), or several, as in {gsm8k = 1.0, "regex:####" = 0.1}; empty: the task\'s own',
     )
     model: str = Field("", description="run of flow reward_model whose score is a reward too; empty: none")
-    model_weight: float = Field(1.0, description="weight of its score, which is added to the function's reward")
+    model_weight: Weight = Field(1.0, description="weight of its score, which is added to the function's reward")
     timeout: float = Field(10.0, gt=0, description="seconds one call may take before its reward is missing")
     workers: Positive = Field(1, description="processes that score")
     pool: str = Field("", description="pool whose first worker starts the processes that score; empty: the first one")
@@ -157,7 +160,7 @@ class Algorithm(Section):
     kl: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = Field(
         "k3", description="form of the KL penalty towards the reference; with + its gradient is that of k2"
     )
-    kl_coef: Rate = Field(0.0, description="its weight; 0: no reference model is kept")
+    kl_coef: Penalty = Field(0.0, description="its weight; 0: no reference model is kept")
     kl_in: Literal["loss", "reward"] = Field("loss", description="where the penalty goes")
     kl_target: Rate = Field(0.0, description="KL per token that its weight is adapted to; 0: the weight is fixed")
     kl_horizon: Positive = Field(10_000, description="samples over which the weight is adapted")
@@ -184,7 +187,7 @@ class Algorithm(Section):
     overlong_buffer: Share = Field(
         0.0, description="flows dapo and fapo: last share of rollout.max_tokens in which the reward falls; 0: none"
     )
-    overlong_penalty: Rate = Field(
+    overlong_penalty: Penalty = Field(
         0.5,
         description="what it has fallen by at rollout.max_tokens (as published: half of the way from right to wrong)",
     )
@@ -244,7 +247,7 @@ class Judge(Section):
     """The frozen model of flow fapo, which reads the steps of right answers and names the first wrong one."""
 
     path: str = Field("", description="run or Hugging Face directory of the judge, such as a run of flaws-judge")
-    penalty: Rate = Field(
+    penalty: Penalty = Field(
         1.0, description="FAPO's lambda: half of it is what a right answer with a wrong step loses; 0: only measured"
     )
     max_tokens: Positive = Field(256, description="longest verdict in tokens, with what is said before it")

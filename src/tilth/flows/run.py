@@ -307,7 +307,7 @@ class Run:
         greedy = self.collect(ask(prompts.tolist(), 1, BASELINE_IDS), greedy=True, prefix="baseline")
         known = greedy["reward"][~np.isnan(greedy["reward"])]
         if len(known):
-            self.metrics.add("baseline/mean", float(known.mean()), len(known))
+            self.metrics.add("baseline/mean", float(known.mean(dtype=np.float64)), len(known))
             self.metrics.add("tokens/baseline", float(greedy["completion"].sum()))
         return batch.with_rows(baselines=greedy["reward"][place])
 
@@ -375,8 +375,8 @@ class Run:
         """Metrics that follow from rows alone."""
         reward = batch["reward"][~np.isnan(batch["reward"])]
         if len(reward):
-            self.metrics.add("reward/mean", float(reward.mean()), len(reward))
-            self.metrics.add("reward/std", float(reward.std()), len(reward))
+            self.metrics.add("reward/mean", float(reward.mean(dtype=np.float64)), len(reward))
+            self.metrics.add("reward/std", float(reward.std(dtype=np.float64)), len(reward))
         self.metrics.add("samples", float(len(batch)))
         self._measure_parts(batch, "reward")
         self.metrics.add("length/mean", float(batch["completion"].mean()), len(batch))

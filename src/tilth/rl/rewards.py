@@ -1,8 +1,8 @@
 """Reward functions: where they come from and what they may return. Imports no torch.
 
 A reward is a plain callable ``(prompt: str, completion: str, info: dict) -> float | dict``. A dict has the key
-``reward`` and any other named numbers, which are kept as its parts. A result that is no finite number makes the reward
-missing, with a reason; it is never 0.
+``reward`` and any other named numbers, which are kept as its parts. A result that is no finite number, or one that
+fp32 cannot work with (``LARGEST``), makes the reward missing, with a reason; it is never 0.
 """
 
 import difflib
@@ -24,6 +24,10 @@ from tilth.rl.verifiers import BUILTIN, SPECS, addition, builtin
 
 __all__ = ["BUILTIN", "Reward", "Score", "Weighted", "addition", "check_answers", "describe", "is_importable"]
 __all__ += ["load_reward", "member_names", "normalise"]
+
+LARGEST = 1e18
+"""Greatest absolute value of a reward. Columns of rows are fp32; differences of rewards, their squares in a value loss
+and sums of some hundred of these stay finite there."""
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
 """(prompt, completion, info) -> float or dict; ``info`` is what the data says of the prompt, ``answer`` among it."""
@@ -78,8 +82,8 @@ class Weighted:
                 return Score(None, {}, f"{name}: {score.reason}")
             scores[name] = score
         total = sum(weight * (scores[name].value or 0.0) for name, _, weight in self.members)
-        if not math.isfinite(total):
-            return Score(None, {}, f"the weighted sum is {total}")
+        if wrong := _unusable(total):
+            return Score(None, {}, f"the weighted sum is {wrong}")
         return Score(total, _join(scores), "")
 
     @staticmethod
@@ -186,7 +190,7 @@ def _parts_of(spec: str | Mapping[str, float] | Reward) -> list[Any]:
 def normalise(result: Any) -> Score:
     """A reward function's result as a score: numbers, booleans, one-element tensors, or a dict with ``reward``.
 
-    Parts of a dict that are no numbers are kept as NaN. A dict whose reward is missing has no parts.
+    Parts of a dict that are no such numbers are kept as NaN. A dict whose reward is missing has no parts.
     """
     if isinstance(result, Score):
         return result
@@ -214,7 +218,15 @@ def _number(result: Any) -> tuple[float | None, str]:
         value = float(result)
     except OverflowError:
         return None, "returned a number too large for a float"
-    return (value, "") if math.isfinite(value) else (None, f"returned {value}")
+    wrong = _unusable(value)
+    return (None, f"returned {wrong}") if wrong else (value, "")
+
+
+def _unusable(value: float) -> str:
+    """A number that cannot be a reward, in words; "" for one that can."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.3g}, more than a reward may be ({LARGEST:g})" if abs(value) > LARGEST else ""
 
 
 def _load_module(name: str, spec: str) -> ModuleType:

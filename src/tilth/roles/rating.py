@@ -5,6 +5,7 @@ import numpy as np
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Store
 from tilth.parallel.sharded import Sharded
+from tilth.rl.rewards import LARGEST
 from tilth.roles.experience import OUTCOME, check_identity, on_rows
 from tilth.roles.pairs import ratings
 
@@ -29,7 +30,7 @@ class RatingWorker:
 
         The score is the value after the last token that the policy chose, its end token or the last one before a cut.
         alone: there is no other reward, so that this is the ``outcome`` too. A reward that is missing stays so, and a
-        score that is not finite makes it so.
+        score that is not finite makes it so, as does one that makes it too large (``rewards.LARGEST``).
         """
         with on_rows("score", batch):
             columns = batch.read(self.store, "tokens", "mask")
@@ -43,6 +44,7 @@ class RatingWorker:
             )
             found = np.where(np.isfinite(found), found, np.nan)
             before = np.zeros(len(batch)) if alone else batch["reward"].astype(np.float64)
-            reward = (before + self.weight * found).astype(np.float32)
+            total = before + self.weight * found.astype(np.float64)
+            reward = np.where(np.abs(total) <= LARGEST, total, np.nan).astype(np.float32)
             said = {OUTCOME: reward.copy()} if alone else {}
             return batch.with_rows(reward=reward, **said, **{PART: found.astype(np.float32)})
