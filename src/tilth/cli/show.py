@@ -50,6 +50,7 @@ def table(summary: Mapping[str, Any]) -> Lines:
     lines = [
         ("run", f"{s['run']} ({s['recipe']})"),
         ("state", str(s["state"]) + (f": {s['error']}" if s.get("error") else "")),
+        *[("warning", f"after step {said['step']:,}: {said['text']}") for said in s.get("warnings") or []],
         ("steps", f"{s['steps']} in {words.duration(s['seconds'])}"),
         *_phases(s),
         ("reward's parts", _parts(s)),

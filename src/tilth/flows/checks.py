@@ -101,16 +101,17 @@ def drops_flat(recipe: Recipe) -> bool:
     """Whether groups with equal rewards are left out: where the recipe says so and they have no gradient at all."""
     how = recipe.algorithm
     terms = how.kl_coef or how.entropy_coef or how.entropy_target or how.nll_coef
-    return how.drop_flat and not terms and not _estimator(how).flat_teaches
+    return how.drop_flat and not terms and not estimator(how).flat_teaches
 
 
-def _estimator(how: Algorithm) -> Advantage:
+def estimator(how: Algorithm) -> Advantage:
+    """What the recipe makes advantages with, with its options."""
     return build("advantages", how.advantage, options("advantages", how.advantage, how), Advantage)
 
 
 def _check_reward(recipe: Recipe) -> None:
     """What is added to the reward reaches the policy, and does not become noise on the way."""
-    how, found, name = recipe.algorithm, _estimator(recipe.algorithm), recipe.algorithm.advantage
+    how, found, name = recipe.algorithm, estimator(recipe.algorithm), recipe.algorithm.advantage
     in_reward = bool(how.kl_coef) and how.kl_in == "reward"
     if in_reward and found.relative_to_spread:
         raise RecipeError(

@@ -26,5 +26,7 @@ class Progress:
     drawn: dict[str, int] = field(default_factory=dict)
     """How far each stream of the data has been read: prompts, examples or documents; and samples, which have numbers
     of their own."""
+    flat: dict[str, float] = field(default_factory=dict)
+    """Steps in a row that taught nothing (``hopeless.counted``)."""
     weights: dict[str, float] = field(default_factory=dict)
     """Key of [algorithm] -> what it has become, for weights that are adapted; and what they follow from."""

@@ -111,6 +111,7 @@ def summarise(run: str | Path) -> Record:
         "recipe": state.get("recipe"),
         "state": state["state"],
         "error": state.get("error"),
+        "warnings": state.get("warnings", []),
         "attempts": state.get("attempt"),
         "steps": last.get("step", 0),
         "phase": last.get("phase"),

@@ -18,9 +18,11 @@ from tilth.config.schema import Algorithm, Recipe
 from tilth.core.batch import Batch, Store, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
+from tilth.flows import hopeless
 from tilth.flows.checks import check_parts, columns_needed
 from tilth.flows.heldout import ACCURACY, LOSS, REWARD, figures, is_graded, measure
 from tilth.flows.keep import first_groups, has_spread, missing_prompts
+from tilth.flows.measured import measure_parts, measure_rows
 from tilth.flows.metrics import Metrics
 from tilth.flows.observers import Observer
 from tilth.flows.progress import Progress
@@ -30,7 +32,6 @@ from tilth.flows.saving import Saving
 from tilth.flows.shape import adapted, current
 from tilth.flows.signals import Interrupted, StopRequest
 from tilth.rl.metrics import Metric
-from tilth.roles.experience import CUT
 from tilth.roles.rollout import ask
 from tilth.trace.spans import span
 
@@ -247,6 +248,7 @@ class Run:
                 self._empty += not len(found)
                 yield found
                 self._record(concat(sampled))
+                self._warn(concat(sampled))
 
     def examples(self, count: int) -> Iterator[Batch]:
         """Batches of ``count`` prompts with their answers, one batch a step, the loss on the answers."""
@@ -360,7 +362,7 @@ class Run:
             self.say(f"{len(failures)} of {asked} rewards are missing and left out; the first reason: {reason}")
 
     def _filter(self, batch: Batch, keep: Keep | None) -> Batch:
-        self._measure(batch)
+        measure_rows(self.metrics, batch)
         scored = batch.select(~np.isnan(batch["reward"]))
         kept = keep(scored) if keep is not None else np.ones(len(scored), bool)
         if keep is not None and len(scored):
@@ -370,25 +372,6 @@ class Run:
             spread = len(np.unique(scored["group"][has_spread(scored)]))
             self.metrics.add("groups/gradient", spread / groups, groups)
         return scored.select(kept)
-
-    def _measure(self, batch: Batch) -> None:
-        """Metrics that follow from rows alone."""
-        reward = batch["reward"][~np.isnan(batch["reward"])]
-        if len(reward):
-            self.metrics.add("reward/mean", float(reward.mean(dtype=np.float64)), len(reward))
-            self.metrics.add("reward/std", float(reward.std(dtype=np.float64)), len(reward))
-        self.metrics.add("samples", float(len(batch)))
-        self._measure_parts(batch, "reward")
-        self.metrics.add("length/mean", float(batch["completion"].mean()), len(batch))
-        self.metrics.add("length/max", float(batch["completion"].max()))
-        self.metrics.add("length/cut", float((batch["finish"] == CUT).mean()), len(batch))
-        self.metrics.add("tokens/generated", float(batch["completion"].sum()))
-
-    def _measure_parts(self, batch: Batch, prefix: str) -> None:
-        for name in (n for n in batch.rows if n.startswith("part/")):
-            known = batch[name][~np.isnan(batch[name])]
-            if len(known):
-                self.metrics.add(f"{prefix}/{name}", float(known.mean(dtype=np.float64)), len(known))
 
     def learned(self, metrics: Mapping[str, Metric]) -> None:
         """One optimizer step of the policy: its metrics are taken, and checked, when they are there."""
@@ -465,7 +448,7 @@ class Run:
         with span("evaluate"), self.store.scope():
             batch = self.collect(ask(self.chosen().tolist(), 1, EVALUATION_IDS), greedy=True)
             known = batch.select(~np.isnan(batch["reward"]))
-            self._measure_parts(known, REWARD)
+            measure_parts(self.metrics, known, REWARD)
             found = figures(known, graded=self.at.graded)
             if not found:
                 return None
@@ -528,6 +511,13 @@ class Run:
         """Hand the trajectories to the run directory."""
         table, self._sample = self.recorder.table(batch, self.at.step + 1)
         self.directory.add_trajectories(table)
+
+    def _warn(self, sampled: Batch) -> None:
+        """Say what to try where nothing has been learned for long."""
+        self.at.flat = hopeless.counted(self.at.flat, sampled, self.recipe)
+        if text := hopeless.warning(self.at.flat, sampled, self.recipe):
+            self.directory.warn(self.at.step + 1, text)
+            self.say(text)
 
     def _commit(self) -> None:
         self.metrics.add("bytes/fetched", float(self.store.fetched_bytes - self._fetched))

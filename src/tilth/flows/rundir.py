@@ -139,7 +139,8 @@ class RunDir:
         self._earlier = kept[-1].get("seconds", 0.0) if kept else 0.0
         self._began = time.monotonic()
         now = self._state["attempts"][-1] | {"from_step": step, "from_seconds": self._earlier}
-        self.update(attempts=[*self._state["attempts"][:-1], now])
+        warnings = [said for said in self._state.get("warnings", []) if said["step"] <= step]
+        self.update(attempts=[*self._state["attempts"][:-1], now], warnings=warnings)
 
     @property
     def seconds(self) -> float:
@@ -151,6 +152,10 @@ class RunDir:
     def log(self, text: str) -> None:
         """A line, with the time, in log.txt."""
         self._log.append(f"{_now()} {text}")
+
+    def warn(self, step: int, text: str) -> None:
+        """Keep, for the report, what a person should know of the run after this step."""
+        self.update(warnings=[*self._state.get("warnings", []), {"step": step, "text": text}])
 
     def update(self, **fields: Any) -> None:
         """Set fields of run.json, which is replaced as a whole."""

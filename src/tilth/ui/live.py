@@ -20,8 +20,8 @@ from rich.text import Text
 
 from tilth.config.schema import Recipe
 from tilth.flows.metrics import KEYS
-from tilth.flows.readers import ACCURACY, REWARD
 from tilth.flows.observers import Say
+from tilth.flows.readers import ACCURACY, REWARD
 from tilth.ui import words
 from tilth.ui.output import Outlived
 

@@ -138,7 +138,9 @@ def _header(seen: Seen) -> Html:
     ]
     lede = tag("p", " · ".join(f for f in facts if f), class_="lede")
     error = tag("p", state["error"], class_="lede clay") if state.get("error") else None
-    return tag("header", brand, tag("h1", headline(seen.summary)), lede, error)
+    told = [f"After step {said['step']:,}: {said['text']}." for said in seen.summary["warnings"]]
+    warnings = [tag("p", text, class_="lede clay") for text in told]
+    return tag("header", brand, tag("h1", headline(seen.summary)), lede, error, *warnings)
 
 
 def _machine(env: Mapping[str, Any]) -> str:

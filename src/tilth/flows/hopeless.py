@@ -1,0 +1,62 @@
+"""Steps in a row whose rewards teach nothing, and what to try then: a run may go on so for days."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tilth.config.schema import Recipe
+from tilth.core.batch import Batch
+from tilth.flows.checks import estimator
+from tilth.flows.keep import has_spread
+from tilth.roles.experience import CUT, is_right
+
+PATIENCE = 20
+"""Steps without any difference between rewards after which a run warns."""
+MANY = 0.5
+"""Share of answers that are cut from which on their length is thought to be the cause."""
+
+
+def counted(before: Mapping[str, float], sampled: Batch, recipe: Recipe) -> dict[str, float]:
+    """The state of an episode after one more step: how many steps it has, least and greatest reward; {}: there is none.
+
+    A step belongs to it where no two rewards of a group differ; for an estimator that learns from such groups too,
+    where all rewards are equal, and those of the steps before them. A step without any reward changes nothing.
+    """
+    scored = sampled.select(~np.isnan(sampled["reward"]))
+    found = estimator(recipe.algorithm)
+    if not len(scored) or not found.reads_reward:
+        return dict(before)
+    low, high = float(scored["reward"].min()), float(scored["reward"].max())
+    joined = {
+        "steps": before.get("steps", 0.0) + 1,
+        "low": min(low, before.get("low", low)),
+        "high": max(high, before.get("high", high)),
+    }
+    if recipe.rollout.group > 1 and not found.flat_teaches:
+        return {} if has_spread(scored).any() else joined
+    if joined["low"] == joined["high"]:
+        return joined
+    return {"steps": 1.0, "low": low, "high": high} if low == high else {}
+
+
+def warning(episode: Mapping[str, float], sampled: Batch, recipe: Recipe) -> str:
+    """What to say after the newest step of an episode, once for each; "": nothing."""
+    if episode.get("steps") != PATIENCE:
+        return ""
+    one, r = episode["low"] == episode["high"], recipe.rollout
+    same = f"every reward was {episode['low']:g}" if one else "all answers to a prompt earned the same reward"
+    tries = ["tilth reward try (can the reward tell a right answer from a wrong one?)"]
+    cut = float((sampled["finish"] == CUT).mean())
+    if cut >= MANY:
+        tries.append(f"a larger rollout.max_tokens={r.max_tokens} ({cut:.0%} of the answers are cut)")
+    if r.temperature < 1:
+        tries.append(f"a higher rollout.temperature={r.temperature:g}")
+    if r.group > 1:
+        tries.append(f"a larger rollout.group={r.group}")
+    if is_right(sampled).all():
+        tries.append("harder prompts (data.source)")
+    else:
+        warm = f"a longer warm-up (supervised.steps={recipe.supervised.steps})"
+        tries.append(warm if recipe.supervised.steps else "a warm-up on answers (supervised.steps)")
+        tries.append("easier prompts (data.source)")
+    return f"nothing can be learned from the last {PATIENCE} steps: {same}; the run goes on; try {'; '.join(tries)}"
