@@ -155,3 +155,13 @@ def test_a_hangup_that_is_ignored_changes_nothing(tmp_path):
         assert len(watcher.records) == 2 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_that_was_killed_is_told_when_it_goes_on(tmp_path):
+    code, _ = finish(child(tmp_path, "training", "9"))
+    assert code == -signal.SIGKILL
+    watcher = tiny.Recorder()
+    result = tiny.run(tiny.recipe(tmp_path), observers=[watcher])
+    assert sum("attempt 1 ended without a word after step " in text for text in watcher.messages) == 1
+    log = (result.directory / "log.txt").read_text()
+    assert log.count("ended without a word") == 1 and log.rstrip().endswith("attempt 2 finished after step 12")

@@ -1,5 +1,6 @@
 """The run directory: nothing committed is lost, nothing uncommitted stays, whatever stops the process."""
 
+import contextlib
 import errno
 import json
 import os
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tilth.config.load import from_dict, load_recipe
-from tilth.core.errors import DataError, RecipeError, StorageError
+from tilth.core.errors import DataError, RecipeError, StorageError, TilthError
 from tilth.flows import files
 from tilth.flows import trajectories as trajectories_module
 from tilth.flows.files import Lines, Lock, read_lines, replace, to_json
@@ -485,3 +486,59 @@ def test_replace_is_all_or_nothing(tmp_path, monkeypatch):
 def test_readers_import_no_torch():
     code = "import sys; import tilth.flows.rundir, tilth.flows.metrics; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": "src"}, cwd=Path.cwd())
+
+
+def log_of(run):
+    """Lines of the log without their times."""
+    return [line.partition(" ")[2] for line in (run.path / "log.txt").read_text().splitlines()]
+
+
+class OwnFault(TilthError):
+    """Raised on purpose."""
+
+
+@pytest.mark.parametrize(
+    "error, state, said",
+    [
+        (None, "interrupted", ""),
+        (KeyboardInterrupt(), "interrupted", ": Ctrl-C"),
+        (KeyboardInterrupt("SIGTERM"), "interrupted", ": SIGTERM"),
+        (Interrupted("stopped by SIGHUP"), "interrupted", ": stopped by SIGHUP"),
+        (OwnFault("no such thing"), "failed", ": OwnFault: no such thing"),
+        (ZeroDivisionError("by zero"), "failed", ": ZeroDivisionError: by zero"),
+    ],
+)
+def test_the_log_says_how_each_attempt_ended_and_the_next_one_knows(tmp_path, error, state, said):
+    with (
+        contextlib.suppress(*([type(error)] if error is not None else [])),
+        RunDir.create(recipe(tmp_path), "a") as run,
+    ):
+        commit(run, 1, 2, 3)
+        if error is not None:
+            raise error
+    assert log_of(run)[-1] == f"attempt 1 {state} after step 3{said}"
+    assert any("Traceback" in line for line in log_of(run)) == isinstance(error, ZeroDivisionError)
+    with RunDir.create(recipe(tmp_path), "a") as again:
+        how = "was interrupted" if state == "interrupted" else "failed"
+        assert run.before == "" and again.before == f"attempt 1 {how} after step 3{said}"
+        again.rewind(2)
+        again.end("finished")
+    assert log_of(again)[-1] == "attempt 2 finished after step 2"
+
+
+@pytest.mark.parametrize(
+    "changes, cause",
+    [({}, "out of memory"), ({"host": "elsewhere"}, "elsewhere"), ({"pid_started": 0.0}, "started anew")],
+)
+def test_an_attempt_that_ended_without_a_word(tmp_path, changes, cause):
+    with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        child.kill()
+    path = tmp_path / "runs" / "demo-001"
+    state = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps(state | changes))
+    last = read_metrics(path)[-1]["step"]
+    with RunDir.create(recipe(tmp_path), "demo") as run:
+        assert run.before.startswith(f"attempt 1 ended without a word after step {last} (") and cause in run.before
+        first, second = read_state(path)["attempts"]
+        assert first["why"] == run.before and "why" not in second

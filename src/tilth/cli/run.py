@@ -41,7 +41,7 @@ def train(name_or_path: str, overrides: Sequence[str], allow: Sequence[str], *, 
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal, its number the argument, where the run does not handle it itself: what was started is ended."""
+    """A signal, its name the argument, where the run does not handle it itself: what was started is ended."""
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def _terminable() -> Iterator[None]:
         yield
     except Terminated as ended:
         typer.echo("interrupted; whatever a run has saved is intact", err=True)
-        raise typer.Exit(128 + int(ended.args[0])) from None
+        raise typer.Exit(128 + signal.Signals[ended.args[0]]) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -65,7 +65,7 @@ def _terminable() -> Iterator[None]:
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     for other in ends():
         signal.signal(other, lambda *_: None)
-    raise Terminated(number)
+    raise Terminated(signal.Signals(number).name)
 
 
 def _launched(name_or_path: str, overrides: Sequence[str]) -> Recipe:

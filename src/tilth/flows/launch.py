@@ -181,8 +181,8 @@ def launch(
                     run.saving.finish()
                     if run.saving.failed:
                         run.secure()
-                except Interrupted:
-                    directory.end("interrupted")
+                except Interrupted as stopped:
+                    directory.end("interrupted", why=str(stopped))
                     raise
                 finally:
                     run.saving.give_up()
@@ -316,7 +316,9 @@ def _phases(run: Run) -> None:
 
 def _announce(run: Run, parts: Parts) -> None:
     directory = run.directory
-    say = [f"{'continuing' if directory.resumed else 'new run'} in {directory.path}", *parts.plan.lines(), *parts.notes]
+    say = [f"{'continuing' if directory.resumed else 'new run'} in {directory.path}"]
+    say += [directory.before] if directory.before else []
+    say += [*parts.plan.lines(), *parts.notes]
     directory.set_plan(parts.plan.as_dict())
     say += replaced(run.recipe)
     save_shape(directory.path / MODEL_FOLDER, parts.config, parts.tokenizer)

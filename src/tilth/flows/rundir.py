@@ -10,6 +10,7 @@ journal of rewards stays, so that a step that runs again has the same ones.
 
 import os
 import time
+import traceback
 import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -22,7 +23,7 @@ import pyarrow as pa
 
 from tilth.config.load import dump_toml
 from tilth.config.schema import Recipe
-from tilth.core.errors import StorageError
+from tilth.core.errors import StorageError, TilthError
 from tilth.core.target import make_folder
 from tilth.flows.continuing import Identity, claim
 from tilth.flows.environment import environment
@@ -54,6 +55,9 @@ class RunDir:
         """In which keys it goes on as another recipe than it began with, in words."""
         self.attempt: int = before.get("attempt", 0) + 1
         self._began = time.monotonic()
+        self._last = _last_step(path) if self.resumed else 0
+        self.before = _ending(path, before, self._last)
+        """How the attempt before this one ended, in words; "": there was none."""
         self._earlier = 0.0
         """Seconds of earlier attempts, up to the step that this one continues from."""
         with writing(path):
@@ -116,6 +120,7 @@ class RunDir:
         self._metrics.append(to_json(written))
         self._trajectories.commit()
         self.journal.forget(record["step"])
+        self._last = record["step"]
         return written
 
     def add_trajectories(self, table: pa.Table) -> None:
@@ -136,6 +141,7 @@ class RunDir:
         kept = [r for r in read_metrics(self.path) if r["step"] <= step]
         replace(path, "".join(to_json(r) + "\n" for r in kept).encode())
         self._metrics = Lines(path)
+        self._last = kept[-1]["step"] if kept else 0
         self._earlier = kept[-1].get("seconds", 0.0) if kept else 0.0
         self._began = time.monotonic()
         now = self._state["attempts"][-1] | {"from_step": step, "from_seconds": self._earlier}
@@ -172,11 +178,17 @@ class RunDir:
         """Keep the plan; its ``memory_peak`` is the predicted memory that the peak is shown beside."""
         self.update(plan=dict(plan), memory={"predicted": plan.get("memory_peak"), "peak": None})
 
-    def end(self, state: State, error: str | None = None, **fields: Any) -> None:
-        """The run ended: flush, and write state, time, peak memory and summary. Further fields as in ``update``."""
+    def end(self, state: State, error: str | None = None, *, why: str = "", **fields: Any) -> None:
+        """The run ended: log it, flush, and write state, time, peak memory and summary.
+
+        why: of an end that is no error. Further fields as in ``update``.
+        """
+        self.log(
+            f"attempt {self.attempt} {state} after step {self._last}" + (f": {error or why}" if error or why else "")
+        )
         self.flush()
         memory = self._state.get("memory") or {"predicted": None}
-        last = self._state["attempts"][-1] | {"ended": _now(), "state": state}
+        last = self._state["attempts"][-1] | {"ended": _now(), "state": state, "why": error or why}
         self._state.update(
             state=state,
             error=error,
@@ -201,16 +213,21 @@ class RunDir:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             if self._state["state"] == "running":
-                stopped = error is None or isinstance(error, (KeyboardInterrupt, Interrupted))
-                self.end(
-                    "interrupted" if stopped else "failed", None if stopped else f"{type(error).__name__}: {error}"
-                )
+                self._end_with(error)
         except StorageError:
             # The disk that ended the run cannot say so; readers see a state "running" without a process: interrupted.
             if not isinstance(error, StorageError):
                 raise
         finally:
             self.close()
+
+    def _end_with(self, error: BaseException | None) -> None:
+        if error is None or isinstance(error, (KeyboardInterrupt, Interrupted)):
+            self.end("interrupted", why=str(error or "") or ("Ctrl-C" if error is not None else ""))
+            return
+        if not isinstance(error, TilthError):  # a fault of the program: the log keeps its place
+            self.log("".join(traceback.format_exception(error)).rstrip())
+        self.end("failed", f"{type(error).__name__}: {error}")
 
     def _begin(self, before: dict[str, Any]) -> dict[str, Any]:
         """Fields of run.json for a new attempt."""
@@ -219,7 +236,8 @@ class RunDir:
             from tilth.flows.owner import take  # it imports torch, which those who only read do without
 
             take(self.path, place, fresh=place != before.get("checkpoints"))
-        attempts = [a if a.get("ended") else a | {"state": "interrupted"} for a in before.get("attempts", [])]
+        silent = {"state": "interrupted", "why": self.before}
+        attempts = [a if a.get("ended") else a | silent for a in before.get("attempts", [])]
         return {
             "format": FORMAT,
             "recipe": self.name,
@@ -254,6 +272,29 @@ class RunDir:
         replace(self.path / "metrics_schema.json", (to_json(schema()) + "\n").encode())
         self.update()
         self.log(f"attempt {self.attempt} {'continues' if self.resumed else 'starts'}, process {os.getpid()}")
+
+
+def _last_step(path: Path) -> int:
+    """The newest committed step; 0: none."""
+    return max((record["step"] for record in read_metrics(path)), default=0)
+
+
+def _ending(path: Path, before: Mapping[str, Any], last: int) -> str:
+    """How the newest attempt of a run's state ended, in words; "": there was none."""
+    if not before.get("attempts"):
+        return ""
+    attempt = before["attempts"][-1]
+    name = f"attempt {attempt['attempt']}"
+    if attempt.get("ended"):
+        how = {"interrupted": "was interrupted"}.get(attempt["state"], attempt["state"])
+        return f"{name} {how} after step {last}" + (f": {attempt['why']}" if attempt.get("why") else "")
+    if before.get("host") != os.uname().nodename:
+        cause = f"its machine was {before.get('host')}"
+    elif before.get("pid_started", 0) < psutil.boot_time():
+        cause = "the machine has been started anew since"
+    else:
+        cause = "killed, machine lost, or out of memory"
+    return f"{name} ended without a word after step {last} ({cause})"
 
 
 def _place(recipe: Recipe, path: Path, before: Mapping[str, Any]) -> str:
