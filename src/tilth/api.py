@@ -80,7 +80,8 @@ def _pool(recipe: Recipe, function: Spec | None) -> "AbstractContextManager[Rewa
     if function is None:
         return nullcontext()
     here = recipe.cluster.backend == "inline"  # otherwise the worker that scores has a pool of its own
-    return RewardPool(function, workers=recipe.reward.workers, timeout=recipe.reward.timeout, wait=False, start=here)
+    how = recipe.reward
+    return RewardPool(function, workers=how.workers, timeout=how.timeout, quiet=True, wait=False, start=here)
 
 
 def _material(recipe: Recipe, prompts: "Material | None", function: Spec | None) -> "Material":

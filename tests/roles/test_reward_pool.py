@@ -216,7 +216,8 @@ def test_functions_by_name(tmp_path, monkeypatch):
         "import helper\ndef length(p, c, i):\n    print('hello from', c)\n    return helper.FACTOR * len(c)\n"
     )
     log = tmp_path / "log.txt"
-    with RewardPool("mine.py:length", log=log) as pool:
+    with RewardPool("mine.py:length", quiet=True) as pool:
+        pool.print_to(log)
         assert pool.score(items("abc"))[0].value == 6
     assert log.read_text() == "hello from abc\n"
     with RewardPool("addition") as pool:
@@ -287,7 +288,8 @@ def test_printing_does_not_disturb(tmp_path):
         return 1.0
 
     log = tmp_path / "log.txt"
-    with RewardPool(noisy, log=log) as pool:
+    with RewardPool(noisy, quiet=True) as pool:
+        pool.print_to(log)
         assert [o.value for o in pool.score(items(*"abc"))] == [1, 1, 1]
     text = log.read_text()
     assert text.count("x" * 10_000) == text.count("raw") == text.count("shell") == 3

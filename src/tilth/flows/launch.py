@@ -42,7 +42,7 @@ from tilth.flows.remax import remax
 from tilth.flows.reward_model import reward_model
 from tilth.flows.rloo import rloo
 from tilth.flows.run import VALUES, WARMUP, Progress, Roles, Run
-from tilth.flows.rundir import RunDir, summarise
+from tilth.flows.rundir import REWARD_LOG, RunDir, summarise
 from tilth.flows.saving import Saving
 from tilth.flows.seen import seen_before
 from tilth.flows.sft import sft
@@ -164,6 +164,8 @@ def launch(
             _recorded(directory, cluster.rank, observers),
             collector.to(planned=bool(recipe.run.collect_every)),
         ):
+            if parts.roles.reward is not None:
+                parts.roles.reward.print_to(str(directory.path.resolve() / REWARD_LOG))
             with _told_how_to_go_on(directory.path), StopRequest(recipe.run.grace) as stop:
                 cluster.trace(directory.events.resolve(), directory.attempt, bool(recipe.run.collect_every))
                 profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)

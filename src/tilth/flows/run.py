@@ -27,7 +27,7 @@ from tilth.flows.metrics import Metrics
 from tilth.flows.observers import Observer
 from tilth.flows.progress import Progress
 from tilth.flows.publish import Bounds, check_mismatch
-from tilth.flows.rundir import RunDir
+from tilth.flows.rundir import REWARD_LOG, RunDir
 from tilth.flows.saving import Saving
 from tilth.flows.shape import adapted, current
 from tilth.flows.signals import Interrupted, StopRequest
@@ -127,7 +127,7 @@ class Run:
         self._stop = stop
         self._sample: dict[str, Any] | None = None
         self._fetched = 0
-        self._rewarded = False
+        self._rewarded = self._printed = False
         self._reasons: set[str] = set()
         self._engine_version: int | None = None
         self._published = 0
@@ -343,6 +343,9 @@ class Run:
             parts.append(reward.score(some, known=known))
             failures |= reward.failures()
             replayed |= known.keys()
+        if not self._printed and (printed := self.directory.path / REWARD_LOG).exists():
+            self._printed = True
+            self.say(f"what the reward prints is in {printed}")
         scored = concat(parts) if len(parts) > 1 else parts[0]
         self._tell_failures(failures, len(scored), replayed)
         self.directory.journal.write(self.at.step, scored, failures)

@@ -1,7 +1,7 @@
 """The directory of a run: everything that is kept, written so that nothing committed is ever lost.
 
     recipe.toml  run.json  metrics.jsonl  metrics_schema.json  trajectories/  events/  checkpoints/  rewards.jsonl
-    scores.jsonl  log.txt  report.html, and where asked for profiles/
+    scores.jsonl  log.txt  reward.log  report.html, and where asked for profiles/
 
 A step is committed by one line of ``metrics.jsonl``. Trajectories follow in files of several steps, at the latest when
 the flow makes a checkpoint (``flush``). On resume ``rewind(step)`` drops what lies behind the checkpoint's step; the
@@ -38,6 +38,8 @@ __all__ = ["RunDir", "State", "read_metrics", "read_state", "read_trajectories",
 
 State = Literal["running", "finished", "interrupted", "failed"]
 FORMAT = 1
+REWARD_LOG = "reward.log"
+"""What the reward function prints: the newest 8 to 16 MB, those before the last 8 in ``reward.log.1``."""
 
 
 class RunDir:

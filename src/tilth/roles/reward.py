@@ -1,6 +1,7 @@
 """The reward role: scores completions in a pool of processes; what fails is missing, counted and told, never 0."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,11 @@ class RewardWorker:
     def ready(self) -> None:
         """Wait until every process of the pool has the function. RewardError if one cannot have it."""
         self.pool.ready()
+
+    @transfer(split="all", gather="first")
+    def print_to(self, path: str) -> None:
+        """Append what the function prints to this file."""
+        self.pool.print_to(Path(path))
 
     @transfer(split="rows", gather="rows")
     def score(self, batch: Batch, *, known: dict[int, dict[str, Any]] | None = None) -> Batch:

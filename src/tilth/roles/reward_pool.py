@@ -34,6 +34,7 @@ import cloudpickle
 
 from tilth.core.errors import RewardError
 from tilth.rl.rewards import Reward, describe, is_importable, load_reward, member_names
+from tilth.roles.prints import Prints
 from tilth.roles.reward_child import Progress
 
 Status = Literal["ok", "error", "invalid", "timeout", "died"]
@@ -84,7 +85,7 @@ class RewardPool:
             or any callable ``(prompt, completion, info) -> float | dict``, lambdas and functions of the script itself
             among them.
         workers: processes. timeout: seconds one call may take.
-        log: file to which they append what the function prints; None: standard error.
+        quiet: hold what the function prints until ``print_to`` says in which file it belongs; False: standard error.
         wait: return only when every process is ready; otherwise ``ready`` or the first ``score`` waits.
         start: False: no process is started before ``ready`` or the first ``score``. Pickled (by cloudpickle, to a
             worker of the run) it is such a pool of the same function.
@@ -101,7 +102,7 @@ class RewardPool:
         *,
         workers: int = 1,
         timeout: float = 10.0,
-        log: Path | None = None,
+        quiet: bool = False,
         wait: bool = True,
         start: bool = True,
     ) -> None:
@@ -113,22 +114,30 @@ class RewardPool:
         self._function = function
         self._greeting = _message(_travelling(function))
         self._members = member_names(function)
-        self._workers, self._log = workers, log
+        self._workers = workers
+        self._prints = Prints() if quiet else None
         self._lock = threading.Lock()
         # The kernel kills a child when the *thread* that started it ends, so one thread that lives as long starts all.
         self._starter = ThreadPoolExecutor(1, "reward-starter")
         self._children: list[Child] = []
         self._failure = ""
         self._proven = False
-        self._closed = weakref.finalize(self, _shut_down, self._children, self._starter, os.getpid())
+        self._closed = weakref.finalize(self, _shut_down, self._children, self._starter, self._prints, os.getpid())
         if start:
             self._fill()
         if start and wait:
             self.ready()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        again = partial(RewardPool, workers=self._workers, timeout=self.timeout, start=False)
+        again = partial(
+            RewardPool, workers=self._workers, timeout=self.timeout, quiet=self._prints is not None, start=False
+        )
         return again, (self._function,)
+
+    def print_to(self, path: Path) -> None:
+        """Append what the function has printed so far, and prints from now on, to this file; of a ``quiet`` pool."""
+        if self._prints is not None:
+            self._prints.to(path)
 
     def ready(self) -> None:
         """Wait until every process has the function. RewardError, and a closed pool, if one cannot have it."""
@@ -175,7 +184,8 @@ class RewardPool:
 
     def _fill(self) -> None:
         for _ in range(self._workers - len(self._children)):
-            self._children.append(self._starter.submit(Child, self._greeting, self._log).result())
+            errors = None if self._prints is None else self._prints.writer
+            self._children.append(self._starter.submit(Child, self._greeting, errors).result())
 
     def _abandon(self) -> None:
         """Processes that still work for a call that was interrupted know nothing of the next one: end them."""
@@ -287,7 +297,7 @@ class Job:
 class Child:
     """One process, its pipes and the chunk that it works on."""
 
-    def __init__(self, greeting: bytes, log: Path | None) -> None:
+    def __init__(self, greeting: bytes, errors: int | None) -> None:
         self.state: Literal["starting", "idle", "busy", "lost"] = "starting"
         self.failure = ""
         self.chunk: list[int] = []
@@ -296,7 +306,7 @@ class Child:
         with tempfile.TemporaryFile() as shared:
             shared.truncate(Progress.NBYTES)
             self._progress = Progress(shared.fileno())
-            self._process = _start(shared.fileno(), log)
+            self._process = _start(shared.fileno(), errors)
         assert self._process.stdin is not None and self._process.stdout is not None
         self.requests, self.replies = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self.requests, False)
@@ -418,7 +428,7 @@ class Child:
             select.select([self.replies], [], [], left)
 
 
-def _start(progress_fd: int, log: Path | None) -> subprocess.Popen[bytes]:
+def _start(progress_fd: int, errors: int | None) -> subprocess.Popen[bytes]:
     if not sys.executable:
         raise RewardError(
             "this Python does not know its own path (sys.executable), so it cannot start reward processes"
@@ -427,21 +437,16 @@ def _start(progress_fd: int, log: Path | None) -> subprocess.Popen[bytes]:
     threads = dict.fromkeys(["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"], "1")
     # A fixed hash seed: a function that walks over a set gives the same numbers when the run is replayed.
     environment = {"PYTHONHASHSEED": "0", **os.environ, **threads, IN_CHILD: "1"}
-    errors = open(log, "ab") if log is not None else None  # noqa: SIM115  (closed below, also if starting fails)
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-c", BOOT, arguments],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-            pass_fds=(progress_fd,),
-            start_new_session=True,  # Ctrl-C is for the run; killing the group takes along what the function started
-        )
-    finally:
-        if errors is not None:
-            errors.close()
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", BOOT, arguments],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        env=environment,
+        pass_fds=(progress_fd,),
+        start_new_session=True,  # Ctrl-C is for the run; killing the group takes along what the function started
+    )
 
 
 def _wait(children: Sequence[Child], timeout: float) -> set[Child]:
@@ -458,7 +463,7 @@ def _wait(children: Sequence[Child], timeout: float) -> set[Child]:
         return {key.data for key, _ in selector.select(max(0.0, first - now))}
 
 
-def _shut_down(children: list[Child], starter: ThreadPoolExecutor, owner: int) -> None:
+def _shut_down(children: list[Child], starter: ThreadPoolExecutor, prints: Prints | None, owner: int) -> None:
     if os.getpid() != owner:  # a fork of the run ends; the processes are not its own
         return
     for child in children:
@@ -469,6 +474,8 @@ def _shut_down(children: list[Child], starter: ThreadPoolExecutor, owner: int) -
         child.kill()
     children.clear()
     starter.shutdown()
+    if prints is not None:
+        prints.close()
 
 
 def _travelling(function: str | Mapping[str, float] | Reward) -> tuple[str, Any]:
