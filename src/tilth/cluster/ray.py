@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import ModuleType
-from typing import Any, NamedTuple
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple, NoReturn
 
 from tilth.cluster.fleet import Call, Probe, Reply, place_of
 from tilth.cluster.ray_actors import Machine, RayStore, Worker
@@ -32,6 +32,9 @@ INLINE = 64 * 1024
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 RIGHT = "it is HOST:PORT, as in 10.0.0.1:6379, or auto on a node of the cluster"
 """What ``cluster.address`` may be."""
+QUIET = {"log_to_driver": False, "configure_logging": False}
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""What a client of HTTP/2 begins with: the preface and empty settings."""
 THREADS = 16
 """Of a Machine: questions that it answers at once."""
 
@@ -224,18 +227,31 @@ def _loopback(wanted: bool) -> Iterator[None]:
         del os.environ[LOOPBACK]
 
 
+class _Late(BaseException):
+    """Ray has taken too long. No Exception: Ray tries again after any of those."""
+
+
+def _late(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Late
+
+
 @contextmanager
 def _our_signals() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM, which Ray replaces. Processes that are started inside ignore SIGHUP,
-    which a closed terminal sends to all: the controller saves and ends them. Only the main thread can set signals."""
+    """Keep this process's handler of SIGTERM, which Ray replaces; _Late after START seconds. Processes that are started
+    inside ignore SIGHUP, which a closed terminal sends to all: the controller saves and ends them.
+
+    Only the main thread can set signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ours = {signal.SIGTERM: signal.getsignal(signal.SIGTERM), signal.SIGHUP: signal.SIG_IGN, signal.SIGALRM: _late}
+    before = {number: signal.signal(number, handler) for number, handler in ours.items()}
+    signal.setitimer(signal.ITIMER_REAL, START)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -243,7 +259,7 @@ def _our_signals() -> Iterator[None]:
 def connect(ray: ModuleType, workers: int, address: str) -> bool:
     """Connect this process to a Ray cluster; True if it was started for it. RecipeError if there is none at the
     address, if it does not let us in, or if it runs another version; without an address if this machine has no room for
-    so many workers."""
+    so many workers, or if Ray does not start; if either takes too long."""
     if ray.is_initialized():
         return False
     if address.startswith("ray://"):
@@ -251,32 +267,57 @@ def connect(ray: ModuleType, workers: int, address: str) -> bool:
             f"cluster.address = {address!r}: a Ray client cannot be the controller; run tilth on a node of the "
             "cluster, with cluster.address=auto"
         )
-    quiet = {"log_to_driver": False, "configure_logging": False}
-    if not address:
-        check_room(workers)
-        if "RAY_AUTH_TOKEN_PATH" not in os.environ:
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    if address:
+        _check_address(address)
+        _join(ray, address)
+        return False
+    check_room(workers)
+    _start(ray, workers)
+    return True
+
+
+def _start(ray: ModuleType, workers: int) -> None:
+    """A Ray of our own."""
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    cpus = max(workers, os.cpu_count() or 1)
+    try:
         with _loopback(True), _our_signals():
-            ray.init(address="local", num_cpus=max(workers, os.cpu_count() or 1), include_dashboard=False, **quiet)
-        return True
-    _check_address(address)
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **QUIET)
+    except (Exception, _Late) as error:  # noqa: BLE001 - of Ray's own start; it raises plain Exceptions
+        ray.shutdown()
+        why = f"not within {START:g} s" if isinstance(error, _Late) else _first(error)
+        raise RecipeError(
+            f"cluster.backend = 'ray': Ray does not start on this machine: {why}; is it busy, or short of memory? Its "
+            "logs are in /tmp/ray/session_latest/logs; cluster.backend=local does without Ray"
+        ) from None
+
+
+def _join(ray: ModuleType, address: str) -> None:
+    """The Ray cluster at an address."""
+    key = f"cluster.address = {address!r}"
     try:
         with _our_signals():
-            ray.init(address=address, **quiet)
-    except RuntimeError as error:  # its own sentence: which versions meet
-        raise RecipeError(f"cluster.address = {address!r}: {_first(error)}") from None
+            ray.init(address=address, **QUIET)
+    except RuntimeError as error:  # its own sentence: which versions meet, what it cannot reach
+        raise RecipeError(f"{key}: {_first(error)}") from None
     except ValueError as error:
-        raise RecipeError(f"cluster.address = {address!r}: {_first(error)}; {RIGHT}") from None
+        raise RecipeError(f"{key}: {_first(error)}; {RIGHT}") from None
     except (ConnectionError, ray.exceptions.RayError) as error:
         raise RecipeError(
-            f"cluster.address = {address!r}: the Ray cluster does not take this process: {_first(error)}; set "
+            f"{key}: the Ray cluster does not take this process: {_first(error)}; set "
             "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to what its nodes were started with"
         ) from None
-    return False
+    except (Exception, _Late) as error:  # noqa: BLE001 - Ray raises plain Exceptions where it waits in vain
+        why = f"no answer within {START:g} s" if isinstance(error, _Late) else _first(error)
+        raise RecipeError(
+            f"{key}: the Ray cluster cannot be joined: {why}; see whether it is up (ray status), and with ray stop and "
+            "ray start put it up again"
+        ) from None
 
 
 def _check_address(address: str) -> None:
-    """RecipeError unless it is "auto" or a HOST:PORT at which somebody listens."""
+    """RecipeError unless it is "auto" or a HOST:PORT at which Ray answers."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -286,12 +327,23 @@ def _check_address(address: str) -> None:
 
 
 def _knock(address: str) -> None:
-    """See whether anybody listens at "host:port": Ray itself takes minutes to find out."""
+    """See whether anybody listens at "host:port" who speaks gRPC: Ray itself takes minutes to find out.
+
+    A server of HTTP/2 answers with its settings, a frame of type 4, before it is asked for anything (RFC 9113, 3.4).
+    """
     host, _, port = address.rpartition(":")
+    answer = b""
     try:
-        socket.create_connection((host, int(port)), LOOK).close()
+        with socket.create_connection((host, int(port)), LOOK) as door:
+            if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+                return
+            door.sendall(HELLO)
+            while len(answer) < 4 and (more := door.recv(4 - len(answer))):
+                answer += more
     except OSError as error:
         raise RecipeError(f"cluster.address = {address!r}: no Ray cluster answers there: {error}") from None
+    if answer[3:] != b"\x04":
+        raise RecipeError(f"cluster.address = {address!r}: what answers there is no Ray cluster; {RIGHT}")
 
 
 def nodes_of(table: Sequence[Mapping[str, Any]], gpus: bool) -> list[Node]:
