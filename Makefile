@@ -25,6 +25,8 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 with venv is needed (on Debian: apt install python3-venv)"; exit 1; }
 	@echo "installing into $(VENV) with $(PYTHON); the first time this downloads PyTorch"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@rm -rf src/tilth.egg-info  # what it was called before; and that name on PyPI is another project's package tilth
+	@$(BIN)/python -m pip uninstall --yes -qq --disable-pip-version-check tilth
 	@$(PIP) -e .
 	@touch $@
 

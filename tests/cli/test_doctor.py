@@ -27,6 +27,7 @@ def test_a_well_machine_needs_no_advice():
     ("changes", "part"),
     [
         ({"run_error": "out of luck"}, "failed: out of luck"),
+        ({"namesake": "3.2.1 in /site"}, "pip uninstall tilth"),
         ({"disk_writable": False}, "set run.dir"),
         ({"disk_free": 10**9}, "only 1.0 GB"),
         ({"load": 5.0}, "other programs are busy"),

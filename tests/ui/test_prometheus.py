@@ -161,7 +161,7 @@ def test_no_port_unless_asked_for():
 
 def test_a_missing_library_is_told_before_the_run(monkeypatch):
     monkeypatch.setattr(prometheus.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(RecipeError, match=r"^run.prometheus = 9400 needs .*pip install tilth\[prometheus\]$"):
+    with pytest.raises(RecipeError, match=r"^run.prometheus = 9400 needs .*pip install '\.\[prometheus\]'$"):
         Endpoint(9400)
 
 

@@ -153,7 +153,7 @@ def test_samples_come_now_and_then(monkeypatch):
 def test_a_missing_library_is_told_before_the_run(monkeypatch, name):
     monkeypatch.setattr(track.importlib.util, "find_spec", lambda _: None)
     recipe = from_dict({"run": {"track": [name]}})
-    with pytest.raises(RecipeError, match=rf"^run.track asks for {name}.*pip install tilth\[{name}\]$"):
+    with pytest.raises(RecipeError, match=rf"^run.track asks for {name}.*pip install '\.\[{name}\]'$"):
         with tracking(recipe):
             pass
 

@@ -18,6 +18,7 @@ from tilth.api import run_recipe
 from tilth.config.load import load_recipe
 from tilth.core.errors import TilthError
 from tilth.core.random import stream
+from tilth.flows.environment import DISTRIBUTION, namesake
 
 GIGA = 1e9
 _SIZE = 1024
@@ -53,6 +54,7 @@ class Findings:
     products: list[Product]
     run_seconds: float | None = None
     run_error: str | None = None
+    namesake: str | None = None
     advice: list[str] = field(default_factory=list)
 
     @property
@@ -85,6 +87,7 @@ def find(folder: Path) -> Findings:
         disk_free=shutil.disk_usage(folder).free,
         disk_writable=os.access(folder, os.W_OK),
         products=products(),
+        namesake=namesake(),
     )
     found.run_seconds, found.run_error = try_run()
     found.advice = advise(found)
@@ -149,6 +152,12 @@ def advise(found: Findings) -> list[str]:
     advice = []
     if found.run_error:
         advice.append(f"a run in miniature failed: {found.run_error}")
+    if found.namesake:
+        advice.append(
+            f"a distribution called tilth is installed beside this one, which is {DISTRIBUTION}: {found.namesake}; on "
+            "PyPI that name is another project's, and both are a package tilth: pip uninstall tilth, then install this "
+            "one again"
+        )
     if not found.disk_writable:
         advice.append("this folder cannot be written; set run.dir to one that can")
     if found.disk_free < 2 * GIGA:

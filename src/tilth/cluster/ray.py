@@ -1,7 +1,7 @@
 """The ``ray`` backend: an actor a worker, on as many machines as the Ray cluster has.
 
 Ray starts processes, carries bytes and says when an actor is dead; order, limits and reports are those of every other
-backend. Ray is imported when a fleet is made, never before (extra ``tilth[ray]``).
+backend. Ray is imported when a fleet is made, never before (extra ``tilth-train[ray]``).
 """
 
 import os
@@ -208,7 +208,8 @@ def import_ray(address: str = "") -> ModuleType:
             import ray.util.scheduling_strategies
         except ImportError:
             raise RecipeError(
-                "cluster.backend = 'ray': Ray is not installed; pip install 'tilth[ray]', or use cluster.backend=local"
+                "cluster.backend = 'ray': Ray is not installed; in Tilth's folder: pip install '.[ray]'; "
+                "or use cluster.backend=local"
             ) from None
     return ray
 

@@ -3,13 +3,17 @@
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-PACKAGES = ("tilth", "torch", "numpy", "transformers", "tokenizers", "safetensors", "pyarrow")
+import tilth
+
+DISTRIBUTION = "tilth-train"
+PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "pyarrow")
 
 
 def environment() -> dict[str, Any]:
@@ -18,7 +22,7 @@ def environment() -> dict[str, Any]:
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: v for name in PACKAGES if (v := _version(name))},
+        "packages": {"tilth": tilth.__version__} | {name: v for name in PACKAGES if (v := _version(name))},
         "cpu": cpu_model(),
         "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
         "logical_cores": os.cpu_count(),
@@ -36,6 +40,16 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def namesake(path: Sequence[str] | None = None) -> str | None:
+    """Version and place of an installed distribution ``tilth``: on PyPI that name is another project's.
+
+    An installation of this package from before it was called ``DISTRIBUTION`` has that name too. path: where to look;
+    default: where Python does.
+    """
+    found = distributions(name="tilth") if path is None else distributions(name="tilth", path=list(path))
+    return next((f"{one.version} in {one.locate_file('')}" for one in found), None)
 
 
 def cpu_model() -> str:

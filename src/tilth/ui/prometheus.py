@@ -41,8 +41,8 @@ class Endpoint:
         """Take the port. RecipeError: it cannot be had, or prometheus_client is not installed."""
         if importlib.util.find_spec("prometheus_client") is None:
             raise RecipeError(
-                f"run.prometheus = {port} needs prometheus_client, which is not installed: pip install "
-                "tilth[prometheus]"
+                f"run.prometheus = {port} needs prometheus_client, which is not installed; in Tilth's folder: "
+                "pip install '.[prometheus]'"
             )
         from prometheus_client import CollectorRegistry, start_http_server
 

@@ -56,7 +56,8 @@ class Tracker:
         """RecipeError if the library is not installed."""
         if importlib.util.find_spec(self.package) is None:
             raise RecipeError(
-                f"run.track asks for {self.package}, which is not installed: pip install tilth[{self.package}]"
+                f"run.track asks for {self.package}, which is not installed; in Tilth's folder: "
+                f"pip install '.[{self.package}]'"
             )
         self.recipe = recipe
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.package)
