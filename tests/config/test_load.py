@@ -263,7 +263,9 @@ def test_contradictions(overrides, part):
     "overrides",
     [
         ["model.hidden=130", "model.head_dim=32"],
-        ["model.hidden=130", "model.path=some/model"],
+        ["model.path=some/model"],
+        ["model.path=some/model", "model.context=64", "model.dropout=0.1"],
+        ["model.hidden=64", "model.path="],
         ["data.holdout=0", "data.heldout=test.jsonl"],
         ["data.holdout=1", "data.heldout=test.jsonl"],
         ["model.kv_heads=2"],
@@ -298,7 +300,7 @@ def test_dump_round_trip(path, stop, rate, seed, tied):
     recipe = from_dict(
         {
             "seed": seed,
-            "model": {"path": path, "tied": tied, "hidden": 128},
+            "model": {"path": path} if path else {"tied": tied, "hidden": 128},
             "rollout": {"stop": stop},
             "optimizer": {"lr": rate},
         }

@@ -63,17 +63,11 @@ def test_data_that_is_gone_is_said_and_no_run_is_nothing(tmp_path, source):
 
 def test_a_run_tells_it(tmp_path, source, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    keys = [
-        f"data.source={source}",
-        "data.columns.prompt=question",
-        "model.hidden=16",
-        "model.kv_heads=1",
-        "model.layers=1",
-        "model.heads=2",
-    ]
+    shape = ["model.hidden=16", "model.kv_heads=1", "model.layers=1", "model.heads=2"]
+    keys = [f"data.source={source}", "data.columns.prompt=question"]
     keys += ["model.context=320", "supervised.steps=1", "supervised.epochs=0", "supervised.batch=4"]
     told = []
-    for name, *more in (("a", "data.holdout=0"), ("b", "data.holdout=0.2", "model.path=runs/a")):
+    for name, *more in (("a", "data.holdout=0", *shape), ("b", "data.holdout=0.2", "model.path=runs/a")):
         result = CliRunner().invoke(app, ["run", "sft", *keys, "data.tokenizer=characters", f"run.name={name}", *more])
         assert result.exit_code == 0, result.stderr
         told.append("held-out prompts are among what runs/a was trained on" in result.stdout)

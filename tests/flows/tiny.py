@@ -15,13 +15,14 @@ from tilth.data.prompts import PromptSet
 from tilth.flows.readers import read_metrics
 
 cloudpickle.register_pickle_by_value(tests.flows)  # the process of a reward does not import its test, and so no torch
+SHAPE = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32}
 TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/")
 
 
 def settings(folder: Path, **sections):
     base = {
         "seed": 3,
-        "model": {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32, "context": 16},
+        "model": {**SHAPE, "context": 16},
         "data": {"source": "addition", "digits": 1, "holdout": 0.2},
         "supervised": {"steps": 6, "batch": 16, "check_every": 3, "lr": 5e-3},
         "rollout": {"prompts": 6, "group": 4, "max_tokens": 4, "max_rows": 16},
@@ -31,6 +32,8 @@ def settings(folder: Path, **sections):
     }
     for section, values in sections.items():
         base[section] = {**base[section], **values} if isinstance(values, dict) and section in base else values
+    if base["model"].get("path"):  # which has a shape of its own
+        base["model"] = {k: v for k, v in base["model"].items() if k not in SHAPE or k in sections["model"]}
     return base
 
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from tilth.config.checks import check
 from tilth.config.errors import RecipeError
 from tilth.config.keys import Key, all_names, find, keys, sections
-from tilth.config.schema import Recipe, Section
+from tilth.config.schema import Model, Recipe, Section
 
 SHIPPED = Path(__file__).parent.parent / "recipes"
 
@@ -41,7 +41,33 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), launched: int 
         raise RecipeError(f"cannot read recipe {path}: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"recipe {path} is not TOML: {error}") from None
-    return from_dict(_joined(_merge(data, parse_overrides(overrides)), launched))
+    over = parse_overrides(overrides)
+    merged = _merge(data, over)
+    if begun := _of_model(merged).get("path"):
+        _check_shape(_of_model(over), begun)
+        if "path" not in _of_model(over) and not (path.parent / "run.json").is_file():
+            _check_shape(_stated(data), begun)
+    return _checked(_joined(merged, launched))
+
+
+def _of_model(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section [model], if it is one."""
+    model = data.get("model")
+    return model if isinstance(model, Mapping) else {}
+
+
+def _stated(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section [model], unless every key is in it, as in what a run keeps: nobody chose these."""
+    model = _of_model(data)
+    return {} if model.keys() >= Model.model_fields.keys() else model
+
+
+def _check_shape(said: Mapping[str, Any], begun: str) -> None:
+    """RecipeError for keys of a new model's shape that were said beside the path of a model."""
+    names = [f"model.{name}" for name in said if name in Model.model_fields and name not in Model.LOADED]
+    if names:
+        them = "it" if len(names) == 1 else "them"
+        raise RecipeError(f"{', '.join(names)} beside model.path = {begun}: that has its own shape; leave {them} out")
 
 
 def _joined(data: dict[str, Any], launched: int) -> dict[str, Any]:
@@ -72,6 +98,12 @@ def recipe_name(name_or_path: str) -> str:
 
 def from_dict(data: Mapping[str, Any]) -> Recipe:
     """A checked recipe from nested dictionaries, as a TOML file gives them; lists may stand for tuples."""
+    if begun := _of_model(data).get("path"):
+        _check_shape(_stated(data), begun)
+    return _checked(data)
+
+
+def _checked(data: Mapping[str, Any]) -> Recipe:
     try:
         recipe = Recipe.model_validate({name: _frozen(value) for name, value in data.items()})
     except ValidationError as error:

@@ -4,7 +4,7 @@ A recipe is a TOML file of these sections. Every key has a default, so a recipe 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -40,9 +40,16 @@ class Layout(Section):
 
 
 class Model(Section):
-    """What is trained: a directory or run to start from, or the shape of a new decoder."""
+    """What is trained: a model to start from, or the shape of a new decoder."""
 
-    path: str = Field("", description="run or Hugging Face directory to start from; empty: a new model of this shape")
+    LOADED: ClassVar[frozenset[str]] = frozenset({"path", "optimizer", "context", "dropout"})
+    """Keys that hold for a model that is loaded, too; the others are a new one's shape."""
+
+    path: str = Field(
+        "",
+        description="run, Hugging Face directory or id of the hub (ORG/NAME) to start from, which has its own shape; "
+        "empty: a new model of this one",
+    )
     optimizer: bool = Field(False, description="with a run in model.path: begin with the state of its optimizer too")
     family: Literal["llama", "qwen2", "qwen3", "mistral"] = Field("qwen3", description="architecture of a new model")
     hidden: Positive = Field(128, description="width of the residual stream")
