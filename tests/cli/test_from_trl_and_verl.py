@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 import tilth.rl as rl
+from tilth.config.elsewhere import LIBRARIES
+from tilth.config.errors import RecipeError
 from tilth.config.keys import keys, sections
-from tilth.config.load import from_dict
+from tilth.config.load import from_dict, load_recipe
 from tilth.config.schema import Data, Recipe
 from tilth.data.prompts import load_source
 from tilth.flows.checks import check_algorithm
@@ -32,6 +34,85 @@ def unknown(text, allowed=frozenset()):
     """Ticked names that look like keys of ours and are none."""
     ours = re.compile(rf"({'|'.join(sections())})\.\w+")
     return [n for n in TICKED.findall(text) if ours.fullmatch(n) and n not in keys() and n not in allowed]
+
+
+def of_rows():
+    """Their library and names, and our keys, of each row; a value (``loss_type="dapo"``) is of its key's name."""
+    rows = []
+    for library, part in zip(("TRL", "TRL", "TRL", "verl"), re.split(r"^## (?=TRL: |verl$)", PROSE, flags=re.M)[1:]):
+        for row in (row for row in ROWS if f"| {' | '.join(row)} |".replace("  ", " ") in part.replace("  ", " ")):
+            theirs = [name.partition("=")[0] for name in TICKED.findall(row[0]) if not name.startswith('"')]
+            rows.append((library, theirs, {name for name in TICKED.findall(row[1]) if name in keys()}))
+    return rows
+
+
+def test_the_table_says_what_the_page_says_and_the_page_what_the_table_says():
+    rows = of_rows()
+    assert len(rows) == len(ROWS)
+    for library, table in LIBRARIES.items():
+        own = [(theirs, ours) for where, theirs, ours in rows if where == library]
+        assert set(table) == {name for theirs, _ in own for name in theirs}
+        for theirs, ours in own:
+            said = {key for name in theirs for key in table[name].split(", ") if key}
+            assert not theirs or ours <= said, theirs
+        for name, said in table.items():
+            there = set().union(*(ours for theirs, ours in own if name in theirs))
+            assert set(filter(None, said.split(", "))) <= there, name
+
+
+def answer(*overrides):
+    with pytest.raises(RecipeError) as error:
+        load_recipe("addition-grpo", overrides)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_each_of_their_names_is_answered_with_ours(library):
+    for name, said in LIBRARIES[library].items():
+        typed = name.replace("*", "gpu_memory_utilization")
+        if typed in keys():
+            continue
+        message = answer(f"{typed}=1")
+        assert typed in message and "\n" not in message
+        if typed in sections():
+            continue
+        assert library in message, message
+        assert all(key in message for key in said.split(", ")), message
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        ("learning_rate=1e-6", "optimizer.lr"),
+        ("optimizer.learning_rate=1e-6", "optimizer.lr"),
+        ("rollout.n=5", "rollout.group"),
+        ("rollout.num_generations=5", "rollout.group"),
+        ("train_batch_size=5", "rollout.prompts"),
+        ("algorithm.kl_ctrl.kl_coef=0.1", "algorithm.kl_coef"),
+        ("reward_model.overlong_buffer.len=9", "algorithm.overlong_buffer"),
+        ("actor_rollout_ref.rollout.n=5", "rollout.group"),
+        ("actor_rollout_ref={rollout = {n = 5}}", "rollout.group"),
+        ("beta=0.1", "algorithm.kl_coef"),
+        ("beta=0.1", "preference.beta"),
+    ],
+)
+def test_names_of_theirs_in_any_form(typed, ours):
+    assert ours in answer(typed)
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [("rollout.grup=3", "rollout.group"), ("reward_model.pol=a", "reward_model.pool"), ("rollout.path=x", "model.path"),
+     ("algorithm.temperature=1", "rollout.temperature")],
+)  # fmt: skip
+def test_a_mistyped_key_of_ours_is_answered_as_such(typed, ours):
+    message = answer(typed)
+    assert ours in message and "TRL" not in message and "verl" not in message
+
+
+def test_from_python_too():
+    with pytest.raises(RecipeError, match="learning_rate"):
+        from_dict({"learning_rate": 1e-6})
 
 
 def test_every_row_has_three_cells():

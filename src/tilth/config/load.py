@@ -9,7 +9,9 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -17,6 +19,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from tilth.config.checks import check
+from tilth.config.elsewhere import LIBRARIES
 from tilth.config.errors import RecipeError
 from tilth.config.keys import Key, all_names, find, keys, sections
 from tilth.config.schema import Model, Recipe, Section
@@ -267,7 +270,7 @@ def _explain(error: ValidationError) -> str:
     name = ".".join(map(str, place[:2]))
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
-        return _unknown(".".join(map(str, place))) + more
+        return _unknown(".".join(map(str, place)), first["input"]) + more
     if name in sections():
         return f"{name} = {first['input']!r} is not a section; its keys are written {name}.KEY" + more
     key = keys()[name]
@@ -319,19 +322,49 @@ def _shown(value: Any) -> str:
     return repr(list(value) if isinstance(value, tuple) else value)
 
 
-def _unknown(name: str) -> str:
+def _whole(name: str, value: Any) -> str:
+    """The dotted name that was said, down to the first value in what stands at an unknown one."""
+    while isinstance(value, Mapping) and value:
+        inner, value = next(iter(value.items()))
+        name = f"{name}.{inner}"
+    return name
+
+
+def _unknown(name: str, value: Any) -> str:
+    """What is said of a key, or of what should be a section, that there is not; value: what stands there."""
     section, _, leaf = name.rpartition(".")
     known = all_names()
     if leaf in sections() and not section:
         return f"{name} is a section, not a key"
-    elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
-    elsewhere = [k for k in elsewhere if section and k.startswith(f"{section}.")] or elsewhere
-    if elsewhere:
-        return f"unknown key {name}; did you mean {' or '.join(elsewhere)}?"
+    near = [k for k in known if k.rpartition(".")[2] == leaf]
+    near = [k for k in near if section and k.startswith(f"{section}.")] or near
+    meant = f"did you mean {' or '.join(near)}?" if near else ""
+    whole = _whole(name, value)
+    if theirs := _translated(_above(whole), fnmatchcase):
+        return f"unknown key {whole}; {theirs}" + (f"; or {meant}" if meant and not section else "")
+    if meant := meant or _translated([f".{name}", f".{leaf}"], lambda end, theirs: f".{theirs}".endswith(end)):
+        return f"unknown key {name}; {meant}"
     inside = [k for k in known if k.rpartition(".")[0] == section]
     if not section:
         inside = inside + list(sections())
     return f"unknown key {name}; {_nearest(name, inside, known)}"
+
+
+def _above(name: str) -> list[str]:
+    """A dotted name and what it lies in, down to a section of ours: algorithm.kl_ctrl of algorithm.kl_ctrl.type."""
+    parts = name.split(".")
+    above = [".".join(parts[:size]) for size in range(len(parts) - 1, 0, -1)]
+    return [name, *(place for place in above if place not in sections())]
+
+
+def _translated(names: Sequence[str], same: Callable[[str, str], bool]) -> str:
+    """What a key of TRL or verl is called here, of the first of these names that is one; empty if none is."""
+    for name, (library, table) in product(names, LIBRARIES.items()):
+        theirs = next((theirs for theirs in table if same(name, theirs)), "")
+        if theirs:
+            here = f"is {table[theirs]} here" if table[theirs] else "has no counterpart here"
+            return f"{library}'s {theirs} {here} (docs/from-trl-and-verl.md)"
+    return ""
 
 
 def _nearest(name: str, *choices: Iterable[str]) -> str:
