@@ -191,7 +191,7 @@ def test_only_a_run_has_several(exported):
     with pytest.raises(ModelError, match="is no run, so it has no @best"):
         load_model(f"{out}@best")
     with pytest.raises(ModelError, match="no model directory"):
-        load_model("nowhere/really")
+        load_model("nowhere/really/not")
 
 
 def test_a_checkpoint_without_its_run_is_told(several, tmp_path):

@@ -19,6 +19,7 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, new_config
 from tilth.models.config import DecoderConfig
 from tilth.models.hf import read_config
+from tilth.models.hub import fetched
 from tilth.plan.layout import NAMES, Placed, Seat, Worker, per_rank, place
 from tilth.plan.shape import DecoderShape, parameters
 from tilth.plan.steps import size
@@ -106,7 +107,7 @@ def _model(recipe: Recipe) -> tuple[DecoderShape, int, str]:
 
 def _loaded(spec: str) -> LoadedModel:
     """A model by path; of a Hugging Face directory, config.json and tokenizer will do."""
-    folder = Path(spec)
+    folder = Path(fetched(spec, weights=False))
     if not (folder / "config.json").is_file():
         return load_model(spec)
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None

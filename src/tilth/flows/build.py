@@ -27,6 +27,7 @@ from tilth.flows.model import REWARD_MODEL, LoadedModel, choose_tokenizer, load_
 from tilth.flows.named import find_checkpoint, split_spec
 from tilth.flows.run import Roles, Split
 from tilth.models.config import DecoderConfig
+from tilth.models.hub import fetched
 from tilth.plan.layout import check_shape, place
 from tilth.plan.packing import divide
 from tilth.plan.steps import RunPlan, plan_run, supervised_steps
@@ -214,7 +215,7 @@ def rooted(recipe: Recipe) -> Recipe:
     for name, key in (("model", "path"), ("reference", "path"), ("reward", "model"), ("judge", "path")):
         section = getattr(recipe, name)
         if path := getattr(section, key):
-            folder, which = split_spec(path)
+            folder, which = split_spec(fetched(path))
             whole = folder if is_url(folder) else Path(folder).resolve()
             changed[name] = section.model_copy(update={key: f"{whole}@{which}" if which else str(whole)})
     template = Path(recipe.data.template)

@@ -22,6 +22,7 @@ from tilth.flows.files import writing
 from tilth.flows.named import EMA, Named, explained, find_checkpoint, run_settings
 from tilth.models.config import DecoderConfig
 from tilth.models.hf import Unread, check_tensors, load_pretrained, parameter_shapes, read_config, shapes
+from tilth.models.hub import fetched
 from tilth.plan.shape import new_shape
 from tilth.rollout.engine import Engine
 
@@ -105,15 +106,17 @@ def load_model(spec: str | Path, group: str = "") -> LoadedModel:
     """The model that a text names; its tensors are read, one at a time, when they are used.
 
     ``RUN``: its newest checkpoint; ``RUN@best``: the best by evaluation; ``RUN@STEP``: the one of a step; ``RUN@ema``:
-    the moving average of the weights, from the newest; a checkpoint's own directory; a Hugging Face directory; for all
-    forms see ``named.find_checkpoint``. group: of the checkpoint's tensors (``MODELS``); empty: as the text says.
+    the moving average of the weights, from the newest; a checkpoint's own directory; a Hugging Face directory, or an id
+    of its hub; for all forms see ``named.find_checkpoint``. group: of the checkpoint's tensors (``MODELS``); empty: as
+    the text says.
     ModelError in one line if there is no such thing, with what there is; CheckpointError for a damaged one.
     """
-    named = find_checkpoint(str(spec))
+    spec = fetched(str(spec))
+    named = find_checkpoint(spec)
     if named is not None:
         return _from_checkpoint(named._replace(group=group or named.group))
     if group not in ("", "model", REWARD_MODEL):
-        raise ModelError(f"{str(spec)!r} is no checkpoint, so it has no group {group}")
+        raise ModelError(f"{spec!r} is no checkpoint, so it has no group {group}")
     config, tensors = load_pretrained(spec, values=group == REWARD_MODEL)
     return LoadedModel(config, tensors, _tokenizer(Path(spec)), Path(spec))
 

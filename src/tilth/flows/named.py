@@ -16,6 +16,7 @@ from tilth.checkpoint.storage import Location, is_url, split, storage_of
 from tilth.core.errors import CheckpointError, ModelError, StorageError
 from tilth.flows.owner import original
 from tilth.flows.readers import checkpoints_of, read_state
+from tilth.models.hub import fetched
 
 EMA = "ema"
 
@@ -68,7 +69,7 @@ def identity(spec: str) -> str:
             checkpoint = open_checkpoint(named.path)
         said = hashlib.blake2b(checkpoint.manifest.dump(), digest_size=8).hexdigest()
         return f"{named} (step {checkpoint.step}, weights {said})"
-    files = sorted(file for pattern in ("*.safetensors", "*.json") for file in Path(spec).glob(pattern))
+    files = sorted(file for pattern in ("*.safetensors", "*.json") for file in Path(fetched(spec)).glob(pattern))
     with reaching(spec):
         listed = " ".join(f"{file.name} {_bytes_hash(file)}" for file in files)
     return f"{spec} (files {hashlib.blake2b(listed.encode(), digest_size=8).hexdigest()})"
