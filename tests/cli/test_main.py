@@ -16,7 +16,7 @@ def call(*arguments):
     return CliRunner().invoke(app, list(arguments))
 
 
-COMMANDS = ("run", "generate", "chat", "eval", "export", "report", "show", "ckpt", "trace", "doctor")
+COMMANDS = ("run", "ls", "generate", "chat", "eval", "export", "report", "show", "ckpt", "trace", "doctor")
 
 
 def test_help_names_every_command():

@@ -5,21 +5,30 @@ from typing import Annotated, Any
 
 import typer
 
+from tilth.cli import completion, version
+from tilth.cli.arguments import (
+    AnyArgument,
+    AttemptOption,
+    CheckpointArgument,
+    ModelArgument,
+    OverridesArgument,
+    RecipeArgument,
+    RunArgument,
+    StepsOption,
+    WhereArgument,
+)
 from tilth.cli.groups import Commands, RunFirst
+from tilth.cli.ls import ls
 from tilth.core.errors import DataError
 
 app = typer.Typer(
     cls=Commands,
-    help="Trains language models by reinforcement learning.",
+    callback=version.options,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="directory of a run")]
-MODELS = "RUN, RUN@best, RUN@STEP, RUN@ema, a checkpoint's directory or one of Hugging Face"
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODELS)]
 TEMPLATE: Any = typer.Option(
     help="how a text becomes a prompt: model (its chat template), chatml, a Jinja file, or '' (as it stands); "
     "default: as the run did"
@@ -28,11 +37,15 @@ TEMPLATE: Any = typer.Option(
 
 @app.command()
 def run(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="name of a shipped recipe, or path of a TOML file")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys to change")] = None,
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY", help="a key or section that may differ in the run that goes on; may be repeated"),
+        typer.Option(
+            metavar="KEY",
+            help="a key or section that may differ in the run that goes on; may be repeated",
+            autocompletion=completion.keys,
+        ),
     ] = None,
     fallback: Annotated[
         bool, typer.Option("--fallback", help="where the newest checkpoint is damaged, take the newest that is not")
@@ -52,8 +65,8 @@ def run(
 
 @app.command()
 def layout(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="name of a shipped recipe, or path of a TOML file")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys to change")] = None,
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
     as_json: Annotated[bool, typer.Option("--json", help="the whole plan as one JSON object")] = False,
 ) -> None:
     """Show what a recipe puts where: roles, ranks, shares of the model, memory, and who talks to whom.
@@ -191,6 +204,9 @@ def show(
         show_run(run, as_json=as_json)
 
 
+app.command()(ls)
+
+
 reward = typer.Typer(help="Look at reward functions.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(reward, name="reward")
 
@@ -232,8 +248,8 @@ app.add_typer(data, name="data")
 
 @data.command(name="show")
 def data_show(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="name of a shipped recipe, or path of a TOML file")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys to change")] = None,
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
     n: Annotated[int, typer.Option("--n", min=0, help="number of examples, spread evenly")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="all findings and examples as one JSON object")] = False,
 ) -> None:
@@ -249,17 +265,6 @@ ckpt = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(ckpt, name="ckpt")
-
-CheckpointArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="CKPT", help="RUN, RUN@best, RUN@STEP, a checkpoint's directory or URL, a folder of them (its newest)"
-    ),
-]
-WhereArgument = Annotated[
-    str, typer.Argument(metavar="WHERE", help="a run, a folder of checkpoints or of runs, or the URL of a folder")
-]
-AnyArgument = "any checkpoint (RUN, RUN@STEP, a directory, a URL) or a Hugging Face directory"
 
 
 @ckpt.command(name="ls")
@@ -383,15 +388,6 @@ trace = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(trace, name="trace")
-StepsOption = Annotated[
-    str, typer.Option("--steps", metavar="A:B", help="steps A to B, B not included; or one; default: all")
-]
-
-
-AttemptOption = Annotated[
-    int | None,
-    typer.Option("--attempt", metavar="N", min=1, help="of a run that was continued; default: the newest with a step"),
-]
 
 
 @trace.command(name="RUN")

@@ -20,6 +20,15 @@ def timed(seconds: float) -> str:
     return f"{duration(seconds)} {'h' if round(seconds) >= 3600 else 'min'}"
 
 
+def ago(seconds: float) -> str:
+    """A time that has gone by, in its largest unit: ``12 s``, ``5 min``, ``3 h`` or ``2 days``."""
+    for unit, length in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            number = int(seconds // length)
+            return f"{number} {'day' if unit == 'days' and number == 1 else unit}"
+    return f"{int(seconds)} s"
+
+
 def count(number: int, what: str) -> str:
     """``1 step``, ``2,400 steps``."""
     return f"{number:,} {what}{'s' * (number != 1)}"

@@ -1,0 +1,85 @@
+"""``tilth ls``: the runs of a folder, each with how it stands."""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tilth.cli import completion
+from tilth.core.errors import DataError, TilthError
+
+METRICS = {
+    "accuracy_last": "accuracy",
+    "pairs_heldout_last": "pairs in order",
+    "loss_heldout_last": "loss",
+    "reward_last": "reward",
+}
+"""Key of a run's summary -> name, the first that was measured is shown; all but the reward are of what is held out."""
+
+
+def ls(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="a folder of runs, or a run", autocompletion=completion.runs)
+    ] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="a list with an object for each")] = False,
+) -> None:
+    """List runs, the newest first: flow, state, steps, what they came to, when they last wrote.
+
+    Exit code 1: one of them cannot be read. Keys of --json: run, recipe, flow, state, error, step, metric, value, age
+    (seconds since it wrote its last step or its state).
+    """
+    rows = look(folder)
+    if as_json:
+        typer.echo(json.dumps(rows))
+    elif rows:
+        _print(rows)
+    else:
+        typer.echo(f"no runs in {folder}")
+    raise typer.Exit(any(row["state"] == "unreadable" for row in rows))
+
+
+def look(folder: Path) -> list[dict[str, Any]]:
+    """Rows of the runs in a folder, or of the one that it is. DataError: no folder."""
+    if not folder.is_dir():
+        raise DataError(f"no folder {str(folder)!r}; runs lie in the folder runs/ unless run.dir says otherwise")
+    runs = [folder] if (folder / "run.json").is_file() else [path.parent for path in folder.glob("*/run.json")]
+    return sorted(map(_row, runs), key=lambda row: (row["age"], row["run"]))
+
+
+def _row(run: Path) -> dict[str, Any]:
+    from tilth.flows.named import run_settings
+    from tilth.flows.readers import summarise
+
+    files = [file for name in ("run.json", "metrics.jsonl") if (file := run / name).exists()]
+    age = round(max(time.time() - max(file.stat().st_mtime for file in files), 0.0), 1)
+    row = dict.fromkeys(("run", "recipe", "flow", "state", "error", "step", "metric", "value", "age"))
+    try:
+        found, flow = summarise(run), run_settings(run).get("flow", "grpo")
+    except TilthError as error:
+        return {**row, "run": str(run), "state": "unreadable", "error": str(error), "age": age}
+    key = next((key for key in METRICS if found.get(key) is not None), None)
+    measured = {"metric": METRICS[key], "value": found[key]} if key else {}
+    said = {name: found[name] for name in ("run", "recipe", "state", "error")}
+    return {**row, **said, "flow": flow, "step": found["steps"], **measured, "age": age}
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    from tilth.cli.tables import new_table, show
+    from tilth.ui import words
+
+    table = new_table("run", "flow", "state", "step", "", "written", right=("step",))
+    for row in rows:
+        step = "" if row["step"] is None else f"{row['step']:,}"
+        value = "" if row["metric"] is None else _value(row["metric"], row["value"])
+        state = f"{row['state']}: {row['error']}" if row["error"] else row["state"]
+        table.add_row(row["run"], row["flow"] or "", state, step, value, f"{words.ago(row['age'])} ago")
+    show(table)
+
+
+def _value(metric: str, value: float) -> str:
+    from tilth.ui import words
+
+    share = metric in ("accuracy", "pairs in order")
+    return f"{metric} {words.share(value) if share else words.number(value)}"
