@@ -51,14 +51,14 @@ def test_each_run_with_how_it_stands(runs):
     assert [row["flow"] for row in rows.values()] == ["grpo", "sft", "grpo", "grpo", None]
     done = rows["done"]
     shown = json.loads(CliRunner().invoke(app, ["show", str(runs / "done"), "--json"]).stdout)
-    assert (done["step"], done["metric"], done["value"]) == (shown["steps"], "accuracy", shown["accuracy_last"])
+    assert (done["step"], done["metric"], done["value"]) == (shown["steps"], "reward", shown["reward_heldout_last"])
     assert rows["failed"]["error"] == "out of luck" and "run.json" in rows["torn"]["error"]
     assert all(row["age"] > 1e8 for row in rows.values())
 
 
 def test_for_people(runs):
     text = call(runs, code=1).stdout
-    assert "interrupted" in text and "failed: out of luck" in text and "accuracy" in text and "days ago" in text
+    assert "interrupted" in text and "failed: out of luck" in text and "reward" in text and "days ago" in text
 
 
 def test_the_default_is_the_folder_of_runs_and_a_run_is_a_folder_of_one(runs, monkeypatch):

@@ -14,9 +14,10 @@ METRICS = {
     "accuracy_last": "accuracy",
     "pairs_heldout_last": "pairs in order",
     "loss_heldout_last": "loss",
-    "reward_last": "reward",
+    "reward_heldout_last": "reward",
+    "reward_last": "reward while training",
 }
-"""Key of a run's summary -> name, the first that was measured is shown; all but the reward are of what is held out."""
+"""Key of a run's summary -> name, the first that was measured is shown; all but the last are of what is held out."""
 
 
 def ls(
