@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, processors
 
@@ -219,6 +220,76 @@ def test_fingerprints_tell_ends_apart(trained):
     other = Tokenizer.train([TEXT, "", TEXT[:500]], 500)
     other.converse("{{ messages }}", [3])
     assert other.stop_ids == (1, 3) and other.fingerprint() != trained.fingerprint()
+
+
+# -- files that were saved after a call with padding or truncation ---------------------------------------------------
+
+BLOCKS = {
+    "longest": {"padding": True},
+    "fixed": {"padding": "max_length", "truncation": True, "max_length": 8},
+    "multiple": {"padding": True, "pad_to_multiple_of": 8},
+    "cut": {"truncation": True, "max_length": 3, "stride": 1},
+    "both": {"padding": "longest", "truncation": "longest_first", "max_length": 5},
+}
+
+
+def saved_after(folder, trained, side="left", **call):
+    """What transformers leaves in a folder of a tokenizer that it last called so, as a training script does."""
+    transformers = pytest.importorskip("transformers")
+    trained.save(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, padding_side=side, truncation_side=side)
+    theirs(["one two three four five six seven", "eight"], **call)
+    theirs.save_pretrained(folder)
+    state = json.loads((folder / "tokenizer.json").read_text())
+    assert bool(state["padding"]) == ("padding" in call) and bool(state["truncation"]) == ("truncation" in call)
+    return folder
+
+
+@pytest.fixture(scope="module", params=BLOCKS)
+def after_a_call(request, tmp_path_factory, trained):
+    return saved_after(tmp_path_factory.mktemp(request.param), trained, **BLOCKS[request.param])
+
+
+@given(texts=st.lists(st.text(max_size=30), max_size=5))
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_padding_and_truncation_of_the_file_are_those_of_a_call_that_is_over(after_a_call, trained, texts):
+    tokenizer = Tokenizer.load(after_a_call)
+    found = tokenizer.encode_all(texts)
+    assert found == [tokenizer.encode(text) for text in texts] == trained.encode_all(texts)
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(after_a_call)
+    assert found == [theirs(text)["input_ids"] for text in texts]
+    if texts:
+        assert found == theirs(texts)["input_ids"]
+
+
+def test_padding_and_truncation_tell_no_tokenizers_apart(after_a_call, tmp_path):
+    shutil.copytree(after_a_call, tmp_path, dirs_exist_ok=True)
+    state = json.loads((after_a_call / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**state, "padding": None, "truncation": None}))
+    assert Tokenizer.load(after_a_call).fingerprint() == Tokenizer.load(tmp_path).fingerprint()
+
+
+def test_padding_and_truncation_are_written_back(after_a_call, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = json.loads((after_a_call / "tokenizer_config.json").read_text())
+    for key in ("padding_side", "truncation_side"):  # older transformers leave these to the blocks
+        config.pop(key)
+    (after_a_call / "tokenizer_config.json").write_text(json.dumps(config))
+    Tokenizer.load(after_a_call).save(tmp_path)
+    before, after = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (after_a_call, tmp_path))
+    assert (after.padding_side, after.truncation_side) == (before.padding_side, before.truncation_side)
+    texts = ["one two", "three"]
+    assert after(texts, padding=True)["input_ids"] == before(texts, padding=True)["input_ids"]
+    state = [json.loads((folder / "tokenizer.json").read_text()) for folder in (after_a_call, tmp_path)]
+    assert state[0] == state[1]
+
+
+def test_merges_that_are_left_out_by_chance(tmp_path, trained):
+    trained.save(tmp_path)
+    state = json.loads((tmp_path / "tokenizer.json").read_text())
+    state["model"]["dropout"] = 0.1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    assert "model.dropout=0.1" in failure(tmp_path)
 
 
 # -- chat templates --------------------------------------------------------------------------------------------------

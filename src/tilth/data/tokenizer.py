@@ -31,11 +31,15 @@ class Tokenizer:
     """A tokenizer with its end and padding tokens.
 
     ``stop_ids`` are all tokens that end a completion (instruction-tuned models have several), ``eos_id`` first.
-    ``special_tokens``: texts by their names in chat templates, such as bos_token.
+    ``special_tokens``: texts by their names in chat templates, such as bos_token. Padding and truncation that ``core``
+    carries from its file are of no effect here, as in transformers, which sets both for each call.
     """
 
     def __init__(self, core: tokenizers.Tokenizer, eos: str, pad: str, files: dict[str, str] | None = None) -> None:
         self._core = core
+        self._padding, self._truncation = core.padding, core.truncation
+        core.no_padding()
+        core.no_truncation()
         self._files = files if files is not None else _config_files(eos, pad)
         self.special_tokens = {**_named(self._files), "eos_token": eos, "pad_token": pad}
         self.eos_id = self._id(eos)
@@ -160,10 +164,18 @@ class Tokenizer:
         return self._core.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     def save(self, directory: str | Path) -> None:
-        """Write ``tokenizer.json`` and the files beside it, so that ``transformers.AutoTokenizer`` loads them."""
+        """Write ``tokenizer.json`` and the files beside it, so that ``transformers.AutoTokenizer`` loads them.
+
+        Padding and truncation are written as they were read: transformers takes its sides from there.
+        """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        self._core.save(str(folder / "tokenizer.json"))
+        core = tokenizers.Tokenizer.from_str(self._core.to_str())
+        if self._padding is not None:
+            core.enable_padding(**self._padding)
+        if self._truncation is not None:
+            core.enable_truncation(**self._truncation)
+        core.save(str(folder / "tokenizer.json"))
         for name, text in self._files.items():
             (folder / name).write_text(text, "utf-8")
 
@@ -229,9 +241,14 @@ def _named(files: dict[str, str]) -> dict[str, str]:
 
 def _parse(file: Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        core = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception for whatever it cannot parse
         raise DataError(f"{file} is not a tokenizer: {error}") from None
+    if dropout := getattr(core.model, "dropout", None):
+        raise DataError(
+            f"{file} has model.dropout={dropout:.6g}: a text would have other tokens each time; set it to null"
+        )
+    return core
 
 
 def _text(file: Path) -> str:
