@@ -5,8 +5,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import processors
 from typer.testing import CliRunner
 
+from tests.data.test_examples import pair_tokenizer
 from tilth.cli.data import Lengths, Shown, coloured, look, plain, runs
 from tilth.cli.main import app
 from tilth.config.load import from_dict
@@ -205,6 +208,31 @@ def test_pieces_of_documents(tmp_path):
     assert view.lengths["piece"] == Lengths.of(corpus.lengths) and view.train == 3
     assert view.loss_share == pytest.approx(1 - len(corpus) / sum(len(t) + 1 for t in texts))
     assert 0 < view.packing.fill <= 1 and view.packing.rows == 2
+
+
+# ---- tokenizers that end a text ----
+
+
+@pytest.mark.parametrize("flow", ["sft", "pretrain"])
+@pytest.mark.parametrize(("around", "told"), [("<s> $A </s>", ["</s>"]), ("<s> $A", [])])
+def test_an_end_that_the_tokenizer_puts_is_left_out_and_told(tmp_path, flow, around, told):
+    pair_tokenizer(tmp_path, around)
+    (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "1=", "answer": "4"}) + "\n")
+    data = {"source": str(tmp_path / "d.jsonl"), "holdout": 0.0, "tokenizer": str(tmp_path)}
+    run = {"dir": str(tmp_path)}
+    sections = {"data": data, "supervised": {"steps": 1, "batch": 1}, "run": run, "rollout": {"max_tokens": 1}}
+    view = look(from_dict({"flow": flow, "model": {"context": 16}, **sections}), 1)
+    assert view.examples[0].texts == ["<s>", "1", "=", "4", "</s>"] and not view.problems
+    notes = [note for note in view.notes if "puts" in note]
+    assert len(notes) == len(told) and all(token in note for token, note in zip(told, notes))
+
+
+def test_an_end_that_a_chat_template_never_gets_is_not_told(talks, tmp_path):
+    core = tokenizers.Tokenizer.from_str(Tokenizer.train(["one user assistant"] * 2, 300)._core.to_str())
+    core.post_processor = processors.TemplateProcessing("$A <eos>", None, [("<eos>", 1)])
+    core.save(str(tmp_path / "tokenizer.json"))
+    view = look(sft(talks, data={"tokenizer": str(tmp_path)}), 1)
+    assert view.template == "chatml" and not view.notes and "<eos>" not in view.examples[0].texts
 
 
 # ---- how it is printed ----

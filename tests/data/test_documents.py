@@ -88,6 +88,11 @@ def test_begin_tokens_are_those_of_the_tokenizer(tmp_path):
     assert whole(Corpus.build(["1=3", "4"], tokenizer, 9, tmp_path)) == [0, 2, 5, 1, 0, 6, 1]
 
 
+def test_a_document_ends_once(tmp_path):
+    tokenizer = pair_tokenizer(tmp_path, "<s> $A </s>")
+    assert whole(Corpus.build(["1=3", "4"], tokenizer, 9, tmp_path)) == [0, 2, 5, 1, 0, 6, 1]
+
+
 # ---- long texts ----
 
 
@@ -133,7 +138,11 @@ def test_what_is_put_around_a_long_text_is_put_once(tmp_path, small_parts, monke
     monkeypatch.setattr(documents, "_BORDER", re.compile("(?<=4)(?=1)"))  # this tokenizer knows no spaces
     tokenizer = pair_tokenizer(tmp_path, template)
     text = "1=34" * 300
-    assert whole(Corpus.build([text], tokenizer, 50, tmp_path)) == expected([text], tokenizer)
+    lengths = spied(tokenizer, monkeypatch)
+    found = whole(Corpus.build([text], tokenizer, 50, tmp_path))
+    assert max(lengths) <= 400 < len(text)
+    assert found == expected([text], tokenizer)
+    assert found[:3] == ([0, 2, 5] if "<s>" in template else [2, 5, 6]) and found[-2:] == [6, 1]
 
 
 def test_a_tokenizer_that_cannot_be_cut_gets_the_whole(tmp_path, small_parts, monkeypatch):

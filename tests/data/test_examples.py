@@ -105,14 +105,15 @@ def pair_tokenizer(folder, template="<s> $A"):
     [
         ("4", "<s> $A", [0, 2, 3, 6, 1]),
         ("3", "<s> $A", [0, 2, 3, 4, 1]),  # not [0, 2, 5, 1]: the prompt's tokens are those that generation will see
-        ("4", "<s> $A </s>", [0, 2, 3, 1, 6, 1]),
+        ("4", "<s> $A </s>", [0, 2, 3, 6, 1]),  # the prompt goes on, and the answer ends once
+        ("3", "$A </s>", [2, 3, 4, 1]),
         ("", "<s> $A", [0, 2, 3, 1]),
     ],
 )
 def test_the_prompts_own_tokens_stand(tmp_path, answer, template, tokens):
     tokenizer = pair_tokenizer(tmp_path, template)
     (example,) = supervised(list(PromptSet.of([{"prompt": "1=", "answer": answer}])), make_template("", tokenizer), 9)
-    asked = tokenizer.encode("1=")
+    (asked,) = make_template("", tokenizer).prompts(list(PromptSet.of(["1="])))
     assert example.tokens.tolist() == tokens and example.tokens[: len(asked)].tolist() == asked
     assert example.mask.sum() == len(tokens) - len(asked)
 

@@ -292,6 +292,53 @@ def test_merges_that_are_left_out_by_chance(tmp_path, trained):
     assert "model.dropout=0.1" in failure(tmp_path)
 
 
+# -- tokenizers that end a text ----------------------------------------------------------------------------------------
+
+AROUND = {"<s>": 2, "</s>": 3}
+PROCESSORS = {
+    "end": (processors.TemplateProcessing("$A </s>", None, [("</s>", 3)]), (3,)),
+    "both": (processors.TemplateProcessing("<s> $A </s>", None, list(AROUND.items())), (3,)),
+    "two": (processors.TemplateProcessing("<s> $A </s> <s>", None, list(AROUND.items())), (3, 2)),
+    "begin": (processors.TemplateProcessing("<s> $A", None, [("<s>", 2)]), ()),
+    "bert": (processors.BertProcessing(("</s>", 3), ("<s>", 2)), (3,)),
+    "roberta": (processors.RobertaProcessing(("</s>", 3), ("<s>", 2)), (3,)),
+    "bytes": (processors.ByteLevel(trim_offsets=False), ()),
+    "none": (None, ()),
+}
+
+
+@pytest.fixture(scope="module", params=PROCESSORS)
+def around(request, tmp_path_factory, trained):
+    """A folder with a tokenizer that puts something around a text, and what it puts behind."""
+    processor, behind = PROCESSORS[request.param]
+    if request.param == "both":  # as saved with byte-level models, after a call that cut and padded
+        processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), processor])
+    core = tokenizers.Tokenizer.from_str(trained._core.to_str().replace("<|im_start|>", "<s>"))
+    core = tokenizers.Tokenizer.from_str(core.to_str().replace("<|im_end|>", "</s>"))
+    assert [core.token_to_id(token) for token in AROUND] == list(AROUND.values())
+    if processor is not None:
+        core.post_processor = processor
+    if request.param == "both":
+        core.enable_truncation(4)
+    folder = tmp_path_factory.mktemp(request.param)
+    core.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "</s>", "pad_token": "<pad>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder, behind
+
+
+@given(text=st.text(max_size=20) | st.text("a </s>", max_size=20))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+def test_a_text_is_not_ended_since_it_goes_on(around, text):
+    folder, behind = around
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    tokenizer = Tokenizer.load(folder)
+    ids = theirs(text)["input_ids"]
+    assert tokenizer.appended == behind == tuple(ids[len(ids) - len(behind) :])
+    assert tokenizer.encode(text) == ids[: len(ids) - len(behind)]
+    assert tokenizer.encode(text, special=False) == theirs(text, add_special_tokens=False)["input_ids"]
+
+
 # -- chat templates --------------------------------------------------------------------------------------------------
 
 

@@ -135,6 +135,8 @@ def _prompts(recipe: Recipe, n: int) -> View:
     view = _view(recipe, tokenizer, len(train), len(heldout), len(some))
     view.template = template.name
     view.stops = [tokenizer.token(i) for i in template.stops]
+    if not recipe.data.template:  # a chat template writes every token itself
+        view.notes += _left_out(tokenizer)
     asked = np.array([len(ids) for chunk in _chunks(some) for ids in template.prompts(chunk)])
     room = recipe.model.context - recipe.rollout.max_tokens * _generates(recipe)
     view.lengths["prompt"] = Lengths.of(asked)
@@ -292,6 +294,7 @@ def _documents(recipe: Recipe, n: int) -> View:
         f"{len(corpus):,} pieces, {full:.0%} of them as long as the context",
         f"{corpus.bytes / corpus.tokens_in_all:.2f} bytes a token",
         corpus.note,
+        *_left_out(tokenizer),
     ]
     chosen = np.linspace(0, len(corpus) - 1, min(n, len(corpus))).astype(int)
     pieces = corpus.tokens(chosen)
@@ -318,6 +321,16 @@ def _view(recipe: Recipe, tokenizer: Tokenizer, train: int, heldout: int, seen: 
         context=recipe.model.context,
         seen=seen,
     )
+
+
+def _left_out(tokenizer: Tokenizer) -> Iterator[str]:
+    """What the tokenizer would do at the end of a text, if anything."""
+    if tokenizer.appended:
+        ends = " ".join(map(tokenizer.token, tokenizer.appended))
+        yield (
+            f"the tokenizer puts {ends} behind every text; it is left out: a prompt goes on, and an example or a "
+            f"document ends once, by {tokenizer.token(tokenizer.eos_id)}"
+        )
 
 
 def _spread(prompts: PromptSet, count: int) -> Iterator[Prompt]:

@@ -19,7 +19,7 @@ from tilth.core.target import make_folder, rename
 from tilth.data.tokenizer import Tokenizer
 
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32()))])
-_FORMAT = "tilth pieces 1"
+_FORMAT = "tilth pieces 2"
 _CHARACTERS = 1 << 20
 """Text tokenised at once, by all threads of ``tokenizers``: what bounds the memory of building (200 bytes for each)."""
 _DOCUMENTS = 4096
@@ -156,16 +156,14 @@ def _documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[np.n
         yield [np.append(np.array(ids, np.int32), np.int32(tokenizer.eos_id)) for ids in rows]
 
 
-def _long(text: str, tokenizer: Tokenizer) -> np.ndarray | list[int]:
+def _long(text: str, tokenizer: Tokenizer) -> np.ndarray:
     """Ids of a text that is tokenised part by part; as a whole where it cannot be."""
     parts = [text[a:b] for a, b in pairwise([*_cuts(text, tokenizer), len(text)])]
-    first, bare = tokenizer.encode(parts[0]), tokenizer.encode(parts[0], special=False)
-    if first[len(first) - len(bare) :] != bare:  # something is put behind a text too
-        return tokenizer.encode(text)
+    first = np.array(tokenizer.encode(parts[0]), np.int32)
     rest = [
         np.array(ids, np.int32) for some in _batches(parts[1:]) for ids in tokenizer.encode_all(some, special=False)
     ]
-    return np.concatenate([np.array(first, np.int32), *rest])
+    return np.concatenate([first, *rest])
 
 
 def _cuts(text: str, tokenizer: Tokenizer) -> list[int]:

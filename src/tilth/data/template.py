@@ -284,7 +284,7 @@ def _encode(rows: Sequence[Sequence[Piece]], tokenizer: Tokenizer, special: bool
     """Ids of the pieces of each row; those of a beginning of the row are a beginning of its ids.
 
     The policy will continue the ids it is given, so these must stand as they are: where a tokenizer merges across the
-    border, or ends a text with a token of its own, the next piece is tokenised alone.
+    border, the next piece is tokenised alone.
     """
     wholes = iter(tokenizer.encode_all([text for row in rows for text in accumulate(t for t, _ in row)], special))
     return [_continue(row, wholes, tokenizer) for row in rows]

@@ -20,6 +20,8 @@ _WORDS = (
 """Qwen2's division of a text into words, between which nothing merges: each digit is one."""
 _PART = 1 << 20
 """Characters that a tokenizer is trained on at once: ``tokenizers`` takes some 200 bytes for each."""
+_NO_TOKEN = 2**32 - 1
+"""An id that is no token's."""
 
 CHAT_TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 _KEPT = ("tokenizer_config.json", "special_tokens_map.json", GENERATION, CHAT_TEMPLATE)
@@ -31,8 +33,9 @@ class Tokenizer:
     """A tokenizer with its end and padding tokens.
 
     ``stop_ids`` are all tokens that end a completion (instruction-tuned models have several), ``eos_id`` first.
-    ``special_tokens``: texts by their names in chat templates, such as bos_token. Padding and truncation that ``core``
-    carries from its file are of no effect here, as in transformers, which sets both for each call.
+    ``special_tokens``: texts by their names in chat templates, such as bos_token. ``appended``: tokens that the
+    tokenizer itself would put behind a text, such as an end token; ``encode`` leaves them out. Padding and truncation
+    that ``core`` carries from its file are of no effect here, as in transformers, which sets both for each call.
     """
 
     def __init__(self, core: tokenizers.Tokenizer, eos: str, pad: str, files: dict[str, str] | None = None) -> None:
@@ -40,6 +43,7 @@ class Tokenizer:
         self._padding, self._truncation = core.padding, core.truncation
         core.no_padding()
         core.no_truncation()
+        self.appended = _appended(core)
         self._files = files if files is not None else _config_files(eos, pad)
         self.special_tokens = {**_named(self._files), "eos_token": eos, "pad_token": pad}
         self.eos_id = self._id(eos)
@@ -149,15 +153,20 @@ class Tokenizer:
         return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids. ``special``: with the tokens that the tokenizer puts around a text, such as a begin token."""
+        """Token ids. ``special``: with the tokens that the tokenizer puts before a text, such as a begin token.
+
+        Those that it puts behind a text are left out: a prompt goes on, and who ends a text knows by which token.
+        """
         return self.encode_all([text], special)[0]
 
     def encode_all(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
         """Token ids of each text; ``DataError`` names a text that has characters without a token."""
         try:
-            return [e.ids for e in self._core.encode_batch_fast(list(texts), add_special_tokens=special)]
+            rows = [e.ids for e in self._core.encode_batch_fast(list(texts), add_special_tokens=special)]
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a token it does not have
             raise self._unknown(texts, error) from None
+        behind = len(self.appended) if special else 0
+        return [ids[: len(ids) - behind] for ids in rows] if behind else rows
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """Text of token ids; ``special``: with end tokens and the like spelled out."""
@@ -256,6 +265,14 @@ def _text(file: Path) -> str:
         return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {file}: {error}") from None
+
+
+def _appended(core: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """Tokens that come behind a text, found by a text of one token that no tokenizer has."""
+    probe = tokenizers.Encoding()
+    probe.pad(1, pad_id=_NO_TOKEN)
+    ids = core.post_process(probe).ids
+    return tuple(ids[len(ids) - ids[::-1].index(_NO_TOKEN) :])
 
 
 def _json(file: Path, text: str) -> dict[str, Any]:
