@@ -1,11 +1,14 @@
 """Stop strings, wherever tokens cut them, in text that is decoded piece by piece."""
 
+from itertools import groupby
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rollout.reference import make_engine, make_model, naive
+from tilth.data.tokenizer import Tokenizer
 from tilth.rollout.request import Request, SamplingParams
 from tilth.rollout.stops import StopStrings, completion_text
 
@@ -16,7 +19,7 @@ class Bytes:
     def __init__(self):
         self.decoded = 0
 
-    def decode(self, ids):
+    def decode(self, ids, special=False):
         self.decoded += len(ids)
         return bytes(ids).decode(errors="replace")
 
@@ -26,7 +29,7 @@ class Words:
 
     pieces = ("a", "b", "ab", "ba", "aab", "x", "é")
 
-    def decode(self, ids):
+    def decode(self, ids, special=False):
         return " ".join(self.pieces[i % len(self.pieces)] for i in ids)
 
 
@@ -72,8 +75,11 @@ MODEL = make_model()
 class Letters:
     """100 tokens that read as one or two letters."""
 
-    def decode(self, ids):
+    def decode(self, ids, special=False):
         return "".join("abcdefghij"[i % 10] * (1 + i // 50) for i in ids)
+
+    def special(self):
+        return {}
 
 
 def stopped(tokens, stop):
@@ -111,6 +117,93 @@ def test_an_answer_that_is_resumed_remembers_half_a_stop_string():
     engine.resume(engine.abort(request.id), params)
     again = engine.step()[0]
     assert again.tokens.tolist() == whole.tokens.tolist() and again.text == whole.text and again.finish == "stop"
+
+
+# ---- stop strings with special tokens, which a text is without ----
+
+NAMES = ("<|a|>", "<|b|>", "<|a|b|>")
+
+
+class Marked(Bytes):
+    """Token = byte, or from 256 a special token."""
+
+    def decode(self, ids, special=False):
+        runs = [list(run) for _, run in groupby(ids, lambda i: i > 255)]
+        named = [
+            "".join(NAMES[i - 256] for i in run) * special if run[0] > 255 else super(Marked, self).decode(run)
+            for run in runs
+        ]
+        return "".join(named)
+
+    def special(self):
+        return {name: 256 + i for i, name in enumerate(NAMES)}
+
+
+SAID = st.lists(st.text("ab|é€", min_size=1, max_size=3) | st.sampled_from(NAMES), max_size=12)
+"""Texts, and special tokens; a name may also be written letter by letter."""
+STOPS = st.lists(st.sampled_from(NAMES) | st.text("ab|é", min_size=1, max_size=3), min_size=1, max_size=3).map("".join)
+
+
+@settings(max_examples=400, deadline=None)
+@given(SAID, st.lists(STOPS, min_size=1, max_size=3), st.booleans())
+def test_special_tokens_in_stop_strings_are_found_as_they_are_spelled(said, stops, letters):
+    tokenizer = Marked()
+    ids, signs = [], []  # of each character so far: itself, whether it is of a special token, tokens until it is whole
+    for part in said:
+        if part in NAMES and not letters:
+            ids.append(tokenizer.special()[part])
+            signs += [(c, True, len(ids)) for c in part]
+            continue
+        for c in part:
+            ids += c.encode()
+            signs.append((c, False, len(ids)))
+    marked = [s for s in stops if any(name in s for name in NAMES)]
+    watch = StopStrings(tuple(stops), tokenizer, tokenizer.special())
+    for n, token in enumerate(ids, 1):
+        now = [(c, special) for c, special, end in signs if end <= n]
+        spelled, text = "".join(c for c, _ in now), "".join(c for c, special in now if not special)
+        places = [text.find(s) for s in stops if s not in marked and s in text]
+        for at in (spelled.find(s) for s in marked if s in spelled):
+            places.append(sum(not special for _, special in now[:at]))
+        assert watch.push([token]) == bool(places)
+        if places:
+            assert watch.text == text[: min(places)]
+            return
+    assert watch.text == "".join(c for c, special, _ in signs if not special)
+
+
+WRITES = Tokenizer.characters("abcdefghijklmnopqrstuvwxyz" + "".join(map(chr, range(0x400, 0x448))))
+"""100 tokens: <pad>, <eos>, and letters."""
+
+
+@pytest.mark.parametrize("options", [{}, {"max_rows": 3, "kv_tokens": 160}], ids=str)
+def test_a_stop_string_that_is_a_special_token_ends_as_that_stop_token_does(options):
+    ends = {"<eos>": 1, "<pad>": 0}
+    by_string, by_token = (
+        make_engine(MODEL, tokenizer=WRITES, **options).generate(
+            [Request(i, [i, 1, 2], SamplingParams(max_tokens=60, **stop)) for i in range(40)]
+        )
+        for stop in ({"stop": tuple(ends)}, {"stop_tokens": tuple(ends.values())})
+    )
+    for one, other in zip(by_string, by_token):
+        assert (one.tokens.tolist(), one.finish, one.text) == (other.tokens.tolist(), other.finish, other.text)
+        assert np.array_equal(one.logprobs, other.logprobs) and np.array_equal(one.loss_mask, other.loss_mask)
+    assert {t.finish for t in by_string} == {"stop", "length"}
+
+
+def test_a_stop_string_of_text_and_a_special_token():
+    requests = [Request(i, [i, 1, 2], SamplingParams(max_tokens=60)) for i in range(40)]
+    for request in requests:
+        completion = naive(MODEL, request)[0][3:]
+        if 1 in completion[2:] and min(completion[completion.index(1) - 2 : completion.index(1)]) > 1:
+            break
+    at = completion.index(1)
+    before = WRITES.decode(completion[:at])
+    for stop in (f"{before[-1]}<eos>", f"{before[-2:]}<eos>"):
+        params = SamplingParams(max_tokens=60, stop=(stop,))
+        (t,) = make_engine(MODEL, tokenizer=WRITES).generate([Request(request.id, request.prompt, params)])
+        assert t.tokens[3:].tolist() == completion[: at + 1] and t.finish == "stop"
+        assert t.text + stop == before + "<eos>"
 
 
 def test_text_is_the_completion_without_its_end_token():

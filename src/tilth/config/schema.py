@@ -123,7 +123,9 @@ class Rollout(Section):
     top_k: Count = Field(0, description="keep the k likeliest tokens; 0: all")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of tokens with this mass")
     min_p: Share = Field(0.0, description="keep tokens at least this share as likely as the likeliest")
-    stop: tuple[str, ...] = Field((), description="strings that end a completion, besides the end token")
+    stop: tuple[str, ...] = Field(
+        (), description="strings that end a completion, besides the end token; special tokens too"
+    )
     max_rows: Positive = Field(512, description="most sequences decoded at once")
     kv_tokens: Count = Field(0, description="KV cache in tokens; 0: max_rows times the context")
     step_tokens: Positive = Field(

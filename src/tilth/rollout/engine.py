@@ -61,6 +61,7 @@ class Engine:
         parity: bool = False,
     ) -> None:
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
+        self._special = () if tokenizer is None else tuple(tokenizer.special())
         self.device, self.dtype = torch.device(device), dtype
         self.max_length = max_length or config.max_positions
         self.kv_tokens = kv_tokens or max_rows * round_up(self.max_length, block_size)
@@ -169,7 +170,7 @@ class Engine:
     def _enqueue(self, answer: Answer) -> None:
         params = answer.request.params
         if params.stop and self.tokenizer is not None:
-            answer.stops = StopStrings(params.stop, self.tokenizer)
+            answer.stops = StopStrings(params.stop, self.tokenizer, self._special)
             answer.stops.push(answer.completion.tolist())
         self._known.add(answer.request.id)
         self._scheduler.waiting.append(answer)

@@ -23,6 +23,7 @@ class SamplingParams:
 
     A completion ends with any of ``stop_tokens`` (the end token belongs to it), when its text contains one of the
     strings ``stop`` (all its tokens are kept, ``Trajectory.text`` ends before the string), or after ``max_tokens``.
+    A special token may be such a string or stand in one, though a text is without it.
     """
 
     max_tokens: int = 64
