@@ -71,6 +71,40 @@ def test_a_prompt_without_tokens(tmp_path):
         encode_prompts(list(PromptSet.of([" "])), make_template("", Tokenizer.load(tmp_path)), 5)
 
 
+def spaceless_tokenizer(folder, letters):
+    """One token per letter; white space is nothing."""
+    core = tokenizers.Tokenizer(models.WordLevel({t: i for i, t in enumerate(["</s>", *letters])}))
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(tokenizers.Regex("."), "isolated")]
+    )
+    core.save(str(folder / "tokenizer.json"))
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture
+def spaceless(tmp_path):
+    return make_template("", spaceless_tokenizer(tmp_path, "0123+="))
+
+
+EMPTY = [*RECORDS, {"prompt": "\n", "answer": "3"}]
+
+
+def test_an_example_whose_prompt_has_no_tokens(spaceless):
+    """Nothing would come before the first token that is learned, so that it would be read from its neighbour."""
+    some = PromptSet.of(EMPTY)
+    assert len(supervised(list(some)[:2], spaceless, 16)) == 2
+    for check in (lambda: supervised(list(some), spaceless, 16), lambda: check_examples(some, spaceless, 16)):
+        with pytest.raises(DataError, match=r"record 3: .*prompt"):
+            check()
+
+
+@pytest.mark.parametrize("check", [check_prompts, check_examples])
+def test_check_of_a_large_set_looks_at_the_shortest_too(monkeypatch, spaceless, check):
+    monkeypatch.setattr("tilth.data.examples._CHECKED", 1)
+    with pytest.raises(DataError, match=r"record 3.* no tokens"):
+        check(PromptSet.of([*EMPTY, *RECORDS]), spaceless, 16)
+
+
 def test_supervised_takes_the_loss_on_answer_and_end(prompts, tokenizer, template):
     first, second = supervised(list(prompts), template, 16)
     assert tokenizer.decode(second.tokens, special=True) == "10+20=30<eos>"

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.data.test_examples import spaceless_tokenizer
 from tilth.config.load import from_dict
 from tilth.config.schema import Data
 from tilth.core.errors import DataError
@@ -237,3 +238,13 @@ def test_what_does_not_fit_the_context_is_named_with_its_side():
     assert check_pairs(prompts, template, 64) == 41
     with pytest.raises(DataError, match=r"record 2, rejected with its answer has 41 tokens; model\.context is 40"):
         check_pairs(prompts, template, 40)
+
+
+def test_a_prompt_without_tokens_is_named(monkeypatch, tmp_path):
+    template = make_template("", spaceless_tokenizer(tmp_path, "yesnow"))
+    answers = {"chosen": "yes", "rejected": "no"}
+    prompts = PromptSet(pair_records([{"prompt": text, **answers} for text in ("now now", " ", "now")]))
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"record 2, chosen: .*prompt"):
+            check_pairs(prompts, template, 64)
+        monkeypatch.setattr("tilth.data.pairs._CHECKED", 1)  # of a large set too

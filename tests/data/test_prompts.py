@@ -145,9 +145,9 @@ def test_a_subset_of_all_is_held_out_no_more_than_the_rest(addition):
     assert 40 < np.isin(addition.subset(1000).rows, held.rows).sum() < 180
 
 
-def test_longest():
+def test_the_longest_and_the_shortest():
     prompts = PromptSet.of(["aa", "b", "cccc", "ddd"])
-    assert [p.text for p in prompts.longest(2)] == ["cccc", "ddd"]
+    assert [p.text for p in prompts.extremes(2)] == ["cccc", "ddd", "b"]
 
 
 # -- load_source -----------------------------------------------------------------------------------------------------

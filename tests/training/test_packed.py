@@ -4,15 +4,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tilth.config.schema import Optimizer
 from tilth.core.batch import Ragged
+from tilth.core.errors import LossMaskError
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.training.engine import TrainEngine
+from tilth.training.losses import negative_log_likelihood
 from tilth.training.packed import (
     COPIES,
     micros,
     packed_logprobs,
     packed_squares,
+    plan_micros,
     prompt_groups,
     prompt_lengths,
     score,
@@ -160,3 +165,37 @@ def test_squares_come_with_the_log_probs(parity, most):
         expected = np.where(mask[start + 1 : start + len(row)], p[:-1].detach().numpy(), 0)
         np.testing.assert_allclose(found, expected, atol=2e-6)
     assert squares.dtype == np.float32 and not squares[mask == 0].any() and squares[mask != 0].std() > 0.01
+
+
+# ---- no state comes before the first token of a sequence ----
+
+
+@pytest.mark.parametrize("parity", [False, True])
+@pytest.mark.parametrize("first", [([], [4, 5]), ([], [4])])
+def test_a_first_token_in_the_mask_is_refused_and_never_read_from_its_neighbour(first, parity):
+    samples = [([1, 2], [3]), first, ([3], [])]
+    tokens, mask = batch(samples)
+    for call in (
+        lambda: packed_logprobs(model(), tokens, mask, max_tokens=100, parity=parity),
+        lambda: packed_squares(model(), tokens, mask, max_tokens=3, parity=parity),
+        lambda: list(micros(tokens, mask, {}, 100, CPU, share=True)),
+        lambda: TrainEngine(model(), Optimizer(), total_steps=1, micro_tokens=100, parity=parity).update(
+            tokens, mask, {}, negative_log_likelihood(3.0)
+        ),
+    ):
+        with pytest.raises(LossMaskError, match="sequence 1 of 3"):
+            call()
+
+
+@given(SAMPLES, st.data())
+def test_only_a_first_token_in_the_mask_is_refused(samples, data):
+    """Sequences without a token, first and last, are none to complain of."""
+    tokens, _ = batch(samples)
+    rows = [tokens.row(i)[: data.draw(st.integers(0, len(tokens.row(i))))] for i in range(len(samples))]
+    mask = [np.array([data.draw(st.integers(0, 1)) for _ in row], np.uint8) for row in rows]
+    cut, masked = Ragged.of(rows), np.concatenate([*mask, np.zeros(0, np.uint8)])
+    if any(len(m) and m[0] for m in mask):
+        with pytest.raises(LossMaskError):
+            plan_micros(cut, masked, 8, share=True)
+    else:
+        plan_micros(cut, masked, 8, share=True)

@@ -8,6 +8,7 @@ __all__ = [
     "DataError",
     "HiddenRead",
     "LogprobMismatch",
+    "LossMaskError",
     "ModelError",
     "NonFiniteError",
     "RecipeError",
@@ -52,6 +53,10 @@ class WeightMismatch(TilthError):
 
 class LogprobMismatch(TilthError):
     """Log-probs of trainer and rollout engine disagree by more than the stated bound."""
+
+
+class LossMaskError(TilthError):
+    """The loss mask has the first token of a sequence, which no state of that sequence predicts."""
 
 
 class TokenCountError(TilthError):

@@ -16,6 +16,7 @@ import numpy as np
 from tilth.config.schema import Data, Recipe
 from tilth.core.errors import DataError
 from tilth.data.columns import Columns, Prompt, messages, plain, short, text_of, to_prompt, turn_of, value_of
+from tilth.data.examples import check_example
 from tilth.data.formats import read_records
 from tilth.data.given import Given, nothing_in, placed
 from tilth.data.prompts import ARGUMENTS, NOTHING, TASKS, Brought, Key, PromptSet, apart, check_source, load_source
@@ -23,7 +24,7 @@ from tilth.data.sources import Joined, Records, Source, mixed
 from tilth.data.template import Example, Template
 
 _CHECKED = 20_000
-"""Prompts whose pairs are tokenised before a run starts; of a larger set, these are the longest."""
+"""Prompts whose pairs are tokenised before a run starts; of a larger set, the longest, and the shortest."""
 _OPTIONAL: Literal["margin"] = "margin"
 Side = Literal["chosen", "rejected"]
 _SIDES: tuple[Side, Side] = ("chosen", "rejected")
@@ -314,16 +315,12 @@ def pairs_of(prompts: PromptSet, index: int) -> tuple[Pair, ...]:
 
 
 def encode_pairs(prompts: PromptSet, indices: Iterable[int], template: Template, context: int) -> list[Encoded]:
-    """All pairs of these prompts, in order. Raises ``DataError`` for an answer that makes more than ``context`` tokens,
-    and what the template raises."""
+    """All pairs of these prompts, in order. Raises ``DataError`` as ``check_example``, and what the template raises."""
     asked = [(prompts[int(i)], pair) for i in indices for pair in pairs_of(prompts, int(i))]
     answered = [_answered(prompt, pair, side) for prompt, pair in asked for side in _SIDES]
     examples = [answer_only(example) for example in template.examples(answered)]
     for prompt, example in zip(answered, examples):
-        if len(example.tokens) > context:
-            raise DataError(
-                f"{prompt.name} with its answer has {len(example.tokens)} tokens; model.context is {context}"
-            )
+        check_example(prompt, example, context)
     sides = iter(examples)
     return [Encoded(prompt.index, pair.margin, next(sides), next(sides)) for prompt, pair in asked]
 
@@ -347,8 +344,8 @@ def answer_only(example: Example) -> Example:
 
 
 def check_pairs(prompts: PromptSet, template: Template, context: int) -> int:
-    """Tokens of the longest answer with its prompt, by tokenising the pairs of the longest 20,000 prompts. Raises as
-    ``encode_pairs``, and for a set without prompts."""
+    """Tokens of the longest answer with its prompt, by tokenising the pairs of the longest 20,000 prompts, and of the
+    shortest. Raises as ``encode_pairs``, and for a set without prompts."""
     longest = 0
     for chunk in _chunks(prompts):
         for one in encode_pairs(prompts, chunk, template, context):
@@ -357,6 +354,6 @@ def check_pairs(prompts: PromptSet, template: Template, context: int) -> int:
 
 
 def _chunks(prompts: PromptSet, size: int = 1024) -> Iterator[list[int]]:
-    indices = prompts.rows.tolist() if len(prompts) <= _CHECKED else [p.index for p in prompts.longest(_CHECKED)]
+    indices = prompts.rows.tolist() if len(prompts) <= _CHECKED else [p.index for p in prompts.extremes(_CHECKED)]
     for start in range(0, len(indices), size):
         yield indices[start : start + size]

@@ -109,10 +109,10 @@ class PromptSet(Order):
         """All characters of the source's prompts and answers, sorted."""
         return self.source.alphabet()
 
-    def longest(self, count: int) -> list[Prompt]:
-        """The ``count`` prompts of most bytes."""
+    def extremes(self, count: int) -> list[Prompt]:
+        """The ``count`` prompts of most bytes, and the one of least; there are more than these."""
         order = np.argsort(-self.source.sizes()[self.rows], kind="stable")
-        return [self[i] for i in self.rows[order[:count]]]
+        return [self[i] for i in self.rows[[*order[:count], order[-1]]]]
 
 
 def load_source(data: Data, brought: Brought = NOTHING) -> PromptSet:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilth.core.batch import Ragged
+from tilth.core.errors import LossMaskError
 from tilth.models.attention import DropoutContext, PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
@@ -127,12 +128,26 @@ def cut(
 
 
 def plan_micros(tokens: Ragged, mask: np.ndarray, most: int, *, share: bool = False, several: bool = False) -> Parts:
-    """Which rows make up each micro-batch; arguments as in ``micros``. No rows: no micro-batch."""
+    """Which rows make up each micro-batch; arguments as in ``micros``. No rows: no micro-batch.
+
+    Raises LossMaskError for a mask that has the first token of a row: packed, the state before it is its neighbour's.
+    """
+    _check_mask(tokens, mask)
     plan = _split(tokens, mask, most, share)
     while several and len(plan) == 1 and len(tokens.lengths) > 1 and most > 1:
         most = min(most, len(mask)) // 2
         plan = _split(tokens, mask, most, share)
     return plan
+
+
+def _check_mask(tokens: Ragged, mask: np.ndarray) -> None:
+    rows = np.flatnonzero(tokens.lengths)
+    wrong = rows[mask[tokens.offsets[rows]] != 0]
+    if len(wrong):
+        raise LossMaskError(
+            f"the loss mask has the first token of sequence {wrong[0]} of {len(tokens.lengths)}, before which there is "
+            "none that could predict it; a prompt needs at least one token"
+        )
 
 
 def _split(tokens: Ragged, mask: np.ndarray, most: int, share: bool) -> Parts:
