@@ -43,6 +43,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=src:benchmarks $(BIN)/mypy --explicit-package-bases --follow-imports=silent benchmarks/*.py
 	$(BIN)/lint-imports --no-cache
 
 test: lint

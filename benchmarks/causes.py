@@ -12,7 +12,7 @@ the machine had other work, and that window is no measurement of the prediction.
 
 Work: "real" is what the model computes; "sleep" is a tiny model whose passes also sleep a time that is linear in their
 tokens (calibrated sleep, so that more ranks than cores can work at the same time). --again: analyse the runs that are
-in FOLDER. --quick: one short run.
+in FOLDER. --quick: one short run, which sleeps.
 """
 
 import argparse
@@ -99,9 +99,9 @@ class Row:
     """What was found likeliest in each window with the cause."""
     false: list[str] = field(default_factory=list)
     """What was found likeliest in each window without."""
-    predicted: list[float] = field(default_factory=list)
+    predicted_seconds: list[float] = field(default_factory=list)
     """Seconds of a step without the likeliest cause, by windows with one."""
-    measured: list[float] = field(default_factory=list)
+    measured_seconds: list[float] = field(default_factory=list)
     """Seconds of a step in the windows around each of them."""
     steady: list[bool] = field(default_factory=list)
     """Whether these two were alike."""
@@ -116,12 +116,12 @@ class Row:
     @property
     def errors(self) -> list[float]:
         """Of the predictions against what was measured, where the machine was steady."""
-        return [p / m - 1 for p, m, s in zip(self.predicted, self.measured, self.steady) if s]
+        return [p / m - 1 for p, m, s in zip(self.predicted_seconds, self.measured_seconds, self.steady) if s]
 
     @property
     def whole(self) -> float:
         """Of the whole run: the mean of what is predicted in all windows against that of what was measured."""
-        return sum(self.predicted) / sum(self.measured) - 1
+        return sum(self.predicted_seconds) / sum(self.measured_seconds) - 1
 
 
 def said(kind: str, rank: int) -> str:
@@ -183,7 +183,7 @@ CASES = (
         )
     ),
 )
-QUICK = ("slow-1-double",)
+QUICK = ("slow-sleep-2",)
 
 
 def answers(path: Path, spread: float) -> Path:
@@ -238,8 +238,8 @@ def measure(case: Case, run: Path, windows: int) -> Row:
         row.named.append(name)
         if injected != "none":
             around = usual[i : i + 2]
-            row.predicted.append(seconds)
-            row.measured.append(statistics.mean(around))
+            row.predicted_seconds.append(seconds)
+            row.measured_seconds.append(statistics.mean(around))
             row.steady.append(max(around) - min(around) <= STEADY * statistics.mean(around))
     row.false.extend(likeliest(row, run, window)[0] for window in off)
     return row
@@ -260,7 +260,8 @@ def show(rows: Iterable[Row]) -> None:
     """A line a run."""
     for r in rows:
         apart = ", ".join(
-            f"{100 * (p / m - 1):+.0f} %" + "?" * (not s) for p, m, s in zip(r.predicted, r.measured, r.steady)
+            f"{100 * (p / m - 1):+.0f} %" + "?" * (not s)
+            for p, m, s in zip(r.predicted_seconds, r.measured_seconds, r.steady)
         )
         print(
             f"{r.name:<18} {r.work:<5} {r.workers} off {r.off_seconds:.3f} s, on {r.on_seconds:.3f} s: "
@@ -273,7 +274,7 @@ def show(rows: Iterable[Row]) -> None:
 def tell(rows: Sequence[Row]) -> None:
     """What came of all."""
     errors = [abs(e) for r in rows for e in r.errors]
-    every = [abs(p / m - 1) for r in rows for p, m in zip(r.predicted, r.measured)]
+    every = [abs(p / m - 1) for r in rows for p, m in zip(r.predicted_seconds, r.measured_seconds)]
     quiet = [name for r in rows for name in r.false]
     print(
         f"{sum(r.right for r in rows)} of {len(rows)} runs right; nothing in {quiet.count('none')} of {len(quiet)} "
@@ -281,7 +282,7 @@ def tell(rows: Sequence[Row]) -> None:
     )
     if errors:
         print(f"predictions in these: {spread(errors)}; in all {len(every)}: {spread(every)}")
-        print(f"predictions of whole runs: {spread([abs(r.whole) for r in rows if r.measured])}")
+        print(f"predictions of whole runs: {spread([abs(r.whole) for r in rows if r.measured_seconds])}")
 
 
 def spread(errors: Sequence[float]) -> str:

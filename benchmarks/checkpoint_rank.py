@@ -226,9 +226,10 @@ def peaks() -> int:
     """Greatest resident bytes of this process, and of each child beside what it shares with this one."""
     total = 0
     for number, process in enumerate(processes()):
-        with suppress(FileNotFoundError, psutil.NoSuchProcess):
+        with suppress(FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
             found = status(process)
-            total += found["VmHWM"] - (found["RssShmem"] + found["RssFile"] if number else 0)
+            if "VmHWM" in found:  # a child that is ending has no memory any more
+                total += found["VmHWM"] - (found["RssShmem"] + found["RssFile"] if number else 0)
     return total
 
 

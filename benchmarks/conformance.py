@@ -28,7 +28,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="less than a minute")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="rows by name or kind")
     parser.add_argument("--bandit", action="store_true", help="bias and variance of the gradient on a bandit")
-    parser.add_argument("--json", type=Path, help="write all cells")
+    parser.add_argument("--json", type=Path, help="write a row for each cell")
     parser.add_argument("--markdown", type=Path, help="write the table")
     return parser.parse_args()
 
@@ -39,10 +39,10 @@ def main() -> int:
     if given.bandit:
         from tests.rl.conformance.bandit import markdown, measure
 
-        rows = measure()
-        print(markdown(rows))
-        _write(given.json, json.dumps(rows, indent=1))
-        _write(given.markdown, markdown(rows))
+        measured = measure()
+        print(markdown(measured))
+        _write(given.json, json.dumps(measured, indent=1))
+        _write(given.markdown, markdown(measured))
         return 0
     from tests.rl.conformance import table
 
@@ -53,7 +53,7 @@ def main() -> int:
     took = time.perf_counter() - start
     work = f"{took:.0f} s, {time.process_time():.0f} s of CPU in this process"
     print(f"\n{len(made.cells)} entries, {len(made.failures)} cells fail; {work}")
-    _write(given.json, json.dumps({"quick": given.quick, "seconds": took, "cells": made.as_dict()}, indent=1))
+    _write(given.json, json.dumps([{"quick": given.quick, **row} for row in made.rows()], indent=1))
     _write(given.markdown, made.markdown() + "\n")
     return 1 if made.failures or not made.cells else 0
 

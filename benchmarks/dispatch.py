@@ -12,7 +12,6 @@ import argparse
 import json
 import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -102,7 +101,7 @@ def backend(name: str, workers: int, calls: int) -> dict[str, Any]:
             ),
         }
         if isinstance(cluster.fleet, LocalFleet):
-            found |= {f"{n}_tokens_bytes_per_row": bytes_per_row(cluster, group, n) for n in (SHORT, LONG)}
+            found |= {f"bytes_per_row_of_{n}_tokens": bytes_per_row(cluster, group, n) for n in (SHORT, LONG)}
     return found
 
 
@@ -172,7 +171,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     columns = ("round_trip_us", "rows_round_trip_us", "rows_call_returns_us")
-    sizes = tuple(f"{n}_tokens_bytes_per_row" for n in (SHORT, LONG))
+    sizes = tuple(f"bytes_per_row_of_{n}_tokens" for n in (SHORT, LONG))
     print(f"{'':24}{'workers':>8}" + "".join(f"{c:>22}" for c in columns) + "".join(f"{c:>28}" for c in sizes))
     rows = measure(given.quick)
     for row in rows:
@@ -189,4 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

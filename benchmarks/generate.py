@@ -46,7 +46,7 @@ from tilth.rollout.engine import Engine
 from tilth.rollout.request import Request, SamplingParams
 
 VOCAB, PROMPT, BATCH = 4096, 16, 64
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "6M": {"hidden_size": 256, "intermediate_size": 688, "num_layers": 6, "num_heads": 4},
     "13M": {"hidden_size": 384, "intermediate_size": 1152, "num_layers": 6, "num_heads": 6},
 }
@@ -214,7 +214,7 @@ def check(model: Decoder, dtype: str, work: Work, outputs: dict[str, list[np.nda
     """Stop unless every contender gave the right number of tokens and, if greedy, the reference's."""
     reference = Decoder(model.config)
     reference.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
-    found = {}
+    found: dict[str, dict[str, float]] = {}
     for name, output in outputs.items():
         assert [len(o) for o in output] == work.lengths.tolist(), f"{name}: wrong lengths in {work.name}"
         found[name] = {}

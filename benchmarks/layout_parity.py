@@ -60,7 +60,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "fsdp2xtp2": {"fsdp": 2, "tp": 2},
 }
 GOALS = {"first": 1e-5, "last": 1e-4, "double": 1e-11}
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {"vocab_size": 4099, "hidden_size": 256, "intermediate_size": 688, "num_layers": 6},
     "quick": {"vocab_size": 1031, "hidden_size": 64, "intermediate_size": 176, "num_layers": 2},
 }
@@ -276,11 +276,12 @@ def line(found: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smaller model")
+    parser.add_argument("--quick", action="store_true", help="a smaller model, fewer steps")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--rows", default=",".join(ROWS), help="layouts, of " + ", ".join(ROWS))
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=0, help="default 20, with --quick 4")
     options = parser.parse_args()
+    options.steps = options.steps or (4 if options.quick else 20)
     names = ["1 rank", *(name for name in options.rows.split(",") if name not in ("1", "1 rank"))]
     if unknown := [name for name in names if name not in ROWS]:
         parser.error(f"--rows {unknown[0]}: unknown; use {', '.join(ROWS)}")
@@ -293,8 +294,8 @@ def main() -> int:
             table.append(row(cluster, name, size, options.steps, ones))
             print(line(table[-1]), flush=True)
     if options.json:
-        described = {"size": SIZES[size], "steps": options.steps, "torch": torch.__version__, "rows": table}
-        options.json.write_text(json.dumps(described, indent=2) + "\n")
+        about = {"size": size, "steps": options.steps, "torch": torch.__version__}
+        options.json.write_text(json.dumps([{**about, **found} for found in table], indent=1) + "\n")
     return int(any(failures(found) for found in table))
 
 

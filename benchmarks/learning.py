@@ -156,6 +156,13 @@ def tell(plan: Plan, results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
+def as_rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What ``tell`` returns as one list: rows of both tables, and the runs; ``table`` says which."""
+    tables = {"all tokens": "rows", "without value pre-training": "uncounted", "runs": "runs"}
+    about = {"budget_tokens": found["budget"], "lr": found["lr"]}
+    return [{"table": table, **about, **row} for table, key in tables.items() for row in found[key]]
+
+
 def picture(plan: Plan, results: Sequence[Result]) -> str:
     """The SVG."""
     runs, parents = by_title(plan, results), {v.title: v.parent for v in plan.variants}
@@ -213,7 +220,7 @@ def compare(plan: Plan, args: argparse.Namespace) -> bool:
     results = everything(plan)
     found = tell(plan, results)
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        args.json.write_text(json.dumps(as_rows(found), indent=1) + "\n")
     if args.svg and any("error" not in r for r in results):
         args.svg.write_text(picture(plan, results))
     return all("error" not in r for r in results)

@@ -104,7 +104,7 @@ def simulated(ranks: tuple[int, ...], rates: tuple[float, ...]) -> list[Row]:
                         "scaling_at_best": scaling_at_best(step, ring),
                         "scaling_servers_no_overlap": step.batch / (step.batch + servers),
                         "scaling_latency_20us": synchronise(step, replace(ring, latency=20e-6)).scaling,
-                        "compression_for_0.95": ratio if math.isfinite(ratio) else None,
+                        "compression_for_95_percent": ratio if math.isfinite(ratio) else None,
                     }
                 )  # fmt: skip
     return rows
@@ -132,7 +132,7 @@ def say(rows: list[Row]) -> None:
                 f"(step {100 * r['error']:+.1f} %)"
             )
         elif r["kind"] == "simulated":
-            needs = r["compression_for_0.95"]
+            needs = r["compression_for_95_percent"]
             print(
                 f"{r['model']:<9} {r['ranks']:>5} ranks, {r['gbit_per_s']:>4g} Gbit/s: f {r['scaling']:.3f} (no "
                 f"overlap {r['scaling_no_overlap']:.3f}, at best {r['scaling_at_best']:.3f}, with 20 us a message "

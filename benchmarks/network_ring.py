@@ -56,8 +56,8 @@ class Link:
 
     def exchange(self, out: np.ndarray, into: np.ndarray) -> None:
         """Send one vector to the right while one comes from the left; back when both are done."""
-        self.jobs.put(memoryview(out).cast("B"))
-        view = memoryview(into).cast("B")
+        self.jobs.put(out.data.cast("B"))
+        view = into.data.cast("B")
         while len(view):
             view = view[self.left.recv_into(view) :]
         self.sent.acquire()

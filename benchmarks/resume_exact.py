@@ -14,7 +14,7 @@ last column says what follows from the comparison of: weights, optimizer state, 
 checkpoint, bit for bit; the best evaluation; metrics.jsonl but for times, rates and memory; trajectories; the files of
 the model. The number of the attempt is left out everywhere. Exit status 1 unless every run is equal.
 
---quick: 3 kills inline of a run of some seconds. --jobs: runs at the same time; nothing here is a measurement of time.
+--quick: 2 kills inline of a run of some seconds. --jobs: runs at the same time; nothing here is a measurement of time.
 """
 
 import argparse
@@ -344,14 +344,14 @@ def line(row: Row) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=0, help="default 20, with --quick 3")
+    parser.add_argument("--kills", type=int, default=0, help="default 20, with --quick 2")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--backend", choices=("inline", "local", "both"), default="")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    options.kills = options.kills or (3 if options.quick else 20)
+    options.kills = options.kills or (2 if options.quick else 20)
     backend = options.backend or ("inline" if options.quick else "both")
     rows = list[Row]()
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def give_lengths(task: Task) -> None:
     """Every completion ends at its own given length and nowhere else (request ids count up from step to step)."""
     generate = Engine.generate
 
-    def with_lengths(self: Engine, requests: Sequence[Request]) -> list[Any]:
+    def with_lengths(self: Engine, requests: Iterable[Request]) -> list[Any]:
         def cut(request: Request) -> Request:
             step, place = divmod(request.id, task.samples)
             length = task.lengths(step)[place]

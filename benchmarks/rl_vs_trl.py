@@ -32,7 +32,8 @@ better round, the first two steps (warm-up, compilation) left out. CPU seconds a
 threads: of use where other work disturbs the wall clock. Time to the same reward counts all steps and
 compilation; start-up (imports, loading) is listed apart. Peak memory is that of the process and its largest child.
 
-Where the machine is shared, believe the ratios and CPU seconds only. ``--quick`` shows that all runs, no more.
+Where the machine is shared, believe the ratios and CPU seconds only. ``--quick`` shows that it runs, no more: one
+case with 16 completions a step.
 
 On a GPU: ``--device cuda --shape 0.5B`` (or 7B) ``--cases "bf16 equal,bf16 heavy"``; contender "tilth compiled" then
 uses CUDA graphs for decoding. That option has never been run: no GPU was at hand.
@@ -54,6 +55,8 @@ from rl_task import Task, cores, save_model, words
 
 HERE = Path(__file__).parent
 GOALS = {"fp32 equal": 1.5, "bf16 equal": 1.8, "fp32 heavy": 4.0, "bf16 heavy": 4.0}
+QUICK_CASES = "bf16 heavy"
+QUICK: dict[str, Any] = {"prompts": 4, "group": 4, "tokens": 16}
 CONTENDERS = {
     "trl": ("rl_trl.py",),
     "tilth": ("rl_tilth.py",),
@@ -76,7 +79,8 @@ def prepare(task: Task, count: int = 512) -> None:
     table = np.random.default_rng(0).integers(2, vocabulary, (count, task.prompt_tokens))
     texts = [words(row) for row in table]
     train, _ = PromptSet.of(texts).split(0.0)
-    order = [train.draw(stream(0, "prompts"), step, task.prompts).tolist() for step in range(task.steps)]
+    drawn = train.take(stream(0, "prompts"), 0, task.steps * task.prompts)
+    order = drawn.reshape(task.steps, task.prompts).tolist()
     (Path(task.folder) / "prompts.json").write_text(json.dumps({"texts": texts, "order": order}))
 
 
@@ -212,12 +216,13 @@ WHY = """Where the difference comes from:
 
 def cases(args: argparse.Namespace, folder: str) -> dict[str, Task]:
     """Name -> task."""
-    base = Task(folder, shape=args.shape, threads=args.threads, device=args.device)
+    size: dict[str, Any] = QUICK if args.quick else {}
+    base = Task(folder, shape=args.shape, threads=args.threads, device=args.device, **size)
     found = {}
-    for name in args.cases.split(","):
+    for name in (args.cases or (QUICK_CASES if args.quick else ",".join(GOALS))).split(","):
         precision, lengths = name.strip().split()
         heavy = lengths == "heavy"
-        steps = args.steps or (4 if args.quick else 12 if heavy else 40)
+        steps = args.steps or (SKIP + 1 if args.quick else 12 if heavy else 40)
         found[f"{precision} {lengths}"] = replace(base, precision=precision, heavy=heavy, steps=steps)
     return found
 
@@ -226,11 +231,11 @@ def options() -> argparse.Namespace:
     """What was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--quick", action="store_true", help="4 steps, one round, nothing compiled; figures mean little"
+        "--quick", action="store_true", help="3 small steps, one round, nothing compiled; figures mean little"
     )
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
-    parser.add_argument("--cases", default=",".join(GOALS))
+    parser.add_argument("--cases", default="", help=f"default {','.join(GOALS)}; with --quick {QUICK_CASES}")
     parser.add_argument("--contenders", default="", help="comma-separated; default: all that fit the case")
     parser.add_argument("--steps", type=int, default=0, help="optimizer steps of a run; 0: 40, heavy 12")
     parser.add_argument("--rounds", type=int, default=2)

@@ -57,7 +57,7 @@ def analyse(path: Path, repeats: int) -> dict[str, Any]:
         used.append(time.process_time() - cpu)
     return {
         "trace": path.stem, "rows": int(trace.start.size), "workers": int(found.exact.size), "steps": len(found.steps),
-        "first": passes[0], "warm": statistics.median(passes[1:] or passes), "read": read, "cpu": min(used),
+        "first_s": passes[0], "warm_s": statistics.median(passes[1:] or passes), "read_s": read, "cpu_s": min(used),
         "peak_mb": peak(), "base_mb": base, "slowdown": found.slowdown, "model_error": found.error,
         "cause": [f.kind for f in cause.findings],
     }  # fmt: skip
@@ -77,7 +77,7 @@ def write(path: Path, stages: int, dp: int, steps: int) -> None:
     pq.write_table(to_table(trace), path)
 
 
-def main():
+def main() -> None:
     """Run and print."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--quick", action="store_true")
@@ -97,13 +97,14 @@ def main():
                 results.append(r := pool.apply(analyse, (path, repeats)))
             print(
                 f"{r['trace']:<12} {r['workers']:>5} workers x {r['steps']:>2} steps, {r['rows']:>9,} rows: first "
-                f"{r['first']:.2f} s, warm {r['warm']:.2f} s (reading {r['read']:.2f}; CPU time {r['cpu']:.2f}), "
+                f"{r['first_s']:.2f} s, warm {r['warm_s']:.2f} s (reading {r['read_s']:.2f}; "
+                f"CPU time {r['cpu_s']:.2f}), "
                 f"peak {r['peak_mb']:.0f} MB "
                 f"(libraries {r['base_mb']:.0f}), S {r['slowdown']:.4f}, error {100 * r['model_error']:.2f} %, "
                 f"{', '.join(r['cause']) or 'no cause'}"
             )  # fmt: skip
     if asked.json:
-        asked.json.write_text(json.dumps({"results": results}, indent=1))
+        asked.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

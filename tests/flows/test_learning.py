@@ -384,7 +384,9 @@ def test_tables_and_picture_of_whatever_runs_there_are(learning, monkeypatch, tm
     assert len(found["rows"]) == 19 and found["rows"][0]["seeds"] == 1
     assert "(the same in all runs)" in said and "value pre-training are not counted" in said
     assert {row["title"].split()[0] for row in found["uncounted"]} == {"GRPO", "VAPO"}
-    json.dumps(found, allow_nan=False)
+    rows = json.loads(json.dumps(learning.as_rows(found), allow_nan=False))
+    assert len(rows) == len(found["rows"]) + len(found["uncounted"]) + len(made)
+    assert {row["table"] for row in rows} == {"all tokens", "without value pre-training", "runs"}
     check_picture(learning.picture(plan, made))
 
 

@@ -152,7 +152,7 @@ def test_a_run_is_right_if_each_window_names_the_cause_and_its_rank():
 def test_predictions_count_where_the_machine_was_steady(capsys):
     row = causes.Row(
         "a", "real", 2, "slow-worker@1", 0.3, 0.2, ["slow-worker@1"] * 2, ["none", "none", "communication"],
-        predicted=[0.22, 0.5], measured=[0.2, 0.2], steady=[True, False],
+        predicted_seconds=[0.22, 0.5], measured_seconds=[0.2, 0.2], steady=[True, False],
     )  # fmt: skip
     assert row.errors == pytest.approx([0.1])
     causes.tell([row])

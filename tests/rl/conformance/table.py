@@ -55,12 +55,13 @@ class Table:
         """All cells that fail."""
         return [(s, c, found) for s, row in self.cells.items() for c, found in row.items() if found.state == "fail"]
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: kind -> name -> column -> cell."""
-        made: dict[str, Any] = {}
-        for subject, row in self.cells.items():
-            made.setdefault(subject.kind, {})[subject.name] = {c: asdict(found) for c, found in row.items()}
-        return made
+    def rows(self) -> list[dict[str, Any]]:
+        """For JSON: kind, name, column and what the cell says."""
+        return [
+            {"kind": subject.kind, "name": subject.name, "column": column, **asdict(found)}
+            for subject, row in self.cells.items()
+            for column, found in row.items()
+        ]
 
     def markdown(self) -> str:
         """The table, its columns, why cells do not apply, and what fails."""

@@ -1,0 +1,135 @@
+"""Every benchmark starts and takes its options, and its quick form gives rows."""
+
+import importlib.machinery
+import importlib.util
+import io
+import json
+import os
+import re
+import resource
+import runpy
+import subprocess
+import sys
+import types
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from tests.scripts import SCRIPTS, benchmarks
+
+ROOT = SCRIPTS.parent
+RIVALS = ("trl", "datasets")
+"""What runs beside us and is no dependency of ours."""
+SECONDS = 120
+"""Of processor time that a quick form may take: a minute on a machine of its own, up to twice that beside others."""
+LIMIT = 3000
+
+
+def stand_in(name):
+    """A module from which any class can be imported."""
+
+    def made(attribute):
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return type(attribute, (), {})
+
+    module = types.ModuleType(name)
+    module.__spec__, module.__getattr__ = importlib.machinery.ModuleSpec(name, None), made
+    sys.modules[name] = module
+
+
+def begin(folder):
+    """Import every script of a folder, the benchmarks with --help; prints what each said, or how it failed."""
+    sys.path.insert(0, str(folder))
+    for name in RIVALS:
+        if importlib.util.find_spec(name) is None:
+            stand_in(name)
+    said, asked = {}, benchmarks(folder)
+    for file in sorted(folder.glob("*.py")):
+        out, sys.argv = io.StringIO(), [file.name, "--help"]
+        try:
+            with redirect_stdout(out):
+                runpy.run_path(str(file), run_name="__main__" if file.name in asked else file.stem)
+            said[file.name] = f"{out.getvalue()} did not end with its help" if file.name in asked else ""
+        except SystemExit as ended:
+            said[file.name] = f"exit status {ended.code}" if ended.code else out.getvalue()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+            said[file.name] = f"{type(error).__name__}: {error}"
+    print(json.dumps(said))
+
+
+def begun(folder):
+    """What ``begin`` found, in a process of its own."""
+    call = f"from pathlib import Path; from tests.test_benchmarks import begin; begin(Path({str(folder)!r}))"
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", call], env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def wrong(said, folder):
+    """Scripts that do not start, or do not take what every benchmark takes."""
+    found = {name for name, text in said.items() if text and not text.startswith("usage: ")}
+    options = re.compile(r"\[--quick\].*\[--json [A-Z]+\]", re.DOTALL)
+    return found | {name for name in benchmarks(folder) if not options.search(said[name])}
+
+
+def test_every_script_starts_and_every_benchmark_takes_quick_and_json():
+    said = begun(SCRIPTS)
+    assert len(said) > 30 and "train.py" in benchmarks()
+    assert not {name: said[name] for name in wrong(said, SCRIPTS)}
+
+
+HELP = """
+import argparse
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", metavar="PATH")
+    parser.parse_args()
+"""
+
+
+def test_what_does_not_start_is_found(tmp_path):
+    scripts = {
+        "good.py": HELP + "    start('own.py')",
+        "part.py": "from trl import GRPOTrainer\nfrom datasets import Dataset",
+        "lost.py": "from tilth.data.prompts import NoSuchSet\n" + HELP,
+        "gone.py": "import no_such_module",
+        "parser.py": HELP.replace("--json", "--quick"),
+        "silent.py": HELP.replace("parser.parse_args()", "pass"),
+        "plain.py": HELP.replace('    parser.add_argument("--json", metavar="PATH")\n', ""),
+        "uses.py": HELP + '    start("worker.py")',
+        "worker.py": 'import sys\nif __name__ == "__main__":\n    sys.argv[7]',
+    }
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(text)
+    assert benchmarks(tmp_path) == ["good.py", "lost.py", "parser.py", "plain.py", "silent.py", "uses.py"]
+    assert wrong(begun(tmp_path), tmp_path) == {"lost.py", "gone.py", "parser.py", "silent.py", "plain.py"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", benchmarks())
+def test_the_quick_form_gives_rows(name, tmp_path):
+    if name == "rl_vs_trl.py":
+        pytest.importorskip("trl")
+    if name == "gsm8k.py" and not (ROOT.parent / "shared" / "data" / "gsm8k").is_dir():
+        pytest.skip("its data are not here")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / name, "--quick", "--json", tmp_path / "rows.json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
+    assert all(re.fullmatch(r"[a-z][a-z0-9_]*", key) for row in rows for key in row), rows[0].keys()
+    assert json.dumps(rows, allow_nan=False) and done.stdout.strip()
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < SECONDS
+    assert [file.name for file in Path(tmp_path).iterdir()] == ["rows.json"]
