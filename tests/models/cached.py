@@ -7,7 +7,7 @@ from torch import Tensor
 from tilth.models.attention import matmul_attention
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.models.rows import spare_rows
+from tilth.plan.kernels import spare_rows
 
 
 class CachedContext:

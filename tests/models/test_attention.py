@@ -52,8 +52,8 @@ def test_sdpa_for_long_sequences_is_matmul_attention(window: int | None, monkeyp
     q, k, v = (x.requires_grad_() for x in random_qkv(sum(lengths)))
     results = []
     for above in (0, 10_000):
-        monkeypatch.setitem(attention._SDPA_ABOVE, torch.float32, above)
-        monkeypatch.setitem(attention._CAUSAL_ABOVE, torch.float32, above)
+        monkeypatch.setitem(attention.MASKED_UP_TO, 4, above)
+        monkeypatch.setitem(attention.CAUSAL_UP_TO, 4, above)
         out = PackedContext(lengths).attend(0, q, k, v, window)
         results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     for by_sdpa, by_matmul in zip(*results):

@@ -38,7 +38,7 @@ def test_values_and_gradients_are_the_oracles(
     hidden, weight, targets = problem(n, 6, v, seed)
     probe = torch.randn(2, n, generator=torch.Generator().manual_seed(seed + 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tilth.models.logprobs._CACHED_ELEMENTS", cached)
+        patch.setattr("tilth.models.logprobs.CACHED_ELEMENTS", cached)
         check_values_and_gradients(hidden, weight, targets, temperature, chunk, probe)
 
 
@@ -154,7 +154,7 @@ def test_chunks_change_no_bit_of_the_values(chunk: int) -> None:
 def test_keeping_log_probs_changes_no_bit(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     grads = []
     for most in (0, 1 << 20):
-        monkeypatch.setattr("tilth.models.logprobs._KEPT_ELEMENTS", most)
+        monkeypatch.setattr("tilth.plan.kernels.KEPT_ELEMENTS", most)
         hidden, weight, targets = problem(37, 6, 50)
         logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, 8)
         saved = logprobs.grad_fn.saved_tensors
@@ -173,7 +173,7 @@ def test_keeping_log_probs_changes_no_bit(temperature: float, monkeypatch: pytes
 def test_parts_in_the_cache_change_no_bit(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for most in (1 << 21, cached):
-        monkeypatch.setattr("tilth.models.logprobs._CACHED_ELEMENTS", most)
+        monkeypatch.setattr("tilth.models.logprobs.CACHED_ELEMENTS", most)
         hidden, weight, targets = problem(37, 6, 50)
         values = token_logprobs(hidden, weight, targets, 0.7, 24)
         found.append((*values, *torch.autograd.grad(sum(x.sum() for x in values), (hidden, weight))))

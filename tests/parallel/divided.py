@@ -15,7 +15,6 @@ from tests.models.test_logprobs import LargestTensor
 from tests.models.tiny import decoder, shape
 from tilth.core.batch import Ragged
 from tilth.core.layout import Box, Mesh
-from tilth.models import logprobs
 from tilth.models.attention import DropoutContext, PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.logprobs import head_logits, token_logprobs, token_squares
@@ -24,6 +23,7 @@ from tilth.parallel.collectives import gather_tokens
 from tilth.parallel.grid import Grid
 from tilth.parallel.tensor import TensorPlan, apply_tensor
 from tilth.parallel.vocabulary import Vocabulary, VocabularyHead
+from tilth.plan import kernels
 from tilth.training.packed import Micro, appraise, micros, score
 
 SMALL = {"num_layers": 2, "hidden_size": 24, "head_dim": 8, "num_heads": 4, "intermediate_size": 32}
@@ -158,10 +158,10 @@ def head(
     own = slice(vocabulary.start, vocabulary.start + vocabulary.rows)
     divided = VocabularyHead(vocabulary)
     if not keep:
-        logprobs._KEPT_ELEMENTS, before = 0, logprobs._KEPT_ELEMENTS
+        kernels.KEPT_ELEMENTS, before = 0, kernels.KEPT_ELEMENTS
     found = _head(divided, hidden, weight[own], targets, temperature, chunk, probe)
     if not keep:
-        logprobs._KEPT_ELEMENTS = before
+        kernels.KEPT_ELEMENTS = before
     wanted = _head(token_logprobs, hidden, weight, targets, temperature, chunk, probe)
     wanted[3] = wanted[3][own]
     alone, none = divided(hidden, weight[own], targets, temperature, chunk, entropy=False)

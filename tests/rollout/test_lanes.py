@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rollout.reference import CONFIG
+from tilth.plan.kernels import KEYS, limit_for, round_up, slots_for
 from tilth.rollout.cache import Slab
-from tilth.rollout.lanes import KEYS, Lane, limit_for, round_up, slots_for
+from tilth.rollout.lanes import Lane
 from tilth.rollout.request import Answer, Request, SamplingParams
 from tilth.rollout.stops import StopStrings
 

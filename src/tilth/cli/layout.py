@@ -16,7 +16,7 @@ from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import PromptSet, load_texts
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, new_config
+from tilth.flows.model import REWARD_MODEL, LoadedModel, choose_tokenizer, load_model, new_config
 from tilth.models.config import DecoderConfig
 from tilth.models.hf import read_config
 from tilth.models.hub import fetched
@@ -24,6 +24,7 @@ from tilth.plan.layout import NAMES, Placed, Seat, Worker, per_rank, place
 from tilth.plan.shape import DecoderShape, parameters
 from tilth.plan.steps import size
 from tilth.plan.traffic import Talk, tokens_of_rank, traffic, work
+from tilth.plan.working import total
 from tilth.rl.verifiers import TASKS
 from tilth.ui.terminal import Terminal
 
@@ -69,7 +70,8 @@ def look(recipe: Recipe) -> Plan:
     generates = generating(recipe)
     if not generates:
         placed = {role: p for role, p in placed.items() if role not in ("rollout", "reward")}
-    workers = per_rank(recipe, shape, longest, generates=generates)
+    others = {role: _loaded(spec, group).config for role, spec, group in _paths(recipe)}
+    workers = per_rank(recipe, shape, longest, generates=generates, loaded=others)
     return Plan(
         recipe, shape, longest, vocabulary, placed, workers, traffic(recipe, shape, longest, generates=generates)
     )
@@ -105,11 +107,19 @@ def _model(recipe: Recipe) -> tuple[DecoderShape, int, str]:
     return new_config(recipe, tokenizer.vocab_size), longest, name or "characters of the data"
 
 
-def _loaded(spec: str) -> LoadedModel:
+def _paths(recipe: Recipe) -> list[tuple[str, str, str]]:
+    """Roles with a model of their own, its path, and the group of a checkpoint that it is in."""
+    found = [("reference", recipe.reference.path if recipe.refers else "", "")]
+    found += [(REWARD_MODEL, recipe.reward.model, REWARD_MODEL)]
+    found += [("judge", recipe.judge.path if recipe.facts.judge else "", "")]
+    return [one for one in found if one[1]]
+
+
+def _loaded(spec: str, group: str = "") -> LoadedModel:
     """A model by path; of a Hugging Face directory, config.json and tokenizer will do."""
     folder = Path(fetched(spec, weights=False))
     if not (folder / "config.json").is_file():
-        return load_model(spec)
+        return load_model(spec, group)
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
     return LoadedModel(DecoderConfig.from_hf(read_config(folder)), {}, tokenizer, folder)
 
@@ -147,7 +157,7 @@ def _worker(worker: Worker) -> dict[str, Any]:
     return {
         "rank": worker.rank,
         "roles": [_seat(seat) for seat in worker.seats],
-        "memory": dict(worker.memory.items),
+        "memory": worker.memory.by_name(),
         "peak": worker.memory.peak,
     }
 
@@ -155,9 +165,13 @@ def _worker(worker: Worker) -> dict[str, Any]:
 def _seat(seat: Seat) -> dict[str, Any]:
     """parameters: elements; all else but coordinates: bytes."""
     need = seat.need
-    working = dict(need.training + need.generation)
+    working = {item.name: item.bytes for item in need.training + need.generation}
     plain = {"role": seat.role, **dict(zip(NAMES, seat.coordinates)), "parameters": seat.elements}
-    return plain | {"held": dict(need.held), "gradients": need.gradients, "working": working}
+    return plain | {
+        "held": {item.name: item.bytes for item in need.held},
+        "gradients": need.gradients,
+        "working": working,
+    }
 
 
 # ---- for people ----
@@ -203,11 +217,11 @@ def _ranks(plan: Plan) -> Table:
 
 def _shares(seat: Seat) -> tuple[int, ...]:
     """Bytes of weights, gradients, optimizer state, working set and KV cache."""
-    held = dict(seat.need.held)
+    held = {item.name: item.bytes for item in seat.need.held}
     state = sum(count for name, count in held.items() if name.endswith("optimizer state"))
-    cache = held.get("KV cache", 0)
-    working = sum(item.bytes for item in seat.need.training + seat.need.generation)
-    return sum(held.values()) - state - cache, seat.need.gradients, state, working, cache
+    cache = sum(count for name, count in held.items() if name.endswith("KV cache"))
+    working = max(total(seat.need.training), total(seat.need.generation)) - seat.need.gradients
+    return sum(held.values()) - state - cache, seat.need.gradients, state, max(0, working), cache
 
 
 def _talks(plan: Plan) -> Table:

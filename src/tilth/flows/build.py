@@ -104,10 +104,10 @@ def build(
     tokenizer = _tokenizer(recipe, material, loaded, earlier)
     config = _config(recipe, loaded, tokenizer)
     check_shape(recipe, config)
-    if recipe.reference.path:
-        _check_tokens(recipe, "reference.path", load_model(recipe.reference.path), tokenizer)
-    if recipe.reward.model:
-        _check_tokens(recipe, "reward.model", load_model(recipe.reward.model, REWARD_MODEL), tokenizer)
+    others = loaded_models(recipe)
+    for role, key in (("reference", "reference.path"), (REWARD_MODEL, "reward.model")):
+        if role in others:
+            _check_tokens(recipe, key, others[role], tokenizer)
     generates = pool is not None or bool(recipe.reward.model)
     if isinstance(material, Texts):
         lesson = _documents(recipe, material, tokenizer)
@@ -120,6 +120,7 @@ def build(
         heldout_prompts=len(lesson.heldout),
         longest_prompt=lesson.longest,
         generates=generates,
+        loaded={role: model.config for role, model in others.items()},
     )
     recipe = _counted(recipe, len(lesson.train))
     team = Team(cluster, recipe, config)
@@ -129,6 +130,18 @@ def build(
         team.speakers(tokenizer, material, pool)
     roles = team.roles()
     return Parts(recipe, config, tokenizer, lesson.train, lesson.heldout, plan, roles, lesson.notes, adopt)
+
+
+def loaded_models(recipe: Recipe) -> dict[str, LoadedModel]:
+    """Role -> its model, of those that have one of their own by a path."""
+    found = {}
+    if recipe.refers and recipe.reference.path:
+        found["reference"] = load_model(recipe.reference.path)
+    if recipe.reward.model:
+        found[REWARD_MODEL] = load_model(recipe.reward.model, REWARD_MODEL)
+    if recipe.facts.judge:
+        found["judge"] = load_model(recipe.judge.path)
+    return found
 
 
 class Team:

@@ -3,7 +3,7 @@
 A decoder sees flat tokens; who sees whom is the context's matter. ``PackedContext`` holds whole sequences (training,
 scoring); the rollout engine has another over its cache. Both use ``matmul_attention`` for short sequences on a CPU, so
 that in parity mode they agree bit for bit. For that (measured with MKL and oneDNN, fp32 and bf16): rows of a linear in
-multiples of 8 and at least 16 (``rows.spare_rows``), query rows in multiples of 4, key lengths in multiples of 16.
+multiples of 8 and at least 16 (``plan.kernels``), query rows in multiples of 4, key lengths in multiples of 16.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,11 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from tilth.core.random import dropout_mask, stream
-from tilth.models.rows import pad_rows, spare_rows, take_rows
+from tilth.models.rows import pad_rows, take_rows
+from tilth.plan.kernels import CAUSAL_UP_TO, MASKED_UP_TO, spare_rows
 
 KEY_MULTIPLE = 16
 """Parity: attention sees key lengths in multiples of this."""
-_SDPA_ABOVE = {torch.float32: 256, torch.bfloat16: 768}
-"""Longest sequence for which plain matmuls win over SDPA with a mask on a CPU, by dtype (measured, forward and
-backward)."""
-_CAUSAL_ABOVE = {torch.float32: 128, torch.bfloat16: 768}
-"""The same where SDPA is told that all is causal: it then leaves out the other half."""
 _GROUP_TOKENS = 2048
 """Padding tokens that cost about as much as one more group of sequences (a dozen kernels per layer)."""
 
@@ -104,7 +100,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tens
 
 def matmul_pays(length: int, dtype: torch.dtype, device: torch.device, causal: bool = False) -> bool:
     """Whether plain matmuls win over SDPA for keys of this length, with a mask or causal without one."""
-    return device.type == "cpu" and length <= (_CAUSAL_ABOVE if causal else _SDPA_ABOVE).get(dtype, 0)
+    return device.type == "cpu" and length <= (CAUSAL_UP_TO if causal else MASKED_UP_TO).get(dtype.itemsize, 0)
 
 
 def causal_mask(length: int, window: int | None, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:

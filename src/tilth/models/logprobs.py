@@ -15,16 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilth.models.rows import ROW_MULTIPLE, spare_rows
-
-_CHUNK_ELEMENTS = 1 << 24
-_CHUNK_ROWS = (256, 1024)
-"""Default chunk: 64 MiB of fp32 logits, 256 to 1024 rows. The product that gives the weight's gradient sums over them:
-over 128 it takes four times as long as over 1024 (V 16,384)."""
-_CACHED_ELEMENTS = 1 << 21
-"""A part of a chunk: 8 MiB of fp32 logits."""
-_KEPT_ELEMENTS = 1 << 26
-"""Most log-probs that are kept for the backward pass: 256 MiB. Computing them twice costs 5 % of a step and more."""
+from tilth.plan import kernels
+from tilth.plan.kernels import CACHED_ELEMENTS, chunk_rows, spare_rows
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -32,20 +24,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-def chunk_rows(vocab: int, wanted: int | None) -> int:
-    """Rows of hidden states that go through a head of so many logits at a time, ``wanted`` or the default."""
-    rows = wanted or min(max(_CHUNK_ELEMENTS // max(vocab, 1), _CHUNK_ROWS[0]), _CHUNK_ROWS[1])
-    return rows + -rows % ROW_MULTIPLE
-
-
 def keeps(rows: int, vocab: int) -> bool:
-    """Whether the log-probs of so many rows are kept for the backward pass."""
-    return torch.is_grad_enabled() and rows * vocab <= _KEPT_ELEMENTS
+    """Whether the log-probs of so many rows are kept, for a backward pass that will come."""
+    return torch.is_grad_enabled() and kernels.keeps(rows, vocab)
 
 
 def cached_parts(some: slice, vocab: int) -> Iterator[slice]:
     """``some`` rows of so many logits in parts that stay in the cache."""
-    rows = max(_CACHED_ELEMENTS // max(vocab, 1), 1)
+    rows = max(CACHED_ELEMENTS // max(vocab, 1), 1)
     for i in range(some.start, some.stop, rows):
         yield slice(i, min(i + rows, some.stop))
 

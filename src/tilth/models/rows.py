@@ -7,18 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ROW_MULTIPLE, LEAST_ROWS = 8, 16
-"""Row counts of a linear on a CPU whose rows come out the same, bit for bit, at any other such count.
-
-Multiples of 4 per thread for two threads. MKL takes other kernels below about 4096 / (K or N) products on AVX-512
-(measured: 8 rows differ from 16 at K = 252), so at least 16.
-"""
-
-
-def spare_rows(rows: int) -> int:
-    """Rows to add to this many, so that a linear on a CPU gives each the same bits whatever is computed beside it."""
-    return max(LEAST_ROWS - rows, -rows % ROW_MULTIPLE) if rows else 0
-
 
 class _Gather(torch.autograd.Function):
     """``x[index]``; ``inverse[i]`` is the one slot of the result whose gradient belongs to row i."""

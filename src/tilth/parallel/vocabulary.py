@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 
 from tilth.models.logprobs import (
     cached_parts,
-    chunk_rows,
     chunks,
     grad_logits,
     head_gradients,
@@ -25,6 +24,7 @@ from tilth.models.logprobs import (
 )
 from tilth.parallel.collectives import Group, add_up_, copy_in, gather_copies, reduce_out, scatter_tokens
 from tilth.parallel.meeting import MAX, all_reduce
+from tilth.plan.kernels import chunk_rows
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Who stands where: the roles of a recipe on ranks, and the parts of a decoder on the ranks of a mesh."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,10 +12,10 @@ from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from tilth.core.layout import Shape as Sizes
 from tilth.plan.memory import (
     BASE,
-    Cut,
     Memory,
     Need,
     critic_need,
+    judge_need,
     policy_need,
     reference_need,
     reward_model_need,
@@ -23,6 +24,7 @@ from tilth.plan.memory import (
 )
 from tilth.plan.rules import along_tp, is_block_matrix
 from tilth.plan.shape import DecoderShape, Shape, parameter_shapes, parameters
+from tilth.plan.working import Cut
 
 NAMES = ("dp", "fsdp", "tp")
 """Dimensions of a role's mesh. Rows are divided over dp and fsdp, elements of parameters over fsdp and tp."""
@@ -167,21 +169,29 @@ class Worker:
 
 
 def per_rank(
-    recipe: Recipe, shape: DecoderShape, longest: int, base: int = BASE, *, generates: bool = True
+    recipe: Recipe,
+    shape: DecoderShape,
+    longest: int,
+    base: int = BASE,
+    *,
+    generates: bool = True,
+    loaded: Mapping[str, DecoderShape] | None = None,
 ) -> list[Worker]:
     """Predicted memory of each worker, where a sequence has at most ``longest`` tokens. Of one worker: ``predict``.
 
-    generates: whether the run has a rollout engine. RecipeError as of ``place`` and ``check_shape``.
+    generates: whether the run has a rollout engine. loaded: role -> shape of its model where that is another one than
+    the policy's. RecipeError as of ``place`` and ``check_shape``.
     """
     placed = place(recipe)
     check_shape(recipe, shape)
     if not generates:
         placed = {role: p for role, p in placed.items() if role not in ("rollout", "reward")}
-    seats = {role: _seats(recipe, role, p, shape, longest) for role, p in placed.items()}
+    shapes = loaded or {}
+    seats = {role: _seats(recipe, role, p, shapes.get(role, shape), longest) for role, p in placed.items()}
     workers = []
     for rank in range(sum(pools(recipe).values())):
         mine = tuple(seats[role][rank] for role, p in placed.items() if rank in seats[role])
-        workers.append(Worker(rank, mine, together([seat.need for seat in mine], base)))
+        workers.append(Worker(rank, mine, together(recipe, [seat.need for seat in mine], shape.vocab_size, base)))
     return workers
 
 
@@ -189,7 +199,10 @@ def _seats(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longe
     @cache
     def need(fsdp: int, tp: int) -> tuple[int, Need]:
         if role == "rollout":
-            return parameters(shape), rollout_need(recipe, shape)
+            return parameters(shape), rollout_need(recipe, shape, longest, placed.data_ranks)
+        if role == "judge":
+            positions = getattr(shape, "max_positions", recipe.model.context)
+            return parameters(shape), judge_need(recipe, shape, longest, positions, placed.data_ranks)
         if role not in _NEEDS:
             return 0, Need(())
         part = cut(recipe, role, placed, shape, fsdp, tp)
@@ -208,7 +221,7 @@ _NEEDS = {
     "critic": critic_need,
     "reward_model": reward_model_need,
 }
-"""What each role needs; a reward model is taken to have the policy's shape."""
+"""What each role that has a part of a model needs."""
 
 
 def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, fsdp: int, tp: int) -> Cut:

@@ -1,12 +1,13 @@
 """The plan of a run, known before its first step."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tilth.config.schema import Recipe, Supervised
 from tilth.plan.flops import token_flops
-from tilth.plan.layout import per_rank
+from tilth.plan.layout import Worker, per_rank
 from tilth.plan.memory import Memory, value_parameters
 from tilth.plan.shape import DecoderShape, parameters
 
@@ -39,15 +40,19 @@ class RunPlan:
     evaluations: int
     flops: float
     """Model FLOPs of all training passes, every sequence as long as it can be."""
-    memory: Memory
-    """Of the worker that needs most."""
+    workers: tuple[Worker, ...]
     pieces: bool = False
     """What is trained on are pieces of documents, not prompts."""
 
+    @property
+    def memory(self) -> Memory:
+        """Of the worker that needs most."""
+        return max((worker.memory for worker in self.workers), key=lambda memory: memory.peak)
+
     def as_dict(self) -> dict[str, Any]:
         """For run.json: plain numbers, memory as {item: bytes} and its peak."""
-        plain = {k: v for k, v in asdict(self).items() if k != "memory"}
-        return plain | {"memory": dict(self.memory.items), "memory_peak": self.memory.peak}
+        plain = {k: v for k, v in asdict(self).items() if k != "workers"}
+        return plain | {"memory": self.memory.by_name(), "memory_peak": self.memory.peak}
 
     def lines(self) -> list[str]:
         """For people."""
@@ -88,11 +93,12 @@ def plan_run(
     heldout_prompts: int,
     longest_prompt: int,
     generates: bool = True,
+    loaded: Mapping[str, DecoderShape] | None = None,
 ) -> RunPlan:
     """From the recipe, the model's shape, the sizes of the data and the longest prompt in tokens.
 
     Flow pretrain: train_prompts and heldout_prompts are pieces of at most the context. generates: whether the run has a
-    rollout engine.
+    rollout engine. loaded: as in ``per_rank``.
     """
     a, r, w = recipe.algorithm, recipe.rollout, recipe.supervised
     critic, pretrain = recipe.facts.critic, recipe.facts.learns == "documents"
@@ -106,7 +112,8 @@ def plan_run(
     seen = (longest + 1) / 2
     at_first = warm == 0 or not recipe.facts.samples  # the end of a warm-up is the beginning of what follows
     flops = policy_rows * token_flops(shape, seen).both + critic_rows * token_flops(shape, seen, head=False).both
-    heaviest = max(per_rank(recipe, shape, longest, generates=generates), key=lambda worker: worker.memory.peak)
+    least = recipe.run.model_copy(update={"eval_prompts": min(recipe.run.eval_prompts, heldout_prompts)})
+    counted = recipe.model_copy(update={"run": least})
     return RunPlan(
         parameters=parameters(shape),
         critic_parameters=value_parameters(shape) if critic else 0,
@@ -124,7 +131,7 @@ def plan_run(
         tokens_per_step=(rows if steps else given) * longest,
         evaluations=_evaluations(warm, w.check_every) + _evaluations(steps, recipe.run.eval_every) + at_first,
         flops=longest * flops,
-        memory=heaviest.memory,
+        workers=tuple(per_rank(counted, shape, longest, generates=generates, loaded=loaded)),
         pieces=pretrain,
     )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilth.models.attention import matmul_attention
 from tilth.models.config import DecoderConfig
+from tilth.plan.kernels import grown
 
 QUERY_MULTIPLE = 4
 """Parity: attention sees query rows in multiples of this."""
@@ -48,7 +49,7 @@ class Slab:
         heads, width = self._inner
         need = rows * capacity * heads * width
         larger = self._buffers[0].numel() < need
-        size, spare = max(need, self._buffers[0].numel() * 3 // 2), self._buffers[-1]
+        size, spare = grown(self._buffers[0].numel(), need), self._buffers[-1]
         found = []
         for i, old in enumerate([*self.keys, *self.values] or self._buffers[:-1]):
             buffer = self._zeros(size) if larger else spare

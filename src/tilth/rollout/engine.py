@@ -12,11 +12,11 @@ from tilth.core.random import stream_id, uniform_rows
 from tilth.core.trajectory import Finish, Trajectory
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder, not_finite
-from tilth.models.rows import LEAST_ROWS
+from tilth.plan.kernels import BLOCK, CHOICE_ELEMENTS, LEAST_ROWS, PASS, PROMPT_WIDTH, ROWS, limit_for, round_up
 from tilth.rollout.blocks import BlockManager
 from tilth.rollout.cache import PrefixStore, Slab
-from tilth.rollout.lanes import ROWS, Lane, limit_for, round_up
-from tilth.rollout.prefill import PARITY_WIDTH, PASS, WIDTH, Batch, Prompt
+from tilth.rollout.lanes import Lane
+from tilth.rollout.prefill import PARITY_WIDTH, Batch, Prompt
 from tilth.rollout.request import Answer, Request, SamplingParams
 from tilth.rollout.runner import Runner
 from tilth.rollout.sampling import Chosen, Rules, choose, choose_from
@@ -24,9 +24,6 @@ from tilth.rollout.scheduler import Scheduler
 from tilth.rollout.stats import Stats
 from tilth.rollout.stops import Decodes, StopStrings, completion_text
 from tilth.trace.spans import span
-
-_CHOICE_ELEMENTS = 1 << 24
-"""Most logits of first tokens at a time: 64 MiB."""
 
 
 class EngineError(TilthError):
@@ -54,7 +51,7 @@ class Engine:
         seed: int = 0,
         max_rows: int = 256,
         kv_tokens: int = 0,
-        block_size: int = 16,
+        block_size: int = BLOCK,
         step_tokens: int = 8192,
         max_length: int = 0,
         compile: bool = False,
@@ -309,7 +306,7 @@ class Engine:
             prompts = scheduler.admit(min(budget, PASS), self.running, self.version)
             if not prompts:
                 return 0
-            scheduler.batch = Batch(prompts, self._staging, PARITY_WIDTH if self._parity else WIDTH)
+            scheduler.batch = Batch(prompts, self._staging, PARITY_WIDTH if self._parity else PROMPT_WIDTH)
             self._load_prefixes(prompts)
         return self._prefill_chunk(scheduler.batch, budget)
 
@@ -347,7 +344,7 @@ class Engine:
         if not placed:
             return
         with span("place", tokens=len(placed)) as spent:
-            rows = max(1, _CHOICE_ELEMENTS // self.config.vocab_size)
+            rows = max(1, CHOICE_ELEMENTS // self.config.vocab_size)
             for i in range(0, len(placed), rows):
                 self._first_tokens(placed[i : i + rows])
             going: dict[int, list[tuple[Prompt, Answer]]] = {}

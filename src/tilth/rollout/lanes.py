@@ -5,7 +5,6 @@ mode) do the last rows move into holes. A row that outgrows its lane moves to th
 do not make the attention of all others long.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
@@ -13,42 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilth.plan.kernels import KEYS, ROWS, round_up, slots_for
 from tilth.rollout.cache import Slab
 from tilth.rollout.request import Answer
 from tilth.rollout.sampling import Rules
 
-SMALLEST = 128
-"""Longest sequence of the first lane in tokens; each next lane takes twice as many."""
-ROWS = 8
-"""Rows decode in multiples of this: kernels like it."""
-KEYS = 16
-"""Attention looks at a multiple of this many slots."""
-
 Draw = Callable[[Sequence[int], Sequence[int], int], np.ndarray]
 """(trajectory ids, first positions, count) -> float32 [ids, count]: the random numbers of those positions."""
-
-
-def round_up(n: int, multiple: int) -> int:
-    """The next multiple."""
-    return -(-n // multiple) * multiple
-
-
-def limit_for(length: int, longest: int) -> int:
-    """Limit of the lane for a sequence of ``length`` tokens, if none has more than ``longest``."""
-    limit = SMALLEST
-    while limit <= length and limit < longest:
-        limit *= 2
-    return min(limit, round_up(longest, KEYS))
-
-
-def slots_for(tokens: int) -> int:
-    """Slots for rows of up to this many tokens.
-
-    Laying out the cache anew every g tokens costs 3 T / g token visits a step, g / 2 idle slots cost as many again:
-    least at g = sqrt(6 T).
-    """
-    step = max(KEYS, 1 << round(math.log2(6 * tokens) / 2))
-    return round_up(tokens, step)
 
 
 @dataclass

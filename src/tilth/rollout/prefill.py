@@ -7,19 +7,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from tilth.plan.kernels import KEYS, PROMPT_WIDTH, round_up
 from tilth.rollout.blocks import Table
 from tilth.rollout.cache import Slab
-from tilth.rollout.lanes import KEYS, round_up
 from tilth.rollout.request import Answer
 
 CHUNK = 512
 """Most tokens of one prompt in one forward pass; bounds the attention scores in memory."""
-WIDTH = 8
-"""Chunks are padded to a multiple of this."""
 PARITY_WIDTH = 16
 """The same in parity mode: a matmul of under 4096 products would use another kernel."""
-PASS = 4096
-"""Most tokens of a forward pass: what it makes stays in the cache of the processor (12,288 were 1.3 times slower)."""
 _WASTE = 16
 """Prompts share a forward pass if the shortest is within a quarter, or this many tokens, of the longest (a chunk)."""
 
@@ -47,7 +43,7 @@ class Prompt:
 class Batch:
     """Prompts of similar length that are computed together, a row each. One too long for the budget is alone."""
 
-    def __init__(self, prompts: list[Prompt], slab: Slab, multiple: int = WIDTH) -> None:
+    def __init__(self, prompts: list[Prompt], slab: Slab, multiple: int = PROMPT_WIDTH) -> None:
         self.prompts, self.slab, self._multiple = prompts, slab, multiple
         # A row is padded to the widest chunk, so it may reach beyond its own end.
         reach = max(p.computed for p in prompts) + max(p.remaining for p in prompts) + multiple

@@ -1,0 +1,106 @@
+"""Sizes by which the model and the engine cut their work: who computes and who predicts memory take them from here."""
+
+import math
+from collections.abc import Iterator
+
+# ---- the output head ----
+
+CHUNK_ELEMENTS = 1 << 24
+CHUNK_ROWS = (256, 1024)
+"""Default chunk of logits: 64 MiB in fp32, 256 to 1024 rows. The product that gives the weight's gradient sums over
+them: over 128 it takes four times as long as over 1024 (V 16,384)."""
+CACHED_ELEMENTS = 1 << 21
+"""A part of a chunk: 8 MiB of fp32 logits."""
+KEPT_ELEMENTS = 1 << 26
+"""Most log-probs that are kept for the backward pass: 256 MiB. Computing them twice costs 5 % of a step and more."""
+ROW_MULTIPLE, LEAST_ROWS = 8, 16
+"""Row counts of a linear on a CPU whose rows come out the same, bit for bit, at any other such count.
+
+Multiples of 4 per thread for two threads. MKL takes other kernels below about 4096 / (K or N) products on AVX-512
+(measured: 8 rows differ from 16 at K = 252), so at least 16.
+"""
+
+
+def spare_rows(rows: int) -> int:
+    """Rows to add to this many, so that a linear on a CPU gives each the same bits whatever is computed beside it."""
+    return max(LEAST_ROWS - rows, -rows % ROW_MULTIPLE) if rows else 0
+
+
+def chunk_rows(vocab: int, wanted: int | None = None) -> int:
+    """Rows of hidden states that go through a head of so many logits at a time, ``wanted`` or the default."""
+    rows = wanted or min(max(CHUNK_ELEMENTS // max(vocab, 1), CHUNK_ROWS[0]), CHUNK_ROWS[1])
+    return rows + -rows % ROW_MULTIPLE
+
+
+def keeps(rows: int, vocab: int) -> bool:
+    """Whether the log-probs of so many rows are kept for their backward pass."""
+    return rows * vocab <= KEPT_ELEMENTS
+
+
+# ---- attention on a CPU ----
+
+MASKED_UP_TO = {4: 256, 2: 768}
+"""Longest sequence for which plain matmuls win over SDPA with a mask, by bytes of an element (measured, forward and
+backward)."""
+CAUSAL_UP_TO = {4: 128, 2: 768}
+"""The same where SDPA is told that all is causal: it then leaves out the other half."""
+
+# ---- the rollout engine ----
+
+SMALLEST = 128
+"""Longest sequence of the first lane in tokens; each next lane takes twice as many."""
+ROWS = 8
+"""Rows decode in multiples of this (kernels like it, and parity needs it)."""
+KEYS = 16
+"""Attention looks at a multiple of this many slots."""
+BLOCK = 16
+"""Tokens of a block of the KV cache."""
+PROMPT_WIDTH = 8
+"""Chunks of prompts are padded to a multiple of this."""
+PASS = 4096
+"""Most tokens of a forward pass: what it makes stays in the cache of the processor (12,288 were 1.3 times slower)."""
+CHOICE_ELEMENTS = 1 << 24
+"""Most logits of first tokens at a time: 64 MiB."""
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-n // multiple) * multiple
+
+
+def limit_for(length: int, longest: int) -> int:
+    """Limit of the lane for a sequence of ``length`` tokens, if none has more than ``longest``."""
+    limit = SMALLEST
+    while limit <= length and limit < longest:
+        limit *= 2
+    return min(limit, round_up(longest, KEYS))
+
+
+def slots_for(tokens: int) -> int:
+    """Slots for rows of up to this many tokens.
+
+    Laying out the cache anew every g tokens costs 3 T / g token visits a step, g / 2 idle slots cost as many again:
+    least at g = sqrt(6 T).
+    """
+    step = max(KEYS, 1 << round(math.log2(6 * tokens) / 2))
+    return round_up(tokens, step)
+
+
+def grown(size: int, need: int) -> int:
+    """Size of a buffer of the KV cache that had ``size`` and needs room for ``need``."""
+    return max(need, size * 3 // 2) if need > size else size
+
+
+def layouts_until(first: int, longest: int, context: int, fixed: bool) -> Iterator[list[int]]:
+    """For each lane that a sequence goes through from ``first`` to ``longest`` tokens: its slots, as they grow.
+
+    fixed: the slots of a lane are its limit at once, as on a GPU.
+    """
+    limit = limit_for(first, context)
+    while True:
+        last = min(longest, limit)
+        tokens = [last] if fixed else sorted({*range(min(first + 1, last), last, KEYS), last})
+        yield sorted({limit if fixed else min(limit, slots_for(t)) for t in tokens})
+        if limit >= longest or limit >= round_up(context, KEYS):
+            return
+        first, limit = limit, limit_for(limit, context)
