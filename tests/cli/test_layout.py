@@ -9,6 +9,7 @@ from tests.models import tiny
 from tilth.cli.layout import generating, look, spans
 from tilth.cli.main import app
 from tilth.config.load import load_recipe
+from tilth.core.memory import Room
 from tilth.data.prompts import load_source
 from tilth.data.tokenizer import Tokenizer
 from tilth.models.hf import save_pretrained
@@ -77,6 +78,19 @@ def test_numbers_are_those_of_the_plan():
     assert plan["roles"]["rollout"]["tokens_per_rank"] == 128 * plan["longest"]
     for rank in plan["ranks"]:
         assert rank["peak"] == sum(rank["memory"].values())
+
+
+def test_what_does_not_fit_is_marked(monkeypatch):
+    """Also what cannot run here at all: a plan may be for another machine."""
+    assert "GB: fits" in printed("addition-grpo", *SMALL) and as_json("addition-grpo", *SMALL)["told"] == []
+    least = Room(10**9, 10**8, "the cgroup's memory.max")
+    monkeypatch.setattr("tilth.cli.layout.rooms", lambda recipe: (least, []))
+    assert "does NOT fit" in printed("addition-grpo", *SMALL)
+    (place,) = as_json("addition-grpo", *SMALL)["machine"]
+    assert (place["fits"], place["room"]["total"], place["what"]) == (False, 10**9, "memory")
+    assert place["needed"] > 10**8 > place["certain"]
+    (told,) = as_json("addition-grpo", *SMALL, "model.hidden=4096", "model.layers=40")["told"]
+    assert told.startswith("it cannot run here: weights")
 
 
 def test_pools_split_roles():

@@ -19,7 +19,7 @@ import pytest
 from tests.cluster.workers import HERE
 from tilth.cluster.cluster import open_cluster
 from tilth.cluster.folder import Folder
-from tilth.cluster.local import LocalFleet, environment
+from tilth.cluster.local import LocalFleet, _told, environment
 from tilth.core.batch import Batch
 from tilth.core.errors import CallTimeout, DataError, RecipeError, StorageError, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
@@ -468,3 +468,13 @@ def test_a_worker_whose_trace_cannot_be_written_ends_in_good_order(watched, tmp_
     assert [line.split(":")[0] for line in told] == ["rank 0", "rank 1"]
     assert all("events were dropped" in line and str(tmp_path / "events") in line for line in told)
     watched.assert_gone()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [(2, 3, "memory ran out: the kernel"), (2, 2, "not since memory ran out"), (None, 3, "often"), (2, None, "often")],
+)
+def test_who_was_killed_for_want_of_memory_is_told_so(monkeypatch, before, now, said):
+    monkeypatch.setattr("tilth.cluster.local.oom_kills", lambda: now)
+    assert said in _told(-signal.SIGKILL, before)
+    assert "memory" not in _told(-signal.SIGTERM, before) + _told(3, before)

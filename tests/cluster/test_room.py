@@ -5,7 +5,6 @@ import os
 import subprocess
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from tilth.cluster import local, room
@@ -22,7 +21,7 @@ from tilth.core.errors import RecipeError, StorageError, WorkerLost
 ])  # fmt: skip
 def test_the_most_is_what_cores_and_memory_allow(monkeypatch, cores, memory, most):
     monkeypatch.setattr(room, "cores", lambda: cores)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))
+    monkeypatch.setattr(room, "host_memory", lambda: SimpleNamespace(free=memory))
     assert most_workers() == most
     check_room(most)
     with pytest.raises(RecipeError, match=rf"^cluster.workers = {most + 1}: .* {cores} CPU .* cluster.workers={most} "):

@@ -31,6 +31,13 @@ class Commands(TyperGroup):
             _end(f"error: {error}", 2)  # with the worker's traceback, the tail of its log or the stacks
         except TilthError as error:
             _end("error: " + " ".join(str(error).split()), 2)
+        except (MemoryError, RuntimeError) as error:  # torch has no class of its own for it on a CPU
+            from tilth.core.memory import exhausted, no_memory
+
+            if not exhausted(error):
+                raise
+            typer.echo(f"error: {no_memory(error)}", err=True)
+            raise typer.Exit(2) from None
         except USAGE as error:
             _end(f"error: {' '.join(error.format_message().split())} (tilth --help)", 2)
         except KeyboardInterrupt:

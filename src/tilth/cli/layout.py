@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import PromptSet, load_texts
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.flows.fitting import judged, resolved, rooms
 from tilth.flows.model import REWARD_MODEL, LoadedModel, choose_tokenizer, load_model, new_config
 from tilth.models.config import DecoderConfig
 from tilth.models.hf import read_config
 from tilth.models.hub import fetched
+from tilth.plan.fit import Place, places
 from tilth.plan.layout import NAMES, Placed, Seat, Worker, per_rank, place
 from tilth.plan.shape import DecoderShape, parameters
 from tilth.plan.steps import size
@@ -47,6 +50,10 @@ class Plan:
     placed: dict[str, Placed]
     workers: list[Worker]
     talks: list[Talk]
+    places: list[Place]
+    """The memories of this machine, with what they would hold."""
+    told: list[str]
+    """Of those that would not do, and what would help."""
 
 
 def show(name: str, overrides: Sequence[str], *, as_json: bool) -> None:
@@ -71,10 +78,13 @@ def look(recipe: Recipe) -> Plan:
     if not generates:
         placed = {role: p for role, p in placed.items() if role not in ("rollout", "reward")}
     others = {role: _loaded(spec, group).config for role, spec, group in _paths(recipe)}
-    workers = per_rank(recipe, shape, longest, generates=generates, loaded=others)
-    return Plan(
-        recipe, shape, longest, vocabulary, placed, workers, traffic(recipe, shape, longest, generates=generates)
-    )
+    predicted = partial(per_rank, shape=shape, longest=longest, generates=generates, loaded=others)
+    here = resolved(recipe)
+    workers, (host, gpus) = predicted(here), rooms(here)
+    refused, told = judged(here, longest, predicted, host, gpus)
+    told = [f"it cannot run here: {refused}"] if refused else told
+    talks, found = traffic(recipe, shape, longest, generates=generates), places(here, workers, host, gpus)
+    return Plan(recipe, shape, longest, vocabulary, placed, workers, talks, found, told)
 
 
 def generating(recipe: Recipe) -> bool:
@@ -143,6 +153,8 @@ def as_object(plan: Plan) -> dict[str, Any]:
         "longest": plan.longest,
         "roles": {role: _role(plan, p) for role, p in plan.placed.items()},
         "ranks": [_worker(worker) for worker in plan.workers],
+        "machine": [asdict(p) | {"room": p.room._asdict(), "fits": not p.tight} for p in plan.places],
+        "told": plan.told,
         "traffic": [asdict(talk) for talk in plan.talks],
     }
 
@@ -190,7 +202,13 @@ def tables(plan: Plan) -> list[Table | str]:
     items = sorted(heaviest.memory.items, key=lambda item: -item.bytes)[:4]
     told = ", ".join(f"{item.name} {size(item.bytes)}" for item in items)
     parts.append(f"most memory: rank {heaviest.rank}, {size(heaviest.memory.peak)} ({told})")
+    parts += [_place(place) for place in plan.places] + plan.told
     return [*parts, "", _talks(plan) if plan.talks else "no rank talks with another about tensors"]
+
+
+def _place(place: Place) -> str:
+    seen = f"{size(place.needed)} predicted, {size(place.room.free)} free of {size(place.room.total)}"
+    return f"{place.what} of {place.room.where}: {seen}: {'does NOT fit' if place.tight else 'fits'}"
 
 
 def _roles(plan: Plan) -> Table:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import cloudpickle
 
 from tilth.core.batch import Store
-from tilth.core.errors import TilthError, WorkerError
+from tilth.core.errors import OutOfMemory, TilthError, WorkerError
 
 OF_ROLES = ("import", "create")
 """Calls to the worker itself whose first argument is the role that they are for."""
@@ -64,17 +64,21 @@ class Failure(NamedTuple):
             found.collective = self.collective
             return found
         error = self.kind(f"{where}: {self.message}")
+        if isinstance(error, OutOfMemory):
+            error.role = role_of(call)
         error.add_note(f"in the worker:\n{self.traceback}")
         return error
 
 
+def role_of(call: Call) -> str:
+    """The role that a call is of, or for; "" for one of the cluster's own."""
+    return call.role or (str(call.args[0]) if call.method in OF_ROLES else "")
+
+
 def place_of(call: Call, rank: int) -> str:
     """ "role policy, rank 1, update"."""
-    if call.role:
-        return f"role {call.role}, rank {rank}, {call.method}"
-    if call.method in OF_ROLES:
-        return f"role {call.args[0]}, rank {rank}, {call.method}"
-    return f"rank {rank}, {call.method}"
+    role = role_of(call)
+    return f"role {role}, rank {rank}, {call.method}" if role else f"rank {rank}, {call.method}"
 
 
 @dataclass(frozen=True)

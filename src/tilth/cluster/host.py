@@ -12,13 +12,14 @@ from types import MappingProxyType
 from typing import Any
 
 from tilth.cluster.context import Context
-from tilth.cluster.fleet import Call, Failure, Packed, Reply
+from tilth.cluster.fleet import Call, Failure, Packed, Reply, place_of, role_of
 from tilth.cluster.protocol import Transfer, offered
 from tilth.cluster.report import in_collective
 from tilth.cluster.room import MORE_ROOM
 from tilth.core.batch import Store
-from tilth.core.errors import StorageError, TilthError
+from tilth.core.errors import OutOfMemory, StorageError, TilthError
 from tilth.core.layout import Mesh
+from tilth.core.memory import exhausted, no_memory
 from tilth.trace.capture import Capture, Captured
 from tilth.trace.collector import collector
 from tilth.trace.rounds import Origin, origin
@@ -56,10 +57,14 @@ class Host:
         self._events = ""
 
     def handle(self, call: Call) -> Reply:
-        """Execute a call. What it raises goes up as it is."""
+        """Execute a call. What it raises goes up as it is, but for memory that cannot be had: OutOfMemory."""
         self._mark(call.name)
         try:
             value = self._run(call)
+        except (MemoryError, RuntimeError, OSError) as error:
+            if not exhausted(error):
+                raise
+            raise self._out_of_memory(call, error) from error
         finally:
             self._mark("")
         return Reply(value if call.answer else None, {} if self.alone else recorder.rows())
@@ -70,6 +75,13 @@ class Host:
             return self.handle(call)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a role raises is reported, not swallowed
             return failure(self._no_room(error) or error)
+
+    def _out_of_memory(self, call: Call, error: BaseException) -> OutOfMemory:
+        """Inline the error itself says whose call it was, elsewhere its way to the controller does."""
+        place = f"{place_of(call, self.rank)}: " if self.alone else ""
+        told = OutOfMemory(f"{place}{no_memory(error)}")
+        told.role = role_of(call)
+        return told
 
     def _no_room(self, error: BaseException) -> StorageError | None:
         """torch's error (known here by its name alone) when the file where process groups meet cannot be written."""

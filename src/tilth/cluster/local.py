@@ -27,6 +27,7 @@ from tilth.cluster.room import check_room, cores, patience
 from tilth.cluster.store import FolderStore
 from tilth.cluster.watch import Watch
 from tilth.core.errors import RecipeError, StorageError, WorkerLost
+from tilth.core.memory import oom_kills
 
 START = 120.0
 """Seconds in which every worker must have connected, on a machine at rest (``patience``)."""
@@ -55,6 +56,7 @@ class LocalFleet:
         self.watch = self._watch()
         self._encoded: tuple[Call | None, bytes] = None, b""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._kills = oom_kills()
         self._keeper = _start_keeper(self.folder)
         self._unkept = self._closed = False
         try:
@@ -164,7 +166,7 @@ class LocalFleet:
         how, process = "has ended", self._processes.get(rank)
         if process is not None:
             try:
-                how = _told(process.wait(END))
+                how = _told(process.wait(END), self._kills)
             except subprocess.TimeoutExpired:
                 how = "has closed its connection"
         pid = process.pid if process is not None else self.links[rank].pid
@@ -232,8 +234,16 @@ def _start_keeper(folder: Folder) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment(1), start_new_session=True)
 
 
-def _told(code: int) -> str:
+def _told(code: int, kills: int | None = None) -> str:
+    """How a process ended. kills: processes that the kernel had killed for want of memory when it started."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
-    return f"was killed by {name}{' (often because memory ran out)' if name == 'SIGKILL' else ''}"
+    if name != "SIGKILL":
+        return f"was killed by {name}"
+    now = oom_kills()
+    if kills is None or now is None:
+        return f"was killed by {name} (often because memory ran out)"
+    if now > kills:
+        return f"was killed by {name} (memory ran out: the kernel has killed {now - kills} processes since it started)"
+    return f"was killed by {name} (not since memory ran out: the kernel has killed nothing for that)"

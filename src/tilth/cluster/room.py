@@ -3,9 +3,8 @@
 import errno
 import os
 
-import psutil
-
 from tilth.core.errors import RecipeError
+from tilth.core.memory import host_memory
 
 PER_CORE = 8
 """Workers a CPU core that may still make sense (to compare layouts on a small machine); more only wait in turn."""
@@ -29,7 +28,7 @@ def cores() -> int:
 
 def most_workers() -> int:
     """The greatest number of workers that this machine has cores and free memory for; at least 1."""
-    return max(1, min(PER_CORE * cores(), psutil.virtual_memory().available // WORKER))
+    return max(1, min(PER_CORE * cores(), host_memory().free // WORKER))
 
 
 def check_room(workers: int) -> None:
@@ -37,7 +36,7 @@ def check_room(workers: int) -> None:
     if workers < 1:
         raise RecipeError(f"cluster.workers = {workers}: at least 1 is needed")
     if workers > (most := most_workers()):
-        free = psutil.virtual_memory().available / 1e9
+        free = host_memory().free / 1e9
         raise RecipeError(
             f"cluster.workers = {workers}: this machine has {cores()} CPU cores and {free:.1f} GB of free memory (a "
             f"worker takes about {WORKER / 1e9:.2f} GB), enough for at most {most}; use cluster.workers={most} or less"

@@ -11,6 +11,7 @@ __all__ = [
     "LossMaskError",
     "ModelError",
     "NonFiniteError",
+    "OutOfMemory",
     "RecipeError",
     "RewardError",
     "StorageError",
@@ -45,6 +46,14 @@ class StorageError(TilthError):
 
 class NonFiniteError(TilthError):
     """The loss or the gradient norm is not finite and the recipe says to stop."""
+
+
+class OutOfMemory(TilthError):
+    """Memory could not be had; names role, rank, method, what was wanted and what there is. What was committed is
+    intact."""
+
+    role = ""
+    """Whose call it was; "" where that is not known."""
 
 
 class WeightMismatch(TilthError):

@@ -1,8 +1,9 @@
 """The roles of a run, built from its recipe on the workers of a cluster."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from tilth.data.pairs import check_pairs
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.flows.fitting import check_fits, resolved, rooms
 from tilth.flows.model import REWARD_MODEL, LoadedModel, choose_tokenizer, load_beginning, load_model, new_config
 from tilth.flows.named import find_checkpoint, split_spec
 from tilth.flows.run import Roles, Split
@@ -93,11 +95,18 @@ class Lesson:
 
 
 def build(
-    recipe: Recipe, material: Material, pool: RewardPool | None, cluster: Cluster, earlier: Path | None = None
+    recipe: Recipe,
+    material: Material,
+    pool: RewardPool | None,
+    cluster: Cluster,
+    earlier: Path | None = None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> Parts:
-    """Model, engines and roles on the workers. All that can be wrong with data, tokenizer or shape is found before.
+    """Model, engines and roles on the workers. All that can be wrong with data, tokenizer, shape or memory is found
+    before.
 
-    pool: None where nothing is generated. earlier: model folder of the run that is to go on, with its tokenizer.
+    pool: None where nothing is generated. earlier: model folder of the run that is to go on, with its tokenizer. warn:
+    is told before anything is allocated that the memory may not do.
     """
     loaded = load_beginning(recipe) if recipe.model.path else None
     adopt = _optimizer_of(recipe) if recipe.model.optimizer else None
@@ -113,15 +122,18 @@ def build(
         lesson = _documents(recipe, material, tokenizer)
     else:
         lesson = _prompts(recipe, material, tokenizer, generates=generates)
-    plan = plan_run(
-        recipe,
-        config,
+    planned = partial(
+        plan_run,
+        shape=config,
         train_prompts=len(lesson.train),
         heldout_prompts=len(lesson.heldout),
         longest_prompt=lesson.longest,
         generates=generates,
         loaded={role: model.config for role, model in others.items()},
     )
+    plan = planned(resolved(recipe))
+    for text in check_fits(resolved(recipe), planned, *rooms(resolved(recipe))):
+        warn(text)
     recipe = _counted(recipe, len(lesson.train))
     team = Team(cluster, recipe, config)
     team.learners()

@@ -18,7 +18,7 @@ from tilth.checkpoint.storage import Location, is_url, split, storage_of
 from tilth.cluster.cluster import Cluster, open_cluster
 from tilth.config.checks import pools
 from tilth.config.schema import Recipe
-from tilth.core.errors import CallTimeout, CheckpointError, StorageError, WorkerLost
+from tilth.core.errors import CallTimeout, CheckpointError, OutOfMemory, StorageError, WorkerLost
 from tilth.core.target import make_folder
 from tilth.data.prompts import PromptSet
 from tilth.flows.build import Material, Parts, build
@@ -153,8 +153,10 @@ def launch(
     who.check_name()
     if recipe.run.checkpoints:
         _check_place(recipe.run.checkpoints)  # before anything is made
-    with machine(recipe), _cluster(recipe) as cluster:
-        parts = build(recipe, material, pool, cluster, _earlier(who, name))
+    warned: list[str] = []
+    with _told_what_would_help(), machine(recipe), _cluster(recipe) as cluster:
+        warn = partial(_warn, warned, observers)
+        parts = build(recipe, material, pool, cluster, _earlier(who, name), warn)
         if isinstance(parts.heldout, PromptSet):
             parts.notes.extend(seen_before(recipe, parts.heldout))
         if parts.roles.reward is not None:
@@ -171,6 +173,8 @@ def launch(
                 profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
                 watching = [_Clocks(cluster), *observers, profiling]
                 run = _run(parts, cluster, directory, watching, stop)
+                for text in warned:
+                    directory.log(text)
                 directory.update(data=fingerprint)
                 _announce(run, parts)
                 _restore(run, fallback=fallback)
@@ -237,10 +241,45 @@ def _told_how_to_go_on(directory: Path) -> Iterator[None]:
     """A lost or silent worker is no fault of the run's own: what was committed is intact."""
     try:
         yield
-    except (WorkerLost, CallTimeout) as error:
+    except (WorkerLost, CallTimeout, OutOfMemory) as error:
         kept = latest(checkpoints_of(directory))
         where = f"from {Path(kept).name}" if kept else "from its beginning: it had not come to a checkpoint"
-        raise type(error)(f"{error}\nthe same command continues in {directory} {where}") from error
+        said = _with_key(error) if isinstance(error, OutOfMemory) else str(error)
+        raise type(error)(f"{said}\nthe same command continues in {directory} {where}") from error
+
+
+_LESS = {
+    "rollout": "rollout.max_rows",
+    "judge": "rollout.max_rows",
+    "recorder": "supervised.batch or rollout.prompts",
+    "reward": "reward.workers",
+}
+"""Role -> the key that makes it need less; of the others, which compute on micro-batches, it is another one."""
+
+
+def _with_key(error: OutOfMemory) -> str:
+    """What a role that could not have its memory says, with the key that makes it need less."""
+    key = _LESS.get(error.role, "train.micro_tokens")
+    more = "" if error.role in _LESS else ", or train.checkpointing=true"
+    return f"{error}; a smaller {key}{more} needs less (in a run that goes on, with --allow {key})"
+
+
+@contextmanager
+def _told_what_would_help() -> Iterator[None]:
+    """Around a run that may find no memory before it has a directory."""
+    try:
+        yield
+    except OutOfMemory as error:
+        if not error.role:  # it has been said where the run can go on
+            raise
+        raise OutOfMemory(_with_key(error)) from error
+
+
+def _warn(warned: list[str], observers: Sequence[Observer], text: str) -> None:
+    """Before there is a log."""
+    warned.append(text)
+    for observer in observers:
+        observer.on_message(text)
 
 
 def _inputs(recipe: Recipe, fingerprint: str, reward: str) -> dict[str, str]:

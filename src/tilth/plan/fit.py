@@ -1,0 +1,123 @@
+"""Whether the memory that a plan needs is there: a refusal where it cannot be, a warning where it may not, and keys."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tilth.config.schema import Recipe
+from tilth.core.memory import Room
+from tilth.plan.layout import Worker
+from tilth.plan.memory import BASE, micro_tokens
+from tilth.plan.working import on_gpu
+
+SCORER = 90_000_000
+"""Bytes of a process that scores, before the function's own (measured)."""
+FEWEST_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """One memory and what is predicted to be in it. Bytes."""
+
+    what: str
+    """The memory of the machine, or of a GPU."""
+    needed: int
+    certain: int
+    """Of weights, gradients and optimizer states, which are needed whatever the data are."""
+    room: Room
+
+    @property
+    def impossible(self) -> bool:
+        """Whether the certain part alone is more than there is at all."""
+        return self.certain > self.room.total
+
+    @property
+    def tight(self) -> bool:
+        """Whether more is predicted than is free."""
+        return self.needed > self.room.free
+
+
+def places(recipe: Recipe, workers: Sequence[Worker], host: Room | None, gpus: Sequence[Room] = ()) -> list[Place]:
+    """Each memory that the workers of one machine share, and each GPU, which has one worker.
+
+    host: None where the workers are on machines that are not known.
+    """
+    gpu = on_gpu(recipe)
+    found = [
+        Place(f"memory of GPU {i}", worker.memory.on_gpu(), worker.memory.certain(gpu=True), room)
+        for i, (worker, room) in enumerate(zip(workers, gpus))
+    ]
+    if host is None:
+        return found
+    needed = beside(recipe) + sum(w.memory.peak - (w.memory.on_gpu() if gpu else 0) for w in workers)
+    certain = 0 if gpu else sum(w.memory.certain(gpu=False) for w in workers)
+    return [Place("memory", needed, certain, host), *found]
+
+
+def beside(recipe: Recipe) -> int:
+    """Bytes of processes that are no workers: the controller, and those that score."""
+    return BASE * (recipe.cluster.backend != "inline") + SCORER * recipe.reward.workers * recipe.facts.samples
+
+
+def verdict(found: Sequence[Place], remedy: Callable[[Place], str]) -> tuple[str, list[str]]:
+    """Why the run is refused, or "", and what is to be said of it otherwise. remedy: what would help."""
+    for place in found:
+        if place.impossible:
+            why = f"weights, gradients and optimizer states need {_size(place.certain)} of {place.what}"
+            return f"{why}, and {place.room.where} has {_size(place.room.total)}: {remedy(place)}", []
+    return "", [
+        f"{place.what} may run out: {_size(place.needed)} predicted, and {place.room.where} has "
+        f"{_size(place.room.free)} free of {_size(place.room.total)}; {remedy(place)}"
+        for place in found
+        if place.tight
+    ]
+
+
+def remedies(recipe: Recipe, longest: int, place: Place, again: Callable[[Recipe], Sequence[Place]]) -> str:
+    """Keys with which it would fit, by prediction; where none is enough, those that come nearest."""
+    tried = []
+    for steps in _keys(recipe, longest):
+        for words, other in steps:
+            needed = next(p.needed for p in again(other) if p.what == place.what)
+            tried.append((needed, words))
+            if needed <= place.room.free:
+                break
+    fits = [f"{words} would need {_size(n)}" for n, words in tried if n <= place.room.free]
+    if fits and not place.impossible:
+        return " or ".join(fits[:3])
+    less = sorted((n, words) for n, words in tried if n < 0.95 * place.needed)[:2]
+    near = " or ".join(f"{words} would need {_size(n)}" for n, words in less)
+    model = "a smaller [model], or more machines (cluster.workers with policy.layout.fsdp)"
+    return f"{near}; to fit takes {model}" if near else f"to fit takes {model}"
+
+
+def _keys(recipe: Recipe, longest: int) -> Iterator[list[tuple[str, Recipe]]]:
+    """What may be changed without another result: each a list from little to much."""
+    tokens, rows, steps = micro_tokens(recipe, longest), recipe.rollout.max_rows, list[tuple[str, Recipe]]()
+    while tokens > longest:
+        tokens = max(longest, tokens // 2)
+        steps.append(_with(recipe, "train", micro_tokens=tokens))
+    yield steps
+    if not recipe.train.checkpointing:
+        yield [_with(recipe, "train", checkpointing=True)]
+    rows = min(rows, max(recipe.rollout.prompts * recipe.rollout.group, recipe.run.eval_prompts))
+    yield [
+        _with(recipe, "rollout", max_rows=n)
+        for n in (rows >> i for i in range(1, rows.bit_length()))
+        if n >= FEWEST_ROWS
+    ]
+    layout = recipe.policy.layout
+    if recipe.cluster.workers > 1 and layout.fsdp * layout.tp == 1 and not recipe.cluster.pools:
+        split = layout.model_copy(update={"fsdp": recipe.cluster.workers, "dp": 0})
+        changed = recipe.policy.model_copy(update={"layout": split})
+        words = f"policy.layout.fsdp={recipe.cluster.workers}"
+        yield [(words, recipe.model_copy(update={"policy": changed}))]
+
+
+def _with(recipe: Recipe, section: str, **values: int | bool) -> tuple[str, Recipe]:
+    changed = getattr(recipe, section).model_copy(update=values)
+    words = " ".join(f"{section}.{key}={str(value).lower()}" for key, value in values.items())
+    return words, recipe.model_copy(update={section: changed})
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.3g} GB"

@@ -1,0 +1,18 @@
+"""A role that wants memory."""
+
+import torch
+
+from tilth.cluster.context import Context
+from tilth.cluster.protocol import transfer
+
+
+class Greedy:
+    """Takes as much as it is told to."""
+
+    @transfer("all", "first")
+    def take(self, nbytes: int) -> int:
+        return len(torch.empty(nbytes, dtype=torch.uint8))
+
+
+def greedy(context: Context) -> Greedy:
+    return Greedy()
