@@ -36,8 +36,7 @@ class Commands(TyperGroup):
 
             if not exhausted(error):
                 raise
-            typer.echo(f"error: {no_memory(error)}", err=True)
-            raise typer.Exit(2) from None
+            _end(f"error: {no_memory(error)}", 2)
         except USAGE as error:
             _end(f"error: {' '.join(error.format_message().split())} (tilth --help)", 2)
         except KeyboardInterrupt:
