@@ -25,6 +25,7 @@ from tilth.plan.kernels import (
     layouts_until,
     round_up,
     slots_for,
+    spare_rows,
 )
 from tilth.plan.shape import DecoderShape, kv_bytes, matrices
 
@@ -325,4 +326,5 @@ def _choice(recipe: Recipe, vocab: int, asked: Asked) -> int:
     more = 5 if r.top_p < 1 and not r.top_k else int(bool(r.top_k or r.min_p or r.top_p < 1))
     first = min(asked.rows, max(1, CHOICE_ELEMENTS // vocab))
     decoding = round_up(asked.rows, ROWS) * (2 + (more or r.temperature not in (0, 1)))
-    return max(decoding, asked.computed + first * (3 + more)) * vocab * FP32
+    prompts = asked.computed + spare_rows(asked.computed)
+    return max(decoding, prompts + first * (3 + more)) * vocab * FP32
