@@ -14,12 +14,15 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
+from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
 from tests.documents import PAGES, ROOT, Block, Command, blocks
 from tilth.cli.main import app
 from tilth.config.load import check_allowed, load_recipe
+from tilth.config.plugins import load_plugins
 
 ELSEWHERE = {
     "make demo": "it makes an environment; tests/test_distribution.py installs by make",
@@ -41,6 +44,7 @@ NO_COMMANDS = {
     "step-000120/": "files of a checkpoint",
     "prompts (rows) ->": "a picture",
     "for batch in run.experience(": "a page of the package, shortened",
+    "Accuracy on problems it never trained on:": "what the demo prints",
 }
 """Beginnings of blocks without a language that are no commands."""
 COSTLY = ("cluster.backend=local", "cluster.backend=ray", "torchrun", "tilth doctor", "flaws-judge")
@@ -91,6 +95,8 @@ def furnish(folder, page):
         (folder / "test.jsonl").write_text("\n".join(json.dumps({**s, "question": s["prompt"]}) for s in sums))
     (reward,) = (block for block in blocks("docs/guide.md") if block.first == "# my_reward.py")
     (folder / "my_reward.py").write_text(reward.text)
+    (plugin,) = (block for block in blocks("docs/extending.md") if block.first == "# mine.py")
+    (folder / "mine.py").write_text(plugin.text)
     (folder / "my").mkdir()
     (folder / "my" / "recipe.toml").write_text((ROOT / "src/tilth/recipes/addition-grpo.toml").read_text())
 
@@ -295,6 +301,14 @@ def a_reward_of_verl(text, monkeypatch):
     assert told["score"]("?", "2", {"answer": "2", "data_source": "s"}) == 1.0
 
 
+def a_plugin(text, monkeypatch):
+    """A file that is imported; its estimator is RLOO."""
+    path = write(Path.cwd(), text)
+    (module,) = load_plugins([str(path)])
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0, 2.0]).double(), torch.tensor([0, 0, 1, 1])
+    assert module.leave_one_out(rewards, groups, scale=2.0).tolist() == [2, -2, -4, 4]
+
+
 def of_trl(text, monkeypatch):
     """Theirs, not ours: it must be Python."""
     compile(text, "from-trl-and-verl.md", "exec")
@@ -303,6 +317,7 @@ def of_trl(text, monkeypatch):
 PYTHON = {
     "import tilth": eight_lines,
     "# my_reward.py": a_reward,
+    "# mine.py": a_plugin,
     "def score(": a_reward_of_verl,
     "dataset = load_dataset(": of_trl,
 }

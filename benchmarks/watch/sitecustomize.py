@@ -14,7 +14,7 @@ PHASES = (
     ("evaluating", r"flows/run\.py evaluate$|flows/heldout\.py measure$"),
     ("generating", r"flows/run\.py collect|roles/rollout\.py|rollout/engine\.py"),
     ("training", r"flows/run\.py _settle|training/engine\.py|roles/(policy|critic)\.py"),
-    ("in a step", r"flows/(run|grpo|sft)\.py"),
+    ("in a step", r"flows/(run|policy_gradient|actor_critic|supervised)\.py"),
 )
 """A phase, and the file and function that stand for it. Of those on a thread's stack the first in this order counts."""
 NONE = len(PHASES)

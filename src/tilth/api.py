@@ -68,8 +68,10 @@ def _reward(recipe: Recipe, prompts: "Material | None", given: Spec | None) -> S
     """What scores; None where nothing is generated: pre-training, and fine-tuning without a reward."""
     if recipe.facts.learns == "documents" or recipe.facts.value:
         return None
+    from tilth.rl.rewards import of_plugins
+
     task = "" if prompts is not None or recipe.reward.model else _task(recipe)
-    function = given or recipe.reward.function or task
+    function = of_plugins(given or recipe.reward.function or task)
     silent = not recipe.facts.samples or recipe.reward.model
     return function or (None if silent else _no_reward(recipe, prompts))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import tilth.flows.dapo as dapo_page
+import tilth.flows.policy_gradient as loop
 from tests.flows import tiny
 from tests.roles import small
 from tilth.api import run_recipe
@@ -34,6 +34,13 @@ def recipe(folder, flow, algorithm=None, **sections):
 def parity(prompt, completion, info):
     """About every other answer is right; longer ones a little better, which is no skill."""
     return {"reward": len(completion) % 2 + 0.01 * len(completion), "correct": len(completion) % 2}
+
+
+def test_an_estimator_gets_the_columns_that_it_needs_in_any_flow_without_a_critic(tmp_path):
+    same = {"advantage": "remax", "loss": "reinforce", "drop_flat": False}
+    here = tiny.run(recipe(tmp_path / "a", "grpo", same))
+    there = tiny.run(recipe(tmp_path / "b", "remax", rollout={"prompts": 6, "group": 4, "max_tokens": 4}))
+    assert tiny.weights(here.directory) == tiny.weights(there.directory)
 
 
 # ---- DAPO ----
@@ -75,9 +82,9 @@ def sometimes(prompt, completion, info):
 @pytest.fixture(scope="module")
 def refilled(tmp_path_factory):
     """A run of DAPO, what its page got, and the records of its steps."""
-    seen, whole = [], dapo_page.overlong
+    seen, whole = [], loop.overlong
     patch = pytest.MonkeyPatch()
-    patch.setattr(dapo_page, "overlong", lambda batch, *a: seen.append(batch) or whole(batch, *a))
+    patch.setattr(loop, "overlong", lambda batch, *a: seen.append(batch) or whole(batch, *a))
     watcher = tiny.Recorder()
     made = recipe(tmp_path_factory.mktemp("dapo"), "dapo", {"refill": 8})
     directory = tiny.run(made, reward=sometimes, observers=[watcher]).directory
@@ -269,7 +276,7 @@ def test_a_run_goes_on_with_another_teacher_only_if_that_is_allowed(tmp_path):
         ("grpo", {"options": {"epz": 0.1}}, "did you mean 'eps'"),
         ("grpo", {"options": {"clip_low": 0.1}}, "a key of its own: algorithm.clip_low"),
         ("grpo", {"lam": 0.9}, "algorithm.lam = 0.9: grpo and ppo_clip have no such option; it is one of gae"),
-        ("grpo", {"advantage": "remax"}, "remax needs the column 'baselines'"),
+        ("ppo", {"advantage": "remax"}, "never looks at the critic"),
         ("grpo", {"advantage": "vapo"}, "needs a critic"),
         ("ppo", {"advantage": "grpo"}, "never looks at the critic"),
         ("grpo", {"advantage": "distill"}, "needs the column 'ref_logprobs'"),

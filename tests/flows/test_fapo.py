@@ -13,7 +13,7 @@ from tilth.core.batch import Batch
 from tilth.core.errors import ModelError, RecipeError
 from tilth.data.prompts import PromptSet
 from tilth.flows import launch
-from tilth.flows.judged import can_differ
+from tilth.flows.keep import can_differ
 from tilth.flows.named import identity
 from tilth.flows.readers import read_metrics, read_trajectories
 from tilth.flows.signals import Interrupted

@@ -16,8 +16,8 @@ from tests.flows import tiny
 from tests.flows.killed import PPO
 from tilth.checkpoint import open_checkpoint
 from tilth.core.errors import RecipeError
+from tilth.flows import actor_critic as loops
 from tilth.flows import launch
-from tilth.flows import ppo as page
 from tilth.flows.checks import check_algorithm
 from tilth.flows.model import load_model
 from tilth.flows.readers import read_metrics, read_state, read_trajectories
@@ -178,7 +178,7 @@ def test_versions_count_what_the_policy_learned(tmp_path):
 
 
 def test_pages_are_short_and_know_no_ranks():
-    for function in (page.values, page.ppo):
+    for function in (loops.pretrain_critic, loops.actor_critic):
         source = inspect.getsource(function)
         assert len(source.splitlines()) <= 40
         assert not any(word in source for word in ("rank", "device", "retry", "torch"))
@@ -278,7 +278,7 @@ def test_the_right_ones_pass(tmp_path):
 
 def test_a_page_that_wants_a_critic_where_there_is_none(tmp_path, monkeypatch):
     """PPO's page over a run of another flow: said in one line, not an attribute of None."""
-    monkeypatch.setitem(launch.PAGES, "grpo", page.ppo)
+    monkeypatch.setattr(launch, "training_loop", lambda recipe: loops.actor_critic)
     with pytest.raises(RecipeError, match="flow=grpo has no critic; set flow=ppo"):
         tiny.run(tiny.recipe(tmp_path, supervised={"steps": 0}))
 

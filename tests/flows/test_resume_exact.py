@@ -148,16 +148,22 @@ def called(place, inner):
     return space[name]()
 
 
+LOOP = "flows/policy_gradient.py policy_gradient"
+
+
 @pytest.mark.parametrize(
     "stack, said",
     [
         (["flows/launch.py _save"], "saving"),
         (["flows/run.py evaluate", "flows/run.py collect", "rollout/engine.py step"], "evaluating"),
         (["flows/run.py evaluate", "flows/run.py publish", "roles/relay.py relay"], "publishing"),
-        (["flows/grpo.py grpo", "flows/run.py collect"], "generating"),
-        (["flows/grpo.py grpo", "flows/run.py _settle"], "training"),
-        (["flows/grpo.py grpo", "roles/policy.py update", "training/engine.py update"], "training"),
-        (["flows/grpo.py grpo"], "in a step"),
+        ([LOOP, "flows/run.py collect"], "generating"),
+        ([LOOP, "flows/run.py _settle"], "training"),
+        (
+            [LOOP, "roles/policy.py update", "training/engine.py update"],
+            "training",
+        ),
+        ([LOOP], "in a step"),
         (["flows/build.py build"], "starting or ending"),
     ],
 )

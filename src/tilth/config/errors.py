@@ -7,3 +7,7 @@ class TilthError(Exception):
 
 class RecipeError(TilthError):
     """An unknown recipe, key or value; the message names the key, the value and what would be right."""
+
+
+class PluginError(TilthError):
+    """User code that cannot be imported, declares a name twice, or fails when it is called; names file and line."""

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from tilth.config.open_sets import OneOf
 from tilth.config.schema import Layout, Recipe, Section
 
 
@@ -67,6 +68,8 @@ def _values(field: FieldInfo) -> str:
         return "a layout, a table of " + ", ".join(Layout.model_fields)
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(annotation)))
+    for one_of in (m for m in field.metadata if isinstance(m, OneOf)):
+        return "one of " + ", ".join(one_of.names())
     if annotation is bool:
         return "true or false"
     if annotation is str:

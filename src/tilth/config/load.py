@@ -22,6 +22,7 @@ from tilth.config.checks import check
 from tilth.config.elsewhere import LIBRARIES
 from tilth.config.errors import RecipeError
 from tilth.config.keys import Key, all_names, find, keys, sections
+from tilth.config.plugins import absolute, load_plugins
 from tilth.config.schema import Model, Recipe, Section
 
 SHIPPED = Path(__file__).parent.parent / "recipes"
@@ -107,8 +108,14 @@ def from_dict(data: Mapping[str, Any]) -> Recipe:
 
 
 def _checked(data: Mapping[str, Any]) -> Recipe:
+    """Import the plugins first, since they add to what other keys may name; then check every key."""
+    frozen = {name: _frozen(value) for name, value in data.items()}
+    plugins = frozen.get("plugins", ())
+    if isinstance(plugins, tuple) and all(isinstance(name, str) for name in plugins):
+        frozen["plugins"] = absolute(plugins)
+        load_plugins(frozen["plugins"])
     try:
-        recipe = Recipe.model_validate({name: _frozen(value) for name, value in data.items()})
+        recipe = Recipe.model_validate(frozen)
     except ValidationError as error:
         raise RecipeError(_explain(error)) from None
     check(recipe)
@@ -203,6 +210,7 @@ def _work(recipe: Recipe) -> dict[str, Any]:
     for section, names in _SAME_WORK.items():
         for name in names:
             del data[section][name]
+    del data["plugins"]  # where they lie does not matter; what is in them does, see flows.launch
     data["cluster"]["pools"] = list(data["cluster"]["pools"].items())  # the first one is where roles are by default
     return data
 

@@ -8,7 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, Name, below, own_defaults
+from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, below, own_defaults
+from tilth.config.open_sets import OneOf
+from tilth.config.plugins import load_plugins
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -372,14 +374,17 @@ def _said(value: Any) -> Any:
 
 
 class Recipe(Section):
-    """A whole run. Sixteen sections and two keys of its own."""
+    """A whole run. Sixteen sections and three keys of its own."""
 
-    flow: Name = Field(
+    flow: Annotated[str, OneOf(lambda: FLOWS)] = Field(
         "grpo",
         description="the algorithm; or [supervised] alone: sft on answers, pretrain on whole texts, dpo and "
         "reward_model on pairs of answers",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="seed of every random number of the run")
+    plugins: tuple[str, ...] = Field(
+        (), description="code of your own, imported in every process: files ending in .py, or names of modules"
+    )
     model: Model = Model()
     data: Data = Data()
     supervised: Supervised = Supervised()
@@ -418,6 +423,11 @@ class Recipe(Section):
         if self.facts.learns == "pairs":
             return self.facts.reference and self.preference.loss not in REFERENCE_FREE
         return self.facts.reference or bool(self.facts.samples and self.algorithm.kl_coef)
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """Restore a recipe that was pickled: a process that receives one imports its plugins."""
+        super().__setstate__(state)
+        load_plugins(self.plugins)
 
     def dump(self) -> dict[str, Any]:
         """Plain nested dictionaries, all keys."""

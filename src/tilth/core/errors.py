@@ -1,6 +1,6 @@
 """Errors that users meet. Each message names the thing, its value and what would be right, in one line."""
 
-from tilth.config.errors import RecipeError, TilthError
+from tilth.config.errors import PluginError, RecipeError, TilthError
 
 __all__ = [
     "CallTimeout",
@@ -12,6 +12,7 @@ __all__ = [
     "ModelError",
     "NonFiniteError",
     "OutOfMemory",
+    "PluginError",
     "RecipeError",
     "RewardError",
     "StorageError",

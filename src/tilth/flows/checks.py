@@ -6,6 +6,8 @@ import numpy as np
 
 import tilth.rl as rl
 from tilth.config.flows import LOSSES
+from tilth.config.plugins import Declaration, declared
+from tilth.config.plugins import Kind as Declares
 from tilth.config.schema import Algorithm, Recipe
 from tilth.core.batch import Batch
 from tilth.core.errors import RecipeError, RewardError
@@ -17,6 +19,7 @@ from tilth.roles.objective import aggregation, bypass, entry, options
 
 COLUMNS = {
     "rewards",
+    "baselines",
     "groups",
     "counts",
     "mask",
@@ -29,7 +32,7 @@ COLUMNS = {
     "uniforms",
     "weights",
 }
-"""Columns that any page can make. A critic makes ``values``, a reference ``ref_logprobs``, flow remax ``baselines``."""
+"""Columns that every loop without a critic can make. A critic makes ``values``, a reference ``ref_logprobs``."""
 _MADE = {"remax": "greedy answers", "distill": "teacher's log-probs"}
 _OF_POLICY = {"logprobs", "old_logprobs", "sum_pi_squared"}
 _CHOICE = "token-mean"
@@ -50,6 +53,7 @@ def check_algorithm(recipe: Recipe) -> None:
     how = recipe.algorithm
     columns = _columns(recipe)
     chosen = _chosen(how)
+    _check_declared(recipe)
     _check_critic(recipe, judged="values" in entry("advantages", how.advantage, how).needs)
     _check_options(how, chosen)
     _check_reward(recipe)
@@ -58,6 +62,28 @@ def check_algorithm(recipe: Recipe) -> None:
         if isinstance(found, Rule):
             found.fits(rl.loss_entry(how.loss, **options("losses", how.loss, how)))
     rl.check(aggregation(how), columns, kind="aggregations")
+
+
+def in_scripts(recipe: Recipe) -> dict[str, Declaration]:
+    """Key -> what it names, where a script or a notebook declares that: other processes cannot import it."""
+    named = {
+        "flow": ("flow", recipe.flow),
+        "algorithm.advantage": ("advantage", recipe.algorithm.advantage),
+        "algorithm.loss": ("policy_loss", recipe.algorithm.loss),
+    }
+    found = {key: declared(cast(Declares, kind)).get(name) for key, (kind, name) in named.items()}
+    return {key: declaration for key, declaration in found.items() if declaration is not None and not declaration.spec}
+
+
+def _check_declared(recipe: Recipe) -> None:
+    """Workers can import what the recipe names. The training loop runs here, whatever the backend."""
+    for key, declaration in in_scripts(recipe).items():
+        if key != "flow" and recipe.cluster.backend != "inline":
+            raise RecipeError(
+                f"{key} = {declaration.name} is declared in {declaration.where}, a script or notebook that the workers "
+                f"of cluster.backend = {recipe.cluster.backend} cannot import; move it into a file and name that in "
+                'plugins, as in plugins=["mine.py"]'
+            )
 
 
 def _check_preference(recipe: Recipe) -> None:
@@ -101,7 +127,8 @@ def drops_flat(recipe: Recipe) -> bool:
     """Whether groups with equal rewards are left out: where the recipe says so and they have no gradient at all."""
     how = recipe.algorithm
     terms = how.kl_coef or how.entropy_coef or how.entropy_target or how.nll_coef
-    return how.drop_flat and not terms and not estimator(how).flat_teaches
+    wanted = "drop_flat" in recipe.facts.reads and how.drop_flat
+    return wanted and not terms and not estimator(how).flat_teaches
 
 
 def estimator(how: Algorithm) -> Advantage:
@@ -129,10 +156,15 @@ def _check_reward(recipe: Recipe) -> None:
 
 
 def columns_needed(recipe: Recipe) -> set[str]:
-    """Of the policy's log-probs before its updates: ``logprobs`` where they are needed at all, and
-    ``sum_pi_squared``."""
+    """Columns that a loop has to compute: the policy's log-probs before its updates (``logprobs``, and
+    ``sum_pi_squared``) where something needs them, and ``baselines``, the rewards of greedy answers."""
     how = recipe.algorithm
-    wanted = set(entry("advantages", how.advantage, how).needs) & _OF_POLICY
+    needs = set(entry("advantages", how.advantage, how).needs)
+    return _logprobs_needed(recipe, needs & _OF_POLICY) | (needs & {"baselines"})
+
+
+def _logprobs_needed(recipe: Recipe, wanted: set[str]) -> set[str]:
+    how = recipe.algorithm
     again = how.epochs * how.minibatches > 1 and not bypass(how)
     corrected = bool(how.correction) and not rl.bypasses(how.correction, **options("corrections", how.correction, how))
     if again or corrected or (how.kl_coef and how.kl_in == "reward"):
@@ -160,8 +192,6 @@ def _parts(recipe: Recipe) -> set[str]:
 
 def _columns(recipe: Recipe) -> set[str]:
     found = COLUMNS | ({"values"} if recipe.facts.critic else set()) | ({"ref_logprobs"} if recipe.refers else set())
-    if recipe.flow == "remax":
-        found.add("baselines")
     return found | _parts(recipe)  # whether they are there is known when the reward has been called
 
 

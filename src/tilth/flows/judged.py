@@ -2,11 +2,11 @@
 
 import numpy as np
 
+from tilth.cluster.group import WorkerGroup
 from tilth.core.batch import Batch
-from tilth.core.errors import RecipeError
 from tilth.flows.checks import drops_flat
 from tilth.flows.keep import has_spread
-from tilth.flows.run import Keep, Run
+from tilth.flows.run import Run
 from tilth.rl.judging import NONE_WRONG, penalty
 from tilth.roles.experience import is_right
 from tilth.roles.judge import JUDGED_BY, VERDICT
@@ -15,29 +15,11 @@ FLAWED = "part/flawed"
 """Where a task knows of a right answer whether a step of it is wrong; the judge is measured by it, no reward is."""
 
 
-def can_differ(coefficient: float) -> Keep:
-    """The rows of groups whose rewards differ, or will if the judge calls some of their right answers flawed.
-
-    So a group that is all right is not left out before it is judged, and without a penalty nothing else is.
-    """
-    if not coefficient:
-        return has_spread
-
-    def keep(batch: Batch) -> np.ndarray:
-        _, group, counts = np.unique(batch["group"], return_inverse=True, return_counts=True)
-        right = np.bincount(group, weights=is_right(batch), minlength=len(counts))
-        return has_spread(batch) | ((right > 0) & (counts > 1))[group]
-
-    return keep
-
-
-def ask_judge(run: Run, batch: Batch) -> Batch:
+def ask_judge(judge: WorkerGroup, batch: Batch) -> Batch:
     """The right answers of a batch, with the judge's verdicts; it is asked about no others. Lazy: a judge with a pool
     of its own reads while other roles work."""
-    if run.roles.judge is None:
-        raise RecipeError(f"flow={run.recipe.flow} has no judge; set judge.path")
     right = batch.select(is_right(batch))
-    return run.roles.judge.verdicts(right) if len(right) else right.with_rows(**{VERDICT: np.zeros(0, np.float32)})
+    return judge.verdicts(right) if len(right) else right.with_rows(**{VERDICT: np.zeros(0, np.float32)})
 
 
 def penalised(run: Run, batch: Batch, told: Batch) -> Batch:
@@ -52,7 +34,7 @@ def penalised(run: Run, batch: Batch, told: Batch) -> Batch:
     return batch.with_rows(reward=lowered.astype(np.float32))
 
 
-def spread(run: Run, batch: Batch) -> Batch:
+def drop_flat_groups(run: Run, batch: Batch) -> Batch:
     """Without the groups in which all rewards are equal now, where the recipe leaves such out."""
     how = run.recipe.algorithm
     if how.refill or not drops_flat(run.recipe):

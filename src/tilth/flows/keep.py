@@ -1,11 +1,16 @@
 """Which experience to learn from: functions of rows, from a batch to a boolean mask or to fewer rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
-from tilth.roles.experience import outcome
+from tilth.flows.checks import drops_flat
+from tilth.roles.experience import is_right, outcome
+
+Keep = Callable[[Batch], np.ndarray]
+"""From a batch to bool [n]: the rows to learn from."""
 
 LEAST = 1 / 8
 """Share of the prompts that is thought to be kept at least, so that a round is of a bounded size."""
@@ -22,6 +27,31 @@ def is_mixed(batch: Batch) -> np.ndarray:
     By what the verifier said, never by a shaped reward: that differs between equally right answers of other lengths.
     """
     return _spread(batch["group"], outcome(batch))
+
+
+def group_filter(recipe: Recipe) -> Keep | None:
+    """Which groups a recipe keeps: mixed ones (dynamic sampling), those with a gradient, or None: all."""
+    if recipe.algorithm.refill:
+        return is_mixed
+    if not drops_flat(recipe):
+        return None
+    return can_differ(recipe.judge.penalty) if recipe.facts.judge else has_spread
+
+
+def can_differ(coefficient: float) -> Keep:
+    """The rows of groups whose rewards differ, or will if the judge calls some of their right answers flawed.
+
+    So a group that is all right is not left out before it is judged, and without a penalty nothing else is.
+    """
+    if not coefficient:
+        return has_spread
+
+    def keep(batch: Batch) -> np.ndarray:
+        _, group, counts = np.unique(batch["group"], return_inverse=True, return_counts=True)
+        right = np.bincount(group, weights=is_right(batch), minlength=len(counts))
+        return has_spread(batch) | ((right > 0) & (counts > 1))[group]
+
+    return keep
 
 
 def _spread(groups: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -17,58 +17,34 @@ from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.storage import Location, is_url, split, storage_of
 from tilth.cluster.cluster import Cluster, open_cluster
 from tilth.config.checks import pools
+from tilth.config.plugins import declared
 from tilth.config.schema import Recipe
 from tilth.core.errors import CallTimeout, CheckpointError, OutOfMemory, StorageError, WorkerLost
 from tilth.core.target import make_folder
 from tilth.data.prompts import PromptSet
+from tilth.flows.actor_critic import actor_critic, pretrain_critic
 from tilth.flows.build import Material, Parts, build
-from tilth.flows.checks import check_algorithm, replaced
+from tilth.flows.checks import check_algorithm, in_scripts, replaced
 from tilth.flows.continuing import Identity, find
-from tilth.flows.dapo import dapo
-from tilth.flows.distill import distill
-from tilth.flows.dpo import dpo
-from tilth.flows.fapo import fapo
-from tilth.flows.grpo import grpo
 from tilth.flows.metrics import Metrics
 from tilth.flows.model import MODEL_FOLDER, save_shape
 from tilth.flows.named import all_lost, foreign, identity
 from tilth.flows.observers import Beginner, Observer
-from tilth.flows.ppo import ppo, values
-from tilth.flows.pretrain import pretrain
+from tilth.flows.policy_gradient import policy_gradient
 from tilth.flows.profiling import Profiling
 from tilth.flows.readers import checkpoints_of
-from tilth.flows.reinforce_pp import reinforce_pp
-from tilth.flows.remax import remax
-from tilth.flows.reward_model import reward_model
-from tilth.flows.rloo import rloo
 from tilth.flows.run import VALUES, WARMUP, Progress, Roles, Run
 from tilth.flows.rundir import REWARD_LOG, RunDir, summarise
 from tilth.flows.saving import Saving
 from tilth.flows.seen import seen_before
-from tilth.flows.sft import sft
 from tilth.flows.signals import Interrupted, StopRequest
-from tilth.flows.vapo import vapo
+from tilth.flows.supervised import preference, supervised
 from tilth.flows.workers import threads
+from tilth.rl.fingerprint import files_fingerprint, fingerprint
 from tilth.roles.reward_pool import RewardPool
 from tilth.trace.collector import collector
 from tilth.trace.spans import recorder
 
-PAGES: dict[str, Callable[[Run], None]] = {
-    "grpo": grpo,
-    "rloo": rloo,
-    "reinforce_pp": reinforce_pp,
-    "remax": remax,
-    "dapo": dapo,
-    "ppo": ppo,
-    "vapo": vapo,
-    "distill": distill,
-    "sft": sft,
-    "pretrain": pretrain,
-    "dpo": dpo,
-    "reward_model": reward_model,
-    "fapo": fapo,
-}
-"""The page of each flow of ``config.flows``."""
 LOADED = {"judge.path": "judge", "reference.path": "reference", "reward.model": "reward model"}
 """Keys that lead to models which never change in a run, and what these are called. Nor may another one take the place
 of one when the run goes on."""
@@ -148,8 +124,8 @@ def launch(
     fallback: where its newest checkpoint is damaged, go on from the newest that is not.
     """
     check_algorithm(recipe)
-    fingerprint = material.fingerprint()
-    who = Identity(recipe, _inputs(recipe, fingerprint, reward), tuple(allow))
+    data = material.fingerprint()
+    who = Identity(recipe, _inputs(recipe, data, reward), tuple(allow))
     who.check_name()
     if recipe.run.checkpoints:
         _check_place(recipe.run.checkpoints)  # before anything is made
@@ -175,7 +151,7 @@ def launch(
                 run = _run(parts, cluster, directory, watching, stop)
                 for text in warned:
                     directory.log(text)
-                directory.update(data=fingerprint)
+                directory.update(data=data)
                 _announce(run, parts)
                 _restore(run, fallback=fallback)
                 for observer in watching:
@@ -282,12 +258,15 @@ def _warn(warned: list[str], observers: Sequence[Observer], text: str) -> None:
         observer.on_message(text)
 
 
-def _inputs(recipe: Recipe, fingerprint: str, reward: str) -> dict[str, str]:
-    """Key -> fingerprint of what decides the run beside its recipe: the data, the reward function, a template's file,
-    the models that paths lead to."""
-    found = {"data": fingerprint}
+def _inputs(recipe: Recipe, data: str, reward: str) -> dict[str, str]:
+    """Key -> fingerprint of what decides the run beside its recipe: the data, the reward function, plugins, what a
+    script declares, a template's file, the models that paths lead to."""
+    found = {"data": data}
     if reward:
         found["reward.function"] = reward
+    if recipe.plugins:
+        found["plugins"] = files_fingerprint(recipe.plugins)
+    found |= {key: fingerprint(declaration.value) for key, declaration in in_scripts(recipe).items()}
     template = Path(recipe.data.template)
     if recipe.data.template and template.is_file():
         found["data.template"] = hashlib.blake2b(template.read_bytes(), digest_size=8).hexdigest()
@@ -344,15 +323,24 @@ def _collect(cluster: Cluster, every: int, step: int) -> None:
 def _phases(run: Run) -> None:
     """The recipe's flow, after a supervised warm-up where it learns from experience and has one."""
     recipe, given = run.recipe, run.recipe.supervised
-    page = PAGES[recipe.flow]
+    loop = training_loop(recipe)
     if not recipe.facts.samples:
-        page(run.enter(recipe.flow, given.steps, given.lr))
+        loop(run.enter(recipe.flow, given.steps, given.lr))
         return
     if given.steps:
-        sft(run.enter(WARMUP, given.steps, given.lr))
+        supervised(run.enter(WARMUP, given.steps, given.lr))
     if recipe.facts.critic and recipe.critic.steps:
-        values(run.enter(VALUES, recipe.critic.steps, recipe.optimizer.lr))
-    page(run.enter(recipe.flow, recipe.algorithm.steps, recipe.optimizer.lr))
+        pretrain_critic(run.enter(VALUES, recipe.critic.steps, recipe.optimizer.lr))
+    loop(run.enter(recipe.flow, recipe.algorithm.steps, recipe.optimizer.lr))
+
+
+def training_loop(recipe: Recipe) -> Callable[[Run], None]:
+    """The loop of the recipe's flow: one that a plugin declares, or that of all flows that learn from the same."""
+    if own := declared("flow").get(recipe.flow):
+        return own.value
+    if recipe.facts.samples:
+        return actor_critic if recipe.facts.critic else policy_gradient
+    return preference if recipe.facts.learns == "pairs" else supervised
 
 
 def _announce(run: Run, parts: Parts) -> None:

@@ -21,7 +21,7 @@ from tilth.core.random import Stream, stream
 from tilth.flows import hopeless
 from tilth.flows.checks import check_parts, columns_needed
 from tilth.flows.heldout import ACCURACY, LOSS, REWARD, figures, is_graded, measure
-from tilth.flows.keep import first_groups, has_spread, missing_prompts
+from tilth.flows.keep import Keep, first_groups, has_spread, missing_prompts
 from tilth.flows.measured import measure_parts, measure_rows
 from tilth.flows.metrics import Metrics
 from tilth.flows.observers import Observer
@@ -35,13 +35,16 @@ from tilth.rl.metrics import Metric
 from tilth.roles.rollout import ask
 from tilth.trace.spans import span
 
-Keep = Callable[[Batch], np.ndarray]
 WARMUP = "warmup"
-SUPERVISED = frozenset({WARMUP, *(name for name, flow in FLOWS.items() if not flow.samples)})
-"""Phases of learning from what is given: flows of their own, or the warm-up of another. The others learn from
-experience."""
 VALUES = "values"
 """The phase in which the critic alone learns, before that of a flow with a critic."""
+
+
+def is_supervised(phase: str) -> bool:
+    """True for a phase that learns from what is given: a flow of its own, or the warm-up of another."""
+    return phase == WARMUP or (phase in FLOWS and not FLOWS[phase].samples)
+
+
 EVALUATION_IDS = -(2**40)
 PROBE_IDS = 2 * EVALUATION_IDS
 BASELINE_IDS = 3 * EVALUATION_IDS
@@ -184,16 +187,16 @@ class Run:
     def _updates(self, phase: str, steps: int) -> int:
         """Optimizer steps of a phase."""
         how = self.recipe.algorithm
-        return steps if phase in SUPERVISED else steps * how.epochs * how.minibatches
+        return steps if is_supervised(phase) else steps * how.epochs * how.minibatches
 
     def _publish_for(self, phase: str) -> None:
         """Experience comes from the engine; supervised phases need it for their evaluations only."""
-        if phase not in SUPERVISED:
+        if not is_supervised(phase):
             self.publish(self.policy)
 
     def _assess_first(self, phase: str) -> None:
         """Where the phase begins. The weights are those of the last evaluation, if there was one."""
-        if phase in SUPERVISED:
+        if is_supervised(phase):
             self.assess()
         elif self.at.accuracy_last is None:
             self.at.accuracy_last = self.evaluate()
@@ -429,7 +432,7 @@ class Run:
         The best evaluation is remembered, on ties the earlier one; the commit of its step keeps its checkpoint.
         """
         self.at.accuracy_last = accuracy = self.evaluate()
-        metric, value = measure(self) if self.at.phase in SUPERVISED - {WARMUP} else (ACCURACY, None)
+        metric, value = measure(self) if self.at.phase != WARMUP and is_supervised(self.at.phase) else (ACCURACY, None)
         if self.rollout is not None:
             metric, value = REWARD if self.at.graded else ACCURACY, accuracy
         if value is None or not self.at.step:
@@ -482,7 +485,7 @@ class Run:
         """Whether the phase has come to its end."""
         at = self.at
         # A mean reward above 1 is no share of right answers, so it reaches no target.
-        reached = at.phase in SUPERVISED and self.recipe.supervised.until <= (at.accuracy_last or 0.0) <= 1
+        reached = is_supervised(at.phase) and self.recipe.supervised.until <= (at.accuracy_last or 0.0) <= 1
         return at.phase_step >= self.phase_steps or reached
 
     @contextmanager
@@ -507,7 +510,7 @@ class Run:
     def _due(self) -> bool:
         if self.at.phase == VALUES:
             return False  # the policy is as it was
-        every = self.recipe.supervised.check_every if self.at.phase in SUPERVISED else self.recipe.run.eval_every
+        every = self.recipe.supervised.check_every if is_supervised(self.at.phase) else self.recipe.run.eval_every
         return self.at.phase_step >= self.phase_steps or bool(every and self.at.phase_step % every == 0)
 
     def _record(self, batch: Batch) -> None:

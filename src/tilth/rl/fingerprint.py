@@ -45,6 +45,25 @@ def fingerprint(spec: str | Mapping[str, float] | Reward) -> str:
     return found.digest()
 
 
+def files_fingerprint(plugins: Iterable[str]) -> str:
+    """16 hex digits for the contents of files (ending in .py) and modules, and of the user's own that they import.
+
+    Where a file lies does not count.
+    """
+    importlib.invalidate_caches()
+    found = []
+    for name in plugins:
+        imports = Imports()
+        if name.endswith(".py"):
+            imports.search(str(Path(name).parent))
+            imports.file("", Path(name))
+        else:
+            imports.search(os.getcwd())
+            imports.module(name)
+        found.append(sorted(imports.found.items()))
+    return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
+
+
 # ---- files ----
 
 
@@ -63,10 +82,10 @@ class Imports:
         if builtin(name) is not None or not where:
             return
         if not where.endswith(".py"):
-            self._search(os.getcwd())  # as load_reward does
+            self.search(os.getcwd())  # as load_reward does
             self.module(where)
         elif (file := Path(where).expanduser().resolve()).is_file():
-            self._search(str(file.parent))
+            self.search(str(file.parent))
             self.file(where, file)
 
     def module(self, name: str) -> None:
@@ -91,7 +110,7 @@ class Imports:
         for imported in _imported(source, package or "") if file.suffix == ".py" else ():
             self.module(imported)
 
-    def _search(self, folder: str) -> None:
+    def search(self, folder: str) -> None:
         """Search here too, last."""
         self._folders.append(folder)
         self._specs.clear()

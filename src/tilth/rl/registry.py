@@ -9,7 +9,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tilth.core.errors import RecipeError
+from tilth.config import plugins
+from tilth.core.errors import PluginError, RecipeError
 
 Kind = Literal["advantages", "losses", "aggregations", "kl", "preferences", "corrections"]
 Scope = Literal["rows", "token-local", "global moments", "group-local", "group tokens"]
@@ -62,14 +63,35 @@ def register(kind: Kind, name: str) -> Callable[[type[E]], type[E]]:
     return add
 
 
+_DECLARED_AS: dict[Kind, plugins.Kind] = {"advantages": "advantage", "losses": "policy_loss"}
+_BUILT: dict[tuple[Kind, str], tuple[plugins.Declaration, type[Entry]]] = {}
+"""Entries made of declarations of plugins, each with its declaration: one that is declared anew is made anew."""
+
+
 def registered(kind: Kind) -> dict[str, type[Entry]]:
-    """Name -> class, in order of registration."""
-    return dict(_ENTRIES[kind])
+    """Name -> class, in order of registration; those that plugins declare come last. Raises PluginError."""
+    found = dict(_ENTRIES[kind])
+    for name, declaration in plugins.declared(_DECLARED_AS[kind]).items() if kind in _DECLARED_AS else ():
+        if name in found:
+            what = f"{declaration.kind} {name!r} ({declaration.where})"
+            raise PluginError(f"{what} has the name of one that comes with Tilth; choose another name")
+        built = _BUILT.get((kind, name))
+        if built is None or built[0] is not declaration:
+            built = _BUILT[kind, name] = declaration, _entry_of(kind, declaration)
+        found[name] = built[1]
+    return found
+
+
+def _entry_of(kind: Kind, declaration: plugins.Declaration) -> type[Entry]:
+    from tilth.rl import functions  # which needs the classes that need this registry
+
+    make = functions.advantage_entry if kind == "advantages" else functions.loss_entry
+    return make(declaration)
 
 
 def lookup(kind: Kind, name: str) -> type[Entry]:
     """The class of this name; RecipeError with the nearest name."""
-    table = _ENTRIES[kind]
+    table = registered(kind)
     if name not in table:
         raise RecipeError(f"{kind}: no {name!r}{nearest(name, table)}")
     return table[name]
@@ -77,7 +99,7 @@ def lookup(kind: Kind, name: str) -> type[Entry]:
 
 def name_of(kind: Kind, entry: Entry) -> str:
     """The name that an entry is registered by; of one that is not, its class's."""
-    known = [name for name, made in _ENTRIES[kind].items() if made is type(entry)]
+    known = [name for name, made in registered(kind).items() if made is type(entry)]
     return known[0] if known else type(entry).__name__
 
 

@@ -6,9 +6,7 @@ fp32 cannot work with (``LARGEST``), makes the reward missing, with a reason; it
 """
 
 import difflib
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import math
 import numbers
@@ -19,7 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
-from tilth.core.errors import DataError, RewardError
+from tilth.config.plugins import declared, describe, import_file
+from tilth.core.errors import DataError, PluginError, RewardError
 from tilth.rl.verifiers import BUILTIN, SPECS, addition, builtin
 
 __all__ = ["BUILTIN", "Reward", "Score", "Weighted", "addition", "check_answers", "describe", "is_importable"]
@@ -147,6 +146,8 @@ def load_reward(spec: str | Mapping[str, float] | Reward) -> Reward:
     if not where or not name or where in BUILTIN:
         raise RewardError(f"reward {spec!r}: {_what_there_is(spec)}")
     module = _load_file(Path(where), spec) if where.endswith(".py") else _load_module(where, spec)
+    if (by_name := declared("reward").get(name)) and by_name.value.__module__ == module.__name__:
+        return _checked(by_name.value, spec)
     found: Any = module
     for attribute in name.split("."):
         if not hasattr(found, attribute):
@@ -155,12 +156,26 @@ def load_reward(spec: str | Mapping[str, float] | Reward) -> Reward:
     return _checked(found, spec)
 
 
+def of_plugins(spec: str | Mapping[str, float] | Reward) -> str | Mapping[str, float] | Reward:
+    """Names that plugins declare as specifications that any process can load: ``brevity`` -> ``/path/mine.py:brevity``.
+
+    A single one that is declared in a script or a notebook is given by value, since no other process can import it.
+    """
+    known = {name: found for name, found in declared("reward").items() if builtin(name) is None}
+    if isinstance(spec, Mapping):
+        return {(known[name].spec or name) if name in known else name: weight for name, weight in spec.items()}
+    if isinstance(spec, str) and spec in known:
+        return known[spec].spec or known[spec].value
+    return spec
+
+
 def _what_there_is(spec: str) -> str:
-    return f"give FILE.py:function or module:function, or one of {', '.join(SPECS)}{_meant(spec)}"
+    ours = [*SPECS, *declared("reward")]
+    return f"give FILE.py:function or module:function, or one of {', '.join(ours)}{_meant(spec)}"
 
 
 def _meant(spec: str) -> str:
-    close = difflib.get_close_matches(spec.partition(":")[0], [*BUILTIN, "regex"], 1, 0.5)
+    close = difflib.get_close_matches(spec.partition(":")[0], [*BUILTIN, "regex", *declared("reward")], 1, 0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -249,27 +264,10 @@ def is_importable(module: str) -> bool:
 
 
 def _load_file(path: Path, spec: str) -> ModuleType:
-    """Import a file by path, once; its folder joins the end of the import path, so that its neighbours are found."""
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        near = _nearest(path.name, (p.name for p in path.parent.glob("*.py"))) if path.parent.is_dir() else ""
-        raise RewardError(f"reward {spec!r}: no file {path}{near}")
-    name = f"{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    source = importlib.util.spec_from_file_location(name, path)
-    if source is None or source.loader is None:
-        raise RewardError(f"reward {spec!r}: {path} is no Python file")
-    module = importlib.util.module_from_spec(source)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
     try:
-        source.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise RewardError(f"reward {spec!r}: importing {path} failed: {describe(error)}") from error
-    return module
+        return import_file(path)
+    except PluginError as error:
+        raise RewardError(f"reward {spec!r}: {error}") from error
 
 
 def _checked(function: Any, spec: str) -> Reward:
@@ -294,18 +292,3 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; there are {', '.join(known[:20])}" if known else "; it has no function"
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one line of at most 300 characters, with the place where it was raised.
-
-    What Python's importer raises of a file that is no Python says its line itself.
-    """
-    message = " ".join(str(error).split())[:200]
-    place, trace = "", error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        place = "" if file.startswith("<frozen importlib") else f" at {Path(file).name[-60:]}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    notes = "".join(f" ({note[:100]})" for note in getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}{': ' + message if message else ''}{place}{notes}"

@@ -5,7 +5,8 @@ from typing import Any
 from tilth.config.flows import FLOWS
 from tilth.plan.steps import size as plan_size
 
-PHASES = {"warmup": "warm-up", "values": "critic"} | {name: flow.title for name, flow in FLOWS.items()}
+PHASES = {"warmup": "warm-up", "values": "critic"}
+"""Phases that are not flows."""
 
 
 def duration(seconds: float) -> str:
@@ -89,7 +90,7 @@ def best(found: dict[str, Any] | None) -> str:
 
 def phase_name(phase: str) -> str:
     """A phase as people say it."""
-    return PHASES.get(phase, phase or "run")
+    return FLOWS[phase].title if phase in FLOWS else PHASES.get(phase, phase or "run")
 
 
 def verdict(sample: dict[str, Any]) -> str:

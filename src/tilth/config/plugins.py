@@ -1,0 +1,225 @@
+"""User code: the files and modules of ``plugins``, and what they declare. Imports no torch.
+
+A decorator (``tilth.advantage``, ``tilth.policy_loss``, ``tilth.reward``, ``tilth.flow``) only records what it
+decorates; the package that uses such a thing builds it from the declaration when its name is looked up. So a process
+that only scores rewards can import a plugin without importing torch.
+
+Every process that receives a recipe imports its plugins: in the controller when the recipe is read, in a worker when
+the recipe arrives (``Recipe.__setstate__``), in a process that scores when the reward is named ``FILE.py:name``.
+"""
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, TypeVar, get_args
+
+from tilth.config.errors import PluginError
+from tilth.config.flows import FLOWS, OPTIONAL, Flow, Learns
+
+Kind = Literal["advantage", "policy_loss", "reward", "flow"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """One thing that user code declares."""
+
+    kind: Kind
+    name: str
+    value: Any
+    file: str
+    line: int
+
+    @property
+    def where(self) -> str:
+        """File and line, for error messages."""
+        return f"{Path(self.file).name}:{self.line}"
+
+    @property
+    def spec(self) -> str:
+        """``FILE.py:name`` or ``module:name``, by which another process finds it; "" where none could (a notebook)."""
+        module = getattr(self.value, "__module__", "__main__")
+        if self.file.endswith(".py") and module == module_name(Path(self.file).resolve()):
+            return f"{Path(self.file).resolve()}:{self.name}"
+        return "" if module == "__main__" else f"{module}:{self.name}"
+
+    @property
+    def same_code(self) -> tuple[str, str]:
+        """Module and qualified name: a declaration replaces an earlier one of the same code (a notebook cell)."""
+        return getattr(self.value, "__module__", ""), getattr(self.value, "__qualname__", "")
+
+
+_SHIPPED_FLOWS = frozenset(FLOWS)
+_DECLARED: dict[Kind, dict[str, Declaration]] = {kind: {} for kind in get_args(Kind)}
+
+
+def declare(kind: Kind, name: str) -> Callable[[T], T]:
+    """Return a decorator that records a function or class under a name. Raises PluginError: a name that is taken."""
+    if not isinstance(name, str) or not name.isidentifier():
+        raise PluginError(f"@tilth.{kind}({name!r}): a name is text such as 'my_{kind}', letters, digits and _")
+
+    def record(value: T) -> T:
+        code = inspect.unwrap(value)  # type: ignore[arg-type]
+        found = Declaration(kind, name, value, *_place(code))
+        before = _DECLARED[kind].get(name)
+        if before is not None and before.same_code != found.same_code:
+            raise PluginError(
+                f"{kind} {name!r} of {found.where} is declared by {before.where} too; choose another name"
+            )
+        _DECLARED[kind][name] = found
+        return value
+
+    return record
+
+
+def advantage(name: str) -> Callable[[T], T]:
+    """Declare an advantage estimator that ``algorithm.advantage=name`` chooses.
+
+    A function over rows, ``(rewards, groups, *, scale: float = 1.0)``: float64 [n], int64 [n] -> float64 [n]; a
+    function over tokens where it asks for a column of tokens (``values``, ``logprobs``, ``lengths`` ...); or a subclass
+    of ``tilth.rl.advantages.Advantage``. Argument names say which columns are passed, keyword arguments are options
+    (``algorithm.options.scale=0.5``). See ``tilth.rl.functions``. Raises PluginError: a name that is taken.
+    """
+    return declare("advantage", name)
+
+
+def policy_loss(name: str) -> Callable[[T], T]:
+    """Declare a policy loss that ``algorithm.loss=name`` chooses.
+
+    A function ``(logprobs, old_logprobs, advantages, *, clip: float = 0.2)`` of float tensors [tokens] -> loss of each
+    token [tokens], or (loss, {metric: [tokens]}); or a subclass of ``tilth.rl.losses.PolicyLoss``. Argument names say
+    which columns are passed, keyword arguments are options. Raises PluginError: a name that is taken.
+    """
+    return declare("policy_loss", name)
+
+
+def reward(name: str) -> Callable[[T], T]:
+    """Declare a reward ``(prompt, completion, info) -> number or dict`` that ``reward.function=name`` chooses."""
+    return declare("reward", name)
+
+
+def flow(
+    name: str,
+    *,
+    title: str = "",
+    learns: Learns = "experience",
+    critic: bool = False,
+    reference: bool = False,
+    defaults: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Callable[[T], T]:
+    """Declare a training loop ``(run: tilth.flows.run.Run) -> None`` that ``flow=name`` chooses.
+
+    title: its name in terminal and report. learns: from samples of its own that are scored ("experience"), or from
+    given "answers", "documents" or "pairs". critic, reference: whether it needs such a model. defaults: section -> key
+    -> value below what a recipe says, as in ``{"algorithm": {"advantage": "gae"}}``. Raises PluginError: a name that is
+    taken.
+    """
+    if name in _SHIPPED_FLOWS:
+        raise PluginError(f"@tilth.flow({name!r}): a flow that comes with Tilth has this name; choose another one")
+    record = declare("flow", name)
+
+    def add(page: T) -> T:
+        record(page)
+        FLOWS[name] = Flow(title or name, learns, critic, reference, reads=OPTIONAL, own=defaults or {})
+        return page
+
+    return add
+
+
+def declared(kind: Kind) -> dict[str, Declaration]:
+    """Everything of a kind that user code has declared in this process, by name."""
+    return dict(_DECLARED[kind])
+
+
+def load_plugins(plugins: Iterable[str]) -> list[ModuleType]:
+    """Import each plugin once: a path ending in ``.py``, or the name of a module. Raises PluginError in one line."""
+    return [import_file(Path(name)) if name.endswith(".py") else _import_module(name) for name in plugins]
+
+
+def absolute(plugins: Sequence[str]) -> tuple[str, ...]:
+    """Plugins with whole paths: workers and later readers of the run have other working directories."""
+    return tuple(str(Path(name).expanduser().resolve()) if name.endswith(".py") else name for name in plugins)
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a file by its path, once. Its folder joins the end of the import path, so that its neighbours are found.
+
+    Raises PluginError: no such file (with the nearest name), or one that fails when it is imported, with the line.
+    """
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, beside, 1, 0.5)
+        raise PluginError(f"no file {path}{f'; did you mean {near[0]!r}?' if near else ''}")
+    name = module_name(path)
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PluginError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    try:
+        spec.loader.exec_module(module)
+    except PluginError:
+        del sys.modules[name]
+        raise
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise PluginError(f"importing {path} failed: {describe(error)}") from error
+    return module
+
+
+def module_name(path: Path) -> str:
+    """The name that a file given by its path has among the imported modules: the same in every process."""
+    return f"{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line of at most 300 characters, with the place where it was raised.
+
+    What Python's importer raises of a file that is no Python says its line itself.
+    """
+    message = " ".join(str(error).split())[:200]
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        place = "" if file.startswith("<frozen importlib") else f" at {Path(file).name[-60:]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    notes = "".join(f" ({note[:100]})" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}{': ' + message if message else ''}{place}{notes}"
+
+
+def _import_module(name: str) -> ModuleType:
+    if not {"", str(Path.cwd())} & set(sys.path):  # a console script does not see the folder it is called in
+        sys.path.append(str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except PluginError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            meant = f"; a file is given with its ending, {name}.py" if Path(f"{name}.py").is_file() else ""
+            raise PluginError(f"plugins: no module {error.name!r} on the import path{meant}") from None
+        raise PluginError(f"plugins: importing {name} failed: {describe(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"plugins: importing {name} failed: {describe(error)}") from error
+
+
+def _place(code: Any) -> tuple[str, int]:
+    """File and first line of a function or class; ("?", 0) where Python does not know them."""
+    if inspect.isfunction(code):
+        return code.__code__.co_filename, code.__code__.co_firstlineno
+    try:
+        return inspect.getsourcefile(code) or "?", inspect.getsourcelines(code)[1]
+    except (OSError, TypeError):
+        return "?", 0

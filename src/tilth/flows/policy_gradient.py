@@ -1,0 +1,32 @@
+"""The training loop of algorithms without a critic: GRPO, RLOO, REINFORCE++, ReMax, DAPO, FAPO, distillation.
+
+What tells them apart are keys, whose defaults for each are one row of ``tilth.config.flows.FLOWS``: the estimator
+(``algorithm.advantage``), the loss and its clips, the KL penalty, dynamic sampling (``refill``), overlong shaping, the
+judge. ``tilth algorithms`` prints the rows side by side.
+"""
+
+from tilth.flows.checks import columns_needed
+from tilth.flows.judged import ask_judge, drop_flat_groups, penalised
+from tilth.flows.keep import group_filter
+from tilth.flows.run import Run
+from tilth.flows.shape import overlong, uncut
+
+
+def policy_gradient(run: Run) -> None:
+    """Sample groups of answers, score them, compare them, update the policy, sync the engine's weights; each step."""
+    rollout, algo, judge = run.recipe.rollout, run.recipe.algorithm, run.roles.judge
+    for batch in run.experience(group=rollout.group, keep=group_filter(run.recipe), rounds=algo.refill):
+        if (
+            judge is not None
+        ):  # called first, read below: a judge with a pool of its own works beside what comes between
+            verdicts = ask_judge(judge, batch)
+        if "baselines" in columns_needed(run.recipe):  # ReMax: the reward of the greedy answer
+            batch = run.baselines(batch)
+        batch = run.logprobs(batch)
+        if judge is not None:  # FAPO: right answers with a wrong step earn less
+            batch = drop_flat_groups(run, penalised(run, batch, verdicts))
+        batch = overlong(batch, algo, rollout.max_tokens)
+        batch = uncut(run.policy.advantages(batch, run.how), algo)
+        for part in run.minibatches(batch):
+            run.learned(run.policy.update(part, run.how))
+        run.publish(run.policy)

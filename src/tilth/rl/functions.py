@@ -1,0 +1,206 @@
+"""Estimators and policy losses that are plain functions of a user's: argument names are columns, keywords are options.
+
+A declared function becomes an entry of the registry: its arguments without a default say which columns it needs, its
+keyword arguments with a default are its options, checked by their annotation (or else by the type of the default). What
+it returns is checked at every call, and what it raises names the file and line.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, cast
+
+import torch
+from pydantic import Field, create_model
+from torch import Tensor
+
+from tilth.config.plugins import Declaration, describe
+from tilth.core.errors import PluginError, TilthError
+from tilth.rl.estimators import OF_TOKENS, Advantage, RowAdvantage, Rows, Tokens
+from tilth.rl.objectives import PolicyLoss, Step, TokenLosses
+from tilth.rl.registry import Entry, Scope, nearest
+
+ROW_COLUMNS = ("rewards", "groups", "counts", "baselines")
+"""Columns with one value a row that a function over rows can ask for."""
+PART = "part_"
+"""Begin of an argument that is a part of the reward: ``part_style`` is what a reward returned as ``style``."""
+LOSS_COLUMNS = (
+    "logprobs",
+    "old_logprobs",
+    "advantages",
+    "ref_logprobs",
+    "rollout_logprobs",
+    "weights",
+    "uniforms",
+    "lengths",
+)
+
+
+def advantage_entry(declaration: Declaration) -> type[Entry]:
+    """The entry of a declared estimator: a class as it is, a function over rows or over tokens by its arguments.
+
+    Over rows: [n] -> float64 [n], all columns of ``ROW_COLUMNS``, rows of all workers without those whose reward is
+    missing. Over tokens, where it asks for one of ``OF_TOKENS`` or ``lengths``: tokens that the policy chose, packed,
+    [tokens] -> [tokens] or (advantages, returns); ``rewards`` is then float64 [tokens], ``lengths`` int64 [n].
+    Raises PluginError: an argument that is no column, an option without a default.
+    """
+    if inspect.isclass(declaration.value):
+        return _class(declaration, Advantage)
+    needs, options = _arguments(declaration, (*ROW_COLUMNS, *OF_TOKENS, "lengths"))
+    over_tokens = any(name in (*OF_TOKENS, "lengths") for name in needs)
+    return _entry(declaration, _TokenFunction if over_tokens else _RowFunction, needs, options)
+
+
+def loss_entry(declaration: Declaration) -> type[Entry]:
+    """The entry of a declared policy loss: a class as it is, or a function of columns [tokens] of the tokens that the
+    policy chose -> loss of each [tokens], or (loss, {metric: column [tokens]}). Only ``logprobs`` has a gradient.
+
+    Raises PluginError: an argument that is no column, an option without a default.
+    """
+    if inspect.isclass(declaration.value):
+        return _class(declaration, PolicyLoss)
+    needs, options = _arguments(declaration, LOSS_COLUMNS)
+    if "logprobs" not in needs:
+        raise PluginError(f"{_title(declaration)} has no argument 'logprobs', so it would have no gradient")
+    return _entry(declaration, _LossFunction, needs, options)
+
+
+class _RowFunction(RowAdvantage):
+    function: ClassVar[Callable[..., Any]]
+    declaration: ClassVar[Declaration]
+    columns: ClassVar[tuple[str, ...]]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Its arguments, but for the tokens of each row, which are always there."""
+        return tuple(name for name in self.columns if name != "counts")
+
+    @property
+    def weighs(self) -> bool:
+        """Whether it asks for the tokens of each row."""
+        return "counts" in self.columns
+
+    def rows(self, rows: Rows) -> Tensor:
+        """Its result for the rows that have a reward."""
+        known = {**rows.columns, "rewards": rows.scores, "counts": rows.counts}
+        given = {name: cast(Tensor, known[name])[rows.valid] for name in self.columns}
+        found = _call(self, given)
+        _check(self, found, "advantages", "rows", int(rows.valid.sum()))
+        return torch.zeros_like(rows.scores).masked_scatter(rows.valid, found.to(torch.float64))
+
+
+class _TokenFunction(Advantage):
+    function: ClassVar[Callable[..., Any]]
+    declaration: ClassVar[Declaration]
+    columns: ClassVar[tuple[str, ...]]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Its arguments, but for lengths and tokens of each row, which are always there."""
+        return tuple(name for name in self.columns if name not in ("counts", "lengths"))
+
+    @property
+    def scope(self) -> Scope:
+        """The rows of one worker; whole groups where it asks for them."""
+        return "group-local" if "groups" in self.columns else "token-local"
+
+    def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
+        """Its result for the tokens that count."""
+        counts = tokens.packing.counts
+        rows = {"lengths": counts, "counts": counts, **tokens.rows.columns}
+        given = {name: tokens.chosen(name) if name in OF_TOKENS else rows.get(name) for name in self.columns}
+        if "rewards" in given:
+            given["rewards"] = tokens.rewards[tokens.packing.mask]
+        found = _call(self, given)
+        results = found if isinstance(found, tuple) else (found, None)
+        for name, result in zip(("advantages", "returns"), results):
+            if result is not None:
+                _check(self, result, name, "tokens", int(tokens.packing.mask.sum()))
+        advantages, returns = (None if r is None else tokens.scatter(r.to(torch.float64)) for r in results)
+        return cast(Tensor, advantages), returns
+
+
+class _LossFunction(PolicyLoss):
+    function: ClassVar[Callable[..., Any]]
+    declaration: ClassVar[Declaration]
+    columns: ClassVar[tuple[str, ...]]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What every loss needs, and its own arguments."""
+        always = super().needs
+        return (*always, *(name for name in self.columns if name not in always and name != "lengths"))
+
+    @property
+    def takes_ratio(self) -> bool:
+        """Whether it asks for the old policy."""
+        return "old_logprobs" in self.columns
+
+    def tokens(self, step: Step) -> TokenLosses:
+        """Its result for the tokens that count; 0 elsewhere, whatever its arguments are there."""
+        mask, columns = step.packing.mask, {**step.columns, "logprobs": step.logprobs}
+        given = {name: step.packing.counts if name == "lengths" else columns[name][mask] for name in self.columns}
+        found = _call(self, given)
+        losses, metrics = found if isinstance(found, tuple) else (found, {})
+        for name, column in {"loss": losses, **metrics}.items():
+            _check(self, column, name, "tokens", int(mask.sum()))
+        zeros = torch.zeros_like(step.logprobs)
+        spread = {name: zeros.masked_scatter(mask, c.detach().to(zeros)) for name, c in metrics.items()}
+        return zeros.masked_scatter(mask, losses.to(zeros)), spread
+
+
+def _class(declaration: Declaration, base: type[Entry]) -> type[Entry]:
+    if not issubclass(declaration.value, base):
+        raise PluginError(f"{_title(declaration)} is a class, but not a subclass of {base.__module__}.{base.__name__}")
+    return cast(type[Entry], declaration.value)
+
+
+def _arguments(declaration: Declaration, columns: Iterable[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Names of its columns, and pydantic fields of its options."""
+    needs, options = [], {}
+    for name, parameter in inspect.signature(declaration.value).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise PluginError(f"{_title(declaration)}: *{name} does not say which columns or options it takes")
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            if name not in columns and not name.startswith(PART):
+                raise PluginError(f"{_title(declaration)}: no column {name!r}{nearest(name, columns)}")
+            needs.append(name.replace(PART, "part/", 1) if name.startswith(PART) else name)
+        elif parameter.default is parameter.empty:
+            raise PluginError(f"{_title(declaration)}: option {name!r} needs a default, as in {name}: float = 0.5")
+        else:
+            known = parameter.annotation is not parameter.empty
+            options[name] = (parameter.annotation if known else type(parameter.default), Field(parameter.default))
+    return tuple(needs), options
+
+
+def _entry(
+    declaration: Declaration, base: type[Entry], columns: tuple[str, ...], options: dict[str, Any]
+) -> type[Entry]:
+    taken = sorted(set(options) & set(base.model_fields))
+    if taken:
+        raise PluginError(f"{_title(declaration)}: every policy loss has an option {taken[0]!r} already; rename yours")
+    made = create_model(declaration.name, __base__=base, __module__=declaration.value.__module__, **options)
+    made.__doc__ = inspect.getdoc(declaration.value)
+    made.function = staticmethod(declaration.value)  # type: ignore[attr-defined]
+    made.declaration, made.columns = declaration, columns  # type: ignore[attr-defined]
+    return made
+
+
+def _call(entry: Any, given: dict[str, Any]) -> Any:
+    """Call the function. PluginError names it and the line that raised; errors of Tilth's own pass."""
+    options = {name: getattr(entry, name) for name in type(entry).model_fields if name not in PolicyLoss.model_fields}
+    try:
+        return type(entry).function(*given.values(), **options)
+    except TilthError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{_title(entry.declaration)}: {describe(error)}") from error
+
+
+def _check(entry: Any, found: Any, name: str, what: str, count: int) -> None:
+    if not isinstance(found, Tensor) or found.shape != (count,):
+        shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise PluginError(f"{_title(entry.declaration)}: {name} is {shown}, not a tensor of the {count} {what}")
+
+
+def _title(declaration: Declaration) -> str:
+    return f"{declaration.kind} {declaration.name!r} ({declaration.where})"

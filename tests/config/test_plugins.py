@@ -1,0 +1,146 @@
+"""Plugins: files and modules of a user's, imported once, whose errors name file and line."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tilth
+from tilth.config import plugins
+from tilth.config.errors import PluginError, RecipeError
+from tilth.config.flows import FLOWS
+from tilth.config.load import digest, from_dict, load_recipe
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    yield
+    forget()
+
+
+def forget() -> None:
+    """Bring this process back to before any plugin was imported, as a new process is."""
+    for kind, known in plugins._DECLARED.items():
+        for declaration in known.values():
+            sys.modules.pop(declaration.value.__module__, None) if "mine" in declaration.file else None
+            FLOWS.pop(declaration.name, None) if kind == "flow" else None
+        known.clear()
+
+
+def write(folder: Path, text: str, name: str = "mine.py") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_plugin_is_imported_once_and_its_neighbours_are_found(tmp_path):
+    write(tmp_path, "NUMBER = 7\n", "beside_the_plugin.py")
+    path = write(tmp_path, "from beside_the_plugin import NUMBER\nseen = []\n")
+    (first,) = plugins.load_plugins([str(path)])
+    first.seen.append(1)
+    (again,) = plugins.load_plugins([str(path)])
+    assert again is first and again.seen == [1] and again.NUMBER == 7
+
+
+def test_a_recipe_holds_whole_paths_so_that_workers_elsewhere_find_them(tmp_path, monkeypatch):
+    write(tmp_path, "import tilth\n")
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe("addition-grpo", ['plugins=["mine.py"]'])
+    assert recipe.plugins == (str(tmp_path / "mine.py"),)
+
+
+def test_where_a_plugin_lies_does_not_make_another_run(tmp_path):
+    paths = [write(tmp_path, "\n", name) for name in ("one.py", "two.py")]
+    made = [from_dict({"plugins": [str(path)]}) for path in paths]
+    assert digest(made[0]) == digest(made[1])
+
+
+def test_a_plugin_can_be_a_module(tmp_path, monkeypatch):
+    write(tmp_path, "import tilth\n@tilth.reward('said')\ndef said(p, c, i): return 1.0\n", "a_module_of_mine.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    from_dict({"plugins": ["a_module_of_mine"]})
+    assert plugins.declared("reward")["said"].spec == "a_module_of_mine:said"
+
+
+@pytest.mark.parametrize(
+    ("plugin", "text", "word"),
+    [
+        ("missing.py", "", "missing.py"),
+        ("mine.py", "import tilth\n\nx = 1 / 0\n", "mine.py:3"),
+        ("mine.py", "def broken(:\n", "line 1"),
+        ("mine.py", "import sys\nsys.exit(3)\n", "SystemExit"),
+        ("no_such_module_here", "", "no_such_module_here"),
+    ],
+)
+def test_a_plugin_that_cannot_be_imported_is_named_with_its_line(tmp_path, plugin, text, word):
+    if text:
+        write(tmp_path, text)
+    name = str(tmp_path / plugin) if plugin.endswith(".py") else plugin
+    for _ in range(2):  # a failed import leaves nothing that would count as imported
+        with pytest.raises(PluginError, match=word):
+            from_dict({"plugins": [name]})
+
+
+def test_plugins_that_are_no_list_are_refused():
+    with pytest.raises(RecipeError, match="plugins"):
+        from_dict({"plugins": "mine.py"})
+
+
+def test_two_plugins_cannot_declare_one_name(tmp_path):
+    text = "import tilth\n@tilth.advantage('twice')\ndef mine(rewards): return rewards\n"
+    paths = [write(tmp_path, text, name) for name in ("one.py", "two.py")]
+    with pytest.raises(PluginError, match=r"two\.py:2.*one\.py:2"):
+        from_dict({"plugins": [str(path) for path in paths]})
+
+
+def test_a_cell_that_runs_again_replaces_what_it_declared():
+    def cell(scale):
+        @tilth.advantage("again")
+        def mine(rewards):
+            return scale * rewards
+
+        return mine
+
+    cell(1)
+    later = cell(2)
+    assert plugins.declared("advantage")["again"].value is later
+
+
+@pytest.mark.parametrize("name", ["", "two words", "dotted.name", 3])
+def test_a_name_is_one_word(name):
+    with pytest.raises(PluginError, match="advantage"):
+        tilth.advantage(name)
+
+
+def test_a_flow_that_comes_with_tilth_is_not_replaced():
+    with pytest.raises(PluginError, match="grpo"):
+        tilth.flow("grpo")
+
+
+def test_a_flow_of_ones_own_is_a_value_of_flow_with_its_defaults(tmp_path):
+    text = """
+import tilth
+
+@tilth.flow("mine_alone", title="Mine", defaults={"algorithm": {"advantage": "rloo"}})
+def mine_alone(run):
+    pass
+"""
+    path = write(tmp_path, text)
+    recipe = from_dict({"plugins": [str(path)], "flow": "mine_alone"})
+    assert recipe.algorithm.advantage == "rloo" and recipe.facts.title == "Mine"
+    with pytest.raises(RecipeError, match="mine_alone"):
+        from_dict({"flow": "mine_alon"})
+
+
+def test_a_process_that_gets_a_recipe_imports_its_plugins_and_one_that_only_scores_no_torch(tmp_path):
+    path = write(tmp_path, "import tilth\n@tilth.advantage('far')\ndef far(rewards): return rewards\n")
+    recipe = tmp_path / "recipe.pickle"
+    recipe.write_bytes(pickle.dumps(from_dict({"plugins": [str(path)]})))
+    code = (
+        "import pickle, sys; from pathlib import Path; pickle.loads(Path(sys.argv[1]).read_bytes()); "
+        "from tilth.config.plugins import declared; print(*declared('advantage'), 'torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code, str(recipe)], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["far", "False"]

@@ -1,0 +1,103 @@
+"""Runs with user code: the same weights as with the entries that it copies, in every backend."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.config.test_plugins import _nothing_left_behind, forget, write  # noqa: F401  (a fixture)
+from tests.flows import tiny
+from tilth.api import run_recipe
+from tilth.core.errors import PluginError, RecipeError
+
+MINE = """
+import tilth, torch
+
+@tilth.advantage("my_rloo")
+def my_rloo(rewards, groups, *, scale: float = 1.0):
+    found = torch.empty_like(rewards)
+    for group in groups.unique():
+        own = groups == group
+        n = int(own.sum())
+        found[own] = scale * (rewards[own] - rewards[own].mean()) * n / max(n - 1, 1)
+    return found
+
+@tilth.policy_loss("my_clip")
+def my_clip(logprobs, old_logprobs, advantages, *, clip: float = 0.2):
+    ratio = (logprobs - old_logprobs).clamp(-20, 20).exp()
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip))
+
+@tilth.reward("my_reward")
+def my_reward(prompt, completion, info):
+    return sum(a == b for a, b in zip(completion, info["answer"])) / len(info["answer"]) + 0.1 * len(completion)
+
+@tilth.flow("my_flow")
+def my_flow(run):
+    for batch in run.experience(group=run.recipe.rollout.group):
+        batch = run.policy.advantages(run.logprobs(batch), run.how)
+        run.learned(run.policy.update(batch, run.how))
+        run.publish(run.policy)
+"""
+OWN = {"flow": "my_flow", "reward": {"function": "my_reward"}}
+OWN |= {"algorithm": {"advantage": "my_rloo", "loss": "my_clip", "options": {"clip": 0.2}, "drop_flat": False}}
+THEIRS = {"flow": "grpo", "algorithm": {"advantage": "rloo", "loss": "ppo_clip", "drop_flat": False}}
+
+
+def run(folder: Path, **sections):
+    return run_recipe(tiny.recipe(folder, **sections), name="mine")
+
+
+def theirs(folder: Path, **sections):
+    path = folder.parent / "mine.py"
+    reward = {"reward": {"function": f"{path}:my_reward"}}
+    return run_recipe(tiny.recipe(folder, **THEIRS, **reward, **sections), name="theirs")
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    return str(write(tmp_path, MINE))
+
+
+def test_everything_of_ones_own_equals_what_it_copies_to_the_last_bit(tmp_path, plugin):
+    mine = run(tmp_path / "a", plugins=[plugin], **OWN)
+    other = theirs(tmp_path / "b")
+    assert tiny.weights(mine.directory) == tiny.weights(other.directory)
+
+
+@pytest.mark.dist
+def test_workers_import_the_plugins_of_the_recipe(tmp_path, plugin):
+    here = run(tmp_path / "a", plugins=[plugin], **OWN)
+    there = run(tmp_path / "b", plugins=[plugin], cluster={"backend": "local", "workers": 1}, **OWN)
+    assert tiny.weights(here.directory) == tiny.weights(there.directory)
+
+
+def test_a_changed_plugin_is_refused_when_the_run_goes_on_and_can_be_allowed(tmp_path, plugin):
+    named = {"run": {"name": "mine"}}
+    run(tmp_path / "a", plugins=[plugin], **OWN, **named)
+    more = {**OWN, "algorithm": {**OWN["algorithm"], "steps": 8}, **named}
+    Path(plugin).write_text(MINE.replace("0.1 *", "0.2 *"))
+    forget()
+    recipe = tiny.recipe(tmp_path / "a", plugins=[plugin], **more)
+    with pytest.raises(RecipeError, match="plugins"):
+        run_recipe(recipe, name="mine", allow=["algorithm.steps", "reward"])
+    result = run_recipe(recipe, name="mine", allow=["algorithm.steps", "reward", "plugins"])
+    assert result.summary["steps"] == 6 + 8
+
+
+def test_what_a_script_declares_works_here_and_is_refused_where_workers_could_not_import_it(tmp_path):
+    space = {"__name__": "__main__"}
+    exec(compile(MINE, "notebook", "exec"), space)
+    here = {"algorithm": {**OWN["algorithm"]}}
+    run_recipe(tiny.recipe(tmp_path / "a", **here), name="mine", reward=tiny.close_enough)
+    with pytest.raises(RecipeError, match=r"algorithm\.advantage.*plugins"):
+        run_recipe(
+            tiny.recipe(tmp_path / "b", cluster={"backend": "local", "workers": 2}, **here),
+            name="mine",
+            reward=tiny.close_enough,
+        )
+
+
+def test_an_estimator_that_fails_ends_the_run_with_its_line(tmp_path):
+    text = MINE.replace("n = int(own.sum())", "n = int(own.missing())")
+    path = write(tmp_path, text)
+    with pytest.raises(PluginError, match=r"my_rloo.*mine\.py:9"):
+        run(tmp_path / "a", plugins=[str(path)], **OWN)
