@@ -50,7 +50,8 @@ def test_layout_counts_both_answers_and_a_reward_model(tmp_path):
     one, two = (layout.look(recipe(tmp_path, flow)) for flow in ("sft", "dpo"))
     rows = [layout.tokens_of_rank(plan.recipe, plan.placed["policy"], 1) for plan in (one, two)]
     assert rows[1] == 2 * rows[0]
-    learned = layout.look(recipe(tmp_path, "grpo", reward={"model": "runs/judge"}))
+    scores = tiny.run(recipe(tmp_path / "scores", "reward_model", supervised={"steps": 1}), reward=None)
+    learned = layout.look(recipe(tmp_path, "grpo", reward={"model": str(scores.directory)}))
     assert "reward model" in {item.name for item in learned.workers[0].memory.items}
 
 
