@@ -83,7 +83,7 @@ def test_a_trace_that_cannot_be_written_takes_no_result_away(tmp_path, monkeypat
     watcher = tiny.Recorder()
     monkeypatch.setattr(PartWriter, "write", full)
     made = tiny.run(tiny.recipe(tmp_path, **SECTIONS), observers=[watcher])
-    assert read_state(made.directory)["state"] == "finished" and made.accuracy is not None
+    assert read_state(made.directory)["state"] == "finished" and made.reward is not None
     assert watcher.ended == made.summary and "No space left" in watcher.messages[-1]
     assert "events were dropped: cannot write events" in (made.directory / "log.txt").read_text()
 
