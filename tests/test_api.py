@@ -380,3 +380,11 @@ def test_a_global_or_a_helper_that_changed_is_another_reward(tmp_path):
     for other in (call(0.2, 0.0), call(0.1, 0.5)):
         assert other.startswith("refused: ") and "mine is another run: its reward function" in other
         assert "--allow reward.function" in other
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/../../b"])
+def test_a_name_that_would_lead_out_of_the_folder_of_runs_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match="name"):
+        tilth.train([{"prompt": "1+1=", "answer": "2"}], lambda p, c, i: 0.0, name=name)
+    assert not list(tmp_path.iterdir())

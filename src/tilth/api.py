@@ -134,6 +134,8 @@ def train(
     """
     allow = (allow,) if isinstance(allow, str) else tuple(allow)
     check_allowed(allow)
+    if not name or "/" in name or name in (".", ".."):
+        raise RecipeError(f"name = {name!r} is not the name of a folder; give one such as 'train'")
     wanted, brought = _sources(_with_keys(settings, keys or {}), data, heldout)
     recipe = from_dict(wanted)
     prompts = _given(recipe, brought) if brought else None

@@ -247,7 +247,7 @@ def test_what_the_run_says_holds_unless_the_command_says_otherwise(place):
     assert (how.sampling.max_tokens, how.sampling.stop, how.template, how.sampling.temperature) == (3, ("=",), "", 0.5)
     assert command.reward_of(Wish("m", "d.jsonl"), made) == "exact"
     assert command.reward_of(Wish("m", "countdown"), made) == "countdown"
-    assert command.reward_of(Wish("m", reward=("a", "b")), made) == {"a": 1.0, "b": 1.0}
+    assert command.reward_of(Wish("m", reward=("exact", "gsm8k")), made) == {"exact": 1.0, "gsm8k": 1.0}
 
 
 # ---- mistakes ----

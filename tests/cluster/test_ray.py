@@ -233,7 +233,11 @@ class TestWithRay:
             assert np.array_equal(column.values, big.values) and column.values.flags.writeable
             assert cluster.store.nbytes == handle.nbytes == big.values.nbytes + 16
             probe = self.fleet.probe(1)
-            assert probe.pid == echo.pid()[1] and probe.state in ("running", "sleeping") and "Current thread" in probe.stack
+            assert (
+                probe.pid == echo.pid()[1]
+                and probe.state in ("running", "sleeping")
+                and "Current thread" in probe.stack
+            )
             os.kill(self.ray.get(self.fleet._machines[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
             with pytest.raises(StorageError, match="payload column 0/big-controller-0 is out of reach"):
                 cluster.store.get(handle)

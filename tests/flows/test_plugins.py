@@ -7,7 +7,7 @@ import pytest
 from tests.config.test_plugins import _nothing_left_behind, forget, write  # noqa: F401  (a fixture)
 from tests.flows import tiny
 from tilth.api import run_recipe
-from tilth.core.errors import PluginError, RecipeError
+from tilth.core.errors import PluginError, RecipeError, RewardError
 
 MINE = """
 import tilth, torch
@@ -101,3 +101,58 @@ def test_an_estimator_that_fails_ends_the_run_with_its_line(tmp_path):
     path = write(tmp_path, text)
     with pytest.raises(PluginError, match=r"my_rloo.*mine\.py:9"):
         run(tmp_path / "a", plugins=[str(path)], **OWN)
+
+
+def test_a_default_of_ones_own_lies_below_what_the_recipe_says(tmp_path):
+    text = (
+        MINE
+        + """
+@tilth.policy_loss("narrow")
+def narrow(logprobs, *, clip_low: float = 0.05, clip_high: float = 0.07):
+    return -logprobs
+
+@tilth.advantage("short_sighted")
+def short_sighted(rewards, *, gamma: float = 0.9):
+    return rewards
+"""
+    )
+    plugins = [str(write(tmp_path, text))]
+    named = {"loss": "narrow", "advantage": "short_sighted"}
+    own = tiny.recipe(tmp_path / "a", plugins=plugins, algorithm=named).algorithm
+    assert (own.clip_low, own.clip_high, own.gamma) == (0.05, 0.07, 0.9)
+    said = tiny.recipe(tmp_path / "a", plugins=plugins, algorithm={**named, "clip_low": 0.3, "gamma": 0.5}).algorithm
+    assert (said.clip_low, said.clip_high, said.gamma) == (0.3, 0.07, 0.5)
+
+
+def test_a_loop_with_several_updates_takes_its_ratio_to_the_policy_before_them(tmp_path):
+    text = MINE.replace("        run.learned(", "        for _ in range(2): run.learned(")
+    mine = run(tmp_path / "a", plugins=[str(write(tmp_path, text))], **OWN)
+    later = [row for row in tiny.numbers(mine.directory) if row["phase"] == "my_flow"]
+    assert max(row["approx_kl_k3"] for row in later) > 0
+
+
+def test_a_run_goes_on_where_its_plugin_has_moved(tmp_path, plugin):
+    named = {"run": {"name": "mine"}}
+    own = {key: value for key, value in OWN.items() if key != "reward"}
+    first = run_recipe(
+        tiny.recipe(tmp_path / "a", plugins=[plugin], **own, **named), name="x", reward=tiny.close_enough
+    )
+    moved = tmp_path / "elsewhere" / "mine.py"
+    moved.parent.mkdir()
+    Path(plugin).rename(moved)
+    forget()
+    longer = {**own, "algorithm": {**own["algorithm"], "steps": 8}}
+    recipe = tiny.recipe(tmp_path / "a", plugins=[str(moved)], **longer, **named)
+    again = run_recipe(recipe, name="x", reward=tiny.close_enough, allow=["algorithm.steps"])
+    assert again.directory == first.directory and again.summary["steps"] == 14
+
+
+def test_a_reward_that_nothing_has_is_named_with_those_of_plugins(tmp_path, plugin):
+    with pytest.raises(RewardError, match="my_reward"):
+        run(tmp_path / "a", plugins=[plugin], reward={"function": "my_rewrad"})
+
+
+def test_a_plugin_that_is_no_text_is_named(tmp_path):
+    with pytest.raises(RecipeError, match="plugins"):
+        tiny.recipe(tmp_path, plugins=[3])
+    assert tiny.recipe(tmp_path, plugins=[write(tmp_path, MINE)]).plugins == (str(tmp_path / "mine.py"),)

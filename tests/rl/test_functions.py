@@ -81,7 +81,7 @@ def test_a_loss_equals_the_entry_that_it_copies_with_its_gradient_and_kl(seed, c
         found[name] = result.loss.detach(), logprobs.grad, result.metrics
     for mine, theirs in zip(found["mine_loss"][:2], found["ppo_clip"][:2]):
         torch.testing.assert_close(mine, theirs)
-    assert 0 <= float(found["mine_loss"][2]["beyond"]) <= 1
+    assert 0 <= float(found["mine_loss"][2]["plugin/beyond"]) <= 1
 
 
 def test_classes_and_parts_of_a_reward_work_too():
@@ -169,3 +169,44 @@ def test_a_class_of_another_kind_is_refused():
     tilth.advantage("mine_other")(PolicyLoss)
     with pytest.raises(PluginError, match="mine_other"):
         rl.check("mine_other", set(), kind="advantages")
+
+
+def test_a_row_whose_part_is_missing_is_missing():
+    @tilth.advantage("mine_part")
+    def by_style(rewards, part_style):
+        return rewards + part_style
+
+    found = rl.estimate(
+        "mine_part",
+        rewards=torch.tensor([1.0, 2.0]),
+        groups=None,
+        lengths=torch.tensor([1, 1]),
+        mask=torch.ones(2),
+        **{"part/style": torch.tensor([torch.nan, 1.0])},
+    )
+    assert found.advantages.tolist() == [0, 3] and found.mask.tolist() == [False, True]
+
+
+def test_a_result_that_is_not_finite_and_a_loss_without_a_gradient_are_named():
+    tilth.policy_loss("mine_constant")(lambda logprobs: logprobs.detach())
+    tilth.policy_loss("mine_nan")(lambda logprobs: logprobs * torch.nan)
+    one, lengths = torch.zeros(1, requires_grad=True), torch.tensor([1])
+    given = {"old_logprobs": one.detach(), "advantages": one.detach(), "mask": torch.ones(1), "lengths": lengths}
+    for name in ("mine_constant", "mine_nan"):
+        with pytest.raises(PluginError, match=name):
+            rl.policy_loss(name, logprobs=one, **given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "function", "word"),
+    [
+        ("advantage", lambda rewards, values, groups: values, "groups"),
+        ("advantage", lambda rewards, *, kl="k1": rewards, "algorithm.kl"),
+        ("advantage", lambda rewards, *, epochs=3: rewards, "algorithm.epochs"),
+        ("policy_loss", lambda logprobs, weights: logprobs, "weights"),
+    ],
+)
+def test_what_a_function_cannot_have_is_refused_before_a_run(kind, function, word):
+    getattr(tilth, kind)("mine_refused")(function)
+    with pytest.raises(PluginError, match=word):
+        rl.check("mine_refused", {"rewards"}, kind={"advantage": "advantages", "policy_loss": "losses"}[kind])

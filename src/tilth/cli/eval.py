@@ -12,6 +12,7 @@ import typer
 
 from tilth.cli.reward import own_option
 from tilth.config.load import from_dict, load_recipe
+from tilth.config.plugins import load_plugins
 from tilth.config.schema import Data
 from tilth.core.errors import DataError, RewardError, TilthError
 from tilth.data.pairs import recipe_prompts
@@ -21,7 +22,7 @@ from tilth.flows.files import to_json
 from tilth.flows.model import LoadedModel, load_model
 from tilth.flows.readers import read_state
 from tilth.rl.passk import Interval
-from tilth.rl.rewards import check_answers
+from tilth.rl.rewards import Reward, check_answers, of_plugins
 from tilth.rl.verifiers import SPECS, TASKS
 from tilth.roles.reward_pool import RewardPool
 from tilth.rollout.request import SamplingParams
@@ -107,10 +108,12 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def reward_of(wish: Wish, loaded: LoadedModel) -> str | dict[str, float]:
+def reward_of(wish: Wish, loaded: LoadedModel) -> str | Mapping[str, float] | Reward:
     """What judges: as asked, else the task's own, else the run's."""
+    if loaded.run is not None:
+        load_plugins(loaded.settings.get("plugins", ()))  # which may declare rewards
     if wish.reward:
-        return wish.reward[0] if len(wish.reward) == 1 else dict.fromkeys(wish.reward, 1.0)
+        return of_plugins(wish.reward[0] if len(wish.reward) == 1 else dict.fromkeys(wish.reward, 1.0))
     if wish.data in TASKS:
         return wish.data
     settings = loaded.settings
@@ -118,7 +121,7 @@ def reward_of(wish: Wish, loaded: LoadedModel) -> str | dict[str, float]:
     found: str | dict[str, float] = settings.get("reward", {}).get("function") or (source if source in TASKS else "")
     if not found:
         raise RewardError(f"what is right? name it with --reward: FILE.py:function, or {', '.join(SPECS)}")
-    return found
+    return of_plugins(found)
 
 
 def prompts_of(wish: Wish, loaded: LoadedModel) -> PromptSet:

@@ -43,6 +43,8 @@ class Flow:
 _PARTS = frozenset({"minibatches", "epochs"})
 _GROUPS = frozenset({"drop_flat"})
 _SHAPED = frozenset({"refill", "overlong_buffer", "overlong_penalty", "overlong_filter"})
+SHARED_OPTIONS = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")
+"""Keys of [algorithm] that are options of estimators and losses and of nothing else."""
 OPTIONAL = _PARTS | _GROUPS | _SHAPED
 """Keys of [algorithm] that some pages of flows that sample go by and others do not."""
 _DAPO = {"clip_high": 0.28, "refill": 10, "overlong_buffer": 0.2}

@@ -111,6 +111,8 @@ def _checked(data: Mapping[str, Any]) -> Recipe:
     """Import the plugins first, since they add to what other keys may name; then check every key."""
     frozen = {name: _frozen(value) for name, value in data.items()}
     plugins = frozen.get("plugins", ())
+    if isinstance(plugins, tuple):
+        plugins = tuple(str(name) if isinstance(name, Path) else name for name in plugins)
     if isinstance(plugins, tuple) and all(isinstance(name, str) for name in plugins):
         frozen["plugins"] = absolute(plugins)
         load_plugins(frozen["plugins"])
@@ -275,7 +277,7 @@ def dump_value(value: Any) -> str:
 def _explain(error: ValidationError) -> str:
     problems = _problems(error)
     place, first = next(iter(problems.items()))
-    name = ".".join(map(str, place[:2]))
+    name = ".".join(map(str, place[: 1 + (place[0] in sections())]))
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
         return _unknown(".".join(map(str, place)), first["input"]) + more

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, Literal, TypeVar, get_args
 
 from tilth.config.errors import PluginError
-from tilth.config.flows import FLOWS, OPTIONAL, Flow, Learns
+from tilth.config.flows import FLOWS, OPTIONAL, SHARED_OPTIONS, Flow, Learns
 
 Kind = Literal["advantage", "policy_loss", "reward", "flow"]
 T = TypeVar("T")
@@ -131,6 +131,17 @@ def flow(
         return page
 
     return add
+
+
+def shared_defaults(advantage: str, loss: str) -> dict[str, Any]:
+    """Defaults that a declared estimator and loss have for keys of [algorithm], below what a recipe says."""
+    found: dict[str, Any] = {}
+    for kind, name in (("advantage", advantage), ("policy_loss", loss)):
+        declaration = declared(kind).get(name)  # type: ignore[arg-type]
+        if declaration is not None and not inspect.isclass(declaration.value):
+            options = inspect.signature(declaration.value).parameters.values()
+            found |= {o.name: o.default for o in options if o.name in SHARED_OPTIONS and o.kind is o.KEYWORD_ONLY}
+    return found
 
 
 def declared(kind: Kind) -> dict[str, Declaration]:

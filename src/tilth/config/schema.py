@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, below, own_defaults
 from tilth.config.open_sets import OneOf
-from tilth.config.plugins import load_plugins
+from tilth.config.plugins import load_plugins, shared_defaults
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -408,7 +408,11 @@ class Recipe(Section):
         """A flow's own defaults, and the clips of the chosen loss, lie below what is given."""
         if not isinstance(data, Mapping) or data.get("flow", "grpo") not in FLOWS:
             return data
-        own = own_defaults(data.get("flow", "grpo"), _said(data.get("algorithm", {})))
+        algorithm = _said(data.get("algorithm", {}))
+        own = own_defaults(data.get("flow", "grpo"), algorithm)
+        chosen = {**own.get("algorithm", {}), **(algorithm if isinstance(algorithm, Mapping) else {})}
+        if brought := shared_defaults(str(chosen.get("advantage", "")), str(chosen.get("loss", ""))):
+            own = {**own, "algorithm": {**own.get("algorithm", {}), **brought}}
         said = {name: _said(value) if name in own else value for name, value in data.items()}
         return below(said, own) if all(isinstance(said.get(name, {}), Mapping) for name in own) else data
 

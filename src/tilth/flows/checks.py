@@ -5,7 +5,7 @@ from typing import cast
 import numpy as np
 
 import tilth.rl as rl
-from tilth.config.flows import LOSSES
+from tilth.config.flows import LOSSES, SHARED_OPTIONS
 from tilth.config.plugins import Declaration, declared
 from tilth.config.plugins import Kind as Declares
 from tilth.config.schema import Algorithm, Recipe
@@ -37,8 +37,6 @@ _MADE = {"remax": "greedy answers", "distill": "teacher's log-probs"}
 _OF_POLICY = {"logprobs", "old_logprobs", "sum_pi_squared"}
 _CHOICE = "token-mean"
 """The aggregation of losses that any other goes with as well."""
-_SHARED = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")
-"""Keys of [algorithm] that are options of entries and of nothing else."""
 
 
 def check_algorithm(recipe: Recipe) -> None:
@@ -165,7 +163,8 @@ def columns_needed(recipe: Recipe) -> set[str]:
 
 def _logprobs_needed(recipe: Recipe, wanted: set[str]) -> set[str]:
     how = recipe.algorithm
-    again = how.epochs * how.minibatches > 1 and not bypass(how)
+    several = how.epochs * how.minibatches > 1 or recipe.flow in declared("flow")  # who knows what that does
+    again = several and not bypass(how)
     corrected = bool(how.correction) and not rl.bypasses(how.correction, **options("corrections", how.correction, how))
     if again or corrected or (how.kl_coef and how.kl_in == "reward"):
         wanted.add("logprobs")
@@ -209,7 +208,7 @@ def _check_options(how: Algorithm, chosen: dict[Kind, str]) -> None:
             raise RecipeError(f"algorithm.options has {key}, which is a key of its own: algorithm.{key}")
         if key not in known:
             raise RecipeError(f"algorithm.options.{key}: {_whose(key, chosen, known - first_class)}")
-    for key in _SHARED:
+    for key in SHARED_OPTIONS:
         value = getattr(how, key)
         if value != Algorithm.model_fields[key].default and key not in known:
             raise RecipeError(f"algorithm.{key} = {value}: {_whose(key, chosen, set())}")

@@ -183,6 +183,7 @@ _DECLARED = (
     Metric("correction/scale", "1", "mean", "mean weight of the batch, by which weights were divided"),
     Metric("correction/rejected", "share", "mean", "tokens that the correction leaves out of the loss"),
     Metric("correction/rejected_rows", "share", "mean", "samples of which it leaves a token out"),
+    Metric("plugin/*", "1", "mean", "what a policy loss of a plugin returns beside the loss, over tokens"),
     Metric("correction/rejected/*", "share", "mean", "tokens outside of the bounds of one statistic"),
     Metric("tokens/generated", "tokens", "sum", "tokens that the policy chose, for training"),
     Metric("tokens/baseline", "tokens", "sum", "tokens of the greedy answers that samples are compared with"),

@@ -2,7 +2,7 @@
 
 What tells them apart are keys, whose defaults for each are one row of ``tilth.config.flows.FLOWS``: the estimator
 (``algorithm.advantage``), the loss and its clips, the KL penalty, dynamic sampling (``refill``), overlong shaping, the
-judge. ``tilth algorithms`` prints the rows side by side.
+judge.
 """
 
 from tilth.flows.checks import columns_needed

@@ -17,7 +17,9 @@ ROW_MULTIPLE, LEAST_ROWS = 8, 16
 """Row counts of a linear on a CPU whose rows come out the same, bit for bit, at any other such count.
 
 Multiples of 4 per thread for two threads. MKL takes other kernels below about 4096 / (K or N) products on AVX-512
-(measured: 8 rows differ from 16 at K = 252), so at least 16.
+(measured: 8 rows differ from 16 at K = 252), so at least 16. On CPUs with AVX-512 and AMX this holds up to a width of
+about 256 only: wider, bf16, and fp32 on two threads, take still other kernels by the number of rows. There a run in
+parity mode stops with LogprobMismatch.
 """
 
 

@@ -13,14 +13,20 @@ import torch
 from pydantic import Field, create_model
 from torch import Tensor
 
+from tilth.config.flows import SHARED_OPTIONS
 from tilth.config.plugins import Declaration, describe
+from tilth.config.schema import Algorithm
 from tilth.core.errors import PluginError, TilthError
-from tilth.rl.estimators import OF_TOKENS, Advantage, RowAdvantage, Rows, Tokens
+from tilth.rl.estimators import Advantage, RowAdvantage, Rows, Tokens
 from tilth.rl.objectives import PolicyLoss, Step, TokenLosses
-from tilth.rl.registry import Entry, Scope, nearest
+from tilth.rl.registry import Entry, nearest
 
 ROW_COLUMNS = ("rewards", "groups", "counts", "baselines")
 """Columns with one value a row that a function over rows can ask for."""
+TOKEN_COLUMNS = ("values", "logprobs", "ref_logprobs", "sum_pi_squared")
+"""Columns with one value a token that a function over tokens can ask for."""
+METRICS = "plugin/"
+"""Begin of the names of metrics that a declared loss returns."""
 PART = "part_"
 """Begin of an argument that is a part of the reward: ``part_style`` is what a reward returned as ``style``."""
 LOSS_COLUMNS = (
@@ -29,24 +35,30 @@ LOSS_COLUMNS = (
     "advantages",
     "ref_logprobs",
     "rollout_logprobs",
-    "weights",
-    "uniforms",
     "lengths",
 )
+"""Columns that a policy loss can ask for. Importance weights multiply what it returns, so it does not see them."""
 
 
 def advantage_entry(declaration: Declaration) -> type[Entry]:
     """The entry of a declared estimator: a class as it is, a function over rows or over tokens by its arguments.
 
     Over rows: [n] -> float64 [n], all columns of ``ROW_COLUMNS``, rows of all workers without those whose reward is
-    missing. Over tokens, where it asks for one of ``OF_TOKENS`` or ``lengths``: tokens that the policy chose, packed,
-    [tokens] -> [tokens] or (advantages, returns); ``rewards`` is then float64 [tokens], ``lengths`` int64 [n].
+    missing. Over tokens, where it asks for one of ``TOKEN_COLUMNS`` or ``lengths``: tokens that the policy chose,
+    packed, [tokens] -> [tokens] or (advantages, returns); ``rewards`` is then float64 [tokens], ``lengths`` int64 [n].
+    It sees the rows of one worker, so it can ask for no groups: statistics of groups or batches are for functions over
+    rows.
     Raises PluginError: an argument that is no column, an option without a default.
     """
     if inspect.isclass(declaration.value):
         return _class(declaration, Advantage)
-    needs, options = _arguments(declaration, (*ROW_COLUMNS, *OF_TOKENS, "lengths"))
-    over_tokens = any(name in (*OF_TOKENS, "lengths") for name in needs)
+    needs, options = _arguments(declaration, (*ROW_COLUMNS, *TOKEN_COLUMNS, "lengths"))
+    over_tokens = any(name in (*TOKEN_COLUMNS, "lengths") for name in needs)
+    if over_tokens and "groups" in needs:
+        raise PluginError(
+            f"{_title(declaration)} sees the tokens of one worker, where groups may be cut; take the groups in a "
+            "function over rows, or extend tilth.rl.advantages.Advantage"
+        )
     return _entry(declaration, _TokenFunction if over_tokens else _RowFunction, needs, options)
 
 
@@ -68,6 +80,12 @@ class _RowFunction(RowAdvantage):
     function: ClassVar[Callable[..., Any]]
     declaration: ClassVar[Declaration]
     columns: ClassVar[tuple[str, ...]]
+    options: ClassVar[tuple[str, ...]]
+
+    @property
+    def finite(self) -> tuple[str, ...]:
+        """Baselines and parts of the reward: a row where one is missing is missing."""
+        return _sometimes_missing(self.columns)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -92,22 +110,23 @@ class _TokenFunction(Advantage):
     function: ClassVar[Callable[..., Any]]
     declaration: ClassVar[Declaration]
     columns: ClassVar[tuple[str, ...]]
+    options: ClassVar[tuple[str, ...]]
+
+    @property
+    def finite(self) -> tuple[str, ...]:
+        """Baselines and parts of the reward: a row where one is missing is missing."""
+        return _sometimes_missing(self.columns)
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Its arguments, but for lengths and tokens of each row, which are always there."""
         return tuple(name for name in self.columns if name not in ("counts", "lengths"))
 
-    @property
-    def scope(self) -> Scope:
-        """The rows of one worker; whole groups where it asks for them."""
-        return "group-local" if "groups" in self.columns else "token-local"
-
     def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
         """Its result for the tokens that count."""
         counts = tokens.packing.counts
         rows = {"lengths": counts, "counts": counts, **tokens.rows.columns}
-        given = {name: tokens.chosen(name) if name in OF_TOKENS else rows.get(name) for name in self.columns}
+        given = {name: tokens.chosen(name) if name in TOKEN_COLUMNS else rows.get(name) for name in self.columns}
         if "rewards" in given:
             given["rewards"] = tokens.rewards[tokens.packing.mask]
         found = _call(self, given)
@@ -123,6 +142,7 @@ class _LossFunction(PolicyLoss):
     function: ClassVar[Callable[..., Any]]
     declaration: ClassVar[Declaration]
     columns: ClassVar[tuple[str, ...]]
+    options: ClassVar[tuple[str, ...]]
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -143,8 +163,12 @@ class _LossFunction(PolicyLoss):
         losses, metrics = found if isinstance(found, tuple) else (found, {})
         for name, column in {"loss": losses, **metrics}.items():
             _check(self, column, name, "tokens", int(mask.sum()))
+        if step.logprobs.requires_grad and not losses.requires_grad:
+            raise PluginError(
+                f"{_title(self.declaration)}: its loss does not depend on logprobs, so it has no gradient"
+            )
         zeros = torch.zeros_like(step.logprobs)
-        spread = {name: zeros.masked_scatter(mask, c.detach().to(zeros)) for name, c in metrics.items()}
+        spread = {f"{METRICS}{name}": zeros.masked_scatter(mask, c.detach().to(zeros)) for name, c in metrics.items()}
         return zeros.masked_scatter(mask, losses.to(zeros)), spread
 
 
@@ -164,6 +188,10 @@ def _arguments(declaration: Declaration, columns: Iterable[str]) -> tuple[tuple[
             if name not in columns and not name.startswith(PART):
                 raise PluginError(f"{_title(declaration)}: no column {name!r}{nearest(name, columns)}")
             needs.append(name.replace(PART, "part/", 1) if name.startswith(PART) else name)
+        elif name in Algorithm.model_fields and name not in SHARED_OPTIONS:
+            raise PluginError(
+                f"{_title(declaration)}: option {name!r} is a key of its own, algorithm.{name}; rename yours"
+            )
         elif parameter.default is parameter.empty:
             raise PluginError(f"{_title(declaration)}: option {name!r} needs a default, as in {name}: float = 0.5")
         else:
@@ -175,21 +203,17 @@ def _arguments(declaration: Declaration, columns: Iterable[str]) -> tuple[tuple[
 def _entry(
     declaration: Declaration, base: type[Entry], columns: tuple[str, ...], options: dict[str, Any]
 ) -> type[Entry]:
-    taken = sorted(set(options) & set(base.model_fields))
-    if taken:
-        raise PluginError(f"{_title(declaration)}: every policy loss has an option {taken[0]!r} already; rename yours")
     made = create_model(declaration.name, __base__=base, __module__=declaration.value.__module__, **options)
     made.__doc__ = inspect.getdoc(declaration.value)
     made.function = staticmethod(declaration.value)  # type: ignore[attr-defined]
-    made.declaration, made.columns = declaration, columns  # type: ignore[attr-defined]
+    made.declaration, made.columns, made.options = declaration, columns, tuple(options)  # type: ignore[attr-defined]
     return made
 
 
 def _call(entry: Any, given: dict[str, Any]) -> Any:
     """Call the function. PluginError names it and the line that raised; errors of Tilth's own pass."""
-    options = {name: getattr(entry, name) for name in type(entry).model_fields if name not in PolicyLoss.model_fields}
     try:
-        return type(entry).function(*given.values(), **options)
+        return type(entry).function(*given.values(), **{name: getattr(entry, name) for name in entry.options})
     except TilthError:
         raise
     except Exception as error:
@@ -200,6 +224,12 @@ def _check(entry: Any, found: Any, name: str, what: str, count: int) -> None:
     if not isinstance(found, Tensor) or found.shape != (count,):
         shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise PluginError(f"{_title(entry.declaration)}: {name} is {shown}, not a tensor of the {count} {what}")
+    if not bool(torch.isfinite(found.detach()).all()):
+        raise PluginError(f"{_title(entry.declaration)}: {name} has values that are not finite, for finite {what}")
+
+
+def _sometimes_missing(columns: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in columns if name == "baselines" or name.startswith("part/"))
 
 
 def _title(declaration: Declaration) -> str:

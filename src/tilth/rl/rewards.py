@@ -160,10 +160,16 @@ def of_plugins(spec: str | Mapping[str, float] | Reward) -> str | Mapping[str, f
     """Names that plugins declare as specifications that any process can load: ``brevity`` -> ``/path/mine.py:brevity``.
 
     A single one that is declared in a script or a notebook is given by value, since no other process can import it.
+    Raises RewardError: a name that nothing has.
     """
     known = {name: found for name, found in declared("reward").items() if builtin(name) is None}
+    for name in [spec] if isinstance(spec, str) else spec if isinstance(spec, Mapping) else ():
+        if name not in known and ":" not in name and builtin(name) is None:
+            raise RewardError(f"reward {name!r}: {_what_there_is(name)}")
+        if name in known and not known[name].spec and isinstance(spec, Mapping):
+            raise RewardError(f"reward {name!r} of several is declared in a script; move it into a file (plugins)")
     if isinstance(spec, Mapping):
-        return {(known[name].spec or name) if name in known else name: weight for name, weight in spec.items()}
+        return {known[name].spec if name in known else name: weight for name, weight in spec.items()}
     if isinstance(spec, str) and spec in known:
         return known[spec].spec or known[spec].value
     return spec
