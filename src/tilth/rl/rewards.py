@@ -163,7 +163,7 @@ def of_plugins(spec: str | Mapping[str, float] | Reward) -> str | Mapping[str, f
     Raises RewardError: a name that nothing has.
     """
     known = {name: found for name, found in declared("reward").items() if builtin(name) is None}
-    for name in [spec] if isinstance(spec, str) else spec if isinstance(spec, Mapping) else ():
+    for name in [spec] if isinstance(spec, str) and spec else spec if isinstance(spec, Mapping) else ():
         if name not in known and ":" not in name and builtin(name) is None:
             raise RewardError(f"reward {name!r}: {_what_there_is(name)}")
         if name in known and not known[name].spec and isinstance(spec, Mapping):
