@@ -73,7 +73,7 @@ class Echo:
     def about(self) -> dict:
         c = self.context
         return {"role": c.role, "mesh": c.mesh, "rank": c.rank, "workers": c.workers, "meeting": c.meeting,
-                "timeout": c.timeout, "roles": sorted(c.roles)}  # fmt: skip
+                "timeout": c.timeout, "roles": sorted(c.roles), "generation": c.generation}  # fmt: skip
 
     @transfer("all", "all")
     def pid(self) -> int:

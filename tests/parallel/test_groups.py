@@ -30,6 +30,20 @@ def place(rank: int) -> tuple[int, list[int], list[float]]:
     return group.rank(), dist.get_process_group_ranks(group), [float(p) for p in parts]
 
 
+def generations(rank: int) -> tuple[bool, float]:
+    """A role that is made again has groups of its own, which do not hear what is said in those of before."""
+    mesh = Mesh(("dp",), (2,), (0, 1))
+    before, now = (Grid.of(mesh, rank, generation).group("dp") for generation in (0, 1))
+    late, value = torch.tensor(100.0), torch.tensor(1.0)
+    if rank == 0:
+        work = dist.all_reduce(late, group=before, async_op=True)
+    dist.all_reduce(value, group=now)
+    if rank == 1:
+        work = dist.all_reduce(late, group=before, async_op=True)
+    work.wait()
+    return before is not now, float(value)
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 def test_ranks_of_different_roles_meet(pool):
@@ -39,3 +53,8 @@ def test_ranks_of_different_roles_meet(pool):
 @pytest.mark.dist
 def test_the_order_of_a_group_is_that_of_the_mesh(pool):
     assert pool.run(2, HERE + "place") == [(1, [1, 0], [1.0, 0.0]), (0, [1, 0], [1.0, 0.0])]
+
+
+@pytest.mark.dist
+def test_groups_of_two_generations_are_apart(pool):
+    assert pool.run(2, HERE + "generations") == [(True, 2.0), (True, 2.0)]

@@ -28,3 +28,5 @@ class Context:
     """Seconds that the controller allows a call. Give collectives longer, so that the controller speaks first."""
     roles: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """The role objects that were made in this process before."""
+    generation: int = 0
+    """How often the role was made before; process groups of two generations are different ones."""

@@ -15,6 +15,7 @@ __all__ = [
     "PluginError",
     "RecipeError",
     "RewardError",
+    "StaleGeneration",
     "StorageError",
     "TilthError",
     "TokenCountError",
@@ -91,6 +92,10 @@ class WorkerError(TilthError):
 
 class WorkerLost(TilthError):
     """A worker process died; names role, rank, method and signal, the tail of its log follows."""
+
+
+class StaleGeneration(TilthError):
+    """A call on a role, or an answer to one, from before the role was made again."""
 
 
 class CallTimeout(TilthError):

@@ -24,8 +24,9 @@ DATA = ("dp", "fsdp")
 MODEL = ("fsdp", "tp")
 """Dimensions that the elements of a parameter are divided over."""
 
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-"""By global ranks, in order: the roles of a process share them, since a process issues its collectives in one order."""
+_groups: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup] = {}
+"""By generation and global ranks, in order: the roles of a process share them, since it issues its collectives in one
+order."""
 
 _NO_LIMIT = timedelta(minutes=30)
 _limits: dict[str, timedelta] = {}
@@ -66,12 +67,14 @@ class Grid:
     mesh: Mesh
     rank: int
     """Number of this process in the world; it is one of ``mesh.ranks``."""
+    generation: int = 0
+    """Of the role. A group in which a rank was lost is never used again: the next generation has groups of its own."""
 
     @classmethod
-    def of(cls, mesh: Mesh, rank: int) -> "Grid":
+    def of(cls, mesh: Mesh, rank: int, generation: int = 0) -> "Grid":
         """The place of process ``rank``; ValueError if the mesh does not have it."""
         mesh.coordinates(rank)
-        return cls(mesh, rank)
+        return cls(mesh, rank, generation)
 
     @classmethod
     def alone(cls) -> "Grid":
@@ -99,9 +102,10 @@ class Grid:
         ranks = self.ranks(*names)
         if len(ranks) == 1:
             return None
-        if ranks not in _groups:
-            _groups[ranks] = _new_group(ranks, self.rank)
-        return _groups[ranks]
+        key = self.generation, ranks
+        if key not in _groups:
+            _groups[key] = _new_group(ranks, self.rank, self.generation)
+        return _groups[key]
 
     def device_mesh(self, *names: str, device: str = "cpu") -> DeviceMesh:
         """Torch's mesh over those of these dimensions that have more than one rank, for ``fully_shard``."""
@@ -147,8 +151,8 @@ class Grid:
         return {name: np.concatenate([part[name] for part in parts]) for name in rows}
 
 
-def _new_group(ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup:
-    """A group in the order of ``ranks``, named after them; only these ranks take part.
+def _new_group(ranks: tuple[int, ...], rank: int, generation: int) -> dist.ProcessGroup:
+    """A group in the order of ``ranks``, named after them and their generation; only these ranks take part.
 
     ``dist.new_group`` sorts the ranks, and names a group after the number of groups that a process has already. Ranks
     of different roles have made different numbers of them, would not meet, and wait for ever.
@@ -156,7 +160,7 @@ def _new_group(ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup:
     world = distributed_c10d._world
     backend, store = world.pg_map[distributed_c10d._get_default_group()]
     place, members, kind = ranks.index(rank), list(ranks), dist.Backend(backend)
-    name: Any = "tilth-" + "-".join(map(str, ranks))
+    name: Any = f"tilth-{generation}-of-" + "-".join(map(str, ranks))
     made, _ = distributed_c10d._new_process_group_helper(
         len(ranks), place, members, kind, store, name, timeout=_limits.get("group", _NO_LIMIT)
     )

@@ -106,7 +106,7 @@ def _sharers(grid: Grid, copies: int) -> Group | None:
     sizes = dict(zip(grid.mesh.names, grid.mesh.sizes))
     split = {"tp": {"piece": sizes["tp"] // copies, "copy": copies}}
     finer = {n: s for name, size in sizes.items() for n, s in split.get(name, {name: size}).items()}
-    return Grid(Mesh(tuple(finer), tuple(finer.values()), grid.mesh.ranks), grid.rank).group("copy")
+    return Grid(Mesh(tuple(finer), tuple(finer.values()), grid.mesh.ranks), grid.rank, grid.generation).group("copy")
 
 
 class RowLinear(nn.Module):

@@ -92,7 +92,9 @@ class RelayWorker:
         return Route(
             target=rank in target.ranks,
             gathers=source and (shared or first_replica),
-            outside=Grid.of(Mesh(("to",), (len(members),), members), rank) if strangers and rank in members else None,
+            outside=Grid.of(Mesh(("to",), (len(members),), members), rank, self.context.generation)
+            if strangers and rank in members
+            else None,
         )
 
     @transfer(split="all", gather="all")
