@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
 from tests.documents import PAGES, ROOT, Block, Command, blocks
 from tilth.cli.main import app
-from tilth.config.load import check_allowed, load_recipe
+from tilth.config.load import check_allowed, from_dict, load_recipe
 from tilth.config.plugins import load_plugins
+from tilth.config.roles import roles_of
 
 ELSEWHERE = {
     "make demo": "it makes an environment; tests/test_distribution.py installs by make",
@@ -95,8 +96,9 @@ def furnish(folder, page):
         (folder / "test.jsonl").write_text("\n".join(json.dumps({**s, "question": s["prompt"]}) for s in sums))
     (reward,) = (block for block in blocks("docs/guide.md") if block.first == "# my_reward.py")
     (folder / "my_reward.py").write_text(reward.text)
-    (plugin,) = (block for block in blocks("docs/extending.md") if block.first == "# mine.py")
-    (folder / "mine.py").write_text(plugin.text)
+    for block in blocks("docs/extending.md"):
+        if re.fullmatch(r"# \w+\.py", block.first):
+            (folder / block.first[2:]).write_text(block.text)
     (folder / "my").mkdir()
     (folder / "my" / "recipe.toml").write_text((ROOT / "src/tilth/recipes/addition-grpo.toml").read_text())
 
@@ -309,6 +311,12 @@ def a_plugin(text, monkeypatch):
     assert module.leave_one_out(rewards, groups, scale=2.0).tolist() == [2, -2, -4, 4]
 
 
+def a_role(text, monkeypatch):
+    """A role, and a flow that calls it."""
+    load_plugins([str(write(Path.cwd(), text, "novelty.py"))])
+    assert "novelty" in roles_of(from_dict({"flow": "curious"}))
+
+
 def of_trl(text, monkeypatch):
     """Theirs, not ours: it must be Python."""
     compile(text, "from-trl-and-verl.md", "exec")
@@ -318,6 +326,7 @@ PYTHON = {
     "import tilth": eight_lines,
     "# my_reward.py": a_reward,
     "# mine.py": a_plugin,
+    "# novelty.py": a_role,
     "def score(": a_reward_of_verl,
     "dataset = load_dataset(": of_trl,
 }

@@ -18,7 +18,7 @@ from tilth.models.decoder import Decoder
 from tilth.models.hf import parameter_shapes as those_of_the_decoder
 from tilth.parallel import sharded, tensor
 from tilth.plan.layout import NAMES, Placed, check_shape, elements, layouts, misfit, nested, per_rank, place, ranks_of
-from tilth.plan.memory import BASE, TOKEN, predict, value_parameters
+from tilth.plan.memory import BASE, TOKEN, value_parameters
 from tilth.plan.shape import Shape, new_shape, parameter_shapes, parameters
 
 
@@ -204,25 +204,6 @@ def test_ranks_together_hold_each_element_as_often_as_copies_are_meant(dp, fsdp,
 
 def item(memory, name):
     return {i.name: i.bytes for i in (*memory.held, *memory.training, *memory.generation)}.get(name, 0)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "generates"),
-    [
-        ([], True),
-        (["flow=ppo"], True),
-        (["algorithm.kl_coef=0.1", "train.ema=0.9", "train.precision=bf16"], True),
-        (["flow=pretrain"], False),
-        (["optimizer.name=adamw", 'train.watch=["noise_scale"]', "train.checkpointing=true"], True),
-    ],
-)
-def test_one_worker_needs_what_a_run_in_one_process_does(overrides, generates):
-    asked = load_recipe("addition-grpo", overrides)
-    shape = new_shape(asked.model, 14)
-    (worker,) = per_rank(asked, shape, 16, generates=generates)
-    memory = predict(asked, shape, 16, generates=generates)
-    assert worker.memory == memory._replace(held=worker.memory.held)
-    assert sorted(worker.memory.held) == sorted(memory.held) and worker.memory.peak == memory.peak
 
 
 def workers_of(workers, *overrides, longest=16, **more):

@@ -12,13 +12,14 @@ from rich.table import Table
 
 from tilth.cli.tables import WIDTH, new_table
 from tilth.config.load import load_recipe
+from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
 from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import PromptSet, load_texts
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.fitting import judged, resolved, rooms
-from tilth.flows.model import REWARD_MODEL, LoadedModel, choose_tokenizer, load_model, new_config
+from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, new_config
 from tilth.models.config import DecoderConfig
 from tilth.models.hf import read_config
 from tilth.models.hub import fetched
@@ -72,12 +73,11 @@ def show(name: str, overrides: Sequence[str], *, as_json: bool) -> None:
 
 def look(recipe: Recipe) -> Plan:
     """Shape, places, memory and traffic. Trains nothing, not even a tokenizer. Raises TilthError for a bad recipe."""
-    placed = place(recipe)  # before any file is read
-    shape, longest, vocabulary = _model(recipe)
     generates = generating(recipe)
-    if not generates:
-        placed = {role: p for role, p in placed.items() if role not in ("rollout", "reward")}
-    others = {role: _loaded(spec, group).config for role, spec, group in _paths(recipe)}
+    placed = place(recipe, generates=generates)  # before any file is read
+    shape, longest, vocabulary = _model(recipe)
+    paths = {role: (spec.path(recipe), spec.group) for role, spec in roles_of(recipe).items()}
+    others = {role: _loaded(path, group).config for role, (path, group) in paths.items() if path}
     predicted = partial(per_rank, shape=shape, longest=longest, generates=generates, loaded=others)
     here = resolved(recipe)
     workers, (host, gpus) = predicted(here), rooms(here)
@@ -115,14 +115,6 @@ def _model(recipe: Recipe) -> tuple[DecoderShape, int, str]:
     if loaded is not None:
         return loaded.config, longest, str(loaded.source)
     return new_config(recipe, tokenizer.vocab_size), longest, name or "characters of the data"
-
-
-def _paths(recipe: Recipe) -> list[tuple[str, str, str]]:
-    """Roles with a model of their own, its path, and the group of a checkpoint that it is in."""
-    found = [("reference", recipe.reference.path if recipe.refers else "", "")]
-    found += [(REWARD_MODEL, recipe.reward.model, REWARD_MODEL)]
-    found += [("judge", recipe.judge.path if recipe.facts.judge else "", "")]
-    return [one for one in found if one[1]]
 
 
 def _loaded(spec: str, group: str = "") -> LoadedModel:

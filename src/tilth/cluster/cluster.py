@@ -66,10 +66,9 @@ class Cluster:
         """Make a group's role on its ranks and wait until it is there. One that was made before begins its next
         generation: its objects are made anew, and what was called before is refused (StaleGeneration)."""
         group.generation += 1
-        if not isinstance(self.fleet, InlineFleet):
-            imports = Call("", "import", (group.role, group.factory.partition(":")[0]), least=patience(IMPORT))
-            for rank in group.mesh.ranks:
-                self.dispatch.submit(rank, imports)
+        imports = Call("", "import", (group.role, group.factory.partition(":")[0]), least=patience(IMPORT))
+        for rank in group.mesh.ranks:
+            self.dispatch.submit(rank, imports)
         call = Call("", "create", (group.role, group.factory, Packed(group.kwargs), group.mesh, group.generation))
         replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in group.mesh.ranks])
         group.methods = replies[0].value

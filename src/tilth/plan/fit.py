@@ -108,15 +108,12 @@ def _keys(recipe: Recipe, longest: int) -> Iterator[list[tuple[str, Recipe]]]:
     layout = recipe.policy.layout
     if recipe.cluster.workers > 1 and layout.fsdp * layout.tp == 1 and not recipe.cluster.pools:
         split = layout.model_copy(update={"fsdp": recipe.cluster.workers, "dp": 0})
-        changed = recipe.policy.model_copy(update={"layout": split})
-        words = f"policy.layout.fsdp={recipe.cluster.workers}"
-        yield [(words, recipe.model_copy(update={"policy": changed}))]
+        yield [(f"policy.layout.fsdp={recipe.cluster.workers}", recipe.replaced("policy", layout=split))]
 
 
 def _with(recipe: Recipe, section: str, **values: int | bool) -> tuple[str, Recipe]:
-    changed = getattr(recipe, section).model_copy(update=values)
     words = " ".join(f"{section}.{key}={str(value).lower()}" for key, value in values.items())
-    return words, recipe.model_copy(update={section: changed})
+    return words, recipe.replaced(section, **values)
 
 
 def _size(nbytes: int) -> str:

@@ -1,29 +1,19 @@
 """Who stands where: the roles of a recipe on ranks, and the parts of a decoder on the ranks of a mesh."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 
 from tilth.config.checks import check_cluster, learners, pool_of, pools
 from tilth.config.errors import RecipeError
+from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import Layout as Wanted
 from tilth.config.schema import Recipe
 from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from tilth.core.layout import Shape as Sizes
-from tilth.plan.memory import (
-    BASE,
-    Memory,
-    Need,
-    critic_need,
-    judge_need,
-    policy_need,
-    reference_need,
-    reward_model_need,
-    rollout_need,
-    together,
-)
+from tilth.plan.memory import BASE, Memory, Need, together
 from tilth.plan.rules import along_tp, is_block_matrix
-from tilth.plan.shape import DecoderShape, Shape, parameter_shapes, parameters
+from tilth.plan.shape import DecoderShape, Shape, parameter_shapes
 from tilth.plan.working import Cut
 
 NAMES = ("dp", "fsdp", "tp")
@@ -45,25 +35,14 @@ class Placed:
         return self.mesh.sizes[0] * self.mesh.sizes[1]
 
 
-def place(recipe: Recipe) -> dict[str, Placed]:
-    """Role -> where it is, for all roles that a run of this flow can have: policy, reference, critic, judge, rollout,
-    reward, recorder.
+def place(recipe: Recipe, *, generates: bool = True) -> dict[str, Placed]:
+    """Role -> where it is, for all roles that a run of this flow has. generates: whether it generates anything.
 
-    Pools take neighbouring ranks in their order. reward and recorder are one worker, the first of their pool; the
-    recorder, which reads what was generated, is where the reward is. RecipeError where workers, pools and layouts
-    contradict each other, with the key and the values that would work.
+    Pools take neighbouring ranks in their order. A role of one worker is on the first of its pool. RecipeError where
+    workers, pools and layouts contradict each other, with the key and the values that would work.
     """
     check_cluster(recipe)
-    placed = {role: _placed(recipe, role, layout) for role, layout in learners(recipe).items()}
-    if recipe.facts.learns == "documents":
-        return placed | {"recorder": _alone(recipe, "policy")}
-    if recipe.facts.judge:
-        placed["judge"] = _placed(recipe, "judge", recipe.judge.layout)
-    return placed | {
-        "rollout": _placed(recipe, "rollout", recipe.rollout.layout),
-        "reward": _alone(recipe, "reward"),
-        "recorder": _alone(recipe, "reward"),
-    }
+    return {role: _placed(recipe, spec) for role, spec in roles_of(recipe, generates=generates).items()}
 
 
 def ranks_of(recipe: Recipe, pool: str) -> range:
@@ -76,17 +55,14 @@ def ranks_of(recipe: Recipe, pool: str) -> range:
     raise RecipeError(f"no pool {pool!r} in cluster.pools; there is {', '.join(pools(recipe))}")
 
 
-def _placed(recipe: Recipe, role: str, layout: Wanted) -> Placed:
-    pool = pool_of(recipe, role)
+def _placed(recipe: Recipe, spec: RoleSpec) -> Placed:
+    pool = pool_of(recipe, spec.name)
     ranks = tuple(ranks_of(recipe, pool))
+    if spec.mesh == "one":
+        return Placed(pool, ranks[:1], Mesh(NAMES, (1, 1, 1), ranks[:1]))
+    layout: Wanted = spec.placed_by(recipe).layout
     dp = layout.dp or len(ranks) // (layout.fsdp * layout.tp)
     return Placed(pool, ranks, Mesh(NAMES, (dp, layout.fsdp, layout.tp), ranks))
-
-
-def _alone(recipe: Recipe, role: str) -> Placed:
-    pool = pool_of(recipe, role)
-    ranks = (ranks_of(recipe, pool)[0],)
-    return Placed(pool, ranks, Mesh(NAMES, (1, 1, 1), ranks))
 
 
 # ---- what a shape allows ----
@@ -99,14 +75,14 @@ def check_shape(recipe: Recipe, shape: DecoderShape) -> None:
     any size are divided.
     """
     for role, layout in learners(recipe).items():
-        if role == "reward_model":  # has a shape of its own
+        if ROLES[role].values and ROLES[role].loads:  # has a shape of its own
             continue
         wrong = misfit(shape, layout.tp)
         if wrong:
             workers = len(ranks_of(recipe, pool_of(recipe, role)))
             right = [str(n) for n in range(1, workers + 1) if workers % n == 0 and not misfit(shape, n)]
             values = f"on {workers} workers tp may be {', '.join(right)}"
-            raise RecipeError(f"{role}.layout.tp = {layout.tp} does not divide {wrong}; {values}")
+            raise RecipeError(f"{ROLES[role].key}.layout.tp = {layout.tp} does not divide {wrong}; {values}")
 
 
 def misfit(shape: DecoderShape, tp: int) -> str:
@@ -177,15 +153,13 @@ def per_rank(
     generates: bool = True,
     loaded: Mapping[str, DecoderShape] | None = None,
 ) -> list[Worker]:
-    """Predicted memory of each worker, where a sequence has at most ``longest`` tokens. Of one worker: ``predict``.
+    """Predicted memory of each worker, where a sequence has at most ``longest`` tokens.
 
     generates: whether the run has a rollout engine. loaded: role -> shape of its model where that is another one than
     the policy's. RecipeError as of ``place`` and ``check_shape``.
     """
-    placed = place(recipe)
+    placed = place(recipe, generates=generates)
     check_shape(recipe, shape)
-    if not generates:
-        placed = {role: p for role, p in placed.items() if role not in ("rollout", "reward")}
     shapes = loaded or {}
     seats = {role: _seats(recipe, role, p, shapes.get(role, shape), longest) for role, p in placed.items()}
     workers = []
@@ -196,17 +170,14 @@ def per_rank(
 
 
 def _seats(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int) -> dict[int, Seat]:
+    spec = ROLES[role]
+
     @cache
     def need(fsdp: int, tp: int) -> tuple[int, Need]:
-        if role == "rollout":
-            return parameters(shape), rollout_need(recipe, shape, longest, placed.data_ranks)
-        if role == "judge":
-            positions = getattr(shape, "max_positions", recipe.model.context)
-            return parameters(shape), judge_need(recipe, shape, longest, positions, placed.data_ranks)
-        if role not in _NEEDS:
+        if spec.memory is None:
             return 0, Need(())
-        part = cut(recipe, role, placed, shape, fsdp, tp)
-        return part.elements, _NEEDS[role](recipe, part, longest)
+        part = Cut(0, 0, shape, 0) if spec.mesh == "one" else cut(recipe, role, placed, shape, fsdp, tp)
+        return part.elements, resolve(spec.memory)(recipe, part, longest)
 
     found = {}
     for rank in placed.ranks:
@@ -215,19 +186,10 @@ def _seats(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longe
     return found
 
 
-_NEEDS = {
-    "policy": policy_need,
-    "reference": reference_need,
-    "critic": critic_need,
-    "reward_model": reward_model_need,
-}
-"""What each role that has a part of a model needs."""
-
-
 def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, fsdp: int, tp: int) -> Cut:
-    """What of the model of a learner is on its rank with these coordinates."""
-    wanted: Wanted = getattr(recipe, role).layout
-    values = role in ("critic", "reward_model") or (role == "policy" and recipe.facts.value)
+    """What of the model of a role is on its rank with these coordinates."""
+    wanted: Wanted = ROLES[role].placed_by(recipe).layout
+    values = ROLES[role].values or (role == "policy" and recipe.facts.value)
     shapes = parameter_shapes(shape, value=values)
     sizes = placed.mesh.sizes
     own = layouts(shapes, Mesh(NAMES, (1, *sizes[1:])), shape.num_kv_heads)
@@ -250,17 +212,12 @@ def _at_once(name: str) -> bool:
 
 def _part(shape: DecoderShape, tp: int) -> DecoderShape:
     """The shape that each rank along tp computes with (vocabulary: the largest part)."""
-    return Shape(
-        vocab_size=-(-shape.vocab_size // tp),
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size // tp,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads // tp,
-        num_kv_heads=max(1, shape.num_kv_heads // tp),
-        head_dim=shape.head_dim,
-        qk_norm=shape.qk_norm,
-        qkv_bias=shape.qkv_bias,
-        o_bias=shape.o_bias,
-        mlp_bias=shape.mlp_bias,
-        tie_embeddings=shape.tie_embeddings,
-    )
+    if tp == 1:
+        return shape
+    divided = {
+        "vocab_size": -(-shape.vocab_size // tp),
+        "intermediate_size": shape.intermediate_size // tp,
+        "num_heads": shape.num_heads // tp,
+        "num_kv_heads": max(1, shape.num_kv_heads // tp),
+    }
+    return Shape(**{f.name: divided.get(f.name, getattr(shape, f.name)) for f in fields(Shape)})

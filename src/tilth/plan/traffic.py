@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tilth.config.checks import learners
+from tilth.config.roles import ROLES
 from tilth.config.schema import Layout as Wanted
 from tilth.config.schema import Recipe
 from tilth.plan.layout import Placed, cut, place
@@ -51,7 +52,7 @@ def work(recipe: Recipe, role: str, ranks: int, longest: int) -> Work:
     own = -(-rows // ranks) * longest
     updates = a.epochs * a.minibatches if samples else 1
     scores = role != "policy" or (samples and updates > 1) or recipe.facts.learns == "pairs"
-    learns = role in ("policy", "critic")
+    learns = ROLES[role].trains
     budget = micro_tokens(recipe, longest, ranks)
     one = -(-own // (a.minibatches if samples else 1))
     return Work(
@@ -69,13 +70,16 @@ def traffic(recipe: Recipe, shape: DecoderShape, longest: int, *, generates: boo
 
     longest: tokens of the longest sequence; generates: whether the run has engines.
     """
-    placed, found = place(recipe), list[Talk]()
+    placed, found = place(recipe, generates=generates), list[Talk]()
     for role, wanted in learners(recipe).items():
         where = placed[role]
         part = cut(recipe, role, where, shape, 0, 0)
         found += _data(recipe, role, wanted, where, shape, longest)
         found += _tensor(recipe, role, where, part.shape, longest, wanted.sp)
-    return found + (_publish(recipe, placed, shape) if generates and "rollout" in placed else [])
+    for role in placed:
+        if ROLES[role].receives == "step":
+            found += _publish(recipe, placed["policy"], role, placed[role], shape)
+    return found
 
 
 def groups(placed: Placed, axis: str) -> tuple[tuple[int, ...], ...]:
@@ -117,8 +121,7 @@ def _tensor(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, long
     return [Talk(role, "tp", groups(placed, "tp"), f"{what} around both blocks of each layer", int(sent))]
 
 
-def _publish(recipe: Recipe, placed: dict[str, Placed], shape: DecoderShape) -> list[Talk]:
-    source, target = placed["policy"], placed["rollout"]
+def _publish(recipe: Recipe, source: Placed, role: str, target: Placed, shape: DecoderShape) -> list[Talk]:
     _, fsdp, tp = source.mesh.sizes
     found = []
     if fsdp * tp > 1:
@@ -129,7 +132,7 @@ def _publish(recipe: Recipe, placed: dict[str, Placed], shape: DecoderShape) -> 
     if strangers:
         element = 2 if recipe.train.precision == "bf16" else _FP32
         route = ((source.ranks[0], *strangers),)
-        found.append(Talk("publish", "to rollout", route, "the policy's weights", parameters(shape) * element))
+        found.append(Talk("publish", f"to {role}", route, "the policy's weights", parameters(shape) * element))
     return found
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilth.cluster.context import Context
 from tilth.cluster.protocol import transfer
+from tilth.config.roles import ROLES
 from tilth.core.checksum import checksum
 from tilth.core.errors import WeightMismatch
 from tilth.core.layout import Mesh, Shape
@@ -118,8 +119,8 @@ class RelayWorker:
         return Delivery(self.context.rank, len(expected) if receiver is not None else 0, self._bytes)
 
     def _wanted(self, target: str) -> list[str]:
-        """What a target must hold afterwards: a critic has no use for the policy's output head."""
-        return [name for name in self.shapes if target != "critic" or not name.startswith(OUTPUT)]
+        """What a target must hold afterwards: a value model has no use for the policy's output head."""
+        return [name for name in self.shapes if not ROLES[target].values or not name.startswith(OUTPUT)]
 
     def _stream(self, route: Route, dtype: torch.dtype, expected: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in the target's dtype; ``expected`` gets the checksums of the policy's own."""
@@ -169,8 +170,7 @@ def verify_weights(expected: Mapping[str, int], received: Mapping[str, int], tar
     wrong += [name for name in received if name not in expected]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        where = "the rollout engine" if target == "rollout" else f"the {target}"
         raise WeightMismatch(
-            f"after publishing, {', '.join(wrong[:3])}{more} in {where} differ from the trainer's; "
+            f"after publishing, {', '.join(wrong[:3])}{more} in the {ROLES[target].label} differ from the trainer's; "
             "the run stops before it learns from a wrong policy"
         )
