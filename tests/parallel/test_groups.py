@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tilth.core.layout import Mesh
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 
 HERE = "tests.parallel.test_groups:"
 
@@ -13,8 +13,8 @@ HERE = "tests.parallel.test_groups:"
 def meet(rank: int) -> float:
     """Ranks 0 and 1 have a group of their own before all three meet."""
     if rank < 2:
-        Grid.of(Mesh(("own",), (2,), (0, 1)), rank).group("own")
-    group = Grid.of(Mesh(("to",), (3,), (0, 1, 2)), rank).group("to")
+        ParallelDims.of(Mesh(("own",), (2,), (0, 1)), rank).group("own")
+    group = ParallelDims.of(Mesh(("to",), (3,), (0, 1, 2)), rank).group("to")
     value = torch.tensor(float(rank))
     dist.all_reduce(value, group=group)
     return float(value)
@@ -22,7 +22,7 @@ def meet(rank: int) -> float:
 
 def place(rank: int) -> tuple[int, list[int], list[float]]:
     """Where a rank of a mesh that is not in ascending order stands in the group."""
-    grid = Grid.of(Mesh(("tp",), (2,), (1, 0)), rank)
+    grid = ParallelDims.of(Mesh(("tp",), (2,), (1, 0)), rank)
     group = grid.group("tp")
     parts = [torch.zeros(1) for _ in range(2)]
     dist.all_gather(parts, torch.tensor([float(rank)]), group=group)

@@ -339,14 +339,14 @@ def test_real_ranks_hold_what_was_predicted(pool, keys, role):
 
 def held_by_a_process(rank, role, overrides):
     from tilth.models.value import ValueModel
-    from tilth.parallel.grid import Grid
+    from tilth.parallel.dims import ParallelDims
 
     asked = load_recipe(
         "addition-grpo", ["cluster.backend=local", "optimizer.name=adamw", "cluster.workers=2", *overrides]
     )
     config, wanted = config_of(new_shape(asked.model, 14)), getattr(asked, role).layout
     build = (lambda: ValueModel(Decoder(config))) if role == "critic" else (lambda: Decoder(config))
-    grid = Grid.of(place(asked)[role].mesh, rank)
+    grid = ParallelDims.of(place(asked)[role].mesh, rank)
     model = sharded.shard(build, grid, sp=wanted.sp, zero=wanted.zero)
     return sum(p.numel() for p in model.parameters.values())
 

@@ -21,7 +21,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.hf import parameter_shapes
 from tilth.models.value import ValueModel
-from tilth.parallel.grid import Grid, join
+from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.sharded import Sharded, shard
 from tilth.roles.critic import CriticWorker
 from tilth.roles.documents import DocumentWorker
@@ -202,7 +202,7 @@ def prepare(context: Context, recipe: Recipe) -> torch.device:
     if device.type != "cpu":
         # fully_shard, Triton and synchronize() use the process's current device, which is the first one until set.
         torch.accelerator.set_device_index(device)
-    join(context.rank, context.workers, context.meeting, context.timeout, device=device.type)
+    join(context.rank, context.workers, context.init_method, context.timeout, device=device.type)
     return device
 
 
@@ -221,7 +221,7 @@ def _decoder(recipe: Recipe, config: DecoderConfig) -> Decoder:
 
 def _sharded(context: Context, recipe: Recipe, layout: LayoutSection, build: Any) -> Sharded:
     device = prepare(context, recipe)
-    return shard(build, Grid.of(context.mesh, context.rank), sp=layout.sp, zero=layout.zero, device=str(device))
+    return shard(build, ParallelDims.of(context.mesh, context.rank), sp=layout.sp, zero=layout.zero, device=str(device))
 
 
 def _begin(recipe: Recipe, sharded: Sharded) -> None:

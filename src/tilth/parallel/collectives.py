@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilth.parallel.meeting import Group, all_gather_into, all_reduce, reduce_scatter
+from tilth.parallel.comm import Group, all_gather_into, all_reduce, reduce_scatter
 
 
 def add_up_(x: Tensor, group: Group) -> Tensor:

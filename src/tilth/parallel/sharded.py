@@ -23,8 +23,8 @@ from tilth.models.decoder import Decoder
 from tilth.models.hf import Unread, check_tensors, shapes
 from tilth.models.rope import Rope
 from tilth.models.value import HEAD, OUTPUT, ValueModel
-from tilth.parallel.grid import DATA, MODEL, Grid
-from tilth.parallel.meeting import all_gather, all_reduce, watch
+from tilth.parallel.comm import all_gather, all_reduce, watch
+from tilth.parallel.dims import DATA, MODEL, ParallelDims
 from tilth.parallel.tensor import apply_tensor
 from tilth.plan.layout import nested
 
@@ -37,7 +37,7 @@ WHOLE = 64 * 2**20
 
 
 def shard(
-    build: Callable[[], Decoder], grid: Grid, *, sp: bool = False, zero: Zero = 3, device: str = "cpu"
+    build: Callable[[], Decoder], grid: ParallelDims, *, sp: bool = False, zero: Zero = 3, device: str = "cpu"
 ) -> "Sharded":
     """The model that ``build`` makes, spread over the grid; uninitialised until ``init_`` or ``load_``.
 
@@ -57,7 +57,7 @@ def shard(
     return Sharded(model, grid, layouts, plan.partial, zero)
 
 
-def _fully_shard(model: Decoder, grid: Grid, zero: Zero, device: str) -> None:
+def _fully_shard(model: Decoder, grid: ParallelDims, zero: Zero, device: str) -> None:
     mesh = grid.device_mesh(*DATA, device=torch.device(device).type)
     empty = {p for p in model.parameters() if not p.numel()}  # of a small vocabulary; fully_shard cannot reduce it
     for module in [*model.model.layers, model]:
@@ -75,7 +75,7 @@ class Sharded:
     """A model on one rank of a grid. ``model`` is called like the one-device model it was built as."""
 
     def __init__(
-        self, model: Decoder, grid: Grid, layouts: Mapping[str, Layout], partial: Partial = (), zero: Zero = 3
+        self, model: Decoder, grid: ParallelDims, layouts: Mapping[str, Layout], partial: Partial = (), zero: Zero = 3
     ) -> None:
         """partial: parameters whose gradients are to be summed over a further group."""
         self.model, self.grid, self.zero = model, grid, zero
@@ -92,7 +92,7 @@ class Sharded:
     @classmethod
     def alone(cls, model: Decoder) -> "Sharded":
         """A model on one device, as it is."""
-        grid = Grid.alone()
+        grid = ParallelDims.alone()
         return cls(
             model, grid, {n: nested(grid.mesh, tuple(p.shape), Replicate()) for n, p in model.named_parameters()}
         )

@@ -18,12 +18,12 @@ from tilth.cluster.protocol import transfer
 from tilth.config.schema import Preference
 from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.errors import TilthError
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 from tilth.rl.packing import Gather
 from tilth.rl.preference import PreferenceResult
 from tilth.roles.experience import check_identity, on_rows
 from tilth.roles.policy import PolicyWorker
-from tilth.roles.shares import account, check_weight, leads
+from tilth.roles.shares import account, check_weight, is_first_data_rank
 from tilth.roles.state import Learner
 from tilth.training.engine import Loss, TrainEngine
 from tilth.training.noise import WEIGHT
@@ -110,7 +110,7 @@ class Prefers:
 
     engine: TrainEngine
     store: Store
-    grid: Grid
+    grid: ParallelDims
     what: str
     """What a micro-batch has that scores are made of: logprobs or values."""
 
@@ -159,7 +159,7 @@ class Prefers:
 
     def _measured(self, found: PreferenceResult) -> Metrics:
         """All workers know all pairs: one of them tells."""
-        if not leads(self.grid) or not len(found.losses):
+        if not is_first_data_rank(self.grid) or not len(found.losses):
             return {}
         numbers = {name: rl.Metric(float(m.total), float(m.count), m.reduction) for name, m in found.metrics.items()}
         return numbers | {

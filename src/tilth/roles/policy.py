@@ -15,7 +15,7 @@ from tilth.core.random import stream
 from tilth.roles.experience import check_identity, is_right, on_rows, put_like
 from tilth.roles.objective import RIGHT, Objective, bypass, entry, options, ratio_to
 from tilth.roles.scoring import scored
-from tilth.roles.shares import account, check_weight, everyone
+from tilth.roles.shares import account, check_weight, gather_data_ranks
 from tilth.roles.state import Learner
 from tilth.trace.spans import span
 from tilth.training.engine import TrainEngine, UpdateResult
@@ -136,7 +136,7 @@ class PolicyWorker(Learner):
             if how.nll_coef:
                 per_token[RIGHT] = np.repeat(is_right(batch).astype(np.uint8), tokens.lengths)
             found = self._first_pass(batch, how, mask, tokens, per_token)
-            objective = Objective(how, self.norm_length, everyone(self.grid), found)
+            objective = Objective(how, self.norm_length, gather_data_ranks(self.grid), found)
             loss, weight = objective.of(mask, tokens, per_token.get(RIGHT))
             done = self.engine.update(
                 tokens,

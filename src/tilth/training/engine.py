@@ -19,8 +19,8 @@ from tilth.core.batch import Ragged
 from tilth.core.errors import NonFiniteError, RecipeError, TokenCountError
 from tilth.models.attention import DropoutContext
 from tilth.models.decoder import Decoder, not_finite
-from tilth.parallel.grid import DATA, MODEL, Grid
-from tilth.parallel.meeting import lent
+from tilth.parallel.comm import lent
+from tilth.parallel.dims import DATA, MODEL, ParallelDims
 from tilth.parallel.sharded import Sharded
 from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
@@ -283,7 +283,7 @@ def _places(tokens: Ragged, starts: np.ndarray | None) -> np.ndarray:
     return own if starts is None else own + np.repeat(starts - tokens.offsets[:-1], tokens.lengths)
 
 
-def _check_layout(grid: Grid, watch: Collection[str]) -> None:
+def _check_layout(grid: ParallelDims, watch: Collection[str]) -> None:
     """RecipeError for what needs whole gradients where a rank has parts of them."""
     if grid.size(*MODEL) == 1:
         return

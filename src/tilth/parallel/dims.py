@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilth.core.layout import Mesh
-from tilth.parallel import meeting
+from tilth.parallel import comm
 
 DATA = ("dp", "fsdp")
 """Dimensions that the rows of a batch are divided over."""
@@ -32,12 +32,12 @@ _limits: dict[str, timedelta] = {}
 """How long a collective of a group may take, as the world was told."""
 
 
-def join(rank: int, workers: int, meeting: str, timeout: float, device: str = "cpu") -> None:
+def join(rank: int, workers: int, init_method: str, timeout: float, device: str = "cpu") -> None:
     """Join the world of ``workers`` processes as number ``rank``; nothing happens if this process is in it already.
 
     Does not wait for the others: on gloo two processes connect when they first have something to tell each other, so a
     role can be made, and work, on some of the workers before the others know of the world.
-    meeting: an ``init_method`` of torch.distributed (file://..., tcp://...); timeout: seconds for one collective.
+    init_method: where torch.distributed meets (file://..., tcp://...); timeout: seconds for one collective.
     """
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, workers):
@@ -45,19 +45,19 @@ def join(rank: int, workers: int, meeting: str, timeout: float, device: str = "c
     elif workers > 1:
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         limit = _limits["group"] = timedelta(seconds=timeout)
-        dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=workers, timeout=limit)
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=workers, timeout=limit)
 
 
 def leave() -> None:
     """The inverse of ``join``."""
     _groups.clear()
-    meeting.forget()
+    comm.forget()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
-class Grid:
+class ParallelDims:
     """One process's place in the mesh of a role. A dimension that the mesh does not have counts as one of size 1.
 
     What speaks to other ranks must be called by all ranks of the group in the same order, as in torch.distributed.
@@ -68,13 +68,13 @@ class Grid:
     """Number of this process in the world; it is one of ``mesh.ranks``."""
 
     @classmethod
-    def of(cls, mesh: Mesh, rank: int) -> "Grid":
+    def of(cls, mesh: Mesh, rank: int) -> "ParallelDims":
         """The place of process ``rank``; ValueError if the mesh does not have it."""
         mesh.coordinates(rank)
         return cls(mesh, rank)
 
     @classmethod
-    def alone(cls) -> "Grid":
+    def alone(cls) -> "ParallelDims":
         """One process: no group, no collective."""
         return cls(Mesh(("dp", "fsdp", "tp"), (1, 1, 1)), 0)
 
@@ -117,7 +117,7 @@ class Grid:
         group = self.group(*over)
         if group is not None:
             vector = vector.clone()
-            meeting.all_reduce(vector, group)
+            comm.all_reduce(vector, group)
         return vector
 
     def most(self, value: int) -> int:
@@ -126,7 +126,7 @@ class Grid:
         if group is None:
             return value
         found = torch.tensor(value)
-        meeting.all_reduce(found, group, meeting.MAX)
+        comm.all_reduce(found, group, comm.MAX)
         return int(found)
 
     def gather_rows(self, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -136,13 +136,13 @@ class Grid:
             return dict(rows)
         n = len(next(iter(rows.values())))
         counts = [torch.zeros((), dtype=torch.int64) for _ in range(group.size())]
-        meeting.all_gather(counts, torch.tensor(n), group)
+        comm.all_gather(counts, torch.tensor(n), group)
         width = sum(column.dtype.itemsize for column in rows.values())
         own = torch.zeros(int(max(counts)) * width, dtype=torch.uint8)
         packed = b"".join(np.ascontiguousarray(column).tobytes() for column in rows.values())
         own[: len(packed)] = torch.from_numpy(np.frombuffer(packed, np.uint8).copy())
         every = [torch.empty_like(own) for _ in counts]
-        meeting.all_gather(every, own, group)
+        comm.all_gather(every, own, group)
         parts = [_unpack(blob.numpy(), int(count), rows) for blob, count in zip(every, counts)]
         return {name: np.concatenate([part[name] for part in parts]) for name in rows}
 
