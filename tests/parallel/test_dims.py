@@ -28,11 +28,16 @@ def test_a_process_alone_has_no_groups_and_its_sums_are_its_own():
 def test_ranks_along_dimensions_are_those_of_the_mesh():
     mesh = Mesh(("dp", "fsdp", "tp"), (2, 3, 2), tuple(range(100, 112)))
     grid = ParallelDims.of(mesh, 109)
-    assert [grid.coordinate(n) for n in ("dp", "fsdp", "tp", "cp")] == [1, 1, 1, 0]
+    assert [grid.coordinate(n) for n in ("dp", "fsdp", "tp")] == [1, 1, 1]
     assert grid.ranks("dp") == (103, 109)
     assert grid.ranks("fsdp") == (107, 109, 111)
     assert grid.ranks("tp", "dp") == (102, 103, 108, 109)
-    assert grid.ranks("cp") == (109,) and grid.size("fsdp", "tp", "cp") == 6
+    assert grid.size("fsdp", "tp") == 6
+
+
+def test_an_axis_that_a_mesh_does_not_have_has_size_1():
+    grid = ParallelDims.of(Mesh(("tp",), (2,), (8, 9)), 9)
+    assert (grid.size("dp", "tp"), grid.coordinate("dp"), grid.ranks("dp", "fsdp")) == (2, 0, (9,))
 
 
 def test_a_rank_outside_of_the_mesh_is_refused():
@@ -57,7 +62,7 @@ def test_groups_of_four_along_each_dimension(pool):
     assert [r["tp"] for r in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [r["dp"] for r in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [r["data_sum"] for r in results] == [2.0, 4.0, 2.0, 4.0]
-    assert all(r["again"] for r in results) and [r["mesh"] for r in results] == [[0, 2], [1, 3]] * 2
+    assert all(r["again"] for r in results) and [r["mesh"] for r in results] == [[[0, 1], [2, 3]]] * 4
 
 
 @pytest.mark.dist
@@ -174,7 +179,7 @@ def dimensions(rank):
     grid = ParallelDims.of(SQUARE, rank)
     found = {name: dist.get_process_group_ranks(grid.group(name)) for name in ("dp", "tp")}
     total = grid.sum(torch.tensor([float(rank)], dtype=torch.float64))
-    mesh = grid.device_mesh("dp", "fsdp").mesh.tolist()
+    mesh = ParallelDims.of(Mesh.of({"dp": 2, "fsdp": 2}), rank).device_mesh().mesh.tolist()
     same = ParallelDims.of(SQUARE, rank).group("dp") is grid.group("dp") is grid.group("fsdp", "dp")
     return found | {"data_sum": float(total), "again": same, "mesh": mesh}
 

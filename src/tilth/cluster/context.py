@@ -14,7 +14,7 @@ class Context:
 
     role: str
     mesh: Mesh
-    """Of this role; names out of ("dp", "fsdp", "tp"), ranks are global."""
+    """Of this role: the axes of ``config.axes``, ranks are global."""
     rank: int
     """This worker's global number."""
     workers: int

@@ -7,9 +7,11 @@ stored for all ranks. Offsets, sizes and shapes are in elements.
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tilth.config import axes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -126,6 +128,13 @@ class Mesh:
             raise ValueError(f"mesh of sizes {self.sizes}: {math.prod(self.sizes)} different ranks are needed")
 
     @classmethod
+    def of(cls, sizes: Mapping[str, int], ranks: tuple[int, ...] = ()) -> "Mesh":
+        """A mesh with all axes of the table, in its order, of size 1 unless named; AxisError for an unknown one."""
+        for name in sizes:
+            axes.known(name)
+        return cls(tuple(axes.AXES), tuple(sizes.get(name, 1) for name in axes.AXES), ranks)
+
+    @classmethod
     def of_torch(cls, mesh: "DeviceMesh") -> "Mesh":
         """The table of a torch DeviceMesh; dimensions without a name are called dim0, dim1, ..."""
         names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
@@ -135,16 +144,71 @@ class Mesh:
         return len(self.ranks)
 
     def coordinates(self, rank: int) -> Shape:
-        """Where a rank stands in every dimension; ValueError for a rank that is not in the mesh."""
+        """Where a rank stands along every axis; ValueError for a rank that is not in the mesh."""
         place, coordinates = self.ranks.index(rank), []
         for size in reversed(self.sizes):
             place, at = divmod(place, size)
             coordinates.append(at)
         return tuple(reversed(coordinates))
 
+    def at(self, rank: int) -> dict[str, int]:
+        """The coordinates of a rank by name; ValueError as in ``coordinates``."""
+        return dict(zip(self.names, self.coordinates(rank)))
+
+    def coordinate(self, name: str, rank: int) -> int:
+        """Where a rank stands along an axis; AxisError for one that is neither here nor in the table."""
+        return self.at(rank).get(self._known(name), 0)
+
+    def size(self, *names: str) -> int:
+        """Number of ranks along these axes together; AxisError for one that is neither here nor in the table."""
+        sizes = dict(zip(self.names, self.sizes))
+        return math.prod(sizes.get(self._known(name), 1) for name in names)
+
+    def over(self, *splits: axes.Split) -> tuple[str, ...]:
+        """Axes of this mesh that split any of these, in its order. AxisError for what no axis can split."""
+        return tuple(name for name in self.names if name in axes.over(*splits))
+
+    def count(self, *splits: axes.Split) -> int:
+        """Number of parts that any of these are divided into."""
+        return self.size(*self.over(*splits))
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Axes whose ranks hold the same part of the model and see different data."""
+        return tuple(name for name in self.over(*axes.DATA) if name not in self.shards)
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """Axes whose ranks see different data and gather what they hold of the model to compute with it."""
+        return tuple(name for name in self.over(*axes.DATA) if name in self.over(*axes.MODEL))
+
+    def index(self, rank: int, *names: str) -> int:
+        """Row-major place of a rank along these axes."""
+        place = 0
+        for name, size, at in zip(self.names, self.sizes, self.coordinates(rank)):
+            place = place * size + at if name in names else place
+        return place
+
+    def along(self, rank: int, *names: str) -> tuple[int, ...]:
+        """The ranks that differ from this one along these axes alone, in the mesh's order."""
+        names = tuple(map(self._known, names))
+        at = zip(self.names, self.sizes, self.coordinates(rank))
+        return tuple(map(self.rank, itertools.product(*(range(n) if name in names else (i,) for name, n, i in at))))
+
+    def part(self, rank: int, *names: str) -> "Mesh":
+        """The mesh of the ranks that differ from this one along these axes alone; all other axes have size 1."""
+        return Mesh(self.names, tuple(self.size(n) if n in names else 1 for n in self.names), self.along(rank, *names))
+
+    def groups(self, *names: str) -> tuple[tuple[int, ...], ...]:
+        """All ranks, those together that differ along these axes alone."""
+        return tuple(self.along(rank, *names) for rank in self.ranks if not self.index(rank, *names))
+
+    def _known(self, name: str) -> str:
+        return name if name in self.names else axes.known(name).name
+
     def place(self, rank: int) -> str:
         """The coordinates of a rank in words, "dp=0 fsdp=1"; ValueError as in ``coordinates``."""
-        return " ".join(f"{name}={at}" for name, at in zip(self.names, self.coordinates(rank)))
+        return " ".join(f"{name}={at}" for name, at in self.at(rank).items())
 
     def rank(self, coordinates: Shape) -> int:
         """The rank at these coordinates."""

@@ -1,8 +1,4 @@
-"""A mesh with processes behind it: where this one stands, and the process groups along named dimensions.
-
-Dimensions are "dp" (replicas), "fsdp" (shards of parameters) and "tp" (shards of the computation). Rows of a batch are
-divided over dp and fsdp; ranks along tp see the same rows.
-"""
+"""A mesh with processes behind it: where this one stands, and the process groups along its axes (``config.axes``)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,13 +12,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from tilth.config.axes import DATA, Split
 from tilth.core.layout import Mesh
 from tilth.parallel import comm
-
-DATA = ("dp", "fsdp")
-"""Dimensions that the rows of a batch are divided over."""
-MODEL = ("fsdp", "tp")
-"""Dimensions that the elements of a parameter are divided over."""
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 """By global ranks, in order: the roles of a process share them, since a process issues its collectives in one order."""
@@ -58,7 +50,7 @@ def leave() -> None:
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """One process's place in the mesh of a role. A dimension that the mesh does not have counts as one of size 1.
+    """One process's place in the mesh of a role. An axis that the mesh does not have counts as one of size 1.
 
     What speaks to other ranks must be called by all ranks of the group in the same order, as in torch.distributed.
     """
@@ -76,23 +68,23 @@ class ParallelDims:
     @classmethod
     def alone(cls) -> "ParallelDims":
         """One process: no group, no collective."""
-        return cls(Mesh(("dp", "fsdp", "tp"), (1, 1, 1)), 0)
+        return cls(Mesh.of({}), 0)
 
     def coordinate(self, name: str) -> int:
-        """Where this process stands along a dimension."""
-        return self.mesh.coordinates(self.rank)[self.mesh.names.index(name)] if name in self.mesh.names else 0
+        """Where this process stands along an axis."""
+        return self.mesh.coordinate(name, self.rank)
+
+    def first(self, *splits: Split) -> bool:
+        """True on the one of the ranks that divide these that reports what all of them know."""
+        return not any(map(self.coordinate, self.mesh.over(*splits)))
 
     def size(self, *names: str) -> int:
-        """Number of ranks along these dimensions together."""
-        sizes = dict(zip(self.mesh.names, self.mesh.sizes))
-        return int(np.prod([sizes.get(name, 1) for name in names], dtype=np.int64))
+        """Number of ranks along these axes together."""
+        return self.mesh.size(*names)
 
     def ranks(self, *names: str) -> tuple[int, ...]:
-        """World numbers of the ranks that differ from this one in these dimensions only, in the mesh's order."""
-        grid = np.array(self.mesh.ranks).reshape(self.mesh.sizes)
-        at = self.mesh.coordinates(self.rank)
-        chosen = tuple(slice(None) if name in names else i for name, i in zip(self.mesh.names, at))
-        return tuple(int(r) for r in grid[chosen].flatten())
+        """World numbers of the ranks that differ from this one along these axes only, in the mesh's order."""
+        return self.mesh.along(self.rank, *names)
 
     def group(self, *names: str) -> dist.ProcessGroup | None:
         """The process group of ``ranks(*names)``; None where that is this process alone. Made at the first call."""
@@ -103,18 +95,26 @@ class ParallelDims:
             _groups[ranks] = _new_group(ranks, self.rank)
         return _groups[ranks]
 
-    def device_mesh(self, *names: str, device: str = "cpu") -> DeviceMesh:
-        """Torch's mesh over those of these dimensions that have more than one rank, for ``fully_shard``."""
-        used = tuple(name for name in self.mesh.names if name in names and self.size(name) > 1)
-        groups = [group for group in map(self.group, used) if group is not None]
-        if len(groups) == 1:
-            return DeviceMesh.from_group(groups[0], device, mesh_dim_names=used)
-        table = torch.tensor(self.ranks(*used)).view([self.size(name) for name in used])
-        return DeviceMesh.from_group(groups, device, mesh=table, mesh_dim_names=used)
+    def group_over(self, *splits: Split) -> dist.ProcessGroup | None:
+        """The process group of the ranks that divide any of these; None where that is this process alone."""
+        return self.group(*self.mesh.over(*splits))
 
-    def sum(self, vector: Tensor, over: tuple[str, ...] = DATA) -> Tensor:
-        """float64 [n] of every rank along these dimensions, added up; the bits are the same on all of them."""
-        group = self.group(*over)
+    def device_mesh(self, device: str = "cpu") -> DeviceMesh:
+        """Torch's mesh for ``fully_shard``: [copies, shards], without the dimension that has one rank."""
+        copies, shards = self.mesh.copies, self.mesh.shards
+        group, peers = self.group(*copies), self.group(*shards)
+        assert peers is not None  # else nothing is sharded
+        if group is None:
+            return DeviceMesh.from_group(peers, device, mesh_dim_names=("shards",))
+        table = torch.tensor([self.mesh.along(rank, *shards) for rank in self.ranks(*copies)])
+        return DeviceMesh.from_group([group, peers], device, mesh=table, mesh_dim_names=("copies", "shards"))
+
+    def sum(self, vector: Tensor, *splits: Split) -> Tensor:
+        """[n] of every rank that divides any of these, added up; the bits are the same on all of them.
+
+        splits: by default rows and tokens, where each rank adds what it has itself.
+        """
+        group = self.group_over(*splits or DATA)
         if group is not None:
             vector = vector.clone()
             comm.all_reduce(vector, group)
@@ -122,7 +122,7 @@ class ParallelDims:
 
     def most(self, value: int) -> int:
         """The greatest value of the data ranks."""
-        group = self.group(*DATA)
+        group = self.group_over(*DATA)
         if group is None:
             return value
         found = torch.tensor(value)
@@ -130,8 +130,8 @@ class ParallelDims:
         return int(found)
 
     def gather_rows(self, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Arrays [n] of each data rank (n may differ, dtypes may not), one behind another in the order of the ranks."""
-        group = self.group(*DATA)
+        """Arrays [n] of each rank that divides rows (n may differ, dtypes may not), concatenated in rank order."""
+        group = self.group_over("rows")
         if group is None:
             return dict(rows)
         n = len(next(iter(rows.values())))

@@ -105,9 +105,8 @@ def _partial(
 
 def _sharers(grid: ParallelDims, copies: int) -> Group | None:
     """The neighbours along tp that hold the same key heads."""
-    sizes = dict(zip(grid.mesh.names, grid.mesh.sizes))
-    split = {"tp": {"piece": sizes["tp"] // copies, "copy": copies}}
-    finer = {n: s for name, size in sizes.items() for n, s in split.get(name, {name: size}).items()}
+    split = {"tp": {"piece": grid.size("tp") // copies, "copy": copies}}
+    finer = {n: s for name in grid.mesh.names for n, s in split.get(name, {name: grid.size(name)}).items()}
     return ParallelDims(Mesh(tuple(finer), tuple(finer.values()), grid.mesh.ranks), grid.rank).group("copy")
 
 

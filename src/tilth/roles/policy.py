@@ -85,10 +85,13 @@ class PolicyWorker(Learner):
 
     def _others(self, batch: Batch) -> dict[str, Any]:
         """How an estimator sees the rows of other workers, where there are any."""
-        if self.grid.size("dp", "fsdp") == 1:
+        if self.grid.mesh.count("rows") == 1:
             return {}
         rows = torch.from_numpy(batch["row"].copy())
-        return {"reduce": self.grid.sum, "gather": self.grid.gather_rows, "row": rows}
+        return {"reduce": self._sum_rows, "gather": self.grid.gather_rows, "row": rows}
+
+    def _sum_rows(self, vector: Tensor) -> Tensor:
+        return self.grid.sum(vector, "rows")
 
     @transfer(split="rows", gather="rows")
     def logprobs(self, batch: Batch, *, squares: bool = False) -> Batch:
@@ -172,7 +175,7 @@ class PolicyWorker(Learner):
             advantages=known.get("advantages"),
             mask=_tensor(per_token["mask"]),
             lengths=torch.from_numpy(tokens.lengths),
-            reduce=self.grid.sum,
+            reduce=self._sum_rows,
             **given,
         )
 

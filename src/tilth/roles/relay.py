@@ -88,7 +88,7 @@ class RelayWorker:
         members = (self.source.ranks[0], *strangers)
         source = rank in inside
         shared = any(r in inside for r in target.ranks)
-        first_replica = source and self.source.coordinates(rank)[0] == 0
+        first_replica = source and not self.source.index(rank, *self.source.copies)
         return Route(
             target=rank in target.ranks,
             gathers=source and (shared or first_replica),

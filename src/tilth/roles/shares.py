@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tilth.rl as rl
+from tilth.config.axes import DATA
 from tilth.core.batch import Ragged
 from tilth.core.errors import TokenCountError
 from tilth.parallel.dims import ParallelDims
@@ -78,13 +79,17 @@ def global_denominator(
 
 
 def gather_data_ranks(grid: ParallelDims) -> Gather:
-    """Return what gathers numbers of rows from all data-parallel ranks."""
-    return lambda own: grid.gather_rows({"numbers": own})["numbers"]
+    """Return what gathers numbers of rows from all data-parallel ranks; those that divide a row's tokens add up."""
+
+    def gather(own: np.ndarray) -> np.ndarray:
+        return grid.gather_rows({"numbers": grid.sum(torch.from_numpy(own), "tokens").numpy()})["numbers"]
+
+    return gather
 
 
 def is_first_data_rank(grid: ParallelDims) -> bool:
     """True on the first data-parallel rank, which reports values that all ranks share."""
-    return grid.coordinate("dp") == grid.coordinate("fsdp") == 0
+    return grid.first(*DATA)
 
 
 def account(found: UpdateResult, grid: ParallelDims) -> dict[str, rl.Metric]:

@@ -139,8 +139,9 @@ def replicas(grid: ParallelDims) -> Share | None:
 
     That pays where bytes come over a network; on one machine all read from its page cache, which is faster than gloo.
     """
-    group = grid.group("dp")
-    return None if group is None else Share.of_group(group, grid.ranks("dp"), grid.rank)
+    copies = grid.mesh.copies
+    group = grid.group(*copies)
+    return None if group is None else Share.of_group(group, grid.ranks(*copies), grid.rank)
 
 
 def _one_machine(grid: ParallelDims) -> bool:
