@@ -94,8 +94,8 @@ def deal(how: Transfer, mesh: Mesh, divide: Divide, args: Sequence[Any], kwargs:
     """
     over = how.over or mesh.over("rows")
     heard = mesh.over(*DATA) if how.gather == "merge" and not how.over else over
-    collects = [all(at == 0 or name in heard for name, at in mesh.at(rank).items()) for rank in mesh.ranks]
-    answers = [_answers(how.gather, i, speaks) for i, speaks in enumerate(collects)]
+    alike = [name for name in mesh.names if name not in heard] if how.gather != "first" else mesh.names
+    answers = [how.gather == "all" or not mesh.index(rank, *alike) for rank in mesh.ranks]
     if how.split == "each":
         return Deal(_each(len(mesh), args, kwargs), answers, None)
     count = mesh.size(*over)
@@ -104,10 +104,6 @@ def deal(how: Transfer, mesh: Mesh, divide: Divide, args: Sequence[Any], kwargs:
     rows = _divided([a for a in (*args, *kwargs.values()) if isinstance(a, Batch)], divide, count)
     dealt = [Arguments(tuple(_part(a, r) for a in args), {k: _part(a, r) for k, a in kwargs.items()}) for r in rows]
     return Deal([dealt[mesh.index(rank, *over)] for rank in mesh.ranks], answers, rows)
-
-
-def _answers(gather: Gather, index: int, collects: bool) -> bool:
-    return gather == "all" or (index == 0 if gather == "first" else collects)
 
 
 def _each(ranks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Arguments]:

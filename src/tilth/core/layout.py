@@ -7,14 +7,11 @@ stored for all ranks. Offsets, sizes and shapes are in elements.
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tilth.config import axes
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Shape = tuple[int, ...]
 
@@ -134,22 +131,13 @@ class Mesh:
             axes.known(name)
         return cls(tuple(axes.AXES), tuple(sizes.get(name, 1) for name in axes.AXES), ranks)
 
-    @classmethod
-    def of_torch(cls, mesh: "DeviceMesh") -> "Mesh":
-        """The table of a torch DeviceMesh; dimensions without a name are called dim0, dim1, ..."""
-        names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
-        return cls(tuple(names), tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
-
     def __len__(self) -> int:
         return len(self.ranks)
 
     def coordinates(self, rank: int) -> Shape:
         """Where a rank stands along every axis; ValueError for a rank that is not in the mesh."""
-        place, coordinates = self.ranks.index(rank), []
-        for size in reversed(self.sizes):
-            place, at = divmod(place, size)
-            coordinates.append(at)
-        return tuple(reversed(coordinates))
+        place, steps = self.ranks.index(rank), [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
+        return tuple(place // step % size for step, size in zip(steps, self.sizes))
 
     def at(self, rank: int) -> dict[str, int]:
         """The coordinates of a rank by name; ValueError as in ``coordinates``."""
@@ -245,22 +233,14 @@ class Shard:
 
     def piece(self, box: Box, part: int, parts: int) -> list[Box]:
         """The boxes of one part of ``box``; ValueError unless the parts are a multiple of the copies."""
-        length, chunk, part = box.size[self.dim], self._chunk(box, parts), part // self.copies
+        if self.copies < 1 or parts % self.copies:
+            raise ValueError(f"{self}: {parts} ranks cannot hold {self.copies} copies of each piece")
+        length, part = box.size[self.dim], part // self.copies
+        chunk = -(-length // (parts // self.copies))
         start, stop = min(length, part * chunk), min(length, (part + 1) * chunk)
         before, behind = slice(0, self.dim), slice(self.dim + 1, None)
         offset = (*box.offset[before], box.offset[self.dim] + start, *box.offset[behind])
         return [Box(offset, (*box.size[before], stop - start, *box.size[behind]))]
-
-    def meeting(self, box: Box, block: Box, parts: int) -> range:
-        """The parts of ``box`` that can hold some of ``block``, which lies in it."""
-        first, chunk = block.offset[self.dim] - box.offset[self.dim], self._chunk(box, parts)
-        last = first + block.size[self.dim] - 1
-        return range(first // chunk * self.copies, (last // chunk + 1) * self.copies)
-
-    def _chunk(self, box: Box, parts: int) -> int:
-        if self.copies < 1 or parts % self.copies:
-            raise ValueError(f"{self}: {parts} ranks cannot hold {self.copies} copies of each piece")
-        return -(-box.size[self.dim] // (parts // self.copies))
 
 
 @dataclass(frozen=True)
@@ -270,10 +250,6 @@ class Replicate:
     def piece(self, box: Box, part: int, parts: int) -> list[Box]:
         """The boxes of one part of ``box``."""
         return [box]
-
-    def meeting(self, box: Box, block: Box, parts: int) -> range:
-        """The parts of ``box`` that can hold some of ``block``."""
-        return range(parts)
 
 
 @dataclass(frozen=True)
@@ -295,10 +271,6 @@ class Ragged:
         start = unit * sum(self.units[:part])
         stop = start + unit * self.units[part]
         return [b.shifted(box.offset) for b in interval_boxes(box.size, start, stop)]
-
-    def meeting(self, box: Box, block: Box, parts: int) -> range:
-        """The parts of ``box`` that can hold some of ``block``."""
-        return range(parts)
 
 
 Placement = Shard | Replicate | Ragged
@@ -342,26 +314,6 @@ class Layout:
             boxes = list(itertools.chain.from_iterable(pieces))
         return [box for box in boxes if box.numel]
 
-    def owners(self, box: Box) -> list[tuple[int, Box]]:
-        """Every rank that holds some of ``box``, replicas included, with each common block; by rank, then by offset.
-
-        Costs what it returns: a split is followed only where it meets the box.
-        """
-        return sorted(self._meet(Box.whole(self.shape), box, 0, {}))
-
-    def _meet(self, piece: Box, box: Box, depth: int, at: dict[int, int]) -> Iterator[tuple[int, Box]]:
-        common = piece.intersect(box)
-        if common is None:
-            return
-        if depth == len(self.order):
-            yield self.mesh.rank(tuple(at[i] for i in range(len(self.order)))), common
-            return
-        i = self.order[depth]
-        placement, parts = self.placements[i], self.mesh.sizes[i]
-        for part in placement.meeting(piece, common, parts):
-            for smaller in placement.piece(piece, part, parts):
-                yield from self._meet(smaller, box, depth + 1, {**at, i: part})
-
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
         return {
@@ -376,38 +328,6 @@ class Layout:
         """The inverse of ``to_json``. KeyError, TypeError or ValueError for what is none."""
         placements = tuple(_placement_from_json(p) for p in data["placements"])
         return cls(Mesh.from_json(data["mesh"]), placements, _integers(data["shape"], 0), _integers(data["order"], 0))
-
-    def to_dtensor(self) -> tuple[Any, ...]:
-        """Torch's placements; ValueError where DTensor has none (ragged, copied, or uneven out of order)."""
-        return tuple(self._to_dtensor(i) for i in range(len(self.placements)))
-
-    def _to_dtensor(self, i: int) -> Any:
-        from torch.distributed.tensor import placement_types as torch_types
-
-        match self.placements[i]:
-            case Replicate():
-                return torch_types.Replicate()
-            case Shard(dim, copies=1) as shard:
-                earlier = [j for j in self.order[: self.order.index(i)] if j > i and self.placements[j] == shard]
-                factor = math.prod(self.mesh.sizes[j] for j in earlier)
-                if factor > 1 and self.shape[dim] % (factor * self.mesh.sizes[i]):
-                    raise ValueError(f"{self}: DTensor cannot split dimension {dim} unevenly out of order")
-                return torch_types._StridedShard(dim, split_factor=factor) if factor > 1 else torch_types.Shard(dim)
-            case other:
-                raise ValueError(f"{other}: DTensor has no such placement")
-
-    @classmethod
-    def from_dtensor(cls, mesh: Mesh, placements: Sequence[Any], shape: Sequence[int]) -> "Layout":
-        """A layout from torch's placements (``tensor.placements``); ValueError for a partial sum."""
-        ours = tuple(_from_dtensor(p, len(shape)) for p in placements)
-        order: list[int] = []
-        for i in reversed(range(len(ours))):
-            parts = [mesh.sizes[j] if ours[j] == ours[i] else 1 for j in order]
-            earlier, factor = [1, *itertools.accumulate(parts, operator.mul)], getattr(placements[i], "split_factor", 1)
-            if factor not in earlier:
-                raise ValueError(f"{placements[i]}: split_factor={factor} is not a product of later splits of {mesh}")
-            order.insert(earlier.index(factor), i)
-        return cls(mesh, ours, tuple(shape), tuple(order))
 
 
 def _placement_json(placement: Placement) -> Any:
@@ -434,11 +354,3 @@ def _integers(values: Sequence[Any], least: int) -> Shape:
     if any(not least <= n < _LARGEST for n in found):
         raise ValueError(f"integers from {least} to 2^{_LARGEST.bit_length() - 1} are needed")
     return found
-
-
-def _from_dtensor(placement: Any, dimensions: int) -> Placement:
-    if placement.is_replicate():
-        return Replicate()
-    if not hasattr(placement, "dim") or placement.is_partial():
-        raise ValueError(f"{placement}: no part of the tensor belongs to a rank alone")
-    return Shard(placement.dim % dimensions)

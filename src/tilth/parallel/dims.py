@@ -134,17 +134,17 @@ class ParallelDims:
         group = self.group_over("rows")
         if group is None:
             return dict(rows)
-        n = len(next(iter(rows.values())))
-        counts = [torch.zeros((), dtype=torch.int64) for _ in range(group.size())]
-        comm.all_gather(counts, torch.tensor(n), group)
-        width = sum(column.dtype.itemsize for column in rows.values())
-        own = torch.zeros(int(max(counts)) * width, dtype=torch.uint8)
-        packed = b"".join(np.ascontiguousarray(column).tobytes() for column in rows.values())
-        own[: len(packed)] = torch.from_numpy(np.frombuffer(packed, np.uint8).copy())
-        every = [torch.empty_like(own) for _ in counts]
-        comm.all_gather(every, own, group)
-        parts = [_unpack(blob.numpy(), int(count), rows) for blob, count in zip(every, counts)]
-        return {name: np.concatenate([part[name] for part in parts]) for name in rows}
+        n, kinds = len(next(iter(rows.values()))), [(name, column.dtype) for name, column in rows.items()]
+        counts = torch.zeros(group.size(), dtype=torch.int64)
+        comm.all_gather(counts, torch.tensor([n]), group)
+        own = np.zeros(int(counts.max()), kinds)
+        for name, column in rows.items():
+            own[name][:n] = column
+        every = torch.empty(group.size() * own.nbytes, dtype=torch.uint8)
+        comm.all_gather(every, torch.from_numpy(own.view(np.uint8)), group)
+        table = every.numpy().view(own.dtype).reshape(group.size(), -1)
+        filled = np.arange(table.shape[1]) < counts.numpy()[:, None]
+        return {name: table[name][filled] for name in rows}
 
 
 def _new_group(ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup:
@@ -162,13 +162,3 @@ def _new_group(ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup:
     )
     world.pg_group_ranks[made] = {member: i for i, member in enumerate(ranks)}
     return made
-
-
-def _unpack(blob: np.ndarray, n: int, like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """n rows of columns with the dtypes of ``like``, laid one behind another."""
-    found, at = {}, 0
-    for name, column in like.items():
-        size = n * column.dtype.itemsize
-        found[name] = np.frombuffer(blob[at : at + size].tobytes(), column.dtype)
-        at += size
-    return found

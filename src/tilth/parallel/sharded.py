@@ -166,10 +166,10 @@ class Sharded:
         mine = torch.cat([part.flatten() for part in parts.values()])
         own = mine.new_zeros(longest)
         own[: mine.numel()] = mine
-        every = [torch.empty_like(own) for _ in ranks]
+        every = own.new_empty(len(ranks) * longest)
         all_gather(every, own, group)
         whole = {name: mine.new_empty(self.layouts[name].shape) for name in parts}
-        for rank, blob in zip(ranks, every):
+        for rank, blob in zip(ranks, every.view(len(ranks), -1)):
             at = 0
             for name, box in boxes[rank]:
                 whole[name][box.slices] = blob[at : at + box.numel].view(box.size)

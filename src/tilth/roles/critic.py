@@ -14,14 +14,8 @@ from tilth.core.errors import ModelError
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.roles.experience import check_identity, on_rows, put_like
 from tilth.roles.objective import aggregation
-from tilth.roles.shares import (
-    Gather,
-    alone,
-    check_weight,
-    gather_data_ranks,
-    global_denominator,
-    is_first_data_rank,
-)
+from tilth.roles.scoring import forward
+from tilth.roles.shares import Gather, alone, check_weight, gather_data_ranks, global_denominator, is_first_data_rank
 from tilth.roles.state import Learner, whole_tensors
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
 from tilth.training.packed import Micro, packed_values
@@ -66,13 +60,7 @@ class CriticWorker(Learner):
         """Add ``values``: of the state in which each token of the mask was chosen, before any update on this batch."""
         with on_rows("values", batch):
             columns = batch.read(self.store, "tokens", "mask")
-            found = packed_values(
-                self.engine.sharded,
-                columns["tokens"],
-                columns["mask"].values,
-                max_tokens=self.engine.micro_tokens,
-                parity=self.engine.parity,
-            )
+            found = forward(self.engine, packed_values, columns["tokens"], columns["mask"].values)
             return put_like(batch, self.store, "values", found, columns["tokens"])
 
     @transfer(split="rows", gather="merge")

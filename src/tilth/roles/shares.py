@@ -80,11 +80,7 @@ def global_denominator(
 
 def gather_data_ranks(grid: ParallelDims) -> Gather:
     """Return what gathers numbers of rows from all data-parallel ranks; those that divide a row's tokens add up."""
-
-    def gather(own: np.ndarray) -> np.ndarray:
-        return grid.gather_rows({"numbers": grid.sum(torch.from_numpy(own), "tokens").numpy()})["numbers"]
-
-    return gather
+    return lambda own: grid.gather_rows({"numbers": grid.sum(torch.from_numpy(own), "tokens").numpy()})["numbers"]
 
 
 def is_first_data_rank(grid: ParallelDims) -> bool:
