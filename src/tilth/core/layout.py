@@ -136,7 +136,10 @@ class Mesh:
 
     def coordinates(self, rank: int) -> Shape:
         """Where a rank stands along every axis; ValueError for a rank that is not in the mesh."""
-        place, steps = self.ranks.index(rank), [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
+        place = rank - self.ranks[0]
+        if place < 0 or self.ranks[place : place + 1] != (rank,):  # not neighbouring ranks in their order
+            place = self.ranks.index(rank)
+        steps = [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
         return tuple(place // step % size for step, size in zip(steps, self.sizes))
 
     def at(self, rank: int) -> dict[str, int]:
@@ -179,9 +182,10 @@ class Mesh:
 
     def along(self, rank: int, *names: str) -> tuple[int, ...]:
         """The ranks that differ from this one along these axes alone, in the mesh's order."""
-        names = tuple(map(self._known, names))
-        at = zip(self.names, self.sizes, self.coordinates(rank))
-        return tuple(map(self.rank, itertools.product(*(range(n) if name in names else (i,) for name, n, i in at))))
+        chosen, places = set(map(self._known, names)), [0]
+        for name, size, at in zip(self.names, self.sizes, self.coordinates(rank)):
+            places = [place * size + i for place in places for i in (range(size) if name in chosen else (at,))]
+        return tuple(self.ranks[place] for place in places)
 
     def part(self, rank: int, *names: str) -> "Mesh":
         """The mesh of the ranks that differ from this one along these axes alone; all other axes have size 1."""
