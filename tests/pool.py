@@ -2,10 +2,10 @@
 
     @pytest.mark.dist
     def test_sum(pool):
-        assert pool.run(2, "tests.parallel.test_grid:total", value=3) == [6, 6]
+        assert pool.run(2, "tests.parallel.test_dims:total", value=3) == [6, 6]
 
     def total(rank, value):  # runs in each of the processes 0 .. n-1
-        grid = Grid.of(Mesh(("dp",), (2,)), rank)
+        grid = ParallelDims.of(Mesh(("dp",), (2,)), rank)
         ...
 
 Arguments and results are pickled (this is test code between a process and its own children). What raises, dies or takes
@@ -134,7 +134,7 @@ def pool():
 def _serve(pipe: Connection, rank: int, size: int, folder: str) -> None:
     import torch
 
-    from tilth.parallel.grid import join
+    from tilth.parallel.dims import join
 
     torch.set_num_threads(1)
     join(rank, size, f"file://{folder}/meeting", timeout=60.0)

@@ -82,7 +82,7 @@ def test_a_role_is_told_where_it_is(cluster, echo):
     found = echo.about()
     assert (found["role"], found["rank"], found["workers"]) == ("echo", 0, cluster.workers)
     assert found["mesh"] == mesh_of(cluster.workers) and found["timeout"] == 60.0
-    assert bool(found["meeting"]) == (cluster.workers > 1) and found["roles"] in ([], ["echo"])
+    assert bool(found["init_method"]) == (cluster.workers > 1) and found["roles"] in ([], ["echo"])
 
 
 def test_a_role_without_a_mesh_is_on_worker_0_and_sees_the_roles_made_before(cluster, echo):

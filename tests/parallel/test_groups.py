@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tilth.core.layout import Mesh
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 
 HERE = "tests.parallel.test_groups:"
 
@@ -13,8 +13,8 @@ HERE = "tests.parallel.test_groups:"
 def meet(rank: int) -> float:
     """Ranks 0 and 1 have a group of their own before all three meet."""
     if rank < 2:
-        Grid.of(Mesh(("own",), (2,), (0, 1)), rank).group("own")
-    group = Grid.of(Mesh(("to",), (3,), (0, 1, 2)), rank).group("to")
+        ParallelDims.of(Mesh(("own",), (2,), (0, 1)), rank).group("own")
+    group = ParallelDims.of(Mesh(("to",), (3,), (0, 1, 2)), rank).group("to")
     value = torch.tensor(float(rank))
     dist.all_reduce(value, group=group)
     return float(value)
@@ -22,7 +22,7 @@ def meet(rank: int) -> float:
 
 def place(rank: int) -> tuple[int, list[int], list[float]]:
     """Where a rank of a mesh that is not in ascending order stands in the group."""
-    grid = Grid.of(Mesh(("tp",), (2,), (1, 0)), rank)
+    grid = ParallelDims.of(Mesh(("tp",), (2,), (1, 0)), rank)
     group = grid.group("tp")
     parts = [torch.zeros(1) for _ in range(2)]
     dist.all_gather(parts, torch.tensor([float(rank)]), group=group)
@@ -33,7 +33,7 @@ def place(rank: int) -> tuple[int, list[int], list[float]]:
 def generations(rank: int) -> tuple[bool, float]:
     """A role that is made again has groups of its own, which do not hear what is said in those of before."""
     mesh = Mesh(("dp",), (2,), (0, 1))
-    before, now = (Grid.of(mesh, rank, generation).group("dp") for generation in (0, 1))
+    before, now = (ParallelDims.of(mesh, rank, generation).group("dp") for generation in (0, 1))
     late, value = torch.tensor(100.0), torch.tensor(1.0)
     if rank == 0:
         work = dist.all_reduce(late, group=before, async_op=True)

@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from tilth.cli.tables import WIDTH, new_table
+from tilth.config.axes import AXES
 from tilth.config.load import load_recipe
 from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
@@ -24,7 +25,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.hf import read_config
 from tilth.models.hub import fetched
 from tilth.plan.fit import Place, places
-from tilth.plan.layout import NAMES, Placed, Seat, Worker, per_rank, place
+from tilth.plan.layout import Placed, Seat, Worker, per_rank, place
 from tilth.plan.shape import DecoderShape, parameters
 from tilth.plan.steps import size
 from tilth.plan.traffic import Talk, tokens_of_rank, traffic, work
@@ -152,7 +153,8 @@ def as_object(plan: Plan) -> dict[str, Any]:
 
 
 def _role(plan: Plan, placed: Placed) -> dict[str, Any]:
-    sizes = dict(zip(NAMES, placed.mesh.sizes))
+    mesh = placed.mesh
+    sizes = {name: mesh.size(name) for name in mesh.names}
     tokens = tokens_of_rank(plan.recipe, placed, plan.longest)
     return {"pool": placed.pool, "ranks": list(placed.ranks), **sizes, "tokens_per_rank": tokens}
 
@@ -170,7 +172,7 @@ def _seat(seat: Seat) -> dict[str, Any]:
     """parameters: elements; all else but coordinates: bytes."""
     need = seat.need
     working = {item.name: item.bytes for item in need.training + need.generation}
-    plain = {"role": seat.role, **dict(zip(NAMES, seat.coordinates)), "parameters": seat.elements}
+    plain = {"role": seat.role, **seat.coordinates, "parameters": seat.elements}
     return plain | {
         "held": {item.name: item.bytes for item in need.held},
         "gradients": need.gradients,
@@ -204,21 +206,21 @@ def _place(place: Place) -> str:
 
 
 def _roles(plan: Plan) -> Table:
-    table = new_table("role", "pool", "ranks", *NAMES, "tokens a rank", right=(*NAMES, "tokens a rank"))
+    table = new_table("role", "pool", "ranks", *AXES, "tokens a rank", right=(*AXES, "tokens a rank"))
     for role, placed in plan.placed.items():
         tokens = tokens_of_rank(plan.recipe, placed, plan.longest)
-        sizes = map(str, placed.mesh.sizes)
+        sizes = (str(placed.mesh.size(name)) for name in AXES)
         table.add_row(role, placed.pool or "all", spans(placed.ranks), *sizes, f"{tokens:,}")
     return table
 
 
 def _ranks(plan: Plan) -> Table:
     numbers = ("parameters", "weights", "gradients", "optimizer", "activations", "KV")
-    table = new_table("rank", "role", "dp,fsdp,tp", *numbers, right=("rank", *numbers))
+    table = new_table("rank", "role", ",".join(AXES), *numbers, right=("rank", *numbers))
     for worker in plan.workers[:SHOWN]:
         for seat in worker.seats:
             if seat.elements:
-                at = ",".join(map(str, seat.coordinates))
+                at = ",".join(map(str, seat.coordinates.values()))
                 shown = (size(n) if n else "" for n in _shares(seat))
                 table.add_row(str(worker.rank), seat.role, at, f"{seat.elements:,}", *shown)
         table.add_row(str(worker.rank), "together", "", "", size(worker.memory.peak), end_section=True)

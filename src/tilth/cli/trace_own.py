@@ -65,8 +65,9 @@ def as_dict(found: RunWhatIf, cause: Cause) -> dict[str, Any]:
 
 def _workers(found: RunWhatIf) -> list[dict[str, Any]]:
     """Every worker, the slowest first."""
-    columns = zip(found.dp.tolist(), found.workers.tolist(), found.exact.tolist(), found.shortcut.tolist())
-    rows = [{"dp": d, "stage": 0, "rank": r, "exact": e, "shortcut": s} for d, r, e, s in columns]
+    columns = {"dp": found.dp, "stage": found.stage, "rank": found.workers}
+    columns |= {"exact": found.exact, "shortcut": found.shortcut}
+    rows = [dict(zip(columns, row)) for row in zip(*(values.tolist() for values in columns.values()))]
     return sorted(rows, key=lambda r: (-r["exact"], r["rank"]))
 
 

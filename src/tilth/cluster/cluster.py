@@ -26,8 +26,6 @@ IMPORT = 120.0
 """Seconds that imports may take even where a call may not, on a machine at rest (``patience``)."""
 LEAVE = 10.0
 """Seconds that roles have to close when the controller leaves with an exception."""
-ALONE = Mesh(("dp", "fsdp", "tp"), (1, 1, 1))
-"""Worker 0 alone."""
 
 
 class Cluster:
@@ -55,7 +53,7 @@ class Cluster:
         factory: "module:function", called in each worker as ``function(context, **kwargs)`` (cluster.context.Context);
         kwargs travel by cloudpickle. divide: how batches are divided by rows; default: neighbouring rows, evenly.
         """
-        mesh = mesh or ALONE
+        mesh = mesh or Mesh.of({})
         if outside := [rank for rank in mesh.ranks if not 0 <= rank < self.workers]:
             raise ValueError(f"role {role}: rank {outside[0]} is not among the workers 0 to {self.workers - 1}")
         group = WorkerGroup(role, factory, kwargs, mesh, self.dispatch, divide)

@@ -41,13 +41,13 @@ class Host:
         store: Store,
         *,
         local_rank: int = 0,
-        meeting: str = "",
+        init_method: str = "",
         timeout: float = 600.0,
         note: Callable[[str], None] | None = None,
         alone: bool = False,
     ) -> None:
         self.rank, self.workers, self.store, self.local_rank = rank, workers, store, local_rank
-        self.meeting, self.timeout, self.alone = meeting, timeout, alone
+        self.init_method, self.timeout, self.alone = init_method, timeout, alone
         self.roles: dict[str, object] = {}
         self._generations: dict[str, int] = {}
         self._where: dict[str, Where] = {}
@@ -87,9 +87,9 @@ class Host:
     def _no_room(self, error: BaseException) -> StorageError | None:
         """torch's error (known here by its name alone) when the file where process groups meet cannot be written."""
         full = type(error).__name__ == "DistStoreError" and os.strerror(errno.ENOSPC) in str(error)
-        if not full or not self.meeting.startswith("file://"):
+        if not full or not self.init_method.startswith("file://"):
             return None
-        place = Path(self.meeting.removeprefix("file://")).parent
+        place = Path(self.init_method.removeprefix("file://")).parent
         told = StorageError(f"process groups could not meet in {place}: {os.strerror(errno.ENOSPC)}{MORE_ROOM}")
         return told.with_traceback(error.__traceback__)
 
@@ -126,7 +126,7 @@ class Host:
             self.workers,
             self.store,
             self.local_rank,
-            self.meeting,
+            self.init_method,
             self.timeout,
             MappingProxyType(self.roles),
             generation,

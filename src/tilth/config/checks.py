@@ -2,11 +2,13 @@
 
 import difflib
 import inspect
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import TypeAdapter, ValidationError
 
+from tilth.config.axes import AXES, MODEL, over
 from tilth.config.errors import RecipeError
 from tilth.config.flows import FLOWS, OPTIONAL
 from tilth.config.roles import ROLES, SHIPPED_ROLES, RoleSpec, resolve, roles_of
@@ -287,17 +289,19 @@ def _fill(recipe: Recipe) -> Iterator[str]:
 
 
 def _filled(name: str, layout: Layout, workers: int, where: str) -> Iterator[str]:
-    inner = layout.fsdp * layout.tp
-    if workers % layout.tp:
-        yield f"{name}.tp = {layout.tp} does not divide {where}; tp may be {_divisors(workers)}"
-    elif workers % inner:
-        with_tp = f" with {name}.tp = {layout.tp}" if layout.tp > 1 else ""
-        right = _divisors(workers // layout.tp)
-        yield f"{name}.fsdp = {layout.fsdp} does not divide {where}{with_tp}; fsdp may be {right}"
-    elif layout.dp and layout.dp * inner != workers:
-        verb = "does not fill" if layout.dp * inner < workers else "is more than"
-        product = f"{name} dp x fsdp x tp = {layout.dp} x {layout.fsdp} x {layout.tp} = {layout.dp * inner}"
-        yield f"{product} {verb} {where}; dp = {workers // inner} would, or 0: automatic"
+    sizes, rest, others = layout.sizes(workers), workers, ""
+    for axis in reversed(AXES.values()):
+        size = sizes[axis.name]
+        if not axis.fills and rest % size:
+            yield f"{name}.{axis.name} = {size} does not divide {where}{others}; {axis.name} may be {_divisors(rest)}"
+            return
+        if not axis.fills and size > 1:
+            rest, others = rest // size, f"{others or ' with'} {name}.{axis.name} = {size}"
+    taken, (fills,) = math.prod(sizes.values()), (axis.name for axis in AXES.values() if axis.fills)
+    if taken != workers:
+        verb = "does not fill" if taken < workers else "is more than"
+        product = f"{name} {' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))} = {taken}"
+        yield f"{product} {verb} {where}; {fills} = {rest} would, or 0: automatic"
 
 
 def _divisors(number: int) -> str:
@@ -311,18 +315,20 @@ def _divided(recipe: Recipe) -> Iterator[str]:
         if spec.mesh == "copies":
             yield from _copied(spec, spec.placed_by(recipe).layout)
     for role, layout in learners(recipe).items():
-        name, inner = f"{ROLES[role].key}.layout", layout.fsdp * layout.tp
+        name, model = f"{ROLES[role].key}.layout", any(getattr(layout, axis) > 1 for axis in over(*MODEL))
         if layout.sp and layout.tp == 1:
             yield f"{name}.sp = true divides over {name}.tp, which is 1; set tp to 2 or more, or sp = false"
         if recipe.train.parity and layout.tp > 1:
             yield f"train.parity = true needs {name}.tp = 1, not {layout.tp}: partial sums round differently"
-        if "noise_scale" in recipe.train.watch and role == "policy" and inner > 1:
-            yield f"train.watch noise_scale needs whole gradients: {name}.fsdp = 1 and tp = 1; or leave it out"
+        if "noise_scale" in recipe.train.watch and role == "policy" and model:
+            right = " and ".join(f"{axis} = 1" for axis in over(*MODEL))
+            yield f"train.watch noise_scale needs whole gradients: {name}.{right}; or leave it out"
 
 
 def _copied(spec: RoleSpec, layout: Layout) -> Iterator[str]:
     """A whole copy is not divided."""
-    for key, value, right in (("fsdp", layout.fsdp, "1"), ("tp", layout.tp, "1"), ("sp", layout.sp, "false")):
+    sizes = [(name, getattr(layout, name), "1") for name, axis in AXES.items() if axis.splits != ("rows",)]
+    for key, value, right in (*sizes, ("sp", layout.sp, "false")):
         found = str(value).lower()
         if found != right:
             yield f"{spec.key}.layout.{key} = {found}, but the {spec.name} engine takes dp only; set it to {right}"

@@ -3,11 +3,13 @@
 A recipe is a TOML file of these sections. Every key has a default, so a recipe states only what it means.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
+from tilth.config.axes import AXES
 from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, below, own_defaults
 from tilth.config.open_sets import OneOf
 from tilth.config.plugins import load_plugins, shared_defaults
@@ -31,14 +33,23 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class Layout(Section):
-    """How a role lies over the workers of its pool: dp x fsdp x tp of them, all of the pool's."""
+_KEYS: dict[str, Any] = {
+    axis.name: (Count, Field(0, description=axis.about)) if axis.fills else (Positive, Field(1, description=axis.about))
+    for axis in AXES.values()
+}
 
-    dp: Count = Field(0, description="replicas, each with rows of its own; 0: what fsdp and tp leave of the pool")
-    fsdp: Positive = Field(1, description="ranks that share the parameters and take rows of their own")
-    tp: Positive = Field(1, description="ranks that share every matrix product, on the same rows")
+
+class Layout(create_model("Sizes", __base__=Section, **_KEYS)):  # type: ignore[misc]
+    """How a role lies over the workers of its pool: a size for each axis, their product all of the pool's."""
+
     sp: bool = Field(False, description="with tp: norms and residual stream divided over its ranks by tokens too")
     zero: Literal[2, 3] = Field(3, description="with fsdp: parameters gathered once a step (2) or a micro-batch (3)")
+
+    def sizes(self, workers: int) -> dict[str, int]:
+        """Size of each axis over a pool of N workers."""
+        found = {name: getattr(self, name) for name in AXES}
+        rest = math.prod(size or 1 for size in found.values())
+        return {name: size or workers // rest for name, size in found.items()}
 
 
 class RoleSection(Section):

@@ -22,7 +22,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.hf import parameter_shapes
 from tilth.models.value import ValueModel
-from tilth.parallel.grid import Grid, join
+from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.sharded import Sharded, shard
 from tilth.roles.critic import CriticWorker
 from tilth.roles.documents import DocumentWorker
@@ -209,7 +209,7 @@ def prepare(context: Context, recipe: Recipe) -> torch.device:
     if device.type != "cpu":
         # fully_shard, Triton and synchronize() use the process's current device, which is the first one until set.
         torch.accelerator.set_device_index(device)
-    join(context.rank, context.workers, context.meeting, context.timeout, device=device.type)
+    join(context.rank, context.workers, context.init_method, context.timeout, device=device.type)
     return device
 
 
@@ -230,13 +230,8 @@ def new_decoder(recipe: Recipe, config: DecoderConfig) -> Decoder:
 def shard_model(context: Context, recipe: Recipe, build: Callable[[], Decoder | ValueModel]) -> Sharded:
     """This rank's part of a model, by the role's own layout."""
     layout, device = ROLES[context.role].placed_by(recipe).layout, prepare(context, recipe)
-    return shard(
-        build,
-        Grid.of(context.mesh, context.rank, context.generation),
-        sp=layout.sp,
-        zero=layout.zero,
-        device=str(device),
-    )
+    dims = ParallelDims.of(context.mesh, context.rank, context.generation)
+    return shard(build, dims, sp=layout.sp, zero=layout.zero, device=str(device))
 
 
 def _temperature(recipe: Recipe) -> float:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 
+from tilth.config.axes import MODEL
 from tilth.config.checks import check_cluster, learners, pool_of, pools
-from tilth.config.errors import RecipeError
+from tilth.config.errors import AxisError, RecipeError
 from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import Layout as Wanted
 from tilth.config.schema import Recipe
@@ -16,13 +17,10 @@ from tilth.plan.rules import along_tp, is_block_matrix
 from tilth.plan.shape import DecoderShape, Shape, parameter_shapes
 from tilth.plan.working import Cut
 
-NAMES = ("dp", "fsdp", "tp")
-"""Dimensions of a role's mesh. Rows are divided over dp and fsdp, elements of parameters over fsdp and tp."""
-
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a role is. ranks: global numbers of its workers; mesh: those, with the dimensions ``NAMES``."""
+    """Where a role is. ranks: global numbers of its workers; mesh: those, with all axes of ``config.axes``."""
 
     pool: str
     """ "" where all workers are one pool."""
@@ -32,7 +30,7 @@ class Placed:
     @property
     def data_ranks(self) -> int:
         """Ranks that take rows of their own."""
-        return self.mesh.sizes[0] * self.mesh.sizes[1]
+        return self.mesh.count("rows")
 
 
 def place(recipe: Recipe, *, generates: bool = True) -> dict[str, Placed]:
@@ -59,10 +57,8 @@ def _placed(recipe: Recipe, spec: RoleSpec) -> Placed:
     pool = pool_of(recipe, spec.name)
     ranks = tuple(ranks_of(recipe, pool))
     if spec.mesh == "one":
-        return Placed(pool, ranks[:1], Mesh(NAMES, (1, 1, 1), ranks[:1]))
-    layout: Wanted = spec.placed_by(recipe).layout
-    dp = layout.dp or len(ranks) // (layout.fsdp * layout.tp)
-    return Placed(pool, ranks, Mesh(NAMES, (dp, layout.fsdp, layout.tp), ranks))
+        return Placed(pool, ranks[:1], Mesh.of({}, ranks[:1]))
+    return Placed(pool, ranks, Mesh.of(spec.placed_by(recipe).layout.sizes(len(ranks)), ranks))
 
 
 # ---- what a shape allows ----
@@ -99,20 +95,28 @@ def misfit(shape: DecoderShape, tp: int) -> str:
 
 
 def layouts(shapes: dict[str, Sizes], mesh: Mesh, kv_heads: int) -> dict[str, Layout]:
-    """How each parameter lies over a role's mesh: tp splits first, fsdp the rows of what tp left, dp copies.
+    """How each parameter lies over a role's mesh.
 
     shapes: as ``parameter_shapes`` gives them; kv_heads: of the whole model. Agrees with what ``parallel`` does.
     """
-    tp = mesh.sizes[mesh.names.index("tp")]
-    copies = max(1, tp // kv_heads)
-    return {name: nested(mesh, shape, along_tp(name, copies)) for name, shape in shapes.items()}
+    copies = max(1, mesh.size("tp") // kv_heads)
+    return {name: nested(mesh, shape, {"tp": along_tp(name, copies)}) for name, shape in shapes.items()}
 
 
-def nested(mesh: Mesh, shape: Sizes, along_tp: Placement) -> Layout:
-    """dp copies; tp splits first, as it is told; fsdp splits the rows of what tp left."""
-    kinds: dict[str, Placement] = {"fsdp": Shard(0), "tp": along_tp}
-    split = (kinds.get(n, Replicate()) if size > 1 else Replicate() for n, size in zip(mesh.names, mesh.sizes))
-    order = sorted(range(len(mesh.names)), key=lambda i: (mesh.names[i] != "tp", mesh.names[i] != "fsdp", i))
+def nested(mesh: Mesh, shape: Sizes, along: Mapping[str, Placement]) -> Layout:
+    """Lay a parameter over a mesh: axes that divide the model alone split first, as ``along`` says by name; shards
+    split the rows of what those left; copies copy. AxisError for an axis that divides the model, not in ``along``.
+    """
+    model, shards = mesh.over(*MODEL), mesh.shards
+    split: list[Placement] = []
+    for name in mesh.names:
+        if mesh.size(name) == 1 or name not in model:
+            split.append(Replicate())
+        elif name in shards or name in along:
+            split.append(Shard(0) if name in shards else along[name])
+        else:
+            raise AxisError(f"axis {name!r} divides the model; nothing says how a parameter lies along it")
+    order = sorted(range(len(mesh.names)), key=lambda i: (mesh.names[i] not in model, mesh.names[i] in shards, i))
     return Layout(mesh, tuple(split), shape, tuple(order))
 
 
@@ -129,7 +133,7 @@ class Seat:
     """One role on one rank."""
 
     role: str
-    coordinates: tuple[int, ...]
+    coordinates: dict[str, int]
     elements: int
     """Parameters that it holds here."""
     need: Need
@@ -173,36 +177,35 @@ def _seats(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longe
     spec = ROLES[role]
 
     @cache
-    def need(fsdp: int, tp: int) -> tuple[int, Need]:
+    def need(rank: int) -> tuple[int, Need]:
         if spec.memory is None:
             return 0, Need(())
-        part = Cut(0, 0, shape, 0) if spec.mesh == "one" else cut(recipe, role, placed, shape, fsdp, tp)
+        part = Cut(0, 0, shape, 0) if spec.mesh == "one" else cut(recipe, role, placed, shape, rank)
         return part.elements, resolve(spec.memory)(recipe, part, longest)
 
-    found = {}
-    for rank in placed.ranks:
-        at = placed.mesh.coordinates(rank)
-        found[rank] = Seat(role, at, *need(*at[1:]))
-    return found
+    mesh = placed.mesh  # copies need the same
+    return {rank: Seat(role, mesh.at(rank), *need(mesh.along(rank, *mesh.copies)[0])) for rank in placed.ranks}
 
 
-def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, fsdp: int, tp: int) -> Cut:
-    """What of the model of a role is on its rank with these coordinates."""
+def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: int) -> Cut:
+    """What of the model of a role is on one of its ranks."""
     wanted: Wanted = ROLES[role].placed_by(recipe).layout
     values = ROLES[role].values or (role == "policy" and recipe.facts.value)
     shapes = parameter_shapes(shape, value=values)
-    sizes = placed.mesh.sizes
-    own = layouts(shapes, Mesh(NAMES, (1, *sizes[1:])), shape.num_kv_heads)
-    part = layouts(shapes, Mesh(NAMES, (1, 1, sizes[2])), shape.num_kv_heads)  # what is computed with
-    at = fsdp * sizes[2] + tp
-    here = elements(own, at)
-    blocks = elements({name: own[name] for name in shapes if is_block_matrix(name)}, at)
+    mesh, kv_heads = placed.mesh, shape.num_kv_heads
+    model = mesh.over(*MODEL)
+    own = layouts(shapes, mesh.part(rank, *model), kv_heads)
+    here = elements(own, rank)
+    blocks = elements({name: own[name] for name in shapes if is_block_matrix(name)}, rank)
     gathered = 0
-    if wanted.fsdp > 1:
+    if mesh.size(*mesh.shards) > 1:
+        part = layouts(shapes, mesh.part(rank, *(n for n in model if n not in mesh.shards)), kv_heads)  # computed with
         needed = part if wanted.zero == 2 else {name: part[name] for name in part if _at_once(name)}
-        gathered = elements(needed, tp)
-    spread = wanted.tp if wanted.sp else 1
-    return Cut(here, gathered, _part(shape, sizes[2]), blocks, spread, placed.data_ranks, sizes[0])
+        gathered = elements(needed, rank)
+    tp, tokens = mesh.size("tp"), mesh.count("tokens")
+    spread = tp if wanted.sp else 1
+    copies = mesh.size(*mesh.copies)
+    return Cut(here, gathered, _part(shape, tp), blocks, spread, placed.data_ranks, copies, tokens)
 
 
 def _at_once(name: str) -> bool:

@@ -20,8 +20,8 @@ from tilth.core.checksum import checksum
 from tilth.core.errors import WeightMismatch
 from tilth.core.layout import Mesh, Shape
 from tilth.models.value import OUTPUT
-from tilth.parallel.grid import Grid
-from tilth.parallel.meeting import broadcast
+from tilth.parallel.comm import broadcast
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import WHOLE, Sharded, buckets
 from tilth.trace.spans import span
 
@@ -54,7 +54,7 @@ class Route:
     """This worker holds a receiver."""
     gathers: bool
     """It puts whole tensors together: for itself, for its peers or to send them."""
-    outside: Grid | None
+    outside: ParallelDims | None
     """The sender and the receivers without a part of the policy, of which this worker is one; None: it is not."""
 
 
@@ -89,11 +89,11 @@ class RelayWorker:
         members = (self.source.ranks[0], *strangers)
         source = rank in inside
         shared = any(r in inside for r in target.ranks)
-        first_replica = source and self.source.coordinates(rank)[0] == 0
+        first_replica = source and not self.source.index(rank, *self.source.copies)
         return Route(
             target=rank in target.ranks,
             gathers=source and (shared or first_replica),
-            outside=Grid.of(Mesh(("to",), (len(members),), members), rank, self.context.generation)
+            outside=ParallelDims.of(Mesh(("to",), (len(members),), members), rank, self.context.generation)
             if strangers and rank in members
             else None,
         )
@@ -135,7 +135,7 @@ class RelayWorker:
             yield from whole.items()
 
     def _broadcast(
-        self, grid: Grid, names: list[str], whole: Mapping[str, Tensor], dtype: torch.dtype
+        self, grid: ParallelDims, names: list[str], whole: Mapping[str, Tensor], dtype: torch.dtype
     ) -> dict[str, Tensor]:
         """One flat buffer of a bucket, from the first of the grid to all."""
         sizes = [math.prod(self.shapes[name]) for name in names]
@@ -157,7 +157,7 @@ class RelayWorker:
         expected |= {name: total + 2**63 for name, total in zip(names, sums.tolist())}
 
 
-def _send(x: Tensor, grid: Grid) -> None:
+def _send(x: Tensor, grid: ParallelDims) -> None:
     """Fill x with what the first of the grid has in it."""
     group = grid.group("to")
     assert group is not None  # a sender and a stranger at least

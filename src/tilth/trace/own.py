@@ -7,10 +7,12 @@ runs have no pipeline, so there is one stage. What is ideal is said in ``own_rep
 import math
 import re
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
 
+from tilth.config.axes import Split, over
 from tilth.core.errors import DataError
 from tilth.trace.cause import Cause
 from tilth.trace.events import Events
@@ -29,11 +31,13 @@ class RunWhatIf(Replayed):
     """float64 [s]: a replay whose delays of dispatch are the usual ones (``Model.usual_delays``)."""
     by_dp: dict[int, Slowdown]
     by_axis: dict[str, dict[int, Slowdown]]
-    """The same for each coordinate of each axis of the mesh (dp, fsdp, tp) that has more than one."""
+    """The same for each coordinate of each axis of the mesh that has more than one."""
     workers: np.ndarray
     """int64 [w]: their ranks."""
     dp: np.ndarray
-    """int64 [w]: place of each among the ranks that share the data."""
+    """int64 [w]: place of each among the ranks that divide the rows."""
+    stage: np.ndarray
+    """int64 [w]: place of each among the ranks that divide the layers; 0 without a pipeline."""
     exact: np.ndarray
     """float64 [w]: S of each worker."""
     exact_per_step: np.ndarray
@@ -110,22 +114,23 @@ def what_if_run(model: Model, latency: float | None = None, bandwidth: float | N
         return Slowdown(float(seconds.mean() / best.mean()), seconds / best)
 
     workers = steps.workers
-    places = data_ranks(steps)
-    dp = np.array([places[int(r)] for r in workers], np.int64)
+    at = coordinates(steps)
+    rows, layers = place_among(at, "rows"), place_among(at, "layers")
+    dp, stage = (np.array([place[int(r)] for r in workers], np.int64) for place in (rows, layers))
     alone = model.recorded_for(workers)
     exact = alone.mean(0) / best.mean()
     worst = workers[np.lexsort((workers, -exact))][: math.ceil(GUILTY * len(workers))]
     by_dp = model.groups_of([workers[dp == d] for d in np.unique(dp)])
     by_axis = {
         axis: dict(zip(groups, map(slowdown, model.groups_of(list(groups.values())).T)))
-        for axis, groups in _axes(steps).items()
+        for axis, groups in _axes(at, workers.tolist()).items()
     }
     return RunWhatIf(
         steps=steps.steps, recorded=steps.recorded, replayed=replayed, ideal=best,
         explained=model.usual_delays(),
         by_optype={name: slowdown(t) for name, t in zip(steps.ops, model.operations().T) if _told(model, name)},
         by_dp={int(d): slowdown(t) for d, t in zip(np.unique(dp), by_dp.T)},
-        by_axis=by_axis, workers=workers, dp=dp, exact=exact, exact_per_step=(alone / best[:, None]).T,
+        by_axis=by_axis, workers=workers, dp=dp, stage=stage, exact=exact, exact_per_step=(alone / best[:, None]).T,
         worst=worst.tolist(),
         m_w=_mended(model, np.isin(model.rank, worst)[:, None], replayed, best),
         m_c=_mended(model, np.array([kind == "communication" for kind in steps.kinds])[None], replayed, best),
@@ -155,15 +160,15 @@ def _elsewhere(steps: Steps, latency: float | None, bandwidth: float | None) -> 
     return float(model.times(model.sum_real[:, None]).mean())
 
 
-def data_ranks(steps: Steps) -> dict[int, int]:
-    """For each rank its place among those that share the data, dp and fsdp as one, in the role it works for most."""
-    at = coordinates(steps)
-    width = max((place.get("fsdp", 0) for place in at.values()), default=0) + 1
-    return {rank: place.get("dp", 0) * width + place.get("fsdp", 0) for rank, place in at.items()}
+def place_among(at: dict[int, dict[str, int]], split: Split) -> dict[int, int]:
+    """For each rank its place among those that divide this. at: as ``coordinates`` gives them."""
+    axes = over(split)
+    sizes = {name: max((place.get(name, 0) for place in at.values()), default=0) + 1 for name in axes}
+    return {rank: reduce(lambda n, a: n * sizes[a] + place.get(a, 0), axes, 0) for rank, place in at.items()}
 
 
 def coordinates(steps: Steps) -> dict[int, dict[str, int]]:
-    """For each rank its coordinates by axis (dp, fsdp, tp) in the mesh of the role it works for most."""
+    """For each rank its coordinates by axis in the mesh of the role it works for most."""
     events, found = steps.events, {}
     places = [{axis: int(at) for axis, at in re.findall(r"(\w+)=(\d+)", name)} for name in events.place.names]
     for rank in np.unique(steps.rank).tolist():
@@ -173,9 +178,8 @@ def coordinates(steps: Steps) -> dict[int, dict[str, int]]:
     return found
 
 
-def _axes(steps: Steps) -> dict[str, dict[int, np.ndarray]]:
+def _axes(at: dict[int, dict[str, int]], workers: list[int]) -> dict[str, dict[int, np.ndarray]]:
     """For each axis with more than one coordinate the ranks at each of them."""
-    at, workers = coordinates(steps), steps.workers.tolist()
     found = {}
     for axis in dict.fromkeys(axis for rank in workers for axis in at[rank]):
         mine = [at[rank].get(axis, -1) for rank in workers]

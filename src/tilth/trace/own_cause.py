@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tilth.trace.cause import Cause, Finding, Place, pearson
-from tilth.trace.own import RunWhatIf, data_ranks
+from tilth.trace.own import RunWhatIf, coordinates, place_among
 from tilth.trace.own_graph import MEET, WORK, Steps
 from tilth.trace.own_rates import Rates, rates
 from tilth.trace.own_replay import BLOCK, Model, alike, fast, numbered, quantiles
@@ -142,7 +142,8 @@ def slowness(work: Rates) -> np.ndarray:
 
 
 def _place(steps: Steps, rank: int) -> Place:
-    return {"dp": data_ranks(steps)[rank], "stage": 0, "rank": rank}
+    at = coordinates(steps)
+    return {"dp": place_among(at, "rows")[rank], "stage": place_among(at, "layers")[rank], "rank": rank}
 
 
 def _pauses(steps: Steps) -> _Candidate:

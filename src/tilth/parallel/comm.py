@@ -7,7 +7,7 @@ gather, what is broadcast. Its time is waiting for the last member and the trans
 host, the time to queue it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -67,13 +67,7 @@ def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.Reduc
         dist.all_reduce(x, op, group=group)
 
 
-def all_gather(parts: Sequence[Tensor], own: Tensor, group: Group) -> None:
-    """Fill ``parts``, in the order of the group, with every rank's ``own``; all of one shape."""
-    with communication("all_gather", group, own.nbytes):
-        dist.all_gather(list(parts), own, group=group)
-
-
-def all_gather_into(out: Tensor, own: Tensor, group: Group) -> None:
+def all_gather(out: Tensor, own: Tensor, group: Group) -> None:
     """Fill contiguous ``out`` [n * ranks, ...] with every rank's contiguous ``own`` [n, ...], one behind another."""
     with communication("all_gather", group, own.nbytes):
         _all_gather(out, own, group=group)

@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from tests.pool import Pool, PoolError
 from tilth.core.layout import Mesh
-from tilth.parallel.grid import Grid, join
+from tilth.parallel.dims import ParallelDims, join
 
-HERE = "tests.parallel.test_grid:"
+HERE = "tests.parallel.test_dims:"
 SQUARE = Mesh(("dp", "fsdp", "tp"), (2, 1, 2))
 
 
 def test_a_process_alone_has_no_groups_and_its_sums_are_its_own():
-    grid = Grid.alone()
+    grid = ParallelDims.alone()
     assert [grid.group(name) for name in ("dp", "fsdp", "tp")] == [None] * 3
     vector = torch.tensor([1.5], dtype=torch.float64)
     assert grid.sum(vector) is vector and grid.most(3) == 3 and grid.size("dp", "tp") == 1
@@ -27,17 +27,22 @@ def test_a_process_alone_has_no_groups_and_its_sums_are_its_own():
 
 def test_ranks_along_dimensions_are_those_of_the_mesh():
     mesh = Mesh(("dp", "fsdp", "tp"), (2, 3, 2), tuple(range(100, 112)))
-    grid = Grid.of(mesh, 109)
-    assert [grid.coordinate(n) for n in ("dp", "fsdp", "tp", "cp")] == [1, 1, 1, 0]
+    grid = ParallelDims.of(mesh, 109)
+    assert [grid.coordinate(n) for n in ("dp", "fsdp", "tp")] == [1, 1, 1]
     assert grid.ranks("dp") == (103, 109)
     assert grid.ranks("fsdp") == (107, 109, 111)
     assert grid.ranks("tp", "dp") == (102, 103, 108, 109)
-    assert grid.ranks("cp") == (109,) and grid.size("fsdp", "tp", "cp") == 6
+    assert grid.size("fsdp", "tp") == 6
+
+
+def test_an_axis_that_a_mesh_does_not_have_has_size_1():
+    grid = ParallelDims.of(Mesh(("tp",), (2,), (8, 9)), 9)
+    assert (grid.size("dp", "tp"), grid.coordinate("dp"), grid.ranks("dp", "fsdp")) == (2, 0, (9,))
 
 
 def test_a_rank_outside_of_the_mesh_is_refused():
     with pytest.raises(ValueError):
-        Grid.of(SQUARE, 9)
+        ParallelDims.of(SQUARE, 9)
 
 
 @pytest.mark.dist
@@ -57,7 +62,7 @@ def test_groups_of_four_along_each_dimension(pool):
     assert [r["tp"] for r in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [r["dp"] for r in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [r["data_sum"] for r in results] == [2.0, 4.0, 2.0, 4.0]
-    assert all(r["again"] for r in results) and [r["mesh"] for r in results] == [[0, 2], [1, 3]] * 2
+    assert all(r["again"] for r in results) and [r["mesh"] for r in results] == [[[0, 1], [2, 3]]] * 4
 
 
 @pytest.mark.dist
@@ -68,8 +73,8 @@ def test_members_that_have_made_other_numbers_of_groups_meet_all_the_same(pool):
 def groups_of_pools(rank):
     for mesh in ((0, 1), (0, 1, 3), (0, 3)):
         if rank in mesh:
-            Grid.of(Mesh(("dp",), (len(mesh),), mesh), rank).most(rank)
-    grid = Grid.of(Mesh(("dp",), (4,), (3, 1, 2, 0)), rank)
+            ParallelDims.of(Mesh(("dp",), (len(mesh),), mesh), rank).most(rank)
+    grid = ParallelDims.of(Mesh(("dp",), (4,), (3, 1, 2, 0)), rank)
     assert grid.group("dp")._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 60.0
     return float(grid.sum(torch.tensor([float(rank)], dtype=torch.float64)))
 
@@ -111,7 +116,7 @@ def test_all_of_it_at_once_is_told_of_each_rank(own_pool):
 @pytest.mark.dist
 def test_some_processes_of_a_world_work_before_the_others_join(tmp_path):
     """A role on one pool of workers is made before the role on another."""
-    code = "import sys; import tilth; from tests.parallel.test_grid import early; early(int(sys.argv[1]), sys.argv[2])"
+    code = "import sys; import tilth; from tests.parallel.test_dims import early; early(int(sys.argv[1]), sys.argv[2])"
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code]
     pair = [
@@ -128,7 +133,9 @@ def test_some_processes_of_a_world_work_before_the_others_join(tmp_path):
 
 def early(rank, meeting):
     join(rank, 4, f"file://{meeting}", 30.0)
-    print(float(Grid.of(Mesh(("dp",), (2,), (1, 2)), rank).sum(torch.tensor([float(rank)], dtype=torch.float64))))
+    print(
+        float(ParallelDims.of(Mesh(("dp",), (2,), (1, 2)), rank).sum(torch.tensor([float(rank)], dtype=torch.float64)))
+    )
 
 
 def fine(rank):
@@ -157,7 +164,7 @@ def goes_wrong(rank):
 
 
 def speak(rank, names, sizes):
-    grid = Grid.of(Mesh(names, sizes), rank)
+    grid = ParallelDims.of(Mesh(names, sizes), rank)
     rows = {"id": np.arange(rank + 1, dtype=np.int32) + 100 * rank, "x": np.full(rank + 1, 0.5)}
     rows["flag"] = rows["id"] % 2 == (0 if rank == 0 else 1)
     return {
@@ -169,11 +176,11 @@ def speak(rank, names, sizes):
 
 
 def dimensions(rank):
-    grid = Grid.of(SQUARE, rank)
+    grid = ParallelDims.of(SQUARE, rank)
     found = {name: dist.get_process_group_ranks(grid.group(name)) for name in ("dp", "tp")}
     total = grid.sum(torch.tensor([float(rank)], dtype=torch.float64))
-    mesh = grid.device_mesh("dp", "fsdp").mesh.tolist()
-    same = Grid.of(SQUARE, rank).group("dp") is grid.group("dp") is grid.group("fsdp", "dp")
+    mesh = ParallelDims.of(Mesh.of({"dp": 2, "fsdp": 2}), rank).device_mesh().mesh.tolist()
+    same = ParallelDims.of(SQUARE, rank).group("dp") is grid.group("dp") is grid.group("fsdp", "dp")
     return found | {"data_sum": float(total), "again": same, "mesh": mesh}
 
 

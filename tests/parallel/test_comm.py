@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_leaves
 import tilth
 from tests.parallel.layouts import Case, train
 from tilth.core.layout import Mesh
-from tilth.parallel import meeting
-from tilth.parallel.grid import Grid
+from tilth.parallel import comm
+from tilth.parallel.dims import ParallelDims
 from tilth.trace import recorder, span
 from tilth.trace.read import read_events
 
-HERE = "tests.parallel.test_meeting:"
+HERE = "tests.parallel.test_comm:"
 SOURCE = Path(tilth.__file__).parent
 OPERATORS = {
     "allreduce_": ("all_reduce", 0),
@@ -54,7 +54,7 @@ class Operators(TorchDispatchMode):
 
 def traced(rank: int, case: Case, folder: str | None, blind: bool = False) -> dict:
     """Two steps, recorded if there is a folder; blind: FSDP is left as torch has it."""
-    watch = (lambda module, copies: None) if blind else meeting.watch
+    watch = (lambda module, copies: None) if blind else comm.watch
     with unittest.mock.patch("tilth.parallel.sharded.watch", watch), Operators() as operators:
         if folder is None:
             found = train(rank, case, 2)
@@ -167,7 +167,7 @@ def beside_training(rank: int, folder: str) -> list:
     from tests.roles.test_relay import CASES, relay_of, roles_of
     from tilth.checkpoint.exchange import Share, together
 
-    case, group = CASES["partly shared"], Grid.of(Mesh(("dp",), (2,)), rank).group("dp")
+    case, group = CASES["partly shared"], ParallelDims.of(Mesh(("dp",), (2,)), rank).group("dp")
     relay = relay_of(case, rank, roles_of(case, rank), 2000)
     share, parts = Share.of_group(group, (0, 1), rank), {"w": [torch.zeros(9, 5)], "b": [torch.zeros(3)]}
     with Operators() as operators, recorder.to(folder, rank=rank), span("call", 3, where=("relay", f"at={rank}")):
@@ -206,10 +206,10 @@ def test_ranks_stand_in_ascending_order_and_groups_of_the_same_ranks_count_toget
 
 
 def two_orders(rank: int) -> list[tuple[str, int]]:
-    groups = [Grid.of(Mesh(("tp",), order and (2,), order), rank).group("tp") for order in ((0, 1), (1, 0))]
+    groups = [ParallelDims.of(Mesh(("tp",), order and (2,), order), rank).group("tp") for order in ((0, 1), (1, 0))]
     told = []
     for group in (groups[0], groups[1], groups[1], groups[0]):
-        with meeting.communication("all_reduce", group, 4) as issued:
+        with comm.communication("all_reduce", group, 4) as issued:
             x = torch.tensor([float(rank + 1)])
             dist.all_reduce(x, group=group)
         assert float(x) == 3.0
@@ -224,11 +224,11 @@ def test_what_goes_wrong_ends_its_span(pool):
 
 def wrong(rank: int) -> bool:
     """Torch refuses a tensor that is not contiguous, on each rank before it sends anything."""
-    group = Grid.of(Mesh(("dp",), (2,)), rank).group("dp")
+    group = ParallelDims.of(Mesh(("dp",), (2,)), rank).group("dp")
     recorder.totals()
     with span("update") as outer:
         try:
-            meeting.broadcast(torch.zeros(4, 4).t(), 0, group)
+            comm.broadcast(torch.zeros(4, 4).t(), 0, group)
         except (ValueError, RuntimeError):
             pass
         with span("forward") as after:
@@ -249,8 +249,8 @@ class Standing:
 @pytest.fixture
 def standing(monkeypatch):
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(group.ranks))
-    monkeypatch.setattr(meeting, "_ranks", {})
-    monkeypatch.setattr(meeting, "_counts", {})
+    monkeypatch.setattr(comm, "_ranks", {})
+    monkeypatch.setattr(comm, "_counts", {})
 
 
 @given(issued=st.lists(st.sets(st.integers(0, 4), min_size=2).map(lambda s: tuple(sorted(s))), max_size=30))
@@ -260,10 +260,10 @@ def test_members_match_by_number_whatever_others_do(issued):
         told: dict[tuple, set] = {}
         for rank in range(5):
             groups = {ranks: Standing(*ranks) for ranks in set(issued)}
-            with unittest.mock.patch.multiple(meeting, _ranks={}, _counts={}):
+            with unittest.mock.patch.multiple(comm, _ranks={}, _counts={}):
                 for place, ranks in enumerate(issued):
                     if rank in ranks:
-                        s = meeting.communication("all_reduce", groups[ranks], 0)
+                        s = comm.communication("all_reduce", groups[ranks], 0)
                         told.setdefault((s.detail, s.seq), set()).add((place, rank))
     assert len(told) == len(issued)
     for (detail, _), seen in told.items():
@@ -273,11 +273,11 @@ def test_members_match_by_number_whatever_others_do(issued):
 
 def test_a_new_world_counts_anew(standing):
     group = Standing(3, 1)
-    first = [meeting.communication("broadcast", group, 5) for _ in range(3)]
+    first = [comm.communication("broadcast", group, 5) for _ in range(3)]
     assert [(s.op, s.detail, s.seq, s.bytes) for s in first] == [("broadcast", "1,3", i, 5) for i in range(3)]
-    meeting.forget()
+    comm.forget()
     group.ranks = (2, 0)
-    again = meeting.communication("broadcast", group, 5)
+    again = comm.communication("broadcast", group, 5)
     assert (again.detail, again.seq) == ("0,2", 0)
 
 
@@ -286,7 +286,7 @@ def test_a_backward_pass_lends_itself_to_other_threads(standing):
     told = []
 
     def issue():
-        with meeting.communication("reduce_scatter", Standing(0, 1), 8) as issued:
+        with comm.communication("reduce_scatter", Standing(0, 1), 8) as issued:
             told.append((issued.step, issued.micro_batch, issued.where, issued.depth))
 
     def elsewhere():
@@ -296,7 +296,7 @@ def test_a_backward_pass_lends_itself_to_other_threads(standing):
 
     with span("call", 9, where=("policy", "dp=0")), span("backward", micro_batch=4) as backward:
         elsewhere()
-        with meeting.lent(backward):
+        with comm.lent(backward):
             elsewhere()
             issue()
     assert told[0] == (-1, -1, ("", ""), 0)
@@ -305,9 +305,9 @@ def test_a_backward_pass_lends_itself_to_other_threads(standing):
 
 def test_what_was_lent_is_given_back_when_a_pass_fails(standing):
     with span("call", 9), span("backward", micro_batch=4) as backward:
-        with pytest.raises(ZeroDivisionError), meeting.lent(backward):
+        with pytest.raises(ZeroDivisionError), comm.lent(backward):
             raise ZeroDivisionError
-    assert meeting.communication("all_reduce", Standing(0, 1), 8).step == -1
+    assert comm.communication("all_reduce", Standing(0, 1), 8).step == -1
 
 
 COLLECTIVES = {n for n in dir(dist) if n.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "barrier"))}
@@ -325,7 +325,7 @@ def direct(source: str) -> list[str]:
 def test_no_other_file_speaks_to_ranks():
     sources = {p.name: p.read_text() for p in SOURCE.rglob("*.py")}
     speak = {name: direct(text) for name, text in sources.items() if "torch.distributed" in text}
-    assert len(speak.pop("meeting.py")) >= 4 and len(speak) > 5
+    assert len(speak.pop("comm.py")) >= 4 and len(speak) > 5
     assert {name: called for name, called in speak.items() if called} == {}
 
 
