@@ -14,7 +14,7 @@ from tilth.checkpoint.covering import tiling_problem
 from tilth.checkpoint.dealing import LEAST, Held, cuttable, deal
 from tilth.checkpoint.planning import Spec, plan_group, spec_table, specs_of
 from tilth.core.layout import Layout, Mesh, Replicate, Shard
-from tilth.plan.layout import NAMES, layouts
+from tilth.plan.layout import layouts
 from tilth.plan.shape import Shape, parameter_shapes
 
 quick = settings(max_examples=100, deadline=None)
@@ -214,7 +214,7 @@ LARGE = Shape(
 
 def hsdp(ranks):
     """8B parameters in fp32 in copies over 32 ranks each."""
-    found = layouts(parameter_shapes(LARGE), Mesh(NAMES, (ranks // 32, 32, 1)), LARGE.num_kv_heads)
+    found = layouts(parameter_shapes(LARGE), Mesh.of({"dp": ranks // 32, "fsdp": 32}), LARGE.num_kv_heads)
     return [Spec(name, layout, "float32") for name, layout in found.items()]
 
 
