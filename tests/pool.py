@@ -28,6 +28,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patience
+
 ROOT = Path(__file__).parent.parent
 GRACE = 3.0
 """Seconds in which the other ranks may tell what they know once one has failed."""
@@ -52,7 +54,7 @@ class Pool:
             self._start(2 if n <= 2 else 4)
         for pipe in self._pipes[:n]:
             pipe.send_bytes(pickle.dumps((function, kwargs)))
-        replies = self._collect(n, time.monotonic() + timeout)
+        replies = self._collect(n, time.monotonic() + patience(timeout))
         wrong = {rank: told for rank, (ok, told) in replies.items() if not ok}
         if not wrong and len(replies) == n:
             return [replies[rank][1] for rank in range(n)]
@@ -78,7 +80,7 @@ class Pool:
                         f"process died with exit status {self.processes[rank].wait()}\n{self._log(rank)}",
                     )
                 if not replies[rank][0]:
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + patience(GRACE))
         return replies
 
     def _start(self, size: int) -> None:
