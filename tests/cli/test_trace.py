@@ -8,12 +8,12 @@ import xml.dom.minidom
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from pipeline_schedules import by_type, orders, synthetic, to_table
 from typer.testing import CliRunner
 
+from tilth.analysis.straggler_format import read_study
+from tilth.analysis.whatif import what_if
 from tilth.cli.main import app
-from tilth.trace.schedules import by_type, orders, synthetic, to_table
-from tilth.trace.study import read_study
-from tilth.trace.whatif import what_if
 
 KEYS = ["slowdown", "ideal_step", "by_optype", "by_stage", "by_dp", "by_worker", "m_w", "m_s", "cause"]
 USUAL = by_type(forward_compute=1.0, backward_compute=2.0, grads_reduce_scatter=0.4, optimizer=0.2)

@@ -7,11 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from tests.analysis.run_jobs import Job
+from tests.analysis.test_run_whatif import pair
 from tests.cli.test_trace import KEYS
-from tests.trace.own_jobs import Job
-from tests.trace.test_own import pair
+from tilth.analysis.run_whatif import analyse
 from tilth.cli.main import app
-from tilth.trace.own import analyse
 
 
 def call(*arguments):

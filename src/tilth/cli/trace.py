@@ -10,11 +10,11 @@ import numpy as np
 import typer
 from rich.text import Text
 
+from tilth.analysis.cause import Cause, diagnose
+from tilth.analysis.straggler_format import Trace, read_study
+from tilth.analysis.whatif import Model, Slowdown, WhatIf, what_if
 from tilth.cli.tables import WIDTH, new_table, show
 from tilth.core.errors import DataError, StorageError
-from tilth.trace.cause import Cause, diagnose
-from tilth.trace.study import Trace, read_study
-from tilth.trace.whatif import Model, Slowdown, WhatIf, what_if
 from tilth.ui import words
 from tilth.ui.heat import HIGH, LOW, colour, heat_map
 from tilth.ui.terminal import Terminal

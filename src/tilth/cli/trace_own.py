@@ -6,14 +6,14 @@ from typing import Any
 
 import typer
 
+from tilth.analysis.cause import Cause
+from tilth.analysis.events import parse_steps
+from tilth.analysis.network import parse_bandwidth, parse_seconds
+from tilth.analysis.run_trace import hint, open_run
+from tilth.analysis.run_whatif import RunWhatIf, analyse_events
 from tilth.cli.tables import new_table, show
 from tilth.cli.trace import SHOWN, about, by_type, draw_map, slowdowns, write_map
 from tilth.core.errors import DataError
-from tilth.trace.cause import Cause
-from tilth.trace.events import parse_steps
-from tilth.trace.network import parse_bandwidth, parse_seconds
-from tilth.trace.opening import hint, open_run
-from tilth.trace.own import RunWhatIf, analyse_events
 from tilth.ui import words
 
 

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import typer
 
+from tilth.analysis.events import Events, parse_steps
+from tilth.analysis.profiled import profiled
+from tilth.analysis.recent import dropped, told
+from tilth.analysis.run_cause import diagnose_run
+from tilth.analysis.run_graph import read_steps
+from tilth.analysis.run_replay import Model
+from tilth.analysis.run_trace import hint, open_run
+from tilth.analysis.run_whatif import what_if_run
+from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, Account, account
 from tilth.cli.tables import WIDTH
 from tilth.cli.trace import about
 from tilth.core.errors import DataError
-from tilth.trace.account import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, Account, account
-from tilth.trace.events import Events, parse_steps
-from tilth.trace.opening import hint, open_run
-from tilth.trace.own import what_if_run
-from tilth.trace.own_cause import diagnose_run
-from tilth.trace.own_graph import read_steps
-from tilth.trace.own_replay import Model
-from tilth.trace.profiled import profiled
-from tilth.trace.recent import dropped, told
 from tilth.ui import words
 
 SHOWN = 4

@@ -1,9 +1,10 @@
-"""What work costs on a machine, learned from the trace of a run: for schedulers and planners.
+"""What work costs on a machine, as ``analysis.costs`` learned it from a run: for schedulers and planners.
 
 Seconds of a compute are ``fixed + per_token * tokens + per_square * squares``, none of them negative, where squares is
-the sum of the squared lengths of the sequences (attention). Seconds of a communication are those of ``trace.network``'s
-links. Each says how far it is off on steps that it has not seen, and answers only for amounts like those it was fitted
-on, unless it is asked for what lies beyond.
+the sum of the squared lengths of the sequences (attention). A communication takes
+``messages * latency + bytes on the wire / bandwidth``, both as of rings (Patarasuk and Yuan 2009; Thakur et al. 2005),
+which gloo and NCCL use. Each says how far it is off on steps that it has not seen, and answers only for amounts like
+those it was fitted on, unless it is asked for what lies beyond.
 """
 
 import json
@@ -16,28 +17,71 @@ from typing import Any
 import numpy as np
 
 from tilth.core.errors import DataError, StorageError
-from tilth.trace.events import Events
-from tilth.trace.fit import Error, fit, held_out_error
-from tilth.trace.network import Link, links
 
 FORMAT, VERSION = "tilth-costs", 1
-APART = 1.25
-"""The fixed part can be told where the most tokens of a span are so many times the fewest."""
-LONGER = 2.0
-"""What squares cost can be told where sequences are so many times as long in some spans as in others, at the ``EDGES``:
-a few odd spans tell nothing."""
-EDGES = (0.05, 0.95)
 REACH = 1.5
 """Amounts up to so many times beyond the least and the greatest that were fitted are answered for."""
-ENOUGH = 8
-"""Fewer rows of an operation are not fitted."""
-IDLE = 0.01
-"""What has no amount and took less than this share of its longer spans (their 90th percentile) found nothing to do, as
-an optimizer's step that is skipped: no cost is learned from it."""
-SCORING = ("logprobs", "reference", "values", "judge", "score")
-"""Phases that do the work themselves."""
+SMALL = 512
+"""Bytes up to which a tensor is less than a packet: where all are that small, their time is latency."""
 Numbers = np.ndarray | float
-_TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class Error:
+    """Relative errors |predicted - measured| / measured of ``count`` rows; nan of none."""
+
+    median: float
+    p90: float
+    count: int
+    held_out: bool = False
+    """Whether these rows were kept out of the fit."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How long one kind of communication among so many ranks takes."""
+
+    op: str
+    ranks: int
+    latency: float
+    """Seconds a message."""
+    bandwidth: float
+    """Bytes a second; inf where the time does not grow with them."""
+    least: int
+    greatest: int
+    """Bytes of the tensors it was fitted on."""
+    count: int
+    """Ends of communications that were fitted: each member's."""
+    separate: bool
+    """Whether sizes differed enough to tell latency and bandwidth apart; if not, all of it is bandwidth, or latency
+    where all were ``SMALL``."""
+    error: Error
+    """Of steps that were not fitted, if there are several."""
+
+    def seconds(self, nbytes: np.ndarray | float) -> np.ndarray:
+        """float64 like ``nbytes``: of a communication whose tensor (as ``wire`` counts it) has so many."""
+        messages, moved = wire(self.op, self.ranks, nbytes)
+        return messages * self.latency + moved / self.bandwidth
+
+
+def wire(op: str, ranks: int, nbytes: np.ndarray | float) -> tuple[float, np.ndarray]:
+    """Messages one after another, and bytes that go over each rank's link, in one communication.
+
+    nbytes: of the rank's own tensor: all_reduce's input, all_gather's own part, reduce_scatter's whole input, what is
+    broadcast or sent.
+    """
+    size, others = np.asarray(nbytes, np.float64), ranks - 1
+    if op == "all_reduce":
+        return 2.0 * others, 2 * size * others / ranks
+    if op == "reduce_scatter":
+        return float(others), size * others / ranks
+    if op == "all_gather":
+        return float(others), size * others
+    if op == "broadcast":
+        return float(others), size * min(others, 1)
+    if op in ("send", "receive"):
+        return 1.0, size
+    raise DataError(f"{op!r} is no communication whose bytes are known")
 
 
 @dataclass(frozen=True)
@@ -118,62 +162,6 @@ class Costs:
         if not beyond:
             _check(f"{op} among {ranks} ranks", "bytes", nbytes, (link.least, link.greatest))
         return link.seconds(nbytes)
-
-
-def fit_costs(events: Events, about: Mapping[str, Any] | None = None) -> Costs:
-    """Costs of each operation and role, of each communication and size of group. DataError where nothing is enough."""
-    compute, left = list[Compute](), list[str]()
-    op, role = events.op, events.role
-    works = _works(events)
-    key = np.where(works, op.codes.astype(np.int64) * len(role.names) + role.codes, -1)
-    for kind in np.unique(key[works]).tolist():
-        i, j = divmod(kind, len(role.names))
-        rows = _busy(events, np.flatnonzero(key == kind))
-        if len(rows) >= ENOUGH:
-            compute.append(_compute(op.names[i], role.names[j], events, rows))
-        else:
-            left.append(f"{op.names[i]} of {role.names[j] or 'the run'}: {len(rows)} of {ENOUGH} spans")
-    every = links(events)
-    found = [k for k in every if k.count >= ENOUGH]
-    left += [f"{k.op} among {k.ranks} ranks: {k.count} of {ENOUGH} spans" for k in every if k.count < ENOUGH]
-    if not compute and not found:
-        raise DataError(
-            f"nothing to learn costs from ({'; '.join(left) or 'no work in the trace'}); let more steps run"
-        )
-    ordered = sorted(compute, key=lambda c: (c.role, c.op))
-    return Costs(tuple(ordered), tuple(found), tuple(sorted(left)), dict(about or {}))
-
-
-def _works(events: Events) -> np.ndarray:
-    """bool [n]: spans that do work themselves, which those that hold a compute do not."""
-    compute = events.kind.is_("compute")
-    holds = np.zeros(len(events) + 1, bool)  # the last one: of no parent
-    holds[events.parent[compute]] = True
-    return (compute | (events.op.is_(*SCORING) & (events.tokens > 0))) & ~holds[:-1] & (events.own > 0)
-
-
-def _busy(events: Events, rows: np.ndarray) -> np.ndarray:
-    if events.tokens[rows].any():
-        return rows
-    return rows[events.own[rows] >= IDLE * np.quantile(events.own[rows], 0.9)]
-
-
-def _compute(op: str, role: str, events: Events, rows: np.ndarray) -> Compute:
-    tokens, squares, seconds = events.tokens[rows], events.squares[rows], events.own[rows] * 1e-9
-    separate = bool(tokens.max() == 0 or tokens.max() >= APART * tokens.min())
-    lengths = squares / np.maximum(tokens, 1)
-    short, long = np.quantile(lengths, EDGES)
-    differ = bool(long >= LONGER * short)
-    features = np.stack([tokens, squares * differ, np.full(len(rows), int(separate))], 1)
-    found = fit(features, seconds)
-    times = seconds / np.maximum(features @ found, _TINY)
-    ranks = tuple((int(r), float(np.median(times[events.rank[rows] == r]))) for r in np.unique(events.rank[rows]))
-    per_token, per_square, fixed = found.tolist()
-    return Compute(
-        op, role, fixed, per_token, per_square, (int(tokens.min()), int(tokens.max())),
-        (int(squares.min()), int(squares.max())), (float(lengths.min()), float(lengths.max())), len(rows), ranks,
-        separate, differ and bool(squares.any()), held_out_error(features, seconds, events.step[rows]),
-    )  # fmt: skip
 
 
 def _check(what: str, name: str, amount: Numbers, fitted: tuple[float, float]) -> None:

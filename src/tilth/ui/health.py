@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tilth.trace.account import COMMUNICATION, CONTROLLER, PAUSE, PEERS, Account
+from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEERS, Account
 from tilth.ui import words
 from tilth.ui.html import Html, tag
 from tilth.ui.timeline import hues

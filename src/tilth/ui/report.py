@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from tilth.analysis.events import Events
+from tilth.analysis.read import OpTime, breakdown, read_events
+from tilth.analysis.recent import told
+from tilth.analysis.run_trace import open_run
+from tilth.analysis.time_breakdown import account
 from tilth.core.errors import DataError
 from tilth.flows.files import read_lines, replace
 from tilth.flows.readers import curve as points
 from tilth.flows.readers import read_metrics, read_state, summarise
-from tilth.trace.account import account
-from tilth.trace.events import Events
-from tilth.trace.opening import open_run
-from tilth.trace.read import OpTime, breakdown, read_events
-from tilth.trace.recent import told
 from tilth.ui import words
 from tilth.ui.charts import MEMORY, Chart, Curve, Phase, charts, curve, draw
 from tilth.ui.health import chosen, health

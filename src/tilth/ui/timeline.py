@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilth.trace.account import (
+from tilth.analysis.events import Events
+from tilth.analysis.time_breakdown import (
     COMMUNICATION,
     CONTROLLER,
     OTHER,
@@ -21,7 +22,6 @@ from tilth.trace.account import (
     parts_of,
     periods,
 )
-from tilth.trace.events import Events
 from tilth.ui import words
 from tilth.ui.charts import HEIGHT, WIDTH, nice
 from tilth.ui.html import Html, join, tag

@@ -16,11 +16,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tilth.analysis.recent import recent
+from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, Account, account
 from tilth.config.load import load_recipe
 from tilth.core.errors import DataError
 from tilth.flows.readers import ACCURACY, REWARD, read_state
-from tilth.trace.account import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, Account, account
-from tilth.trace.recent import recent
 from tilth.ui import words
 from tilth.ui.live import COLOURS, REST, Progress, picture
 

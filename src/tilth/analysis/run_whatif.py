@@ -1,0 +1,184 @@
+"""What a step of one of our own runs would take if some of it were like its peers: S, by operation, data rank, worker.
+
+The study's numbers (arXiv 2505.05713; ``whatif`` has the definitions) on the dependency model of ``run_graph``. Our
+runs have no pipeline, so there is one stage. What is ideal is said in ``run_replay``.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tilth.analysis.cause import Cause
+from tilth.analysis.events import Events
+from tilth.analysis.network import assumed, retimed
+from tilth.analysis.run_graph import Steps, read_steps
+from tilth.analysis.run_replay import Model
+from tilth.analysis.run_trace import open_run
+from tilth.analysis.whatif import GUILTY, Mended, Replayed, Slowdown, mended_by
+from tilth.core.errors import DataError
+
+
+@dataclass(frozen=True)
+class RunWhatIf(Replayed):
+    """Findings of a run: s steps, w workers (0 inline). Times in seconds."""
+
+    explained: np.ndarray
+    """float64 [s]: a replay whose delays of dispatch are the usual ones (``Model.usual_delays``)."""
+    by_dp: dict[int, Slowdown]
+    by_axis: dict[str, dict[int, Slowdown]]
+    """The same for each coordinate of each axis of the mesh (dp, fsdp, tp) that has more than one."""
+    workers: np.ndarray
+    """int64 [w]: their ranks."""
+    dp: np.ndarray
+    """int64 [w]: place of each among the ranks that share the data."""
+    exact: np.ndarray
+    """float64 [w]: S of each worker."""
+    exact_per_step: np.ndarray
+    """float64 [w, s]."""
+    worst: list[int]
+    """Ranks of the worst 3 % of workers, at least one."""
+    m_w: Mended
+    """Of these workers."""
+    m_c: Mended
+    """Of all communication."""
+    dropped: list[int]
+    """Steps left out, for calls of theirs are missing."""
+    older: int
+    """Steps left out, for the newer ones have events enough."""
+    profiled: tuple[int, ...]
+    """Steps left out, for a profiler made them longer."""
+    other_network: float | None
+    """Seconds of a step with the recorded work on the network that was asked for; None: none was."""
+    assumed: tuple[str, ...]
+    """Communications whose latency this run cannot tell from bandwidth, so that all of it counted as bandwidth."""
+
+    @property
+    def error(self) -> float:
+        """The model's own error: recorded over explained, less 1; that of the means over steps. With the delays that
+        were recorded it is 0 by construction."""
+        return float(self.recorded.mean() / self.explained.mean() - 1)
+
+    @property
+    def worst_error(self) -> float:
+        """The greatest of a step, above 0."""
+        return float(np.abs(self.recorded / self.explained - 1).max())
+
+    @property
+    def shortcut(self) -> np.ndarray:
+        """float64 [w]: S of each worker as the study has it: that of its data rank, or of its only stage if less."""
+        of = [self.by_dp[int(d)].mean for d in self.dp]
+        return np.minimum(of, self.slowdown)
+
+
+def analyse(
+    run: str | Path, steps: range | None = None, latency: float | None = None, bandwidth: float | None = None
+) -> tuple[Model, RunWhatIf, Cause]:
+    """Everything about a run, of the attempt that ``open_run`` takes.
+
+    steps: only these; what is usual is taken from the whole run all the same. latency, bandwidth: seconds and bytes a
+    second of another network, for ``other_network``. DataError: no events, no whole step, none of these steps.
+    """
+    events = open_run(run).events
+    try:
+        return analyse_events(events, steps, latency, bandwidth)
+    except DataError as error:
+        raise DataError(f"{run}: {error}") from error
+
+
+def analyse_events(
+    events: Events, steps: range | None = None, latency: float | None = None, bandwidth: float | None = None
+) -> tuple[Model, RunWhatIf, Cause]:
+    """The same of events that were read already. DataError: no whole step, none of these steps."""
+    from tilth.analysis.run_cause import diagnose_run
+
+    model = Model(read_steps(events, steps))
+    found = what_if_run(model, latency, bandwidth)
+    return model, found, diagnose_run(model, found)
+
+
+def what_if_run(model: Model, latency: float | None = None, bandwidth: float | None = None) -> RunWhatIf:
+    """All numbers of a run."""
+    steps = model.steps
+    replayed, best = model.times(np.stack([model.sum_real, model.sum_ideal], 1)).T
+    if best.min() <= 0:
+        raise DataError("a step takes no time: its durations are 0")
+
+    def slowdown(seconds: np.ndarray) -> Slowdown:
+        return Slowdown(float(seconds.mean() / best.mean()), seconds / best)
+
+    workers = steps.workers
+    places = data_ranks(steps)
+    dp = np.array([places[int(r)] for r in workers], np.int64)
+    alone = model.recorded_for(workers)
+    exact = alone.mean(0) / best.mean()
+    worst = workers[np.lexsort((workers, -exact))][: math.ceil(GUILTY * len(workers))]
+    by_dp = model.groups_of([workers[dp == d] for d in np.unique(dp)])
+    by_axis = {
+        axis: dict(zip(groups, map(slowdown, model.groups_of(list(groups.values())).T)))
+        for axis, groups in _axes(steps).items()
+    }
+    return RunWhatIf(
+        steps=steps.steps, recorded=steps.recorded, replayed=replayed, ideal=best,
+        explained=model.usual_delays(),
+        by_optype={name: slowdown(t) for name, t in zip(steps.ops, model.operations().T) if _told(model, name)},
+        by_dp={int(d): slowdown(t) for d, t in zip(np.unique(dp), by_dp.T)},
+        by_axis=by_axis, workers=workers, dp=dp, exact=exact, exact_per_step=(alone / best[:, None]).T,
+        worst=worst.tolist(),
+        m_w=_mended(model, np.isin(model.rank, worst)[:, None], replayed, best),
+        m_c=_mended(model, np.array([kind == "communication" for kind in steps.kinds])[None], replayed, best),
+        dropped=steps.dropped, older=steps.older, profiled=steps.profiled,
+        other_network=_elsewhere(steps, latency, bandwidth),
+        assumed=assumed(steps.events, latency, bandwidth, steps.steps),
+    )  # fmt: skip
+
+
+def _told(model: Model, name: str) -> bool:
+    """Frames that spend nothing by themselves say nothing."""
+    return bool(model.real[:, model.steps.ops.index(name)].sum() > 1e-3 * model.sum_real.sum())
+
+
+def _mended(model: Model, fix: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
+    """Where ``fix``, bool [n, 1] or [1, k], is ideal, and where only it is as recorded."""
+    if not fix.any():
+        return Mended(0.0, float(replayed.mean()), 0.0, float(best.mean()))
+    fixed = model.seconds(np.where(fix, model.ideal, model.real))
+    return mended_by(fixed, model.seconds(np.where(fix, model.real, model.ideal)), replayed, best)
+
+
+def _elsewhere(steps: Steps, latency: float | None, bandwidth: float | None) -> float | None:
+    if latency is None and bandwidth is None:
+        return None
+    model = Model(steps, retimed(steps.events, latency, bandwidth, steps.steps))
+    return float(model.times(model.sum_real[:, None]).mean())
+
+
+def data_ranks(steps: Steps) -> dict[int, int]:
+    """For each rank its place among those that share the data, dp and fsdp as one, in the role it works for most."""
+    at = coordinates(steps)
+    width = max((place.get("fsdp", 0) for place in at.values()), default=0) + 1
+    return {rank: place.get("dp", 0) * width + place.get("fsdp", 0) for rank, place in at.items()}
+
+
+def coordinates(steps: Steps) -> dict[int, dict[str, int]]:
+    """For each rank its coordinates by axis (dp, fsdp, tp) in the mesh of the role it works for most."""
+    events, found = steps.events, {}
+    places = [{axis: int(at) for axis, at in re.findall(r"(\w+)=(\d+)", name)} for name in events.place.names]
+    for rank in np.unique(steps.rank).tolist():
+        rows = np.flatnonzero((events.rank == rank) & events.op.is_("call"))
+        took = np.bincount(events.place.codes[rows], events.duration[rows], len(places))
+        found[rank] = places[int(took.argmax())] if len(rows) else {}
+    return found
+
+
+def _axes(steps: Steps) -> dict[str, dict[int, np.ndarray]]:
+    """For each axis with more than one coordinate the ranks at each of them."""
+    at, workers = coordinates(steps), steps.workers.tolist()
+    found = {}
+    for axis in dict.fromkeys(axis for rank in workers for axis in at[rank]):
+        mine = [at[rank].get(axis, -1) for rank in workers]
+        if len(set(mine) - {-1}) > 1:
+            found[axis] = {i: np.array([r for r, m in zip(workers, mine) if m == i]) for i in sorted(set(mine) - {-1})}
+    return found
