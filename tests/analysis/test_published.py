@@ -51,8 +51,8 @@ def test_slowdown_of_parts(case, part):
     _, found, published = case
     mine = {
         "optype": found.by_optype,
-        "stage": {str(i): s for i, s in enumerate(found.by_stage)},
-        "dp_rank": {str(i): s for i, s in enumerate(found.by_dp)},
+        "stage": {str(i): s for i, s in found.by_stage.items()},
+        "dp_rank": {str(i): s for i, s in found.by_dp.items()},
     }[part]
     result = published["result"]
     assert {k: s.mean for k, s in mine.items()} == near(result[f"blocking_decompose_by_{part}"])

@@ -89,7 +89,7 @@ def _workers(found: WhatIf) -> Finding:
     named = sorted(found.worst, key=lambda w: -found.exact[w[1], w[0]])
     top = found.exact[named[0][1], named[0][0]]
     named = [w for w in named if found.exact[w[1], w[0]] - 1 >= 0.5 * (top - 1)]
-    where: tuple[Place, ...] = tuple({"dp": d, "stage": p, "rank": int(found.ranks[p, d])} for d, p in named)
+    where: tuple[Place, ...] = tuple({"dp": d, "stage": p, "rank": int(found.workers[p, d])} for d, p in named)
     names = ", ".join(f"dp {w['dp']} stage {w['stage']} (rank {w['rank']})" for w in where[:3])
     more = f" and {len(where) - 3} more" if len(where) > 3 else ""
     text = (
@@ -100,7 +100,7 @@ def _workers(found: WhatIf) -> Finding:
 
 
 def _stage(found: WhatIf) -> Finding:
-    stage = int(np.argmax([s.mean for s in found.by_stage]))
+    stage = max(found.by_stage, key=lambda p: found.by_stage[p].mean)
     last = " (the last)" if stage == len(found.by_stage) - 1 else ""
     text = (
         f"stage imbalance: stage {stage}{last} alone makes a step {found.by_stage[stage].mean:.2f} times the ideal; "

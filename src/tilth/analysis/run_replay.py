@@ -47,9 +47,9 @@ class Model:
         blocks = [durations[:, i : i + width, None] for i in range(0, durations.shape[1], width)]
         return np.concatenate([self.schedule.run(block)[self.last, :, 0] for block in blocks], axis=1)
 
-    def seconds(self, pieces: np.ndarray) -> np.ndarray:
-        """float64 [s]: time of each step where nodes spend [n, k] seconds in the operations."""
-        return self.times(pieces.sum(1)[:, None])[:, 0]
+    def seconds(self, keep: np.ndarray) -> np.ndarray:
+        """float64 [s]: time of each step where ``keep``, bool [n, 1] or [1, k], is as recorded and all else ideal."""
+        return self.times(np.where(keep, self.real, self.ideal).sum(1)[:, None])[:, 0]
 
     def usual_delays(self) -> np.ndarray:
         """float64 [s]: times where each delay of dispatch is the median of its like (calls, or awaits, of one name).
@@ -65,26 +65,14 @@ class Model:
         seconds[nodes] = quantiles(which, seconds[nodes], 0.5)[which]
         return self.times(seconds[:, None])[:, 0]
 
-    def recorded_for(self, ranks: np.ndarray) -> np.ndarray:
-        """float64 [s, w]: times where only the nodes of one of these ranks are as recorded and all else is ideal."""
-        return self._apart([self.rank == r for r in ranks])
-
-    def ideal_for(self, ranks: np.ndarray) -> np.ndarray:
-        """float64 [s]: times where the nodes of these ranks are ideal, and all else as recorded."""
-        mine = np.isin(self.rank, ranks)
-        return self.times(np.where(mine, self.sum_ideal, self.sum_real)[:, None])[:, 0]
-
     def groups_of(self, groups: list[np.ndarray]) -> np.ndarray:
         """float64 [s, g]: times where only the ranks of one group are as recorded."""
-        return self._apart([np.isin(self.rank, g) for g in groups])
+        return self._each([np.where(np.isin(self.rank, g), self.sum_real, self.sum_ideal) for g in groups])
 
     def operations(self) -> np.ndarray:
         """float64 [s, k]: times where only one operation is as recorded."""
         columns = range(self.real.shape[1])
         return self._each([self.sum_ideal + self.real[:, i] - self.ideal[:, i] for i in columns])
-
-    def _apart(self, masks: list[np.ndarray]) -> np.ndarray:
-        return self._each([np.where(mine, self.sum_real, self.sum_ideal) for mine in masks])
 
     def _each(self, durations: list[np.ndarray]) -> np.ndarray:
         if not durations:

@@ -17,33 +17,19 @@ from tilth.analysis.network import assumed, retimed
 from tilth.analysis.run_graph import Steps, read_steps
 from tilth.analysis.run_replay import Model
 from tilth.analysis.run_trace import open_run
-from tilth.analysis.whatif import GUILTY, Mended, Replayed, Slowdown, mended_by
+from tilth.analysis.whatif import GUILTY, Replayed, Slowdown, mended, timed
 from tilth.core.errors import DataError
 
 
 @dataclass(frozen=True)
 class RunWhatIf(Replayed):
-    """Findings of a run: s steps, w workers (0 inline). Times in seconds."""
+    """Findings of a run. ``explained``: a replay whose delays of dispatch are the usual ones (``Model.usual_delays``);
+    with the delays that were recorded the error is 0 by construction."""
 
-    explained: np.ndarray
-    """float64 [s]: a replay whose delays of dispatch are the usual ones (``Model.usual_delays``)."""
-    by_dp: dict[int, Slowdown]
     by_axis: dict[str, dict[int, Slowdown]]
-    """The same for each coordinate of each axis of the mesh (dp, fsdp, tp) that has more than one."""
-    workers: np.ndarray
-    """int64 [w]: their ranks."""
-    dp: np.ndarray
-    """int64 [w]: place of each among the ranks that share the data."""
-    exact: np.ndarray
-    """float64 [w]: S of each worker."""
-    exact_per_step: np.ndarray
-    """float64 [w, s]."""
+    """For each axis of the mesh (dp, fsdp, tp) that has more than one coordinate, each of these."""
     worst: list[int]
-    """Ranks of the worst 3 % of workers, at least one."""
-    m_w: Mended
-    """Of these workers."""
-    m_c: Mended
-    """Of all communication."""
+    """Ranks of the workers that M_W mends."""
     dropped: list[int]
     """Steps left out, for calls of theirs are missing."""
     older: int
@@ -54,23 +40,6 @@ class RunWhatIf(Replayed):
     """Seconds of a step with the recorded work on the network that was asked for; None: none was."""
     assumed: tuple[str, ...]
     """Communications whose latency this run cannot tell from bandwidth, so that all of it counted as bandwidth."""
-
-    @property
-    def error(self) -> float:
-        """The model's own error: recorded over explained, less 1; that of the means over steps. With the delays that
-        were recorded it is 0 by construction."""
-        return float(self.recorded.mean() / self.explained.mean() - 1)
-
-    @property
-    def worst_error(self) -> float:
-        """The greatest of a step, above 0."""
-        return float(np.abs(self.recorded / self.explained - 1).max())
-
-    @property
-    def shortcut(self) -> np.ndarray:
-        """float64 [w]: S of each worker as the study has it: that of its data rank, or of its only stage if less."""
-        of = [self.by_dp[int(d)].mean for d in self.dp]
-        return np.minimum(of, self.slowdown)
 
 
 def analyse(
@@ -102,33 +71,27 @@ def analyse_events(
 def what_if_run(model: Model, latency: float | None = None, bandwidth: float | None = None) -> RunWhatIf:
     """All numbers of a run."""
     steps = model.steps
-    replayed, best = model.times(np.stack([model.sum_real, model.sum_ideal], 1)).T
-    if best.min() <= 0:
-        raise DataError("a step takes no time: its durations are 0")
+    everything = np.ones((len(model.order), 1), bool)
+    replayed, best = timed(model, everything)
 
-    def slowdown(seconds: np.ndarray) -> Slowdown:
-        return Slowdown(float(seconds.mean() / best.mean()), seconds / best)
+    def apart(groups: dict[int, np.ndarray]) -> dict[int, Slowdown]:
+        return {at: Slowdown.of(t, best) for at, t in zip(groups, model.groups_of(list(groups.values())).T)}
 
     workers = steps.workers
     places = data_ranks(steps)
     dp = np.array([places[int(r)] for r in workers], np.int64)
-    alone = model.recorded_for(workers)
+    alone = model.groups_of([workers[i : i + 1] for i in range(len(workers))])
     exact = alone.mean(0) / best.mean()
     worst = workers[np.lexsort((workers, -exact))][: math.ceil(GUILTY * len(workers))]
-    by_dp = model.groups_of([workers[dp == d] for d in np.unique(dp)])
-    by_axis = {
-        axis: dict(zip(groups, map(slowdown, model.groups_of(list(groups.values())).T)))
-        for axis, groups in _axes(steps).items()
-    }
+    talk = np.array([kind == "communication" for kind in steps.kinds])[None]
     return RunWhatIf(
-        steps=steps.steps, recorded=steps.recorded, replayed=replayed, ideal=best,
-        explained=model.usual_delays(),
-        by_optype={name: slowdown(t) for name, t in zip(steps.ops, model.operations().T) if _told(model, name)},
-        by_dp={int(d): slowdown(t) for d, t in zip(np.unique(dp), by_dp.T)},
-        by_axis=by_axis, workers=workers, dp=dp, exact=exact, exact_per_step=(alone / best[:, None]).T,
-        worst=worst.tolist(),
-        m_w=_mended(model, np.isin(model.rank, worst)[:, None], replayed, best),
-        m_c=_mended(model, np.array([kind == "communication" for kind in steps.kinds])[None], replayed, best),
+        steps=steps.steps, recorded=steps.recorded, replayed=replayed, explained=model.usual_delays(), ideal=best,
+        by_optype={n: Slowdown.of(t, best) for n, t in zip(steps.ops, model.operations().T) if _told(model, n)},
+        by_stage={}, by_dp=apart({int(d): workers[dp == d] for d in np.unique(dp)}),
+        by_axis={axis: apart(groups) for axis, groups in _axes(steps).items()},
+        workers=workers, dp=dp, stage=np.zeros_like(dp), exact=exact, exact_per_step=(alone / best[:, None]).T,
+        worst=worst.tolist(), m_w=mended(model, np.isin(model.rank, worst)[:, None], replayed, best),
+        m_s=mended(model, ~everything, replayed, best), m_c=mended(model, talk, replayed, best),
         dropped=steps.dropped, older=steps.older, profiled=steps.profiled,
         other_network=_elsewhere(steps, latency, bandwidth),
         assumed=assumed(steps.events, latency, bandwidth, steps.steps),
@@ -138,14 +101,6 @@ def what_if_run(model: Model, latency: float | None = None, bandwidth: float | N
 def _told(model: Model, name: str) -> bool:
     """Frames that spend nothing by themselves say nothing."""
     return bool(model.real[:, model.steps.ops.index(name)].sum() > 1e-3 * model.sum_real.sum())
-
-
-def _mended(model: Model, fix: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
-    """Where ``fix``, bool [n, 1] or [1, k], is ideal, and where only it is as recorded."""
-    if not fix.any():
-        return Mended(0.0, float(replayed.mean()), 0.0, float(best.mean()))
-    fixed = model.seconds(np.where(fix, model.ideal, model.real))
-    return mended_by(fixed, model.seconds(np.where(fix, model.real, model.ideal)), replayed, best)
 
 
 def _elsewhere(steps: Steps, latency: float | None, bandwidth: float | None) -> float | None:

@@ -7,6 +7,7 @@ the S of a type, stage, dp rank or worker is that of a step in which only they k
 
 import math
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,6 +39,11 @@ class Slowdown:
     per_step: np.ndarray
     """float64 [s]."""
 
+    @classmethod
+    def of(cls, seconds: np.ndarray, best: np.ndarray) -> "Slowdown":
+        """From times of each step, and those in the ideal."""
+        return cls(float(seconds.mean() / best.mean()), seconds / best)
+
 
 @dataclass(frozen=True)
 class Mended:
@@ -55,16 +61,40 @@ class Mended:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Steps as they were, as the model has them, and in the ideal. Times in seconds."""
+    """Steps as they were, as the model has them, and in the ideal: s steps, w workers. Times in seconds.
+
+    Workers are [stages, dp ranks] in a foreign trace; of a run, which has one stage, [w] (0 inline).
+    """
 
     steps: np.ndarray
     recorded: np.ndarray
     """float64 [s]: as the trace has it."""
     replayed: np.ndarray
-    """float64 [s]: T of the recorded durations; what is missing to ``recorded`` the model does not explain."""
+    """float64 [s]: T of the recorded durations."""
+    explained: np.ndarray
+    """float64 [s]: what of ``recorded`` the model explains."""
     ideal: np.ndarray
     """float64 [s]: T_ideal."""
     by_optype: dict[str, Slowdown]
+    by_stage: dict[int, Slowdown]
+    """Empty where there are no stages."""
+    by_dp: dict[int, Slowdown]
+    workers: np.ndarray
+    """int64 [w]: their global ranks."""
+    dp: np.ndarray
+    """int64 [w]: place of each among the ranks that share the data."""
+    stage: np.ndarray
+    """int64 [w]."""
+    exact: np.ndarray
+    """float64 [w]: S of each worker by a replay of its own."""
+    exact_per_step: np.ndarray
+    """float64 [w, s]."""
+    m_w: Mended
+    """Of the worst 3 % of workers, at least one."""
+    m_s: Mended
+    """Of the last stage; a share of 0 without a pipeline."""
+    m_c: Mended
+    """Of all communication."""
 
     @property
     def slowdown(self) -> float:
@@ -83,38 +113,51 @@ class Replayed:
 
     @property
     def error(self) -> float:
-        """The model's own error: recorded over replayed, less 1; that of the means over steps."""
-        return float(self.recorded.mean() / self.replayed.mean() - 1)
+        """The model's own error: recorded over explained, less 1; that of the means over steps."""
+        return float(self.recorded.mean() / self.explained.mean() - 1)
+
+    @property
+    def worst_error(self) -> float:
+        """The greatest of a step, above 0."""
+        return float(np.abs(self.recorded / self.explained - 1).max())
+
+    @property
+    def shortcut(self) -> np.ndarray:
+        """float64 [w]: S of each worker as the study has it, the lesser of its stage's and its dp rank's."""
+        stages = [self.by_stage[s].mean if self.by_stage else self.slowdown for s in self.stage.ravel().tolist()]
+        dp = [self.by_dp[d].mean for d in self.dp.ravel().tolist()]
+        return np.minimum(stages, dp).reshape(self.exact.shape)
+
+    @property
+    def by_worker(self) -> list[dict[str, Any]]:
+        """Names and S of every worker."""
+        names = ("dp", "stage", "rank", "exact", "shortcut")
+        columns = (self.dp, self.stage, self.workers, self.exact, self.shortcut)
+        return [dict(zip(names, row)) for row in zip(*(c.ravel().tolist() for c in columns))]
+
+    @property
+    def slowest(self) -> list[dict[str, Any]]:
+        """Every worker, the slowest first."""
+        return sorted(self.by_worker, key=lambda w: (-w["exact"], w["rank"]))
 
 
 @dataclass(frozen=True)
 class WhatIf(Replayed):
-    """Findings of a trace: s steps, p stages, d dp ranks."""
+    """Findings of a foreign trace."""
 
-    by_stage: list[Slowdown]
-    by_dp: list[Slowdown]
-    exact: np.ndarray
-    """float64 [p, d]: S of each worker by a replay of its own."""
-    exact_per_step: np.ndarray
-    """float64 [p, d, s]."""
-    ranks: np.ndarray
-    """int64 [p, d]: global ranks."""
     worst: list[tuple[int, int]]
     """(dp rank, stage) of the workers that M_W mends, the study's choice: by the shortcut."""
-    m_w: Mended
-    m_s: Mended
-    """Of the last stage; a share of 0 without a pipeline."""
     m_p: Mended
     """Of the stage with the greatest S."""
-    m_c: Mended
-    """Of all communication."""
     m_l: Mended
     """Of the spread of computes within a stage: each takes the mean of its type on its stage in that step."""
 
-    @property
-    def shortcut(self) -> np.ndarray:
-        """float64 [p, d]: S of each worker as the study has it, the lesser of its stage's and its dp rank's."""
-        return np.minimum.outer([s.mean for s in self.by_stage], [s.mean for s in self.by_dp])
+
+class Replays(Protocol):
+    """Steps that can be replayed with some of their times ideal."""
+
+    def seconds(self, keep: np.ndarray) -> np.ndarray:
+        """float64 [s]: time of each step where what ``keep`` chooses is as recorded and all else ideal."""
 
 
 class Model:
@@ -204,31 +247,39 @@ def what_if(trace: Trace, model: Model | None = None) -> WhatIf:
     """
     model = model or Model(trace)
     everything = np.ones(len(model.optype), bool)
-    replayed, best = model.seconds(everything), model.seconds(~everything)
-    if min(best.min(), replayed.min()) <= 0:
-        raise DataError("a step takes no time: its durations are 0")
+    replayed, best = timed(model, everything)
 
-    def slowdown(seconds: np.ndarray) -> Slowdown:
-        return Slowdown(float(seconds.mean() / best.mean()), seconds / best)
+    def slowdown(keep: np.ndarray) -> Slowdown:
+        return Slowdown.of(model.seconds(keep), best)
 
     def without(fix: np.ndarray) -> Mended:
         return mended(model, fix, replayed, best)
 
-    by_stage = [slowdown(model.seconds(model.stage == p)) for p in range(trace.stages)]
-    by_dp = [slowdown(s) for s in model.apart(everything)]
-    workers = np.stack([model.apart(model.stage == p) for p in range(trace.stages)])
-    worst = guilty(np.minimum.outer([s.mean for s in by_stage], [s.mean for s in by_dp]), trace.ranks)
-    last, slowest = trace.stages - 1, int(np.argmax([s.mean for s in by_stage]))
+    by_stage = {p: slowdown(model.stage == p) for p in range(trace.stages)}
+    by_dp = {d: Slowdown.of(seconds, best) for d, seconds in enumerate(model.apart(everything))}
+    alone = np.stack([model.apart(model.stage == p) for p in range(trace.stages)])
+    shortcut = np.minimum.outer([s.mean for s in by_stage.values()], [s.mean for s in by_dp.values()])
+    worst = guilty(shortcut, trace.ranks)
+    last, slowest = trace.stages - 1, max(by_stage, key=lambda p: by_stage[p].mean)
     piped = trace.stages > 1
+    places = np.indices(trace.ranks.shape)
     return WhatIf(
-        steps=trace.steps, recorded=trace.seconds, replayed=replayed, ideal=best,
-        by_optype={name: slowdown(model.seconds(mine)) for name, mine in _types(model).items()},
-        by_stage=by_stage, by_dp=by_dp, exact=workers.mean(-1) / best.mean(), exact_per_step=workers / best,
-        ranks=trace.ranks, worst=worst, m_w=without(_workers(model, worst)),
+        steps=trace.steps, recorded=trace.seconds, replayed=replayed, explained=replayed, ideal=best,
+        by_optype={name: slowdown(mine) for name, mine in _types(model).items()}, by_stage=by_stage, by_dp=by_dp,
+        workers=trace.ranks, dp=places[1], stage=places[0], exact=alone.mean(-1) / best.mean(),
+        exact_per_step=alone / best, worst=worst, m_w=without(_workers(model, worst)),
         m_s=without((model.stage == last) & piped), m_p=without((model.stage == slowest) & piped),
         m_c=without(~np.isin(model.optype, [OPTYPES.index(name) for name in LOCAL])),
         m_l=replaced(model, levelled(model), replayed, best),
     )  # fmt: skip
+
+
+def timed(model: Replays, everything: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float64 [s] each: times of the steps as recorded, and in the ideal. DataError: they take none."""
+    replayed, best = model.seconds(everything), model.seconds(~everything)
+    if min(best.min(), replayed.min()) <= 0:
+        raise DataError("a step takes no time: its durations are 0")
+    return replayed, best
 
 
 def _types(model: Model) -> dict[str, np.ndarray]:
@@ -251,8 +302,8 @@ def guilty(scores: np.ndarray, ranks: np.ndarray) -> list[tuple[int, int]]:
     return [(int(i % scores.shape[1]), int(i // scores.shape[1])) for i in order]
 
 
-def mended(model: Model, fix: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
-    """What is gained where ``fix``, bool [n] or [n, d], is made ideal; nothing where it is empty."""
+def mended(model: Replays, fix: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
+    """What is gained where ``fix``, as ``seconds`` takes it, is made ideal; nothing where it is empty."""
     if not fix.any():
         return Mended(0.0, float(replayed.mean()), 0.0, float(best.mean()))
     return mended_by(model.seconds(~fix), model.seconds(fix), replayed, best)

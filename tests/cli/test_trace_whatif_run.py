@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tests.analysis.run_jobs import Job
 from tests.analysis.test_run_whatif import pair
-from tests.cli.test_trace import KEYS
+from tests.cli.test_trace_whatif import KEYS
 from tilth.analysis.run_whatif import analyse
 from tilth.cli.main import app
 
@@ -81,6 +81,8 @@ def test_one_process(tmp_path):
     run = written(tmp_path / "inline", job)
     text = call(run).stdout
     assert "inline: one process, so there are no peers to compare it with" in text and "worker" not in text
+    refused = call(run, "--svg", tmp_path / "heat.svg")
+    assert refused.exit_code == 2 and refused.stderr.startswith("error: --svg") and "no workers" in refused.stderr
     assert json.loads(call(run, "--json").stdout)["by_worker"] == []
 
 

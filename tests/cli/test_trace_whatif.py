@@ -43,8 +43,8 @@ def test_json_has_these_keys_and_the_numbers_of_the_analysis(file):
     assert list(said) == KEYS
     assert (said["slowdown"], said["m_w"], said["m_s"]) == (found.slowdown, found.m_w.share, found.m_s.share)
     assert said["ideal_step"] == found.ideal.mean()
-    assert said["by_stage"] == {str(i): s.mean for i, s in enumerate(found.by_stage)}
-    assert said["by_dp"] == {str(i): s.mean for i, s in enumerate(found.by_dp)}
+    assert said["by_stage"] == {str(i): s.mean for i, s in found.by_stage.items()}
+    assert said["by_dp"] == {str(i): s.mean for i, s in found.by_dp.items()}
     assert said["by_optype"]["forward-compute"] == found.by_optype["forward-compute"].mean
     worst = said["by_worker"][0]
     assert len(said["by_worker"]) == 16 and (worst["dp"], worst["stage"], worst["rank"]) == (2, 1, 6)
