@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from tests.analysis.clocks import Shifted, bursts, noisy
 from tilth.analysis import align as align_module
-from tilth.analysis.align import Known, Spans, align, calls, clocks, groups, meetings
+from tilth.analysis.align import Known, align, calls, clocks, meetings
 from tilth.analysis.clock import same
 from tilth.analysis.events import load
+from tilth.analysis.matching import Coded, Spans
 from tilth.analysis.recent import recent
 from tilth.trace.clock_samples import Asked, Origin, RoundsFile
 from tilth.trace.writer import EVENTS
@@ -60,7 +61,7 @@ class World:
         ops, details = (tuple(dict.fromkeys(row[k] for row in self.rows)) for k in ("op", "detail"))
         op = np.array([ops.index(row["op"]) for row in self.rows], np.int32)
         detail = np.array([details.index(row["detail"]) for row in self.rows], np.int32)
-        return Spans(self.true["rank"], self.true["seq"], self.start, self.end, op, ops, detail, details)
+        return Spans(self.true["rank"], self.true["seq"], self.start, self.end, Coded(op, ops), Coded(detail, details))
 
     def asked(self, *ranks, steady=None, waits=True, trip=None):
         """Rounds with these; what the others are asked is nothing. steady: rank -> the name of its steady clock."""
@@ -218,7 +219,7 @@ def table(*rows):
     rank, op, detail, seq, start, end = zip(*rows)
     ops, details = tuple(dict.fromkeys(op)), tuple(dict.fromkeys(detail))
     codes = [np.array([names.index(text) for text in column]) for names, column in ((ops, op), (details, detail))]
-    return Spans(*map(np.array, (rank, seq, start, end)), codes[0], ops, codes[1], details)
+    return Spans(*map(np.array, (rank, seq, start, end)), Coded(codes[0], ops), Coded(codes[1], details))
 
 
 def test_members_of_a_communication():
@@ -228,7 +229,7 @@ def test_members_of_a_communication():
         (0, "all_reduce", "0,1", 7, 70, 71), (1, "all_reduce", "0,1", 7, 70, 71), (1, "all_reduce", "0,1", 7, 90, 91),
         (0, "all_reduce", "0,1", -1, 70, 71), (1, "all_reduce", "0,1", -1, 70, 71),
     )  # fmt: skip
-    found = groups(spans, np.arange(11))
+    found, _ = spans.grouped(np.arange(11))
     assert found[0] == found[1] != found[2] == found[3]
     assert found[4] == -1, "a member is missing"
     assert found[5] >= 0, "alone"

@@ -9,13 +9,12 @@ machine) need no estimate, if their rounds do not say otherwise.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from tilth.analysis.clock import SLACK, Bounds, Clock, fit, same
-from tilth.analysis.matching import PAIR, together
+from tilth.analysis.matching import PAIR, Spans, split
 from tilth.trace.clock_samples import Asked
 
 EVERYONE = ("all_reduce", "all_gather", "reduce_scatter")
@@ -62,44 +61,6 @@ class Known:
         return bounds[news[order[last]]]
 
 
-@dataclass(frozen=True, eq=False)
-class Spans:
-    """What the bounds that a trace itself gives are read from. rank, seq, start, end: int64 [n], each on the clock of
-    its process; op, detail: int32 [n] codes of ops and details."""
-
-    rank: np.ndarray
-    seq: np.ndarray
-    start: np.ndarray
-    end: np.ndarray
-    op: np.ndarray
-    ops: tuple[str, ...]
-    detail: np.ndarray
-    details: tuple[str, ...]
-
-    @cached_property
-    def rows(self) -> dict[int, np.ndarray]:
-        """Rows of each rank, ascending."""
-        return split(self.rank)
-
-    def of(self, *names: str, rank: int | None = None) -> np.ndarray:
-        """int64 [k]: rows of these operations, of all ranks or of one."""
-        if rank is None:
-            return np.flatnonzero(self.are(slice(None), *names))
-        mine = self.rows.get(rank, np.zeros(0, np.int64))
-        return mine[self.are(mine, *names)]
-
-    def are(self, rows: np.ndarray | slice, *names: str) -> np.ndarray:
-        """bool [k]: which of the rows are of these operations."""
-        return np.array([name in names for name in self.ops], bool)[self.op[rows]]
-
-
-def split(ranks: np.ndarray) -> dict[int, np.ndarray]:
-    """Where each of the ranks is, ascending. They are below 65,536, which sorts fast."""
-    order = np.argsort(ranks.astype(np.uint16), kind="stable")
-    found, first = np.unique(ranks[order], return_index=True)
-    return dict(zip(found.tolist(), np.split(order, first[1:])))
-
-
 def clocks(asked: Mapping[int, Asked], controller: int, spans: Spans) -> dict[int, Clock]:
     """The clock of each rank that was asked, and the controller's own."""
     known, found = dict[int, Known](), {controller: same()}
@@ -135,24 +96,11 @@ def _shared(controller: Asked | None, worker: Asked) -> Clock | None:
 
 def calls(spans: Spans, controller: int, rank: int) -> tuple[Bounds, Bounds]:
     """What a rank's calls say: none begins before it was submitted, nor ends after its answer was there."""
-    here, submits, awaits = (
-        spans.of("call", rank=rank), spans.of("submit", rank=controller), spans.of("await", rank=controller)
-    )  # fmt: skip
-    here = here[spans.seq[here] >= 0]
-    i, j = matched(spans.seq[here], spans.seq[submits])
-    begun, asked = here[i], submits[j]
-    i, j = matched(spans.seq[here], spans.seq[awaits])
-    ended, answered = here[i], awaits[j]
+    begun, asked, ended, answered = spans.calls(controller, rank)
     return (
         Bounds(spans.start[begun], spans.start[asked] - spans.start[begun]),
         Bounds(spans.end[ended], spans.end[answered] - spans.end[ended]),
     )
-
-
-def matched(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [k] each: where the two have the same numbers. Each number is once in either, or its first place counts."""
-    _, i, j = np.intersect1d(one, other, return_indices=True)
-    return i, j
 
 
 def meetings(spans: Spans, clocks: Mapping[int, Clock]) -> dict[int, tuple[Bounds, Bounds]]:
@@ -160,14 +108,14 @@ def meetings(spans: Spans, clocks: Mapping[int, Clock]) -> dict[int, tuple[Bound
     Of the ranks that have any."""
     rows = spans.of(*EVERYONE, *PAIR)
     rows = rows[np.isin(spans.rank[rows], list(clocks))]
-    group = groups(spans, rows)
+    group, _ = spans.grouped(rows)
     rows, group = rows[group >= 0], group[group >= 0]
     early, late = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
     members = split(spans.rank[rows])
     for rank, mine in members.items():
         clock = clocks[rank]
         early[mine], late[mine] = clock.reach(spans.start[rows[mine]])[0], clock.reach(spans.end[rows[mine]])[1]
-    enters, leaves = ~spans.are(rows, "receive"), ~spans.are(rows, "send")
+    enters, leaves = ~spans.op[rows].is_("receive"), ~spans.op[rows].is_("send")
     entered = np.full(group.max(initial=-1) + 1, NEVER)
     left = -entered
     np.maximum.at(entered, group[enters], early[enters])
@@ -179,13 +127,6 @@ def meetings(spans: Spans, clocks: Mapping[int, Clock]) -> dict[int, tuple[Bound
         most = Bounds(spans.start[rows[b]], left[group[b]] - spans.start[rows[b]])
         found[rank] = least, most
     return found
-
-
-def groups(spans: Spans, rows: np.ndarray) -> np.ndarray:
-    """int64 [k]: which communication each is part of, from 0 on; -1 where not all of its members are there."""
-    return together(
-        spans.op[rows], spans.ops, spans.detail[rows], spans.details, spans.seq[rows], spans.rank[rows]
-    )[0]  # fmt: skip
 
 
 class Aligned(NamedTuple):

@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tilth.analysis.align import Spans, align
+from tilth.analysis.align import align
+from tilth.analysis.matching import Coded, Spans
 from tilth.analysis.read import attempts, own_times, parents, read_events
 from tilth.core.errors import DataError
 from tilth.trace.clock_samples import Asked, events_folder, read_rounds
@@ -20,25 +21,6 @@ from tilth.trace.writer import LATER
 
 NUMBERS = ("step", "micro_batch", "seq", "tokens", "squares", "bytes")
 CODED = ("op", "detail", "role", "place", "thread")
-
-
-@dataclass(frozen=True, eq=False)
-class Coded:
-    """A column of few different texts: ``names[codes]``. codes: int32 [n]."""
-
-    codes: np.ndarray
-    names: tuple[str, ...]
-
-    def is_(self, *names: str) -> np.ndarray:
-        """bool [n]: which rows say one of these."""
-        return np.isin(self.codes, [i for i, name in enumerate(self.names) if name in names])
-
-    def text(self, row: int) -> str:
-        """What a row says."""
-        return self.names[self.codes[row]]
-
-    def __getitem__(self, rows: np.ndarray) -> "Coded":
-        return Coded(self.codes[rows], self.names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +70,11 @@ class Events:
     def end(self) -> np.ndarray:
         """int64 [n]."""
         return self.start + self.duration
+
+    @cached_property
+    def spans(self) -> Spans:
+        """What they are matched by."""
+        return Spans(self.rank, self.seq, self.start, self.end, self.op, self.detail)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -176,7 +163,7 @@ def _aligned(table: pa.Table, asked: Mapping[int, Asked]) -> tuple[pa.Table, flo
     """With all times on the controller's clock, and by how many ns they may be wrong."""
     rank, seq, start, took = (_number(table, name) for name in ("rank", "seq", "start", "duration"))
     op, detail = _coded(table, "op"), _coded(table, "detail")
-    spans = Spans(rank, seq, start, start + took, op.codes, op.names, detail.codes, detail.names)
+    spans = Spans(rank, seq, start, start + took, op, detail)
     start, end, error = align(asked, spans)
     device = pc.add(table["device_start"], pa.array(start - _number(table, "start")))  # by as much as what queued it
     for name, values in (("start", pa.array(start)), ("duration", pa.array(end - start)), ("device_start", device)):

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilth.analysis.align import EVERYONE, PAIR, Spans, groups, matched
+from tilth.analysis.align import EVERYONE
 from tilth.analysis.events import Events
+from tilth.analysis.matching import PAIR
 
 BEGIN, ON, END = 0, 1, 2
 
@@ -32,36 +33,23 @@ class Arrows:
 def calls(events: Events) -> Arrows:
     """From where a call is submitted, by where each rank executes it, to the end of the wait for its answer, if anybody
     waited. None in a trace of one process."""
-    spans = _spans(events)
-    submits, awaits = (spans.of(op, rank=events.controller) for op in ("submit", "await"))
-    points = []
+    spans, points = events.spans, []
     for rank in events.workers:
-        here = spans.of("call", rank=rank)
-        here = here[events.seq[here] >= 0]
-        i, j = matched(events.seq[here], events.seq[submits])
-        begun, asked = here[i], submits[j]
-        i, j = matched(events.seq[begun], events.seq[awaits])
-        number = events.seq[begun] * (max(events.ranks) + 1) + rank
-        points += [(number, asked, 0, False), (number, begun, 1, False), (number[i], awaits[j], 2, True)]
+        begun, asked, ended, answered = spans.calls(events.controller, rank)
+        first, last = (events.seq[rows] * (max(events.ranks) + 1) + rank for rows in (begun, ended))
+        points += [(first, asked, 0, False), (first, begun, 1, False), (last, answered, 2, True)]
     number, row, turn, late = (np.concatenate([np.full(len(p[0]), p[c]) for p in points]) for c in range(4))
     return _arrows(events, number, row, turn, late.astype(bool))
-
-
-def _spans(events: Events) -> Spans:
-    op, detail = events.op, events.detail
-    return Spans(
-        events.rank, events.seq, events.start, events.end, op.codes, op.names, detail.codes, detail.names
-    )  # fmt: skip
 
 
 def meetings(events: Events) -> Arrows:
     """Through the members of each communication in the order in which they came, to the last, for which all waited; and
     from each send to its receive."""
-    spans = _spans(events)
+    spans = events.spans
     row = spans.of(*EVERYONE, "broadcast", *PAIR)
-    number = groups(spans, row)
+    number, _ = spans.grouped(row)
     row, number = row[number >= 0], number[number >= 0]
-    received = spans.are(row, "receive")
+    received = events.op[row].is_("receive")
     return _arrows(events, number, row, received.astype(np.int64), received)
 
 

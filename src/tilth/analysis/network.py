@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tilth.analysis.events import Coded, Events
+from tilth.analysis.events import Events
 from tilth.analysis.fit import fit, held_out_error
-from tilth.analysis.matching import together
+from tilth.analysis.matching import Coded
 from tilth.core.errors import DataError
 from tilth.plan.costs import SMALL, Link, wire
 
@@ -44,21 +44,12 @@ class Meetings:
 
 
 def meetings(events: Events) -> Meetings:
-    """The communications of a run (those whose members are all there, as ``matching.together`` has them)."""
+    """The communications of a run (those whose members are all there, as ``Spans.grouped`` has them)."""
     rows = np.flatnonzero(events.kind.is_("communication"))
-    number, ranks = grouped(events, rows)
+    number, ranks = events.spans.grouped(rows)
     rows, number, ranks = rows[number >= 0], number[number >= 0], ranks[number >= 0]
     last = last_start(events, rows, number)
     return Meetings(rows, number, ranks, np.maximum(events.end[rows] - last[number], 0))
-
-
-def grouped(events: Events, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number and ranks of the communication that each of these rows (int64 [k]) is part of; -1 and 0: of no whole
-    one."""
-    op, detail = events.op, events.detail
-    return together(
-        op.codes[rows], op.names, detail.codes[rows], detail.names, events.seq[rows], events.rank[rows]
-    )  # fmt: skip
 
 
 def last_start(events: Events, rows: np.ndarray, number: np.ndarray) -> np.ndarray:

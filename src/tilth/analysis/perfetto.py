@@ -18,9 +18,9 @@ from typing import TextIO
 import numpy as np
 
 from tilth.analysis import flow_events as arrows
-from tilth.analysis.align import split
 from tilth.analysis.events import Events
 from tilth.analysis.flow_events import Arrows
+from tilth.analysis.matching import split
 from tilth.core.target import written_whole
 
 CHUNK = 65_536

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tilth.analysis.events import Events
-from tilth.analysis.network import grouped, last_start
+from tilth.analysis.network import last_start
 from tilth.analysis.run_rates import paces
 from tilth.core.errors import DataError
 
@@ -266,7 +266,7 @@ def arrivals(events: Events, talks: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     every member how long it waited for the last. 0 elsewhere, and where members are missing."""
     late, waits = np.zeros(len(events)), np.zeros(len(events))
     rows = np.flatnonzero(talks)
-    group, ranks = grouped(events, rows)
+    group, ranks = events.spans.grouped(rows)
     rows, group, ranks = rows[group >= 0], group[group >= 0], ranks[group >= 0]
     if not len(rows):
         return late, waits
