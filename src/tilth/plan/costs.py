@@ -10,11 +10,12 @@ those it was fitted on, unless it is asked for what lies beyond.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from tilth.core.errors import DataError, StorageError
 
@@ -24,14 +25,27 @@ REACH = 1.5
 SMALL = 512
 """Bytes up to which a tensor is less than a packet: where all are that small, their time is latency."""
 Numbers = np.ndarray | float
+Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _null(value: float) -> BeforeValidator:
+    """JSON has null for what is no number."""
+    return BeforeValidator(lambda found: value if found is None else found)
+
+
+def _pairs(found: Any) -> list[tuple[Any, Any]]:
+    """JSON has an object for numbers by rank."""
+    if not isinstance(found, dict):
+        raise ValueError("it must be an object of numbers by rank")
+    return list(found.items())
 
 
 @dataclass(frozen=True)
 class Error:
     """Relative errors |predicted - measured| / measured of ``count`` rows; nan of none."""
 
-    median: float
-    p90: float
+    median: Annotated[float, _null(math.nan)]
+    p90: Annotated[float, _null(math.nan)]
     count: int
     held_out: bool = False
     """Whether these rows were kept out of the fit."""
@@ -43,9 +57,9 @@ class Link:
 
     op: str
     ranks: int
-    latency: float
+    latency: Cost
     """Seconds a message."""
-    bandwidth: float
+    bandwidth: Annotated[float, Field(ge=0), _null(math.inf)]
     """Bytes a second; inf where the time does not grow with them."""
     least: int
     greatest: int
@@ -90,10 +104,10 @@ class Compute:
 
     op: str
     role: str
-    fixed: float
+    fixed: Cost
     """Whenever it is done."""
-    per_token: float
-    per_square: float
+    per_token: Cost
+    per_square: Cost
     """For each of the sum of squared lengths."""
     tokens: tuple[int, int]
     squares: tuple[int, int]
@@ -101,7 +115,7 @@ class Compute:
     lengths: tuple[float, float]
     """The least and the greatest mean length of the sequences in a span, squares / tokens."""
     count: int
-    ranks: tuple[tuple[int, float], ...]
+    ranks: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_pairs)]
     """Each rank, and how many times the fitted seconds it takes (median): above its peers it is slow."""
     separate: bool
     """Whether amounts differed enough to tell the fixed part; if not, all goes by the amounts."""
@@ -216,46 +230,7 @@ def load_costs(path: str | Path) -> Costs:
     if found.get("version") != VERSION:
         raise DataError(f"{path} is of version {found.get('version')!r}; this Tilth reads {VERSION}")
     try:
-        return Costs(
-            tuple(_read_compute(c) for c in found["compute"]), tuple(_read_link(k) for k in found["links"]),
-            tuple(map(str, found["left"])), dict(found["about"]),
-        )  # fmt: skip
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path} is damaged: {type(error).__name__} {error}") from error
-
-
-def _read_compute(found: dict[str, Any]) -> Compute:
-    ranks = tuple((int(r), float(x)) for r, x in found["ranks"].items())
-    pairs = {name: _pair(found[name]) for name in ("tokens", "squares")}
-    numbers = {name: _cost(found, name) for name in ("fixed", "per_token", "per_square")}
-    short, long = map(float, found["lengths"])
-    read = {"ranks": ranks, "lengths": (short, long), "error": _read_error(found["error"])}
-    return Compute(**_known(found, Compute) | pairs | numbers | read)
-
-
-def _read_link(found: dict[str, Any]) -> Link:
-    bandwidth = float("inf") if found["bandwidth"] is None else _cost(found, "bandwidth")
-    numbers = {"latency": _cost(found, "latency"), "bandwidth": bandwidth}
-    return Link(**_known(found, Link) | numbers | {"error": _read_error(found["error"])})
-
-
-def _read_error(found: dict[str, Any]) -> Error:
-    given = _known(found, Error)
-    return Error(**given | {name: float("nan") for name in ("median", "p90") if given[name] is None})
-
-
-def _known(found: dict[str, Any], kind: type) -> dict[str, Any]:
-    """Its fields; KeyError for one that is missing, what is not known is left out."""
-    return {f.name: found[f.name] for f in fields(kind)}
-
-
-def _pair(found: list[Any]) -> tuple[int, int]:
-    least, greatest = map(int, found)
-    return least, greatest
-
-
-def _cost(found: dict[str, Any], name: str) -> float:
-    value = float(found[name])
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} = {value}")
-    return value
+        return TypeAdapter(Costs).validate_python(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DataError(f"{path} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
