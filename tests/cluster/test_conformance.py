@@ -222,7 +222,7 @@ def test_bytes_through_the_controller_do_not_grow_with_the_tokens(cluster, echo,
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.dist)])
 def test_every_worker_writes_its_trace_and_collects_when_all_do(tmp_path, workers):
-    from tilth.trace.read import read_events
+    from tilth.analysis.read import read_events
 
     with open_cluster("local" if workers > 1 else "inline", workers) as traced:
         traced.trace(tmp_path, 0, planned=True)

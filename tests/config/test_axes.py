@@ -15,9 +15,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from tilth.trace.events import from_table
 
+from tests.analysis.run_jobs import Job
 from tests.parallel.layouts import Case, batch, build, engine_of, loss_of, weights
-from tests.trace.own_jobs import Job
+from tilth.analysis.run_graph import read_steps
+from tilth.analysis.run_replay import Model
+from tilth.analysis.run_whatif import what_if_run
 from tilth.checkpoint.planning import Spec, plan_group
 from tilth.cluster.protocol import Transfer, deal, evenly
 from tilth.config import axes
@@ -29,10 +33,6 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import Sharded, shard
 from tilth.plan.layout import nested
 from tilth.roles.shares import gather_data_ranks, global_denominator, is_first_data_rank
-from tilth.trace.events import from_table
-from tilth.trace.own import what_if_run
-from tilth.trace.own_graph import read_steps
-from tilth.trace.own_replay import Model
 
 ROOT = Path(__file__).parents[2]
 HERE = "tests.config.test_axes:"

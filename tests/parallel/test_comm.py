@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 import tilth
 from tests.parallel.layouts import Case, train
+from tilth.analysis.read import read_events
 from tilth.core.layout import Mesh
 from tilth.parallel import comm
 from tilth.parallel.dims import ParallelDims
 from tilth.trace import recorder, span
-from tilth.trace.read import read_events
 
 HERE = "tests.parallel.test_comm:"
 SOURCE = Path(tilth.__file__).parent

@@ -21,8 +21,8 @@ from tilth.core.errors import OutOfMemory, StaleGeneration, StorageError, TilthE
 from tilth.core.layout import Mesh
 from tilth.core.memory import exhausted, no_memory
 from tilth.trace.capture import Capture, Captured
+from tilth.trace.clock_samples import Origin, origin
 from tilth.trace.collector import collector
-from tilth.trace.rounds import Origin, origin
 from tilth.trace.spans import NOWHERE, Where, recorder, span
 
 _TIMEOUT = re.compile("time(d |d-)?out", re.IGNORECASE)
