@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from tilth.trace.events import from_table
+from tilth.analysis.events import from_table
 
 from tests.analysis.run_jobs import Job
 from tests.parallel.layouts import Case, batch, build, engine_of, loss_of, weights
