@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from tilth.analysis.events import from_table
 
 from tests.analysis.run_jobs import Job
 from tests.parallel.layouts import Case, batch, build, engine_of, loss_of, weights
+from tilth.analysis.events import from_table
 from tilth.analysis.run_graph import read_steps
 from tilth.analysis.run_replay import Model
 from tilth.analysis.run_whatif import what_if_run
