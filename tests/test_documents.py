@@ -95,8 +95,9 @@ def furnish(folder, page):
         (folder / "test.jsonl").write_text("\n".join(json.dumps({**s, "question": s["prompt"]}) for s in sums))
     (reward,) = (block for block in blocks("docs/guide.md") if block.first == "# my_reward.py")
     (folder / "my_reward.py").write_text(reward.text)
-    (plugin,) = (block for block in blocks("docs/extending.md") if block.first == "# mine.py")
-    (folder / "mine.py").write_text(plugin.text)
+    for block in blocks("docs/extending.md"):
+        if block.first.startswith("# ") and block.first.endswith(".py"):
+            (folder / block.first.removeprefix("# ")).write_text(block.text)
     (folder / "my").mkdir()
     (folder / "my" / "recipe.toml").write_text((ROOT / "src/tilth/recipes/addition-grpo.toml").read_text())
 

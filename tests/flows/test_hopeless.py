@@ -89,7 +89,7 @@ def test_a_hopeless_run_warns_in_terminal_log_and_report_and_goes_on(tmp_path, m
     reward = (lambda p, c, i: 0.0) if how == "nothing" else (lambda p, c, i: float(p < "5"))
     watcher = tiny.Recorder()
     recipe = tiny.recipe(tmp_path, algorithm={"steps": 9}, supervised={"steps": 2}, data={"holdout": 0.0})
-    result = tiny.run(recipe, reward=reward, observers=[watcher])
+    result = tiny.run(recipe, reward=reward, callbacks=[watcher])
     (said,) = [text for text in watcher.messages if "nothing can be learned" in text]
     assert ("every reward was 0" in said) == (how == "nothing") and "rollout.group" in said
     assert (result.directory / "log.txt").read_text().count(said) == 1
@@ -110,7 +110,7 @@ def test_a_run_that_learns_is_silent_and_one_that_goes_on_counts_on(tmp_path, mo
     recipe = tiny.recipe(tmp_path / "b", **given)
     zero = lambda p, c, i: 0.0  # noqa: E731 - the same function both times
     with pytest.raises(KeyboardInterrupt):
-        tiny.run(recipe, reward=zero, observers=[tiny.Recorder(at_step=killed)])
+        tiny.run(recipe, reward=zero, callbacks=[tiny.Recorder(at_step=killed)])
     result = tiny.run(recipe, reward=zero)
     assert [said["step"] for said in result.summary["warnings"]] == [8]
     state = json.loads((result.directory / "run.json").read_text())

@@ -322,7 +322,7 @@ def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
     stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 11 else None)
     with pytest.raises(Interrupted):
-        tiny.run(recipe(folder / "part", **FALLING), observers=[stop])
+        tiny.run(recipe(folder / "part", **FALLING), callbacks=[stop])
     shutil.copytree(folder / "part", folder / "whole")
     return folder / "part", checkpoint(tiny.run(recipe(folder / "whole", **FALLING)).directory, "critic")
 

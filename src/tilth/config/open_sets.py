@@ -7,6 +7,9 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases"}
+"""Name of each tracker that comes with Tilth -> its class in ``tilth.ui.track``."""
+
 
 @dataclass(frozen=True)
 class OneOf:

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar, get_args
 from tilth.config.errors import PluginError
 from tilth.config.flows import FLOWS, OPTIONAL, SHARED_OPTIONS, Flow, Learns
 
-Kind = Literal["advantage", "policy_loss", "reward", "flow"]
+Kind = Literal["advantage", "policy_loss", "reward", "flow", "callback", "tracker"]
 T = TypeVar("T")
 
 
@@ -41,6 +41,11 @@ class Declaration:
     def where(self) -> str:
         """File and line, for error messages."""
         return f"{Path(self.file).name}:{self.line}"
+
+    @property
+    def title(self) -> str:
+        """Kind, name, file and line: the subject of an error message."""
+        return f"{self.kind} {self.name!r} ({self.where})"
 
     @property
     def spec(self) -> str:
@@ -105,6 +110,16 @@ def reward(name: str) -> Callable[[T], T]:
     return declare("reward", name)
 
 
+def callback(name: str) -> Callable[[T], T]:
+    """Declare a subclass of ``tilth.Callback``, made without arguments for each run whose recipe names this plugin."""
+    return declare("callback", name)
+
+
+def tracker(name: str) -> Callable[[T], T]:
+    """Declare a subclass of ``tilth.Tracker`` that ``run.track=["name"]`` chooses."""
+    return declare("tracker", name)
+
+
 def flow(
     name: str,
     *,
@@ -147,6 +162,13 @@ def shared_defaults(advantage: str, loss: str) -> dict[str, Any]:
 def declared(kind: Kind) -> dict[str, Declaration]:
     """Everything of a kind that user code has declared in this process, by name."""
     return dict(_DECLARED[kind])
+
+
+def declared_by(kind: Kind, plugins: Iterable[str]) -> list[Declaration]:
+    """What these plugins declare, or the script that this process runs; not what those of an earlier recipe do."""
+    modules = {module_name(Path(name)) if name.endswith(".py") else name for name in plugins} | {"__main__"}
+    found = [(declaration, getattr(declaration.value, "__module__", "")) for declaration in declared(kind).values()]
+    return [d for d, module in found if any(module == m or module.startswith(f"{m}.") for m in modules)]
 
 
 def load_plugins(plugins: Iterable[str]) -> list[ModuleType]:
@@ -224,6 +246,12 @@ def _import_module(name: str) -> ModuleType:
         raise PluginError(f"plugins: importing {name} failed: {describe(error)}") from error
     except (Exception, SystemExit) as error:
         raise PluginError(f"plugins: importing {name} failed: {describe(error)}") from error
+
+
+def source(code: Any) -> str:
+    """File and line where a function or class begins, for error messages."""
+    file, line = _place(inspect.unwrap(code))
+    return f"{Path(file).name}:{line}"
 
 
 def _place(code: Any) -> tuple[str, int]:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, below, own_defaults
-from tilth.config.open_sets import OneOf
-from tilth.config.plugins import load_plugins, shared_defaults
+from tilth.config.open_sets import TRACKERS, OneOf
+from tilth.config.plugins import declared, load_plugins, shared_defaults
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -341,7 +341,7 @@ class Run(Section):
     collect_every: Count = Field(
         0, description="steps between two collections of Python's garbage, on all ranks at once; 0: when Python likes"
     )
-    track: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+    track: tuple[Annotated[str, OneOf(lambda: (*TRACKERS, *declared("tracker")))], ...] = Field(
         (), description="trackers that get every metric too (wandb: offline unless WANDB_MODE says otherwise)"
     )
     prometheus: int = Field(

@@ -19,12 +19,12 @@ from tilth.core.batch import Batch, Store, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
 from tilth.flows import hopeless
+from tilth.flows.callbacks import Callback, notify
 from tilth.flows.checks import check_parts, columns_needed
 from tilth.flows.heldout import ACCURACY, LOSS, REWARD, figures, is_graded, measure
 from tilth.flows.keep import Keep, first_groups, has_spread, missing_prompts
 from tilth.flows.measured import measure_parts, measure_rows
 from tilth.flows.metrics import Metrics
-from tilth.flows.observers import Observer
 from tilth.flows.progress import Progress
 from tilth.flows.publish import Bounds, check_mismatch
 from tilth.flows.rundir import REWARD_LOG, RunDir
@@ -98,7 +98,7 @@ class Run:
         heldout: Split,
         store: Store,
         directory: RunDir,
-        observers: Sequence[Observer],
+        callbacks: Sequence[Callback],
         saving: Saving,
         stop: StopRequest,
         metrics: Metrics,
@@ -121,14 +121,16 @@ class Run:
         self.heldout = heldout
         self.store = store
         self.directory = directory
-        self.observers = observers
+        self.callbacks = callbacks
         self.bounds = Bounds.of(recipe)
         self.at = Progress()
         self.metrics = metrics
         self.say = say
         self.saving = saving
+        saving.then = lambda step, path: notify(callbacks, "on_save", self, step, path)
         self._stop = stop
-        self._sample: dict[str, Any] | None = None
+        self.sample: dict[str, Any] | None = None
+        self._evaluated: dict[int, dict[str, float]] = {}
         self._fetched = 0
         self._rewarded = self._printed = False
         self._reasons: set[str] = set()
@@ -435,6 +437,8 @@ class Run:
         metric, value = measure(self) if self.at.phase != WARMUP and is_supervised(self.at.phase) else (ACCURACY, None)
         if self.rollout is not None:
             metric, value = REWARD if self.at.graded else ACCURACY, accuracy
+        elif value is not None:
+            self._evaluated.setdefault(self.at.step, {})[metric] = value
         if value is None or not self.at.step:
             return  # what nothing was learned for is no choice
         best, sign = self.at.best, -1 if metric == LOSS else 1
@@ -459,6 +463,7 @@ class Run:
             if not found:
                 return None
         self.at.heldout = found
+        self._evaluated.setdefault(self.at.step, {}).update(found)
         self._tell_heldout()
         return next(iter(found.values()))
 
@@ -515,7 +520,7 @@ class Run:
 
     def _record(self, batch: Batch) -> None:
         """Hand the trajectories to the run directory."""
-        table, self._sample = self.recorder.table(batch, self.at.step + 1)
+        table, self.sample = self.recorder.table(batch, self.at.step + 1)
         self.directory.add_trajectories(table)
 
     def _warn(self, sampled: Batch) -> None:
@@ -535,8 +540,10 @@ class Run:
         record = self.directory.commit_step(closed)
         if self.at.phase_step == 1:
             self._tell_compile_time()
-        for observer in self.observers:
-            observer.on_step(record, self._sample)
+        evaluated, self._evaluated = self._evaluated, {}
+        for step, measured in evaluated.items():
+            notify(self.callbacks, "on_evaluation", self, step, measured)
+        notify(self.callbacks, "on_step_end", self, at.step, record)
         self.saving.look()
         if self._stop.requested:
             self.secure()
@@ -553,6 +560,10 @@ class Run:
             seconds = group.compile_seconds() if group is not None else 0.0
             if seconds:
                 self.say(f"{role}: compiling took {seconds:.1f} s")
+
+    def stop(self, why: str) -> None:
+        """End the run after this step as Ctrl-C does: everything is saved, and the same command continues."""
+        self._stop.requested, self._stop.by = True, why
 
     def save(self) -> None:
         """Begin to make everything up to this step durable; training goes on while it is written."""

@@ -73,8 +73,7 @@ def registered(kind: Kind) -> dict[str, type[Entry]]:
     found = dict(_ENTRIES[kind])
     for name, declaration in plugins.declared(_DECLARED_AS[kind]).items() if kind in _DECLARED_AS else ():
         if name in found:
-            what = f"{declaration.kind} {name!r} ({declaration.where})"
-            raise PluginError(f"{what} has the name of one that comes with Tilth; choose another name")
+            raise PluginError(f"{declaration.title} has the name of one that comes with Tilth; choose another name")
         built = _BUILT.get((kind, name))
         if built is None or built[0] is not declaration:
             built = _BUILT[kind, name] = declaration, _entry_of(kind, declaration)
