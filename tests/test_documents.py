@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
 from tests.documents import PAGES, ROOT, Block, Command, blocks
 from tilth.cli.main import app
+from tilth.config import plugins
 from tilth.config.load import check_allowed, load_recipe
 from tilth.config.plugins import load_plugins
 
@@ -310,6 +311,13 @@ def a_plugin(text, monkeypatch):
     assert module.leave_one_out(rewards, groups, scale=2.0).tolist() == [2, -2, -4, 4]
 
 
+def what_it_declares(text, monkeypatch):
+    """A file that is imported, and declares something; the commands of its page use it."""
+    before = {kind: set(known) for kind, known in plugins._DECLARED.items()}
+    load_plugins([str(write(Path.cwd(), text))])
+    assert any(set(known) - before[kind] for kind, known in plugins._DECLARED.items())
+
+
 def of_trl(text, monkeypatch):
     """Theirs, not ours: it must be Python."""
     compile(text, "from-trl-and-verl.md", "exec")
@@ -319,6 +327,7 @@ PYTHON = {
     "import tilth": eight_lines,
     "# my_reward.py": a_reward,
     "# mine.py": a_plugin,
+    "# watch.py": what_it_declares,
     "def score(": a_reward_of_verl,
     "dataset = load_dataset(": of_trl,
 }

@@ -24,7 +24,7 @@ from tilth.core.target import make_folder
 from tilth.data.prompts import PromptSet
 from tilth.flows.actor_critic import actor_critic, pretrain_critic
 from tilth.flows.build import Material, Parts, build
-from tilth.flows.callbacks import Callback, notify
+from tilth.flows.callbacks import Callback, RunView, notify
 from tilth.flows.checks import check_algorithm, in_scripts, replaced
 from tilth.flows.continuing import Identity, find
 from tilth.flows.metrics import Metrics
@@ -56,7 +56,7 @@ class _Clocks(Callback):
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
-    def on_step_end(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """Compare; the cluster does so a last time when it ends."""
         self._cluster.compare_clocks()
 

@@ -15,20 +15,17 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilth.cluster.cluster import Cluster
 from tilth.config.checks import MOST_PROFILED, profiled, unknown_ranks
 from tilth.config.load import load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, StorageError
-from tilth.flows.callbacks import Callback, Say
+from tilth.flows.callbacks import Callback, RunView, Say
 from tilth.flows.files import Lines, read_lines, to_json, writing
 from tilth.flows.readers import read_state
 from tilth.flows.signals import StopRequest
-
-if TYPE_CHECKING:
-    from tilth.flows.run import Run
 
 FOLDER = "profiles"
 REQUEST = ".request.json"
@@ -85,12 +82,12 @@ class Profiling(Callback):
         self._step = 0
         self._say: Say = print
 
-    def on_run_start(self, run: "Run") -> None:
+    def on_run_start(self, run: RunView) -> None:
         """Begin what is planned or asked for from the first step on."""
         self._say, self._step = run.say, run.at.step
         self._look(self._step + 1)
 
-    def on_step_end(self, run: "Run", step: int, metrics: dict[str, Any]) -> None:
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """End the capture under way if this was its last step, and begin another."""
         self._step = step
         if self._now is not None:

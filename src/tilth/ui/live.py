@@ -9,7 +9,7 @@ import itertools
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live as RichLive
@@ -18,14 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from tilth.config.schema import Recipe
-from tilth.flows.callbacks import Callback, Say
+from tilth.flows.callbacks import Callback, RunView, Say
 from tilth.flows.metrics import KEYS
 from tilth.flows.readers import ACCURACY, REWARD
 from tilth.ui import words
 from tilth.ui.output import Outlived
-
-if TYPE_CHECKING:
-    from tilth.flows.run import Run
 
 LEVELS = "▁▂▃▄▅▆▇█"
 CURVES = (
@@ -164,12 +161,12 @@ class Live(Callback):
         self._stepped = time.monotonic()
         self._next = 0.0
 
-    def on_run_start(self, run: "Run") -> None:
+    def on_run_start(self, run: RunView) -> None:
         """Take the run's log, for a line when nobody reads the view any more."""
         self._say = run.say
         self._note_loss()
 
-    def on_step_end(self, run: "Run", step: int, metrics: dict[str, Any]) -> None:
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """Draw, if it is time to."""
         now = time.monotonic()
         self.progress.take(metrics, now - self._stepped)
@@ -194,7 +191,7 @@ class Live(Callback):
             say, self._say = self._say, None
             say(f"nobody reads the terminal's view any more ({self._lost.strerror}); the run goes on, this log too")
 
-    def on_run_end(self, run: "Run", summary: dict[str, Any]) -> None:
+    def on_run_end(self, run: RunView, summary: dict[str, Any]) -> None:
         """Draw the last picture, which stays; give the terminal back."""
         if self.progress.record:
             self._show()

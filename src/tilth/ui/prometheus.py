@@ -5,14 +5,11 @@ Read by the server that asks, so a step costs a few dictionary entries; nothing 
 
 import importlib.util
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilth.core.errors import RecipeError
-from tilth.flows.callbacks import Callback
+from tilth.flows.callbacks import Callback, RunView
 from tilth.flows.metrics import KEYS, METRICS, Metric, declaration
-
-if TYPE_CHECKING:
-    from tilth.flows.run import Run
 
 HOST = "127.0.0.1"
 """Loopback alone: metrics tell of the data, and the endpoint asks nobody who they are."""
@@ -68,12 +65,12 @@ class Endpoint(Callback):
 
     # ---- what is observed ----
 
-    def on_run_start(self, run: "Run") -> None:
+    def on_run_start(self, run: RunView) -> None:
         """Take the folder's name as the label ``run``."""
         self._run = run.directory.path.name
         run.say(f"metrics for Prometheus: http://{HOST}:{self.port}/metrics")
 
-    def on_step_end(self, run: "Run", step: int, metrics: dict[str, Any]) -> None:
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """Show the step's numbers. One that is not finite is shown as it is: an old one in its place would lie."""
         fresh = {
             name: (str(metrics.get("phase", "")), float(value))

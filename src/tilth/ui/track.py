@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from tilth.config.load import dump_toml
 from tilth.config.open_sets import TRACKERS
@@ -25,12 +25,9 @@ from tilth.config.plugins import declared
 from tilth.config.schema import Recipe
 from tilth.core.errors import PluginError, RecipeError
 from tilth.core.target import written_whole
-from tilth.flows.callbacks import Callback
+from tilth.flows.callbacks import Callback, RunView
 from tilth.flows.metrics import KEYS, declaration, schema
 from tilth.ui.prometheus import Endpoint
-
-if TYPE_CHECKING:
-    from tilth.flows.run import Run
 
 SAMPLE_EVERY = 25
 """Steps between two sampled answers that are kept as text."""
@@ -77,12 +74,12 @@ class Tracker(Callback):
 
     # ---- what is observed ----
 
-    def on_run_start(self, run: "Run") -> None:
+    def on_run_start(self, run: RunView) -> None:
         """Open, or go on after the last step that is kept."""
         self._say, self._begun = run.say, True
         self._do(self.open, run.directory.path, run.at.step)
 
-    def on_step_end(self, run: "Run", step: int, metrics: dict[str, Any]) -> None:
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """Write the step's numbers, and now and then a sampled answer."""
         sample = run.sample if step >= self._next_sample else None
         if sample is not None:
@@ -90,7 +87,7 @@ class Tracker(Callback):
         self._do(self.write, step, numbers(metrics), sample_text(sample) if sample else "")
         self._look()
 
-    def on_run_end(self, run: "Run", summary: dict[str, Any]) -> None:
+    def on_run_end(self, run: RunView, summary: dict[str, Any]) -> None:
         """Write the summary."""
         self._do(self.conclude, summary)
 
