@@ -9,16 +9,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilth import rl as rl
-    from tilth.api import train as train
-    from tilth.config.plugins import advantage as advantage
-    from tilth.config.plugins import callback as callback
-    from tilth.config.plugins import flow as flow
-    from tilth.config.plugins import policy_loss as policy_loss
-    from tilth.config.plugins import reward as reward
-    from tilth.config.plugins import tracker as tracker
-    from tilth.flows.callbacks import Callback as Callback
-    from tilth.ui.track import Tracker as Tracker
+    from tilth import rl
+    from tilth.api import train
+    from tilth.config.plugins import advantage, callback, flow, policy_loss, reward, tracker
+    from tilth.flows.callbacks import Callback
+    from tilth.ui.track import Tracker
 
 __version__ = "0.1.0"
 _HOME = {

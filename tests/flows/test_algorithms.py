@@ -11,14 +11,14 @@ from tests.flows import tiny
 from tests.roles import small
 from tilth.api import run_recipe
 from tilth.config.load import from_dict
-from tilth.config.schema import Algorithm
 from tilth.core.errors import RecipeError, RewardError
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import from_records
-from tilth.flows.checks import check_algorithm, columns_needed, drops_flat, replaced
+from tilth.flows.checks import check_algorithm, replaced
 from tilth.flows.readers import read_trajectories
 from tilth.flows.run import Run
 from tilth.flows.signals import Interrupted
+from tilth.rl.algorithm import Algorithm
 from tilth.roles.policy import PolicyWorker
 
 SHORT = {"supervised": {"steps": 2}, "run": {"eval_every": 0}}
@@ -166,7 +166,7 @@ def test_what_lacks_its_baseline_counts_in_no_denominator(correction):
     worker = small.policy()
     batch = worker.logprobs(small.experience(worker))
     baselines = np.where(np.arange(len(batch)) < 6, np.nan, 0.25).astype(np.float32)
-    how = Algorithm(advantage="remax", loss="reinforce", correction=correction)
+    how = small.algorithm(advantage="remax", loss="reinforce", correction=correction)
     worker.update(worker.advantages(batch.with_rows(baselines=baselines), how), how)
     alone = small.policy()
     rest = (
@@ -186,7 +186,7 @@ def test_an_adapted_weight_is_used_in_the_next_step_and_survives_a_stop(tmp_path
     coefs, whole = [], PolicyWorker.update
 
     def update(worker, batch, how):
-        coefs.append(how.kl_coef)
+        coefs.append(how.keys.kl_coef)
         return whole(worker, batch, how)
 
     update.__tilth_transfer__ = whole.__tilth_transfer__
@@ -203,7 +203,7 @@ def test_an_adapted_weight_is_used_in_the_next_step_and_survives_a_stop(tmp_path
 
 def test_what_the_policy_must_compute_before_an_update(tmp_path):
     def needed(flow, **algorithm):
-        return columns_needed(recipe(tmp_path, flow, algorithm))
+        return Algorithm.of(recipe(tmp_path, flow, algorithm)).computed
 
     assert needed("grpo") == set()
     assert needed("grpo", epochs=2) == {"logprobs"}
@@ -359,7 +359,7 @@ def test_a_row_without_a_part_is_left_out_and_the_run_goes_on(tmp_path):
     ],
 )
 def test_flat_groups_are_left_out_only_where_they_have_no_gradient(tmp_path, algorithm, dropped):
-    assert drops_flat(recipe(tmp_path, "grpo", algorithm)) == dropped
+    assert Algorithm.of(recipe(tmp_path, "grpo", algorithm)).drops_flat == dropped
 
 
 @pytest.mark.parametrize(

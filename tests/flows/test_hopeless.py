@@ -13,6 +13,7 @@ from tilth.config.load import load_recipe
 from tilth.core.batch import Batch
 from tilth.flows import hopeless
 from tilth.flows.hopeless import PATIENCE, counted, warning
+from tilth.rl.algorithm import Algorithm
 from tilth.ui.report import write_report
 
 GRPO, PPO, DISTILL = (load_recipe("addition-grpo", [f"flow={flow}", *more]) for flow, *more in (
@@ -36,7 +37,7 @@ def episode(recipe, *steps):
     """The state after steps, each a list of groups of rewards."""
     state = {}
     for groups in steps:
-        state = counted(state, rows_of(groups), recipe)
+        state = counted(state, rows_of(groups), Algorithm.of(recipe).estimator, recipe.rollout.group)
     return state
 
 
@@ -64,7 +65,7 @@ def test_it_is_said_once_in_an_episode():
     state, said = {}, []
     for step in range(100):
         batch = rows_of([[0.0, 0.0 if step != 50 else 1.0]])
-        state = counted(state, batch, GRPO)
+        state = counted(state, batch, Algorithm.of(GRPO).estimator, GRPO.rollout.group)
         said += [step] * bool(warning(state, batch, GRPO))
     assert said == [PATIENCE - 1, 50 + PATIENCE]
 

@@ -18,6 +18,7 @@ class Flow:
     critic: whether a value model learns beside the policy. reference: whether another model is always needed.
     value: whether what it trains is a value model, which says nothing. judge: whether a frozen model reads its
     answers. reads: those of the keys ``OPTIONAL`` that its page goes by. own: section -> key -> default in this flow.
+    own_loop: whether a plugin declares it.
     """
 
     title: str
@@ -28,6 +29,7 @@ class Flow:
     judge: bool = False
     reads: frozenset[str] = frozenset()
     own: _Keys = field(default_factory=dict)
+    own_loop: bool = False
 
     @property
     def rows(self) -> int:
@@ -108,7 +110,8 @@ def own_defaults(flow: str, algorithm: Any) -> _Keys:
     own, said = FLOWS[flow].own, algorithm if isinstance(algorithm, Mapping) else {}
     found = dict(own.get("algorithm", {}))
     for table, key in ((LOSSES, "loss"), (ADVANTAGES, "advantage")):
-        found |= table.get(str(said.get(key)), {})
+        of_chosen = table.get(str(said.get(key, found.get(key))), {})
+        found = {**found, **of_chosen} if key in said else {**of_chosen, **found}
     if {**found, **said}.get("kl_in") == "reward":
         found.setdefault("kl", "k1")
     return {**own, "algorithm": found} if found else own

@@ -142,7 +142,7 @@ def flow(
 
     def add(page: T) -> T:
         record(page)
-        FLOWS[name] = Flow(title or name, learns, critic, reference, reads=OPTIONAL, own=defaults or {})
+        FLOWS[name] = Flow(title or name, learns, critic, reference, reads=OPTIONAL, own=defaults or {}, own_loop=True)
         return page
 
     return add

@@ -3,7 +3,7 @@
 A recipe is a TOML file of these sections. Every key has a default, so a recipe states only what it means.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -153,7 +153,7 @@ class Reward(Section):
     pool: str = Field("", description="pool whose first worker starts the processes that score; empty: the first one")
 
 
-class Algorithm(Section):
+class AlgorithmSection(Section):
     """How rewards become updates."""
 
     advantage: str = Field("grpo", description="estimator, one of tilth.rl.names()")
@@ -390,7 +390,7 @@ class Recipe(Section):
     supervised: Supervised = Supervised()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
-    algorithm: Algorithm = Algorithm()
+    algorithm: AlgorithmSection = AlgorithmSection()
     preference: Preference = Preference()
     policy: Policy = Policy()
     reference: Reference = Reference()
@@ -402,7 +402,18 @@ class Recipe(Section):
     cluster: Cluster = Cluster()
     run: Run = Run()
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
+    @classmethod
+    def _remember_said(cls, data: Any, check: Callable[[Any], "Recipe"]) -> "Recipe":
+        """``algorithm.model_fields_set`` are the keys that somebody chose: neither defaults of a flow, nor all of them,
+        as in what a run keeps."""
+        recipe = check(cls._own_defaults(data))
+        if isinstance(data, Mapping):
+            chosen = set(_said(data.get("algorithm", {})))
+            everything = chosen >= AlgorithmSection.model_fields.keys()
+            recipe.algorithm.model_fields_set.intersection_update(() if everything else chosen)
+        return recipe
+
     @classmethod
     def _own_defaults(cls, data: Any) -> Any:
         """A flow's own defaults, and the clips of the chosen loss, lie below what is given."""

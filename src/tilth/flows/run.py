@@ -14,13 +14,13 @@ import numpy as np
 
 from tilth.cluster.group import WorkerGroup
 from tilth.config.flows import FLOWS
-from tilth.config.schema import Algorithm, Recipe
+from tilth.config.schema import Recipe
 from tilth.core.batch import Batch, Store, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
 from tilth.flows import hopeless
 from tilth.flows.callbacks import Callback, notify
-from tilth.flows.checks import check_parts, columns_needed
+from tilth.flows.checks import check_parts
 from tilth.flows.heldout import ACCURACY, LOSS, REWARD, figures, is_graded, measure
 from tilth.flows.keep import Keep, first_groups, has_spread, missing_prompts
 from tilth.flows.measured import measure_parts, measure_rows
@@ -31,6 +31,7 @@ from tilth.flows.rundir import REWARD_LOG, RunDir
 from tilth.flows.saving import Saving
 from tilth.flows.shape import adapted, current
 from tilth.flows.signals import Interrupted, StopRequest
+from tilth.rl.algorithm import Algorithm
 from tilth.rl.metrics import Metric
 from tilth.roles.rollout import ask
 from tilth.trace.spans import span
@@ -109,6 +110,7 @@ class Run:
         """say: puts a line into the log and before whoever watches; adopt: the checkpoint whose optimizer state the
         first phase begins with; collect: garbage is collected at the end of this step, if it is its turn."""
         self.recipe = recipe
+        self.algorithm = Algorithm.of(recipe)
         self.roles = roles
         self.policy, self.rollout, self.reward, self.reference = (
             roles.policy,
@@ -298,12 +300,12 @@ class Run:
 
     @property
     def how(self) -> Algorithm:
-        """The recipe's algorithm, with the weights that are adapted as they are now."""
-        return current(self.recipe.algorithm, self.at.weights)
+        """The run's algorithm, with the weights that are adapted as they are now."""
+        return self.algorithm.updated(**current(self.recipe.algorithm, self.at.weights))
 
     def logprobs(self, batch: Batch) -> Batch:
         """With the log-probs that what follows needs: of the policy before its updates, and of the reference."""
-        needed = columns_needed(self.recipe)
+        needed = self.algorithm.computed
         if "logprobs" in needed:
             batch = self.policy.logprobs(batch, squares="sum_pi_squared" in needed)
         return self.reference.logprobs(batch) if self.reference is not None else batch
@@ -333,7 +335,8 @@ class Run:
         missing = float(np.isnan(scored["reward"]).sum())
         self.metrics.add(f"{prefix or (REWARD if greedy else 'reward')}/missing", missing)
         self.metrics.add("reward/timeout", float(sum(o["status"] == "timeout" for o in failures.values())))
-        check_parts(self.recipe, scored)
+        if self.recipe.facts.samples:
+            check_parts(self.algorithm, scored)
         return scored
 
     def _score(self, reward: WorkerGroup, batch: Batch) -> tuple[Batch, dict[int, dict[str, Any]]]:
@@ -525,7 +528,7 @@ class Run:
 
     def _warn(self, sampled: Batch) -> None:
         """Say what to try where nothing has been learned for long."""
-        self.at.flat = hopeless.counted(self.at.flat, sampled, self.recipe)
+        self.at.flat = hopeless.counted(self.at.flat, sampled, self.algorithm.estimator, self.recipe.rollout.group)
         if text := hopeless.warning(self.at.flat, sampled, self.recipe):
             self.directory.warn(self.at.step + 1, text)
             self.say(text)
@@ -562,7 +565,7 @@ class Run:
                 self.say(f"{role}: compiling took {seconds:.1f} s")
 
     def stop(self, why: str) -> None:
-        """End the run after this step as Ctrl-C does: everything is saved, and the same command continues."""
+        """End the run after this step as Ctrl-C does; why: who or what asked, for the message."""
         self._stop.requested, self._stop.by = True, why
 
     def save(self) -> None:

@@ -47,7 +47,7 @@ def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWor
     _begin(recipe, sharded)
     engine = _trainer(recipe, sharded, recipe.optimizer, ema=recipe.train.ema, watch=recipe.train.watch)
     kind = PairPolicyWorker if recipe.facts.learns == "pairs" else PolicyWorker
-    return kind(engine, context.store, temperature=_temperature(recipe), norm_length=recipe.rollout.max_tokens)
+    return kind(engine, context.store, temperature=_temperature(recipe))
 
 
 def preferring(context: Context, recipe: Recipe, config: DecoderConfig) -> RewardModelWorker:
@@ -82,7 +82,7 @@ def critic(context: Context, recipe: Recipe, config: DecoderConfig) -> CriticWor
     sharded.init_(recipe.seed)
     section = recipe.optimizer.model_copy(update={"lr": recipe.critic.lr})
     engine = _trainer(recipe, sharded, section, scorer=appraise)
-    return CriticWorker(engine, context.store, clip=recipe.critic.clip, norm_length=recipe.rollout.max_tokens)
+    return CriticWorker(engine, context.store, clip=recipe.critic.clip)
 
 
 def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> ReferenceWorker:

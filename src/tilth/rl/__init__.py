@@ -32,8 +32,8 @@ _HOME = {
     "adapt": "kl",
     "adapt_entropy": "entropy",
     "aggregate": "aggregation",
-    "bypasses": "correction",
     "check": "catalog",
+    "bypasses": "correction",
     "correct": "correction",
     "denominator": "aggregation",
     "entropy_bonus": "entropy",
@@ -58,42 +58,7 @@ _HOME = {
     "value_loss": "values",
 }
 
-__all__ = [
-    "Correction",
-    "Estimate",
-    "Explained",
-    "LossResult",
-    "Metric",
-    "PolicyLoss",
-    "PreferenceResult",
-    "adapt",
-    "adapt_entropy",
-    "aggregate",
-    "bypasses",
-    "check",
-    "correct",
-    "denominator",
-    "entropy_bonus",
-    "estimate",
-    "estimate_rows",
-    "explained_variance",
-    "keep_rows",
-    "kl_penalty",
-    "loss_entry",
-    "merge_metrics",
-    "mismatch",
-    "names",
-    "options",
-    "pair_weights",
-    "penalise",
-    "policy_loss",
-    "preference_loss",
-    "register",
-    "row_denominator",
-    "thresholds",
-    "token_counts",
-    "value_loss",
-]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:

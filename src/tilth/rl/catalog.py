@@ -28,7 +28,7 @@ def check(
     Raises RecipeError: unknown name or option (with the nearest), a value out of range, a missing column.
     """
     entry = build(kind or _kind_of(name), name, options or {}, Entry)
-    require(name, entry, columns)
+    require(entry, columns)
     return entry
 
 

@@ -26,7 +26,7 @@ from tilth.rl.gap import STATISTICS, EffectiveShare, Gap
 from tilth.rl.metrics import Metric
 from tilth.rl.objectives import PolicyLoss
 from tilth.rl.packing import Packing, Reduce, alone
-from tilth.rl.registry import Entry, Scope, build, name_of, nearest, register, require
+from tilth.rl.registry import Entry, Scope, build, nearest, register, require
 
 Threshold = float | tuple[float, float]
 
@@ -161,7 +161,7 @@ class Corrector(Rule):
 
     def fits(self, loss: PolicyLoss) -> None:
         """RecipeError: made for another loss, or the loss's ratio and the weights would both correct for mu."""
-        name = name_of("losses", loss)
+        name = loss.entry_name
         if self.made_for and name != self.made_for:
             raise RecipeError(f"{self.title} is made for algorithm.loss={self.made_for}, not {name}")
         if self.bypass and self.weighted and loss.takes_ratio:
@@ -323,7 +323,7 @@ def bypasses(name: str, **options: Any) -> bool:
 
 @torch.no_grad()
 def correct(
-    name: str,
+    name: str | Rule,
     *,
     rollout_logprobs: Tensor | None,
     old_logprobs: Tensor | None,
@@ -362,7 +362,7 @@ def correct(
     """
     entry = build("corrections", name, options, Rule)
     given = {"rollout_logprobs": rollout_logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
-    require(name, entry, [column for column, values in given.items() if values is not None])
+    require(entry, [column for column, values in given.items() if values is not None])
     packing = Packing.of(lengths, mask)
     gap = None
     if old_logprobs is not None and rollout_logprobs is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilth.config.flows import SHARED_OPTIONS
 from tilth.config.plugins import Declaration, describe
-from tilth.config.schema import Algorithm
+from tilth.config.schema import AlgorithmSection
 from tilth.core.errors import PluginError, TilthError
 from tilth.rl.estimators import Advantage, RowAdvantage, Rows, Tokens
 from tilth.rl.objectives import PolicyLoss, Step, TokenLosses
@@ -76,7 +76,9 @@ def loss_entry(declaration: Declaration) -> type[Entry]:
     return _entry(declaration, _LossFunction, needs, options)
 
 
-class _RowFunction(RowAdvantage):
+class _Function(Entry):
+    """Base of entries that are made of a function."""
+
     function: ClassVar[Callable[..., Any]]
     declaration: ClassVar[Declaration]
     columns: ClassVar[tuple[str, ...]]
@@ -85,8 +87,10 @@ class _RowFunction(RowAdvantage):
     @property
     def finite(self) -> tuple[str, ...]:
         """Baselines and parts of the reward: a row where one is missing is missing."""
-        return _sometimes_missing(self.columns)
+        return tuple(name for name in self.columns if name == "baselines" or name.startswith("part/"))
 
+
+class _RowFunction(_Function, RowAdvantage):
     @property
     def needs(self) -> tuple[str, ...]:
         """Its arguments, but for the tokens of each row, which are always there."""
@@ -106,17 +110,7 @@ class _RowFunction(RowAdvantage):
         return torch.zeros_like(rows.scores).masked_scatter(rows.valid, found.to(torch.float64))
 
 
-class _TokenFunction(Advantage):
-    function: ClassVar[Callable[..., Any]]
-    declaration: ClassVar[Declaration]
-    columns: ClassVar[tuple[str, ...]]
-    options: ClassVar[tuple[str, ...]]
-
-    @property
-    def finite(self) -> tuple[str, ...]:
-        """Baselines and parts of the reward: a row where one is missing is missing."""
-        return _sometimes_missing(self.columns)
-
+class _TokenFunction(_Function, Advantage):
     @property
     def needs(self) -> tuple[str, ...]:
         """Its arguments, but for lengths and tokens of each row, which are always there."""
@@ -138,12 +132,7 @@ class _TokenFunction(Advantage):
         return cast(Tensor, advantages), returns
 
 
-class _LossFunction(PolicyLoss):
-    function: ClassVar[Callable[..., Any]]
-    declaration: ClassVar[Declaration]
-    columns: ClassVar[tuple[str, ...]]
-    options: ClassVar[tuple[str, ...]]
-
+class _LossFunction(_Function, PolicyLoss):
     @property
     def needs(self) -> tuple[str, ...]:
         """What every loss needs, and its own arguments."""
@@ -186,7 +175,7 @@ def _arguments(declaration: Declaration, columns: Iterable[str]) -> tuple[tuple[
             if name not in columns and not name.startswith(PART):
                 raise PluginError(f"{declaration.title}: no column {name!r}{nearest(name, columns)}")
             needs.append(name.replace(PART, "part/", 1) if name.startswith(PART) else name)
-        elif name in Algorithm.model_fields and name not in SHARED_OPTIONS:
+        elif name in AlgorithmSection.model_fields and name not in SHARED_OPTIONS:
             raise PluginError(
                 f"{declaration.title}: option {name!r} is a key of its own, algorithm.{name}; rename yours"
             )
@@ -224,7 +213,3 @@ def _check(entry: Any, found: Any, name: str, what: str, count: int) -> None:
         raise PluginError(f"{entry.declaration.title}: {name} is {shown}, not a tensor of the {count} {what}")
     if not bool(torch.isfinite(found.detach()).all()):
         raise PluginError(f"{entry.declaration.title}: {name} has values that are not finite, for finite {what}")
-
-
-def _sometimes_missing(columns: Iterable[str]) -> tuple[str, ...]:
-    return tuple(name for name in columns if name == "baselines" or name.startswith("part/"))

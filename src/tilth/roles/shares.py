@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ import tilth.rl as rl
 from tilth.core.batch import Ragged
 from tilth.core.errors import TokenCountError
 from tilth.parallel.grid import Grid
+from tilth.rl.aggregation import Aggregation
 from tilth.training.engine import UpdateResult
 from tilth.training.noise import WEIGHT
 from tilth.training.packed import Micro
@@ -36,29 +36,24 @@ class Shares:
     Of a batch that is spread over workers, denominator and whole are those of all of it: every worker must ask.
     """
 
-    aggregation: str
+    aggregation: Aggregation
     denominator: float
-    options: dict[str, Any]
     whole: float
 
     @classmethod
-    def of(
-        cls, aggregation: str, mask: np.ndarray, tokens: Ragged, norm_length: int, everyone: Everyone = alone
-    ) -> "Shares":
-        """mask: [N] over all tokens of this worker's rows; norm_length: fixed length of Dr.GRPO's aggregation."""
+    def of(cls, aggregation: Aggregation, mask: np.ndarray, tokens: Ragged, everyone: Everyone = alone) -> "Shares":
+        """mask: [N] over all tokens of this worker's rows."""
         lengths = torch.from_numpy(np.ascontiguousarray(tokens.lengths))
         own = rl.token_counts(torch.from_numpy(np.ascontiguousarray(mask)), lengths)
         counts = torch.from_numpy(everyone(own.numpy()))
-        takes_length = "norm_length" in rl.options("aggregations", aggregation)
-        options: dict[str, Any] = {"norm_length": norm_length} if takes_length else {}
-        denominator = rl.row_denominator(aggregation, counts, **options)
+        denominator = rl.row_denominator(aggregation, counts)
         ones = torch.ones(int(counts.sum()))
         whole = (
-            rl.aggregate(aggregation, ones, mask=ones, lengths=counts[counts > 0], denominator=denominator, **options)
+            rl.aggregate(aggregation, ones, mask=ones, lengths=counts[counts > 0], denominator=denominator)
             if len(ones)
             else 0.0
         )
-        return cls(aggregation, denominator, options, float(whole))
+        return cls(aggregation, denominator, float(whole))
 
     def add_up(self, values: Tensor, micro: Micro) -> Tensor:
         """Share of a micro-batch's token values [N] in the whole batch's one number."""
@@ -68,7 +63,6 @@ class Shares:
             mask=micro.mask,
             lengths=micro.lengths,
             denominator=self.denominator,
-            **self.options,
         )
 
     def weight(self, micro: Micro) -> dict[str, rl.Metric]:
