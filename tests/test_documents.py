@@ -328,6 +328,7 @@ PYTHON = {
     "# my_reward.py": a_reward,
     "# mine.py": a_plugin,
     "# watch.py": what_it_declares,
+    "# more.py": what_it_declares,
     "def score(": a_reward_of_verl,
     "dataset = load_dataset(": of_trl,
 }

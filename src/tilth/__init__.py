@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tilth import rl
     from tilth.api import train
-    from tilth.config.plugins import advantage, callback, flow, policy_loss, reward, tracker
+    from tilth.config.plugins import advantage, callback, command, flow, optimizer, policy_loss, reward, tracker
     from tilth.flows.callbacks import Callback
     from tilth.ui.track import Tracker
 
 __version__ = "0.1.0"
 _HOME = {
-    **dict.fromkeys(("advantage", "callback", "flow", "policy_loss", "reward", "tracker"), "tilth.config.plugins"),
+    **dict.fromkeys(
+        ("advantage", "callback", "command", "flow", "optimizer", "policy_loss", "reward", "tracker"),
+        "tilth.config.plugins",
+    ),
     "Callback": "tilth.flows.callbacks",
     "Tracker": "tilth.ui.track",
     "train": "tilth.api",

@@ -12,6 +12,7 @@ from tilth.config import plugins
 from tilth.config.errors import PluginError, RecipeError
 from tilth.config.flows import FLOWS
 from tilth.config.load import digest, from_dict, load_recipe
+from tilth.config.open_sets import OPTIMIZERS
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +27,7 @@ def forget() -> None:
         for declaration in known.values():
             sys.modules.pop(declaration.value.__module__, None) if "mine" in declaration.file else None
             FLOWS.pop(declaration.name, None) if kind == "flow" else None
+            OPTIMIZERS.pop(declaration.name, None) if kind == "optimizer" else None
         known.clear()
 
 

@@ -7,6 +7,9 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+OPTIMIZERS: dict[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
+"""Name of each optimizer -> its state tensors of a parameter's shape, 0 at first; plugins add to it. Those of muon are
+of block matrices; the other parameters have AdamW's."""
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases"}
 """Name of each tracker that comes with Tilth -> its class in ``tilth.ui.track``."""
 

@@ -22,8 +22,9 @@ from typing import Any, Literal, TypeVar, get_args
 
 from tilth.config.errors import PluginError
 from tilth.config.flows import FLOWS, OPTIONAL, SHARED_OPTIONS, Flow, Learns
+from tilth.config.open_sets import OPTIMIZERS
 
-Kind = Literal["advantage", "policy_loss", "reward", "flow", "callback", "tracker"]
+Kind = Literal["advantage", "policy_loss", "reward", "flow", "callback", "tracker", "optimizer", "command"]
 T = TypeVar("T")
 
 
@@ -118,6 +119,31 @@ def callback(name: str) -> Callable[[T], T]:
 def tracker(name: str) -> Callable[[T], T]:
     """Declare a subclass of ``tilth.Tracker`` that ``run.track=["name"]`` chooses."""
     return declare("tracker", name)
+
+
+def optimizer(name: str, *, state: Sequence[str] = ()) -> Callable[[T], T]:
+    """Declare an optimizer that ``optimizer.name=name`` chooses: (parameters, section) -> torch.optim.Optimizer.
+
+    section: [optimizer] of the recipe; ``param_groups`` get the learning rate of each step. state: names of the tensors
+    that it keeps of each parameter, 0 at first, which memory plans and checkpoints go by; a number ``step`` needs no
+    name. Where the model is divided, parameters are the parts that this rank has.
+    Raises PluginError: a name that is taken.
+    """
+    if name in OPTIMIZERS and name not in _DECLARED["optimizer"]:
+        raise PluginError(f"@tilth.optimizer({name!r}): one that comes with Tilth has this name; choose another one")
+    record = declare("optimizer", name)
+
+    def add(make: T) -> T:
+        record(make)
+        OPTIMIZERS[name] = tuple(state)
+        return make
+
+    return add
+
+
+def command(name: str) -> Callable[[T], T]:
+    """Declare a function as a command: ``tilth --plugins FILE.py name``; arguments and options as typer takes them."""
+    return declare("command", name)
 
 
 def flow(
@@ -217,17 +243,19 @@ def module_name(path: Path) -> str:
     return f"{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
 
 
-def describe(error: BaseException) -> str:
+def describe(error: BaseException, file: str = "") -> str:
     """An exception in one line of at most 300 characters, with the place where it was raised.
 
-    What Python's importer raises of a file that is no Python says its line itself.
+    file: of the code at fault; its own innermost line is named, where it called others. What Python's importer raises
+    of a file that is no Python says its line itself.
     """
     message = " ".join(str(error).split())[:200]
-    place, trace = "", error.__traceback__
+    trace, frames = error.__traceback__, [("<frozen importlib>", 0)]
     while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        place = "" if file.startswith("<frozen importlib") else f" at {Path(file).name[-60:]}:{trace.tb_lineno}"
+        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
+    named, line = next((frame for frame in reversed(frames) if frame[0] == file), frames[-1])
+    place = "" if named.startswith("<frozen importlib") else f" at {Path(named).name[-60:]}:{line}"
     notes = "".join(f" ({note[:100]})" for note in getattr(error, "__notes__", ()))
     return f"{type(error).__name__}{': ' + message if message else ''}{place}{notes}"
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, below, own_defaults
-from tilth.config.open_sets import TRACKERS, OneOf
+from tilth.config.open_sets import OPTIMIZERS, TRACKERS, OneOf
 from tilth.config.plugins import declared, load_plugins, shared_defaults
 
 Positive = Annotated[int, Field(gt=0)]
@@ -279,7 +279,9 @@ class Critic(Section):
 class Optimizer(Section):
     """How parameters move."""
 
-    name: Literal["adamw", "muon"] = Field("adamw", description="muon: block matrices by Muon, the rest by AdamW")
+    name: Annotated[str, OneOf(lambda: OPTIMIZERS)] = Field(
+        "adamw", description="muon: block matrices by Muon, the rest by AdamW"
+    )
     lr: Rate = Field(1e-4, description="peak learning rate")
     muon_lr_ratio: Rate = Field(10.0, description="learning rate of the block matrices under Muon, over lr")
     betas: tuple[Share, Share] = Field((0.9, 0.95), description="AdamW's decay of both moments")

@@ -80,7 +80,8 @@ def notify(callbacks: Iterable[Callback], event: str, *given: Any) -> None:
             raise
         except (Exception, SystemExit) as error:
             where = f"{type(callback).__qualname__}.{event} ({source(getattr(type(callback), event))})"
-            raise PluginError(f"{where}: {describe(error)}") from error
+            file = inspect.getsourcefile(type(callback)) or ""
+            raise PluginError(f"{where}: {describe(error, file)}") from error
 
 
 def checked(callbacks: Sequence[Any], plugins: Iterable[str]) -> list[Callback]:
@@ -99,5 +100,5 @@ def checked(callbacks: Sequence[Any], plugins: Iterable[str]) -> list[Callback]:
         try:
             made.append(declaration.value())
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{declaration.title}: {describe(error)}") from error
+            raise PluginError(f"{declaration.title}: {describe(error, declaration.file)}") from error
     return [*callbacks, *made]

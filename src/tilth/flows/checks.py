@@ -27,12 +27,12 @@ def check_algorithm(recipe: Recipe) -> None:
     and for one that needs what no role makes."""
     if recipe.flow == "pretrain" and recipe.reward.function:
         raise RecipeError("flow=pretrain generates nothing, so nothing is scored; leave reward.function out")
+    _check_declared(recipe)
     if recipe.facts.learns == "pairs":
         _check_preference(recipe)
     if not recipe.facts.samples:
         return
     algorithm = Algorithm.of(recipe)
-    _check_declared(recipe)
     _check_made(recipe, algorithm)
     _check_options(algorithm)
     _check_reward(recipe, algorithm)
@@ -48,6 +48,7 @@ def in_scripts(recipe: Recipe) -> dict[str, Declaration]:
         "flow": ("flow", recipe.flow),
         "algorithm.advantage": ("advantage", recipe.algorithm.advantage),
         "algorithm.loss": ("policy_loss", recipe.algorithm.loss),
+        "optimizer.name": ("optimizer", recipe.optimizer.name),
     }
     found = {key: declared(cast(Declares, kind)).get(name) for key, (kind, name) in named.items()}
     return {key: declaration for key, declaration in found.items() if declaration is not None and not declaration.spec}

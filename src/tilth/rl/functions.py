@@ -204,7 +204,7 @@ def _call(entry: Any, given: dict[str, Any]) -> Any:
     except TilthError:
         raise
     except (Exception, SystemExit) as error:
-        raise PluginError(f"{entry.declaration.title}: {describe(error)}") from error
+        raise PluginError(f"{entry.declaration.title}: {describe(error, entry.declaration.file)}") from error
 
 
 def _check(entry: Any, found: Any, name: str, what: str, count: int) -> None:
