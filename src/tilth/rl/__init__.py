@@ -22,42 +22,24 @@ if TYPE_CHECKING:
     from tilth.rl.values import Explained, explained_variance, value_loss
 
 _HOME = {
-    "Correction": "correction",
-    "Estimate": "advantages",
-    "Explained": "values",
-    "LossResult": "losses",
-    "Metric": "metrics",
-    "PolicyLoss": "losses",
-    "PreferenceResult": "preference",
-    "adapt": "kl",
-    "adapt_entropy": "entropy",
-    "aggregate": "aggregation",
-    "check": "catalog",
-    "bypasses": "correction",
-    "correct": "correction",
-    "denominator": "aggregation",
-    "entropy_bonus": "entropy",
-    "estimate": "advantages",
-    "estimate_rows": "advantages",
-    "explained_variance": "values",
-    "keep_rows": "packing",
-    "kl_penalty": "kl",
-    "loss_entry": "losses",
-    "merge_metrics": "metrics",
-    "mismatch": "gap",
-    "names": "catalog",
-    "options": "catalog",
-    "pair_weights": "preference",
-    "penalise": "kl",
-    "policy_loss": "losses",
-    "preference_loss": "preference",
-    "register": "registry",
-    "row_denominator": "aggregation",
-    "thresholds": "losses",
-    "token_counts": "packing",
-    "value_loss": "values",
+    name: module
+    for module, names_of in {
+        "correction": "Correction bypasses correct",
+        "advantages": "Estimate estimate estimate_rows",
+        "values": "Explained explained_variance value_loss",
+        "losses": "LossResult PolicyLoss loss_entry policy_loss thresholds",
+        "metrics": "Metric merge_metrics",
+        "preference": "PreferenceResult pair_weights preference_loss",
+        "kl": "adapt kl_penalty penalise",
+        "entropy": "adapt_entropy entropy_bonus",
+        "aggregation": "aggregate denominator row_denominator",
+        "catalog": "check names options",
+        "packing": "keep_rows token_counts",
+        "gap": "mismatch",
+        "registry": "register",
+    }.items()
+    for name in names_of.split()
 }
-
 __all__ = [*_HOME]
 
 

@@ -5,18 +5,16 @@ from typing import Any
 
 from tilth.config.flows import FLOWS, OPTIONAL
 from tilth.config.load import from_dict
-from tilth.config.plugins import Kind as Declares
 from tilth.config.plugins import declared
 from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError
 from tilth.rl.algorithm import Algorithm
 from tilth.rl.catalog import names
-from tilth.rl.registry import nearest
+from tilth.rl.registry import DECLARED_AS, Kind, nearest
 
 COLUMNS = ("baseline", "loss", "aggregation", "KL", "clip", "filters", "critic")
 """Of the table that people read."""
 _KEYS = ("kl", "kl_in", "kl_coef", "entropy_coef", "nll_coef", *sorted(OPTIONAL))
-_DECLARED: dict[str, Declares] = {"advantages": "advantage", "losses": "policy_loss"}
 
 
 def overview(flows: Sequence[str] = (), keys: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
@@ -70,11 +68,11 @@ def row(facts: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def entries() -> dict[str, list[str]]:
+def entries() -> dict[Kind, list[str]]:
     """Kind -> every name that a key of [algorithm] can have; behind those of plugins their file and line."""
     found = {}
     for kind, known in names().items():
-        own = declared(_DECLARED[kind]) if kind in _DECLARED else {}
+        own = declared(DECLARED_AS[kind]) if kind in DECLARED_AS else {}
         found[kind] = [f"{name} ({own[name].where})" if name in own else name for name in known]
     return found
 

@@ -5,7 +5,7 @@ An option is a pydantic field (type, range, default, description), so a wrong on
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -43,14 +43,7 @@ class Entry(BaseModel):
 
 
 E = TypeVar("E", bound=Entry)
-_ENTRIES: dict[Kind, dict[str, type[Entry]]] = {
-    "advantages": {},
-    "losses": {},
-    "aggregations": {},
-    "kl": {},
-    "preferences": {},
-    "corrections": {},
-}
+_ENTRIES: dict[Kind, dict[str, type[Entry]]] = {kind: {} for kind in get_args(Kind)}
 
 
 def register(kind: Kind, name: str) -> Callable[[type[E]], type[E]]:
@@ -66,7 +59,7 @@ def register(kind: Kind, name: str) -> Callable[[type[E]], type[E]]:
     return add
 
 
-_DECLARED_AS: dict[Kind, plugins.Kind] = {"advantages": "advantage", "losses": "policy_loss"}
+DECLARED_AS: dict[Kind, plugins.Kind] = {"advantages": "advantage", "losses": "policy_loss"}
 _BUILT: dict[tuple[Kind, str], tuple[plugins.Declaration, type[Entry]]] = {}
 """Entries made of declarations of plugins, each with its declaration: one that is declared anew is made anew."""
 
@@ -74,7 +67,7 @@ _BUILT: dict[tuple[Kind, str], tuple[plugins.Declaration, type[Entry]]] = {}
 def registered(kind: Kind) -> dict[str, type[Entry]]:
     """Name -> class, in order of registration; those that plugins declare come last. Raises PluginError."""
     found = dict(_ENTRIES[kind])
-    for name, declaration in plugins.declared(_DECLARED_AS[kind]).items() if kind in _DECLARED_AS else ():
+    for name, declaration in plugins.declared(DECLARED_AS[kind]).items() if kind in DECLARED_AS else ():
         if name in found:
             raise PluginError(f"{declaration.title} has the name of one that comes with Tilth; choose another name")
         built = _BUILT.get((kind, name))

@@ -17,7 +17,6 @@ from tilth.training.packed import Micro
 Metrics = dict[str, rl.Metric]
 RIGHT = "right"
 """Column: 1 at the tokens of right answers, for the likelihood of those."""
-LABELS = ("advantages", "ref_logprobs", "rollout_logprobs")
 
 
 @dataclass(frozen=True)
