@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tilth
+
 ACCURACY = "accuracy/heldout"
 VALUES = "values"
 """The phase of value pre-training."""
@@ -29,14 +31,14 @@ def tokens_of(record: Record) -> float:
     return sum(float(record.get(name) or 0.0) for name in COUNTED)
 
 
-class Budget:
-    """An observer that asks the run to stop when enough was generated and the accuracy there is known."""
+class Budget(tilth.Callback):
+    """Ask the run to stop when enough was generated and the accuracy there is known."""
 
     def __init__(self, budget: float) -> None:
         self.budget = budget
         self.spent = 0.0
 
-    def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
+    def on_step_end(self, run: Any, step: int, record: dict[str, Any]) -> None:
         """Count; value pre-training is before the main phase."""
         self.spent += tokens_of(record) if record["phase"] != VALUES else 0.0
         at_end = ACCURACY in record and record.get("phase_step", 0) > 1
@@ -46,9 +48,6 @@ class Budget:
     def on_message(self, text: str) -> None:
         """For the log."""
         print(text, flush=True)
-
-    def on_end(self, summary: dict[str, Any]) -> None:
-        """Nothing to do."""
 
 
 def points(records: Sequence[Record]) -> list[tuple[float, float, float]]:
@@ -114,7 +113,7 @@ def train(keys: dict[str, Any], budget: float) -> Path:
             nested[section] = value
     recipe = from_dict(nested)
     try:
-        run_recipe(recipe, name="learning", observers=[Budget(budget)])
+        run_recipe(recipe, name="learning", callbacks=[Budget(budget)])
     except Interrupted:
         if not budget:
             raise

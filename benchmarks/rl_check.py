@@ -14,11 +14,12 @@ from rl_task import CONTEXT, SHAPES, Task, cores
 from rl_trl import Clock, Steps, make_trainer
 from torch import Tensor
 
-from tilth.config.schema import Algorithm
+from tilth.config.schema import AlgorithmSection
 from tilth.core.batch import Ragged
 from tilth.flows.model import load_model
 from tilth.models.decoder import Decoder
 from tilth.models.hf import load_weights
+from tilth.rl.algorithm import Algorithm
 from tilth.roles.objective import Objective
 from tilth.training.packed import micros, score
 
@@ -68,7 +69,7 @@ def tilth_side(task: Task, batch: Batch) -> tuple[Tensor, float, dict[str, Tenso
     model = Decoder(loaded.config, DTYPES[task.precision])
     load_weights(model, loaded.tensors, str(loaded.source))
     tokens, mask, advantages = batch.rows()
-    loss, _ = Objective(Algorithm(), task.longest).of(mask, tokens)
+    loss, _ = Objective(Algorithm(AlgorithmSection(), task.longest)).of(mask, tokens)
     total, found = 0.0, np.zeros(len(mask), np.float32)
     for index, micro in micros(tokens, mask, {"advantages": advantages}, 16_384, torch.device("cpu"), share=True):
         score(model, micro, temperature=1.0, entropy=True)

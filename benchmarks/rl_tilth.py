@@ -43,20 +43,14 @@ def give_lengths(task: Task) -> None:
     Engine.generate = with_lengths  # type: ignore[method-assign]
 
 
-class Watch:
+class Watch(tilth.Callback):
     """CPU time of this process at the end of each step."""
 
     def __init__(self) -> None:
         self.cpu: list[float] = []
 
-    def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
+    def on_step_end(self, run: Any, step: int, metrics: dict[str, Any]) -> None:
         self.cpu.append(time.process_time())
-
-    def on_message(self, text: str) -> None:
-        pass
-
-    def on_end(self, summary: dict[str, Any]) -> None:
-        pass
 
 
 def run(task: Task, compile: bool, runs: str) -> dict[str, Any]:
@@ -67,7 +61,8 @@ def run(task: Task, compile: bool, runs: str) -> dict[str, Any]:
     found = tilth.train(
         task.texts,
         lambda prompt, completion, info: low_share(completion, vocabulary),
-        observers=[watch],
+        callbacks=[watch],
+        live=False,
         model={"path": task.folder, "context": CONTEXT},
         keys={"data.holdout": 0.0},
         rollout={"prompts": task.prompts, "group": task.group, "max_tokens": task.longest, "max_rows": task.samples,

@@ -34,6 +34,7 @@ from tilth.cluster.context import Context
 from tilth.config.load import load_recipe
 from tilth.core.layout import Mesh
 from tilth.flows import launch
+from tilth.flows.callbacks import Callback
 from tilth.trace.collector import collector
 from tilth.trace.spans import recorder, span
 
@@ -60,7 +61,7 @@ def switch(context: Context | None, on: bool) -> object:
 
 
 @dataclass
-class Watcher:
+class Watcher(Callback):
     """Switches between steps and takes the time of each step, between two of its ends."""
 
     clusters: list[Cluster]
@@ -71,7 +72,7 @@ class Watcher:
     def __post_init__(self) -> None:
         self._begin()
 
-    def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
+    def on_step_end(self, run: Any, step: int, metrics: dict[str, Any]) -> None:
         """A step has ended; all are told of the next one, also where it is like this one: telling disturbs a step."""
         self.on.append(ORDER[len(self.on) % len(ORDER)])
         self.wall.append(time.perf_counter() - self._wall)
@@ -87,12 +88,6 @@ class Watcher:
         mesh = Mesh(("dp",), (cluster.workers,))
         cluster.group("switch", "trace_overhead:switch", {"on": on}, mesh)
         switch(None, on)
-
-    def on_message(self, text: str) -> None:
-        """Nothing."""
-
-    def on_end(self, summary: dict[str, Any]) -> None:
-        """Nothing."""
 
 
 def seconds_of_all() -> float:
@@ -136,7 +131,7 @@ def measure(name: str, overrides: list[str], steps: int, span_ns: float) -> dict
         watcher = Watcher(made)
         launch.open_cluster = opened  # type: ignore[attr-defined]
         try:
-            result = run_recipe(recipe, name=name, observers=[watcher])
+            result = run_recipe(recipe, name=name, callbacks=[watcher])
         finally:
             launch.open_cluster = clusters.open_cluster  # type: ignore[attr-defined]
             switch(None, True)

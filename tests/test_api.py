@@ -44,7 +44,7 @@ def caught(monkeypatch):
 
 def test_settings_are_the_sections_and_keys_of_a_recipe(monkeypatch):
     seen = caught(monkeypatch)
-    tilth.train(SUMS, len, observers=[], seed=7, model={"hidden": 32}, rollout={"stop": ["\n"]})
+    tilth.train(SUMS, len, live=False, seed=7, model={"hidden": 32}, rollout={"stop": ["\n"]})
     recipe = seen["recipe"]
     assert (recipe.seed, recipe.model.hidden, recipe.rollout.stop) == (7, 32, ("\n",))
     assert recipe.algorithm.steps == 100  # whatever is not said has its default
@@ -52,33 +52,33 @@ def test_settings_are_the_sections_and_keys_of_a_recipe(monkeypatch):
 
 def test_data_may_be_dictionaries_or_texts_and_any_iterable(monkeypatch):
     seen = caught(monkeypatch)
-    tilth.train(({"prompt": p, "hint": i} for i, p in enumerate("ab")), len, observers=[])
+    tilth.train(({"prompt": p, "hint": i} for i, p in enumerate("ab")), len, live=False)
     assert [(p.text, p.answer, p.info) for p in seen["prompts"]] == [("a", None, {"hint": 0}), ("b", None, {"hint": 1})]
-    tilth.train(["1+1=", "2+2="], len, observers=[])
+    tilth.train(["1+1=", "2+2="], len, live=False)
     assert [p.text for p in seen["prompts"]] == ["1+1=", "2+2="]
 
 
 def test_data_may_have_columns_of_other_names(monkeypatch):
     seen = caught(monkeypatch)
     named = {"data.columns": {"prompt": "question", "answer": "solution"}}
-    tilth.train([{"question": "1+1=", "solution": "2"}], len, observers=[], keys=named)
+    tilth.train([{"question": "1+1=", "solution": "2"}], len, live=False, keys=named)
     assert (seen["prompts"][0].text, seen["prompts"][0].answer) == ("1+1=", "2")
 
 
-def test_name_reward_and_observers_are_those_given(monkeypatch):
+def test_name_reward_and_callbacks_are_those_given(monkeypatch):
     seen, watcher = caught(monkeypatch), tiny.Recorder()
-    tilth.train(SUMS, tiny.close_enough, name="mine", observers=(watcher,))
-    assert seen["name"] == "mine" and seen["reward"] is tiny.close_enough and list(seen["observers"]) == [watcher]
+    tilth.train(SUMS, tiny.close_enough, name="mine", callbacks=(watcher,), live=False)
+    assert seen["name"] == "mine" and seen["reward"] is tiny.close_enough and list(seen["callbacks"]) == [watcher]
 
 
-def test_without_observers_the_terminal_watches(monkeypatch):
+def test_the_terminal_watches_too_unless_told_otherwise(monkeypatch):
     from tilth.ui.live import Live
 
     seen = caught(monkeypatch)
-    tilth.train(SUMS, len)
-    assert seen["name"] == "train" and [type(o) for o in seen["observers"]] == [Live]
-    tilth.train(SUMS, len, observers=[])
-    assert seen["observers"] == []
+    tilth.train(SUMS, len, callbacks=[tiny.Recorder()])
+    assert seen["name"] == "train" and [type(o) for o in seen["callbacks"]] == [Live, tiny.Recorder]
+    tilth.train(SUMS, len, live=False)
+    assert seen["callbacks"] == []
 
 
 # ---- what is refused, before a directory is made ----
@@ -96,7 +96,7 @@ def test_without_observers_the_terminal_watches(monkeypatch):
 )
 def test_a_wrong_setting_is_told_as_in_a_recipe(tmp_path, wrong, says):
     with pytest.raises(RecipeError, match=says):
-        tilth.train(SUMS, len, observers=[], **{"run": {"dir": str(tmp_path / "runs")}, **wrong})
+        tilth.train(SUMS, len, live=False, **{"run": {"dir": str(tmp_path / "runs")}, **wrong})
     assert not list(tmp_path.iterdir())
 
 
@@ -118,26 +118,26 @@ def test_a_wrong_setting_is_told_as_in_a_recipe(tmp_path, wrong, says):
 )
 def test_wrong_data_are_told_with_their_place(tmp_path, data, says):
     with pytest.raises(DataError, match=says):
-        tilth.train(data, tiny.close_enough, observers=[], **settings(tmp_path))
+        tilth.train(data, tiny.close_enough, live=False, **settings(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("reward, says", [(7, "neither a function"), (lambda prompt: 1.0, "prompt, completion, info")])
 def test_a_reward_that_cannot_be_called_is_refused(tmp_path, reward, says):
     with pytest.raises(RewardError, match=says):
-        tilth.train(SUMS, reward, observers=[], **settings(tmp_path))
+        tilth.train(SUMS, reward, live=False, **settings(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_warm_up_needs_answers(tmp_path):
     how = settings(tmp_path) | {"supervised": {"steps": 1, "batch": 4}}
     with pytest.raises(DataError, match=r"has no answer.*supervised\.steps = 0"):
-        tilth.train([s["prompt"] for s in SUMS], tiny.close_enough, observers=[], **how)
+        tilth.train([s["prompt"] for s in SUMS], tiny.close_enough, live=False, **how)
 
 
 def test_a_source_has_no_place_beside_the_data():
     with pytest.raises(RecipeError, match=r"data\.source has no place beside"):
-        tilth.train(SUMS, len, observers=[], keys={"data.source": "tr.jsonl"})
+        tilth.train(SUMS, len, live=False, keys={"data.source": "tr.jsonl"})
 
 
 def write_csv(folder):
@@ -148,16 +148,16 @@ def write_csv(folder):
 @pytest.mark.parametrize("named", [str, Path])
 def test_a_file_by_its_name_is_data_source(monkeypatch, tmp_path, named):
     seen, path = caught(monkeypatch), write_csv(tmp_path)
-    tilth.train(named(path), len, heldout=named(path), observers=[])
+    tilth.train(named(path), len, heldout=named(path), live=False)
     assert seen["prompts"] is None and (seen["recipe"].data.source, seen["recipe"].data.heldout) == (str(path),) * 2
     assert [p.info for p in load_source(seen["recipe"].data)][:25] == [{"answer": s["answer"]} for s in SUMS]
-    tilth.train("addition", len, observers=[], keys={"data.digits": 1})
+    tilth.train("addition", len, live=False, keys={"data.digits": 1})
     assert seen["recipe"].data.source == "addition" and len(load_source(seen["recipe"].data)) == 100
 
 
 def test_records_leave_no_name_in_the_recipe(monkeypatch):
     seen = caught(monkeypatch)
-    tilth.train(SUMS, len, observers=[])
+    tilth.train(SUMS, len, live=False)
     assert seen["recipe"].data.source == ""
     with pytest.raises(DataError, match=r"data\.source is empty"):
         load_source(seen["recipe"].data)
@@ -172,7 +172,7 @@ def test_heldout_is_of_any_kind_that_data_is(monkeypatch, tmp_path, kind):
     (tmp_path / "te.jsonl").write_text("".join(json.dumps(record) + "\n" for record in HELD))
     made = {"table": pa.Table.from_pylist(HELD), "file": tmp_path / "te.jsonl", "both files": tmp_path / "te.jsonl"}
     data = write_csv(tmp_path) if kind == "both files" else iter(SUMS)
-    tilth.train(data, len, heldout=made[kind] if kind in made else kind(HELD), observers=[], keys={"data.holdout": 0})
+    tilth.train(data, len, heldout=made[kind] if kind in made else kind(HELD), live=False, keys={"data.holdout": 0})
     prompts = seen["prompts"] or load_source(seen["recipe"].data)
     train, held = prompts.split(0.5)
     assert [p.text for p in held] == ["7+7=", "1+1="]
@@ -181,25 +181,25 @@ def test_heldout_is_of_any_kind_that_data_is(monkeypatch, tmp_path, kind):
 
 def test_heldout_is_given_once_and_has_records(tmp_path):
     with pytest.raises(RecipeError, match=r"data\.heldout"):
-        tilth.train(SUMS, len, heldout=HELD, observers=[], keys={"data.heldout": "te.jsonl"})
+        tilth.train(SUMS, len, heldout=HELD, live=False, keys={"data.heldout": "te.jsonl"})
     with pytest.raises(DataError, match="heldout is empty"):
-        tilth.train(SUMS, len, heldout=[], observers=[])
+        tilth.train(SUMS, len, heldout=[], live=False)
     with pytest.raises(DataError, match="heldout record 2: no column"):
-        tilth.train(SUMS, len, heldout=[HELD[0], {"question": "?"}], observers=[])
+        tilth.train(SUMS, len, heldout=[HELD[0], {"question": "?"}], live=False)
 
 
 def test_documents_and_pairs_may_be_records_too(monkeypatch):
     seen = caught(monkeypatch)
     steps = {"supervised": {"steps": 1}}
     texts = pa.table({"text": ["a b", "c d", "held"], "by": ["x", "y", "z"]})
-    tilth.train(texts, flow="pretrain", heldout=["held", "out"], observers=[], **steps)
+    tilth.train(texts, flow="pretrain", heldout=["held", "out"], live=False, **steps)
     assert seen["prompts"] == (["a b", "c d"], ["held", "out"])
-    tilth.train(iter([{"prompt": "1", "answer": "2"}, "3"]), flow="pretrain", observers=[], **steps,
+    tilth.train(iter([{"prompt": "1", "answer": "2"}, "3"]), flow="pretrain", live=False, **steps,
                 keys={"data.holdout": 0})  # fmt: skip
     assert seen["prompts"] == (["12", "3"], [])
     pair = {"prompt": "a", "chosen": "x", "rejected": "y"}
     held = pa.Table.from_pylist([pair | {"prompt": "b"}])
-    tilth.train([pair], flow="dpo", heldout=held, observers=[], **steps)
+    tilth.train([pair], flow="dpo", heldout=held, live=False, **steps)
     train, kept = seen["prompts"].split(0.0)
     assert [p.text for p in train] == ["a"] and [p.text for p in kept] == ["b"]
     assert seen["prompts"].source.pairs(1)[0][:2] == ("x", "y")
@@ -208,21 +208,21 @@ def test_documents_and_pairs_may_be_records_too(monkeypatch):
 @pytest.mark.parametrize("allow", ["optimizer.lr", ["optimizer.lr", "data"], ()])
 def test_allow_is_handed_on(monkeypatch, allow):
     seen = caught(monkeypatch)
-    tilth.train(SUMS, len, observers=[], allow=allow)
+    tilth.train(SUMS, len, live=False, allow=allow)
     assert seen["allow"] == ((allow,) if isinstance(allow, str) else tuple(allow))
     with pytest.raises(RecipeError, match=r"optimizer\.lr"):
-        tilth.train(SUMS, len, observers=[], allow="optimizer.rl")
+        tilth.train(SUMS, len, live=False, allow="optimizer.rl")
 
 
 def test_prompts_of_data_heldout_are_those_held_out(monkeypatch, tmp_path):
     seen = caught(monkeypatch)
     (tmp_path / "te.jsonl").write_text('{"prompt": "7+7=", "answer": "14"}\n{"prompt": "1+1=", "answer": "2"}\n')
-    tilth.train(SUMS, len, observers=[], keys={"data.heldout": str(tmp_path / "te.jsonl"), "data.holdout": 0.5})
+    tilth.train(SUMS, len, live=False, keys={"data.heldout": str(tmp_path / "te.jsonl"), "data.holdout": 0.5})
     train, held = seen["prompts"].split(0.5)
     assert [p.text for p in held] == ["7+7=", "1+1="]
     assert [p.text for p in train] == [s["prompt"] for s in SUMS if s["prompt"] != "1+1="]
     with pytest.raises(DataError, match=r"none\.jsonl"):
-        tilth.train(SUMS, len, observers=[], keys={"data.heldout": str(tmp_path / "none.jsonl")})
+        tilth.train(SUMS, len, live=False, keys={"data.heldout": str(tmp_path / "none.jsonl")})
 
 
 # ---- what comes back ----
@@ -230,7 +230,7 @@ def test_prompts_of_data_heldout_are_those_held_out(monkeypatch, tmp_path):
 
 def test_a_run_of_the_caller_s_data_and_a_lambda(tmp_path):
     result = tilth.train(
-        SUMS, lambda prompt, completion, info: len(info["answer"]) / 2, observers=[], name="sums",
+        SUMS, lambda prompt, completion, info: len(info["answer"]) / 2, live=False, name="sums",
         **settings(tmp_path),
     )  # fmt: skip
     assert result.directory == tmp_path / "sums-001" and result.summary["state"] == "finished"
@@ -255,7 +255,7 @@ def test_an_interrupted_run_goes_on_with_the_same_rows_of_a_new_iterator(tmp_pat
 
     def go(numbers, observer, **more):
         more = {"name": "sums", "heldout": generated(range(8, 10)), **more}
-        return tilth.train(generated(numbers), tiny.close_enough, observers=[observer], **more, **how)
+        return tilth.train(generated(numbers), tiny.close_enough, callbacks=[observer], live=False, **more, **how)
 
     with pytest.raises(Interrupted):
         go(range(5), tiny.Recorder(at_step=interrupt))
@@ -273,7 +273,7 @@ def test_an_interrupted_run_goes_on_with_the_same_rows_of_a_new_iterator(tmp_pat
 @pytest.mark.slow
 def test_a_finished_run_is_not_continued(tmp_path):
     def go():
-        return tilth.train(SUMS, tiny.close_enough, observers=[], name="sums", **settings(tmp_path)).directory.name
+        return tilth.train(SUMS, tiny.close_enough, live=False, name="sums", **settings(tmp_path)).directory.name
 
     assert [go(), go()] == ["sums-001", "sums-002"]
 
@@ -341,7 +341,7 @@ def test_keys_reach_the_sections_whose_names_are_taken(monkeypatch):
     seen = {}
     monkeypatch.setattr("tilth.api.run_recipe", lambda recipe, **rest: seen.update(recipe=recipe))
     keys = {"data.holdout": 0.25, "reward.timeout": 2.5, "seed": 9}
-    tilth.train(SUMS, tiny.close_enough, observers=[], keys=keys, algorithm={"steps": 3})
+    tilth.train(SUMS, tiny.close_enough, live=False, keys=keys, algorithm={"steps": 3})
     made = seen["recipe"]
     assert (made.data.holdout, made.reward.timeout, made.seed, made.algorithm.steps) == (0.25, 2.5, 9, 3)
 
@@ -359,7 +359,7 @@ SUMS = [{{"prompt": f"{{a}}+{{b}}=", "answer": str(a + b)}} for a in range(5) fo
 sections = {sections}
 
 try:
-    tilth.train(SUMS, lambda prompt, completion, info: WEIGHT * len(completion) + bonus(), observers=[], **sections)
+    tilth.train(SUMS, lambda prompt, completion, info: WEIGHT * len(completion) + bonus(), live=False, **sections)
 except RecipeError as error:
     sys.exit(f"refused: {{error}}")
 """

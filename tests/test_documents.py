@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
 from tests.documents import PAGES, ROOT, Block, Command, blocks
 from tilth.cli.main import app
+from tilth.config import plugins
 from tilth.config.load import check_allowed, from_dict, load_recipe
 from tilth.config.plugins import load_plugins
 from tilth.config.roles import roles_of
@@ -318,6 +319,13 @@ def a_role(text, monkeypatch):
     assert "novelty" in roles_of(from_dict({"flow": "curious"}))
 
 
+def what_it_declares(text, monkeypatch):
+    """A file that is imported, and declares something; the commands of its page use it."""
+    before = {kind: set(known) for kind, known in plugins._DECLARED.items()}
+    load_plugins([str(write(Path.cwd(), text))])
+    assert any(set(known) - before[kind] for kind, known in plugins._DECLARED.items())
+
+
 def of_trl(text, monkeypatch):
     """Theirs, not ours: it must be Python."""
     compile(text, "from-trl-and-verl.md", "exec")
@@ -328,6 +336,8 @@ PYTHON = {
     "# my_reward.py": a_reward,
     "# mine.py": a_plugin,
     "# novelty.py": a_role,
+    "# watch.py": what_it_declares,
+    "# more.py": what_it_declares,
     "def score(": a_reward_of_verl,
     "dataset = load_dataset(": of_trl,
 }

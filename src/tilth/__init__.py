@@ -11,10 +11,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tilth import rl
     from tilth.api import train
-    from tilth.config.plugins import advantage, flow, policy_loss, reward, role
+    from tilth.config.plugins import advantage, callback, command, flow, optimizer, policy_loss, reward, role, tracker
+    from tilth.flows.callbacks import Callback
+    from tilth.ui.track import Tracker
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "advantage", "flow", "policy_loss", "reward", "rl", "role", "train"]
+_HOME = {
+    **dict.fromkeys(
+        ("advantage", "callback", "command", "flow", "optimizer", "policy_loss", "reward", "role", "tracker"),
+        "tilth.config.plugins",
+    ),
+    "Callback": "tilth.flows.callbacks",
+    "Tracker": "tilth.ui.track",
+    "train": "tilth.api",
+}
+"""Name -> the module that it is loaded from when it is first used."""
+__all__ = ["__version__", "rl", *_HOME]
 
 # Idle OpenMP threads spin and starve every other process of a small machine (10 to 30 times slower);
 # the runtime reads this once, when torch is imported.
@@ -33,10 +45,8 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that is ther
     def __getattr__(name: str) -> Any:
         if name == "rl":
             return importlib.import_module("tilth.rl")
-        if name == "train":
-            return importlib.import_module("tilth.api").train
-        if name in ("advantage", "flow", "policy_loss", "reward", "role"):
-            return getattr(importlib.import_module("tilth.config.plugins"), name)
+        if name in _HOME:
+            return getattr(importlib.import_module(_HOME[name]), name)
         raise AttributeError(f"module 'tilth' has no attribute {name!r}")
 
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from tilth.data.given import Given
     from tilth.data.prompts import Brought, Key
     from tilth.flows.build import Material
+    from tilth.flows.callbacks import Callback
     from tilth.flows.launch import RunResult
-    from tilth.flows.observers import Observer
     from tilth.roles.reward_pool import RewardPool
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
@@ -26,7 +26,7 @@ def run_recipe(
     recipe: Recipe,
     *,
     name: str,
-    observers: Sequence["Observer"] = (),
+    callbacks: Sequence["Callback"] = (),
     prompts: "Material | None" = None,
     reward: Spec | None = None,
     allow: Sequence[str] = (),
@@ -34,15 +34,17 @@ def run_recipe(
 ) -> "RunResult":
     """Run a recipe to its end, or continue its newest unfinished run.
 
-    prompts and reward replace the recipe's own; the trackers of run.track watch too. allow: keys and sections in which
-    the run that goes on may have had other values. fallback: where its newest checkpoint is damaged, take the newest
-    valid one.
+    prompts and reward replace the recipe's own; callbacks of plugins and trackers of run.track watch too. allow: keys
+    and sections in which the run that goes on may have had other values. fallback: where its newest checkpoint is
+    damaged, take the newest valid one.
 
     Writes ``report.html`` at the end. Raises TilthError (bad input, a broken invariant) and Interrupted.
     """
+    from tilth.flows.callbacks import checked
     from tilth.rl.fingerprint import fingerprint
     from tilth.ui.track import tracking
 
+    callbacks = checked(callbacks, recipe.plugins)
     function = _reward(recipe, prompts, reward)
     with tracking(recipe) as trackers, _pool(recipe, function) as pool:
         # The pool's processes start while torch is being imported here.
@@ -53,7 +55,7 @@ def run_recipe(
             name,
             _material(recipe, prompts, function),
             pool,
-            [*observers, *trackers],
+            [*callbacks, *trackers],
             reward=fingerprint(function) if function else "",
             allow=allow,
             fallback=fallback,
@@ -109,7 +111,8 @@ def train(
     *,
     heldout: "Given | os.PathLike[str] | None" = None,
     name: str = "train",
-    observers: Sequence["Observer"] | None = None,
+    callbacks: Sequence["Callback"] = (),
+    live: bool = True,
     keys: Mapping[str, Any] | None = None,
     allow: Sequence[str] = (),
     **settings: Any,
@@ -127,7 +130,7 @@ def train(
     settings: sections of a recipe, e.g. ``model={"path": "..."}``, ``algorithm={"steps": 50}``, ``seed=1``.
     keys: any key by its full name, e.g. ``{"data.template": "chatml", "reward.timeout": 5.0}``; not data.source.
     allow: keys and sections in which the unfinished run may have had other values, as ``--allow``; "data" too.
-    observers: who watches; default: the terminal.
+    callbacks: instances of ``tilth.Callback``. live: whether the terminal shows the run.
 
     The same call (same data, same reward) continues an unfinished run. Returns its directory, with ``report.html`` in
     it, and its summary.
@@ -139,13 +142,13 @@ def train(
     wanted, brought = _sources(_with_keys(settings, keys or {}), data, heldout)
     recipe = from_dict(wanted)
     prompts = _given(recipe, brought) if brought else None
-    if observers is not None:
-        return run_recipe(recipe, name=name, observers=observers, prompts=prompts, reward=reward, allow=allow)
     from tilth.ui.live import Live
 
-    live = Live(recipe)
-    result = run_recipe(recipe, name=name, observers=[live], prompts=prompts, reward=reward, allow=allow)
-    live.on_message(f"report: {result.report}")
+    view = [Live(recipe)] if live else []
+    given = [*view, *callbacks]
+    result = run_recipe(recipe, name=name, callbacks=given, prompts=prompts, reward=reward, allow=allow)
+    for shown in view:
+        shown.on_message(f"report: {result.report}")
     return result
 
 

@@ -191,7 +191,7 @@ def test_a_run_of_records_is_not_judged_as_the_task_that_is_the_default(tmp_path
     made = tiny.settings(tmp_path, supervised={"steps": 0}, algorithm={"steps": 1}, run={"eval_prompts": 2})
     del made["data"]
     sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
-    directory = tilth.train(sums, tiny.close_enough, observers=[], **made).directory
+    directory = tilth.train(sums, tiny.close_enough, live=False, **made).directory
     (tmp_path / "d.csv").write_text("prompt,answer\n1+2=,3\n")
     assert (call(directory).exit_code, call(directory, tmp_path / "d.csv").exit_code) == (2, 2)
     assert "name it with --reward" in call(directory, tmp_path / "d.csv").stderr

@@ -143,8 +143,8 @@ def behind(monkeypatch, tmp_path):
         stops=[],
     )
 
-    def run_recipe(recipe, *, name, observers, allow, fallback):
-        seen.asked, seen.how = (recipe, name, observers), (list(allow), fallback)
+    def run_recipe(recipe, *, name, callbacks, allow, fallback):
+        seen.asked, seen.how = (recipe, name, callbacks), (list(allow), fallback)
         if isinstance(seen.outcome, BaseException):
             raise seen.outcome
         return seen.outcome
@@ -165,9 +165,9 @@ def call(*arguments):
 
 def test_recipe_name_and_observer_are_handed_over(behind, tmp_path):
     result = call("seed=7", "run.name=x")
-    recipe, name, observers = behind.asked
+    recipe, name, callbacks = behind.asked
     assert result.exit_code == 0 and (recipe.seed, recipe.run.name, name) == (7, "x", "addition-grpo")
-    assert [o.recipe for o in observers] == [recipe] and behind.stops
+    assert [o.recipe for o in callbacks] == [recipe] and behind.stops
     assert f"report: {tmp_path}/report.html" in result.stdout and behind.how == ([], False)
 
 

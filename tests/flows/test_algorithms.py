@@ -11,14 +11,14 @@ from tests.flows import tiny
 from tests.roles import small
 from tilth.api import run_recipe
 from tilth.config.load import from_dict
-from tilth.config.schema import Algorithm
 from tilth.core.errors import RecipeError, RewardError
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import from_records
-from tilth.flows.checks import check_algorithm, columns_needed, drops_flat, replaced
+from tilth.flows.checks import check_algorithm, replaced
 from tilth.flows.readers import read_trajectories
 from tilth.flows.run import Run
 from tilth.flows.signals import Interrupted
+from tilth.rl.algorithm import Algorithm
 from tilth.roles.policy import PolicyWorker
 
 SHORT = {"supervised": {"steps": 2}, "run": {"eval_every": 0}}
@@ -87,7 +87,7 @@ def refilled(tmp_path_factory):
     patch.setattr(loop, "overlong", lambda batch, *a: seen.append(batch) or whole(batch, *a))
     watcher = tiny.Recorder()
     made = recipe(tmp_path_factory.mktemp("dapo"), "dapo", {"refill": 8})
-    directory = tiny.run(made, reward=sometimes, observers=[watcher]).directory
+    directory = tiny.run(made, reward=sometimes, callbacks=[watcher]).directory
     patch.undo()
     return directory, seen, [r for r in watcher.records if r["phase"] == "dapo"]
 
@@ -113,7 +113,7 @@ def test_everything_that_was_sampled_is_kept_on_disk_with_a_number_of_its_own(re
 
 def test_rounds_are_bounded_and_what_is_there_is_learned_from(tmp_path):
     watcher = tiny.Recorder()
-    tiny.run(recipe(tmp_path, "dapo", {"refill": 2, "steps": 1}), reward=lambda p, c, i: 1.0, observers=[watcher])
+    tiny.run(recipe(tmp_path, "dapo", {"refill": 2, "steps": 1}), reward=lambda p, c, i: 1.0, callbacks=[watcher])
     record = watcher.records[-1]
     assert record["samples/rounds"] == 2 and record["samples/trained"] == 0
     assert any("1 of the steps of dapo had no sample left to learn from" in said for said in watcher.messages)
@@ -124,7 +124,7 @@ def test_a_stopped_run_of_dapo_goes_on_as_if_nothing_had_been(tmp_path, refilled
     made = recipe(tmp_path, "dapo", {"refill": 8})
     stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 3 else None)
     with pytest.raises(Interrupted):
-        tiny.run(made, reward=sometimes, observers=[stop])
+        tiny.run(made, reward=sometimes, callbacks=[stop])
     assert tiny.weights(tiny.run(made, reward=sometimes).directory) == tiny.weights(refilled[0])
 
 
@@ -156,7 +156,7 @@ def test_samples_whose_greedy_answer_has_no_reward_are_left_out(tmp_path):
         return float("nan") if prompt[0] in "02468" else len(completion) / 4
 
     watcher = tiny.Recorder()
-    tiny.run(recipe(tmp_path, "remax", rollout={"group": 2}), reward=fails_at_times, observers=[watcher])
+    tiny.run(recipe(tmp_path, "remax", rollout={"group": 2}), reward=fails_at_times, callbacks=[watcher])
     last = watcher.records[-1]
     assert last["baseline/missing"] + last["reward/missing"] > 0 and np.isfinite(last["loss"])
 
@@ -166,7 +166,7 @@ def test_what_lacks_its_baseline_counts_in_no_denominator(correction):
     worker = small.policy()
     batch = worker.logprobs(small.experience(worker))
     baselines = np.where(np.arange(len(batch)) < 6, np.nan, 0.25).astype(np.float32)
-    how = Algorithm(advantage="remax", loss="reinforce", correction=correction)
+    how = small.algorithm(advantage="remax", loss="reinforce", correction=correction)
     worker.update(worker.advantages(batch.with_rows(baselines=baselines), how), how)
     alone = small.policy()
     rest = (
@@ -186,7 +186,7 @@ def test_an_adapted_weight_is_used_in_the_next_step_and_survives_a_stop(tmp_path
     coefs, whole = [], PolicyWorker.update
 
     def update(worker, batch, how):
-        coefs.append(how.kl_coef)
+        coefs.append(how.keys.kl_coef)
         return whole(worker, batch, how)
 
     update.__tilth_transfer__ = whole.__tilth_transfer__
@@ -195,7 +195,7 @@ def test_an_adapted_weight_is_used_in_the_next_step_and_survives_a_stop(tmp_path
     made = recipe(tmp_path, "reinforce_pp", given, optimizer={"lr": 1e-2})
     stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 4 else None)
     with pytest.raises(Interrupted):
-        tiny.run(made, observers=[stop])
+        tiny.run(made, callbacks=[stop])
     tiny.run(made)
     assert coefs[0] == 0.2 and len(coefs) == 4
     np.testing.assert_allclose(coefs[2:], [coefs[1] * 1.2, coefs[1] * 1.44], rtol=1e-6)
@@ -203,7 +203,7 @@ def test_an_adapted_weight_is_used_in_the_next_step_and_survives_a_stop(tmp_path
 
 def test_what_the_policy_must_compute_before_an_update(tmp_path):
     def needed(flow, **algorithm):
-        return columns_needed(recipe(tmp_path, flow, algorithm))
+        return Algorithm.of(recipe(tmp_path, flow, algorithm)).computed
 
     assert needed("grpo") == set()
     assert needed("grpo", epochs=2) == {"logprobs"}
@@ -229,7 +229,7 @@ def test_a_student_comes_closer_to_its_teacher(tmp_path):
         optimizer={"lr": 1e-2},
         rollout={"prompts": 16},
     )
-    tiny.run(made, observers=[watcher])
+    tiny.run(made, callbacks=[watcher])
     gap = [record["kl_ref"] for record in watcher.records]
     assert np.mean(gap[-5:]) < 0.8 * np.mean(gap[:5])
 
@@ -244,12 +244,12 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path):
 def test_a_run_goes_on_with_another_teacher_only_if_that_is_allowed(tmp_path):
     def teacher(steps):
         made = recipe(tmp_path, "sft", supervised={"steps": steps}, run={"name": "teacher"})
-        return run_recipe(made, name="teacher", observers=[], allow=["supervised.steps"]).directory
+        return run_recipe(made, name="teacher", callbacks=[], allow=["supervised.steps"]).directory
 
     def student(*allow, stop=0):
         watcher = tiny.Recorder(lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == stop else None)
         made = recipe(tmp_path, "distill", reference={"path": str(teacher_run)}, run={"name": "student"})
-        found = run_recipe(made, name="student", observers=[watcher], reward=tiny.close_enough, allow=allow)
+        found = run_recipe(made, name="student", callbacks=[watcher], reward=tiny.close_enough, allow=allow)
         return found.summary["state"], watcher.messages
 
     teacher_run = teacher(2)
@@ -337,7 +337,7 @@ def test_a_row_without_a_part_is_left_out_and_the_run_goes_on(tmp_path):
         return parts if prompt[0] in "02468" else {**parts, "short": -len(completion)}
 
     watcher = tiny.Recorder()
-    tiny.run(recipe(tmp_path, "grpo", GDPO), reward=at_times, observers=[watcher])
+    tiny.run(recipe(tmp_path, "grpo", GDPO), reward=at_times, callbacks=[watcher])
     assert all(np.isfinite(record["loss"]) for record in watcher.records)
 
 
@@ -359,7 +359,7 @@ def test_a_row_without_a_part_is_left_out_and_the_run_goes_on(tmp_path):
     ],
 )
 def test_flat_groups_are_left_out_only_where_they_have_no_gradient(tmp_path, algorithm, dropped):
-    assert drops_flat(recipe(tmp_path, "grpo", algorithm)) == dropped
+    assert Algorithm.of(recipe(tmp_path, "grpo", algorithm)).drops_flat == dropped
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_what_a_flow_makes_must_be_looked_at(tmp_path, flow, made):
 
 def test_what_stands_in_the_place_of_a_flow_s_own_is_told(tmp_path):
     watcher = tiny.Recorder()
-    tiny.run(recipe(tmp_path, "rloo", {"advantage": "opo", "steps": 1}), observers=[watcher])
+    tiny.run(recipe(tmp_path, "rloo", {"advantage": "opo", "steps": 1}), callbacks=[watcher])
     assert "flow rloo with advantage = opo instead of rloo, as the recipe says" in watcher.messages
     assert replaced(recipe(tmp_path, "rloo")) == replaced(recipe(tmp_path, "grpo", {"advantage": "opo"})) == []
 
@@ -435,7 +435,7 @@ def test_dropout_is_of_the_warm_up_alone(tmp_path, flow, minibatches):
         watcher = tiny.Recorder()
         given = {"minibatches": minibatches, "steps": 2}
         small = {"optimizer": {"lr": 1e-9}, "model": {"dropout": dropout}}
-        tiny.run(recipe(tmp_path, flow, given, **small), observers=[watcher], name=f"drop{dropout}")
+        tiny.run(recipe(tmp_path, flow, given, **small), callbacks=[watcher], name=f"drop{dropout}")
         learned = [r for r in watcher.records if r["phase"] == flow]
         assert max(r["mismatch/max"] for r in learned if "mismatch/max" in r) < 1e-4
         assert all(r["ratio"] == pytest.approx(1, abs=1e-5) for r in learned)
@@ -446,7 +446,7 @@ def test_dropout_is_of_the_warm_up_alone(tmp_path, flow, minibatches):
 @pytest.mark.parametrize("loss", ["gspo", "sapo", "geo_mean"])
 def test_a_loss_of_sequences_that_is_averaged_over_tokens_is_told(tmp_path, loss):
     watcher = tiny.Recorder()
-    tiny.run(recipe(tmp_path, "grpo", {"loss": loss, "aggregation": "token-mean", "steps": 1}), observers=[watcher])
+    tiny.run(recipe(tmp_path, "grpo", {"loss": loss, "aggregation": "token-mean", "steps": 1}), callbacks=[watcher])
     (line,) = [text for text in watcher.messages if f"loss {loss}" in text]
     assert "aggregation = token-mean instead of seq-mean-token-mean" in line
 
@@ -460,7 +460,7 @@ def test_clips_of_ppo_that_stay_behind_another_loss_are_told(tmp_path):
 def test_a_policy_that_moves_is_no_gap_to_the_engine(tmp_path):
     watcher = tiny.Recorder()
     given = {"correction": "bypass_ppo_clip", "epochs": 3, "minibatches": 2}
-    tiny.run(recipe(tmp_path, "grpo", given, optimizer={"lr": 3e-2}), observers=[watcher])
+    tiny.run(recipe(tmp_path, "grpo", given, optimizer={"lr": 3e-2}), callbacks=[watcher])
     assert max(r["mismatch/max"] for r in watcher.records if "mismatch/max" in r) < 1e-4
     assert max(r["approx_kl_k3"] for r in watcher.records if "approx_kl_k3" in r) > 1e-4
 
@@ -469,6 +469,6 @@ def test_a_correction_is_of_the_policy_s_loss_alone(tmp_path):
     """Value pre-training has no log-probs of the trainer, and needs none."""
     watcher = tiny.Recorder()
     given = {"steps": 1, "correction": "decoupled_token_is"}
-    tiny.run(recipe(tmp_path, "vapo", given, critic={"steps": 1}), observers=[watcher])
+    tiny.run(recipe(tmp_path, "vapo", given, critic={"steps": 1}), callbacks=[watcher])
     assert [r["phase"] for r in watcher.records] == ["warmup", "warmup", "values", "vapo"]
     assert "correction/weight" not in watcher.records[-2] and "correction/weight" in watcher.records[-1]

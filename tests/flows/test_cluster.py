@@ -219,7 +219,7 @@ def test_an_interrupted_run_on_two_workers_goes_on_bit_for_bit(tmp_path, shared)
     whole = tiny.run(tiny.recipe(tmp_path / "whole", **layout))
     stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 9 else None)
     with pytest.raises(launch.Interrupted):
-        tiny.run(tiny.recipe(tmp_path / "part", **layout), observers=[stop])
+        tiny.run(tiny.recipe(tmp_path / "part", **layout), callbacks=[stop])
     again = tiny.run(tiny.recipe(tmp_path / "part", **layout))
     ours, theirs = (load_model(run.directory).tensors for run in (again, whole))
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
@@ -348,5 +348,5 @@ def test_a_tensor_that_one_engine_holds_wrongly_stops_the_run_in_that_step(tmp_p
     replace_rollout(monkeypatch, "harmed", damage=damage)
     watcher = tiny.Recorder()
     with pytest.raises(WeightMismatch, match=r"rank 1.* model\.layers\.1\.mlp\.up_proj\.weight in the rollout engine"):
-        tiny.run(tiny.recipe(tmp_path, **WRONG), observers=[watcher])
+        tiny.run(tiny.recipe(tmp_path, **WRONG), callbacks=[watcher])
     assert not watcher.records  # the publish at the end of the first step is the first with a version above 0

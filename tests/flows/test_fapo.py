@@ -179,7 +179,7 @@ def test_a_judge_reads_in_a_run_and_the_run_goes_on_after_a_stop_bit_for_bit(tmp
     done = tiny.run(recipe(tmp_path / "whole", judge), reward=odd).directory
     stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 4 else None)
     with pytest.raises(Interrupted):
-        tiny.run(recipe(tmp_path / "part", judge), reward=odd, observers=[stop])
+        tiny.run(recipe(tmp_path / "part", judge), reward=odd, callbacks=[stop])
     again = tiny.run(recipe(tmp_path / "part", judge), reward=odd).directory
     assert tiny.weights(again) == tiny.weights(done) and tiny.same(tiny.numbers(again), tiny.numbers(done))
     records = fapo_steps(done)

@@ -35,7 +35,7 @@ def go(folder, *, stop=0, allow=(), fallback=False, watcher=None, **sections):
     watcher = watcher or tiny.Recorder(at_step=interrupt)
     made = tiny.recipe(folder, **{"run": SAVING, **sections})
     try:
-        run_recipe(made, name="tiny", observers=[watcher], reward=tiny.close_enough, allow=allow, fallback=fallback)
+        run_recipe(made, name="tiny", callbacks=[watcher], reward=tiny.close_enough, allow=allow, fallback=fallback)
     except Interrupted:
         assert stop
     return folder / "tiny-001", watcher.messages
@@ -218,7 +218,7 @@ def rewarded(folder, *, stop=0, allow=(), name="mine"):
     run = {"name": name, "save_every": 2, "eval_prompts": 2}
     made = tiny.recipe(folder / "runs", supervised={"steps": 0}, algorithm={"steps": 4}, run=run, reward=function)
     try:
-        return run_recipe(made, name="tiny", observers=[watcher], allow=allow).directory.name, watcher.messages
+        return run_recipe(made, name="tiny", callbacks=[watcher], allow=allow).directory.name, watcher.messages
     except Interrupted:
         assert stop
 
@@ -252,7 +252,7 @@ def test_after_sigterm_the_run_ends_in_time_even_in_the_middle_of_a_step(tmp_pat
         run_recipe(
             tiny.recipe(tmp_path, run={**SAVING, "grace": 0.3}),
             name="tiny",
-            observers=[tiny.Recorder(at_step=slow)],
+            callbacks=[tiny.Recorder(at_step=slow)],
             reward=tiny.close_enough,
         )
     assert time.monotonic() - began < 25

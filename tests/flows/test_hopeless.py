@@ -13,6 +13,7 @@ from tilth.config.load import load_recipe
 from tilth.core.batch import Batch
 from tilth.flows import hopeless
 from tilth.flows.hopeless import PATIENCE, counted, warning
+from tilth.rl.algorithm import Algorithm
 from tilth.ui.report import write_report
 
 GRPO, PPO, DISTILL = (load_recipe("addition-grpo", [f"flow={flow}", *more]) for flow, *more in (
@@ -36,7 +37,7 @@ def episode(recipe, *steps):
     """The state after steps, each a list of groups of rewards."""
     state = {}
     for groups in steps:
-        state = counted(state, rows_of(groups), recipe)
+        state = counted(state, rows_of(groups), Algorithm.of(recipe).estimator, recipe.rollout.group)
     return state
 
 
@@ -64,7 +65,7 @@ def test_it_is_said_once_in_an_episode():
     state, said = {}, []
     for step in range(100):
         batch = rows_of([[0.0, 0.0 if step != 50 else 1.0]])
-        state = counted(state, batch, GRPO)
+        state = counted(state, batch, Algorithm.of(GRPO).estimator, GRPO.rollout.group)
         said += [step] * bool(warning(state, batch, GRPO))
     assert said == [PATIENCE - 1, 50 + PATIENCE]
 
@@ -89,7 +90,7 @@ def test_a_hopeless_run_warns_in_terminal_log_and_report_and_goes_on(tmp_path, m
     reward = (lambda p, c, i: 0.0) if how == "nothing" else (lambda p, c, i: float(p < "5"))
     watcher = tiny.Recorder()
     recipe = tiny.recipe(tmp_path, algorithm={"steps": 9}, supervised={"steps": 2}, data={"holdout": 0.0})
-    result = tiny.run(recipe, reward=reward, observers=[watcher])
+    result = tiny.run(recipe, reward=reward, callbacks=[watcher])
     (said,) = [text for text in watcher.messages if "nothing can be learned" in text]
     assert ("every reward was 0" in said) == (how == "nothing") and "rollout.group" in said
     assert (result.directory / "log.txt").read_text().count(said) == 1
@@ -110,7 +111,7 @@ def test_a_run_that_learns_is_silent_and_one_that_goes_on_counts_on(tmp_path, mo
     recipe = tiny.recipe(tmp_path / "b", **given)
     zero = lambda p, c, i: 0.0  # noqa: E731 - the same function both times
     with pytest.raises(KeyboardInterrupt):
-        tiny.run(recipe, reward=zero, observers=[tiny.Recorder(at_step=killed)])
+        tiny.run(recipe, reward=zero, callbacks=[tiny.Recorder(at_step=killed)])
     result = tiny.run(recipe, reward=zero)
     assert [said["step"] for said in result.summary["warnings"]] == [8]
     state = json.loads((result.directory / "run.json").read_text())

@@ -170,7 +170,7 @@ def go(folder, function, *, kill_at=0, allow=(), **sections):
 
     made = tiny.recipe(folder, **{**SHORT, **sections})
     try:
-        run_recipe(made, name="tiny", observers=[tiny.Recorder(kill)], reward=function, allow=allow)
+        run_recipe(made, name="tiny", callbacks=[tiny.Recorder(kill)], reward=function, allow=allow)
     except Killed:
         assert kill_at
     (directory,) = folder.glob("tiny-001")
@@ -207,13 +207,13 @@ def test_rewards_of_chance_are_the_same_when_steps_run_again(tmp_path, monkeypat
     dies.__tilth_transfer__ = whole.__tilth_transfer__
     monkeypatch.setattr(PolicyWorker, "advantages", dies)
     with pytest.raises(Exception):
-        run_recipe(tiny.recipe(folder, **SHORT), name="tiny", observers=[], reward=reward)
+        run_recipe(tiny.recipe(folder, **SHORT), name="tiny", callbacks=[], reward=reward)
     directory = folder / "tiny-001"
     before, scores = tiny.numbers(directory), list(seen)
     assert [r["step"] for r in before] == [1, 2, 3, 4, 5] and sum(r["reward/missing"] for r in before) > 0
     again, found = tiny.Recorder(), []
     monkeypatch.setattr(PolicyWorker, "advantages", noted(whole, found))
-    run_recipe(tiny.recipe(folder, **SHORT), name="tiny", observers=[again], reward=reward)
+    run_recipe(tiny.recipe(folder, **SHORT), name="tiny", callbacks=[again], reward=reward)
     assert [r["step"] for r in again.records] == [5, 6]
     after = tiny.numbers(directory)
     assert tiny.same(after[:5], before)

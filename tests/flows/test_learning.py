@@ -207,11 +207,11 @@ def test_a_run_stops_at_the_first_evaluation_after_its_budget(monkeypatch):
     monkeypatch.setattr(signal, "raise_signal", struck.append)
     budget = runs.Budget(10)
     for done, sent in zip(RECORDS, [0, 0, 0, 1, 2]):
-        budget.on_step(done, None)
+        budget.on_step_end(None, 1, done)
         assert len(struck) == sent
     assert set(struck) == {signal.SIGINT}
     endless = runs.Budget(0)
-    endless.on_step(RECORDS[-1], None)
+    endless.on_step_end(None, 1, RECORDS[-1])
     assert len(struck) == 2
 
 
@@ -220,7 +220,7 @@ def test_the_greedy_answers_of_remax_are_counted_by_the_run(tmp_path):
     settings = tiny.settings(tmp_path, flow="remax", supervised={"steps": 0}, algorithm={"steps": 2})
     settings["algorithm"] = {"steps": 2}
     settings["rollout"]["group"] = 1
-    tiny.run(from_dict(settings), observers=[watcher])
+    tiny.run(from_dict(settings), callbacks=[watcher])
     for done in watcher.records:
         assert 0 < done["tokens/baseline"] <= 6 * 4
         assert runs.tokens_of(done) == done["tokens/generated"] + done["tokens/baseline"]

@@ -26,7 +26,7 @@ def test_resident_memory_is_flat_over_two_thousand_steps(tmp_path):
         optimizer={"lr": 1e-4},
         run={"eval_every": 100, "save_every": 50},
     )
-    tiny.run(made, observers=[tiny.Recorder(at_step=lambda r: resident.append(r["memory/rss"]))])
+    tiny.run(made, callbacks=[tiny.Recorder(at_step=lambda r: resident.append(r["memory/rss"]))])
     assert len(resident) == STEPS
     curve = [round(statistics.median(resident[i : i + 100]) / 1e6, 1) for i in range(0, STEPS, 100)]
     settled = statistics.median(resident[SETTLED - 100 : SETTLED])
@@ -43,7 +43,7 @@ from tilth.api import run_recipe
 from tilth.config.load import load_recipe
 from tilth.flows.metrics import resident
 keys = json.loads(sys.argv[1])
-result = run_recipe(load_recipe("addition-grpo", keys), name="measured", observers=[])
+result = run_recipe(load_recipe("addition-grpo", keys), name="measured", callbacks=[])
 plan = json.loads((result.directory / "run.json").read_text())["plan"]
 print(json.dumps([resident()[1], plan["memory_peak"], plan["memory"]]))
 """

@@ -32,10 +32,10 @@ FLOWS = ("dpo", "reward_model")
 PAIRS = {"supervised": {"steps": 6, "batch": 8, "check_every": 3, "lr": 5e-3}}
 
 
-def learn(folder, flow, *, name="", observers=(), **sections):
+def learn(folder, flow, *, name="", callbacks=(), **sections):
     """One-digit addition in pairs."""
     recipe = tiny.recipe(folder, **{"flow": flow, **PAIRS, **sections})
-    return run_recipe(recipe, name=name or flow, observers=list(observers))
+    return run_recipe(recipe, name=name or flow, callbacks=list(callbacks))
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_records_of_ones_own_and_several_pairs_of_a_prompt(tmp_path):
     ]
     settings = tiny.settings(tmp_path, **PAIRS)
     del settings["data"]
-    result = train(data, flow="reward_model", observers=[], keys={"data.holdout": 0.2}, **settings)
+    result = train(data, flow="reward_model", live=False, keys={"data.holdout": 0.2}, **settings)
     records = read_metrics(result.directory)
     assert all(r["pairs"] == 16 for r in records) and result.summary["best"]["metric"] == "accuracy/pairs"
 
@@ -238,7 +238,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, made, flow):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Interrupted):
-        learn(tmp_path, flow, observers=[tiny.Recorder(interrupt)])
+        learn(tmp_path, flow, callbacks=[tiny.Recorder(interrupt)])
     resumed = learn(tmp_path, flow)
     assert tiny.same(tiny.numbers(resumed.directory), tiny.numbers(made[flow].directory))
     assert tiny.weights(resumed.directory) == tiny.weights(made[flow].directory)

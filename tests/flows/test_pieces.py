@@ -161,7 +161,7 @@ def test_a_run_whose_groups_are_all_flat_goes_on_with_several_minibatches(tmp_pa
         algorithm={"steps": 2, "minibatches": 2},
         run={"eval_prompts": 2},
     )
-    result = tiny.run(made, reward=lambda p, c, i: 1.0, observers=[watcher])
+    result = tiny.run(made, reward=lambda p, c, i: 1.0, callbacks=[watcher])
     assert result.summary["state"] == "finished"
     assert watcher.records[-1]["groups/flat"] == 1.0 and watcher.records[-1]["samples/trained"] == 0
 

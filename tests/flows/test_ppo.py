@@ -148,7 +148,7 @@ def test_old_values_are_read_once_a_batch_before_any_update(tmp_path, monkeypatc
     both = ["Critic.values", "Policy.logprobs", "Policy.advantages"] + ["Critic.update", "Policy.update"] * 4
     assert names == alone + both + both
     hows = [c[1] for c in calls if c[0] == "Policy.advantages"]
-    assert [(h.lam, h.gamma) for h in hows] == [(1.0, 0.9), (0.9, 0.9), (0.9, 0.9)]  # Monte-Carlo first
+    assert [(h.keys.lam, h.keys.gamma) for h in hows] == [(1.0, 0.9), (0.9, 0.9), (0.9, 0.9)]  # Monte-Carlo first
 
 
 def test_in_parity_nothing_moves_between_reading_values_and_the_first_update(tmp_path):
@@ -322,7 +322,7 @@ def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
     stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 11 else None)
     with pytest.raises(Interrupted):
-        tiny.run(recipe(folder / "part", **FALLING), observers=[stop])
+        tiny.run(recipe(folder / "part", **FALLING), callbacks=[stop])
     shutil.copytree(folder / "part", folder / "whole")
     return folder / "part", checkpoint(tiny.run(recipe(folder / "whole", **FALLING)).directory, "critic")
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.flows.tiny import Recorder, numbers, recipe, run, same, weights
+from tests.flows.tiny import Recorder, numbers, recipe, run, same, stand_in, weights
 from tilth.analysis.events import load
 from tilth.analysis.profiled import profiled
 from tilth.config.load import from_dict
-from tilth.core.errors import DataError
+from tilth.core.errors import DataError, PluginError
 from tilth.flows import profiling
 from tilth.flows.files import read_lines
 from tilth.flows.profiling import FOLDER, LOG, REQUEST, Profiling, Request, ask, follow, running_attempt, take_back
@@ -52,11 +52,11 @@ class Watched:
         })  # fmt: skip
         self.folder, self.workers, self.stop, self.said = folder, workers or Workers(), StopRequest(), []
         self.profiling = Profiling(self.workers, made, folder, attempt, self.stop)
-        self.profiling.on_begin(folder, begin, self.said.append)
+        self.profiling.on_run_start(stand_in(folder, begin, self.said.append))
 
     def steps(self, *numbers):
         for step in numbers:
-            self.profiling.on_step({"step": step}, None)
+            self.profiling.on_step_end(stand_in(), step, {})
         return self.workers.calls
 
     def ask(self, steps=2, ranks=(0,), memory=False, name="mine"):
@@ -369,7 +369,7 @@ def test_a_run_that_is_profiled_learns_the_very_same(tmp_path):
     short = {"supervised": {"steps": 3}, "algorithm": {"steps": 3}}
     plain = run(recipe(tmp_path / "plain", **short)).directory
     watching = Recorder(asks)
-    profiled = run(recipe(tmp_path / "profiled", run={"profile": "1:3"}, **short), observers=[watching]).directory
+    profiled = run(recipe(tmp_path / "profiled", run={"profile": "1:3"}, **short), callbacks=[watching]).directory
     assert weights(plain) == weights(profiled)
     assert same(numbers(plain), numbers(profiled))
     done = [line for line in read_lines(profiled / FOLDER / LOG) if line["state"] == "done"]
@@ -393,7 +393,7 @@ def test_a_profiler_that_fails_in_every_way_ends_no_run(tmp_path, monkeypatch):
     monkeypatch.setattr(capture, "_started", no)
     watching = Recorder()
     made = recipe(tmp_path, supervised={"steps": 3}, algorithm={"steps": 0}, run={"profile": "1:3"})
-    directory = run(made, observers=[watching]).directory
+    directory = run(made, callbacks=[watching]).directory
     told = [text for text in watching.messages if "could not be profiled" in text]
     assert told[0] == "steps 1 to 2 could not be profiled: MemoryError: of the profiler; the run goes on"
     assert watching.ended["state"] == "finished" and len(read_lines(directory / "metrics.jsonl")) == 3
@@ -405,8 +405,8 @@ def test_an_error_of_the_run_leaves_no_profiler_behind(tmp_path):
             raise KeyError("of the test")
 
     made = recipe(tmp_path, supervised={"steps": 4}, run={"profile": "1:5"})
-    with pytest.raises(KeyError):
-        run(made, observers=[Recorder(fail)])
+    with pytest.raises(PluginError):
+        run(made, callbacks=[Recorder(fail)])
     taken = capture.Capture()
     assert taken.start() == "" and taken.stop(str(tmp_path / "next")).error == ""
 
@@ -425,7 +425,7 @@ def test_workers_are_profiled_on_the_ranks_that_were_named(tmp_path):
 
     local = {"cluster": {"backend": "local", "workers": 2}, "policy": {"layout": {"fsdp": 2}}}
     made = recipe(tmp_path, supervised={"steps": 4}, algorithm={"steps": 0}, **local)
-    directory = run(made, observers=[Recorder(asks)]).directory
+    directory = run(made, callbacks=[Recorder(asks)]).directory
     *_, line = follow(directory, asked[0])
     assert (line["first"], line["last"], list(line["files"])) == (3, 3, ["1"])
     assert os.listdir(directory / FOLDER) and [p.name for p in (directory / FOLDER).glob("steps*")] == [

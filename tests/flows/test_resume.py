@@ -129,13 +129,13 @@ def test_a_signal_saves_says_how_to_go_on_and_the_run_continues(tmp_path, whole,
 
     watcher = tiny.Recorder(at_step=interrupt)
     with pytest.raises(Interrupted, match="same command continues"):
-        tiny.run(tiny.recipe(tmp_path), observers=[watcher])
+        tiny.run(tiny.recipe(tmp_path), callbacks=[watcher])
     (directory,) = tmp_path.iterdir()
     assert read_state(directory)["state"] == "interrupted"
     stopped = watcher.records[-1]["step"]
     assert stopped in (5, 6) and (directory / "checkpoints" / f"step-{stopped:06d}").is_dir()
     again = tiny.Recorder()
-    tiny.run(tiny.recipe(tmp_path), observers=[again])
+    tiny.run(tiny.recipe(tmp_path), callbacks=[again])
     assert again.records[0]["step"] == stopped + 1
     assert any("continu" in m for m in again.messages)
     assert_same_run(tmp_path, whole)
@@ -152,7 +152,7 @@ def test_a_hangup_that_is_ignored_changes_nothing(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         watcher = tiny.Recorder(at_step=lambda record: signal.raise_signal(signal.SIGHUP))
-        tiny.run(tiny.recipe(tmp_path, algorithm={"steps": 1}, supervised={"steps": 1}), observers=[watcher])
+        tiny.run(tiny.recipe(tmp_path, algorithm={"steps": 1}, supervised={"steps": 1}), callbacks=[watcher])
         assert len(watcher.records) == 2 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -162,7 +162,7 @@ def test_a_run_that_was_killed_is_told_when_it_goes_on(tmp_path):
     code, _ = finish(child(tmp_path, "training", "9"))
     assert code == -signal.SIGKILL
     watcher = tiny.Recorder()
-    result = tiny.run(tiny.recipe(tmp_path), observers=[watcher])
+    result = tiny.run(tiny.recipe(tmp_path), callbacks=[watcher])
     assert sum("attempt 1 ended without a word after step " in text for text in watcher.messages) == 1
     log = (result.directory / "log.txt").read_text()
     assert log.count("ended without a word") == 1 and log.rstrip().endswith("attempt 2 finished after step 12")

@@ -33,7 +33,7 @@ from tilth.rollout.engine import Engine
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     watcher = tiny.Recorder()
-    result = tiny.run(tiny.recipe(tmp_path_factory.mktemp("runs")), observers=[watcher])
+    result = tiny.run(tiny.recipe(tmp_path_factory.mktemp("runs")), callbacks=[watcher])
     return result, watcher
 
 
@@ -85,13 +85,13 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path, fin
 
 def test_parity_mode_agrees_bit_for_bit(tmp_path):
     watcher = tiny.Recorder()
-    tiny.run(tiny.recipe(tmp_path, train={"threads": 1, "parity": True}), observers=[watcher])
+    tiny.run(tiny.recipe(tmp_path, train={"threads": 1, "parity": True}), callbacks=[watcher])
     assert [r["mismatch/max"] for r in watcher.records if "mismatch/max" in r] == [0.0] * 6
 
 
 def test_bf16_runs_within_its_bound(tmp_path):
     watcher = tiny.Recorder()
-    tiny.run(tiny.recipe(tmp_path, train={"threads": 1, "precision": "bf16"}), observers=[watcher])
+    tiny.run(tiny.recipe(tmp_path, train={"threads": 1, "precision": "bf16"}), callbacks=[watcher])
     assert 0 <= max(r.get("mismatch/max", 0) for r in watcher.records) < 0.5
 
 
@@ -106,7 +106,7 @@ def test_bf16_runs_within_its_bound(tmp_path):
 )
 def test_variants_of_the_algorithm_run(tmp_path, how):
     watcher = tiny.Recorder()
-    result = tiny.run(tiny.recipe(tmp_path, algorithm={"steps": 2, **how}), observers=[watcher])
+    result = tiny.run(tiny.recipe(tmp_path, algorithm={"steps": 2, **how}), callbacks=[watcher])
     last = watcher.records[-1]
     assert result.summary["state"] == "finished"
     assert math.isfinite(last["loss"]) and last["grad_norm"] > 0
@@ -115,14 +115,14 @@ def test_variants_of_the_algorithm_run(tmp_path, how):
 
 def test_two_updates_a_batch_take_the_ratio_to_the_policy_before_both(tmp_path):
     watcher = tiny.Recorder()
-    tiny.run(tiny.recipe(tmp_path, algorithm={"steps": 2, "epochs": 2}), observers=[watcher])
+    tiny.run(tiny.recipe(tmp_path, algorithm={"steps": 2, "epochs": 2}), callbacks=[watcher])
     assert watcher.records[-1]["approx_kl_k3"] > 0
     assert watcher.records[-1]["mismatch/max"] <= 1e-4
 
 
 def test_flat_groups_are_left_out_and_counted(tmp_path):
     watcher = tiny.Recorder()
-    result = tiny.run(tiny.recipe(tmp_path), reward=lambda p, c, i: 1.0, observers=[watcher])
+    result = tiny.run(tiny.recipe(tmp_path), reward=lambda p, c, i: 1.0, callbacks=[watcher])
     last = watcher.records[-1]
     assert last["groups/flat"] == 1.0 and last["steps/skipped"] == 1.0
     assert result.summary["accuracy_last"] == 1.0
@@ -158,7 +158,7 @@ def test_a_damaged_tensor_is_named(tmp_path, monkeypatch, damage):
     monkeypatch.setattr(Engine, "load_weights", damages)
     watcher = tiny.Recorder()
     with pytest.raises(WeightMismatch, match=r"layers\.0\.self_attn\.k_proj"):
-        tiny.run(tiny.recipe(tmp_path), observers=[watcher])
+        tiny.run(tiny.recipe(tmp_path), callbacks=[watcher])
     assert len(watcher.records) == 7  # the publish of the eighth update is the first bad one
 
 
@@ -238,7 +238,7 @@ def hash_of(text):
 
 def test_missing_rewards_are_counted_shown_and_left_out(tmp_path):
     watcher = tiny.Recorder()
-    result = tiny.run(tiny.recipe(tmp_path), reward=sometimes, observers=[watcher])
+    result = tiny.run(tiny.recipe(tmp_path), reward=sometimes, callbacks=[watcher])
     table = read_trajectories(result.directory)
     missing = sum(r is None for r in table["reward"].to_pylist())
     assert 0 < missing < table.num_rows
@@ -268,7 +268,7 @@ def test_a_step_without_any_reward_is_told_and_survived(tmp_path, monkeypatch):
     whole, steps = RewardPool.score, [0]
     monkeypatch.setattr(RewardPool, "score", breaks_later)
     watcher = tiny.Recorder()
-    result = tiny.run(tiny.recipe(tmp_path), observers=[watcher])
+    result = tiny.run(tiny.recipe(tmp_path), callbacks=[watcher])
     assert result.summary["state"] == "finished"
     assert watcher.records[-1]["steps/skipped"] == 1.0 and watcher.records[-1]["reward/missing"] == 24
     assert [m for m in watcher.messages if "missing" in m] == [
@@ -308,7 +308,7 @@ def test_a_reward_beyond_fp32_is_missing_and_told(tmp_path):
         return {"reward": 1e300 if prompt.startswith("1") else len(completion), "part": 1e200}
 
     watcher = tiny.Recorder()
-    result = tiny.run(tiny.recipe(tmp_path), reward=huge, observers=[watcher])
+    result = tiny.run(tiny.recipe(tmp_path), reward=huge, callbacks=[watcher])
     table = read_trajectories(result.directory)
     lost = [text.startswith("1") for text in table["prompt_text"].to_pylist()]
     assert [value is None for value in table["reward"].to_pylist()] == lost
@@ -355,7 +355,7 @@ def test_trajectories_are_typed():
 
 def test_without_held_out_prompts_there_is_no_accuracy(tmp_path):
     watcher = tiny.Recorder()
-    result = tiny.run(tiny.recipe(tmp_path, data={"holdout": 0.0}, supervised={"until": 1.0}), observers=[watcher])
+    result = tiny.run(tiny.recipe(tmp_path, data={"holdout": 0.0}, supervised={"until": 1.0}), callbacks=[watcher])
     assert result.accuracy is None
     assert all("accuracy/heldout" not in r for r in watcher.records)
 
@@ -380,7 +380,7 @@ def test_an_interrupted_run_goes_on_only_with_its_own_data_and_reward(tmp_path):
 
     made = tiny.recipe(tmp_path)
     with pytest.raises(Interrupted):
-        tiny.run(made, prompts=PromptSet.of(records()), observers=[tiny.Recorder(at_step=interrupt)])
+        tiny.run(made, prompts=PromptSet.of(records()), callbacks=[tiny.Recorder(at_step=interrupt)])
     others = [
         {"prompts": PromptSet.of(records()[:-1])},
         {"prompts": PromptSet.of(records()), "reward": lambda p, c, i: -1.0 * len(c)},
@@ -388,5 +388,5 @@ def test_an_interrupted_run_goes_on_only_with_its_own_data_and_reward(tmp_path):
     names = {tiny.run(made, **other).directory.name for other in others}
     assert names == {"tiny-002", "tiny-003"}
     again = tiny.Recorder()
-    result = tiny.run(made, prompts=PromptSet.of(records()), observers=[again])
+    result = tiny.run(made, prompts=PromptSet.of(records()), callbacks=[again])
     assert result.directory.name == "tiny-001" and again.records[0]["step"] == 3

@@ -172,7 +172,7 @@ def test_another_template_file_is_another_run(tmp_path):
         file.write_text(source.replace("SIGN", sign))
         stopped = tiny.Recorder(at_step=lambda record: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            tiny.learn(tmp_path / "runs", "sft", observers=[stopped], **made)
+            tiny.learn(tmp_path / "runs", "sft", callbacks=[stopped], **made)
         names = sorted(p.name for p in (tmp_path / "runs").iterdir())
     assert names == ["sft-001", "sft-002"]
 
@@ -231,7 +231,7 @@ def test_a_tokenizer_is_trained_once_and_a_resumed_run_loads_it(tmp_path, monkey
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tiny.learn(tmp_path, "pretrain", observers=[tiny.Recorder(at_step=stop)])
+        tiny.learn(tmp_path, "pretrain", callbacks=[tiny.Recorder(at_step=stop)])
     assert trained == [300] and (tmp_path / "pretrain-001/model/tokenizer.json").is_file()
     result = tiny.learn(tmp_path, "pretrain")
     assert trained == [300] and result.directory.name == "pretrain-001" and result.summary["state"] == "finished"
@@ -241,7 +241,7 @@ def test_tokenised_documents_are_kept_beside_the_runs_and_it_is_told_where_token
     train = max((pretrained.directory.parent / CACHE).glob("pieces-*"), key=disk)
     assert "documents: tokenised" in (pretrained.directory / "log.txt").read_text()
     watcher = tiny.Recorder()
-    tiny.learn(pretrained.directory.parent, "pretrain", supervised={"steps": 1}, observers=[watcher])
+    tiny.learn(pretrained.directory.parent, "pretrain", supervised={"steps": 1}, callbacks=[watcher])
     assert [m for m in watcher.messages if "documents: tokens from" in m and train.name in m]
 
 
@@ -256,7 +256,7 @@ def test_prompts_that_are_held_out_too_are_left_out_of_training_and_told(tmp_pat
     where = {"source": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "test.jsonl")}
     watcher = tiny.Recorder()
     made = tiny.recipe(tmp_path / "runs", flow="sft", data=where)
-    run_recipe(made, name="sft", observers=[watcher])
+    run_recipe(made, name="sft", callbacks=[watcher])
     said = " ".join(watcher.messages)
     assert "7 prompts are in data.heldout too" in said and "93 prompts to train on, 7 held out" in said
 
@@ -287,7 +287,7 @@ def test_a_loop_has_at_most_forty_lines(page):
 def test_pre_training_in_a_few_lines(tmp_path):
     settings = tiny.settings(tmp_path, flow="pretrain", supervised={"steps": 1})
     del settings["data"]
-    result = train(data=tiny.TEXTS, observers=[], **settings)
+    result = train(data=tiny.TEXTS, live=False, **settings)
     assert result.summary["bits_per_byte"] > 0
 
 
@@ -295,7 +295,7 @@ def test_experience_needs_a_reward(tmp_path):
     settings = tiny.settings(tmp_path)
     del settings["data"]
     with pytest.raises(RewardError, match=r"the data has no reward of its own; set reward\.function"):
-        train(data=tiny.SUMS, observers=[], **settings)
+        train(data=tiny.SUMS, live=False, **settings)
 
 
 # ---- the best checkpoint ----
@@ -348,7 +348,7 @@ def graded(prompt, completion, info):
 
 def test_accuracy_is_the_part_correct_and_parts_are_told_apart(tmp_path):
     watcher = tiny.Recorder()
-    result = tiny.run(tiny.recipe(tmp_path), reward=graded, observers=[watcher])
+    result = tiny.run(tiny.recipe(tmp_path), reward=graded, callbacks=[watcher])
     last = watcher.records[-1]
     assert last["accuracy/heldout"] == last["reward/heldout/part/correct"] <= 1
     assert 0 <= last["reward/heldout/part/format"] <= 1 and last["reward/part/format"] >= 0
@@ -366,7 +366,7 @@ def test_the_share_of_groups_with_a_gradient_is_told_whether_or_not_flat_ones_ar
     for drop in (True, False):
         watcher = tiny.Recorder()
         made = tiny.recipe(tmp_path, algorithm={"drop_flat": drop, "steps": 1}, supervised={"steps": 0})
-        tiny.run(made, reward=only_some, observers=[watcher], name=str(drop))
+        tiny.run(made, reward=only_some, callbacks=[watcher], name=str(drop))
         table = read_trajectories(tmp_path / f"{drop}-001").to_pylist()
         groups = {}
         for row in table:

@@ -8,7 +8,7 @@ from tests.flows import tiny
 from tilth.analysis.read import read_events
 from tilth.cluster.cluster import Cluster
 from tilth.cluster.host import Host
-from tilth.core.errors import StorageError, WorkerLost
+from tilth.core.errors import PluginError, StorageError, WorkerLost
 from tilth.flows.readers import read_metrics, read_state
 from tilth.trace import Recorder, recorder
 from tilth.trace.writer import PartWriter
@@ -82,7 +82,7 @@ def test_a_trace_that_cannot_be_written_takes_no_result_away(tmp_path, monkeypat
 
     watcher = tiny.Recorder()
     monkeypatch.setattr(PartWriter, "write", full)
-    made = tiny.run(tiny.recipe(tmp_path, **SECTIONS), observers=[watcher])
+    made = tiny.run(tiny.recipe(tmp_path, **SECTIONS), callbacks=[watcher])
     assert read_state(made.directory)["state"] == "finished" and made.reward is not None
     assert watcher.ended == made.summary and "No space left" in watcher.messages[-1]
     assert "events were dropped: cannot write events" in (made.directory / "log.txt").read_text()
@@ -90,7 +90,7 @@ def test_a_trace_that_cannot_be_written_takes_no_result_away(tmp_path, monkeypat
 
 def test_nor_does_that_of_a_worker(tmp_path, monkeypatch):
     monkeypatch.setattr(Host, "_end", lambda self: "the trace of this run has holes")
-    made = tiny.run(tiny.recipe(tmp_path, **SECTIONS), observers=[watcher := tiny.Recorder()])
+    made = tiny.run(tiny.recipe(tmp_path, **SECTIONS), callbacks=[watcher := tiny.Recorder()])
     assert watcher.ended == made.summary and watcher.messages[-1] == "rank 0: the trace of this run has holes"
     assert "rank 0: the trace" in (made.directory / "log.txt").read_text()
 
@@ -103,8 +103,8 @@ def test_a_trace_that_cannot_be_written_hides_no_error(tmp_path, monkeypatch):
         raise KeyError("its own")
 
     monkeypatch.setattr(PartWriter, "write", full)
-    with pytest.raises(KeyError, match="its own"):
-        tiny.run(tiny.recipe(tmp_path, **SECTIONS), observers=[tiny.Recorder(fails)])
+    with pytest.raises(PluginError, match="its own"):
+        tiny.run(tiny.recipe(tmp_path, **SECTIONS), callbacks=[tiny.Recorder(fails)])
     assert not recorder.recording
 
 

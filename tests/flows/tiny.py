@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import cloudpickle
 import numpy as np
@@ -12,6 +13,8 @@ from tilth.api import run_recipe
 from tilth.cluster.cluster import open_cluster
 from tilth.config.load import from_dict
 from tilth.data.prompts import PromptSet
+from tilth.flows.callbacks import Callback
+from tilth.flows.progress import Progress
 from tilth.flows.readers import read_metrics
 
 cloudpickle.register_pickle_by_value(tests.flows)  # the process of a reward does not import its test, and so no torch
@@ -51,23 +54,28 @@ def worker(group):
     return group._dispatch.fleet.host.roles[group.role]
 
 
-class Recorder:
-    """An observer that remembers, and may act on a step."""
+def stand_in(directory=Path("nowhere"), step=0, say=print, sample=None):
+    """What a callback sees of a run, where there is none."""
+    return SimpleNamespace(directory=SimpleNamespace(path=directory), at=Progress(step), say=say, sample=sample)
+
+
+class Recorder(Callback):
+    """Remember what comes, and perhaps act on a step."""
 
     def __init__(self, at_step=None):
         self.records, self.messages, self.samples, self.ended = [], [], [], None
         self.at_step = at_step
 
-    def on_step(self, record, sample):
-        self.records.append(record)
-        self.samples.append(sample)
+    def on_step_end(self, run, step, metrics):
+        self.records.append(metrics)
+        self.samples.append(run.sample)
         if self.at_step is not None:
-            self.at_step(record)
+            self.at_step(metrics)
 
     def on_message(self, text):
         self.messages.append(text)
 
-    def on_end(self, summary):
+    def on_run_end(self, run, summary):
         self.ended = summary
 
 
@@ -76,15 +84,15 @@ def close_enough(prompt, completion, info):
     return sum(a == b for a, b in zip(completion, info["answer"])) / len(info["answer"]) + 0.1 * len(completion)
 
 
-def run(made, *, reward=close_enough, observers=(), name="tiny", prompts=None):
-    return run_recipe(made, name=name, observers=list(observers), reward=reward, prompts=prompts)
+def run(made, *, reward=close_enough, callbacks=(), name="tiny", prompts=None):
+    return run_recipe(made, name=name, callbacks=list(callbacks), reward=reward, prompts=prompts)
 
 
 TEXTS = [f"{a} and {b} are {a + b}, and {b} and {a} are too" for a in range(12) for b in range(12)]
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
 
 
-def learn(folder: Path, flow: str, *, prompts=None, reward=None, observers=(), **sections):
+def learn(folder: Path, flow: str, *, prompts=None, reward=None, callbacks=(), **sections):
     """A supervised flow on its own: one-digit addition with answers, or documents of some words."""
     sections = {"flow": flow, "supervised": {}, "model": {}, "data": {}, **sections}
     sections["supervised"] = {"steps": 8, "check_every": 3, **sections["supervised"]}
@@ -92,7 +100,7 @@ def learn(folder: Path, flow: str, *, prompts=None, reward=None, observers=(), *
     if flow == "pretrain":
         sections["data"] = {"tokenizer": "bpe:300", **sections["data"]}
     prompts = PromptSet.of(TEXTS if flow == "pretrain" else SUMS) if prompts is None else prompts
-    return run(recipe(folder, **sections), reward=reward, observers=observers, name=flow, prompts=prompts)
+    return run(recipe(folder, **sections), reward=reward, callbacks=callbacks, name=flow, prompts=prompts)
 
 
 SUPERVISED = {

@@ -22,8 +22,8 @@ from tests.scripts import script
 from tilth import rl
 from tilth.config.flows import FLOWS
 from tilth.config.load import from_dict
+from tilth.rl.algorithm import Algorithm
 from tilth.rl.registry import _ENTRIES, registered
-from tilth.roles.objective import options
 
 SUBJECTS = table.subjects()
 
@@ -394,6 +394,6 @@ def test_dr_grpo_is_short_by_one_over_the_group_and_grpo_turns(measured):
 @pytest.mark.parametrize("name", rl.names()["losses"])
 def test_a_recipe_that_names_a_loss_alone_has_the_options_it_was_published_with(name):
     """Keys that losses share have values of their own in the recipe, which are those of the checks here."""
-    found = options("losses", name, from_dict({"algorithm": {"loss": name}}).algorithm)
+    found = Algorithm.of(from_dict({"algorithm": {"loss": name}})).options("losses", name)
     own = rl.options("losses", name)
     assert {k: v or None for k, v in found.items()} == {k: own[k] or None for k in found}

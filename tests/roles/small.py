@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from tilth.cluster.inline import InlineStore
-from tilth.config.schema import Algorithm, Data, Optimizer, Rollout
+from tilth.config.schema import AlgorithmSection, Data, Optimizer, Rollout
 from tilth.core.batch import Batch
 from tilth.core.checksum import checksum
 from tilth.data.prompts import PromptSet, load_source
@@ -12,6 +12,7 @@ from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.rl.algorithm import Algorithm
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.rollout import RolloutWorker, ask
 from tilth.rollout.engine import Engine
@@ -21,7 +22,14 @@ CONTEXT = 16
 PROMPTS = load_source(Data(digits=1))
 TOKENIZER = Tokenizer.characters(PROMPTS.alphabet())
 TEMPLATE = make_template("", TOKENIZER)
-HOW = Algorithm(advantage="grpo_no_std")
+
+
+def algorithm(**keys) -> Algorithm:
+    """The algorithm of these keys of [algorithm], resolved."""
+    return Algorithm(AlgorithmSection(**keys), norm_length=4)
+
+
+HOW = algorithm(advantage="grpo_no_std")
 
 
 def config(**changes) -> DecoderConfig:
@@ -33,7 +41,7 @@ def policy(store=None, *, seed=1, dtype=torch.float32, micro_tokens=4096, temper
     model = Decoder(config(), dtype=dtype)
     model.init_weights_(seed)
     engine = TrainEngine(model, Optimizer(lr=lr, **section), total_steps=10, micro_tokens=micro_tokens, seed=seed)
-    return PolicyWorker(engine, store or InlineStore(), temperature=temperature, norm_length=4)
+    return PolicyWorker(engine, store or InlineStore(), temperature=temperature)
 
 
 def rollout(store, *, prompts: PromptSet = PROMPTS, dtype=torch.float32, model=None, **section) -> RolloutWorker:

@@ -8,7 +8,7 @@ import torch
 
 import tilth.rl as rl
 from tests.roles import small
-from tilth.config.schema import Algorithm, Optimizer
+from tilth.config.schema import Optimizer
 from tilth.core.errors import TokenCountError, TokenIdentityError
 from tilth.models.attention import PackedContext
 from tilth.models.value import ValueModel
@@ -17,7 +17,7 @@ from tilth.roles.shares import WEIGHT
 from tilth.training.engine import TrainEngine
 from tilth.training.packed import appraise
 
-HOW = Algorithm(advantage="gae")
+HOW = small.algorithm(advantage="gae")
 
 
 def critic(worker, *, clip=0.2, lr=1e-2, micro_tokens=4096, parity=False, knowing=True, **section):
@@ -34,7 +34,7 @@ def critic(worker, *, clip=0.2, lr=1e-2, micro_tokens=4096, parity=False, knowin
         parity=parity,
         scorer=appraise,
     )
-    return CriticWorker(engine, worker.store, clip=clip, norm_length=4)
+    return CriticWorker(engine, worker.store, clip=clip)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_values_follow_a_selection_of_rows(policy, batch):
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.9, 0.5)])
 def test_advantages_with_values_are_those_of_rl_estimate(policy, batch, gamma, lam):
-    how = HOW.model_copy(update={"gamma": gamma, "lam": lam})
+    how = HOW.updated(gamma=gamma, lam=lam)
     made = ready(policy, critic(policy), batch, how)
     tokens, values = column(policy, made, "tokens"), column(policy, made, "values")
     expected = rl.estimate(
@@ -126,7 +126,7 @@ def test_advantages_with_values_are_those_of_rl_estimate(policy, batch, gamma, l
 def test_a_cut_completion_is_worth_its_reward_and_nothing_after_the_cut(policy, batch):
     """No bootstrap at rollout.max_tokens: the return before the last token is the reward, however it finished."""
     finish = np.arange(len(batch)) % 2  # stop, length, stop, ...
-    made = ready(policy, critic(policy), batch.with_rows(finish=finish.astype(np.int8)), HOW.model_copy())
+    made = ready(policy, critic(policy), batch.with_rows(finish=finish.astype(np.int8)), HOW)
     returns, values = column(policy, made, "returns"), column(policy, made, "values")
     for row in range(len(batch)):
         assert returns.row(row)[-1] == pytest.approx(batch["reward"][row], abs=1e-6)
@@ -181,7 +181,7 @@ def test_a_second_update_is_held_by_the_clip(policy, batch):
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_the_split_into_micro_batches_does_not_change_an_update(policy, batch, aggregation):
-    how, found = HOW.model_copy(update={"aggregation": aggregation}), []
+    how, found = HOW.updated(aggregation=aggregation), []
     for micro_tokens in (4096, 30):
         judge = critic(policy, micro_tokens=micro_tokens)
         found.append((judge.update(ready(policy, judge, batch, how), how), weights(judge)))
@@ -266,8 +266,8 @@ def test_a_token_used_twice_is_told(policy, batch, monkeypatch):
 
 def test_the_weight_of_a_whole_batch(policy, batch):
     tokens, mask = column(policy, batch, "tokens"), column(policy, batch, "mask").values
-    assert value_loss("token-mean", mask, tokens, 0.2, 4)[1] == pytest.approx(1.0)
-    assert value_loss("token-sum", mask, tokens, 0.2, 4)[1] == mask.sum()
+    assert value_loss(HOW.aggregation, mask, tokens, 0.2)[1] == pytest.approx(1.0)
+    assert value_loss(HOW.updated(aggregation="token-sum").aggregation, mask, tokens, 0.2)[1] == mask.sum()
 
 
 # ---- phases ----

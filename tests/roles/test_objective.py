@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from tests.roles import small
-from tilth.config.schema import Algorithm
+from tilth.rl.algorithm import Algorithm
 from tilth.roles.experience import OUTCOME, put_like
 
 
 def how(**keys):
-    return Algorithm(**{"advantage": "grpo_no_std", "epochs": 2, **keys})
+    return small.algorithm(**{"advantage": "grpo_no_std", "epochs": 2, **keys})
 
 
 PARTS = {

@@ -7,7 +7,7 @@ import torch
 import tilth.rl as rl
 from tests.roles import small
 from tilth.cluster.inline import InlineStore
-from tilth.config.schema import Algorithm, Optimizer
+from tilth.config.schema import Optimizer
 from tilth.core.batch import Ragged
 from tilth.core.errors import TokenCountError, TokenIdentityError
 from tilth.core.layout import Mesh
@@ -17,7 +17,7 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import Sharded, shard
 from tilth.rl.metrics import Metric
 from tilth.roles import policy as roles_policy
-from tilth.roles.objective import Objective, options
+from tilth.roles.objective import Objective
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.recorder import RecorderWorker
 from tilth.roles.reference import ReferenceWorker
@@ -56,7 +56,7 @@ def with_dropout(store, p: float) -> PolicyWorker:
     model = Decoder(small.config(dropout=p))
     model.init_weights_(1)
     engine = TrainEngine(model, Optimizer(lr=1e-2), total_steps=10, micro_tokens=64, seed=1)
-    return PolicyWorker(engine, store, norm_length=4)
+    return PolicyWorker(engine, store)
 
 
 # ---- dropout ----
@@ -89,7 +89,7 @@ def test_learning_from_given_text_drops():
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_no_std", "rloo"])
 def test_advantages_are_those_of_rl_estimate(worker, batch, name):
-    found = column(worker, worker.advantages(batch, Algorithm(advantage=name)), "advantages")
+    found = column(worker, worker.advantages(batch, small.algorithm(advantage=name)), "advantages")
     tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
     expected = rl.estimate(
         name,
@@ -166,7 +166,7 @@ def test_an_update_moves_the_weights_and_reports_what_it_did(worker, batch):
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_the_split_into_micro_batches_does_not_change_an_update(aggregation):
-    how = small.HOW.model_copy(update={"aggregation": aggregation, "entropy_coef": 0.01})
+    how = small.HOW.updated(aggregation=aggregation, entropy_coef=0.01)
     found = []
     for micro_tokens in (4096, 30):
         worker = small.policy(micro_tokens=micro_tokens)
@@ -199,7 +199,7 @@ def test_tokens_that_were_edited_in_the_store_are_refused(worker, batch):
 
 def test_the_weights_of_parts_must_add_up(worker, batch):
     tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
-    _, whole = Objective(small.HOW, 4).of(mask, tokens)
+    _, whole = Objective(small.HOW).of(mask, tokens)
     assert whole == pytest.approx(1.0)  # token-mean: every token weighs 1 / tokens
     check_weight({WEIGHT: Metric(whole, 1, "sum")}, whole, ParallelDims.alone())
 
@@ -210,7 +210,7 @@ def divided(rank: int, own: bool) -> str:
     model = shard(lambda: Decoder(small.config()), ParallelDims.of(mesh, rank))
     model.init_(1)
     store = InlineStore()
-    worker = PolicyWorker(TrainEngine(model, Optimizer(), total_steps=1, micro_tokens=64), store, norm_length=4)
+    worker = PolicyWorker(TrainEngine(model, Optimizer(), total_steps=1, micro_tokens=64), store)
     batch = small.experience(small.policy(store))
     part = batch.with_rows(row=np.arange(len(batch))).select(np.arange(len(batch)) % 3 == rank)  # 4 rows each
     if own:
@@ -233,7 +233,7 @@ def test_a_denominator_of_one_s_own_is_told_on_every_rank(pool):
 
 def test_a_dropped_token_is_told(worker, batch):
     tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
-    _, whole = Objective(small.HOW, 4).of(mask, tokens)
+    _, whole = Objective(small.HOW).of(mask, tokens)
     with pytest.raises(TokenCountError, match="their whole batch 1: some tokens count twice or not at all"):
         check_weight({WEIGHT: Metric(whole - 1 / mask.sum(), 1, "sum")}, whole, ParallelDims.alone())
 
@@ -264,10 +264,10 @@ def test_no_metric_of_weight_is_a_weight_of_zero():
 
 
 def test_options_are_the_recipe_s_keys_that_the_entry_has():
-    how = Algorithm(clip_low=0.1, kl_coef=0.5)
-    found = options("losses", "ppo_clip", how)
+    how = small.algorithm(clip_low=0.1, kl_coef=0.5)
+    found = how.options("losses", "ppo_clip")
     assert found["clip_low"] == 0.1 and found["kl_coef"] == 0.5 and "steps" not in found
-    assert options("advantages", "grpo_no_std", how) == {}
+    assert how.options("advantages", "grpo_no_std") == {}
 
 
 # ---- the reference ----

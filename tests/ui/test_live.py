@@ -5,13 +5,13 @@ import io
 import os
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tests.flows.tiny import stand_in
 from tilth.config.load import from_dict
 from tilth.ui import live as live_module
 from tilth.ui.live import LEVELS, Live, Progress, Series, _times, line, picture, sparkline
@@ -43,9 +43,9 @@ def text_of(live, width=100):
 
 def test_it_shows_what_a_person_asks():
     live, _ = view()
-    live.on_step(record(1, "warmup"), None)
-    live.on_step(record(21, **{"accuracy/heldout": 0.612}), None)
-    live.on_step(record(22, **{"accuracy/heldout": 0.941, "reward/missing": 3}), SAMPLE)
+    live.on_step_end(stand_in(), 0, record(1, "warmup"))
+    live.on_step_end(stand_in(), 0, record(21, **{"accuracy/heldout": 0.612}))
+    live.on_step_end(stand_in(sample=SAMPLE), 0, record(22, **{"accuracy/heldout": 0.941, "reward/missing": 3}))
     shown = text_of(live)
     live.stop()
     for want in (
@@ -58,10 +58,10 @@ def test_it_shows_what_a_person_asks():
 
 def test_a_reward_that_was_neither_0_nor_1_was_never_an_accuracy():
     live, _ = view(terminal=False)
-    live.on_step(record(21, **{"accuracy/heldout": 0.0, "reward/heldout": 0.0}), None)
+    live.on_step_end(stand_in(), 0, record(21, **{"accuracy/heldout": 0.0, "reward/heldout": 0.0}))
     assert "held-out accuracy" in text_of(live) and " 0.0 % " in text_of(live)
     assert "held-out reward" not in text_of(live)
-    live.on_step(record(22, **{"reward/heldout": 0.25}), None)
+    live.on_step_end(stand_in(), 0, record(22, **{"reward/heldout": 0.25}))
     shown = text_of(live)
     assert "accuracy" not in shown and "held-out reward" in shown and " 0.25 " in shown
     assert "held-out reward 0.25" in line(live.progress) and "accuracy" not in line(live.progress)
@@ -69,7 +69,7 @@ def test_a_reward_that_was_neither_0_nor_1_was_never_an_accuracy():
 
 def test_every_part_of_a_step_is_drawn():
     live, _ = view(terminal=False)
-    live.on_step(record(1) | {f"time/{name}": 1.0 for name in "abcdefghijkl"}, None)
+    live.on_step_end(stand_in(), 0, record(1) | {f"time/{name}": 1.0 for name in "abcdefghijkl"})
     console = Console(file=io.StringIO(), width=110, color_system=None)
     console.print(_times(live.progress, 100))
     assert all(f"■ {name} " in console.file.getvalue() for name in "abcdefghijkl")
@@ -80,8 +80,8 @@ def test_it_fits_any_terminal(width):
     live, out = view(width)
     for step in range(1, 30):
         live._next = 0
-        live.on_step(record(step), SAMPLE | {"text": "x" * 500, "reward": 0.0})
-    live.on_end({})
+        live.on_step_end(stand_in(sample=SAMPLE | {"text": "x" * 500, "reward": 0.0}), 0, record(step))
+    live.on_run_end(stand_in(), {})
     assert max(len(row) for row in text_of(live, width).splitlines()) <= width
     assert "\x1b[?25h" in out.getvalue()
 
@@ -91,14 +91,14 @@ def test_it_fits_any_terminal(width):
 )
 def test_a_sampled_answer_is_marked(reward, want):
     live, _ = view(terminal=False)
-    live.on_step(record(1), SAMPLE | {"reward": reward})
+    live.on_step_end(stand_in(sample=SAMPLE | {"reward": reward}), 0, record(1))
     shown = text_of(live)
     assert want in shown and ("right: 0579" in shown) == (reward != 1.0)
 
 
 def test_what_a_model_writes_cannot_steer_the_terminal():
     live, _ = view(terminal=False)
-    live.on_step(record(1), SAMPLE | {"text": "\x1b[2J[bold]a\nb\x07"})
+    live.on_step_end(stand_in(sample=SAMPLE | {"text": "\x1b[2J[bold]a\nb\x07"}), 0, record(1))
     shown = text_of(live)
     assert "\x1b" not in shown and "\x07" not in shown and "·[2J[bold]a⏎b·" in shown
 
@@ -110,8 +110,8 @@ def test_plain_lines_come_seldom(monkeypatch):
     live.on_message("new run in runs/demo-001")
     for step in range(1, 41):
         clock[0] += 0.5
-        live.on_step(record(step), SAMPLE)
-    live.on_end({})
+        live.on_step_end(stand_in(sample=SAMPLE), 0, record(step))
+    live.on_run_end(stand_in(), {})
     lines = out.getvalue().splitlines()
     assert lines[0] == "new run in runs/demo-001"
     assert len(lines) == 1 + 4 + 1 and "\x1b" not in out.getvalue()
@@ -127,14 +127,14 @@ def test_pictures_come_at_most_four_times_a_second_and_for_one_percent_of_the_ti
     monkeypatch.setattr(live_module.time, "monotonic", lambda: clock[0])
     for step in range(1, 101):
         clock[0] += 0.01
-        live.on_step(record(step), SAMPLE)
+        live.on_step_end(stand_in(sample=SAMPLE), 0, record(step))
     assert 1 <= len(shown) <= 5
     live.stop()
 
 
 def test_the_terminal_is_given_back():
     live, out = view()
-    live.on_step(record(1), None)
+    live.on_step_end(stand_in(), 0, record(1))
     assert live._live is not None and "\x1b[?25l" in out.getvalue()
     live.stop()
     live.stop()
@@ -170,17 +170,17 @@ def test_a_terminal_that_vanishes_is_told_once_and_not_written_to_again(monkeypa
     monkeypatch.setattr(live_module, "FASTEST", 0.0)
     live = Live(RECIPE)
     live.on_message("before the run has a log")
-    live.on_begin(Path("run"), 0, say)
+    live.on_run_start(stand_in(say=say))
     for step in range(1, 30):
-        live.on_step(record(step), None)
+        live.on_step_end(stand_in(), 0, record(step))
         live.on_message("a line")
-    live.on_end({})
+    live.on_run_end(stand_in(), {})
     assert len(said) == 1 and os.strerror(errno.EIO) in said[0] and out.tried == left + 1
 
 
 def test_an_end_without_a_step():
     live, out = view(terminal=False)
-    live.on_end({})
+    live.on_run_end(stand_in(), {})
     assert out.getvalue() == ""
 
 
@@ -232,15 +232,15 @@ def test_series_are_bounded_and_keep_their_mean(values):
 def test_price_of_a_step(capsys):
     live, _ = view()
     for step in range(1, 200):
-        live.on_step(record(step), SAMPLE)
+        live.on_step_end(stand_in(sample=SAMPLE), 0, record(step))
     live._next = float("inf")
     began = time.perf_counter()
     for step in range(200, 400):
-        live.on_step(record(step), SAMPLE)
+        live.on_step_end(stand_in(sample=SAMPLE), 0, record(step))
     quiet = (time.perf_counter() - began) / 200
     live._next = 0
     began = time.perf_counter()
-    live.on_step(record(400), SAMPLE)
+    live.on_step_end(stand_in(sample=SAMPLE), 0, record(400))
     with capsys.disabled():
         print(f"\n  a step costs the view {quiet * 1e6:.0f} us, a picture {(time.perf_counter() - began) * 1e3:.1f} ms")
     live.stop()

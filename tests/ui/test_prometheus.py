@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from tests.flows.tiny import Recorder, recipe, run
+from tests.flows.tiny import Recorder, recipe, run, stand_in
 from tilth.config.load import from_dict
 from tilth.core.errors import RecipeError
 from tilth.flows.metrics import METRICS, declaration, schema
@@ -37,7 +37,7 @@ def values(family) -> dict:
 @pytest.fixture
 def endpoint(tmp_path):
     found = Endpoint(free_port())
-    found.on_begin(tmp_path / "demo-001", 0, lambda text: None)
+    found.on_run_start(stand_in(tmp_path / "demo-001", say=lambda text: None))
     yield found
     found.close(False)
 
@@ -79,7 +79,7 @@ def test_names_say_their_unit_where_prometheus_wants_it(name, want):
 def test_every_metric_tells_its_unit_and_its_reduction(endpoint):
     plain = {name: 1.5 for name in METRICS if not name.endswith("*")}
     families = {name.replace("*", "x-1"): 2.5 for name in METRICS if name.endswith("*")}
-    endpoint.on_step({**RECORD, **plain, **families}, None)
+    endpoint.on_step_end(stand_in(), 3, {**RECORD, **plain, **families})
     found = scrape(endpoint.port)
     for name, metric in METRICS.items():
         family = found[exposed(metric)]
@@ -91,7 +91,7 @@ def test_every_metric_tells_its_unit_and_its_reduction(endpoint):
 
 
 def test_run_phase_and_place_are_told(endpoint):
-    endpoint.on_step(RECORD, None)
+    endpoint.on_step_end(stand_in(), 3, RECORD)
     found = scrape(endpoint.port)
     assert found["tilth_step"].samples[0].labels == {"run": "demo-001", "phase": "grpo"}
     assert values(found["tilth_step"]) == {("grpo", ""): 3.0}
@@ -100,16 +100,16 @@ def test_run_phase_and_place_are_told(endpoint):
 
 
 def test_a_metric_that_is_not_measured_each_step_keeps_its_last_value_and_phase(endpoint):
-    endpoint.on_step({**RECORD, "phase": "warmup", "accuracy/heldout": 0.5, "loss": 2.0}, None)
-    endpoint.on_step({**RECORD, "step": 4, "loss": 1.0}, None)
+    endpoint.on_step_end(stand_in(), 3, {**RECORD, "phase": "warmup", "accuracy/heldout": 0.5, "loss": 2.0})
+    endpoint.on_step_end(stand_in(), 3, {**RECORD, "step": 4, "loss": 1.0})
     found = scrape(endpoint.port)
     assert values(found["tilth_accuracy_heldout"]) == {("warmup", ""): 0.5}
     assert values(found["tilth_loss"]) == {("grpo", ""): 1.0}
 
 
 def test_a_loss_that_is_not_a_number_any_more_is_not_shown_as_the_old_one(endpoint):
-    endpoint.on_step({**RECORD, "grad_norm": 1.0}, None)
-    endpoint.on_step({**RECORD, "loss": math.nan, "grad_norm": math.inf}, None)
+    endpoint.on_step_end(stand_in(), 3, {**RECORD, "grad_norm": 1.0})
+    endpoint.on_step_end(stand_in(), 3, {**RECORD, "loss": math.nan, "grad_norm": math.inf})
     found = scrape(endpoint.port)
     assert math.isnan(values(found["tilth_loss"])[("grpo", "")])
     assert values(found["tilth_grad_norm"]) == {("grpo", ""): math.inf}
@@ -117,7 +117,7 @@ def test_a_loss_that_is_not_a_number_any_more_is_not_shown_as_the_old_one(endpoi
 
 def test_what_a_reward_calls_its_parts_is_text_and_nothing_else(endpoint):
     wild = {'reward/part/a"b\n} 1': 1.0, "reward/part/ünï": 2.0, "reward/part/a-b": 3.0, "reward/part/a_b": 4.0}
-    endpoint.on_step({**RECORD, **wild}, None)
+    endpoint.on_step_end(stand_in(), 3, {**RECORD, **wild})
     found = values(scrape(endpoint.port)["tilth_reward_part"])
     assert found == {("grpo", name.removeprefix("reward/part/")): value for name, value in wild.items()}
 
@@ -178,8 +178,8 @@ def test_a_run_can_be_scraped_while_it_goes_on_and_every_sink_says_unit_and_redu
     port, seen = free_port(), []
     watching = Recorder(lambda record: seen.append((record, scrape(port))) if record["step"] == 3 else None)
     made = recipe(tmp_path, supervised={"steps": 2}, algorithm={"steps": 2}, run={"prometheus": port})
-    directory = run(made, observers=[watching]).directory
-    ((_, found),) = seen  # the third step's own values come when all observers were told
+    directory = run(made, callbacks=[watching]).directory
+    ((_, found),) = seen  # the third step's own values come when all callbacks were told
     told = watching.records[1]
     for name in (name for name in told if name in schema() or "/" in name):
         sample = declaration(name)
@@ -193,8 +193,8 @@ def test_a_run_can_be_scraped_while_it_goes_on_and_every_sink_says_unit_and_redu
 
 
 def test_the_time_of_a_phase_that_a_step_has_not_had_is_gone(endpoint):
-    endpoint.on_step({**RECORD, "time/evaluate": 0.75, "time/step": 2.0}, None)
+    endpoint.on_step_end(stand_in(), 3, {**RECORD, "time/evaluate": 0.75, "time/step": 2.0})
     assert values(scrape(endpoint.port)["tilth_time_seconds"])[("grpo", "evaluate")] == 0.75
-    endpoint.on_step({**RECORD, "step": 4, "time/update": 0.9, "time/step": 1.0}, None)
+    endpoint.on_step_end(stand_in(), 3, {**RECORD, "step": 4, "time/update": 0.9, "time/step": 1.0})
     found = values(scrape(endpoint.port)["tilth_time_seconds"])
     assert found[("grpo", "update")] == 0.9 and ("grpo", "evaluate") not in found

@@ -6,14 +6,15 @@ import struct
 import threading
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
+from tests.flows.tiny import stand_in
 from tilth.config.load import from_dict
-from tilth.core.errors import RecipeError
+from tilth.config.open_sets import TRACKERS
+from tilth.core.errors import PluginError, RecipeError
 from tilth.ui import track
-from tilth.ui.track import TRACKERS, TensorBoard, Tracker, WeightsAndBiases, numbers, sample_text, tracking
+from tilth.ui.track import TensorBoard, Tracker, WeightsAndBiases, numbers, sample_text, tracking
 
 RECIPE = from_dict({"run": {"track": ["tensorboard"]}, "algorithm": {"steps": 7}})
 SAMPLE = {"prompt": "1+1=", "text": "2 <b>*x*", "answer": "2", "reward": 1.0}
@@ -33,10 +34,10 @@ def watched(kind, directory, steps, begin=0, attempt=1, recipe=RECIPE, failed=Fa
     """One attempt; returns what was said."""
     said = []
     tracker = kind(recipe)
-    tracker.on_begin(directory, begin, said.append)
+    tracker.on_run_start(stand_in(directory, begin, said.append))
     for step in steps:
-        tracker.on_step(record(step, attempt), SAMPLE)
-    tracker.on_end({"steps": 7, "accuracy_last": None})
+        tracker.on_step_end(stand_in(sample=SAMPLE), step, record(step, attempt))
+    tracker.on_run_end(stand_in(), {"steps": 7, "accuracy_last": None})
     tracker.close(failed)
     return said
 
@@ -88,9 +89,9 @@ class Broken(Tracker):
 
 def observe(tracker, steps=5):
     said = []
-    tracker.on_begin(Path("nowhere"), 0, said.append)
+    tracker.on_run_start(stand_in(say=said.append))
     for step in range(1, steps + 1):
-        tracker.on_step(record(step), None)
+        tracker.on_step_end(stand_in(), step, record(step))
         time.sleep(0.02)
     return said
 
@@ -99,7 +100,7 @@ def observe(tracker, steps=5):
 def test_a_failure_is_told_once_and_never_raised(at, capsys):
     tracker = Broken(at=at)
     said = observe(tracker)
-    tracker.on_end({})
+    tracker.on_run_end(stand_in(), {})
     tracker.close(False)
     assert said == ["json: ConnectionError: no route to host second line; the run goes on without it"]
     assert len(tracker.calls) < 5 and capsys.readouterr().err == ""
@@ -109,7 +110,7 @@ def test_a_failure_is_told_once_and_never_raised(at, capsys):
 def test_a_failure_after_the_run_goes_to_stderr(at, capsys):
     tracker = Broken(at=at)
     assert observe(tracker) == []
-    tracker.on_end({})
+    tracker.on_run_end(stand_in(), {})
     tracker.close(False)
     assert capsys.readouterr().err.count("no route to host") == 1
 
@@ -117,7 +118,7 @@ def test_a_failure_after_the_run_goes_to_stderr(at, capsys):
 def test_everything_happens_in_one_other_thread_in_order():
     tracker = Broken(at="")
     observe(tracker)
-    tracker.on_end({})
+    tracker.on_run_end(stand_in(), {})
     tracker.close(True)
     assert tracker.calls == ["open", *["write"] * 5, "conclude", "failed"]
     assert len(tracker.threads) == 1 and threading.get_ident() not in tracker.threads
@@ -129,9 +130,9 @@ def test_a_slow_tracker_delays_no_step_and_the_end_not_for_ever(monkeypatch, cap
     tracker = Broken(at="")
     monkeypatch.setattr(tracker, "write", lambda *_: gate.wait(20))
     began = time.perf_counter()
-    tracker.on_begin(Path("nowhere"), 0, print)
+    tracker.on_run_start(stand_in(say=print))
     for step in range(1, 101):
-        tracker.on_step(record(step), None)
+        tracker.on_step_end(stand_in(), step, record(step))
     tracker.close(False)
     took = time.perf_counter() - began
     gate.set()
@@ -142,9 +143,9 @@ def test_samples_come_now_and_then(monkeypatch):
     texts = {}
     tracker = Broken(at="")
     monkeypatch.setattr(tracker, "write", lambda step, _, text: texts.update({step: text}))
-    tracker.on_begin(Path("nowhere"), 0, print)
+    tracker.on_run_start(stand_in(say=print))
     for step in range(1, 61):
-        tracker.on_step(record(step), SAMPLE if step > 3 else None)
+        tracker.on_step_end(stand_in(sample=SAMPLE if step > 3 else None), step, record(step))
     tracker.close(False)
     assert [step for step, text in texts.items() if text] == [4, 29, 54]
 
@@ -165,11 +166,11 @@ def test_no_tracker_unless_asked_for():
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_an_error_closes_the_trackers_too_that_have_begun(monkeypatch, begun):
-    monkeypatch.setitem(TRACKERS, "tensorboard", partial(Broken, at=""))
+    monkeypatch.setattr(track, "TensorBoard", partial(Broken, at=""))
     with pytest.raises(ValueError, match="of the run"):
         with tracking(RECIPE) as (tracker,):
             if begun:
-                tracker.on_begin(Path("nowhere"), 0, print)
+                tracker.on_run_start(stand_in(say=print))
             raise ValueError("of the run")
     assert tracker.calls == (["open", "failed"] if begun else [])
 
@@ -250,9 +251,9 @@ def test_steps_that_run_again_appear_once(tmp_path, kept):
 def test_a_file_is_complete_while_the_run_goes_on(tmp_path):
     """What a kill finds: nothing of a committed step waits in memory for long."""
     tracker = TensorBoard(RECIPE)
-    tracker.on_begin(tmp_path, 0, print)
+    tracker.on_run_start(stand_in(tmp_path, 0, print))
     for step in range(1, 4):
-        tracker.on_step(record(step), None)
+        tracker.on_step_end(stand_in(), step, record(step))
     deadline = time.monotonic() + 10
     while tracker._pending and time.monotonic() < deadline:
         tracker._look()
@@ -381,8 +382,8 @@ def test_a_killed_run_goes_on_with_average_noise_and_tracker_as_if_never_killed(
         return recipe(tmp_path / folder, train=extras, run={"track": tracked})
 
     whole = run(made("whole", ())).directory
-    with pytest.raises(MemoryError):
-        run(made("torn", ("tensorboard",)), observers=[Recorder(fall)])
+    with pytest.raises(PluginError):
+        run(made("torn", ("tensorboard",)), callbacks=[Recorder(fall)])
     time.sleep(1.1)
     torn = run(made("torn", ("tensorboard",))).directory
     assert weights(whole) == weights(torn)

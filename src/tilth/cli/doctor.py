@@ -140,7 +140,7 @@ def try_run() -> tuple[float | None, str | None]:
             f'run.dir="{folder}"',
         ]
         try:
-            run_recipe(load_recipe("addition-grpo", [*small, *short]), name="doctor", observers=[])
+            run_recipe(load_recipe("addition-grpo", [*small, *short]), name="doctor")
         except TilthError as error:
             return None, str(error)
     return time.perf_counter() - start, None

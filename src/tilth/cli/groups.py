@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from tilth.core.errors import CallTimeout, TilthError, WorkerError, WorkerLost
+from tilth.config.plugins import Declaration, absolute, declared_by, load_plugins
+from tilth.core.errors import CallTimeout, PluginError, TilthError, WorkerError, WorkerLost
 from tilth.ui.output import discard
 
 USAGE: Any = typer.BadParameter.__mro__[1]
@@ -22,6 +23,17 @@ USAGE: Any = typer.BadParameter.__mro__[1]
 
 class Commands(TyperGroup):
     """Turns errors into a line and an exit code."""
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """A command by its name, of Tilth or of the plugins that ``--plugins`` names. PluginError: a name of both."""
+        own, shipped = _declared(ctx).get(name), super().get_command(ctx, name)
+        if own is None or shipped is None:
+            return shipped if own is None else _command(own)
+        raise PluginError(f"{own.title} has the name of a command that comes with Tilth; choose another name")
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names, those of plugins last."""
+        return [*super().list_commands(ctx), *_declared(ctx)]
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for. ctx: click's context, which typer has of its own in recent versions."""
@@ -49,6 +61,19 @@ class Commands(TyperGroup):
                 raise
             discard(sys.stdout)
             _end(f"error: the output cannot be written: {error.strerror}", 2)
+
+
+def _declared(ctx: Any) -> dict[str, Declaration]:
+    """Commands of the plugins that the command line names."""
+    named = absolute(ctx.params.get("plugins") or ())
+    load_plugins(named)
+    return {found.name: found for found in declared_by("command", named)}
+
+
+def _command(declaration: Declaration) -> Any:
+    made = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    made.command(declaration.name)(declaration.value)
+    return typer.main.get_command(made)
 
 
 def _end(line: str, code: int) -> NoReturn:

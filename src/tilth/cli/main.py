@@ -64,6 +64,26 @@ def run(
 
 
 @app.command()
+def algorithms(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FLOW]... [KEY=VALUE]...", help="these only, as keys of a recipe change them; default: all"
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="by plain keys, and every name there is, as JSON")] = False,
+) -> None:
+    """List all algorithms side by side; of two or more that are named only what differs.
+
+    As in: tilth algorithms dapo grpo; with your own: tilth algorithms 'plugins=["mine.py"]'. Keys of --json: algorithms
+    (flow -> its keys, null: there is no such thing), entries (kind -> names).
+    """
+    from tilth.cli.algorithms import compare
+
+    compare(words or [], as_json=as_json)
+
+
+@app.command()
 def layout(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,

@@ -82,7 +82,7 @@ def _watched(recipe: Recipe, name: str, allow: Sequence[str], *, fallback: bool)
 
     live = Live(recipe)
     try:
-        return run_recipe(recipe, name=name, observers=[live], allow=allow, fallback=fallback)
+        return run_recipe(recipe, name=name, callbacks=[live], allow=allow, fallback=fallback)
     except Interrupted as stopped:
         live.stop()
         typer.echo(str(stopped), err=True)

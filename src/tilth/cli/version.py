@@ -26,5 +26,11 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_show, is_eager=True, help="show versions of tilth, torch and Python")
     ] = False,
+    plugins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--plugins", metavar="FILE.py", is_eager=True, help="code of your own that adds commands; may be repeated"
+        ),
+    ] = None,
 ) -> None:
     """Trains language models by reinforcement learning."""

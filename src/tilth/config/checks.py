@@ -12,7 +12,7 @@ from tilth.config.axes import AXES, MODEL, over
 from tilth.config.errors import RecipeError
 from tilth.config.flows import FLOWS, OPTIONAL
 from tilth.config.roles import ROLES, SHIPPED_ROLES, RoleSpec, resolve, roles_of
-from tilth.config.schema import Algorithm, Layout, Recipe
+from tilth.config.schema import AlgorithmSection, Layout, Recipe
 
 KV_BLOCK = 16
 """Tokens of a block of the rollout engine's cache."""
@@ -130,7 +130,7 @@ def _learning(recipe: Recipe) -> Iterator[str]:
 def _experience(recipe: Recipe) -> Iterator[str]:
     a, flow = recipe.algorithm, recipe.flow
     for key in sorted(OPTIONAL - recipe.facts.reads):
-        if getattr(a, key) != Algorithm.model_fields[key].default:
+        if getattr(a, key) != AlgorithmSection.model_fields[key].default:
             who = ", ".join(name for name, other in FLOWS.items() if other.samples and key in other.reads)
             yield f"algorithm.{key} = {getattr(a, key)} has no use in flow = {flow}; it is of {who}"
     grouped = flow == "rloo" or bool(recipe.facts.reads & {"drop_flat"} and (a.drop_flat or a.refill))

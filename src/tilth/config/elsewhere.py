@@ -99,6 +99,7 @@ VERL = {
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "train.micro_tokens",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "train.micro_tokens",
     "actor_rollout_ref.actor.ppo_epochs": "algorithm.epochs",
+    "actor_rollout_ref.actor.clip_ratio": "algorithm.clip_low, algorithm.clip_high",
     "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_low",
     "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_high",
     "actor_rollout_ref.actor.clip_ratio_c": "algorithm.dual_clip",

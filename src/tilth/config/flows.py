@@ -19,6 +19,7 @@ class Flow:
     value: whether what it trains is a value model, which says nothing. judge: whether a frozen model reads its
     answers. reads: those of the keys ``OPTIONAL`` that its page goes by. own: section -> key -> default in this flow.
     roles: those of a plugin that it calls.
+    own_loop: whether a plugin declares it.
     """
 
     title: str
@@ -30,6 +31,7 @@ class Flow:
     reads: frozenset[str] = frozenset()
     own: _Keys = field(default_factory=dict)
     roles: frozenset[str] = frozenset()
+    own_loop: bool = False
 
     @property
     def rows(self) -> int:
@@ -110,7 +112,8 @@ def own_defaults(flow: str, algorithm: Any) -> _Keys:
     own, said = FLOWS[flow].own, algorithm if isinstance(algorithm, Mapping) else {}
     found = dict(own.get("algorithm", {}))
     for table, key in ((LOSSES, "loss"), (ADVANTAGES, "advantage")):
-        found |= table.get(str(said.get(key)), {})
+        of_chosen = table.get(str(said.get(key, found.get(key))), {})
+        found = {**found, **of_chosen} if key in said else {**of_chosen, **found}
     if {**found, **said}.get("kl_in") == "reward":
         found.setdefault("kl", "k1")
     return {**own, "algorithm": found} if found else own

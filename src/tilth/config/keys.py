@@ -1,6 +1,6 @@
 """The keys of a recipe as a table, read from the schema: for error messages, overrides and documentation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -70,10 +70,8 @@ def _values(field: FieldInfo) -> str:
     annotation = field.annotation
     if annotation is Layout:
         return "a layout, a table of " + ", ".join(Layout.model_fields)
-    if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(map(str, get_args(annotation)))
-    for one_of in (m for m in field.metadata if isinstance(m, OneOf)):
-        return "one of " + ", ".join(one_of.names())
+    if known := _choices(annotation, field.metadata):
+        return f"one of {', '.join(known)}"
     if annotation is bool:
         return "true or false"
     if annotation is str:
@@ -83,6 +81,14 @@ def _values(field: FieldInfo) -> str:
     return _shape(annotation)
 
 
+def _choices(annotation: Any, metadata: Iterable[Any] = ()) -> list[str]:
+    """The names that a value is one of; none where it is no such value."""
+    if get_origin(annotation) is Literal:
+        return [str(name) for name in get_args(annotation)]
+    marks = (*metadata, *getattr(annotation, "__metadata__", ()))
+    return [name for mark in marks if isinstance(mark, OneOf) for name in mark.names()]
+
+
 def _shape(annotation: Any) -> str:
     """Of a list, a table or a choice between kinds."""
     if get_origin(annotation) is dict:
@@ -90,9 +96,8 @@ def _shape(annotation: Any) -> str:
     if get_origin(annotation) in (Union, UnionType):
         return " or ".join("text" if a is str else _shape(a) for a in get_args(annotation))
     items = [a for a in get_args(annotation) if a is not Ellipsis]
-    if get_origin(items[0]) is Literal:
-        known = get_args(items[0])
-        return f"a list of {', '.join(map(str, known))}, written '[\"{known[0]}\"]'"
+    if known := _choices(items[0]):
+        return f"a list of {', '.join(known)}, written '[\"{known[0]}\"]'"
     return """a list of texts, written '["a", "b"]'""" if items[0] is str else f"a list of {len(items)} numbers"
 
 

@@ -100,14 +100,17 @@ def recipe_name(name_or_path: str) -> str:
     return path.resolve().parent.name if path.name == "recipe.toml" else path.name.removesuffix(".toml")
 
 
-def from_dict(data: Mapping[str, Any]) -> Recipe:
-    """A checked recipe from nested dictionaries, as a TOML file gives them; lists may stand for tuples."""
+def from_dict(data: Mapping[str, Any], *, complete: bool = True) -> Recipe:
+    """A checked recipe from nested dictionaries, as a TOML file gives them; lists may stand for tuples.
+
+    complete: False for one that is only looked at: what a run would need beside it may be missing.
+    """
     if begun := _of_model(data).get("path"):
         _check_shape(_stated(data), begun)
-    return _checked(data)
+    return _checked(data, complete=complete)
 
 
-def _checked(data: Mapping[str, Any]) -> Recipe:
+def _checked(data: Mapping[str, Any], *, complete: bool = True) -> Recipe:
     """Import the plugins first, since they add to what other keys may name; then check every key."""
     frozen = {name: _frozen(value) for name, value in data.items()}
     plugins = frozen.get("plugins", ())
@@ -120,7 +123,8 @@ def _checked(data: Mapping[str, Any]) -> Recipe:
         recipe = Recipe.model_validate(frozen)
     except ValidationError as error:
         raise RecipeError(_explain(error)) from None
-    check(recipe)
+    if complete:
+        check(recipe)
     return recipe
 
 

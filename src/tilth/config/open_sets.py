@@ -2,10 +2,17 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import GetCoreSchemaHandler
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+if TYPE_CHECKING:  # the command line names these sets before anything is checked
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
+
+OPTIMIZERS: dict[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
+"""Name of each optimizer -> its state tensors of a parameter's shape, 0 at first; plugins add to it. Those of muon are
+of block matrices; the other parameters have AdamW's."""
+TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases"}
+"""Name of each tracker that comes with Tilth -> its class in ``tilth.ui.track``."""
 
 
 @dataclass(frozen=True)
@@ -14,10 +21,14 @@ class OneOf:
 
     names: Callable[[], Iterable[str]]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
+        from pydantic_core import core_schema
+
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def _check(self, value: str) -> str:
+        from pydantic_core import PydanticCustomError
+
         if value not in (known := list(self.names())):
             raise PydanticCustomError("literal_error", "not one of {names}", {"names": ", ".join(known)})
         return value

@@ -22,9 +22,10 @@ from typing import Any, Literal, TypeVar, get_args
 
 from tilth.config.errors import PluginError
 from tilth.config.flows import FLOWS, OPTIONAL, SHARED_OPTIONS, Flow, Learns
+from tilth.config.open_sets import OPTIMIZERS
 from tilth.config.roles import ROLES, SHIPPED_ROLES, MeshKind, Receives, RoleSpec
 
-Kind = Literal["advantage", "policy_loss", "reward", "flow", "role"]
+Kind = Literal["advantage", "policy_loss", "reward", "flow", "role", "callback", "tracker", "optimizer", "command"]
 T = TypeVar("T")
 
 
@@ -42,6 +43,11 @@ class Declaration:
     def where(self) -> str:
         """File and line, for error messages."""
         return f"{Path(self.file).name}:{self.line}"
+
+    @property
+    def title(self) -> str:
+        """Kind, name, file and line: the subject of an error message."""
+        return f"{self.kind} {self.name!r} ({self.where})"
 
     @property
     def spec(self) -> str:
@@ -106,6 +112,41 @@ def reward(name: str) -> Callable[[T], T]:
     return declare("reward", name)
 
 
+def callback(name: str) -> Callable[[T], T]:
+    """Declare a subclass of ``tilth.Callback``, made without arguments for each run whose recipe names this plugin."""
+    return declare("callback", name)
+
+
+def tracker(name: str) -> Callable[[T], T]:
+    """Declare a subclass of ``tilth.Tracker`` that ``run.track=["name"]`` chooses."""
+    return declare("tracker", name)
+
+
+def optimizer(name: str, *, state: Sequence[str] = ()) -> Callable[[T], T]:
+    """Declare an optimizer that ``optimizer.name=name`` chooses: (parameters, section) -> torch.optim.Optimizer.
+
+    section: [optimizer] of the recipe; ``param_groups`` get the learning rate of each step. state: names of the tensors
+    that it keeps of each parameter, 0 at first, which memory plans and checkpoints go by; a number ``step`` needs no
+    name. Where the model is divided, parameters are the parts that this rank has.
+    Raises PluginError: a name that is taken.
+    """
+    if name in OPTIMIZERS and name not in _DECLARED["optimizer"]:
+        raise PluginError(f"@tilth.optimizer({name!r}): one that comes with Tilth has this name; choose another one")
+    record = declare("optimizer", name)
+
+    def add(make: T) -> T:
+        record(make)
+        OPTIMIZERS[name] = tuple(state)
+        return make
+
+    return add
+
+
+def command(name: str) -> Callable[[T], T]:
+    """Declare a function as a command: ``tilth --plugins FILE.py name``; arguments and options as typer takes them."""
+    return declare("command", name)
+
+
 def flow(
     name: str,
     *,
@@ -130,7 +171,9 @@ def flow(
     def add(page: T) -> T:
         record(page)
         own = defaults or {}
-        FLOWS[name] = Flow(title or name, learns, critic, reference, reads=OPTIONAL, own=own, roles=frozenset(roles))
+        FLOWS[name] = Flow(
+            title or name, learns, critic, reference, reads=OPTIONAL, own=own, roles=frozenset(roles), own_loop=True
+        )
         return page
 
     return add
@@ -194,6 +237,13 @@ def declared(kind: Kind) -> dict[str, Declaration]:
     return dict(_DECLARED[kind])
 
 
+def declared_by(kind: Kind, plugins: Iterable[str]) -> list[Declaration]:
+    """What these plugins declare, or the script that this process runs; not what those of an earlier recipe do."""
+    modules = {module_name(Path(name)) if name.endswith(".py") else name for name in plugins} | {"__main__"}
+    found = [(declaration, getattr(declaration.value, "__module__", "")) for declaration in declared(kind).values()]
+    return [d for d, module in found if any(module == m or module.startswith(f"{m}.") for m in modules)]
+
+
 def load_plugins(plugins: Iterable[str]) -> list[ModuleType]:
     """Import each plugin once: a path ending in ``.py``, or the name of a module. Raises PluginError in one line."""
     return [import_file(Path(name)) if name.endswith(".py") else _import_module(name) for name in plugins]
@@ -240,17 +290,19 @@ def module_name(path: Path) -> str:
     return f"{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
 
 
-def describe(error: BaseException) -> str:
+def describe(error: BaseException, file: str = "") -> str:
     """An exception in one line of at most 300 characters, with the place where it was raised.
 
-    What Python's importer raises of a file that is no Python says its line itself.
+    file: of the code at fault; its own innermost line is named, where it called others. What Python's importer raises
+    of a file that is no Python says its line itself.
     """
     message = " ".join(str(error).split())[:200]
-    place, trace = "", error.__traceback__
+    trace, frames = error.__traceback__, [("<frozen importlib>", 0)]
     while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        place = "" if file.startswith("<frozen importlib") else f" at {Path(file).name[-60:]}:{trace.tb_lineno}"
+        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
+    named, line = next((frame for frame in reversed(frames) if frame[0] == file), frames[-1])
+    place = "" if named.startswith("<frozen importlib") else f" at {Path(named).name[-60:]}:{line}"
     notes = "".join(f" ({note[:100]})" for note in getattr(error, "__notes__", ()))
     return f"{type(error).__name__}{': ' + message if message else ''}{place}{notes}"
 
@@ -269,6 +321,12 @@ def _import_module(name: str) -> ModuleType:
         raise PluginError(f"plugins: importing {name} failed: {describe(error)}") from error
     except (Exception, SystemExit) as error:
         raise PluginError(f"plugins: importing {name} failed: {describe(error)}") from error
+
+
+def source(code: Any) -> str:
+    """File and line where a function or class begins, for error messages."""
+    file, line = _place(inspect.unwrap(code))
+    return f"{Path(file).name}:{line}"
 
 
 def _place(code: Any) -> tuple[str, int]:

@@ -4,15 +4,15 @@ A recipe is a TOML file of these sections. Every key has a default, so a recipe 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from tilth.config.axes import AXES
 from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, below, own_defaults
-from tilth.config.open_sets import OneOf
-from tilth.config.plugins import load_plugins, shared_defaults
+from tilth.config.open_sets import OPTIMIZERS, TRACKERS, OneOf
+from tilth.config.plugins import declared, load_plugins, shared_defaults
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -169,7 +169,7 @@ class Reward(Section):
     pool: str = Field("", description="pool whose first worker starts the processes that score; empty: the first one")
 
 
-class Algorithm(Section):
+class AlgorithmSection(Section):
     """How rewards become updates."""
 
     advantage: str = Field("grpo", description="estimator, one of tilth.rl.names()")
@@ -291,7 +291,9 @@ class BroughtRole(RoleSection):
 class Optimizer(Section):
     """How parameters move."""
 
-    name: Literal["adamw", "muon"] = Field("adamw", description="muon: block matrices by Muon, the rest by AdamW")
+    name: Annotated[str, OneOf(lambda: OPTIMIZERS)] = Field(
+        "adamw", description="muon: block matrices by Muon, the rest by AdamW"
+    )
     lr: Rate = Field(1e-4, description="peak learning rate")
     muon_lr_ratio: Rate = Field(10.0, description="learning rate of the block matrices under Muon, over lr")
     betas: tuple[Share, Share] = Field((0.9, 0.95), description="AdamW's decay of both moments")
@@ -353,7 +355,7 @@ class Run(Section):
     collect_every: Count = Field(
         0, description="steps between two collections of Python's garbage, on all ranks at once; 0: when Python likes"
     )
-    track: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+    track: tuple[Annotated[str, OneOf(lambda: (*TRACKERS, *declared("tracker")))], ...] = Field(
         (), description="trackers that get every metric too (wandb: offline unless WANDB_MODE says otherwise)"
     )
     prometheus: int = Field(
@@ -405,7 +407,7 @@ class Recipe(Section):
     supervised: Supervised = Supervised()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
-    algorithm: Algorithm = Algorithm()
+    algorithm: AlgorithmSection = AlgorithmSection()
     preference: Preference = Preference()
     policy: Policy = Policy()
     reference: Reference = Reference()
@@ -417,7 +419,18 @@ class Recipe(Section):
     cluster: Cluster = Cluster()
     run: Run = Run()
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
+    @classmethod
+    def _remember_said(cls, data: Any, check: Callable[[Any], "Recipe"]) -> "Recipe":
+        """``algorithm.model_fields_set`` are the keys that somebody chose: neither defaults of a flow, nor all of them,
+        as in what a run keeps."""
+        recipe = check(cls._own_defaults(data))
+        if isinstance(data, Mapping):
+            chosen = set(_said(data.get("algorithm", {})))
+            everything = chosen >= AlgorithmSection.model_fields.keys()
+            recipe.algorithm.model_fields_set.intersection_update(() if everything else chosen)
+        return recipe
+
     @classmethod
     def _own_defaults(cls, data: Any) -> Any:
         """A flow's own defaults, and the clips of the chosen loss, lie below what is given."""

@@ -10,11 +10,10 @@ from tilth.flows.run import Run
 def pretrain_critic(run: Run) -> None:
     """Train the critic alone, towards the rewards that samples of the frozen policy end with (VC-PPO, 2503.01491)."""
     # No value of an untrained critic in its own target; nothing that the policy's loss alone goes by.
-    monte_carlo = {"advantage": "gae", "lam": 1.0, "options": {}, "correction": ""}
-    how = run.how.model_copy(update=monte_carlo)
+    how = run.how.updated(advantage="gae", lam=1.0, options={}, correction="")
     for batch in run.experience(group=run.recipe.rollout.group):
         batch = run.critic.values(batch)
-        if how.kl_coef and how.kl_in == "reward":  # what samples end with has the penalty in it
+        if how.kl_in_reward:  # what samples end with has the penalty in it
             batch = run.logprobs(batch)
         batch = run.policy.advantages(batch, how)
         for part in run.minibatches(batch):

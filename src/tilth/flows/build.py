@@ -14,6 +14,7 @@ from tilth.checkpoint import open_checkpoint
 from tilth.checkpoint.storage import is_url
 from tilth.cluster.cluster import Cluster
 from tilth.cluster.group import WorkerGroup
+from tilth.config.open_sets import OPTIMIZERS
 from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
@@ -191,9 +192,10 @@ def _optimizer_of(recipe: Recipe) -> str:
     named = find_checkpoint(recipe.model.path)
     if named is None:
         raise RecipeError(f"model.optimizer = true, but model.path = {recipe.model.path} is no run: it has none")
-    kinds = {name.partition(".")[0] for name in open_checkpoint(named.path).names("optimizer")}
-    stored = "muon" if "momentum_buffer" in kinds else "adamw"
-    if stored != recipe.optimizer.name:
+    kinds = {name.partition(".")[0] for name in open_checkpoint(named.path).names("optimizer")} - {"step"}
+    wanted = {*OPTIMIZERS[recipe.optimizer.name], *(OPTIMIZERS["adamw"] if recipe.optimizer.name == "muon" else ())}
+    if kinds != wanted:
+        stored = "muon" if "momentum_buffer" in kinds else "adamw" if "exp_avg_sq" in kinds else "another"
         raise RecipeError(
             f"model.optimizer = true, but optimizer.name = {recipe.optimizer.name} and that of {named} is {stored}"
         )

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a run starts, and what its pages will have to compute."""
+"""What can be known to be wrong with an algorithm before a run starts."""
 
 from typing import cast
 
@@ -8,33 +8,16 @@ import tilth.rl as rl
 from tilth.config.flows import LOSSES, SHARED_OPTIONS
 from tilth.config.plugins import Declaration, declared
 from tilth.config.plugins import Kind as Declares
-from tilth.config.schema import Algorithm, Recipe
+from tilth.config.schema import AlgorithmSection, Recipe
 from tilth.core.batch import Batch
 from tilth.core.errors import RecipeError, RewardError
+from tilth.rl.algorithm import Algorithm
 from tilth.rl.correction import Rule
-from tilth.rl.estimators import Advantage
 from tilth.rl.preference import PreferenceLoss
-from tilth.rl.registry import Kind, build, nearest
-from tilth.roles.objective import aggregation, bypass, entry, options
+from tilth.rl.registry import Kind, lookup, nearest, require
 
-COLUMNS = {
-    "rewards",
-    "baselines",
-    "groups",
-    "counts",
-    "mask",
-    "lengths",
-    "logprobs",
-    "old_logprobs",
-    "advantages",
-    "rollout_logprobs",
-    "sum_pi_squared",
-    "uniforms",
-    "weights",
-}
-"""Columns that every loop without a critic can make. A critic makes ``values``, a reference ``ref_logprobs``."""
-_MADE = {"remax": "greedy answers", "distill": "teacher's log-probs"}
-_OF_POLICY = {"logprobs", "old_logprobs", "sum_pi_squared"}
+_MADE = {"values": "critic", "baselines": "greedy answers", "ref_logprobs": "teacher's log-probs"}
+"""Columns that a flow makes for its own estimator alone, in words."""
 _CHOICE = "token-mean"
 """The aggregation of losses that any other goes with as well."""
 
@@ -44,22 +27,19 @@ def check_algorithm(recipe: Recipe) -> None:
     and for one that needs what no role makes."""
     if recipe.flow == "pretrain" and recipe.reward.function:
         raise RecipeError("flow=pretrain generates nothing, so nothing is scored; leave reward.function out")
+    _check_declared(recipe)
     if recipe.facts.learns == "pairs":
         _check_preference(recipe)
     if not recipe.facts.samples:
         return
-    how = recipe.algorithm
-    columns = _columns(recipe)
-    chosen = _chosen(how)
-    _check_declared(recipe)
-    _check_critic(recipe, judged="values" in entry("advantages", how.advantage, how).needs)
-    _check_options(how, chosen)
-    _check_reward(recipe)
-    for kind, name in chosen.items():
-        found = rl.check(name, columns, options(kind, name, how), kind=kind)
-        if isinstance(found, Rule):
-            found.fits(rl.loss_entry(how.loss, **options("losses", how.loss, how)))
-    rl.check(aggregation(how), columns, kind="aggregations")
+    algorithm = Algorithm.of(recipe)
+    _check_made(recipe, algorithm)
+    _check_options(algorithm)
+    _check_reward(recipe, algorithm)
+    for entry in (*algorithm.chosen.values(), algorithm.aggregation):
+        require(entry, algorithm.available)
+    if isinstance(algorithm.correction, Rule):
+        algorithm.correction.fits(algorithm.loss)
 
 
 def in_scripts(recipe: Recipe) -> dict[str, Declaration]:
@@ -68,6 +48,7 @@ def in_scripts(recipe: Recipe) -> dict[str, Declaration]:
         "flow": ("flow", recipe.flow),
         "algorithm.advantage": ("advantage", recipe.algorithm.advantage),
         "algorithm.loss": ("policy_loss", recipe.algorithm.loss),
+        "optimizer.name": ("optimizer", recipe.optimizer.name),
     }
     named |= {f"roles.{name}": ("role", name) for name in recipe.facts.roles}
     found = {key: declared(cast(Declares, kind)).get(name) for key, (kind, name) in named.items()}
@@ -105,139 +86,89 @@ def replaced(recipe: Recipe) -> list[str]:
     chosen = {key: getattr(recipe.algorithm, key) for key in ("advantage", "loss") if key in own}
     told = [f"{key} = {name} instead of {own[key]}" for key, name in chosen.items() if name != own[key]]
     lines = [f"flow {recipe.flow} with {' and '.join(told)}, as the recipe says"] if told else []
-    return lines + unpublished(recipe.algorithm)
+    return lines + unpublished(Algorithm.of(recipe))
 
 
-def unpublished(how: Algorithm) -> list[str]:
+def unpublished(algorithm: Algorithm) -> list[str]:
     """A line on aggregation and clips other than the loss was published with, where these are part of what it is.
 
     PPO's own are choices of each algorithm: token-mean is DAPO's, seq-mean-token-mean GRPO's.
     """
-    published = rl.loss_entry(how.loss)
-    own = {key: getattr(published, key) for key in LOSSES.get(how.loss, {}) if hasattr(published, key)}
+    keys, published = algorithm.keys, type(algorithm.loss)()
+    own = {key: getattr(published, key) for key in LOSSES.get(keys.loss, {}) if hasattr(published, key)}
     if published.aggregation != _CHOICE:
         own["aggregation"] = published.aggregation
-    used = {key: getattr(how, key) for key in own} | {"aggregation": aggregation(how)}
+    used = {key: getattr(keys, key) for key in own} | {"aggregation": algorithm.aggregation.entry_name}
     told = [f"{key} = {used[key]} instead of {value}" for key, value in own.items() if used[key] != value]
-    return [f"loss {how.loss} with {' and '.join(told)}: not as published"] if told else []
+    return [f"loss {keys.loss} with {' and '.join(told)}: not as published"] if told else []
 
 
-def drops_flat(recipe: Recipe) -> bool:
-    """Whether groups with equal rewards are left out: where the recipe says so and they have no gradient at all."""
-    how = recipe.algorithm
-    terms = how.kl_coef or how.entropy_coef or how.entropy_target or how.nll_coef
-    wanted = "drop_flat" in recipe.facts.reads and how.drop_flat
-    return wanted and not terms and not estimator(how).flat_teaches
-
-
-def estimator(how: Algorithm) -> Advantage:
-    """What the recipe makes advantages with, with its options."""
-    return build("advantages", how.advantage, options("advantages", how.advantage, how), Advantage)
-
-
-def _check_reward(recipe: Recipe) -> None:
-    """What is added to the reward reaches the policy, and does not become noise on the way."""
-    how, found, name = recipe.algorithm, estimator(recipe.algorithm), recipe.algorithm.advantage
-    in_reward = bool(how.kl_coef) and how.kl_in == "reward"
-    if in_reward and found.relative_to_spread:
-        raise RecipeError(
-            f"algorithm.kl_in=reward with advantage={name}: in a group of equal rewards the smallest penalty would "
-            "count as much as right and wrong; use kl_in=loss, or an estimator that is not divided by the spread"
-        )
-    added = {
-        "algorithm.kl_in=reward": in_reward,
-        "algorithm.overlong_buffer": bool(how.overlong_buffer),
-        "judge.penalty": recipe.facts.judge and bool(recipe.judge.penalty),
-    }
-    lost = [key for key, given in added.items() if given and not found.reads_reward]
-    if lost:
-        raise RecipeError(f"{lost[0]} changes the reward, which advantage={name} never reads; leave it out")
-
-
-def columns_needed(recipe: Recipe) -> set[str]:
-    """Columns that a loop has to compute: the policy's log-probs before its updates (``logprobs``, and
-    ``sum_pi_squared``) where something needs them, and ``baselines``, the rewards of greedy answers."""
-    how = recipe.algorithm
-    needs = set(entry("advantages", how.advantage, how).needs)
-    return _logprobs_needed(recipe, needs & _OF_POLICY) | (needs & {"baselines"})
-
-
-def _logprobs_needed(recipe: Recipe, wanted: set[str]) -> set[str]:
-    how = recipe.algorithm
-    several = how.epochs * how.minibatches > 1 or recipe.flow in declared("flow")  # who knows what that does
-    again = several and not bypass(how)
-    corrected = bool(how.correction) and not rl.bypasses(how.correction, **options("corrections", how.correction, how))
-    if again or corrected or (how.kl_coef and how.kl_in == "reward"):
-        wanted.add("logprobs")
-    return wanted | {"logprobs"} if wanted else wanted
-
-
-def check_parts(recipe: Recipe, scored: Batch) -> None:
+def check_parts(algorithm: Algorithm, scored: Batch) -> None:
     """RewardError if the estimator wants a part that the reward does not return."""
     parts = {name for name in scored.rows if name.startswith("part/")}
-    wanted = _parts(recipe) - parts if recipe.facts.samples else set()
+    wanted = algorithm.parts - parts
     if wanted and not np.isnan(scored["reward"]).all():
         have = ", ".join(sorted(name.removeprefix("part/") for name in parts)) or "none"
         raise RewardError(
-            f"algorithm.advantage={recipe.algorithm.advantage} wants the part {min(wanted).removeprefix('part/')!r} of "
+            f"algorithm.advantage={algorithm.keys.advantage} wants the part {min(wanted).removeprefix('part/')!r} of "
             f"the reward, which returns these parts: {have}"
         )
 
 
-def _parts(recipe: Recipe) -> set[str]:
-    """Columns ``part/NAME`` of the reward that the estimator cannot work without."""
-    how = recipe.algorithm
-    return {name for name in entry("advantages", how.advantage, how).needs if name.startswith("part/")}
+def _check_reward(recipe: Recipe, algorithm: Algorithm) -> None:
+    """What is added to the reward reaches the policy, and does not become noise on the way."""
+    keys, found = algorithm.keys, algorithm.estimator
+    if algorithm.kl_in_reward and found.relative_to_spread:
+        raise RecipeError(
+            f"algorithm.kl_in=reward with advantage={keys.advantage}: in a group of equal rewards the smallest penalty "
+            "would count as much as right and wrong; use kl_in=loss, or an estimator that is not divided by the spread"
+        )
+    added = {
+        "algorithm.kl_in=reward": algorithm.kl_in_reward,
+        "algorithm.overlong_buffer": bool(keys.overlong_buffer),
+        "judge.penalty": recipe.facts.judge and bool(recipe.judge.penalty),
+    }
+    lost = [key for key, given in added.items() if given and not found.reads_reward]
+    if lost:
+        raise RecipeError(f"{lost[0]} changes the reward, which advantage={keys.advantage} never reads; leave it out")
 
 
-def _columns(recipe: Recipe) -> set[str]:
-    found = COLUMNS | ({"values"} if recipe.facts.critic else set()) | ({"ref_logprobs"} if recipe.refers else set())
-    return found | _parts(recipe)  # whether they are there is known when the reward has been called
-
-
-def _chosen(how: Algorithm) -> dict[Kind, str]:
-    found = {"advantages": how.advantage, "losses": how.loss, "corrections": how.correction}
-    return {cast(Kind, kind): name for kind, name in found.items() if name}
-
-
-def _check_options(how: Algorithm, chosen: dict[Kind, str]) -> None:
+def _check_options(algorithm: Algorithm) -> None:
     """Each option is one of what was chosen; otherwise whose it is, or the nearest."""
-    known = {key for kind, name in chosen.items() for key in rl.options(kind, name)}
-    first_class = set(Algorithm.model_fields)
-    for key in how.options:
+    keys, chosen = algorithm.keys, algorithm.chosen
+    known = {option for entry in chosen.values() for option in type(entry).model_fields}
+    have = " and ".join(entry.entry_name for entry in chosen.values())
+    first_class = AlgorithmSection.model_fields
+    for key in keys.options:
         if key in first_class:
             raise RecipeError(f"algorithm.options has {key}, which is a key of its own: algorithm.{key}")
         if key not in known:
-            raise RecipeError(f"algorithm.options.{key}: {_whose(key, chosen, known - first_class)}")
+            raise RecipeError(f"algorithm.options.{key}: {have} {_whose(key, known - set(first_class))}")
     for key in SHARED_OPTIONS:
-        value = getattr(how, key)
-        if value != Algorithm.model_fields[key].default and key not in known:
-            raise RecipeError(f"algorithm.{key} = {value}: {_whose(key, chosen, set())}")
+        value, own = getattr(keys, key), algorithm.flow.own.get("algorithm", {})
+        unsaid = key not in keys.model_fields_set and value in (first_class[key].default, own.get(key))
+        if key not in known and not unsaid:
+            raise RecipeError(f"algorithm.{key} = {value}: {have} {_whose(key, set())}")
 
 
-def _whose(key: str, chosen: dict[Kind, str], known: set[str]) -> str:
+def _whose(key: str, known: set[str]) -> str:
     """Who has an option that nothing chosen has."""
     kinds: tuple[Kind, ...] = ("advantages", "losses", "corrections")
-    owners = [name for kind in kinds for name in rl.names()[kind] if key in rl.options(kind, name)]
-    have = " and ".join(chosen.values())
+    owners = [name for kind in kinds for name in rl.names()[kind] if key in lookup(kind, name).model_fields]
     if owners:
-        return f"{have} have no such option; it is one of {', '.join(owners)}"
-    return f"{have} have no such option{nearest(key, known)}"
+        return f"have no such option; it is one of {', '.join(owners)}"
+    return f"have no such option{nearest(key, known)}"
 
 
-def _check_critic(recipe: Recipe, *, judged: bool) -> None:
+def _check_made(recipe: Recipe, algorithm: Algorithm) -> None:
     """A critic is there if and only if the estimator asks for its values; so are greedy answers and a teacher."""
-    name = recipe.algorithm.advantage
-    if judged and not recipe.facts.critic:
+    flow, name, needs = recipe.facts, algorithm.keys.advantage, set(algorithm.estimator.needs)
+    if "values" in needs and not flow.critic:
         raise RecipeError(f"algorithm.advantage={name} needs a critic, which flow={recipe.flow} has not; set flow=ppo")
-    wanted = {"remax": "baselines", "distill": "ref_logprobs"}.get(recipe.flow)
-    if wanted and wanted not in entry("advantages", name, recipe.algorithm).needs:
+    usual = flow.own.get("algorithm", {}).get("advantage", "grpo")
+    own = set() if flow.own_loop else set(algorithm.updated(advantage=usual, options={}).estimator.needs) & set(_MADE)
+    for column in (own | ({"values"} if flow.critic else set())) - needs:
         raise RecipeError(
-            f"algorithm.advantage={name} never looks at the {_MADE[recipe.flow]} that flow={recipe.flow} makes; "
-            f"use algorithm.advantage={recipe.flow}, or flow=grpo"
-        )
-    if not judged and recipe.facts.critic:
-        raise RecipeError(
-            f"algorithm.advantage={name} never looks at the critic that flow={recipe.flow} trains; "
-            "use algorithm.advantage=gae or vapo, or flow=grpo"
+            f"algorithm.advantage={name} never looks at the {_MADE[column]} that flow={recipe.flow} makes; "
+            f"use algorithm.advantage={usual if column in own else 'gae'}, or flow=grpo"
         )

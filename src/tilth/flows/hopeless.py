@@ -6,8 +6,8 @@ import numpy as np
 
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
-from tilth.flows.checks import estimator
 from tilth.flows.keep import has_spread
+from tilth.rl.estimators import Advantage
 from tilth.roles.experience import CUT, is_right
 
 PATIENCE = 20
@@ -16,15 +16,14 @@ MANY = 0.5
 """Share of answers that are cut from which on their length is thought to be the cause."""
 
 
-def counted(before: Mapping[str, float], sampled: Batch, recipe: Recipe) -> dict[str, float]:
+def counted(before: Mapping[str, float], sampled: Batch, estimator: Advantage, group: int) -> dict[str, float]:
     """The state of an episode after one more step: how many steps it has, least and greatest reward; {}: there is none.
 
     A step belongs to it where no two rewards of a group differ; for an estimator that learns from such groups too,
     where all rewards are equal, and those of the steps before them. A step without any reward changes nothing.
     """
     scored = sampled.select(~np.isnan(sampled["reward"]))
-    found = estimator(recipe.algorithm)
-    if not len(scored) or not found.reads_reward:
+    if not len(scored) or not estimator.reads_reward:
         return dict(before)
     low, high = float(scored["reward"].min()), float(scored["reward"].max())
     joined = {
@@ -32,7 +31,7 @@ def counted(before: Mapping[str, float], sampled: Batch, recipe: Recipe) -> dict
         "low": min(low, before.get("low", low)),
         "high": max(high, before.get("high", high)),
     }
-    if recipe.rollout.group > 1 and not found.flat_teaches:
+    if group > 1 and not estimator.flat_teaches:
         return {} if has_spread(scored).any() else joined
     if joined["low"] == joined["high"]:
         return joined

@@ -4,7 +4,6 @@ import numpy as np
 
 from tilth.cluster.group import WorkerGroup
 from tilth.core.batch import Batch
-from tilth.flows.checks import drops_flat
 from tilth.flows.keep import has_spread
 from tilth.flows.run import Run
 from tilth.rl.judging import NONE_WRONG, penalty
@@ -36,8 +35,7 @@ def penalised(run: Run, batch: Batch, told: Batch) -> Batch:
 
 def drop_flat_groups(run: Run, batch: Batch) -> Batch:
     """Without the groups in which all rewards are equal now, where the recipe leaves such out."""
-    how = run.recipe.algorithm
-    if how.refill or not drops_flat(run.recipe):
+    if run.recipe.algorithm.refill or not run.algorithm.drops_flat:
         return batch
     kept = batch.select(has_spread(batch))
     run.metrics.add("samples/trained", float(len(kept) - len(batch)))

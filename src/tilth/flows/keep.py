@@ -6,7 +6,7 @@ import numpy as np
 
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
-from tilth.flows.checks import drops_flat
+from tilth.rl.algorithm import Algorithm
 from tilth.roles.experience import is_right, outcome
 
 Keep = Callable[[Batch], np.ndarray]
@@ -29,11 +29,11 @@ def is_mixed(batch: Batch) -> np.ndarray:
     return _spread(batch["group"], outcome(batch))
 
 
-def group_filter(recipe: Recipe) -> Keep | None:
+def group_filter(recipe: Recipe, algorithm: Algorithm) -> Keep | None:
     """Which groups a recipe keeps: mixed ones (dynamic sampling), those with a gradient, or None: all."""
     if recipe.algorithm.refill:
         return is_mixed
-    if not drops_flat(recipe):
+    if not algorithm.drops_flat:
         return None
     return can_differ(recipe.judge.penalty) if recipe.facts.judge else has_spread
 

@@ -25,12 +25,12 @@ from tilth.core.target import make_folder
 from tilth.data.prompts import PromptSet
 from tilth.flows.actor_critic import actor_critic, pretrain_critic
 from tilth.flows.build import Material, Parts, build
+from tilth.flows.callbacks import Callback, RunView, notify
 from tilth.flows.checks import check_algorithm, in_scripts, replaced
 from tilth.flows.continuing import Identity, find
 from tilth.flows.metrics import Metrics
 from tilth.flows.model import MODEL_FOLDER, save_shape
 from tilth.flows.named import all_lost, foreign, identity
-from tilth.flows.observers import Beginner, Observer
 from tilth.flows.policy_gradient import policy_gradient
 from tilth.flows.profiling import Profiling
 from tilth.flows.readers import checkpoints_of
@@ -48,21 +48,15 @@ from tilth.trace.collector import collector
 from tilth.trace.spans import recorder
 
 
-class _Clocks:
-    """An observer that compares the workers' clocks between two steps: a worker that is lost there loses none."""
+class _Clocks(Callback):
+    """Compare the workers' clocks between two steps: a worker that is lost there loses none."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
-    def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
-        """A step was committed."""
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
+        """Compare; the cluster does so a last time when it ends."""
         self._cluster.compare_clocks()
-
-    def on_message(self, text: str) -> None:
-        """Messages are none of its business."""
-
-    def on_end(self, summary: dict[str, Any]) -> None:
-        """The cluster compares them a last time when it ends."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,7 @@ def launch(
     name: str,
     material: Material,
     pool: RewardPool | None,
-    observers: Sequence[Observer],
+    callbacks: Sequence[Callback],
     *,
     reward: str = "",
     allow: Sequence[str] = (),
@@ -129,7 +123,7 @@ def launch(
         _check_place(recipe.run.checkpoints)  # before anything is made
     warned: list[str] = []
     with _told_what_would_help(), machine(recipe), _cluster(recipe) as cluster:
-        warn = partial(_warn, warned, observers)
+        warn = partial(_warn, warned, callbacks)
         parts = build(recipe, material, pool, cluster, _earlier(who, name), warn)
         if isinstance(parts.heldout, PromptSet):
             parts.notes.extend(seen_before(recipe, parts.heldout))
@@ -137,7 +131,7 @@ def launch(
             parts.roles.reward.ready()
         with (
             RunDir.create(recipe, name, who.inputs, who.allow) as directory,
-            _recorded(directory, cluster.rank, observers),
+            _recorded(directory, cluster.rank, callbacks),
             collector.to(planned=bool(recipe.run.collect_every)),
         ):
             if parts.roles.reward is not None:
@@ -145,16 +139,14 @@ def launch(
             with _told_how_to_go_on(directory.path), StopRequest(recipe.run.grace) as stop:
                 cluster.trace(directory.events.resolve(), directory.attempt, bool(recipe.run.collect_every))
                 profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
-                watching = [_Clocks(cluster), *observers, profiling]
+                watching = [_Clocks(cluster), *callbacks, profiling]
                 run = _run(parts, cluster, directory, watching, stop)
                 for text in warned:
                     directory.log(text)
                 directory.update(data=data)
                 _announce(run, parts)
                 _restore(run, fallback=fallback)
-                for observer in watching:
-                    if isinstance(observer, Beginner):
-                        observer.on_begin(directory.path, run.at.step, run.say)
+                notify(watching, "on_run_start", run)
                 try:
                     _phases(run)
                     profiling.conclude()
@@ -169,9 +161,8 @@ def launch(
             directory.end("finished")
             summary = summarise(directory.path)
             for line in cluster.close():
-                _tell(directory, observers, line)
-    for observer in observers:
-        observer.on_end(summary)
+                _tell(directory, callbacks, line)
+    notify(watching, "on_run_end", run, summary)
     return RunResult(directory.path, summary)
 
 
@@ -192,22 +183,21 @@ def _check_place(where: str) -> None:
 
 
 @contextmanager
-def _recorded(directory: RunDir, rank: int, observers: Sequence[Observer]) -> Iterator[None]:
+def _recorded(directory: RunDir, rank: int, callbacks: Sequence[Callback]) -> Iterator[None]:
     """The spans of this process are written. That some could not be is told: it ends no run, and hides no error."""
     recorder.start(directory.events, rank, directory.attempt)
     try:
         yield
     finally:
         if line := recorder.conclude():
-            _tell(directory, observers, line)
+            _tell(directory, callbacks, line)
 
 
-def _tell(directory: RunDir, observers: Sequence[Observer], line: str) -> None:
+def _tell(directory: RunDir, callbacks: Sequence[Callback], line: str) -> None:
     """What comes when the run is over, in the log as far as its disk takes it."""
     with suppress(StorageError):
         directory.log(line)
-    for observer in observers:
-        observer.on_message(line)
+    notify(callbacks, "on_message", line)
 
 
 @contextmanager
@@ -240,11 +230,10 @@ def _told_what_would_help() -> Iterator[None]:
         raise OutOfMemory(_with_key(error)) from error
 
 
-def _warn(warned: list[str], observers: Sequence[Observer], text: str) -> None:
+def _warn(warned: list[str], callbacks: Sequence[Callback], text: str) -> None:
     """Before there is a log."""
     warned.append(text)
-    for observer in observers:
-        observer.on_message(text)
+    notify(callbacks, "on_message", text)
 
 
 def _inputs(recipe: Recipe, data: str, reward: str) -> dict[str, str]:
@@ -275,13 +264,12 @@ def _cluster(recipe: Recipe) -> Cluster:
     return open_cluster(c.backend, sum(pools(recipe).values()), timeout=c.timeout, address=c.address, gpus=gpus)
 
 
-def _run(parts: Parts, cluster: Cluster, directory: RunDir, observers: Sequence[Observer], stop: StopRequest) -> Run:
+def _run(parts: Parts, cluster: Cluster, directory: RunDir, callbacks: Sequence[Callback], stop: StopRequest) -> Run:
     metrics = Metrics(sum(parts.roles.policy.peak_flops()), cluster.totals)
 
     def say(text: str) -> None:
         directory.log(text)
-        for observer in observers:
-            observer.on_message(text)
+        notify(callbacks, "on_message", text)
 
     return Run(
         parts.recipe,
@@ -290,7 +278,7 @@ def _run(parts: Parts, cluster: Cluster, directory: RunDir, observers: Sequence[
         parts.heldout,
         cluster.store,
         directory,
-        observers,
+        callbacks,
         saving=Saving(parts.recipe, directory, parts.roles.keepers(), metrics, say),
         stop=stop,
         metrics=metrics,

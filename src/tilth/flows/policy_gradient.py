@@ -5,7 +5,6 @@ What tells them apart are keys, whose defaults for each are one row of ``tilth.c
 judge.
 """
 
-from tilth.flows.checks import columns_needed
 from tilth.flows.judged import ask_judge, drop_flat_groups, penalised
 from tilth.flows.keep import group_filter
 from tilth.flows.run import Run
@@ -15,12 +14,12 @@ from tilth.flows.shape import overlong, uncut
 def policy_gradient(run: Run) -> None:
     """Sample groups of answers, score them, compare them, update the policy, sync the engine's weights; each step."""
     rollout, algo, judge = run.recipe.rollout, run.recipe.algorithm, run.roles.judge
-    for batch in run.experience(group=rollout.group, keep=group_filter(run.recipe), rounds=algo.refill):
+    for batch in run.experience(group=rollout.group, keep=group_filter(run.recipe, run.algorithm), rounds=algo.refill):
         if (
             judge is not None
         ):  # called first, read below: a judge with a pool of its own works beside what comes between
             verdicts = ask_judge(judge, batch)
-        if "baselines" in columns_needed(run.recipe):  # ReMax: the reward of the greedy answer
+        if "baselines" in run.algorithm.computed:  # ReMax: the reward of the greedy answer
             batch = run.baselines(batch)
         batch = run.logprobs(batch)
         if judge is not None:  # FAPO: right answers with a wrong step earn less

@@ -22,8 +22,8 @@ from tilth.config.checks import MOST_PROFILED, profiled, unknown_ranks
 from tilth.config.load import load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, StorageError
+from tilth.flows.callbacks import Callback, RunView, Say
 from tilth.flows.files import Lines, read_lines, to_json, writing
-from tilth.flows.observers import Say
 from tilth.flows.readers import read_state
 from tilth.flows.signals import StopRequest
 
@@ -70,8 +70,8 @@ class Capture:
         return {"id": self.request.id, "state": state, **where, "errors": self.errors, **more}
 
 
-class Profiling:
-    """An observer of a run that lets its workers record what they do from the end of one step to that of another."""
+class Profiling(Callback):
+    """Let the workers of a run record what they do from the end of one step to that of another."""
 
     def __init__(self, cluster: Cluster, recipe: Recipe, directory: Path, attempt: int, stop: StopRequest) -> None:
         self._cluster, self._recipe, self._attempt, self._stop = cluster, recipe, attempt, stop
@@ -82,27 +82,20 @@ class Profiling:
         self._step = 0
         self._say: Say = print
 
-    def on_begin(self, directory: Path, step: int, say: Say) -> None:
-        """The run goes on after ``step``."""
-        self._say = say
-        self._step = step
-        self._look(step + 1)
+    def on_run_start(self, run: RunView) -> None:
+        """Begin what is planned or asked for from the first step on."""
+        self._say, self._step = run.say, run.at.step
+        self._look(self._step + 1)
 
-    def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
-        """A step was committed."""
-        self._step = step = record["step"]
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
+        """End the capture under way if this was its last step, and begin another."""
+        self._step = step
         if self._now is not None:
             self._now.done = step
             if step >= self._now.last or self._stop.requested:
                 self._end(self._now)
         if self._now is None and not self._stop.requested:
             self._look(step + 1)
-
-    def on_message(self, text: str) -> None:
-        """Messages are none of its business."""
-
-    def on_end(self, summary: dict[str, Any]) -> None:
-        """``conclude`` came before: there are no workers any more."""
 
     def conclude(self) -> None:
         """No further step follows: end what is under way, and answer who still asks."""

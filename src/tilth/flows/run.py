@@ -15,17 +15,17 @@ import numpy as np
 from tilth.cluster.group import WorkerGroup
 from tilth.config.flows import FLOWS
 from tilth.config.roles import ROLES
-from tilth.config.schema import Algorithm, Recipe
+from tilth.config.schema import Recipe
 from tilth.core.batch import Batch, Store, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
 from tilth.flows import hopeless
-from tilth.flows.checks import check_parts, columns_needed
+from tilth.flows.callbacks import Callback, notify
+from tilth.flows.checks import check_parts
 from tilth.flows.heldout import ACCURACY, LOSS, REWARD, figures, is_graded, measure
 from tilth.flows.keep import Keep, first_groups, has_spread, missing_prompts
 from tilth.flows.measured import measure_parts, measure_rows
 from tilth.flows.metrics import Metrics
-from tilth.flows.observers import Observer
 from tilth.flows.progress import Progress
 from tilth.flows.publish import Bounds, check_mismatch
 from tilth.flows.roles import Roles
@@ -33,6 +33,7 @@ from tilth.flows.rundir import REWARD_LOG, RunDir
 from tilth.flows.saving import Saving
 from tilth.flows.shape import adapted, current
 from tilth.flows.signals import Interrupted, StopRequest
+from tilth.rl.algorithm import Algorithm
 from tilth.rl.metrics import Metric
 from tilth.roles.rollout import ask
 from tilth.trace.spans import span
@@ -77,7 +78,7 @@ class Run:
         heldout: Split,
         store: Store,
         directory: RunDir,
-        observers: Sequence[Observer],
+        callbacks: Sequence[Callback],
         saving: Saving,
         stop: StopRequest,
         metrics: Metrics,
@@ -88,6 +89,7 @@ class Run:
         """say: puts a line into the log and before whoever watches; adopt: the checkpoint whose optimizer state the
         first phase begins with; collect: garbage is collected at the end of this step, if it is its turn."""
         self.recipe = recipe
+        self.algorithm = Algorithm.of(recipe)
         self.roles = roles
         self.policy, self.rollout, self.reward, self.reference = (
             roles.policy,
@@ -100,14 +102,16 @@ class Run:
         self.heldout = heldout
         self.store = store
         self.directory = directory
-        self.observers = observers
+        self.callbacks = callbacks
         self.bounds = Bounds.of(recipe)
         self.at = Progress()
         self.metrics = metrics
         self.say = say
         self.saving = saving
+        saving.then = lambda step, path: notify(callbacks, "on_save", self, step, path)
         self._stop = stop
-        self._sample: dict[str, Any] | None = None
+        self.sample: dict[str, Any] | None = None
+        self._evaluated: dict[int, dict[str, float]] = {}
         self._fetched = 0
         self._rewarded = self._printed = False
         self._reasons: set[str] = set()
@@ -275,12 +279,12 @@ class Run:
 
     @property
     def how(self) -> Algorithm:
-        """The recipe's algorithm, with the weights that are adapted as they are now."""
-        return current(self.recipe.algorithm, self.at.weights)
+        """The run's algorithm, with the weights that are adapted as they are now."""
+        return self.algorithm.updated(**current(self.recipe.algorithm, self.at.weights))
 
     def logprobs(self, batch: Batch) -> Batch:
         """With the log-probs that what follows needs: of the policy before its updates, and of the reference."""
-        needed = columns_needed(self.recipe)
+        needed = self.algorithm.computed
         if "logprobs" in needed:
             batch = self.policy.logprobs(batch, squares="sum_pi_squared" in needed)
         return self.reference.logprobs(batch) if self.reference is not None else batch
@@ -310,7 +314,8 @@ class Run:
         missing = float(np.isnan(scored["reward"]).sum())
         self.metrics.add(f"{prefix or (REWARD if greedy else 'reward')}/missing", missing)
         self.metrics.add("reward/timeout", float(sum(o["status"] == "timeout" for o in failures.values())))
-        check_parts(self.recipe, scored)
+        if self.recipe.facts.samples:
+            check_parts(self.algorithm, scored)
         return scored
 
     def _score(self, reward: WorkerGroup, batch: Batch) -> tuple[Batch, dict[int, dict[str, Any]]]:
@@ -415,6 +420,8 @@ class Run:
         metric, value = measure(self) if self.at.phase != WARMUP and is_supervised(self.at.phase) else (ACCURACY, None)
         if self.rollout is not None:
             metric, value = REWARD if self.at.graded else ACCURACY, accuracy
+        elif value is not None:
+            self._evaluated.setdefault(self.at.step, {})[metric] = value
         if value is None or not self.at.step:
             return  # what nothing was learned for is no choice
         best, sign = self.at.best, -1 if metric == LOSS else 1
@@ -439,6 +446,7 @@ class Run:
             if not found:
                 return None
         self.at.heldout = found
+        self._evaluated.setdefault(self.at.step, {}).update(found)
         self._tell_heldout()
         return next(iter(found.values()))
 
@@ -495,12 +503,12 @@ class Run:
 
     def _record(self, batch: Batch) -> None:
         """Hand the trajectories to the run directory."""
-        table, self._sample = self.recorder.table(batch, self.at.step + 1)
+        table, self.sample = self.recorder.table(batch, self.at.step + 1)
         self.directory.add_trajectories(table)
 
     def _warn(self, sampled: Batch) -> None:
         """Say what to try where nothing has been learned for long."""
-        self.at.flat = hopeless.counted(self.at.flat, sampled, self.recipe)
+        self.at.flat = hopeless.counted(self.at.flat, sampled, self.algorithm.estimator, self.recipe.rollout.group)
         if text := hopeless.warning(self.at.flat, sampled, self.recipe):
             self.directory.warn(self.at.step + 1, text)
             self.say(text)
@@ -515,8 +523,10 @@ class Run:
         record = self.directory.commit_step(closed)
         if self.at.phase_step == 1:
             self._tell_compile_time()
-        for observer in self.observers:
-            observer.on_step(record, self._sample)
+        evaluated, self._evaluated = self._evaluated, {}
+        for step, measured in evaluated.items():
+            notify(self.callbacks, "on_evaluation", self, step, measured)
+        notify(self.callbacks, "on_step_end", self, at.step, record)
         self.saving.look()
         if self._stop.requested:
             self.secure()
@@ -532,6 +542,10 @@ class Run:
         for role, group in self.roles.items():
             if hasattr(group, "compile_seconds") and (seconds := group.compile_seconds()):
                 self.say(f"{ROLES[role].label}: compiling took {seconds:.1f} s")
+
+    def stop(self, why: str) -> None:
+        """End the run after this step as Ctrl-C does; why: who or what asked, for the message."""
+        self._stop.requested, self._stop.by = True, why
 
     def save(self) -> None:
         """Begin to make everything up to this step durable; training goes on while it is written."""

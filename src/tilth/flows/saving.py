@@ -13,6 +13,7 @@ from typing import Any
 from tilth.checkpoint import Commit, abandon_save, begin_save, latest, note_best, prune
 from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.stages import StageError
+from tilth.checkpoint.storage import Location
 from tilth.cluster.group import WorkerGroup
 from tilth.config.schema import Recipe
 from tilth.core.errors import CheckpointError, StorageError
@@ -40,8 +41,10 @@ class Saving:
         """Saves that failed since one that did not."""
         self.error: StorageError | CheckpointError | None = None
         """Why the last of them did."""
+        self.then: Callable[[int, str], None] = lambda step, path: None
+        """What to do with step and place of a checkpoint that is complete."""
         self._under_way: Commit | None = None
-        self._step = 0
+        self._step, self._path = 0, ""
         self._best: Mapping[str, Any] | None = None
         self._began = self._durable = time.monotonic()
 
@@ -61,7 +64,7 @@ class Saving:
             self._fail(error)
             return
         ranks = {group: keeper.mesh.ranks for keeper in self.keepers.values() for group in keeper.kept()}
-        self._under_way = Commit(folder, self.root, step, ranks, objects, mesh, then=lambda path: self._tidy())
+        self._under_way = Commit(folder, self.root, step, ranks, objects, mesh, then=self._tidy)
         if not self.section.save_background:
             self.finish()
 
@@ -98,6 +101,7 @@ class Saving:
         self.failed = 0
         self.directory.note_checkpoint(self._step, self._best)
         self.metrics.add("save/seconds", self._durable - self._began)
+        self.then(self._step, self._path)
 
     def give_up(self) -> None:
         """The run ends in an error: a save that is written in a moment counts, any other does not."""
@@ -122,8 +126,8 @@ class Saving:
         found = [keeper.saving(wait) for keeper in self.keepers.values()]
         return [text for texts in found for text in texts if text]
 
-    def _tidy(self) -> None:
-        self._durable = time.monotonic()
+    def _tidy(self, path: Location) -> None:
+        self._durable, self._path = time.monotonic(), str(path)
         self._best = note_best(self.root, self._best)
         if step_of(latest(self.root)) == self._step:  # a newer one is another run's, and would count as one to keep
             prune(self.root, self.section.keep, self.section.keep_every)

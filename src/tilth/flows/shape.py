@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 import tilth.rl as rl
-from tilth.config.schema import Algorithm
+from tilth.config.schema import AlgorithmSection
 from tilth.core.batch import Batch
 from tilth.roles.experience import CUT
 
@@ -13,7 +13,7 @@ _ADAPTED = {"kl_coef": "kl_target", "entropy_coef": "entropy_target"}
 """Keys of [algorithm] that may be adapted -> the key that says to what."""
 
 
-def overlong(batch: Batch, how: Algorithm, most: int) -> Batch:
+def overlong(batch: Batch, how: AlgorithmSection, most: int) -> Batch:
     """Soft overlong punishment (DAPO 2503.14476, eq. 13): in the last share ``overlong_buffer`` of ``most`` tokens the
     reward falls linearly, by ``overlong_penalty`` in all; a completion of ``most`` tokens loses the whole of it."""
     if not how.overlong_buffer:
@@ -23,25 +23,27 @@ def overlong(batch: Batch, how: Algorithm, most: int) -> Batch:
     return batch.with_rows(reward=(batch["reward"] - how.overlong_penalty * excess).astype(np.float32))
 
 
-def uncut(batch: Batch, how: Algorithm) -> Batch:
+def uncut(batch: Batch, how: AlgorithmSection) -> Batch:
     """Overlong filtering: without completions that were cut, so that they have no part in the loss or in what it is
     divided by. They have been part of their group's statistics."""
     return batch.select(batch["finish"] != CUT) if how.overlong_filter else batch
 
 
-def current(how: Algorithm, weights: Mapping[str, float]) -> Algorithm:
-    """The recipe's algorithm with what ``adapted`` has found so far. An adapted entropy bonus is in the loss only while
-    the entropy of the step before was at most its target."""
+def current(how: AlgorithmSection, weights: Mapping[str, float]) -> dict[str, float]:
+    """Key of the recipe's algorithm -> its value now, of those that ``adapted`` has found one for.
+
+    An adapted entropy bonus is in the loss only while the entropy of the step before was at most its target.
+    """
     held = _held(how, weights)
     keys = {name: held[name] for name in _ADAPTED if name in held}
     if "entropy" in held:
         coef = keys.get("entropy_coef", how.entropy_coef)
         keys["entropy_coef"] = rl.entropy_bonus(coef, held["entropy"], target=how.entropy_target)
-    return how.model_copy(update=keys)
+    return keys
 
 
 def adapted(
-    how: Algorithm, weights: Mapping[str, float], updates: Sequence[Mapping[str, rl.Metric]], samples: int
+    how: AlgorithmSection, weights: Mapping[str, float], updates: Sequence[Mapping[str, rl.Metric]], samples: int
 ) -> dict[str, float]:
     """Key -> its new value, for weights that the recipe wants adapted, from the metrics of a step's updates; the value
     in the recipe that each began from; and the entropy where that decides.
@@ -60,7 +62,7 @@ def adapted(
     return found | {f"{name}_from": getattr(how, name) for name in _ADAPTED if name in found}
 
 
-def _held(how: Algorithm, weights: Mapping[str, float]) -> dict[str, float]:
+def _held(how: AlgorithmSection, weights: Mapping[str, float]) -> dict[str, float]:
     """What was found before and still holds. A weight has its value while its target is set and the recipe has the
     value that it began from: so one that was changed in the recipe begins anew."""
     found = {"entropy": weights["entropy"]} if how.entropy_target and "entropy" in weights else {}

@@ -58,7 +58,7 @@ def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWor
         return RewardModelWorker(train_engine(recipe, sharded, recipe.optimizer, scorer=rate, **more), context.store)
     engine = train_engine(recipe, sharded, recipe.optimizer, **more)
     kind = PairPolicyWorker if recipe.facts.learns == "pairs" else PolicyWorker
-    return kind(engine, context.store, temperature=_temperature(recipe), norm_length=recipe.rollout.max_tokens)
+    return kind(engine, context.store, temperature=_temperature(recipe))
 
 
 def reward_model(context: Context, recipe: Recipe) -> RatingWorker:
@@ -85,7 +85,7 @@ def critic(context: Context, recipe: Recipe, config: DecoderConfig) -> CriticWor
     sharded.init_(recipe.seed)
     section = recipe.optimizer.model_copy(update={"lr": recipe.critic.lr})
     engine = train_engine(recipe, sharded, section, scorer=appraise)
-    return CriticWorker(engine, context.store, clip=recipe.critic.clip, norm_length=recipe.rollout.max_tokens)
+    return CriticWorker(engine, context.store, clip=recipe.critic.clip)
 
 
 def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> ReferenceWorker:

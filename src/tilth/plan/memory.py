@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tilth.config.open_sets import OPTIMIZERS
 from tilth.config.schema import Recipe
 from tilth.plan.kernels import BLOCK, round_up
 from tilth.plan.shape import DecoderShape, parameters
@@ -179,5 +180,7 @@ def micro_tokens(recipe: Recipe, longest: int, ranks: int = 1) -> int:
 
 
 def _optimizer(recipe: Recipe, cut: Cut) -> int:
-    """AdamW keeps two moments of each parameter; Muon one, of the matrices of the blocks."""
-    return FP32 * (2 * cut.elements - (cut.blocks if recipe.optimizer.name == "muon" else 0))
+    """Tensors of the optimizer's state; Muon's are of the matrices of the blocks, the rest is AdamW's."""
+    name = recipe.optimizer.name
+    own = cut.blocks if name == "muon" else cut.elements
+    return FP32 * (len(OPTIMIZERS[name]) * own + len(OPTIMIZERS["adamw"]) * (cut.elements - own))

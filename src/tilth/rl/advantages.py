@@ -53,7 +53,7 @@ _GATHERED: tuple[Scope, ...] = ("rows", "group-local", "group tokens")
 
 
 def estimate(
-    name: str,
+    name: str | Advantage,
     *,
     rewards: Tensor,
     lengths: Tensor,
@@ -74,7 +74,7 @@ def estimate(
     ``reduce``, "token-local" alone; a "group-local" estimator raises RecipeError where a group lies on two workers.
 
     Args:
-        name: one of ``names()["advantages"]``.
+        name: one of ``names()["advantages"]``, or an entry.
         rewards: per sequence [n] (given at the last token that counts) or per token [total] (those at masked positions
             are ignored). Not finite: missing. A row without any token that counts has no reward either way.
         lengths: integers [n], tokens of each sequence. mask: [total], not 0 where the policy chose the token.
@@ -93,7 +93,7 @@ def estimate(
     entry, columns = _prepare(name, columns, options)
     tokens = _tokens(entry, Packing.of(lengths, mask), rewards, columns, reduce)
     if gather is not rows_alone and entry.scope in _GATHERED:
-        tokens = replace(tokens, gather=gather, everyone=_everyone(name, entry, tokens.rows, gather, row))
+        tokens = replace(tokens, gather=gather, everyone=_everyone(entry, tokens.rows, gather, row))
     with torch.no_grad():
         advantages, returns = entry.tokens(tokens)
     return Estimate(advantages.float(), None if returns is None else returns.float(), tokens.packing.mask)
@@ -123,15 +123,17 @@ def estimate_rows(
     return torch.where(valid, found, 0.0).float()
 
 
-def _prepare(name: str, columns: dict[str, Tensor], options: dict[str, Any]) -> tuple[Advantage, dict[str, Tensor]]:
+def _prepare(
+    name: str | Advantage, columns: dict[str, Tensor], options: dict[str, Any]
+) -> tuple[Advantage, dict[str, Tensor]]:
     """Tell further columns from options (a tensor is a column), build the entry and check its columns."""
     extra = {k: v for k, v in options.items() if isinstance(v, Tensor)}
     entry = build("advantages", name, {k: v for k, v in options.items() if k not in extra}, Advantage)
     unknown = [k for k in extra if k not in (*entry.needs, *entry.takes)]
     if unknown:
-        raise RecipeError(f"{name} has no use for the column {unknown[0]!r}")
+        raise RecipeError(f"{entry.entry_name} has no use for the column {unknown[0]!r}")
     columns = {**columns, **extra}
-    require(name, entry, columns)
+    require(entry, columns)
     return entry, columns
 
 
@@ -159,7 +161,7 @@ def _complete(entry: Advantage, valid: Tensor, columns: Mapping[str, Tensor]) ->
     return valid
 
 
-def _everyone(name: str, entry: Advantage, own: Rows, gather: Gather, row: Tensor | None) -> Everyone:
+def _everyone(entry: Advantage, own: Rows, gather: Gather, row: Tensor | None) -> Everyone:
     """The row columns that an estimator needs, of all workers in the order of the whole batch."""
     n = len(own.scores)
     numbers = np.arange(n) if row is None else torch.as_tensor(row).cpu().numpy().astype(np.int64)
@@ -178,7 +180,7 @@ def _everyone(name: str, entry: Advantage, own: Rows, gather: Gather, row: Tenso
             f"row {twice[0]} of the batch is on two workers; each must be on one, by its index in the whole batch"
         )
     if entry.scope == "group-local":
-        _check_local(name, found["groups"], found["worker"])
+        _check_local(entry.entry_name, found["groups"], found["worker"])
     whole = {k: torch.from_numpy(np.ascontiguousarray(found[k][order])).to(own.scores.device) for k in columns}
     all_rows = Rows(whole.pop("scores"), whole.pop("valid"), whole.get("counts"), whole)
     mine, holder = np.searchsorted(rows, numbers), np.ascontiguousarray(found["worker"][order])

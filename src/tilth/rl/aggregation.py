@@ -86,12 +86,12 @@ class SeqMeanTokenSumNorm(Aggregation):
         return _rows(counts) * longest
 
 
-def row_denominator(aggregation: str, counts: Tensor, **options: Any) -> float:
+def row_denominator(aggregation: str | Aggregation, counts: Tensor, **options: Any) -> float:
     """The global denominator from rows alone. counts: integers [n], tokens that count in each row (0: masked out)."""
     return build("aggregations", aggregation, options, Aggregation).denominator(torch.as_tensor(counts))
 
 
-def denominator(aggregation: str, mask: Tensor, lengths: Tensor, **options: Any) -> float:
+def denominator(aggregation: str | Aggregation, mask: Tensor, lengths: Tensor, **options: Any) -> float:
     """The global denominator of a batch: what ``policy_loss`` and ``aggregate`` take for each of its micro-batches.
 
     mask: [total]; lengths: [n]; options: those of the aggregation (``norm_length``).
@@ -100,7 +100,13 @@ def denominator(aggregation: str, mask: Tensor, lengths: Tensor, **options: Any)
 
 
 def aggregate(
-    name: str, values: Tensor, *, mask: Tensor, lengths: Tensor, denominator: float | None = None, **options: Any
+    name: str | Aggregation,
+    values: Tensor,
+    *,
+    mask: Tensor,
+    lengths: Tensor,
+    denominator: float | None = None,
+    **options: Any,
 ) -> Tensor:
     """Token values [total] -> one number, differentiable. Values at masked positions are never touched.
 

@@ -8,7 +8,7 @@ from tilth.rl import advantages, aggregation, correction, distilled, kl, losses,
 from tilth.rl.registry import Entry, Kind, build, lookup, nearest, registered, require
 
 
-def names() -> dict[str, list[str]]:
+def names() -> dict[Kind, list[str]]:
     """Every registered name: ``{"advantages": [...], "losses": [...], "aggregations": [...], "kl": [...]}``."""
     return {kind: list(registered(kind)) for kind in get_args(Kind)}
 
@@ -28,7 +28,7 @@ def check(
     Raises RecipeError: unknown name or option (with the nearest), a value out of range, a missing column.
     """
     entry = build(kind or _kind_of(name), name, options or {}, Entry)
-    require(name, entry, columns)
+    require(entry, columns)
     return entry
 
 

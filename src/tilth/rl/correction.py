@@ -26,7 +26,7 @@ from tilth.rl.gap import STATISTICS, EffectiveShare, Gap
 from tilth.rl.metrics import Metric
 from tilth.rl.objectives import PolicyLoss
 from tilth.rl.packing import Packing, Reduce, alone
-from tilth.rl.registry import Entry, Scope, build, name_of, nearest, register, require
+from tilth.rl.registry import Entry, Scope, build, nearest, register, require
 
 Threshold = float | tuple[float, float]
 
@@ -123,19 +123,14 @@ class Corrector(Rule):
         idle = self.model_fields_set & {"max_weight", "min_weight", "beyond", "normalise"}
         if self.level == "none" and idle:
             raise RecipeError(
-                f"{self.title}: {min(idle)} is for weights, but level is none; set level=token, or sequence"
+                f"{self.entry_name}: {min(idle)} is for weights, but level is none; set level=token, or sequence"
             )
         if self.max_weight and self.min_weight > self.max_weight:
             raise RecipeError(
-                f"{self.title}: min_weight = {self.min_weight}: it must be at most max_weight = {self.max_weight}"
+                f"{self.entry_name}: min_weight = {self.min_weight}: it must be at most max_weight = {self.max_weight}"
             )
         for statistic, threshold in self.reject.items():
-            _check_threshold(self.title, statistic, threshold)
-
-    @property
-    def title(self) -> str:
-        """Its name."""
-        return type(self).__name__
+            _check_threshold(self.entry_name, statistic, threshold)
 
     @property
     def weighted(self) -> bool:
@@ -161,12 +156,12 @@ class Corrector(Rule):
 
     def fits(self, loss: PolicyLoss) -> None:
         """RecipeError: made for another loss, or the loss's ratio and the weights would both correct for mu."""
-        name = name_of("losses", loss)
+        name = loss.entry_name
         if self.made_for and name != self.made_for:
-            raise RecipeError(f"{self.title} is made for algorithm.loss={self.made_for}, not {name}")
+            raise RecipeError(f"{self.entry_name} is made for algorithm.loss={self.made_for}, not {name}")
         if self.bypass and self.weighted and loss.takes_ratio:
             raise RecipeError(
-                f"{self.title}: the ratio of algorithm.loss={name} is taken to the sampling policy already, and "
+                f"{self.entry_name}: the ratio of algorithm.loss={name} is taken to the sampling policy already, and "
                 "weights would correct twice; set level=none, bypass=false, or algorithm.loss=reinforce without cap"
             )
 
@@ -323,7 +318,7 @@ def bypasses(name: str, **options: Any) -> bool:
 
 @torch.no_grad()
 def correct(
-    name: str,
+    name: str | Rule,
     *,
     rollout_logprobs: Tensor | None,
     old_logprobs: Tensor | None,
@@ -362,7 +357,7 @@ def correct(
     """
     entry = build("corrections", name, options, Rule)
     given = {"rollout_logprobs": rollout_logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
-    require(name, entry, [column for column, values in given.items() if values is not None])
+    require(entry, [column for column, values in given.items() if values is not None])
     packing = Packing.of(lengths, mask)
     gap = None
     if old_logprobs is not None and rollout_logprobs is not None:

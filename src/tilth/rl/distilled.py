@@ -1,5 +1,7 @@
 """The advantage of a student over its own tokens: how much likelier a teacher finds them."""
 
+from typing import ClassVar
+
 from pydantic import Field
 from torch import Tensor
 
@@ -21,20 +23,9 @@ class Distill(Advantage):
 
     horizon: float = Field(0.0, ge=0, le=1, description="discount of the tokens behind: 0 none of them, 1 all")
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Log-probs of both."""
-        return ("logprobs", "ref_logprobs")
-
-    @property
-    def reads_reward(self) -> bool:
-        """The teacher says what is good."""
-        return False
-
-    @property
-    def scope(self) -> Scope:
-        """Any part of the rows."""
-        return "token-local"
+    needs: ClassVar[tuple[str, ...]] = ("logprobs", "ref_logprobs")
+    reads_reward: ClassVar[bool] = False
+    scope: ClassVar[Scope] = "token-local"
 
     def tokens(self, tokens: Tokens) -> tuple[Tensor, None]:
         """Teacher minus student."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilth.config.flows import SHARED_OPTIONS
 from tilth.config.plugins import Declaration, describe
-from tilth.config.schema import Algorithm
+from tilth.config.schema import AlgorithmSection
 from tilth.core.errors import PluginError, TilthError
 from tilth.rl.estimators import Advantage, RowAdvantage, Rows, Tokens
 from tilth.rl.objectives import PolicyLoss, Step, TokenLosses
@@ -56,7 +56,7 @@ def advantage_entry(declaration: Declaration) -> type[Entry]:
     over_tokens = any(name in (*TOKEN_COLUMNS, "lengths") for name in needs)
     if over_tokens and "groups" in needs:
         raise PluginError(
-            f"{_title(declaration)} sees the tokens of one worker, where groups may be cut; take the groups in a "
+            f"{declaration.title} sees the tokens of one worker, where groups may be cut; take the groups in a "
             "function over rows, or extend tilth.rl.advantages.Advantage"
         )
     return _entry(declaration, _TokenFunction if over_tokens else _RowFunction, needs, options)
@@ -72,11 +72,13 @@ def loss_entry(declaration: Declaration) -> type[Entry]:
         return _class(declaration, PolicyLoss)
     needs, options = _arguments(declaration, LOSS_COLUMNS)
     if "logprobs" not in needs:
-        raise PluginError(f"{_title(declaration)} has no argument 'logprobs', so it would have no gradient")
+        raise PluginError(f"{declaration.title} has no argument 'logprobs', so it would have no gradient")
     return _entry(declaration, _LossFunction, needs, options)
 
 
-class _RowFunction(RowAdvantage):
+class _Function(Entry):
+    """Base of entries that are made of a function."""
+
     function: ClassVar[Callable[..., Any]]
     declaration: ClassVar[Declaration]
     columns: ClassVar[tuple[str, ...]]
@@ -85,8 +87,10 @@ class _RowFunction(RowAdvantage):
     @property
     def finite(self) -> tuple[str, ...]:
         """Baselines and parts of the reward: a row where one is missing is missing."""
-        return _sometimes_missing(self.columns)
+        return tuple(name for name in self.columns if name == "baselines" or name.startswith("part/"))
 
+
+class _RowFunction(_Function, RowAdvantage):
     @property
     def needs(self) -> tuple[str, ...]:
         """Its arguments, but for the tokens of each row, which are always there."""
@@ -106,17 +110,7 @@ class _RowFunction(RowAdvantage):
         return torch.zeros_like(rows.scores).masked_scatter(rows.valid, found.to(torch.float64))
 
 
-class _TokenFunction(Advantage):
-    function: ClassVar[Callable[..., Any]]
-    declaration: ClassVar[Declaration]
-    columns: ClassVar[tuple[str, ...]]
-    options: ClassVar[tuple[str, ...]]
-
-    @property
-    def finite(self) -> tuple[str, ...]:
-        """Baselines and parts of the reward: a row where one is missing is missing."""
-        return _sometimes_missing(self.columns)
-
+class _TokenFunction(_Function, Advantage):
     @property
     def needs(self) -> tuple[str, ...]:
         """Its arguments, but for lengths and tokens of each row, which are always there."""
@@ -138,12 +132,7 @@ class _TokenFunction(Advantage):
         return cast(Tensor, advantages), returns
 
 
-class _LossFunction(PolicyLoss):
-    function: ClassVar[Callable[..., Any]]
-    declaration: ClassVar[Declaration]
-    columns: ClassVar[tuple[str, ...]]
-    options: ClassVar[tuple[str, ...]]
-
+class _LossFunction(_Function, PolicyLoss):
     @property
     def needs(self) -> tuple[str, ...]:
         """What every loss needs, and its own arguments."""
@@ -164,9 +153,7 @@ class _LossFunction(PolicyLoss):
         for name, column in {"loss": losses, **metrics}.items():
             _check(self, column, name, "tokens", int(mask.sum()))
         if step.logprobs.requires_grad and not losses.requires_grad:
-            raise PluginError(
-                f"{_title(self.declaration)}: its loss does not depend on logprobs, so it has no gradient"
-            )
+            raise PluginError(f"{self.declaration.title}: its loss does not depend on logprobs, so it has no gradient")
         zeros = torch.zeros_like(step.logprobs)
         spread = {f"{METRICS}{name}": zeros.masked_scatter(mask, c.detach().to(zeros)) for name, c in metrics.items()}
         return zeros.masked_scatter(mask, losses.to(zeros)), spread
@@ -174,7 +161,7 @@ class _LossFunction(PolicyLoss):
 
 def _class(declaration: Declaration, base: type[Entry]) -> type[Entry]:
     if not issubclass(declaration.value, base):
-        raise PluginError(f"{_title(declaration)} is a class, but not a subclass of {base.__module__}.{base.__name__}")
+        raise PluginError(f"{declaration.title} is a class, but not a subclass of {base.__module__}.{base.__name__}")
     return cast(type[Entry], declaration.value)
 
 
@@ -183,17 +170,17 @@ def _arguments(declaration: Declaration, columns: Iterable[str]) -> tuple[tuple[
     needs, options = [], {}
     for name, parameter in inspect.signature(declaration.value).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise PluginError(f"{_title(declaration)}: *{name} does not say which columns or options it takes")
+            raise PluginError(f"{declaration.title}: *{name} does not say which columns or options it takes")
         if parameter.kind is not parameter.KEYWORD_ONLY:
             if name not in columns and not name.startswith(PART):
-                raise PluginError(f"{_title(declaration)}: no column {name!r}{nearest(name, columns)}")
+                raise PluginError(f"{declaration.title}: no column {name!r}{nearest(name, columns)}")
             needs.append(name.replace(PART, "part/", 1) if name.startswith(PART) else name)
-        elif name in Algorithm.model_fields and name not in SHARED_OPTIONS:
+        elif name in AlgorithmSection.model_fields and name not in SHARED_OPTIONS:
             raise PluginError(
-                f"{_title(declaration)}: option {name!r} is a key of its own, algorithm.{name}; rename yours"
+                f"{declaration.title}: option {name!r} is a key of its own, algorithm.{name}; rename yours"
             )
         elif parameter.default is parameter.empty:
-            raise PluginError(f"{_title(declaration)}: option {name!r} needs a default, as in {name}: float = 0.5")
+            raise PluginError(f"{declaration.title}: option {name!r} needs a default, as in {name}: float = 0.5")
         else:
             known = parameter.annotation is not parameter.empty
             options[name] = (parameter.annotation if known else type(parameter.default), Field(parameter.default))
@@ -216,21 +203,13 @@ def _call(entry: Any, given: dict[str, Any]) -> Any:
         return type(entry).function(*given.values(), **{name: getattr(entry, name) for name in entry.options})
     except TilthError:
         raise
-    except Exception as error:
-        raise PluginError(f"{_title(entry.declaration)}: {describe(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{entry.declaration.title}: {describe(error, entry.declaration.file)}") from error
 
 
 def _check(entry: Any, found: Any, name: str, what: str, count: int) -> None:
     if not isinstance(found, Tensor) or found.shape != (count,):
         shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise PluginError(f"{_title(entry.declaration)}: {name} is {shown}, not a tensor of the {count} {what}")
+        raise PluginError(f"{entry.declaration.title}: {name} is {shown}, not a tensor of the {count} {what}")
     if not bool(torch.isfinite(found.detach()).all()):
-        raise PluginError(f"{_title(entry.declaration)}: {name} has values that are not finite, for finite {what}")
-
-
-def _sometimes_missing(columns: Iterable[str]) -> tuple[str, ...]:
-    return tuple(name for name in columns if name == "baselines" or name.startswith("part/"))
-
-
-def _title(declaration: Declaration) -> str:
-    return f"{declaration.kind} {declaration.name!r} ({declaration.where})"
+        raise PluginError(f"{entry.declaration.title}: {name} has values that are not finite, for finite {what}")

@@ -1,6 +1,6 @@
 """Advantages of whole answers, relative to the other answers to the same prompt: one number a row, scope "rows"."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -23,15 +23,12 @@ class _Grouped(RowAdvantage):
         description="what a group with a single reward gets: the reward, as if its baseline were 0 (verl), or zero",
     )
 
+    flat_teaches: ClassVar[bool] = False
+
     @property
     def needs(self) -> tuple[str, ...]:
         """Rewards and groups."""
         return ("rewards", "groups")
-
-    @property
-    def flat_teaches(self) -> bool:
-        """A score that is the group's mean is worth nothing."""
-        return False
 
     def rows(self, rows: Rows) -> Tensor:
         """Advantage of each row; groups of one apart."""
@@ -61,10 +58,7 @@ class Grpo(_Grouped):
     eps: float = Field(1e-6, ge=0, description=_EPS)
     std: Std = Field("unbiased", description=_STD)
 
-    @property
-    def relative_to_spread(self) -> bool:
-        """Over the group's standard deviation."""
-        return True
+    relative_to_spread: ClassVar[bool] = True
 
     def relative(self, groups: Groups) -> Tensor:
         """Standardised score."""
@@ -101,15 +95,8 @@ class ReinforcePPBaseline(_Grouped):
     loss.
     """
 
-    @property
-    def weighs(self) -> bool:
-        """By tokens."""
-        return True
-
-    @property
-    def flat_teaches(self) -> bool:
-        """Whitening moves its zeros by the mean over the batch's tokens."""
-        return True
+    weighs: ClassVar[bool] = True
+    flat_teaches: ClassVar[bool] = True  # whitening moves its zeros by the mean over the batch's tokens
 
     def rows(self, rows: Rows) -> Tensor:
         """Whitened."""
@@ -123,10 +110,7 @@ class Opo(_Grouped):
     l: tokens of each row that count. Exactly 0 where all scores are equal. A group of one keeps its score (verl).
     """
 
-    @property
-    def weighs(self) -> bool:
-        """By tokens."""
-        return True
+    weighs: ClassVar[bool] = True
 
     def rows(self, rows: Rows) -> Tensor:
         """Score minus the length-weighted mean of its group."""
@@ -151,10 +135,7 @@ class Gpg(_Grouped):
     )
     norm: float = Field(1.0, gt=0, description="constant that advantages are divided by (F_norm)")
 
-    @property
-    def relative_to_spread(self) -> bool:
-        """alpha counts rows by whether a reward is not 0, or differs, not by how much."""
-        return True
+    relative_to_spread: ClassVar[bool] = True  # alpha counts rows by whether rewards differ, not by how much
 
     def rows(self, rows: Rows) -> Tensor:
         """Scaled to the share of rows that teach."""
@@ -174,15 +155,8 @@ class GrpoPassk(RowAdvantage):
     eps: float = Field(1e-6, ge=0, description=_EPS)
     std: Literal["unbiased", "biased", "none"] = Field("unbiased", description=f"{_STD}; none: not divided")
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Rewards and groups."""
-        return ("rewards", "groups")
-
-    @property
-    def flat_teaches(self) -> bool:
-        """Where all are best, none is."""
-        return False
+    needs: ClassVar[tuple[str, ...]] = ("rewards", "groups")
+    flat_teaches: ClassVar[bool] = False
 
     @property
     def relative_to_spread(self) -> bool:
@@ -233,15 +207,8 @@ class Gdpo(Grpo):
         """Every part."""
         return tuple(f"part/{key}" for key in self.keys)
 
-    @property
-    def weighs(self) -> bool:
-        """By tokens."""
-        return True
-
-    @property
-    def flat_teaches(self) -> bool:
-        """Parts may differ where their sum does not; and whitening moves zeros by the mean over the batch's tokens."""
-        return True
+    weighs: ClassVar[bool] = True
+    flat_teaches: ClassVar[bool] = True  # parts may differ where their sum does not
 
     @property
     def reads_reward(self) -> bool:

@@ -36,14 +36,14 @@ class LossResult:
 
 
 def policy_loss(
-    name: str,
+    name: str | PolicyLoss,
     *,
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     lengths: Tensor,
-    aggregation: str = "",
+    aggregation: str | Aggregation = "",
     denominator: float | None = None,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
@@ -55,7 +55,7 @@ def policy_loss(
     """The loss to minimise over packed sequences, and its metrics.
 
     Args:
-        name: one of ``names()["losses"]``.
+        name: one of ``names()["losses"]``, or an entry.
         logprobs, old_logprobs, advantages: [total]; of the policy now, of the policy that the ratio is taken to, and
             from ``estimate``. Only ``logprobs`` gets a gradient. What they hold at masked positions does not matter.
         mask: [total], not 0 where the token counts (``Estimate.mask``). lengths: integers [n].
@@ -84,9 +84,9 @@ def policy_loss(
     given |= {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "uniforms": uniforms}
     entry, aggregate = _entries(name, aggregation, options)
     columns = {k: _column(packing, k, v) for k, v in given.items() if v is not None}
-    require(name, entry, columns)
+    require(entry, columns)
     step = _step(packing, columns)
-    step = replace(step, thresholds=_found(name, entry, step, thresholds, denominator))
+    step = replace(step, thresholds=_found(entry, step, thresholds, denominator))
     losses, means = entry.tokens(step)
     losses = losses * columns["weights"] if "weights" in columns else losses
     if "ref_logprobs" in columns:
@@ -101,7 +101,7 @@ def policy_loss(
 
 
 def thresholds(
-    name: str,
+    name: str | PolicyLoss,
     *,
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -126,13 +126,13 @@ def thresholds(
 
     Raises: RecipeError (unknown name or option, missing column), TokenCountError (a column of another size).
     """
-    entry = loss_entry(name, **options)
+    entry = build("losses", name, options, PolicyLoss)
     if not entry.first_pass:
         return {}
     packing = Packing.of(lengths, mask)
     given = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "uniforms": uniforms}
     columns = {k: _column(packing, k, v).detach() for k, v in given.items() if v is not None}
-    require(name, entry, [*columns, "ref_logprobs"])
+    require(entry, [*columns, "ref_logprobs"])
     return entry.thresholds(_step(packing, columns), reduce, gather)
 
 
@@ -145,12 +145,13 @@ def loss_entry(name: str, **options: Any) -> PolicyLoss:
 
 
 def _found(
-    name: str, entry: PolicyLoss, step: Step, found: Mapping[str, float] | None, denominator: float | None
+    entry: PolicyLoss, step: Step, found: Mapping[str, float] | None, denominator: float | None
 ) -> Mapping[str, float]:
     """What the first pass found, made here where this call sees the whole batch."""
     if found is not None or not entry.first_pass:
         return found or {}
     if denominator is not None:
+        name = entry.entry_name
         raise RecipeError(
             f"{name} looks at the whole batch before a part of it: give thresholds=tilth.rl.thresholds({name!r}, ...)"
         )
@@ -162,8 +163,13 @@ def _step(packing: Packing, columns: dict[str, Tensor]) -> Step:
     return Step(columns["logprobs"], columns["old_logprobs"], columns["advantages"], packing, columns)
 
 
-def _entries(name: str, aggregation: str, options: dict[str, Any]) -> tuple[PolicyLoss, Aggregation]:
+def _entries(
+    name: str | PolicyLoss, aggregation: str | Aggregation, options: dict[str, Any]
+) -> tuple[PolicyLoss, Aggregation]:
     """Share the options out; one that neither the loss nor the aggregation has is an error."""
+    if isinstance(name, PolicyLoss) or isinstance(aggregation, Aggregation):
+        loss = build("losses", name, options, PolicyLoss)
+        return loss, build("aggregations", aggregation or loss.aggregation, {}, Aggregation)
     of_loss = lookup("losses", name).model_fields
     loss = loss_entry(name, **{k: v for k, v in options.items() if k in of_loss})
     aggregation = aggregation or loss.aggregation

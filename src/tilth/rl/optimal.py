@@ -6,7 +6,7 @@ the gradient of log pi by the logits. A = G - B_t.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -67,25 +67,15 @@ class _Optimal(Advantage):
         "its baseline were 0 (verl), or zero",
     )
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Rewards, groups, and of each token its log-prob and the sum of squared probabilities."""
-        return ("rewards", "groups", "logprobs", "sum_pi_squared")
-
-    @property
-    def takes(self) -> tuple[str, ...]:
-        """Importance weights: a token's part of the path variance is multiplied by its weight's square."""
-        return ("weights",)
+    needs: ClassVar[tuple[str, ...]] = ("rewards", "groups", "logprobs", "sum_pi_squared")
+    takes: ClassVar[tuple[str, ...]] = ("weights",)  # a token's path variance counts by its square
 
     @property
     def flat_teaches(self) -> bool:
         """A token that has its place in the group alone keeps its reward to come."""
         return self.singleton == "reward"
 
-    @property
-    def scope(self) -> Scope:
-        """Other workers' tokens of the groups that are not whole here."""
-        return "group tokens"
+    scope: ClassVar[Scope] = "group tokens"
 
     def place(self, packing: Packing) -> Tensor:
         """Which tokens of a group are compared, int64: a number for each token that counts."""

@@ -7,7 +7,7 @@ second one adds up derivative times gradient of score in any split, over micro-b
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -72,10 +72,7 @@ class Implicit(PreferenceLoss):
     margin: float = Field(0.0, description="by how much the chosen answer's reward should be ahead")
     average: bool = Field(False, description="log-probs a token instead of summed ones")
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """The reference's log-probs."""
-        return ("ref_logprobs",)
+    needs: ClassVar[tuple[str, ...]] = ("ref_logprobs",)
 
     def rewards(self, answers: Answers) -> Tensor:
         """beta * (sum of log-probs - that of the reference), over the number of tokens where averaged."""
@@ -130,10 +127,7 @@ class Ipo(PreferenceLoss):
 
     beta: float = Field(0.1, gt=0, description="the paper's tau: 1 / (2 beta) is the difference that is aimed at")
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """The reference's log-probs."""
-        return ("ref_logprobs",)
+    needs: ClassVar[tuple[str, ...]] = ("ref_logprobs",)
 
     def rewards(self, answers: Answers) -> Tensor:
         """beta * the mean log-ratio of a token."""
@@ -178,10 +172,7 @@ class BradleyTerry(PreferenceLoss):
     margin: float = Field(0.0, description="by how much the chosen answer's score should be ahead")
     centring: float = Field(0.0, ge=0, description="weight of the squared sum of both scores")
 
-    @property
-    def compares(self) -> Scores:
-        """Scores of a reward model."""
-        return "rewards"
+    compares: ClassVar[Scores] = "rewards"
 
     def rewards(self, answers: Answers) -> Tensor:
         """The score itself."""

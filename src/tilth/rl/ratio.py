@@ -1,6 +1,6 @@
 """Policy losses that look at one token at a time: its log-prob, its ratio to the old policy and its advantage."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -69,10 +69,7 @@ class Gpg(PolicyLoss):
     The same function as ``reinforce`` without a cap, under the name by which verl has it.
     """
 
-    @property
-    def takes_ratio(self) -> bool:
-        """None."""
-        return False
+    takes_ratio: ClassVar[bool] = False
 
     def tokens(self, step: Step) -> TokenLosses:
         """Loss of each token."""
@@ -112,10 +109,7 @@ class Sapo(PolicyLoss):
     tau_pos: float = Field(1.0, gt=0, description="how fast the gate closes where A > 0")
     tau_neg: float = Field(1.05, gt=0, description="how fast the gate closes elsewhere")
 
-    @property
-    def aggregation(self) -> str:
-        """As published (and in verl always)."""
-        return "seq-mean-token-mean"
+    aggregation: ClassVar[str] = "seq-mean-token-mean"
 
     def tokens(self, step: Step) -> TokenLosses:
         """Loss of each token."""

@@ -5,7 +5,7 @@ An option is a pydantic field (type, range, default, description), so a wrong on
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -23,6 +23,8 @@ class Entry(BaseModel):
     """Base of every algorithm. Its fields are its options."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    entry_name: ClassVar[str] = ""
+    """The name that it is registered by."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -41,14 +43,7 @@ class Entry(BaseModel):
 
 
 E = TypeVar("E", bound=Entry)
-_ENTRIES: dict[Kind, dict[str, type[Entry]]] = {
-    "advantages": {},
-    "losses": {},
-    "aggregations": {},
-    "kl": {},
-    "preferences": {},
-    "corrections": {},
-}
+_ENTRIES: dict[Kind, dict[str, type[Entry]]] = {kind: {} for kind in get_args(Kind)}
 
 
 def register(kind: Kind, name: str) -> Callable[[type[E]], type[E]]:
@@ -57,13 +52,14 @@ def register(kind: Kind, name: str) -> Callable[[type[E]], type[E]]:
     def add(entry: type[E]) -> type[E]:
         if name in _ENTRIES[kind]:
             raise ValueError(f"{kind}: {name!r} is registered already")
+        entry.entry_name = name
         _ENTRIES[kind][name] = entry
         return entry
 
     return add
 
 
-_DECLARED_AS: dict[Kind, plugins.Kind] = {"advantages": "advantage", "losses": "policy_loss"}
+DECLARED_AS: dict[Kind, plugins.Kind] = {"advantages": "advantage", "losses": "policy_loss"}
 _BUILT: dict[tuple[Kind, str], tuple[plugins.Declaration, type[Entry]]] = {}
 """Entries made of declarations of plugins, each with its declaration: one that is declared anew is made anew."""
 
@@ -71,13 +67,13 @@ _BUILT: dict[tuple[Kind, str], tuple[plugins.Declaration, type[Entry]]] = {}
 def registered(kind: Kind) -> dict[str, type[Entry]]:
     """Name -> class, in order of registration; those that plugins declare come last. Raises PluginError."""
     found = dict(_ENTRIES[kind])
-    for name, declaration in plugins.declared(_DECLARED_AS[kind]).items() if kind in _DECLARED_AS else ():
+    for name, declaration in plugins.declared(DECLARED_AS[kind]).items() if kind in DECLARED_AS else ():
         if name in found:
-            what = f"{declaration.kind} {name!r} ({declaration.where})"
-            raise PluginError(f"{what} has the name of one that comes with Tilth; choose another name")
+            raise PluginError(f"{declaration.title} has the name of one that comes with Tilth; choose another name")
         built = _BUILT.get((kind, name))
         if built is None or built[0] is not declaration:
             built = _BUILT[kind, name] = declaration, _entry_of(kind, declaration)
+            built[1].entry_name = name
         found[name] = built[1]
     return found
 
@@ -97,14 +93,15 @@ def lookup(kind: Kind, name: str) -> type[Entry]:
     return table[name]
 
 
-def name_of(kind: Kind, entry: Entry) -> str:
-    """The name that an entry is registered by; of one that is not, its class's."""
-    known = [name for name, made in registered(kind).items() if made is type(entry)]
-    return known[0] if known else type(entry).__name__
+def build(kind: Kind, name: str | E, options: Mapping[str, Any], known: type[E]) -> E:
+    """The entry with its options checked; RecipeError names a wrong option, its value and what would be right.
 
-
-def build(kind: Kind, name: str, options: Mapping[str, Any], known: type[E]) -> E:
-    """The entry with its options checked; RecipeError names a wrong option, its value and what would be right."""
+    name: or an entry that is built already, which takes no options.
+    """
+    if isinstance(name, Entry):
+        if options:
+            raise RecipeError(f"{name.entry_name}: its options are set already, so {min(options)} is none to give")
+        return name
     entry = lookup(kind, name)
     for option in options:
         if option not in entry.model_fields:
@@ -120,7 +117,7 @@ def build(kind: Kind, name: str, options: Mapping[str, Any], known: type[E]) -> 
     return built
 
 
-def require(name: str, entry: Entry, columns: Iterable[str]) -> None:
+def require(entry: Entry, columns: Iterable[str]) -> None:
     """RecipeError unless every column that the entry needs is there; of parts of a reward it names those that are."""
     columns = set(columns)
     missing = [c for c in entry.needs if c not in columns]
@@ -128,7 +125,7 @@ def require(name: str, entry: Entry, columns: Iterable[str]) -> None:
         part = missing[0].partition("part/")[2]
         parts = sorted(c.removeprefix("part/") for c in columns if part and c.startswith("part/"))
         hint = nearest(part, parts) if parts else ""
-        raise RecipeError(f"{name} needs the column {missing[0]!r}, which is not there{hint}")
+        raise RecipeError(f"{entry.entry_name} needs the column {missing[0]!r}, which is not there{hint}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

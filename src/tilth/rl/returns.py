@@ -1,5 +1,7 @@
 """Advantages from rewards to come, token by token: REINFORCE's, and with a critic those of GAE and VAPO."""
 
+from typing import ClassVar
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -40,10 +42,7 @@ class _Whitened(Advantage):
 
 
 class _Critic(_Whitened):
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Rewards and values."""
-        return ("rewards", "values")
+    needs: ClassVar[tuple[str, ...]] = ("rewards", "values")
 
     def delta(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """One-step errors r + gamma * V' - V of the tokens that count, and V; the value after the last one is 0.
@@ -117,10 +116,7 @@ class ReinforcePP(_Whitened):
     A single token in the batch has no variance and stays as it is.
     """
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Rewards."""
-        return ("rewards",)
+    needs: ClassVar[tuple[str, ...]] = ("rewards",)
 
     def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """No critic."""
@@ -136,15 +132,8 @@ class ReMax(Advantage):
     discounted nor whitened, as published. Returns are the rewards to come.
     """
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Rewards and the greedy answers' rewards."""
-        return ("rewards", "baselines")
-
-    @property
-    def finite(self) -> tuple[str, ...]:
-        """The baseline."""
-        return ("baselines",)
+    needs: ClassVar[tuple[str, ...]] = ("rewards", "baselines")
+    finite: ClassVar[tuple[str, ...]] = ("baselines",)
 
     def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Each row on its own."""

@@ -9,6 +9,7 @@ Where several tokens lie at the threshold, each is chosen by the same share, so 
 """
 
 import math
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -81,10 +82,7 @@ class ClipCov(ClippedLoss):
         """Random numbers of tokens too."""
         return (*super().needs, "uniforms")
 
-    @property
-    def first_pass(self) -> bool:
-        """Means, and the threshold of the random numbers."""
-        return True
+    first_pass: ClassVar[bool] = True
 
     def thresholds(self, step: Step, reduce: Reduce, gather: Gather) -> dict[str, float]:
         """Means and the k-th greatest random number of eligible tokens."""
@@ -120,10 +118,7 @@ class KlCov(PolicyLoss):
     cov_share: float = Field(DEFAULT_SHARE, gt=0, le=1, description="share of all tokens that is chosen")
     cov_coef: float = Field(1.0, ge=0, description="weight of the penalty of a token that is chosen")
 
-    @property
-    def first_pass(self) -> bool:
-        """Means, and the threshold of the covariance."""
-        return True
+    first_pass: ClassVar[bool] = True
 
     def thresholds(self, step: Step, reduce: Reduce, gather: Gather) -> dict[str, float]:
         """Means and the k-th greatest covariance."""

@@ -4,6 +4,8 @@ A row is never split over micro-batches, so sums over its tokens are whole in ea
 denominator of the aggregation. So loss and gradient are those of the whole batch, whatever the split.
 """
 
+from typing import ClassVar
+
 import torch
 from pydantic import Field
 
@@ -27,10 +29,7 @@ class Gspo(ClippedLoss):
     clip_low: float = Field(3e-4, ge=0, description="lower clip range of the sequence's ratio; 1 or more: none")
     clip_high: float = Field(4e-4, ge=0, description="upper clip range of the sequence's ratio")
 
-    @property
-    def aggregation(self) -> str:
-        """As published (and in verl always)."""
-        return "seq-mean-token-mean"
+    aggregation: ClassVar[str] = "seq-mean-token-mean"
 
     def tokens(self, step: Step) -> TokenLosses:
         """Loss of each token; shares of tokens whose row the clips take away."""
@@ -56,10 +55,7 @@ class GeoMean(PolicyLoss):
     clip_low: float = Field(0.4, ge=0, description="most that a log-ratio may fall where A < 0")
     clip_high: float = Field(0.4, ge=0, description="most that a log-ratio may rise where A > 0")
 
-    @property
-    def aggregation(self) -> str:
-        """The mean over rows, as published."""
-        return "seq-mean-token-mean"
+    aggregation: ClassVar[str] = "seq-mean-token-mean"
 
     def tokens(self, step: Step) -> TokenLosses:
         """The row's loss at each of its tokens; shares of tokens whose log-ratio is held at a bound."""

@@ -65,7 +65,7 @@ def value_loss(
     lengths: Tensor,
     *,
     clip: float = 0.0,
-    aggregation: str = "token-mean",
+    aggregation: str | Aggregation = "token-mean",
     denominator: float | None = None,
     **options: Any,
 ) -> LossResult:

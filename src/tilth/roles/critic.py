@@ -8,12 +8,12 @@ from torch import Tensor
 
 import tilth.rl as rl
 from tilth.cluster.protocol import transfer
-from tilth.config.schema import Algorithm
 from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.errors import ModelError
 from tilth.models.value import HEAD, OUTPUT, ValueModel
+from tilth.rl.aggregation import Aggregation
+from tilth.rl.algorithm import Algorithm
 from tilth.roles.experience import check_identity, on_rows, put_like
-from tilth.roles.objective import aggregation
 from tilth.roles.scoring import forward
 from tilth.roles.shares import Gather, alone, check_weight, gather_data_ranks, global_denominator, is_first_data_rank
 from tilth.roles.state import Learner, whole_tensors
@@ -26,16 +26,15 @@ Metrics = dict[str, rl.Metric]
 class CriticWorker(Learner):
     """A train engine of a value model behind batches."""
 
-    def __init__(self, engine: TrainEngine, store: Store, *, clip: float = 0.0, norm_length: int = 1) -> None:
+    def __init__(self, engine: TrainEngine, store: Store, *, clip: float = 0.0) -> None:
         """engine: of a value model, with the scorer ``appraise``; clip: most that a value may move in an update, 0: no
-        clip; norm_length: fixed length of Dr.GRPO's aggregation."""
+        clip."""
         if not isinstance(engine.model, ValueModel):
             raise TypeError(f"a critic's engine trains a ValueModel, not a {type(engine.model).__name__}")
         self.model: ValueModel = engine.model
         super().__init__(engine, "critic", "critic_optimizer")
         self.store = store
         self.clip = clip
-        self.norm_length = norm_length
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Begin as a copy of the policy with these weights, every value 0. ModelError names what does not fit."""
@@ -72,9 +71,7 @@ class CriticWorker(Learner):
             check_identity(batch, tokens)
             per_token = {name: column.values for name, column in columns.items()}
             mask = per_token.pop("mask")
-            loss, whole = value_loss(
-                aggregation(how), mask, tokens, self.clip, self.norm_length, gather_data_ranks(self.grid)
-            )
+            loss, whole = value_loss(how.aggregation, mask, tokens, self.clip, gather_data_ranks(self.grid))
             starts = batch.rows.get("start")
             found = self.engine.update(tokens, mask, per_token, loss, entropy=False, dropout=False, starts=starts)
             spent.set(flops=found.flops)
@@ -90,10 +87,10 @@ class CriticWorker(Learner):
 
 
 def value_loss(
-    aggregation: str, mask: np.ndarray, tokens: Ragged, clip: float, norm_length: int, gather: Gather = alone
+    aggregation: Aggregation, mask: np.ndarray, tokens: Ragged, clip: float, gather: Gather = alone
 ) -> tuple[Loss, float]:
     """The value loss with the denominator of the whole batch, and the weight that all of its tokens have in it."""
-    shared = global_denominator(aggregation, mask, tokens, norm_length, gather)
+    shared = global_denominator(aggregation, mask, tokens, gather)
 
     def loss(micro: Micro) -> tuple[Tensor, Metrics]:
         found = rl.value_loss(
@@ -105,7 +102,6 @@ def value_loss(
             clip=clip,
             aggregation=aggregation,
             denominator=shared.denominator,
-            **shared.options,
         )
         return found.loss, found.metrics | shared.weight(micro)
 

@@ -2,17 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import tilth.rl as rl
-from tilth.config.schema import Algorithm
 from tilth.core.batch import Ragged
-from tilth.rl.correction import Corrector
-from tilth.rl.registry import Entry, Kind, build
+from tilth.rl.algorithm import Algorithm
 from tilth.roles.shares import Gather, GlobalDenominator, alone, global_denominator
 from tilth.training.engine import Loss
 from tilth.training.packed import Micro
@@ -20,38 +17,6 @@ from tilth.training.packed import Micro
 Metrics = dict[str, rl.Metric]
 RIGHT = "right"
 """Column: 1 at the tokens of right answers, for the likelihood of those."""
-LABELS = ("advantages", "ref_logprobs", "rollout_logprobs")
-
-
-def options(kind: Kind, name: str, how: Algorithm) -> dict[str, Any]:
-    """Those keys of the recipe's algorithm section, and of its ``options``, that are options of this entry."""
-    known = rl.options(kind, name)
-    own = {key: getattr(how, key) for key in known if key in Algorithm.model_fields}
-    own |= {key: value for key, value in how.options.items() if key in known}
-    if kind == "losses" and how.kl_in == "reward":
-        own["kl_coef"] = 0.0  # it is in the reward already
-    return own
-
-
-def entry(kind: Kind, name: str, how: Algorithm) -> Entry:
-    """The chosen entry with its options. RecipeError for a wrong one."""
-    return build(kind, name, options(kind, name, how), Entry)
-
-
-def aggregation(how: Algorithm) -> str:
-    """How token losses become one number: what the recipe says, or else how the loss was published."""
-    return how.aggregation or rl.loss_entry(how.loss, **options("losses", how.loss, how)).aggregation
-
-
-def bypass(how: Algorithm) -> bool:
-    """Whether the ratio is taken to the engine's policy, not to the trainer's before the update."""
-    chosen = entry("corrections", how.correction, how) if how.correction else None
-    return isinstance(chosen, Corrector) and chosen.bypass
-
-
-def ratio_to(how: Algorithm) -> str:
-    """The column of the log-probs that the ratio is taken to."""
-    return "rollout_logprobs" if bypass(how) else "old_logprobs"
 
 
 @dataclass(frozen=True)
@@ -59,7 +24,6 @@ class Objective:
     """Makes the loss of one update. gather: numbers of the rows of all workers; found: of the loss's first pass."""
 
     how: Algorithm
-    norm_length: int
     gather: Gather = alone
     found: Mapping[str, float] | None = None
 
@@ -69,17 +33,17 @@ class Objective:
         mask: [N] of this worker's rows; right: [N], 1 at the tokens of right answers, where their likelihood counts.
         """
         how = self.how
-        shared = global_denominator(aggregation(how), mask, tokens, self.norm_length, self.gather)
+        shared = global_denominator(how.aggregation, mask, tokens, self.gather)
         rights = 0.0 if right is None else max(float(self.gather(np.array([(right * mask).sum()])).sum()), 1.0)
 
         def loss(micro: Micro) -> tuple[Tensor, Metrics]:
             found = self._policy(micro, shared)
             total, metrics = found.loss, found.metrics | shared.weight(micro)
-            if how.entropy_coef:
-                total = total - how.entropy_coef * shared.add_up(micro.entropy, micro)
+            if how.keys.entropy_coef:
+                total = total - how.keys.entropy_coef * shared.add_up(micro.entropy, micro)
             if rights:
                 likelihood, nll = _likelihood(micro)
-                total = total + how.nll_coef * likelihood / rights
+                total = total + how.keys.nll_coef * likelihood / rights
                 metrics |= nll
             entropy = rl.Metric(float(micro.entropy.detach().sum()), float(micro.mask.sum()), "mean")
             return total, metrics | {"entropy": entropy}
@@ -91,7 +55,7 @@ class Objective:
         return rl.policy_loss(
             how.loss,
             logprobs=micro.logprobs,
-            old_logprobs=columns.get(ratio_to(how), micro.logprobs.detach()),
+            old_logprobs=columns.get(how.ratio_to, micro.logprobs.detach()),
             advantages=columns["advantages"],
             mask=micro.mask,
             lengths=micro.lengths,
@@ -102,8 +66,6 @@ class Objective:
             thresholds=self.found,
             aggregation=shared.aggregation,
             denominator=shared.denominator,
-            **shared.options,
-            **options("losses", how.loss, how),
         )
 
 

@@ -9,11 +9,12 @@ from torch import Tensor
 
 import tilth.rl as rl
 from tilth.cluster.protocol import transfer
-from tilth.config.schema import Algorithm
 from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.random import stream
+from tilth.rl.algorithm import Algorithm
+from tilth.rl.correction import Corrector, Rule
 from tilth.roles.experience import check_identity, is_right, on_rows, put_like
-from tilth.roles.objective import RIGHT, Objective, bypass, entry, options, ratio_to
+from tilth.roles.objective import RIGHT, Objective
 from tilth.roles.scoring import forward, scored
 from tilth.roles.shares import account, check_weight, gather_data_ranks
 from tilth.roles.state import Learner
@@ -28,12 +29,11 @@ Metrics = dict[str, rl.Metric]
 class PolicyWorker(Learner):
     """A train engine behind batches: reads its columns from the store, leaves new ones there."""
 
-    def __init__(self, engine: TrainEngine, store: Store, *, temperature: float = 1.0, norm_length: int = 1) -> None:
-        """temperature: of sampling, so of log-probs too; norm_length: fixed length of Dr.GRPO's aggregation."""
+    def __init__(self, engine: TrainEngine, store: Store, *, temperature: float = 1.0) -> None:
+        """temperature: of sampling, so of log-probs too."""
         super().__init__(engine, "model", "optimizer")
         self.store = store
         self.temperature = temperature
-        self.norm_length = norm_length
         self._corrections: Metrics = {}
         self._moved = False
 
@@ -48,19 +48,18 @@ class PolicyWorker(Learner):
             tokens = columns.pop("tokens")
             per_token = {name: _tensor(column.values) for name, column in columns.items()}
             lengths, mask = torch.from_numpy(tokens.lengths), per_token.pop("mask")
-            if how.correction and "weights" in entry("advantages", how.advantage, how).takes:
-                weights = self._correction(how, {n: c.values for n, c in columns.items()}, tokens).weights
+            if how.correction is not None and "weights" in how.estimator.takes:
+                weights = self._correction(how.correction, {n: c.values for n, c in columns.items()}, tokens).weights
                 per_token |= {} if weights is None else {"weights": weights}
             given = _columns(batch, how, per_token)
             found = rl.estimate(
-                how.advantage,
+                how.estimator,
                 rewards=_rewards(batch, how, per_token, mask, lengths),
                 lengths=lengths,
                 mask=mask,
                 groups=torch.from_numpy(batch["group"].copy()),
                 **self._others(batch),
                 **given,
-                **options("advantages", how.advantage, how),
             )
             if found.returns is not None:
                 batch = put_like(batch, self.store, "returns", found.returns.numpy(), tokens)
@@ -75,9 +74,9 @@ class PolicyWorker(Learner):
         """With what the recipe's correction makes of the whole batch, once: ``weights`` and ``kept``, the mask without
         rejected tokens, which the policy's loss goes by. What it measured is told with the next update."""
         self._moved = False
-        if not how.correction:
+        if how.correction is None:
             return batch
-        found = self._correction(how, {name: column.values for name, column in columns.items()}, tokens)
+        found = self._correction(how.correction, {name: column.values for name, column in columns.items()}, tokens)
         self._corrections = dict(found.metrics)
         if found.weights is not None:
             batch = put_like(batch, self.store, "weights", found.weights.numpy(), tokens)
@@ -129,10 +128,10 @@ class PolicyWorker(Learner):
             per_token = {name: column.values for name, column in columns.items()}
             mask = per_token.pop("mask")
             mask = per_token.pop("kept", mask)
-            if how.nll_coef:
+            if how.keys.nll_coef:
                 per_token[RIGHT] = np.repeat(is_right(batch).astype(np.uint8), tokens.lengths)
             found = self._first_pass(batch, how, mask, tokens, per_token)
-            objective = Objective(how, self.norm_length, gather_data_ranks(self.grid), found)
+            objective = Objective(how, gather_data_ranks(self.grid), found)
             loss, weight = objective.of(mask, tokens, per_token.get(RIGHT))
             done = self.engine.update(
                 tokens,
@@ -151,25 +150,23 @@ class PolicyWorker(Learner):
     def _compared(self, how: Algorithm, metrics: Metrics) -> Metrics:
         """Without the gap to the engine where the policy that it was measured of has moved since it was published."""
         moved, self._moved = self._moved, True
-        if moved and bypass(how):
+        if moved and how.bypass:
             return {name: metric for name, metric in metrics.items() if not name.startswith("mismatch/")}
         return metrics
 
-    def _correction(self, how: Algorithm, per_token: Mapping[str, np.ndarray], tokens: Ragged) -> rl.Correction:
+    def _correction(self, rule: Rule, per_token: Mapping[str, np.ndarray], tokens: Ragged) -> rl.Correction:
         """Before there are advantages, what needs them (``reject_negative``) is left out: it changes no weight."""
-        given = options("corrections", how.correction, how)
         known = {name: _tensor(per_token[name]) for name in ("old_logprobs", "advantages") if name in per_token}
-        if "advantages" not in known:
-            given["reject_negative"] = None
+        if "advantages" not in known and isinstance(rule, Corrector):
+            rule = rule.model_copy(update={"reject_negative": None})
         return rl.correct(
-            how.correction,
+            rule,
             old_logprobs=known.get("old_logprobs"),
             rollout_logprobs=_tensor(per_token["rollout_logprobs"]),
             advantages=known.get("advantages"),
             mask=_tensor(per_token["mask"]),
             lengths=torch.from_numpy(tokens.lengths),
             reduce=self._sum_rows,
-            **given,
         )
 
     def _first_pass(
@@ -179,24 +176,22 @@ class PolicyWorker(Learner):
 
         Random numbers belong to the step and to a token's place in the batch, so that no layout changes them.
         """
-        chosen = rl.loss_entry(how.loss, **options("losses", how.loss, how))
-        if not chosen.first_pass:
+        if not how.loss.first_pass:
             return None
-        if "uniforms" in chosen.needs:
+        if "uniforms" in how.loss.needs:
             per_token["uniforms"] = self._uniforms(batch, tokens)
         now = forward(self.engine, packed_logprobs, tokens, mask, temperature=self.temperature)
         uniforms = per_token.get("uniforms")
         return rl.thresholds(
             how.loss,
             logprobs=_tensor(now),
-            old_logprobs=_tensor(per_token.get(ratio_to(how), now)),
+            old_logprobs=_tensor(per_token.get(how.ratio_to, now)),
             advantages=_tensor(per_token["advantages"]),
             mask=_tensor(mask),
             lengths=torch.from_numpy(tokens.lengths),
             uniforms=None if uniforms is None else _tensor(uniforms),
             reduce=self.grid.sum,
             gather=self.grid.gather_rows,
-            **options("losses", how.loss, how),
         )
 
     def _uniforms(self, batch: Batch, tokens: Ragged) -> np.ndarray:
@@ -246,9 +241,8 @@ _COLUMN = {"logprobs": "old_logprobs"}
 
 def _columns(batch: Batch, how: Algorithm, per_token: Mapping[str, Tensor]) -> dict[str, Any]:
     """What the estimator needs, or uses where it is there: columns of tokens [N] and of rows [n]."""
-    wanted = entry("advantages", how.advantage, how)
     found: dict[str, Any] = {}
-    for name in (*wanted.needs, *wanted.takes):
+    for name in (*how.estimator.needs, *how.estimator.takes):
         if _COLUMN.get(name, name) in per_token:
             found[name] = per_token[_COLUMN.get(name, name)]
         elif name in batch.rows:
@@ -261,7 +255,7 @@ def _columns(batch: Batch, how: Algorithm, per_token: Mapping[str, Tensor]) -> d
 def _rewards(batch: Batch, how: Algorithm, columns: dict[str, Tensor], mask: Tensor, lengths: Tensor) -> Tensor:
     """Of each row; or of each token, with the KL penalty that the recipe puts into them."""
     rewards = torch.from_numpy(batch["reward"].copy())
-    if not how.kl_coef or how.kl_in == "loss":
+    if not how.kl_in_reward:
         return rewards
     own, theirs = columns["old_logprobs"], columns["ref_logprobs"]
-    return rl.penalise(rewards, own, theirs, kl=how.kl, coef=how.kl_coef, mask=mask, lengths=lengths)
+    return rl.penalise(rewards, own, theirs, kl=how.keys.kl, coef=how.keys.kl_coef, mask=mask, lengths=lengths)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from tilth.config.axes import DATA
 from tilth.core.batch import Ragged
 from tilth.core.errors import TokenCountError
 from tilth.parallel.dims import ParallelDims
+from tilth.rl.aggregation import Aggregation
 from tilth.training.engine import UpdateResult
 from tilth.training.noise import WEIGHT
 from tilth.training.packed import Micro
@@ -34,9 +34,8 @@ def alone(numbers: np.ndarray) -> np.ndarray:
 class GlobalDenominator:
     """A recipe's aggregation, bound to one batch. whole: the weight that all tokens of the batch have together."""
 
-    aggregation: str
+    aggregation: Aggregation
     denominator: float
-    options: dict[str, Any]
     whole: float
 
     def add_up(self, values: Tensor, micro: Micro) -> Tensor:
@@ -47,7 +46,6 @@ class GlobalDenominator:
             mask=micro.mask,
             lengths=micro.lengths,
             denominator=self.denominator,
-            **self.options,
         )
 
     def weight(self, micro: Micro) -> dict[str, rl.Metric]:
@@ -57,25 +55,20 @@ class GlobalDenominator:
 
 
 def global_denominator(
-    aggregation: str, mask: np.ndarray, tokens: Ragged, norm_length: int, gather: Gather = alone
+    aggregation: Aggregation, mask: np.ndarray, tokens: Ragged, gather: Gather = alone
 ) -> GlobalDenominator:
-    """Count the tokens of the whole batch; on several workers a collective call.
-
-    mask: [N] over all tokens of this worker's rows; norm_length: fixed length of Dr.GRPO's aggregation.
-    """
+    """Count the tokens of the whole batch; on several workers a collective call. mask: [N] over this worker's rows."""
     lengths = torch.from_numpy(np.ascontiguousarray(tokens.lengths))
     own = rl.token_counts(torch.from_numpy(np.ascontiguousarray(mask)), lengths)
     counts = torch.from_numpy(gather(own.numpy()))
-    takes_length = "norm_length" in rl.options("aggregations", aggregation)
-    options: dict[str, Any] = {"norm_length": norm_length} if takes_length else {}
-    denominator = rl.row_denominator(aggregation, counts, **options)
+    denominator = rl.row_denominator(aggregation, counts)
     ones = torch.ones(int(counts.sum()))
     whole = (
-        rl.aggregate(aggregation, ones, mask=ones, lengths=counts[counts > 0], denominator=denominator, **options)
+        rl.aggregate(aggregation, ones, mask=ones, lengths=counts[counts > 0], denominator=denominator)
         if len(ones)
         else 0.0
     )
-    return GlobalDenominator(aggregation, denominator, options, float(whole))
+    return GlobalDenominator(aggregation, denominator, float(whole))
 
 
 def gather_data_ranks(grid: ParallelDims) -> Gather:

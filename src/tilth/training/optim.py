@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from tilth.config.open_sets import OPTIMIZERS
+from tilth.config.plugins import Declaration, declared, describe
 from tilth.config.schema import Optimizer as OptimizerSection
+from tilth.core.errors import PluginError
 from tilth.parallel.sharded import Sharded, buckets
 from tilth.plan.rules import is_block_matrix
 
@@ -53,6 +56,17 @@ def _orthogonal_step(update: Tensor, lr: float) -> Tensor:
     return moved.detach()
 
 
+def _declared(own: Declaration, parameters: list[nn.Parameter], section: OptimizerSection) -> torch.optim.Optimizer:
+    """The optimizer that a plugin declares. PluginError: it cannot be made, or is none."""
+    try:
+        made = own.value(parameters, section)
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{own.title}: {describe(error, own.file)}") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise PluginError(f"{own.title} returns a {type(made).__name__}, not a torch.optim.Optimizer")
+    return made
+
+
 class Optimizers:
     """One or two torch optimizers that step together. ``lr`` may be changed for each step."""
 
@@ -63,10 +77,16 @@ class Optimizers:
         self.parameters = dict(parameters)
         self.section = section
         self.sharded = sharded
+        self._parts: list[tuple[torch.optim.Optimizer, float]]
+        self._own = declared("optimizer").get(section.name)
+        if self._own is not None:
+            self._parts = [(_declared(self._own, list(parameters.values()), section), 1.0)]
+            self._materialise()
+            return
         use_muon = section.name == "muon"
         blocks = {n: p for n, p in parameters.items() if use_muon and is_block_matrix(n)}
         rest = {n: p for n, p in parameters.items() if n not in blocks}
-        self._parts: list[tuple[torch.optim.Optimizer, float]] = [(self._adamw(rest), 1.0)]
+        self._parts = [(self._adamw(rest), 1.0)]
         if blocks:
             self._parts.append((self._muon(blocks), section.muon_lr_ratio))
         self._materialise()
@@ -90,11 +110,13 @@ class Optimizers:
 
     def _materialise(self) -> None:
         for optimizer, _ in self._parts:
-            keys = ("momentum_buffer",) if isinstance(optimizer, torch.optim.Muon) else ("exp_avg", "exp_avg_sq")
+            muon = isinstance(optimizer, torch.optim.Muon)
+            keys = OPTIMIZERS["adamw" if self.section.name == "muon" and not muon else self.section.name]
             for group in optimizer.param_groups:
                 for p in group["params"]:
-                    optimizer.state[p] = {k: torch.zeros_like(p) for k in keys}
-                    if "exp_avg" in keys:
+                    if keys:
+                        optimizer.state[p] = {k: torch.zeros_like(p) for k in keys}
+                    if keys and not muon:
                         optimizer.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -111,7 +133,18 @@ class Optimizers:
         for optimizer, ratio in self._parts:
             for group in optimizer.param_groups:
                 group["lr"] = lr * ratio
+            optimizer.step() if self._own is None else self._step_own(self._own)
+
+    def _step_own(self, own: Declaration) -> None:
+        """One update of a declared optimizer. PluginError: it fails, or keeps state that no checkpoint would hold."""
+        optimizer, named = self._parts[0][0], OPTIMIZERS[own.name]
+        try:
             optimizer.step()
+        except (Exception, SystemExit) as error:
+            raise PluginError(f"{own.title}, state={named}: {describe(error, own.file)}") from error
+        for state in optimizer.state.values():
+            if unknown := sorted(state.keys() - {*named, "step"}):
+                raise PluginError(f"{own.title} keeps {unknown[0]!r}; name it in state={(*named, *unknown)}")
 
     def zero_grad(self) -> None:
         """Forget all gradients."""

@@ -9,7 +9,6 @@ import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console, Group, RenderableType
@@ -19,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tilth.config.schema import Recipe
+from tilth.flows.callbacks import Callback, RunView, Say
 from tilth.flows.metrics import KEYS
-from tilth.flows.observers import Say
 from tilth.flows.readers import ACCURACY, REWARD
 from tilth.ui import words
 from tilth.ui.output import Outlived
@@ -145,8 +144,8 @@ class Progress:
         return sorted(((k, v / whole) for k, v in spent.items()), key=lambda kv: -kv[1])
 
 
-class Live:
-    """Watches a run in the terminal. Pass it as an observer; ``stop`` (also at exit) gives the terminal back.
+class Live(Callback):
+    """Show a run in the terminal; ``stop`` (also at exit) gives the terminal back.
 
     A reader that leaves (``| head``), a terminal that is closed, a full disk: the run's log says so once.
     """
@@ -162,23 +161,23 @@ class Live:
         self._stepped = time.monotonic()
         self._next = 0.0
 
-    def on_begin(self, directory: Path, step: int, say: Say) -> None:
-        """The run is kept in ``directory``."""
-        self._say = say
+    def on_run_start(self, run: RunView) -> None:
+        """Take the run's log, for a line when nobody reads the view any more."""
+        self._say = run.say
         self._note_loss()
 
-    def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
-        """A step was committed."""
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
+        """Draw, if it is time to."""
         now = time.monotonic()
-        self.progress.take(record, now - self._stepped)
+        self.progress.take(metrics, now - self._stepped)
         self._stepped = now
-        self.sample = sample or self.sample
+        self.sample = run.sample or self.sample
         if now >= self._next and not self._lost:
             self._show()
             self._note_loss()
 
     def on_message(self, text: str) -> None:
-        """A line above the view."""
+        """Print a line above the view."""
         self.console.print(Text(text), soft_wrap=True)
         self._stepped = time.monotonic()
         self._note_loss()
@@ -192,8 +191,8 @@ class Live:
             say, self._say = self._say, None
             say(f"nobody reads the terminal's view any more ({self._lost.strerror}); the run goes on, this log too")
 
-    def on_end(self, summary: dict[str, Any]) -> None:
-        """The last picture stays; the terminal is given back."""
+    def on_run_end(self, run: RunView, summary: dict[str, Any]) -> None:
+        """Draw the last picture, which stays; give the terminal back."""
         if self.progress.record:
             self._show()
         self.stop()

@@ -4,11 +4,11 @@ Read by the server that asks, so a step costs a few dictionary entries; nothing 
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from tilth.core.errors import RecipeError
+from tilth.flows.callbacks import Callback, RunView
 from tilth.flows.metrics import KEYS, METRICS, Metric, declaration
 
 HOST = "127.0.0.1"
@@ -33,8 +33,8 @@ def exposed(metric: Metric) -> str:
     return "_".join(["tilth", *name.split("/"), *([unit] if unit and unit not in name else []), *by_name])
 
 
-class Endpoint:
-    """An observer whose newest values can be fetched; of a metric that not every step measures, the last one, but
+class Endpoint(Callback):
+    """The newest values of a run, to be fetched; of a metric that not every step measures, the last one, but
     where the time went is told of the newest step alone."""
 
     def __init__(self, port: int) -> None:
@@ -65,26 +65,20 @@ class Endpoint:
 
     # ---- what is observed ----
 
-    def on_begin(self, directory: Path, step: int, say: Callable[[str], None]) -> None:
-        """The run is kept in ``directory``, whose name is the label ``run``."""
-        self._run = directory.name
-        say(f"metrics for Prometheus: http://{HOST}:{self.port}/metrics")
+    def on_run_start(self, run: RunView) -> None:
+        """Take the folder's name as the label ``run``."""
+        self._run = run.directory.path.name
+        run.say(f"metrics for Prometheus: http://{HOST}:{self.port}/metrics")
 
-    def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
-        """A step was committed. A number that is not finite is shown as it is: an old one in its place would lie."""
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
+        """Show the step's numbers. One that is not finite is shown as it is: an old one in its place would lie."""
         fresh = {
-            name: (str(record.get("phase", "")), float(value))
-            for name, value in record.items()
+            name: (str(metrics.get("phase", "")), float(value))
+            for name, value in metrics.items()
             if (name not in KEYS or name in POSITION) and isinstance(value, (int, float))
         }
         kept = {name: value for name, value in self._newest.items() if not name.startswith(OF_ONE_STEP)}
         self._newest = kept | fresh  # another dictionary: a request may be reading this one
-
-    def on_message(self, text: str) -> None:
-        """Messages are no metrics."""
-
-    def on_end(self, summary: dict[str, Any]) -> None:
-        """The last values stay until ``close``."""
 
     def close(self, failed: bool) -> None:
         """Give the port back."""

@@ -6,6 +6,7 @@ told once, and the run goes on without it. Steps that a resume runs again appear
 
 import html
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -19,9 +20,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tilth.config.load import dump_toml
+from tilth.config.open_sets import TRACKERS
+from tilth.config.plugins import declared
 from tilth.config.schema import Recipe
-from tilth.core.errors import RecipeError
+from tilth.core.errors import PluginError, RecipeError
 from tilth.core.target import written_whole
+from tilth.flows.callbacks import Callback, RunView
 from tilth.flows.metrics import KEYS, declaration, schema
 from tilth.ui.prometheus import Endpoint
 
@@ -47,20 +51,22 @@ def sample_text(sample: Mapping[str, Any]) -> str:
     return f"reward {reward}{right}\n\n{sample.get('prompt') or ''}{sample.get('text') or ''}"
 
 
-class Tracker:
-    """An observer that hands everything to its thread. Subclasses write, one call after another, in that thread."""
+class Tracker(Callback):
+    """Base of trackers: hands everything to its thread. Subclasses write, one call after another, in that thread."""
 
-    package: ClassVar[str]
+    package: ClassVar[str] = ""
+    """The library that it needs, an extra of Tilth's of that name; empty: none."""
 
     def __init__(self, recipe: Recipe) -> None:
         """RecipeError if the library is not installed."""
-        if importlib.util.find_spec(self.package) is None:
+        if self.package and importlib.util.find_spec(self.package) is None:
             raise RecipeError(
                 f"run.track asks for {self.package}, which is not installed; in Tilth's folder: "
                 f"pip install '.[{self.package}]'"
             )
         self.recipe = recipe
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.package)
+        self.name = self.package or type(self).__name__
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
         self._pending: list[Future[None]] = []  # in order: what failed first is the reason of what failed after it
         self._next_sample = 0
         self._begun = self._lost = False
@@ -68,25 +74,21 @@ class Tracker:
 
     # ---- what is observed ----
 
-    def on_begin(self, directory: Path, step: int, say: Callable[[str], None]) -> None:
-        """The run is kept in ``directory``, and goes on after ``step``."""
-        self._say, self._begun = say, True
-        self._do(self.open, directory, step)
+    def on_run_start(self, run: RunView) -> None:
+        """Open, or go on after the last step that is kept."""
+        self._say, self._begun = run.say, True
+        self._do(self.open, run.directory.path, run.at.step)
 
-    def on_step(self, record: dict[str, Any], sample: dict[str, Any] | None) -> None:
-        """A step was committed."""
-        if sample is None or record["step"] < self._next_sample:
-            sample = None
-        else:
-            self._next_sample = record["step"] + SAMPLE_EVERY
-        self._do(self.write, record["step"], numbers(record), sample_text(sample) if sample else "")
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
+        """Write the step's numbers, and now and then a sampled answer."""
+        sample = run.sample if step >= self._next_sample else None
+        if sample is not None:
+            self._next_sample = step + SAMPLE_EVERY
+        self._do(self.write, step, numbers(metrics), sample_text(sample) if sample else "")
         self._look()
 
-    def on_message(self, text: str) -> None:
-        """Messages stay in the run's log."""
-
-    def on_end(self, summary: dict[str, Any]) -> None:
-        """The run came to its end."""
+    def on_run_end(self, run: RunView, summary: dict[str, Any]) -> None:
+        """Write the summary."""
         self._do(self.conclude, summary)
 
     def close(self, failed: bool) -> None:
@@ -97,7 +99,7 @@ class Tracker:
         _, late = wait(self._pending, PATIENCE, FIRST_EXCEPTION)
         self._look()
         if late and not self._lost:
-            self._say(f"{self.package}: not done after {PATIENCE:.0f} s; what is missing there is in metrics.jsonl")
+            self._say(f"{self.name}: not done after {PATIENCE:.0f} s; what is missing there is in metrics.jsonl")
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _do(self, job: Callable[..., None], *arguments: Any) -> None:
@@ -112,7 +114,7 @@ class Tracker:
         if errors and not self._lost:
             self._lost = True
             reason = " ".join(str(errors[0]).split())[:200]
-            self._say(f"{self.package}: {type(errors[0]).__name__}: {reason}; the run goes on without it")
+            self._say(f"{self.name}: {type(errors[0]).__name__}: {reason}; the run goes on without it")
 
     # ---- what a subclass does, in its thread ----
 
@@ -128,8 +130,7 @@ class Tracker:
         """What is known at the end, as ``tilth show RUN --json`` has it."""
 
     def finish(self, failed: bool) -> None:
-        """Nothing follows."""
-        raise NotImplementedError
+        """Close what is open; nothing follows."""
 
 
 class TensorBoard(Tracker):
@@ -250,14 +251,22 @@ class WeightsAndBiases(Tracker):
             temporary.write_text(json.dumps({"id": self._id, "step": step}))
 
 
-TRACKERS: dict[str, type[Tracker]] = {t.package: t for t in (TensorBoard, WeightsAndBiases)}
+def _tracker(name: str) -> type[Tracker]:
+    """The class of a name that ``run.track`` may have. PluginError: a declared one that is no tracker."""
+    if name in TRACKERS:
+        found: type[Tracker] = globals()[TRACKERS[name]]
+        return found
+    declaration = declared("tracker")[name]
+    if not (inspect.isclass(declaration.value) and issubclass(declaration.value, Tracker)):
+        raise PluginError(f"{declaration.title} is no subclass of tilth.Tracker")
+    return declaration.value
 
 
 @contextmanager
 def tracking(recipe: Recipe) -> Iterator[list[Tracker | Endpoint]]:
     """The trackers that ``run.track`` names and the endpoint at ``run.prometheus``, closed at the end. RecipeError if a
     library is missing, or the port is taken."""
-    trackers: list[Tracker | Endpoint] = [TRACKERS[name](recipe) for name in dict.fromkeys(recipe.run.track)]
+    trackers: list[Tracker | Endpoint] = [_tracker(name)(recipe) for name in dict.fromkeys(recipe.run.track)]
     if recipe.run.prometheus:
         trackers.append(Endpoint(recipe.run.prometheus))
     failed = True

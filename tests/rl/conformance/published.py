@@ -5,7 +5,7 @@ from tilth import rl
 from tilth.config.flows import FLOWS
 from tilth.config.load import from_dict
 from tilth.flows.checks import unpublished
-from tilth.roles.objective import aggregation, options
+from tilth.rl.algorithm import Algorithm
 
 TOKENS, ROWS = "token-mean", "seq-mean-token-mean"
 PPO = {"clip_low": 0.2, "clip_high": 0.2}
@@ -40,14 +40,15 @@ def check_published(subject: Subject) -> Gap:
     how_many, wanted = LOSSES.get(name, ("", {}))
     for flow in (name for name, facts in FLOWS.items() if facts.samples):
         own = {k: v for k, v in FLOWS[flow].own.get("algorithm", {}).items() if name in OF_FLOW and k in wanted}
-        how = from_dict(_recipe(flow, {"loss": name})).algorithm
-        found = {k: v or 0.0 for k, v in (_defaults(name) | options("losses", name, how)).items()}
-        gap.true(aggregation(how) == how_many, f"aggregation in flow {flow}: {aggregation(how)}")
+        how = Algorithm.of(from_dict(_recipe(flow, {"loss": name})))
+        found = {k: v or 0.0 for k, v in (_defaults(name) | how.options("losses", name)).items()}
+        used = how.aggregation.entry_name
+        gap.true(used == how_many, f"aggregation in flow {flow}: {used}")
         for option in found.keys() - {"kl", "kl_coef"}:
             gap.see(found[option], (wanted | own).get(option, float("nan")), f"{option} in flow {flow}")
         gap.true(not unpublished(how), f"told of nothing in flow {flow}")
     for other in {TOKENS, ROWS} - {how_many}:
-        how = from_dict(_recipe("grpo", {"loss": name, "aggregation": other})).algorithm
+        how = Algorithm.of(from_dict(_recipe("grpo", {"loss": name, "aggregation": other})))
         gap.true(bool(unpublished(how)) == (how_many == ROWS), f"told of aggregation {other}")
     return gap
 

@@ -1,0 +1,104 @@
+"""Callbacks: what watches a run, or acts on it between two steps."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tilth.config.plugins import declared_by, describe, source
+from tilth.core.errors import PluginError, RecipeError, TilthError
+
+if TYPE_CHECKING:
+    from tilth.config.schema import Recipe
+    from tilth.flows.progress import Progress
+    from tilth.flows.rundir import RunDir
+
+Say = Callable[[str], None]
+"""Puts a line into the run's log and before whoever watches."""
+
+
+class RunView(Protocol):
+    """What a callback sees of a run and may do with it.
+
+    directory: its files are in ``directory.path``. at: step, phase and position. sample: a sampled answer of the newest
+    step (prompt, text, answer, reward), or None.
+    """
+
+    recipe: "Recipe"
+    directory: "RunDir"
+    at: "Progress"
+    sample: dict[str, Any] | None
+    say: Say
+
+    def save(self) -> None:
+        """Begin to make everything up to this step durable."""
+
+    def stop(self, why: str) -> None:
+        """End the run after this step as Ctrl-C does: everything is saved, and the same command continues."""
+
+
+class Callback:
+    """Base of what watches a run. Its methods do nothing; a subclass overrides those that it wants.
+
+    They are called in the process that controls the run, one callback after another, and a step waits for them. An
+    exception ends the run: PluginError names class, method, file and line, and what was committed stays.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Raise PluginError for a method ``on_...`` that nothing would ever call."""
+        super().__init_subclass__(**options)
+        events = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in vars(cls):
+            if name.startswith("on_") and name not in events:
+                where = f"{cls.__qualname__}.{name} ({source(cls)})"
+                raise PluginError(f"{where} is no method of a callback; there are {', '.join(events)}")
+
+    def on_run_start(self, run: RunView) -> None:
+        """Before the first step. ``run.at.step``: the last committed one; later ones of earlier attempts are void."""
+
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
+        """A step was committed. metrics: its line of ``metrics.jsonl``."""
+
+    def on_evaluation(self, run: RunView, step: int, metrics: dict[str, float]) -> None:
+        """What is held out was measured after this step, 0 before the first; called once the figures are committed."""
+
+    def on_save(self, run: RunView, step: int, path: str) -> None:
+        """The checkpoint of this step is complete: a folder or the URL of one."""
+
+    def on_message(self, text: str) -> None:
+        """A line of the run's log, also of before the run has a folder."""
+
+    def on_run_end(self, run: RunView, summary: dict[str, Any]) -> None:
+        """The run came to its end, not to an error. summary: as in ``tilth show RUN --json``."""
+
+
+def notify(callbacks: Iterable[Callback], event: str, *given: Any) -> None:
+    """Call the method ``event`` of each. PluginError names the one that fails; errors of Tilth's own pass."""
+    for callback in callbacks:
+        try:
+            getattr(callback, event)(*given)
+        except TilthError:
+            raise
+        except (Exception, SystemExit) as error:
+            where = f"{type(callback).__qualname__}.{event} ({source(getattr(type(callback), event))})"
+            file = inspect.getsourcefile(type(callback)) or ""
+            raise PluginError(f"{where}: {describe(error, file)}") from error
+
+
+def checked(callbacks: Sequence[Any], plugins: Iterable[str]) -> list[Callback]:
+    """The callbacks that were given, and one of each class that these plugins or the script declare.
+
+    Raises RecipeError: one that is no Callback; PluginError: a declared class that is none, or cannot be made.
+    """
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            right = f"{callback.__name__}()" if inspect.isclass(callback) else "an instance of a tilth.Callback"
+            raise RecipeError(f"callbacks has {callback!r}, which is no tilth.Callback; give {right}")
+    made = []
+    for declaration in declared_by("callback", plugins):
+        if not (inspect.isclass(declaration.value) and issubclass(declaration.value, Callback)):
+            raise PluginError(f"{declaration.title} is no subclass of tilth.Callback")
+        try:
+            made.append(declaration.value())
+        except (Exception, SystemExit) as error:
+            raise PluginError(f"{declaration.title}: {describe(error, declaration.file)}") from error
+    return [*callbacks, *made]

@@ -1,0 +1,132 @@
+"""The algorithm of a run, resolved once: what its recipe names, and what follows from that."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from tilth.config.flows import FLOWS, Flow
+from tilth.config.schema import AlgorithmSection, Recipe
+from tilth.rl.aggregation import Aggregation
+from tilth.rl.catalog import build, lookup
+from tilth.rl.correction import Corrector, Rule
+from tilth.rl.estimators import Advantage
+from tilth.rl.objectives import PolicyLoss
+from tilth.rl.registry import Entry, Kind
+
+OF_POLICY = {"logprobs", "old_logprobs", "sum_pi_squared"}
+"""Columns that the policy computes before its updates, where something needs them."""
+ROWS = {"rewards", "groups", "counts", "mask", "lengths", "advantages", "rollout_logprobs", "uniforms", "weights"}
+"""Columns that every loop has."""
+E = TypeVar("E", bound=Entry)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Estimator, loss, aggregation and correction with their options, each made once.
+
+    keys: the recipe's section [algorithm]. norm_length: fixed length of Dr.GRPO's aggregation. To another process it
+    travels as these three, and is made there: an entry that is a user's function has no name to be pickled by.
+    """
+
+    keys: AlgorithmSection
+    norm_length: int = 1
+    flow: Flow = FLOWS["grpo"]
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Algorithm":
+        """The algorithm of a recipe."""
+        return cls(recipe.algorithm, recipe.rollout.max_tokens, recipe.facts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.keys, self.norm_length, self.flow)
+
+    def updated(self, **keys: Any) -> "Algorithm":
+        """Return this algorithm with other values of some keys."""
+        return replace(self, keys=self.keys.model_copy(update=keys)) if keys else self
+
+    def options(self, kind: Kind, name: str) -> dict[str, Any]:
+        """Those keys of [algorithm], and of its ``options``, that are options of this entry."""
+        known = lookup(kind, name).model_fields
+        own = {key: getattr(self.keys, key) for key in known if key in AlgorithmSection.model_fields}
+        own |= {key: value for key, value in self.keys.options.items() if key in known}
+        if kind == "losses" and self.keys.kl_in == "reward":
+            own["kl_coef"] = 0.0  # it is in the reward already
+        return own
+
+    def _entry(self, kind: Kind, name: str, known: type[E]) -> E:
+        return build(kind, name, self.options(kind, name), known)
+
+    @cached_property
+    def estimator(self) -> Advantage:
+        """What makes advantages."""
+        return self._entry("advantages", self.keys.advantage, Advantage)
+
+    @cached_property
+    def loss(self) -> PolicyLoss:
+        """The policy loss."""
+        return self._entry("losses", self.keys.loss, PolicyLoss)
+
+    @cached_property
+    def aggregation(self) -> Aggregation:
+        """How token losses become one number: what the recipe says, or else how the loss was published."""
+        name = self.keys.aggregation or self.loss.aggregation
+        fixed = "norm_length" in lookup("aggregations", name).model_fields
+        return build("aggregations", name, {"norm_length": self.norm_length} if fixed else {}, Aggregation)
+
+    @cached_property
+    def correction(self) -> Rule | None:
+        """What corrects for an engine that differs from the trainer; None: nothing."""
+        return self._entry("corrections", self.keys.correction, Rule) if self.keys.correction else None
+
+    @property
+    def chosen(self) -> dict[Kind, Entry]:
+        """The entries that take options of the recipe."""
+        found: dict[Kind, Entry] = {"advantages": self.estimator, "losses": self.loss}
+        return found | ({} if self.correction is None else {"corrections": self.correction})
+
+    @property
+    def bypass(self) -> bool:
+        """True where the ratio is taken to the engine's policy, not to the trainer's before the update."""
+        return isinstance(self.correction, Corrector) and self.correction.bypass
+
+    @property
+    def ratio_to(self) -> str:
+        """The column of the log-probs that the ratio is taken to."""
+        return "rollout_logprobs" if self.bypass else "old_logprobs"
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """True where a KL penalty goes into the reward."""
+        return bool(self.keys.kl_coef) and self.keys.kl_in == "reward"
+
+    @property
+    def drops_flat(self) -> bool:
+        """True where groups with equal rewards are left out: the recipe says so and they have no gradient at all."""
+        keys = self.keys
+        terms = keys.kl_coef or keys.entropy_coef or keys.entropy_target or keys.nll_coef
+        wanted = "drop_flat" in self.flow.reads and keys.drop_flat
+        return wanted and not terms and not self.estimator.flat_teaches
+
+    @property
+    def parts(self) -> set[str]:
+        """Columns ``part/NAME`` of the reward that the estimator cannot work without."""
+        return {name for name in self.estimator.needs if name.startswith("part/")}
+
+    @property
+    def available(self) -> set[str]:
+        """Columns that the loop of the flow can make, and parts of the reward, which are known when it is called."""
+        made = ROWS | OF_POLICY | self.parts | ({"values"} if self.flow.critic else set())
+        made |= {"ref_logprobs"} if self.flow.reference or self.keys.kl_coef else set()
+        return made | ({"baselines"} if self.flow.own_loop or not self.flow.critic else set())
+
+    @property
+    def computed(self) -> set[str]:
+        """Columns that the loop has to compute: ``baselines`` (rewards of greedy answers), and the policy's
+        ``logprobs`` and ``sum_pi_squared`` before its updates, where something needs them."""
+        keys, needs = self.keys, set(self.estimator.needs)
+        several = keys.epochs * keys.minibatches > 1 or self.flow.own_loop  # who knows what that does
+        corrected = self.correction is not None and "old_logprobs" in self.correction.needs
+        found = needs & OF_POLICY
+        if found or corrected or self.kl_in_reward or (several and not self.bypass):
+            found.add("logprobs")
+        return found | (needs & {"baselines"})

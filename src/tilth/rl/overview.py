@@ -1,0 +1,88 @@
+"""All algorithms side by side, as resolved. ``python -m tilth.rl.overview``: the table of docs/algorithms.md."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilth.config.flows import FLOWS, OPTIONAL
+from tilth.config.load import from_dict
+from tilth.config.plugins import declared
+from tilth.config.schema import Recipe
+from tilth.core.errors import RecipeError
+from tilth.rl.algorithm import Algorithm
+from tilth.rl.catalog import names
+from tilth.rl.registry import DECLARED_AS, Kind, nearest
+
+COLUMNS = ("baseline", "loss", "aggregation", "KL", "clip", "filters", "critic")
+"""Of the table that people read."""
+_KEYS = ("kl", "kl_in", "kl_coef", "entropy_coef", "nll_coef", *sorted(OPTIONAL))
+
+
+def overview(flows: Sequence[str] = (), keys: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+    """Flow -> what it is by plain keys, null where there is no such thing. flows: these only, in this order.
+
+    keys: of a recipe, as nested dictionaries; those of plugins are imported, and all hold for every flow.
+    Raises RecipeError: a flow that is none, a key that is wrong.
+    """
+    from_dict(keys or {}, complete=False)
+    for flow in flows:
+        if flow not in FLOWS:
+            raise RecipeError(f"no algorithm {flow!r}{nearest(flow, FLOWS)}")
+    return {flow: _facts(from_dict({**(keys or {}), "flow": flow}, complete=False)) for flow in flows or FLOWS}
+
+
+def _facts(recipe: Recipe) -> dict[str, Any]:
+    """What the recipe's algorithm is."""
+    flow, keys = recipe.facts, recipe.algorithm
+    found: dict[str, Any] = {"title": flow.title, "learns": flow.learns, "critic": flow.critic, "judge": flow.judge}
+    found |= {"reference": recipe.refers, "advantage": None, "loss": "likelihood", "aggregation": None}
+    found |= {"clip_low": None, "clip_high": None, "dual_clip": None, "correction": None, **dict.fromkeys(_KEYS)}
+    if not flow.samples:
+        return found | ({"loss": recipe.preference.loss} if flow.learns == "pairs" else {})
+    algorithm = Algorithm.of(recipe)
+    clips = {name: getattr(algorithm.loss, name, None) for name in ("clip_low", "clip_high", "dual_clip")}
+    own = {key: getattr(keys, key) for key in _KEYS if key not in OPTIONAL or key in flow.reads}
+    named = {"advantage": keys.advantage, "loss": keys.loss, "aggregation": algorithm.aggregation.entry_name}
+    return found | named | clips | own | {"correction": keys.correction or None, "drop_flat": algorithm.drops_flat}
+
+
+def row(facts: Mapping[str, Any]) -> dict[str, str]:
+    """The same in words, by the columns of the table; empty: none."""
+    f = facts
+    off = "" if f["kl_coef"] else ", off"
+    clip = "" if f["clip_low"] is None else f"{f['clip_low']:g}, {f['clip_high']:g}"
+    filters = {
+        "flat": f["drop_flat"] and not f["refill"],
+        f"mixed ({f['refill']} rounds)": f["refill"],
+        f"overlong {f['overlong_buffer']}": f["overlong_buffer"],
+        "cut": f["overlong_filter"],
+        "judge": f["judge"],
+    }
+    return {
+        "baseline": f["advantage"] or "",
+        "loss": f["loss"] + (f" + {f['nll_coef']:g} likelihood" if f["nll_coef"] else ""),
+        "aggregation": f["aggregation"] or "",
+        "KL": f"{f['kl']} in {f['kl_in']}{off}" if f["kl"] else "reference" if f["reference"] else "",
+        "clip": clip + (f", dual {f['dual_clip']:g}" if f["dual_clip"] else ""),
+        "filters": ", ".join(name for name, given in filters.items() if given),
+        "critic": "yes" if f["critic"] else "",
+    }
+
+
+def entries() -> dict[Kind, list[str]]:
+    """Kind -> every name that a key of [algorithm] can have; behind those of plugins their file and line."""
+    found = {}
+    for kind, known in names().items():
+        own = declared(DECLARED_AS[kind]) if kind in DECLARED_AS else {}
+        found[kind] = [f"{name} ({own[name].where})" if name in own else name for name in known]
+    return found
+
+
+def reference() -> str:
+    """The table as Markdown."""
+    rows = [[f"`{flow}`", *row(facts).values()] for flow, facts in overview().items()]
+    lines = [["flow", *COLUMNS], ["---"] * (1 + len(COLUMNS)), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,205 @@
+"""Callbacks: called at what they say, in order, from Python and from a plugin; what fails in one names itself."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tilth
+from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
+from tests.flows import tiny
+from tilth.api import run_recipe
+from tilth.checkpoint import latest
+from tilth.core.errors import PluginError, RecipeError
+from tilth.flows.readers import read_metrics
+from tilth.flows.signals import Interrupted
+
+SHOUT = """
+import json, tilth
+
+@tilth.callback("shout")
+class Shout(tilth.Callback):
+    def on_step_end(self, run, step, metrics):
+        with open(run.directory.path / "shout.jsonl", "a") as file:
+            file.write(json.dumps([step, metrics["phase"]]) + "\\n")
+"""
+
+
+class Everything(tilth.Callback):
+    """Remember every call."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_run_start(self, run):
+        self.seen.append(("start", run.at.step, run.directory.path.name))
+
+    def on_step_end(self, run, step, metrics):
+        assert step == run.at.step == metrics["step"] == read_metrics(run.directory.path)[-1]["step"]
+        self.seen.append(("step", step, metrics["phase"]))
+
+    def on_evaluation(self, run, step, metrics):
+        self.seen.append(("evaluation", step, dict(metrics)))
+
+    def on_save(self, run, step, path):
+        self.seen.append(("save", step, path))
+
+    def on_message(self, text):
+        self.seen.append(("message", text))
+
+    def on_run_end(self, run, summary):
+        self.seen.append(("end", summary["steps"], summary["state"]))
+
+
+def test_all_is_called_when_it_happened_and_in_order(tmp_path):
+    watcher = Everything()
+    made = tiny.recipe(tmp_path, supervised={"steps": 3}, run={"save_background": False, "save_every": 2, "keep": 9})
+    result = tiny.run(made, callbacks=[watcher])
+    seen = {kind: [call[1:] for call in watcher.seen if call[0] == kind] for kind, *_ in watcher.seen}
+    assert seen["start"] == [(0, result.directory.name)] and seen["end"] == [(9, "finished")]
+    assert [step for step, _ in seen["step"]] == list(range(1, 10))
+    records = {row["step"]: row for row in read_metrics(result.directory)}
+    evaluated = dict(seen["evaluation"])
+    assert list(evaluated) == [3, 6, 9]
+    assert watcher.seen.index(("evaluation", 3, evaluated[3])) < watcher.seen.index(("step", 3, "warmup"))
+    for step in (3, 6, 9):
+        assert evaluated[step].items() <= records[step].items() and evaluated[step]
+    saved = dict(seen["save"])
+    assert list(saved) == [2, 3, 4, 6, 8, 9] and saved[9] == str(latest(result.directory / "checkpoints"))
+
+
+@pytest.mark.parametrize("flow", ["sft", "pretrain"])
+def test_evaluations_of_supervised_flows_have_the_loss(tmp_path, flow):
+    watcher = Everything()
+    result = tiny.learn(tmp_path, flow, callbacks=[watcher], supervised={"steps": 4})
+    found = {call[1]: call[2] for call in watcher.seen if call[0] == "evaluation"}
+    records = {row["step"]: row for row in read_metrics(result.directory)}
+    assert list(found) == [0, 3, 4]
+    assert all(found[step]["loss/heldout"] == records[step]["loss/heldout"] for step in (3, 4))
+
+
+def test_a_callback_of_a_plugin_is_in_each_run_that_names_it_and_in_no_other(tmp_path):
+    path = write(tmp_path, SHOUT)
+    short = {"supervised": {"steps": 1}, "algorithm": {"steps": 1}}
+    mine = tiny.run(tiny.recipe(tmp_path / "a", plugins=[str(path)], **short)).directory
+    told = [json.loads(line) for line in (mine / "shout.jsonl").read_text().splitlines()]
+    assert told == [[1, "warmup"], [2, "grpo"]]
+    other = tiny.run(tiny.recipe(tmp_path / "b", **short)).directory
+    assert not (other / "shout.jsonl").exists()
+
+
+class Fails(tilth.Callback):
+    def __init__(self, event, error):
+        self.event, self.error = event, error
+
+    def _act(self, event):
+        if event == self.event:
+            raise self.error
+
+    def on_run_start(self, run):
+        self._act("on_run_start")
+
+    def on_step_end(self, run, step, metrics):
+        if step == 5:
+            self._act("on_step_end")
+
+    def on_evaluation(self, run, step, metrics):
+        if step:
+            self._act("on_evaluation")
+
+    def on_save(self, run, step, path):
+        self._act("on_save")
+
+    def on_run_end(self, run, summary):
+        self._act("on_run_end")
+
+
+@pytest.mark.parametrize("event", ["on_run_start", "on_step_end", "on_evaluation", "on_save", "on_run_end"])
+@pytest.mark.parametrize("error", [KeyError("mine"), SystemExit(3)], ids=["KeyError", "SystemExit"])
+def test_an_error_names_class_method_file_and_line_and_loses_nothing_committed(tmp_path, event, error):
+    made = tiny.recipe(tmp_path)
+    with pytest.raises(PluginError, match=rf"Fails\.{event} \(test_callbacks\.py:\d+\).* at test_callbacks\.py:\d+"):
+        tiny.run(made, callbacks=[Fails(event, error)])
+    (folder,) = tmp_path.glob("tiny-*")
+    before = {r["step"] for r in read_metrics(folder)} if event not in ("on_run_start",) else set()
+    again = tiny.run(made) if event != "on_run_end" else None
+    if again:
+        assert again.directory == folder
+    assert before <= {r["step"] for r in read_metrics(folder)} == set(range(1, 13))
+
+
+def test_a_method_of_a_name_that_nothing_calls_is_refused():
+    with pytest.raises(PluginError, match=r"Old\.on_step .*on_step_end"):
+
+        class Old(tilth.Callback):
+            def on_step(self, record, sample):
+                pass
+
+
+@pytest.mark.parametrize("wrong", [Everything, object()], ids=["class", "object"])
+def test_what_is_no_callback_is_refused_before_the_run(tmp_path, wrong):
+    with pytest.raises(RecipeError, match="callbacks"):
+        tiny.run(tiny.recipe(tmp_path), callbacks=[wrong])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_declared_class_that_is_no_callback_is_refused(tmp_path):
+    path = write(tmp_path, "import tilth\n\n@tilth.callback('mine')\nclass Mine: pass\n")
+    with pytest.raises(PluginError, match=r"mine\.py:3"):
+        tiny.run(tiny.recipe(tmp_path / "a", plugins=[str(path)]))
+
+
+class Stops(tilth.Callback):
+    def on_step_end(self, run, step, metrics):
+        if step == 3:
+            run.stop("enough")
+
+
+def test_a_callback_can_stop_a_run_which_goes_on_later(tmp_path):
+    made = tiny.recipe(tmp_path)
+    with pytest.raises(Interrupted, match="by enough after step 3"):
+        tiny.run(made, callbacks=[Stops()])
+    assert tiny.run(made).summary["steps"] == 12
+
+
+# ---- trackers of one's own ----
+
+TRACKER = """
+import json, tilth
+
+@tilth.tracker("lines")
+class Lines(tilth.Tracker):
+    def open(self, directory, step):
+        self.file = open(directory / "lines.jsonl", "a")
+
+    def write(self, step, values, text):
+        self.file.write(json.dumps([step, values["loss"]]) + "\\n")
+
+    def finish(self, failed):
+        self.file.close()
+"""
+
+
+def test_a_tracker_of_ones_own_is_a_value_of_run_track(tmp_path):
+    path = write(tmp_path, TRACKER)
+    own = {"plugins": [str(path)], "run": {"track": ["lines"]}}
+    directory = tiny.run(tiny.recipe(tmp_path / "a", **own)).directory
+    told = [json.loads(line) for line in (directory / "lines.jsonl").read_text().splitlines()]
+    assert told == [[row["step"], row["loss"]] for row in read_metrics(directory)]
+    with pytest.raises(RecipeError, match=r"run\.track.*lines"):
+        tiny.recipe(tmp_path / "b", **{**own, "run": {"track": ["line"]}})
+
+
+def test_a_tracker_that_fails_is_told_and_the_run_goes_on(tmp_path):
+    path = write(tmp_path, TRACKER.replace("json.dumps", "json.missing"))
+    watcher = tiny.Recorder()
+    made = tiny.recipe(tmp_path / "a", plugins=[str(path)], run={"track": ["lines"]})
+    assert tiny.run(made, callbacks=[watcher]).summary["state"] == "finished"
+    assert any("Lines: AttributeError" in text for text in watcher.messages)
+
+
+def test_a_declared_tracker_that_is_none_is_refused(tmp_path):
+    path = write(tmp_path, "import tilth\n\n@tilth.tracker('lines')\nclass Lines: pass\n")
+    with pytest.raises(PluginError, match=r"mine\.py:3"):
+        run_recipe(tiny.recipe(tmp_path / "a", plugins=[str(path)], run={"track": ["lines"]}), name="x")
+    assert not Path(tmp_path / "a").exists()

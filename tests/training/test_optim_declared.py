@@ -1,0 +1,92 @@
+"""Optimizers of one's own: the numbers of torch's, a plan and checkpoints that know their state, named errors."""
+
+import pytest
+
+from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
+from tests.flows import tiny
+from tilth.config.load import load_recipe
+from tilth.core.errors import PluginError, RecipeError
+from tilth.flows.signals import Interrupted
+from tilth.plan.memory import FP32, _optimizer
+
+MINE = """
+import tilth, torch
+
+@tilth.optimizer("my_adamw", state=("exp_avg", "exp_avg_sq"))
+def my_adamw(parameters, section):
+    groups = [{"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
+              {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, fused=True)
+
+@tilth.optimizer("momentum", state=("momentum_buffer",))
+def momentum(parameters, section):
+    return torch.optim.SGD(parameters, lr=section.lr, momentum=0.9)
+
+@tilth.optimizer("silent")
+def silent(parameters, section):
+    return torch.optim.RMSprop(parameters, lr=section.lr)
+
+@tilth.optimizer("nothing")
+def nothing(parameters, section):
+    return None
+
+@tilth.optimizer("broken")
+def broken(parameters, section):
+    return torch.optim.AdamW(parameters, lr=section.learning_rate)
+"""
+
+
+@pytest.fixture
+def plugins(tmp_path):
+    return [str(write(tmp_path, MINE))]
+
+
+def test_one_of_ones_own_equals_what_it_copies_to_the_last_bit(tmp_path, plugins):
+    mine = tiny.run(tiny.recipe(tmp_path / "a", plugins=plugins, optimizer={"name": "my_adamw"}))
+    theirs = tiny.run(tiny.recipe(tmp_path / "b"))
+    assert tiny.weights(mine.directory) == tiny.weights(theirs.directory)
+
+
+def test_its_state_is_kept_and_a_run_that_was_stopped_ends_as_if_it_was_not(tmp_path, plugins):
+    def stop(record):
+        if record["step"] == 8:
+            raise Interrupted("now")
+
+    def made(folder):
+        return tiny.recipe(tmp_path / folder, plugins=plugins, optimizer={"name": "momentum", "lr": 1e-2})
+
+    whole = tiny.run(made("whole"))
+    with pytest.raises(Interrupted):
+        tiny.run(made("torn"), callbacks=[tiny.Recorder(stop)])
+    again = tiny.run(made("torn"))
+    assert again.summary["steps"] == 12 and tiny.weights(whole.directory) == tiny.weights(again.directory)
+
+
+def test_the_memory_plan_goes_by_the_state_that_it_names(plugins):
+    from types import SimpleNamespace
+
+    cut = SimpleNamespace(elements=100, blocks=60)
+    asked = {"adamw": 200, "muon": 140, "my_adamw": 200, "momentum": 100, "silent": 0}
+    for name, want in asked.items():
+        recipe = load_recipe("addition-grpo", [f"plugins={plugins}".replace("'", '"'), f"optimizer.name={name}"])
+        assert _optimizer(recipe, cut) == FP32 * want
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("silent", "square_avg"), ("nothing", "NoneType"), ("broken", r"learning_rate.* at mine\.py:\d+")],
+)
+def test_one_that_cannot_work_is_named_with_file_and_line(tmp_path, plugins, name, word):
+    with pytest.raises(PluginError, match=rf"optimizer '{name}' \(mine\.py:\d+\).*{word}"):
+        tiny.run(tiny.recipe(tmp_path / "a", plugins=plugins, optimizer={"name": name}))
+
+
+def test_a_name_that_is_none_is_refused_with_those_there_are(tmp_path, plugins):
+    with pytest.raises(RecipeError, match=r"optimizer\.name.*momentum"):
+        tiny.recipe(tmp_path / "a", plugins=plugins, optimizer={"name": "momentumm"})
+
+
+def test_the_name_of_one_that_comes_with_tilth_is_refused(tmp_path):
+    path = write(tmp_path, "import tilth\n@tilth.optimizer('adamw')\ndef mine(parameters, section): pass\n")
+    with pytest.raises(PluginError, match="adamw"):
+        tiny.recipe(tmp_path / "a", plugins=[str(path)])
