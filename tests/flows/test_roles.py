@@ -194,7 +194,7 @@ def test_an_invented_role_is_called_trained_kept_and_goes_on_bit_for_bit(teachin
     assert policy.keys() == student.keys() and any(not torch.equal(policy[n], t) for n, t in student.items())
     stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 9 else None)
     with pytest.raises(launch.Interrupted):
-        tiny.run(teaching("part", roles=bonus), observers=[stop])
+        tiny.run(teaching("part", roles=bonus), callbacks=[stop])
     again = tiny.run(teaching("part", roles=bonus))
     assert tiny.weights(again.directory) == tiny.weights(whole.directory)
 
