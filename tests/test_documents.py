@@ -15,14 +15,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import typer
 from typer.testing import CliRunner
 
 from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
 from tests.documents import PAGES, ROOT, Block, Command, blocks
 from tilth.cli.main import app
-from tilth.config.load import check_allowed, load_recipe
+from tilth.config.load import check_allowed, from_dict, load_recipe
 from tilth.config.plugins import load_plugins
+from tilth.models.attention import PackedContext
+from tilth.models.decoder import Decoder
+from tilth.models.family import new_config
+from tilth.models.hf import load_pretrained, load_weights, save_pretrained
 
 ELSEWHERE = {
     "make demo": "it makes an environment; tests/test_distribution.py installs by make",
@@ -97,6 +102,8 @@ def furnish(folder, page):
     (folder / "my_reward.py").write_text(reward.text)
     (plugin,) = (block for block in blocks("docs/extending.md") if block.first == "# mine.py")
     (folder / "mine.py").write_text(plugin.text)
+    (family,) = (block for block in blocks("docs/extending.md") if block.first == "# arcee.py")
+    (folder / "arcee.py").write_text(family.text)
     (folder / "my").mkdir()
     (folder / "my" / "recipe.toml").write_text((ROOT / "src/tilth/recipes/addition-grpo.toml").read_text())
 
@@ -309,6 +316,26 @@ def a_plugin(text, monkeypatch):
     assert module.leave_one_out(rewards, groups, scale=2.0).tolist() == [2, -2, -4, 4]
 
 
+def a_family(text, monkeypatch):
+    """Arcee's, as transformers has it: config, logits, and the way back."""
+    load_plugins([str(write(Path.cwd(), text, "arcee_of_mine.py"))])
+    sizes = {"vocab_size": 40, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
+    theirs = transformers.ArceeForCausalLM(
+        transformers.ArceeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, mlp_bias=True)
+    )
+    theirs.save_pretrained("theirs")
+    config, tensors = load_pretrained("theirs")
+    model = Decoder(config)
+    load_weights(model, tensors)
+    ids = torch.arange(9)
+    wanted = theirs(ids[None]).logits[0]
+    torch.testing.assert_close(model.logits(model(ids, PackedContext([9]))), wanted, atol=2e-5, rtol=1e-4)
+    save_pretrained("ours", config, model.state_dict())
+    again = transformers.AutoModelForCausalLM.from_pretrained("ours")
+    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in again.state_dict().items())
+    assert new_config(from_dict({"model": {"family": "arcee"}}).model, 9).to_hf()["hidden_act"] == "relu2"
+
+
 def of_trl(text, monkeypatch):
     """Theirs, not ours: it must be Python."""
     compile(text, "from-trl-and-verl.md", "exec")
@@ -318,6 +345,7 @@ PYTHON = {
     "import tilth": eight_lines,
     "# my_reward.py": a_reward,
     "# mine.py": a_plugin,
+    "# arcee.py": a_family,
     "def score(": a_reward_of_verl,
     "dataset = load_dataset(": of_trl,
 }

@@ -73,9 +73,9 @@ def test_rope_tables_are_those_of_numpy() -> None:
 
 def test_norm_and_score() -> None:
     x = torch.randn(7, 16, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
-    norm, head = RMSNorm(16, 1e-6).to(DOUBLE), Score(16).to(DOUBLE)
+    norm, head = RMSNorm(1e-6), Score(16).to(DOUBLE)
+    norm.weight = torch.nn.Parameter(torch.linspace(0.3, 2, 16, dtype=DOUBLE))
     with torch.no_grad():
-        norm.weight.copy_(torch.linspace(0.3, 2, 16, dtype=DOUBLE))
         head.weight.copy_(torch.linspace(-1, 1, 16, dtype=DOUBLE))
         head.bias.fill_(0.1)
     wanted = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight

@@ -242,7 +242,7 @@ def test_a_layout_that_is_not_the_models_is_refused():
 
 def test_heads_that_do_not_divide_are_refused(pool):
     for said in pool.run(2, HERE + "three_heads"):
-        assert "model.heads=3" in said and "tp=2" in said
+        assert "model.heads = 3" in said and "tp=2" in said
 
 
 def three_heads(rank):

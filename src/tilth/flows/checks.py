@@ -42,6 +42,7 @@ _CHOICE = "token-mean"
 def check_algorithm(recipe: Recipe) -> None:
     """Raise RecipeError for an unknown estimator, loss, aggregation or correction, for an option that none of them has,
     and for one that needs what no role makes."""
+    _check_declared(recipe)
     if recipe.flow == "pretrain" and recipe.reward.function:
         raise RecipeError("flow=pretrain generates nothing, so nothing is scored; leave reward.function out")
     if recipe.facts.learns == "pairs":
@@ -51,7 +52,6 @@ def check_algorithm(recipe: Recipe) -> None:
     how = recipe.algorithm
     columns = _columns(recipe)
     chosen = _chosen(how)
-    _check_declared(recipe)
     _check_critic(recipe, judged="values" in entry("advantages", how.advantage, how).needs)
     _check_options(how, chosen)
     _check_reward(recipe)
@@ -66,6 +66,7 @@ def in_scripts(recipe: Recipe) -> dict[str, Declaration]:
     """Key -> what it names, where a script or a notebook declares that: other processes cannot import it."""
     named = {
         "flow": ("flow", recipe.flow),
+        "model.family": ("family", recipe.model.family),
         "algorithm.advantage": ("advantage", recipe.algorithm.advantage),
         "algorithm.loss": ("policy_loss", recipe.algorithm.loss),
     }

@@ -19,10 +19,10 @@ from tilth.flows.model import REWARD_MODEL, load_beginning, load_model, wants_to
 from tilth.flows.publish import DTYPES
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.models.hf import parameter_shapes
 from tilth.models.value import ValueModel
 from tilth.parallel.grid import Grid, join
 from tilth.parallel.sharded import Sharded, shard
+from tilth.plan.shape import parameter_shapes
 from tilth.roles.critic import CriticWorker
 from tilth.roles.documents import DocumentWorker
 from tilth.roles.judge import JudgeWorker

@@ -1,8 +1,9 @@
 """Who stands where: the roles of a recipe on ranks, and the parts of a decoder on the ranks of a mesh."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from tilth.config.checks import check_cluster, learners, pool_of, pools
 from tilth.config.errors import RecipeError
@@ -22,8 +23,8 @@ from tilth.plan.memory import (
     rollout_need,
     together,
 )
-from tilth.plan.rules import along_tp, is_block_matrix
-from tilth.plan.shape import DecoderShape, Shape, parameter_shapes, parameters
+from tilth.plan.rules import VALUE_HEAD, along_tp, rule_of
+from tilth.plan.shape import DecoderShape, parameter_shapes, parameters
 from tilth.plan.working import Cut
 
 NAMES = ("dp", "fsdp", "tp")
@@ -122,14 +123,15 @@ def misfit(shape: DecoderShape, tp: int) -> str:
 # ---- parameters ----
 
 
-def layouts(shapes: dict[str, Sizes], mesh: Mesh, kv_heads: int) -> dict[str, Layout]:
+def layouts(shape: DecoderShape, mesh: Mesh, *, value: bool = False) -> dict[str, Layout]:
     """How each parameter lies over a role's mesh: tp splits first, fsdp the rows of what tp left, dp copies.
 
-    shapes: as ``parameter_shapes`` gives them; kv_heads: of the whole model. Agrees with what ``parallel`` does.
+    value: of a value model on this shape. Agrees with what ``parallel`` does.
     """
     tp = mesh.sizes[mesh.names.index("tp")]
-    copies = max(1, tp // kv_heads)
-    return {name: nested(mesh, shape, along_tp(name, copies)) for name, shape in shapes.items()}
+    copies, table = max(1, tp // shape.num_kv_heads), shape.table + VALUE_HEAD
+    shapes = parameter_shapes(shape, value=value)
+    return {name: nested(mesh, sizes, along_tp(table, name, copies)) for name, sizes in shapes.items()}
 
 
 def nested(mesh: Mesh, shape: Sizes, along_tp: Placement) -> Layout:
@@ -228,13 +230,12 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, fsdp: in
     """What of the model of a learner is on its rank with these coordinates."""
     wanted: Wanted = getattr(recipe, role).layout
     values = role in ("critic", "reward_model") or (role == "policy" and recipe.facts.value)
-    shapes = parameter_shapes(shape, value=values)
-    sizes = placed.mesh.sizes
-    own = layouts(shapes, Mesh(NAMES, (1, *sizes[1:])), shape.num_kv_heads)
-    part = layouts(shapes, Mesh(NAMES, (1, 1, sizes[2])), shape.num_kv_heads)  # what is computed with
+    sizes, table = placed.mesh.sizes, shape.table + VALUE_HEAD
+    own = layouts(shape, Mesh(NAMES, (1, *sizes[1:])), value=values)
+    part = layouts(shape, Mesh(NAMES, (1, 1, sizes[2])), value=values)  # what is computed with
     at = fsdp * sizes[2] + tp
     here = elements(own, at)
-    blocks = elements({name: own[name] for name in shapes if is_block_matrix(name)}, at)
+    blocks = elements({name: own[name] for name in own if rule_of(table, name).kind == "matrix"}, at)
     gathered = 0
     if wanted.fsdp > 1:
         needed = part if wanted.zero == 2 else {name: part[name] for name in part if _at_once(name)}
@@ -250,17 +251,11 @@ def _at_once(name: str) -> bool:
 
 def _part(shape: DecoderShape, tp: int) -> DecoderShape:
     """The shape that each rank along tp computes with (vocabulary: the largest part)."""
-    return Shape(
+    part: Any = shape
+    return replace(
+        part,
         vocab_size=-(-shape.vocab_size // tp),
-        hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size // tp,
-        num_layers=shape.num_layers,
         num_heads=shape.num_heads // tp,
         num_kv_heads=max(1, shape.num_kv_heads // tp),
-        head_dim=shape.head_dim,
-        qk_norm=shape.qk_norm,
-        qkv_bias=shape.qkv_bias,
-        o_bias=shape.o_bias,
-        mlp_bias=shape.mlp_bias,
-        tie_embeddings=shape.tie_embeddings,
     )

@@ -83,7 +83,7 @@ def predict(recipe: Recipe, shape: DecoderShape, longest: int, base: int = BASE,
     whole = Cut(parameters(shape), 0, shape, matrices(shape))
     needs = [policy_need(recipe, whole, longest)]
     if recipe.facts.critic:
-        needs.append(critic_need(recipe, whole._replace(elements=value_parameters(shape)), longest))
+        needs.append(critic_need(recipe, whole._replace(elements=parameters(shape, value=True)), longest))
     if generates:
         needs.append(rollout_need(recipe, shape, longest))
     if recipe.refers:
@@ -172,12 +172,6 @@ def _engine_need(recipe: Recipe, shape: DecoderShape, asked: Asked, weights: str
         (Item(weights, parameters(shape) * element), Item(cache, held)),
         generation=max((working, (grows,)), key=total),  # not while tokens are computed
     )
-
-
-def value_parameters(shape: DecoderShape) -> int:
-    """Parameters of a value model on this shape: the decoder without an output head, a row and a bias for the value."""
-    head = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size
-    return parameters(shape) - head + shape.hidden_size + 1
 
 
 def kv_tokens(recipe: Recipe) -> int:

@@ -91,9 +91,8 @@ class TrainEngine:
         _check_layout(self.grid, watch)
         self.scorer = scorer
         self.section = optimizer
-        self.optimizers = Optimizers(
-            self.sharded.parameters, optimizer, self.sharded if self.grid.size(*MODEL) > 1 else None
-        )
+        parts = self.sharded if self.grid.size(*MODEL) > 1 else None
+        self.optimizers = Optimizers(self.sharded.parameters, optimizer, model.table, parts)
         self.ema = Average(self.optimizers.parameters, ema)
         self.noise = NoiseScale() if "noise_scale" in watch else None
         self.norms = LayerNorms(list(self.optimizers.parameters)) if "layer_norms" in watch else None
