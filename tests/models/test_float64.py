@@ -11,7 +11,7 @@ from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder, RMSNorm
 from tilth.models.rope import Rope
 from tilth.models.value import Score, ValueModel
-from tilth.training.packed import Micro, appraise, score
+from tilth.training.packed import Micro, appraise, model_input, score
 
 DOUBLE = torch.float64
 ROUNDED = 1e-9
@@ -88,6 +88,6 @@ def test_scorers_pass_it_on() -> None:
     model, ids = double("qwen2"), tokens([5])
     for scorer, made in ((score, model), (appraise, ValueModel(model).to(DOUBLE))):
         micro = Micro(ids, torch.tensor([5]), torch.tensor([0, 1, 1, 0, 1]), {})
-        scorer(made, micro, temperature=1.0, entropy=True)
+        scorer(made, micro, made(*model_input(micro)), temperature=1.0, entropy=True)
         filled = [micro.logprobs, micro.entropy] if scorer is score else [micro.values]
         assert all(x.dtype == DOUBLE and len(x) == 5 for x in filled)

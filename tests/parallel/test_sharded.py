@@ -237,7 +237,7 @@ def test_a_layout_that_is_not_the_models_is_refused():
     layouts = {n: Layout.single(p.shape) for n, p in model.named_parameters()}
     layouts["model.norm.weight"] = Layout.single((19,))
     with pytest.raises(ModelError, match=r"model\.norm\.weight"):
-        Sharded(model, Grid.alone(), layouts)
+        Sharded([model], Grid.alone(), layouts)
 
 
 def test_heads_that_do_not_divide_are_refused(pool):

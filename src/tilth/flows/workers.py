@@ -1,6 +1,7 @@
 """What each role of a run is made of in its worker: factories, called there with its context and the recipe."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -19,7 +20,6 @@ from tilth.flows.model import REWARD_MODEL, load_beginning, load_model, wants_to
 from tilth.flows.publish import DTYPES
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.models.value import ValueModel
 from tilth.parallel.grid import Grid, join
 from tilth.parallel.sharded import Sharded, shard
 from tilth.plan.shape import parameter_shapes
@@ -40,10 +40,12 @@ from tilth.rollout.engine import Engine
 from tilth.training.engine import TrainEngine
 from tilth.training.packed import appraise, rate
 
+VALUES = ("value_head",)
+
 
 def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWorker:
     """The model that learns: begun from ``model.path``, or new."""
-    sharded = _sharded(context, recipe, recipe.policy.layout, lambda: _decoder(recipe, config))
+    sharded = _sharded(context, recipe, recipe.policy.layout, config)
     _begin(recipe, sharded)
     engine = _trainer(recipe, sharded, recipe.optimizer, ema=recipe.train.ema, watch=recipe.train.watch)
     kind = PairPolicyWorker if recipe.facts.learns == "pairs" else PolicyWorker
@@ -52,7 +54,7 @@ def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWor
 
 def preferring(context: Context, recipe: Recipe, config: DecoderConfig) -> RewardModelWorker:
     """The reward model that learns, in the place of the policy: begun from ``model.path``, or new."""
-    sharded = _sharded(context, recipe, recipe.policy.layout, lambda: ValueModel(_decoder(recipe, config)))
+    sharded = _sharded(context, recipe, recipe.policy.layout, config, converters=VALUES)
     _begin(recipe, sharded)
     more = {"ema": recipe.train.ema, "watch": recipe.train.watch}
     return RewardModelWorker(_trainer(recipe, sharded, recipe.optimizer, scorer=rate, **more), context.store)
@@ -61,11 +63,8 @@ def preferring(context: Context, recipe: Recipe, config: DecoderConfig) -> Rewar
 def reward_model(context: Context, recipe: Recipe) -> RatingWorker:
     """The reward model of ``reward.model``, which scores what is generated."""
     loaded = load_model(recipe.reward.model, REWARD_MODEL)
-
-    def frozen() -> ValueModel:
-        return ValueModel(_decoder(recipe, loaded.config).requires_grad_(False)).requires_grad_(False)
-
-    sharded = _sharded(context, recipe, recipe.reward_model.layout, frozen)
+    wanted = recipe.reward_model.layout
+    sharded = _sharded(context, recipe, wanted, loaded.config, converters=(*VALUES, "frozen"))
     sharded.load_(loaded.tensors)
     return RatingWorker(
         sharded,
@@ -78,7 +77,7 @@ def reward_model(context: Context, recipe: Recipe) -> RatingWorker:
 
 def critic(context: Context, recipe: Recipe, config: DecoderConfig) -> CriticWorker:
     """The value model. It gets its weights, those of the policy, where its first phase begins."""
-    sharded = _sharded(context, recipe, recipe.critic.layout, lambda: ValueModel(_decoder(recipe, config)))
+    sharded = _sharded(context, recipe, recipe.critic.layout, config, converters=VALUES)
     sharded.init_(recipe.seed)
     section = recipe.optimizer.model_copy(update={"lr": recipe.critic.lr})
     engine = _trainer(recipe, sharded, section, scorer=appraise)
@@ -89,7 +88,7 @@ def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> Refere
     """The policy as it was, which gets its weights where a phase begins; or the model of ``reference.path``."""
     loaded = load_model(recipe.reference.path) if recipe.reference.path else None
     shape = config if loaded is None else loaded.config
-    sharded = _sharded(context, recipe, recipe.reference.layout, lambda: _decoder(recipe, shape).requires_grad_(False))
+    sharded = _sharded(context, recipe, recipe.reference.layout, shape, converters=("frozen",))
     if loaded is None:
         sharded.init_(recipe.seed)
     else:
@@ -213,15 +212,16 @@ def threads(recipe: Recipe, workers: int) -> int:
     return min(wanted, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else wanted
 
 
-def _decoder(recipe: Recipe, config: DecoderConfig) -> Decoder:
-    model = Decoder(config, dtype=DTYPES[recipe.train.precision])
-    model.checkpointing = recipe.train.checkpointing
-    return model
+def _sharded(
+    context: Context, recipe: Recipe, layout: LayoutSection, config: DecoderConfig, *, converters: Sequence[str] = ()
+) -> Sharded:
+    def build() -> Decoder:
+        model = Decoder(config, dtype=DTYPES[recipe.train.precision])
+        model.checkpointing = recipe.train.checkpointing
+        return model
 
-
-def _sharded(context: Context, recipe: Recipe, layout: LayoutSection, build: Any) -> Sharded:
-    device = prepare(context, recipe)
-    return shard(build, Grid.of(context.mesh, context.rank), sp=layout.sp, zero=layout.zero, device=str(device))
+    more: dict[str, Any] = {"sp": layout.sp, "zero": layout.zero, "device": str(prepare(context, recipe))}
+    return shard(build, Grid.of(context.mesh, context.rank), converters=converters, **more)
 
 
 def _begin(recipe: Recipe, sharded: Sharded) -> None:
