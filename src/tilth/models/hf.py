@@ -75,16 +75,13 @@ class LazyTensors(Unread):
         self._open: dict[str, tuple[Any, frozenset[str]]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        try:
-            tensor = self._file(name).get_tensor(self._stored.get(name, name))
-        except SafetensorError as error:
-            raise ModelError(f"{self._directory / self._files[name]}: cannot read tensor {name}: {error}") from error
-        return tensor if self._dtype is None else tensor.to(self._dtype)
+        return self.part(name, ())
 
     def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """One block of a tensor; only its bytes are read."""
+        """One block of a tensor, of which only its bytes are read; no slices: all of it."""
+        file, stored = self._file(name), self._stored.get(name, name)
         try:
-            found: Tensor = self._slice(name)[slices] if slices else self[name]
+            found: Tensor = file.get_slice(stored)[slices] if slices else file.get_tensor(stored)
         except SafetensorError as error:
             raise ModelError(f"{self._directory / self._files[name]}: cannot read tensor {name}: {error}") from error
         return found if self._dtype is None else found.to(self._dtype)
@@ -102,7 +99,7 @@ class LazyTensors(Unread):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
-        return tuple(self._slice(name).get_shape())
+        return tuple(self._file(name).get_slice(self._stored.get(name, name)).get_shape())
 
     def without(self, name: str) -> "LazyTensors":
         """The other tensors."""
@@ -114,9 +111,6 @@ class LazyTensors(Unread):
         own = {there: name for name, there in stored.items()}
         files = {own.get(name, name): file for name, file in self._files.items()}
         return LazyTensors(self._directory, files, self._dtype, stored)
-
-    def _slice(self, name: str) -> Any:
-        return self._file(name).get_slice(self._stored.get(name, name))
 
     def _file(self, name: str) -> Any:
         file = self._files[name]

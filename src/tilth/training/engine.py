@@ -211,9 +211,10 @@ class TrainEngine:
         drops = dropout and bool(self.model.config.dropout)
         share = self._shares and not drops  # each sample has a mask of its own
         plan = plan_micros(tokens, mask, self.micro_tokens, share=share, several=self.noise is not None)
+        every = cut(tokens, mask, columns, plan, self.device)
 
         def begin() -> Iterator[InFlight]:
-            for index, micro in cut(tokens, mask, columns, plan, self.device):
+            for index, micro in every:
                 work = Work.of(self.model, micro)
                 given = model_input(micro, self.parity, self._dropout(places[index]) if drops else None)
                 used[index] += 1
@@ -223,6 +224,8 @@ class TrainEngine:
 
         rounds = self.sharded.agree(len(plan))
         done = self._passes(begin(), rounds)[: len(plan)]
+        for index, _ in every:  # none is left, if these are the micro-batches of the plan
+            used[index] += 1
         _check_used(used)
         total = sum(torch.stack([one.value for one in done]).tolist()) if done else 0.0
         works = [one.work for one in done if one.work is not None]
