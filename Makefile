@@ -3,7 +3,8 @@
 # make test       style, types, layers and all quick tests
 # make test-all   and the long ones
 #
-# PYTHON=python3.12 chooses the interpreter; PIP_FLAGS="..." is passed to pip, for example an index of CPU-only wheels.
+# PYTHON=python3.12 chooses the interpreter; PIP_FLAGS="..." is passed to pip, for example an index of CPU-only wheels;
+# WORKERS=4 is how many processes run the tests.
 
 .SHELLFLAGS := -eu -c
 .DEFAULT_GOAL := help
@@ -46,11 +47,16 @@ lint: $(VENV)/.dev
 	MYPYPATH=src:benchmarks $(BIN)/mypy --explicit-package-bases --follow-imports=silent benchmarks/*.py
 	$(BIN)/lint-imports --no-cache
 
+# One process more than cores: a third of the time tests wait, for processes of their own or for limits to pass.
+WORKERS ?= $(shell $(BIN)/python -c "import os; print(min(8, 1 + len(os.sched_getaffinity(0))))")
+# Also where no bytecode is to be written: hundreds of processes would compile the package anew.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
 test: lint
-	OMP_NUM_THREADS=1 GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: lint
-	OMP_NUM_THREADS=1 GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --hypothesis-profile=long
+	$(PYTEST) --hypothesis-profile=long
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

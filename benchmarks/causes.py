@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from tilth.trace.events import Events, load
-from tilth.trace.own import analyse
+from tilth.analysis.events import Events, load
+from tilth.analysis.run_whatif import analyse
 
 ROOT = Path(__file__).parent.parent
 INJECT = Path(__file__).parent / "causes_inject"

@@ -23,6 +23,7 @@ are copies, so that what one holds others can write (hsdp), the busiest rank wri
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -38,9 +39,9 @@ import torch
 from tilth.checkpoint.covering import tiling_problem
 from tilth.checkpoint.manifest import FileEntry, assemble, parse_manifest, parse_report, report_of
 from tilth.checkpoint.planning import DTYPES, GroupPlan, Spec, plan_group
-from tilth.core.layout import Box, Layout, Mesh
+from tilth.core.layout import Box, Layout, Mesh, Shard
 from tilth.models.config import DecoderConfig
-from tilth.plan.layout import NAMES, layouts
+from tilth.plan.layout import layouts
 
 LLAMA_8B = DecoderConfig(
     vocab_size=128_256,
@@ -62,7 +63,7 @@ T = TypeVar("T")
 def meshes(ranks: int) -> dict[str, Mesh]:
     """Layouts by name."""
     sizes = {"fsdp": (1, ranks, 1), "hsdp": (ranks // 32, 32, 1), "fsdp x tp": (1, ranks // 8, 8)}
-    return {name: Mesh(NAMES, size) for name, size in sizes.items()}
+    return {name: Mesh(("dp", "fsdp", "tp"), size) for name, size in sizes.items()}
 
 
 def groups_over(mesh: Mesh) -> Groups:
@@ -221,6 +222,22 @@ def box_of(layout: Layout, rank: int) -> Box:
     return boxes[0] if boxes else Box((rows, *zeros), (0, *layout.shape[1:]))
 
 
+def placements_of(layout: Layout) -> tuple[Any, ...]:
+    """Torch's placements of a layout without copied pieces."""
+    from torch.distributed.tensor import placement_types as torch_types
+
+    found = []
+    for i, placement in enumerate(layout.placements):
+        if not isinstance(placement, Shard):
+            found.append(torch_types.Replicate())
+            continue
+        earlier = [j for j in layout.order[: layout.order.index(i)] if j > i and layout.placements[j] == placement]
+        factor = math.prod(layout.mesh.sizes[j] for j in earlier)
+        strided = torch_types._StridedShard(placement.dim, split_factor=factor)
+        found.append(strided if factor > 1 else torch_types.Shard(placement.dim))
+    return tuple(found)
+
+
 def dcp_own_items(groups: Groups, rank: int) -> dict[str, Any]:
     """What DCP itself plans for a rank, of DTensors without data over a process group that does not communicate."""
     from torch.distributed import init_process_group
@@ -236,7 +253,7 @@ def dcp_own_items(groups: Groups, rank: int) -> dict[str, Any]:
     for spec in (spec for group in groups.values() for spec in group):
         shape, local = spec.layout.shape, box_of(spec.layout, rank).size
         whole, part = torch.empty(shape, device="meta"), torch.empty(local, device="meta")
-        placed = spec.layout.to_dtensor()
+        placed = placements_of(spec.layout)
         state[spec.name] = DTensor.from_local(
             part, devices, placed, run_check=False, shape=whole.shape, stride=whole.stride()
         )

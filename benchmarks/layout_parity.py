@@ -43,7 +43,7 @@ from tilth.core.checksum import checksum
 from tilth.core.layout import Mesh
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.parallel.grid import Grid, join
+from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.sharded import Sharded, shard
 from tilth.training.engine import TrainEngine
 from tilth.training.losses import negative_log_likelihood
@@ -108,7 +108,7 @@ class Trial:
     """A role that trains a model of its own on each of its ranks."""
 
     def __init__(self, context: Context) -> None:
-        join(context.rank, context.workers, context.meeting, context.timeout)
+        join(context.rank, context.workers, context.init_method, context.timeout)
         torch.set_num_threads(1)
         self.context = context
 
@@ -116,10 +116,10 @@ class Trial:
     def train(self, task: dict[str, Any]) -> Found:
         """Every rank's view of a run."""
         fresh_peak()
-        return run(Task(**task), Grid.of(self.context.mesh, self.context.rank))
+        return run(Task(**task), ParallelDims.of(self.context.mesh, self.context.rank))
 
 
-def run(task: Task, grid: Grid) -> Found:
+def run(task: Task, grid: ParallelDims) -> Found:
     """Initialise, train for the task's steps, and count on one more."""
     sharded = spread(task, grid)
     sharded.init_(0)
@@ -144,7 +144,7 @@ def run(task: Task, grid: Grid) -> Found:
     return Found(weights, losses, norms, min(seconds), collectives.sent, top, padded, elements)
 
 
-def spread(task: Task, grid: Grid) -> Sharded:
+def spread(task: Task, grid: ParallelDims) -> Sharded:
     """The model of a task, uninitialised."""
     config = DecoderConfig(**SIZES[task.size], num_heads=8, num_kv_heads=2, dropout=0.1)
 
@@ -165,7 +165,7 @@ def batch(size: str) -> tuple[Ragged, np.ndarray]:
     return tokens, mask
 
 
-def part_of(grid: Grid) -> int:
+def part_of(grid: ParallelDims) -> int:
     """Which share of the rows this rank has."""
     return grid.coordinate("dp") * grid.size("fsdp") + grid.coordinate("fsdp")
 

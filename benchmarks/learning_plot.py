@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from markup import join, tag
+from markupsafe import Markup
+
 from tilth.ui.charts import nice
-from tilth.ui.html import Html, join, tag
 
 Band = Sequence[tuple[float, float, float, float]]
 """(tokens, mean, lowest, highest)."""
@@ -72,7 +74,7 @@ def draw(bands: Mapping[str, Band], parents: Mapping[str, str], *, title: str) -
     return str(tag("svg", ground, *parts, xmlns="http://www.w3.org/2000/svg", font_family="sans-serif", **box)) + "\n"
 
 
-def _panel(f: Frame, panel: Panel, bands: Mapping[str, Band], *, labels: bool = False) -> Html:
+def _panel(f: Frame, panel: Panel, bands: Mapping[str, Band], *, labels: bool = False) -> Markup:
     shown = [(bands[name], colour) for name, colour in panel.lines if name in bands]
     grid = [_level(f, tick) for tick in f.ticks]
     ends = [_text(f.left, f.top + f.height + 16, "0", size=10), _text(
@@ -83,25 +85,25 @@ def _panel(f: Frame, panel: Panel, bands: Mapping[str, Band], *, labels: bool = 
     return join([*grid, *ends, *areas, *(_line(f, band, colour) for band, colour in shown)])
 
 
-def _level(f: Frame, tick: float) -> Html:
+def _level(f: Frame, tick: float) -> Markup:
     y = f"{f.y(tick):.1f}"
     rule = tag("line", x1=f"{f.left:.1f}", x2=f"{f.left + f.width:.1f}", y1=y, y2=y, stroke=GRID)
     return join([rule, _text(f.left - 5, f.y(tick) + 3, f"{100 * tick:g} %", size=10, anchor="end")])
 
 
-def _area(f: Frame, band: Band, colour: str) -> Html:
+def _area(f: Frame, band: Band, colour: str) -> Markup:
     """From the lowest seed to the highest."""
     there = [f"{f.x(x):.1f} {f.y(high):.1f}" for x, _, _, high in band]
     back = [f"{f.x(x):.1f} {f.y(low):.1f}" for x, _, low, _ in reversed(band)]
     return tag("path", d="M" + "L".join(there + back) + "Z", fill=colour, fill_opacity=0.12)
 
 
-def _line(f: Frame, band: Band, colour: str) -> Html:
+def _line(f: Frame, band: Band, colour: str) -> Markup:
     path = "M" + "L".join(f"{f.x(x):.1f} {f.y(mean):.1f}" for x, mean, _, _ in band)
     return tag("path", d=path, fill="none", stroke=colour, stroke_width=2, stroke_linejoin="round")
 
 
-def _legend(panel: Panel, bands: Mapping[str, Band]) -> Html:
+def _legend(panel: Panel, bands: Mapping[str, Band]) -> Markup:
     """The best at the end first, as the lines are."""
     order = sorted((line for line in panel.lines if line[0] in bands), key=lambda line: -bands[line[0]][-1][1])
     parts = []
@@ -112,6 +114,6 @@ def _legend(panel: Panel, bands: Mapping[str, Band]) -> Html:
     return join(parts)
 
 
-def _text(x: float, y: float, text: str, *, size: int, weight: int = 400, anchor: str = "start") -> Html:
+def _text(x: float, y: float, text: str, *, size: int, weight: int = 400, anchor: str = "start") -> Markup:
     place = {"x": f"{x:.1f}", "y": f"{y:.1f}", "font_size": size, "font_weight": weight, "text_anchor": anchor}
     return tag("text", text, fill=INK, **place)

@@ -21,8 +21,7 @@ from typing import Any
 import network_models
 import network_ring
 import numpy as np
-
-from tilth.plan.network import (
+from network_fusion import (
     Adding,
     Fusion,
     Ring,

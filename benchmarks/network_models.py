@@ -5,8 +5,7 @@ The times are not measured: a step of batch 32 in fp32 on one V100 is taken as 1
 """
 
 import numpy as np
-
-from tilth.plan.network import Step
+from network_fusion import Step
 
 SECONDS = {"ResNet50": 1 / 11, "ResNet101": 1 / 6.5, "VGG16": 1 / 7}
 Layer = tuple[int, float]

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import numpy as np
-
-from tilth.plan.network import Fusion
+from network_fusion import Fusion
 
 PIECE = 65536
 """Bytes that are sent at once, between two looks at the bucket."""
@@ -127,7 +126,7 @@ def _reduce(
     began: float,
     done: list[tuple[float, float, int]],
 ) -> None:
-    """Buckets as ``plan.network.fuse`` has them, but ranks must agree: only the number of gradients closes one."""
+    """Buckets as ``network_fusion.fuse`` has them, but ranks must agree: only the number of gradients closes one."""
     several = max(1, int(fusion.limit // gradients[0].nbytes))
     held: list[int] = []
     open_ = True

@@ -4,8 +4,8 @@
 
 One `tilth run` with two workers of one thread, whose collectives sleep as on a slow link in every second window of
 steps (``causes_inject/sitecustomize.py``, from outside). From the trace of the slow windows alone the step on the fast
-network is predicted (``trace.network.retimed``, with the link that the fast windows have, replayed by
-``trace.own_replay``), and from the fast windows alone the step on the slow one. Measured is the median step of the
+network is predicted (``analysis.network.retimed``, with the link that the fast windows have, replayed by
+``analysis.run_replay``), and from the fast windows alone the step on the slow one. Measured is the median step of the
 other windows.
 """
 
@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from tilth.trace.events import Events, load
-from tilth.trace.network import Link, links, retimed
-from tilth.trace.own_graph import read_steps
-from tilth.trace.own_replay import Model
+from tilth.analysis.events import Events, load
+from tilth.analysis.network import links, retimed
+from tilth.analysis.run_graph import read_steps
+from tilth.analysis.run_replay import Model
+from tilth.plan.costs import Link
 
 ROOT = Path(__file__).parent.parent
 INJECT = Path(__file__).parent / "causes_inject"

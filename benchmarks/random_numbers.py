@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tilth.core.random import dropout_mask, fill_normal_, fill_uniform_, stream, uniform_rows
+from tilth.core.random import dropout_mask, fill_normal_, stream, uniform_rows
 
 WIDTH = 256
 
@@ -41,7 +41,7 @@ def cases(n: int) -> dict[str, tuple[int, Callable[[], object], Callable[[], obj
     source, out, tokens, ids = stream(0, "benchmark"), torch.empty(n), torch.arange(n // WIDTH), torch.arange(512)
     mask = torch.empty(n // WIDTH, WIDTH, dtype=torch.bool)
     return {
-        "uniform": (n, lambda: fill_uniform_(out, source), lambda: out.uniform_()),
+        "uniform": (n, lambda: source.uniform(0, n), lambda: torch.rand(n)),
         "normal": (n, lambda: fill_normal_(out, source, 0.02), lambda: out.normal_(0, 0.02)),
         "dropout": (n, lambda: dropout_mask(source, tokens, WIDTH, 0.1), lambda: mask.bernoulli_(0.9)),
         "permutation": (n // 8, lambda: source.permutation(n // 8), lambda: torch.randperm(n // 8)),

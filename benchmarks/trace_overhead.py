@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from tilth.analysis.events import load
 from tilth.api import run_recipe
 from tilth.cluster import cluster as clusters
 from tilth.cluster.cluster import Cluster
@@ -34,7 +35,6 @@ from tilth.config.load import load_recipe
 from tilth.core.layout import Mesh
 from tilth.flows import launch
 from tilth.trace.collector import collector
-from tilth.trace.events import load
 from tilth.trace.spans import recorder, span
 
 ORDER = (True, False, False, True)

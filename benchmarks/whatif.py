@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+from pipeline_schedules import orders, synthetic, to_table
 
-from tilth.trace.cause import diagnose
-from tilth.trace.schedules import orders, synthetic, to_table
-from tilth.trace.study import OPTYPES, Trace, read_study
-from tilth.trace.whatif import Model, what_if
+from tilth.analysis.cause import diagnose
+from tilth.analysis.straggler_format import OPTYPES, Trace, read_study
+from tilth.analysis.whatif import Model, what_if
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "stragglers"
 SECONDS = {

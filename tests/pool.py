@@ -2,10 +2,10 @@
 
     @pytest.mark.dist
     def test_sum(pool):
-        assert pool.run(2, "tests.parallel.test_grid:total", value=3) == [6, 6]
+        assert pool.run(2, "tests.parallel.test_dims:total", value=3) == [6, 6]
 
     def total(rank, value):  # runs in each of the processes 0 .. n-1
-        grid = Grid.of(Mesh(("dp",), (2,)), rank)
+        grid = ParallelDims.of(Mesh(("dp",), (2,)), rank)
         ...
 
 Arguments and results are pickled (this is test code between a process and its own children). What raises, dies or takes
@@ -27,6 +27,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
 import pytest
+
+from tests.patience import patience
 
 ROOT = Path(__file__).parent.parent
 GRACE = 3.0
@@ -52,7 +54,7 @@ class Pool:
             self._start(2 if n <= 2 else 4)
         for pipe in self._pipes[:n]:
             pipe.send_bytes(pickle.dumps((function, kwargs)))
-        replies = self._collect(n, time.monotonic() + timeout)
+        replies = self._collect(n, time.monotonic() + patience(timeout))
         wrong = {rank: told for rank, (ok, told) in replies.items() if not ok}
         if not wrong and len(replies) == n:
             return [replies[rank][1] for rank in range(n)]
@@ -78,7 +80,7 @@ class Pool:
                         f"process died with exit status {self.processes[rank].wait()}\n{self._log(rank)}",
                     )
                 if not replies[rank][0]:
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + patience(GRACE))
         return replies
 
     def _start(self, size: int) -> None:
@@ -134,7 +136,7 @@ def pool():
 def _serve(pipe: Connection, rank: int, size: int, folder: str) -> None:
     import torch
 
-    from tilth.parallel.grid import join
+    from tilth.parallel.dims import join
 
     torch.set_num_threads(1)
     join(rank, size, f"file://{folder}/meeting", timeout=60.0)

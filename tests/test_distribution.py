@@ -16,7 +16,16 @@ from tilth.flows.environment import DISTRIBUTION, environment, namesake
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-KINDS = ("README.md", "Makefile", "*.toml", "docs/**/*.md", "src/**/*.py", "src/**/*.toml", "*/**/*.py")
+KINDS = (
+    "README.md",
+    "Makefile",
+    "*.toml",
+    "docs/**/*.md",
+    "src/**/*.py",
+    "src/**/*.toml",
+    "tests/**/*.py",
+    "benchmarks/**/*.py",
+)
 TEXTS = sorted({path for kind in KINDS for path in ROOT.glob(kind)})
 ANOTHER = re.compile(
     r"(?<![\w./-])tilth\[\w"  # an extra of it

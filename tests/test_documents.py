@@ -24,6 +24,7 @@ from tests.documents import PAGES, ROOT, Block, Command, blocks
 from tilth.cli.main import app
 from tilth.config.load import check_allowed, from_dict, load_recipe
 from tilth.config.plugins import load_plugins
+from tilth.config.roles import roles_of
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.family import new_config
@@ -100,10 +101,9 @@ def furnish(folder, page):
         (folder / "test.jsonl").write_text("\n".join(json.dumps({**s, "question": s["prompt"]}) for s in sums))
     (reward,) = (block for block in blocks("docs/guide.md") if block.first == "# my_reward.py")
     (folder / "my_reward.py").write_text(reward.text)
-    (plugin,) = (block for block in blocks("docs/extending.md") if block.first == "# mine.py")
-    (folder / "mine.py").write_text(plugin.text)
-    (family,) = (block for block in blocks("docs/extending.md") if block.first == "# arcee.py")
-    (folder / "arcee.py").write_text(family.text)
+    for block in blocks("docs/extending.md"):
+        if re.fullmatch(r"# \w+\.py", block.first):
+            (folder / block.first[2:]).write_text(block.text)
     (folder / "my").mkdir()
     (folder / "my" / "recipe.toml").write_text((ROOT / "src/tilth/recipes/addition-grpo.toml").read_text())
 
@@ -336,6 +336,12 @@ def a_family(text, monkeypatch):
     assert new_config(from_dict({"model": {"family": "arcee"}}).model, 9).to_hf()["hidden_act"] == "relu2"
 
 
+def a_role(text, monkeypatch):
+    """A role, and a flow that calls it."""
+    load_plugins([str(write(Path.cwd(), text, "novelty.py"))])
+    assert "novelty" in roles_of(from_dict({"flow": "curious"}))
+
+
 def of_trl(text, monkeypatch):
     """Theirs, not ours: it must be Python."""
     compile(text, "from-trl-and-verl.md", "exec")
@@ -346,6 +352,7 @@ PYTHON = {
     "# my_reward.py": a_reward,
     "# mine.py": a_plugin,
     "# arcee.py": a_family,
+    "# novelty.py": a_role,
     "def score(": a_reward_of_verl,
     "dataset = load_dataset(": of_trl,
 }

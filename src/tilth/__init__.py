@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tilth import rl
     from tilth.api import train
-    from tilth.config.plugins import advantage, family, flow, policy_loss, reward
+    from tilth.config.plugins import advantage, family, flow, policy_loss, reward, role
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "advantage", "family", "flow", "policy_loss", "reward", "rl", "train"]
+__all__ = ["__version__", "advantage", "family", "flow", "policy_loss", "reward", "rl", "role", "train"]
 
 # Idle OpenMP threads spin and starve every other process of a small machine (10 to 30 times slower);
 # the runtime reads this once, when torch is imported.
@@ -35,7 +35,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that is ther
             return importlib.import_module("tilth.rl")
         if name == "train":
             return importlib.import_module("tilth.api").train
-        if name in ("advantage", "family", "flow", "policy_loss", "reward"):
+        if name in ("advantage", "family", "flow", "policy_loss", "reward", "role"):
             return getattr(importlib.import_module("tilth.config.plugins"), name)
         raise AttributeError(f"module 'tilth' has no attribute {name!r}")
 

@@ -15,7 +15,7 @@ from tilth.checkpoint.dealing import LEAST, Held, cuttable, deal
 from tilth.checkpoint.planning import Spec, plan_group, spec_table, specs_of
 from tilth.core.layout import Layout, Mesh, Replicate, Shard
 from tilth.models.config import DecoderConfig
-from tilth.plan.layout import NAMES, layouts
+from tilth.plan.layout import layouts
 
 quick = settings(max_examples=100, deadline=None)
 
@@ -214,7 +214,7 @@ LARGE = DecoderConfig(
 
 def hsdp(ranks):
     """8B parameters in fp32 in copies over 32 ranks each."""
-    found = layouts(LARGE, Mesh(NAMES, (ranks // 32, 32, 1)))
+    found = layouts(LARGE, Mesh.of({"dp": ranks // 32, "fsdp": 32}))
     return [Spec(name, layout, "float32") for name, layout in found.items()]
 
 

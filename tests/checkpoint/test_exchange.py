@@ -16,7 +16,7 @@ from tilth.checkpoint.exchange import Share, divided
 from tilth.checkpoint.read import open_checkpoint
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Layout, Mesh, Replicate, Shard
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 
 HERE = "tests.checkpoint.test_exchange:"
 MESH = Mesh(("dp", "fsdp"), (2, 2))
@@ -227,7 +227,7 @@ def test_process_groups(pool, path):
 
 
 def restore_in_a_process(rank, path):
-    grid, whole = Grid.of(MESH, rank), group()
+    grid, whole = ParallelDims.of(MESH, rank), group()
     layouts = over_fsdp(whole)
     share = Share.of_group(grid.group("dp"), grid.ranks("dp"), rank)
     expected = shares(whole, layouts, rank)
@@ -247,7 +247,7 @@ def test_a_failure_of_one_process_ends_the_others(pool, tmp_path):
 
 
 def fail_in_a_process(rank, path):
-    grid = Grid.of(Mesh(("dp",), (2,)), rank)
+    grid = ParallelDims.of(Mesh(("dp",), (2,)), rank)
     into = {n: torch.zeros_like(t) for n, t in group().items()}
     try:
         open_checkpoint(path).restore("g", into, share=Share.of_group(grid.group("dp"), grid.ranks("dp"), rank))

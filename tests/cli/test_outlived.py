@@ -13,9 +13,11 @@ import psutil
 import pytest
 
 from tests.cli.test_whole import ENVIRONMENT, SMALL, TILTH
+from tests.patience import patience
 from tilth.flows.readers import read_metrics
 
 LOST = "nobody reads"
+pytestmark = pytest.mark.usefixtures("hangups")
 
 
 def started(folder, *arguments, **streams):
@@ -120,7 +122,7 @@ class Terminal:
         return path.read_text().count("\n") if path.is_file() else 0
 
     def _until(self, condition, seconds):
-        end = time.monotonic() + seconds
+        end = time.monotonic() + patience(seconds)
         while not condition():
             with contextlib.suppress(BlockingIOError):
                 self.shown += os.read(self.master, 1 << 16) if self.master else b""

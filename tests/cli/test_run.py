@@ -187,6 +187,7 @@ def test_interrupted_says_how_to_go_on(behind):
     assert result.stderr == "stopped after step 3; the same command continues\n"
 
 
+@pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
 def test_sigterm_and_sighup_end_as_ctrl_c_does_and_another_changes_nothing(behind, monkeypatch, first):
     def thrice(*_, **__):

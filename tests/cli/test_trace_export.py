@@ -6,11 +6,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from tilth.analysis.events import load
+from tilth.analysis.read import read_events
 from tilth.cli.main import app
 from tilth.trace import recorder, span
-from tilth.trace.events import load
-from tilth.trace.read import read_events
-from tilth.trace.rounds import Origin, RoundsFile
+from tilth.trace.clock_samples import Origin, RoundsFile
 
 STEPS = range(1, 5)
 

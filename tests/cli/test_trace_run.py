@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 import tilth
-from tests.trace.tree import s, table, two_workers
+from tests.analysis.tree import s, table, two_workers
+from tilth.analysis.recent import dropped, recent
 from tilth.cli.main import app
 from tilth.config.load import load_recipe
 from tilth.flows.rundir import RunDir
-from tilth.trace.recent import dropped, recent
 from tilth.ui.report import write_report
 
 KEYS = [

@@ -8,8 +8,11 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 
+from tests.analysis.clocks import Shifted
 from tests.cluster.test_dispatch import ByHand
-from tests.trace.clocks import Shifted
+from tilth.analysis.align import Known
+from tilth.analysis.events import load
+from tilth.analysis.read import read_events
 from tilth.cluster import clocks as clocks_module
 from tilth.cluster.clocks import FEW, MANY, Clocks
 from tilth.cluster.cluster import Cluster, open_cluster
@@ -18,10 +21,7 @@ from tilth.cluster.fleet import Call, Reply
 from tilth.core.errors import WorkerLost
 from tilth.core.layout import Mesh
 from tilth.trace import recorder
-from tilth.trace.align import Known
-from tilth.trace.events import load
-from tilth.trace.read import read_events
-from tilth.trace.rounds import Origin, RoundsFile, read_rounds
+from tilth.trace.clock_samples import Origin, RoundsFile, read_rounds
 
 
 class Skewed(ByHand):

@@ -16,9 +16,10 @@ import pytest
 
 from tests.cluster.workers import HERE, Odd
 from tilth.cluster.cluster import open_cluster
+from tilth.cluster.fleet import Call
 from tilth.cluster.lazy import LazyBatch, LazyMap
 from tilth.core.batch import Batch, Ragged
-from tilth.core.errors import DataError, RecipeError, WorkerError, WorkerLost
+from tilth.core.errors import DataError, RecipeError, StaleGeneration, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
 from tilth.trace.spans import recorder
 
@@ -81,7 +82,7 @@ def test_a_role_is_told_where_it_is(cluster, echo):
     found = echo.about()
     assert (found["role"], found["rank"], found["workers"]) == ("echo", 0, cluster.workers)
     assert found["mesh"] == mesh_of(cluster.workers) and found["timeout"] == 60.0
-    assert bool(found["meeting"]) == (cluster.workers > 1) and found["roles"] in ([], ["echo"])
+    assert bool(found["init_method"]) == (cluster.workers > 1) and found["roles"] in ([], ["echo"])
 
 
 def test_a_role_without_a_mesh_is_on_worker_0_and_sees_the_roles_made_before(cluster, echo):
@@ -221,7 +222,7 @@ def test_bytes_through_the_controller_do_not_grow_with_the_tokens(cluster, echo,
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.dist)])
 def test_every_worker_writes_its_trace_and_collects_when_all_do(tmp_path, workers):
-    from tilth.trace.read import read_events
+    from tilth.analysis.read import read_events
 
     with open_cluster("local" if workers > 1 else "inline", workers) as traced:
         traced.trace(tmp_path, 0, planned=True)
@@ -272,6 +273,43 @@ def test_what_a_worker_raises(backend, kind, error):
         told = str(raised.value) + "".join(getattr(raised.value, "__notes__", []))
         assert told.startswith(f"role faulty, rank {backend[1] - 1}, fail: ")
         assert "in fail\n" in told and "raise {" in told  # the line that raised
+
+
+def test_a_role_made_again_is_the_next_generation_and_refuses_what_was_called_before(cluster, backend):
+    group = cluster.group("again", f"{HERE}:echo", {"scale": lambda x: FACTOR * x}, mesh_of(cluster.workers))
+    assert (group.generation, group.about()["generation"]) == (0, 0)
+    late = group.scaled(batch_of(3))
+    cluster.make(group)
+    assert (group.generation, group.about()["generation"]) == (1, 1)
+    assert group.scaled(batch_of(3))["y"].tolist() == [FACTOR * x for x in batch_of(3)["x"].tolist()]
+    if backend[0] != "inline":  # where it was answered at once
+        with pytest.raises(StaleGeneration, match="generation 0"):
+            late.wait()
+
+
+class Stays:
+    """A policy under which workers outlive a failure."""
+
+    def __init__(self):
+        self.seen = []
+
+    def ends(self, error):
+        self.seen.append(type(error))
+        return False
+
+
+def test_a_policy_may_keep_the_workers_when_a_call_fails(backend, tmp_path):
+    policy = Stays()
+    with open_cluster(*backend, timeout=60.0, policy=policy) as cluster:
+        group = cluster.group("faulty", f"{HERE}:faulty", {"closed": str(tmp_path)}, Mesh(("dp",), (cluster.workers,)))
+        with pytest.raises(DataError):
+            dict(group.fail(cluster.workers - 1, "data"))
+        with pytest.raises(StaleGeneration):
+            cluster.dispatch.wait([cluster.dispatch.submit(0, Call("faulty", "sleep", (0,), generation=7))])
+        assert policy.seen == ([] if backend[0] == "inline" else [DataError, StaleGeneration])
+        cluster.make(group)
+        assert len(list(tmp_path.iterdir())) == cluster.workers  # the objects of before were closed
+        group.sleep(0)
 
 
 def test_an_error_in_a_factory_comes_up(backend):

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from tests.cluster.workers import HERE
-from tilth.cluster.cluster import ALONE
 from tilth.cluster.fleet import Call, Packed
 from tilth.cluster.inline import InlineFleet, InlineStore
 from tilth.cluster.protocol import Transfer
 from tilth.core.batch import Batch, Column, Ragged
+from tilth.core.layout import Mesh
 
 
 def ragged(*rows):
@@ -19,7 +19,7 @@ def ragged(*rows):
 def test_a_call_runs_in_this_thread_and_its_exception_has_its_own_traceback():
     """So a debugger stops in the role."""
     fleet = InlineFleet()
-    fleet.submit(0, Call("", "create", ("faulty", f"{HERE}:faulty", Packed({}), ALONE)))
+    fleet.submit(0, Call("", "create", ("faulty", f"{HERE}:faulty", Packed({}), Mesh.of({}))))
     seen = []
     fleet.host.roles["faulty"].sleep = lambda seconds: seen.append((threading.get_ident(), fleet.probe(0).phase))
     assert fleet.submit(0, Call("faulty", "sleep", (1,))).done()
@@ -33,9 +33,8 @@ def test_a_call_runs_in_this_thread_and_its_exception_has_its_own_traceback():
 def test_kwargs_are_passed_as_they_are():
     """No copy is made on the way to a role in this process: a lambda, a lock, a model."""
     fleet, scale = InlineFleet(), lambda x: x
-    methods = (
-        fleet.submit(0, Call("", "create", ("echo", f"{HERE}:echo", Packed({"scale": scale}), ALONE))).result().value
-    )
+    call = Call("", "create", ("echo", f"{HERE}:echo", Packed({"scale": scale}), Mesh.of({})))
+    methods = fleet.submit(0, call).result().value
     assert fleet.host.roles["echo"].scale is scale and methods["same"] == Transfer("rows", "rows")
 
 

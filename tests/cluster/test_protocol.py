@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cluster.workers import Echo, Metric
-from tilth.cluster.protocol import Deal, Transfer, deal, evenly, gather, offered, parts, place, transfer_of
+from tilth.cluster.protocol import Deal, Transfer, deal, evenly, gather, offered, transfer_of
 from tilth.core.batch import Batch, Column, Handle, Ragged
+from tilth.core.errors import AxisError
 from tilth.core.layout import Mesh
 
 ROWS = Transfer("rows", "rows")
@@ -64,7 +65,7 @@ def test_rows_made_anew_come_back_in_the_order_of_the_whole(mesh, count, seed):
 def test_a_worker_may_reorder_its_rows_if_it_keeps_their_numbers(mesh, count, seed):
     batch = batch_of(count, seed)
     found = run(ROWS, mesh, lambda b: b.select(np.arange(len(b))[::-1]), batch, divide=divided_by(seed))
-    one_part = parts(mesh, ROWS.over) == 1  # then the rows carry no numbers, and the answer is the worker's own
+    one_part = mesh.count("rows") == 1  # then the rows carry no numbers, and the answer is the worker's own
     same(found, batch.select(np.arange(count)[::-1]) if one_part else batch)
 
 
@@ -72,7 +73,7 @@ def test_a_worker_may_reorder_its_rows_if_it_keeps_their_numbers(mesh, count, se
 def test_every_part_knows_where_its_rows_and_tokens_stand_in_the_whole(mesh, count):
     batch = batch_of(count)
     dealt = deal(ROWS, mesh, evenly, [batch], {})
-    if parts(mesh, ROWS.over) == 1:
+    if mesh.count("rows") == 1:
         assert all(a.args[0] is batch for a in dealt.arguments) and dealt.rows is None
         return
     before = np.concatenate([[0], np.cumsum(batch["length"])])
@@ -85,16 +86,20 @@ def test_every_part_knows_where_its_rows_and_tokens_stand_in_the_whole(mesh, cou
 
 @given(meshes())
 def test_one_rank_speaks_for_each_part_and_copies_get_the_same(mesh):
-    over = ("dp", "fsdp")
-    places = [place(mesh, i, over) for i in range(len(mesh))]
-    speakers = [part for part, collects in places if collects]
-    assert speakers == list(range(parts(mesh, over)))  # one for each, in rank order where tp is the last dimension
-    for index, (part, _) in enumerate(places):
-        at = dict(zip(mesh.names, mesh.coordinates(mesh.ranks[index])))
-        row_major = 0
+    dealt, over = deal(ROWS, mesh, evenly, [batch_of(40)], {}), ("dp", "fsdp")
+    count, seen = mesh.size(*over), []
+    for (args, _), answers, rank in zip(dealt.arguments, dealt.answers, mesh.ranks):
+        at, part = mesh.at(rank), 0
         for name, size in zip(mesh.names, mesh.sizes):
-            row_major = row_major * size + at[name] if name in over else row_major
-        assert part == row_major
+            part = part * size + at[name] if name in over else part
+        assert args[0]["id"].tolist() == evenly(batch_of(40), count)[part].tolist()
+        seen += [part] * answers
+    assert seen == list(range(count))  # one for each, in rank order where tp is the last axis
+
+
+def test_an_axis_in_over_that_does_not_exist_is_refused_with_those_that_do():
+    with pytest.raises(AxisError, match="dp, fsdp, tp"):
+        deal(Transfer("rows", "rows", over=("pd",)), Mesh(("dp",), (2,)), evenly, [batch_of(4)], {})
 
 
 def test_ranks_along_tp_share_one_message():
@@ -227,5 +232,5 @@ def test_rows_of_workers_that_were_sent_none_follow_one_another():
 
 def test_what_a_role_offers_is_read_from_its_class():
     found = offered(Echo(None, float))
-    assert found["same"] == Transfer("rows", "rows", ("dp", "fsdp")) and "context" not in found
+    assert found["same"] == Transfer("rows", "rows") and "context" not in found
     assert transfer_of(Echo.total) == Transfer("rows", "merge") and transfer_of(Metric.merge) is None

@@ -267,7 +267,7 @@ if lie:
 with open_cluster("ray", workers, timeout=100, address=address) as cluster:
     mesh = Mesh(("dp",), (workers,))
     faulty, echo = cluster.group("faulty", f"{HERE}:faulty", {}, mesh), cluster.group("echo", f"{HERE}:echo", {}, mesh)
-    print("nodes", len(cluster.fleet._machines), echo.about()["meeting"].split(":")[0])
+    print("nodes", len(cluster.fleet._machines), echo.about()["init_method"].split(":")[0])
     far = cluster.group("far", f"{HERE}:echo", {}, Mesh(("dp",), (1,), (workers - 1,)))
     with cluster.store.scope():
         handle = far.put([5, 6, 7])

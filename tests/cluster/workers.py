@@ -72,8 +72,8 @@ class Echo:
     @transfer("all", "first")
     def about(self) -> dict:
         c = self.context
-        return {"role": c.role, "mesh": c.mesh, "rank": c.rank, "workers": c.workers, "meeting": c.meeting,
-                "timeout": c.timeout, "roles": sorted(c.roles)}  # fmt: skip
+        return {"role": c.role, "mesh": c.mesh, "rank": c.rank, "workers": c.workers, "init_method": c.init_method,
+                "timeout": c.timeout, "roles": sorted(c.roles), "generation": c.generation}  # fmt: skip
 
     @transfer("all", "all")
     def pid(self) -> int:
@@ -169,7 +169,7 @@ class Faulty:
         import torch.distributed as dist  # takes seconds: only where it is needed
 
         c, seconds = self.context, timedelta(seconds=limit or self.context.timeout)
-        dist.init_process_group("gloo", init_method=c.meeting, rank=c.rank, world_size=c.workers, timeout=seconds)
+        dist.init_process_group("gloo", init_method=c.init_method, rank=c.rank, world_size=c.workers, timeout=seconds)
         if limit:
             dist.barrier()
         return {}

@@ -12,6 +12,7 @@ from tilth.config import plugins
 from tilth.config.errors import PluginError, RecipeError
 from tilth.config.flows import FLOWS
 from tilth.config.load import digest, from_dict, load_recipe
+from tilth.config.roles import ROLES
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,7 @@ def forget() -> None:
     for kind, known in plugins._DECLARED.items():
         for declaration in known.values():
             sys.modules.pop(declaration.value.__module__, None) if "mine" in declaration.file else None
-            FLOWS.pop(declaration.name, None) if kind == "flow" else None
+            {"flow": FLOWS, "role": ROLES}.get(kind, {}).pop(declaration.name, None)
         known.clear()
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import Partial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
@@ -132,7 +131,6 @@ def test_mesh_is_a_table():
         lambda: Layout(Mesh(("dp",), (2,)), (Ragged((-1, 2)),), (4,)).boxes(0),
         lambda: Layout(Mesh(("tp",), (4,)), (Shard(0, copies=3),), (4,)).boxes(0),
         lambda: Layout(Mesh(("tp",), (4,)), (Shard(0, copies=0),), (4,)).boxes(0),
-        lambda: Layout(Mesh(("tp",), (4,)), (Shard(0, copies=2),), (4,)).to_dtensor(),
     ],
 )
 def test_what_cannot_be(make):
@@ -174,10 +172,7 @@ def test_copies_lie_on_neighbouring_ranks():
     """Two key heads on four ranks: ranks 0 and 1 hold the first, 2 and 3 the second."""
     layout = Layout(Mesh(("tp",), (4,)), (Shard(0, copies=2),), (6, 5))
     assert [layout.boxes(r)[0].offset[0] for r in range(4)] == [0, 0, 3, 3]
-    assert [rank for rank, _ in layout.owners(Box((4, 0), (1, 5)))] == [2, 3]
     assert layout.to_json()["placements"] == [{"shard": 0, "copies": 2}]
-    with pytest.raises(ValueError, match="no such placement"):
-        layout.to_dtensor()
 
 
 @quick
@@ -228,18 +223,8 @@ def test_ragged_inside_a_shard():
     assert (count == 1).all()
 
 
-@quick
-@given(layouts(), st.data())
-def test_owners_against_every_rank(layout, data):
-    box = data.draw(boxes_in(layout.shape))
-    expected = [(r, b.intersect(box)) for r in sorted(layout.mesh.ranks) for b in layout.boxes(r) if b.intersect(box)]
-    assert layout.owners(box) == sorted(expected)
-
-
-def test_owners_on_a_large_mesh_are_found_quickly():
+def test_boxes_on_a_large_mesh():
     layout = Layout(Mesh(("pp", "dp", "tp"), (12, 125, 8)), (Replicate(), Shard(0), Shard(1)), (100_000, 4096))
-    found = layout.owners(Box((7, 5), (1, 1)))
-    assert len(found) == 12
     assert layout.boxes(11_999) == [Box((99_200, 3584), (800, 512))]
 
 
@@ -252,7 +237,7 @@ def test_json_round_trip(layout):
 @quick
 @given(layouts(ragged=False, ordered=False))
 def test_boxes_equal_dtensor(layout):
-    placements = layout.to_dtensor()
+    placements = tuple(TorchShard(p.dim) if isinstance(p, Shard) else TorchReplicate() for p in layout.placements)
     for rank in layout.mesh.ranks:
         at = layout.mesh.coordinates(rank)
         size, offset = _compute_local_shape_and_global_offset(layout.shape, layout.mesh.sizes, at, placements)
@@ -260,56 +245,12 @@ def test_boxes_equal_dtensor(layout):
         assert layout.boxes(rank) == expected
 
 
-@quick
-@given(layouts(ragged=False))
-def test_dtensor_round_trip_keeps_every_box(layout):
-    try:
-        placements = layout.to_dtensor()
-    except ValueError as error:
-        assert "unevenly out of order" in str(error)
-        return
-    back = Layout.from_dtensor(layout.mesh, placements, layout.shape)
-    assert back.placements == layout.placements
-    assert all(back.boxes(rank) == layout.boxes(rank) for rank in layout.mesh.ranks)
-
-
 def test_split_from_right_to_left_is_a_strided_shard():
     """FSDP over tensor parallelism: the tensor dimension is split by tp first."""
     mesh = Mesh(("dp", "tp"), (2, 2))
     layout = Layout(mesh, (Shard(0), Shard(0)), (8, 8), (1, 0))
-    assert layout.to_dtensor() == (_StridedShard(0, split_factor=2), TorchShard(0))
+    placements = _StridedShard(0, split_factor=2), TorchShard(0)
     assert [layout.boxes(r)[0].offset[0] for r in range(4)] == [0, 4, 2, 6]
     for rank in range(4):
-        size, _ = _compute_local_shape_and_global_offset((8, 8), (2, 2), mesh.coordinates(rank), layout.to_dtensor())
+        size, _ = _compute_local_shape_and_global_offset((8, 8), (2, 2), mesh.coordinates(rank), placements)
         assert layout.boxes(rank)[0].size == tuple(size)
-
-
-def test_from_dtensor():
-    mesh = Mesh(("dp", "tp"), (2, 2))
-    layout = Layout.from_dtensor(mesh, (TorchReplicate(), TorchShard(-1)), torch.Size((4, 6)))
-    assert layout == Layout(mesh, (Replicate(), Shard(1)), (4, 6))
-
-
-def test_what_dtensor_cannot_say():
-    mesh = Mesh(("dp", "tp"), (2, 2))
-    with pytest.raises(ValueError, match="no part of the tensor"):
-        Layout.from_dtensor(mesh, (Partial(), TorchReplicate()), (4,))
-    with pytest.raises(ValueError, match="no such placement"):
-        Layout(Mesh(("dp",), (2,)), (Ragged((1, 1)),), (4,)).to_dtensor()
-    with pytest.raises(ValueError, match="unevenly out of order"):
-        Layout(mesh, (Shard(0), Shard(0)), (6,), (1, 0)).to_dtensor()
-    with pytest.raises(ValueError, match="split_factor=3"):
-        Layout.from_dtensor(mesh, (_StridedShard(0, split_factor=3), TorchShard(0)), (12,))
-
-
-def test_mesh_of_torch():
-    class Torch:
-        mesh_dim_names = None
-        mesh = torch.tensor([[3, 1], [0, 2]])
-        ndim = 2
-
-    mesh = Mesh.of_torch(Torch())
-    assert mesh == Mesh(("dim0", "dim1"), (2, 2), (3, 1, 0, 2))
-    Torch.mesh_dim_names = ("dp", "tp")
-    assert Mesh.of_torch(Torch()).names == ("dp", "tp")
-    assert Mesh.from_json(json.loads(json.dumps(mesh.to_json()))) == mesh

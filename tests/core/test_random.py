@@ -17,7 +17,6 @@ from tilth.core.random import (
     Stream,
     dropout_mask,
     fill_normal_,
-    fill_uniform_,
     stream,
     stream_id,
     uniform_rows,
@@ -368,11 +367,10 @@ def boxes(draw):
 @given(boxes(), st.integers(2, 40), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
 def test_a_shard_has_the_bits_of_its_box(case, size, dtype):
     shape, box = case
-    for fill, options in ((fill_normal_, {"std": 0.02}), (fill_uniform_, {"low": -2.0, "high": 3.0})):
-        whole = fill(torch.empty(shape, dtype=dtype), stream(1, "w"), **options)
-        with lanes(size):
-            shard = fill(torch.empty(box.size, dtype=dtype), stream(1, "w"), **options, box=box, shape=shape)
-        assert torch.equal(shard, whole[box.slices])
+    whole = fill_normal_(torch.empty(shape, dtype=dtype), stream(1, "w"), std=0.02)
+    with lanes(size):
+        shard = fill_normal_(torch.empty(box.size, dtype=dtype), stream(1, "w"), std=0.02, box=box, shape=shape)
+    assert torch.equal(shard, whole[box.slices])
 
 
 @quick
@@ -386,9 +384,6 @@ def test_a_flat_interval_is_a_box_of_the_flattened_shape(numel, data):
 
 
 def test_fill_is_the_stream_scaled():
-    values = stream(1, "w").uniform(0, 12)
-    got = fill_uniform_(torch.empty(3, 4), stream(1, "w"), -1.0, 1.0)
-    assert torch.equal(got.flatten(), values * 2.0 - 1.0)
     scaled = fill_normal_(torch.empty(3, 4), stream(1, "w"), 0.5)
     assert torch.equal(scaled.flatten(), stream(1, "w").normal(0, 12) * 0.5)
 

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.flows.tiny import Recorder, numbers, recipe, run, same, weights
+from tilth.analysis.events import load
+from tilth.analysis.profiled import profiled
 from tilth.config.load import from_dict
 from tilth.core.errors import DataError
 from tilth.flows import profiling
@@ -20,8 +22,6 @@ from tilth.flows.rundir import RunDir
 from tilth.flows.signals import StopRequest
 from tilth.trace import capture
 from tilth.trace.capture import Captured
-from tilth.trace.events import load
-from tilth.trace.profiled import profiled
 
 
 class Workers:

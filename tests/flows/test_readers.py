@@ -7,7 +7,7 @@ from tilth.data.documents import _damage
 from tilth.flows.owner import MARK, original
 from tilth.flows.readers import read_metrics, read_state
 from tilth.plan.costs import load_costs
-from tilth.trace.rounds import read_rounds, rounds_path
+from tilth.trace.clock_samples import read_rounds, rounds_path
 
 ODD = ["[" * 100_000, "9" * 5000, "{", "[]", '{"rank": 0, "rounds": [[9223372036854775808, 0, 0]]}']
 

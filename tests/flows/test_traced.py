@@ -5,12 +5,12 @@ from collections import Counter, defaultdict
 import pytest
 
 from tests.flows import tiny
+from tilth.analysis.read import read_events
 from tilth.cluster.cluster import Cluster
 from tilth.cluster.host import Host
 from tilth.core.errors import StorageError, WorkerLost
 from tilth.flows.readers import read_metrics, read_state
 from tilth.trace import Recorder, recorder
-from tilth.trace.read import read_events
 from tilth.trace.writer import PartWriter
 
 COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "broadcast"}

@@ -14,7 +14,7 @@ from tilth.core.layout import Mesh
 from tilth.models.converters import CONVERTERS, converted
 from tilth.models.decoder import Decoder, Layer, Linear
 from tilth.models.value import ValueModel
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
 from tilth.plan.rules import Parameter
 from tilth.training.engine import TrainEngine
@@ -59,7 +59,7 @@ CONVERTERS |= {"low_rank": low_rank, "without_rows": without_rows}
 
 
 def trained(rank, sizes, sp=False, converters=("low_rank",)):
-    grid = Grid.of(Mesh(("dp", "fsdp", "tp"), sizes), rank)
+    grid = ParallelDims.of(Mesh(("dp", "fsdp", "tp"), sizes), rank)
     sharded = shard(lambda: Decoder(CONFIG, torch.float64).double(), grid, converters=converters, sp=sp)
     sharded.init_(3)
     engine = TrainEngine(sharded, Optimizer(lr=1e-2), total_steps=9, micro_tokens=16)

@@ -29,11 +29,10 @@ from tilth.models.decoder import Decoder, Layer, Linear, RMSNorm
 from tilth.models.family import ATTENTION, EMBEDDING, END, NORMS, Family, families, linear, new_config, norm
 from tilth.models.hf import load_pretrained, open_tensors, save_pretrained
 from tilth.models.value import ValueModel
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import Sharded, shard
 from tilth.plan.flops import token_flops
 from tilth.plan.layout import layouts, per_rank
-from tilth.plan.memory import predict
 from tilth.plan.rules import rule_of
 from tilth.plan.shape import matrices, parameter_shapes, parameters
 from tilth.plan.traffic import traffic
@@ -124,7 +123,7 @@ def trained(rank, sizes=(1, 1, 1), sp=False, family="sandwich", table=TABLE, tie
     def build():
         return Decoder(shape, torch.float64).double()
 
-    sharded = Sharded.alone(build()) if len(mesh) == 1 else shard(build, Grid.of(mesh, rank), sp=sp)
+    sharded = Sharded.alone(build()) if len(mesh) == 1 else shard(build, ParallelDims.of(mesh, rank), sp=sp)
     sharded.init_(3)
     names = list(sharded.parameters)
     start = {name: whole.clone() for name, whole in sharded.assemble(names).items()}
@@ -375,4 +374,5 @@ def test_memory_and_traffic_are_those_that_they_were(family, plan):
     shape = new_config(asked.model, 53)
     workers = [[w.rank, w.memory.by_name(), [s.elements for s in w.seats]] for w in per_rank(asked, shape, 40)]
     talks = [[talk.role, talk.axis, talk.bytes] for talk in traffic(asked, shape, 40)]
-    assert GOLDEN["plans"][f"{family}-{plan}"] == short([*workers, predict(asked, shape, 40).by_name(), talks])
+    (alone,) = per_rank(from_dict({"model": model, **PLANS[plan]}), shape, 40)
+    assert GOLDEN["plans"][f"{family}-{plan}"] == short([*workers, alone.memory.by_name(), talks])

@@ -20,7 +20,7 @@ from tilth.models.decoder import Decoder
 from tilth.models.logprobs import head_logits, token_logprobs, token_squares
 from tilth.models.value import ValueModel
 from tilth.parallel.collectives import gather_tokens
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.tensor import TensorPlan, apply_tensor
 from tilth.parallel.vocabulary import Vocabulary, VocabularyHead
 from tilth.plan import kernels
@@ -29,8 +29,8 @@ from tilth.training.packed import Micro, appraise, micros, model_input, score
 SMALL = {"num_layers": 2, "hidden_size": 24, "head_dim": 8, "num_heads": 4, "intermediate_size": 32}
 
 
-def grid(rank: int, tp: int) -> Grid:
-    return Grid.of(Mesh(("tp",), (tp,)), rank)
+def grid(rank: int, tp: int) -> ParallelDims:
+    return ParallelDims.of(Mesh(("tp",), (tp,)), rank)
 
 
 def one_device(family: str, changes: dict[str, Any], dtype: torch.dtype, value: bool = False) -> Decoder:

@@ -11,7 +11,7 @@ from tilth.core.layout import Mesh
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import Sharded, shard
 from tilth.training.engine import TrainEngine
 from tilth.training.losses import negative_log_likelihood
@@ -68,7 +68,7 @@ def build(case: Case) -> Decoder:
 def spread(case: Case, rank: int = 0) -> Sharded:
     if case.ranks == 1:
         return Sharded.alone(build(case))
-    grid = Grid.of(Mesh(("dp", "fsdp", "tp"), (case.dp, case.fsdp, case.tp)), rank)
+    grid = ParallelDims.of(Mesh(("dp", "fsdp", "tp"), (case.dp, case.fsdp, case.tp)), rank)
     return shard(lambda: build(case), grid, sp=case.sp, zero=case.zero)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.scripts import SCRIPTS, script
 from tilth.core.layout import Mesh
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 
 FILE = SCRIPTS / "layout_parity.py"
 GOOD = {"layout": "dp2", "weights": True, "agree": True, "first": 1e-6, "last": 1e-6, "double": 1e-15}
@@ -51,7 +51,7 @@ def test_bytes_are_those_of_a_ring(pool):
 
 
 def moves(rank):
-    group = Grid.of(Mesh(("dp",), (2,)), rank).group("dp")
+    group = ParallelDims.of(Mesh(("dp",), (2,)), rank).group("dp")
     x, both = torch.ones(100), torch.empty(200)
     calls = {
         "all_reduce": lambda: dist.all_reduce(x, group=group),

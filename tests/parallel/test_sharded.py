@@ -23,7 +23,7 @@ from tilth.models.decoder import Decoder
 from tilth.models.hf import load_pretrained, save_pretrained
 from tilth.models.value import ValueModel
 from tilth.parallel import sharded as room
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import Sharded, shard
 from tilth.training.packed import packed_logprobs
 
@@ -237,7 +237,7 @@ def test_a_layout_that_is_not_the_models_is_refused():
     layouts = {n: Layout.single(p.shape) for n, p in model.named_parameters()}
     layouts["model.norm.weight"] = Layout.single((19,))
     with pytest.raises(ModelError, match=r"model\.norm\.weight"):
-        Sharded([model], Grid.alone(), layouts)
+        Sharded([model], ParallelDims.alone(), layouts)
 
 
 def test_heads_that_do_not_divide_are_refused(pool):
@@ -250,7 +250,7 @@ def three_heads(rank):
 
     config = replace(CONFIG, num_heads=3, num_kv_heads=3)
     try:
-        shard(lambda: Decoder(config), Grid.of(Mesh(("tp",), (2,)), rank))
+        shard(lambda: Decoder(config), ParallelDims.of(Mesh(("tp",), (2,)), rank))
     except ModelError as error:
         return str(error)
 

@@ -13,7 +13,7 @@ from tilth.core.layout import Mesh
 from tilth.models.attention import DropoutContext, PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.logprobs import token_logprobs
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
 from tilth.parallel.tensor import _narrowed, apply_tensor, check_tensor
 
@@ -195,7 +195,7 @@ def test_micro_batches_without_tokens_pass(pool, sp):
 def test_shapes_that_do_not_divide(changes, tp, message):
     config = shape("llama", **{**SMALL, **changes})
     with pytest.raises(ModelError, match=message):
-        apply_tensor(Decoder(config), Grid.of(Mesh(("tp",), (tp,)), 0), False)
+        apply_tensor(Decoder(config), ParallelDims.of(Mesh(("tp",), (tp,)), 0), False)
     check_tensor(config, 1)
 
 
@@ -227,7 +227,7 @@ def test_a_parameter_without_a_rule_is_refused_by_name(name, tp, sp):
         add(model, name)
         return model
 
-    grid = Grid.of(Mesh(("dp", "fsdp", "tp"), (1, 1, tp)), 0)
+    grid = ParallelDims.of(Mesh(("dp", "fsdp", "tp"), (1, 1, tp)), 0)
     with pytest.raises(ModelError, match=re.escape(name)):
         shard(build, grid, sp=sp)
     with pytest.raises(ModelError, match=re.escape(name)):
@@ -260,7 +260,7 @@ def test_dropout_masks_of_own_tokens_are_pieces_of_the_whole_mask(rows):
 def test_one_rank_changes_nothing():
     model = Decoder(shape("qwen3"))
     before = dict(model.named_parameters())
-    plan = apply_tensor(model, Grid.alone(), True)
+    plan = apply_tensor(model, ParallelDims.alone(), True)
     assert all(p is before[name] for name, p in model.named_parameters())
     assert plan.partial == () and set(plan.placements) == set(before)
     assert model.token_logprobs is token_logprobs

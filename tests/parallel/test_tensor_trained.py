@@ -12,7 +12,7 @@ from tilth.config.schema import Optimizer
 from tilth.core.layout import Mesh, Replicate
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import Sharded, shard
 from tilth.training.engine import TrainEngine
 from tilth.training.losses import negative_log_likelihood
@@ -29,7 +29,7 @@ def train(rank: int, sizes: dict[str, int], changes: dict[str, Any], steps: int,
     """Losses and norms of steps on one batch, whole weights after them, and what of it this rank holds."""
     dtype = torch.float64 if double else torch.float32
     if sizes:
-        grid = Grid.of(Mesh(tuple(sizes), tuple(sizes.values())), rank)
+        grid = ParallelDims.of(Mesh(tuple(sizes), tuple(sizes.values())), rank)
         sharded = shard(lambda: build(changes, dtype), grid, **options)
     else:
         sharded = Sharded.alone(build(changes, dtype))

@@ -17,14 +17,18 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.family import new_config
 from tilth.parallel import sharded
-from tilth.plan.layout import NAMES, Placed, check_shape, elements, layouts, nested, per_rank, place, ranks_of
-from tilth.plan.memory import BASE, TOKEN, predict
+from tilth.plan.layout import Placed, check_shape, elements, layouts, nested, per_rank, place, ranks_of
+from tilth.plan.memory import BASE, TOKEN
 from tilth.plan.shape import parameter_shapes, parameters
 
 
 def recipe(workers: int | dict[str, int] = 1, **sections: Any):
     pools = {"pools": workers} if isinstance(workers, dict) else {"workers": workers}
     return from_dict({**sections, "cluster": {"backend": "local", **pools, **sections.pop("cluster", {})}})
+
+
+def mesh_of(sizes, ranks=()):
+    return Mesh.of(dict(zip(("dp", "fsdp", "tp"), sizes)), ranks)
 
 
 # -- roles -----------------------------------------------------------------------------------------------------------
@@ -46,22 +50,22 @@ def test_roles_of_a_flow(sections, roles):
 
 def test_one_worker_has_everything():
     placed = place(from_dict({"flow": "ppo"}))
-    assert {p for p in placed.values()} == {Placed("", (0,), Mesh(NAMES, (1, 1, 1)))}
+    assert {p for p in placed.values()} == {Placed("", (0,), mesh_of((1, 1, 1)))}
 
 
 def test_colocated_roles_have_meshes_of_their_own_over_the_same_workers():
     placed = place(recipe(4, flow="ppo", policy={"layout": {"fsdp": 2, "tp": 2}}, critic={"layout": {"fsdp": 2}}))
-    assert placed["policy"].mesh == Mesh(NAMES, (1, 2, 2))
-    assert placed["critic"].mesh == Mesh(NAMES, (2, 2, 1))
-    assert placed["rollout"].mesh == Mesh(NAMES, (4, 1, 1))
+    assert placed["policy"].mesh == mesh_of((1, 2, 2))
+    assert placed["critic"].mesh == mesh_of((2, 2, 1))
+    assert placed["rollout"].mesh == mesh_of((4, 1, 1))
     assert (placed["policy"].data_ranks, placed["critic"].data_ranks, placed["rollout"].data_ranks) == (2, 4, 4)
     assert placed["reward"].ranks == placed["recorder"].ranks == (0,)
 
 
 def test_pools_take_neighbouring_ranks_in_their_order():
     placed = place(recipe({"train": 2, "speak": 3}, rollout={"pool": "speak"}, reward={"pool": "speak"}))
-    assert placed["policy"] == Placed("train", (0, 1), Mesh(NAMES, (2, 1, 1), (0, 1)))
-    assert placed["rollout"] == Placed("speak", (2, 3, 4), Mesh(NAMES, (3, 1, 1), (2, 3, 4)))
+    assert placed["policy"] == Placed("train", (0, 1), mesh_of((2, 1, 1), (0, 1)))
+    assert placed["rollout"] == Placed("speak", (2, 3, 4), mesh_of((3, 1, 1), (2, 3, 4)))
     assert placed["reward"].ranks == placed["recorder"].ranks == (2,)
     assert placed["rollout"].mesh.coordinates(3) == (1, 0, 0)
 
@@ -154,12 +158,12 @@ MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1), (1, 
 @pytest.mark.parametrize("sizes", MESHES)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_layouts_are_as_megatron_divides(sizes, kv_heads):
-    shape, mesh = shape_of(4, kv_heads, vocab=13, tied=False, family="qwen2"), Mesh(NAMES, sizes)
+    shape, mesh = shape_of(4, kv_heads, vocab=13, tied=False, family="qwen2"), mesh_of(sizes)
     copies = max(1, sizes[2] // kv_heads)
     written = dict.fromkeys(("q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), Shard(0))
     written |= {"k_proj": Shard(0, copies), "v_proj": Shard(0, copies), "o_proj": Shard(1), "down_proj": Shard(1)}
     along = {name: written.get(name.split(".")[-2], Replicate()) for name in parameter_shapes(shape)}
-    expected = {name: nested(mesh, s, along[name]) for name, s in parameter_shapes(shape).items()}
+    expected = {name: nested(mesh, s, {"tp": along[name]}) for name, s in parameter_shapes(shape).items()}
     found = layouts(shape, mesh)
     for name in found:
         assert [found[name].boxes(r) for r in mesh.ranks] == [expected[name].boxes(r) for r in mesh.ranks], name
@@ -174,7 +178,7 @@ def value_model(shape):
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(5, 20))
 def test_ranks_together_hold_each_element_as_often_as_copies_are_meant(dp, fsdp, tp, kv_heads, vocab):
-    shape, mesh = shape_of(4, kv_heads, vocab=vocab, layers=1), Mesh(NAMES, (dp, fsdp, tp))
+    shape, mesh = shape_of(4, kv_heads, vocab=vocab, layers=1), mesh_of((dp, fsdp, tp))
     shapes = parameter_shapes(shape)
     found = layouts(shape, mesh)
     copies = {
@@ -192,25 +196,6 @@ def test_ranks_together_hold_each_element_as_often_as_copies_are_meant(dp, fsdp,
 
 def item(memory, name):
     return {i.name: i.bytes for i in (*memory.held, *memory.training, *memory.generation)}.get(name, 0)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "generates"),
-    [
-        ([], True),
-        (["flow=ppo"], True),
-        (["algorithm.kl_coef=0.1", "train.ema=0.9", "train.precision=bf16"], True),
-        (["flow=pretrain"], False),
-        (["optimizer.name=adamw", 'train.watch=["noise_scale"]', "train.checkpointing=true"], True),
-    ],
-)
-def test_one_worker_needs_what_a_run_in_one_process_does(overrides, generates):
-    asked = load_recipe("addition-grpo", overrides)
-    shape = new_config(asked.model, 14)
-    (worker,) = per_rank(asked, shape, 16, generates=generates)
-    memory = predict(asked, shape, 16, generates=generates)
-    assert worker.memory == memory._replace(held=worker.memory.held)
-    assert sorted(worker.memory.held) == sorted(memory.held) and worker.memory.peak == memory.peak
 
 
 def workers_of(workers, *overrides, longest=16, **more):
@@ -263,7 +248,7 @@ def test_tp_divides_matrices_and_activations_and_sp_more_of_them():
 
 def test_hybrid_is_fsdp_inside_of_replicas():
     hybrid = workers_of(4, "policy.layout={dp=2, fsdp=2}")
-    assert [w.seats[0].coordinates for w in hybrid] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    assert [tuple(w.seats[0].coordinates.values()) for w in hybrid] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
     assert [w.seats[0].elements for w in hybrid[:2]] == [w.seats[0].elements for w in hybrid[2:]]
     assert hybrid[0].seats[0].elements + hybrid[1].seats[0].elements == COUNT
 
@@ -311,7 +296,7 @@ def test_bytes_of_parameters_are_those_of_the_boxes(sizes):
     dp, fsdp, tp = sizes
     workers = workers_of(math.prod(sizes), f"policy.layout={{dp={dp}, fsdp={fsdp}, tp={tp}}}")
     asked = load_recipe("addition-grpo")
-    found = layouts(new_config(asked.model, 14), Mesh(NAMES, sizes))
+    found = layouts(new_config(asked.model, 14), mesh_of(sizes))
     assert [item(w.memory, "parameters") for w in workers] == [4 * elements(found, w.rank) for w in workers]
 
 
@@ -327,14 +312,14 @@ def test_real_ranks_hold_what_was_predicted(pool, keys, role):
 
 def held_by_a_process(rank, role, overrides):
     from tilth.models.value import ValueModel
-    from tilth.parallel.grid import Grid
+    from tilth.parallel.dims import ParallelDims
 
     asked = load_recipe(
         "addition-grpo", ["cluster.backend=local", "optimizer.name=adamw", "cluster.workers=2", *overrides]
     )
     config, wanted = new_config(asked.model, 14), getattr(asked, role).layout
     build = (lambda: ValueModel(Decoder(config))) if role == "critic" else (lambda: Decoder(config))
-    grid = Grid.of(place(asked)[role].mesh, rank)
+    grid = ParallelDims.of(place(asked)[role].mesh, rank)
     model = sharded.shard(build, grid, sp=wanted.sp, zero=wanted.zero)
     return sum(p.numel() for p in model.parameters.values())
 

@@ -5,9 +5,15 @@ import pytest
 from tilth.config.load import load_recipe
 from tilth.config.schema import Supervised
 from tilth.models.family import new_config
-from tilth.plan.memory import BASE, TOKEN, Memory, kv_tokens, micro_tokens, predict
+from tilth.plan.layout import per_rank
+from tilth.plan.memory import BASE, TOKEN, Memory, kv_tokens, micro_tokens
 from tilth.plan.shape import matrices, parameters
 from tilth.plan.steps import plan_run, size, supervised_steps
+
+
+def predict(recipe, shape, longest, **more):
+    """Of a run in one process."""
+    return per_rank(recipe, shape, longest, **more)[0].memory
 
 
 def predicted(*overrides, longest=16, vocab=14):

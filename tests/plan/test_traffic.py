@@ -6,7 +6,7 @@ from tilth.config.load import load_recipe
 from tilth.models.family import new_config
 from tilth.plan.layout import place
 from tilth.plan.shape import parameters
-from tilth.plan.traffic import groups, tokens_of_rank, traffic, work
+from tilth.plan.traffic import tokens_of_rank, traffic, work
 
 BASE = ["cluster.backend=local", "optimizer.name=adamw", "supervised.steps=0"]
 PLAIN = ["algorithm.epochs=1", "algorithm.minibatches=1"]
@@ -114,7 +114,7 @@ def test_pre_training_counts_its_own_batch():
 @pytest.mark.parametrize("axis", ["dp", "fsdp", "tp"])
 def test_groups_of_an_axis_cover_the_mesh_and_differ_in_it_alone(axis):
     placed = place(asked("{first=2, rest=12}", "policy.pool=rest", "policy.layout={dp=3, fsdp=2, tp=2}"))["policy"]
-    found, at = groups(placed, axis), placed.mesh.names.index(axis)
+    found, at = placed.mesh.groups(axis), placed.mesh.names.index(axis)
     assert sorted(rank for group in found for rank in group) == list(range(2, 14))
     for group in found:
         places = [placed.mesh.coordinates(rank) for rank in group]

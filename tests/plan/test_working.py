@@ -179,7 +179,7 @@ def test_a_cache_and_what_a_step_of_the_engine_needs(tmp_path, rows, group, prom
         for i in range(rows)
     ]
     alive = most_alive(lambda: engine.generate(requests), tmp_path)
-    need = rollout_need(recipe, config, prompt + new)
+    need = rollout_need(recipe, Cut(0, 0, config, 0), prompt + new)
     held = {item.name: item.bytes for item in need.held}
     assert held["KV cache"] == pytest.approx(engine.kv_bytes, rel=0.2)
     assert 0.85 * alive <= held["KV cache"] + total(need.generation) <= 1.5 * alive
@@ -189,7 +189,7 @@ def test_a_judge_counts(tmp_path):
     """Its weights and its cache, by its own shape and not the policy's."""
     recipe = load_recipe("chain-fapo", ["judge.path=x", "judge.max_tokens=32", "rollout.prompts=4", "rollout.group=4"])
     config = shape(64, num_layers=2)
-    need = judge_need(recipe, config, 48, config.max_positions)
+    need = judge_need(recipe, Cut(0, 0, config, 0), 48)
     engine = Engine(config, max_rows=recipe.rollout.max_rows)
     engine.model.init_weights_(0)
     engine.model.fuse()

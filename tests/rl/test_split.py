@@ -1,7 +1,7 @@
 """A batch split over workers, groups straddling them: every estimator honours its scope, every denominator is one.
 
 Workers are threads here, with ``reduce`` and ``gather`` that meet at a barrier as collectives do; one test is of real
-processes with ``Grid.sum`` and ``Grid.gather_rows``.
+processes with ``ParallelDims.sum`` and ``ParallelDims.gather_rows``.
 """
 
 import pickle
@@ -365,9 +365,9 @@ def test_two_processes_make_what_one_makes(pool, name):
 
 def in_a_process(rank: int, name: str, parts: list[torch.Tensor]) -> tuple[Any, Any, Any]:
     from tilth.core.layout import Mesh
-    from tilth.parallel.grid import Grid
+    from tilth.parallel.dims import ParallelDims
 
-    grid, rows = Grid.of(Mesh(("dp", "fsdp", "tp"), (2, 1, 1)), rank), parts[rank]
+    grid, rows = ParallelDims.of(Mesh(("dp", "fsdp", "tp"), (2, 1, 1)), rank), parts[rank]
     more = pick_columns(further(STRADDLING, name), STRADDLING, rows)
     one = estimate(STRADDLING.pick(rows), name, row=rows, reduce=grid.sum, gather=grid.gather_rows, **more)
     return one.advantages, one.returns, one.mask

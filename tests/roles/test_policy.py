@@ -13,7 +13,7 @@ from tilth.core.errors import TokenCountError, TokenIdentityError
 from tilth.core.layout import Mesh
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import Sharded, shard
 from tilth.rl.metrics import Metric
 from tilth.roles import policy as roles_policy
@@ -21,7 +21,7 @@ from tilth.roles.objective import Objective, options
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.recorder import RecorderWorker
 from tilth.roles.reference import ReferenceWorker
-from tilth.roles.shares import WEIGHT, alone, check_weight, everyone
+from tilth.roles.shares import WEIGHT, alone, check_weight, gather_data_ranks
 from tilth.training.engine import TrainEngine
 
 
@@ -201,26 +201,26 @@ def test_the_weights_of_parts_must_add_up(worker, batch):
     tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
     _, whole = Objective(small.HOW, 4).of(mask, tokens)
     assert whole == pytest.approx(1.0)  # token-mean: every token weighs 1 / tokens
-    check_weight({WEIGHT: Metric(whole, 1, "sum")}, whole, Grid.alone())
+    check_weight({WEIGHT: Metric(whole, 1, "sum")}, whole, ParallelDims.alone())
 
 
 def divided(rank: int, own: bool) -> str:
     """An update on two ranks; own: each divides by what it has itself."""
     mesh = Mesh(("dp", "fsdp", "tp"), (2, 1, 1))
-    model = shard(lambda: Decoder(small.config()), Grid.of(mesh, rank))
+    model = shard(lambda: Decoder(small.config()), ParallelDims.of(mesh, rank))
     model.init_(1)
     store = InlineStore()
     worker = PolicyWorker(TrainEngine(model, Optimizer(), total_steps=1, micro_tokens=64), store, norm_length=4)
     batch = small.experience(small.policy(store))
     part = batch.with_rows(row=np.arange(len(batch))).select(np.arange(len(batch)) % 3 == rank)  # 4 rows each
     if own:
-        roles_policy.everyone = lambda grid: alone
+        roles_policy.gather_data_ranks = lambda grid: alone
     try:
         worker.update(worker.advantages(part, small.HOW), small.HOW)
     except TokenCountError as error:
         return str(error)
     finally:
-        roles_policy.everyone = everyone
+        roles_policy.gather_data_ranks = gather_data_ranks
     return ""
 
 
@@ -235,7 +235,7 @@ def test_a_dropped_token_is_told(worker, batch):
     tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
     _, whole = Objective(small.HOW, 4).of(mask, tokens)
     with pytest.raises(TokenCountError, match="their whole batch 1: some tokens count twice or not at all"):
-        check_weight({WEIGHT: Metric(whole - 1 / mask.sum(), 1, "sum")}, whole, Grid.alone())
+        check_weight({WEIGHT: Metric(whole - 1 / mask.sum(), 1, "sum")}, whole, ParallelDims.alone())
 
 
 def test_a_loss_that_drops_a_token_stops_the_update(worker, batch, monkeypatch):
@@ -258,9 +258,9 @@ def test_a_loss_that_drops_a_token_stops_the_update(worker, batch, monkeypatch):
 
 
 def test_no_metric_of_weight_is_a_weight_of_zero():
-    check_weight({}, 0.0, Grid.alone())
+    check_weight({}, 0.0, ParallelDims.alone())
     with pytest.raises(TokenCountError):
-        check_weight({}, 1.0, Grid.alone())
+        check_weight({}, 1.0, ParallelDims.alone())
 
 
 def test_options_are_the_recipe_s_keys_that_the_entry_has():

@@ -17,7 +17,7 @@ from tilth.core.errors import WeightMismatch
 from tilth.core.layout import Mesh
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
-from tilth.parallel.grid import Grid, leave
+from tilth.parallel.dims import ParallelDims, leave
 from tilth.parallel.sharded import shard
 from tilth.plan.shape import parameter_shapes
 from tilth.roles.critic import CriticWorker
@@ -64,12 +64,12 @@ def roles_of(case: Case, rank: int) -> dict:
     """What this rank holds: a part of the policy, a receiver, both."""
     config, store, held = TIED if case.tied else UNTIED, InlineStore(), {}
     if rank in case.source[1]:
-        policy = shard(lambda: Decoder(config), Grid.of(mesh(case.source), rank))
+        policy = shard(lambda: Decoder(config), ParallelDims.of(mesh(case.source), rank))
         policy.init_(7)
         held["policy"] = PolicyWorker(TrainEngine(policy, Optimizer(), total_steps=1, micro_tokens=64), store)
     if rank not in case.target[1]:
         return held
-    grid = Grid.of(mesh(case.target), rank)
+    grid = ParallelDims.of(mesh(case.target), rank)
     if case.role == "rollout":
         held["rollout"] = small.rollout(store, dtype=case.dtype, model=config)
     elif case.role == "reference":

@@ -9,7 +9,7 @@ from tests.checkpoint.make import same
 from tests.checkpoint.test_processes import everything, step
 from tests.parallel.layouts import Case, engine_of, spread, weights
 from tilth.checkpoint import Commit, begin_save
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 from tilth.roles import state
 from tilth.roles.state import Learner, replicas
 
@@ -114,4 +114,4 @@ def test_replicas_share_what_they_read_of_a_store(pool, tmp_path):
 
 
 def test_without_replicas_there_is_nobody_to_share_with():
-    assert replicas(Grid.alone()) is None and state._one_machine(Grid.alone())
+    assert replicas(ParallelDims.alone()) is None and state._one_machine(ParallelDims.alone())

@@ -1,5 +1,7 @@
 """The engine says what a naive generator says, whatever is in the batch and whatever happens on the way."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,6 @@ from tilth.rollout.request import Request, SamplingParams
 
 MODEL = make_model()
 REQUESTS = make_requests(40)
-WANTED = {r.id: naive(MODEL, r) for r in REQUESTS}
 WAYS = {
     "plain": {},
     "few-rows": {"max_rows": 5},
@@ -23,7 +24,13 @@ WAYS = {
 }
 
 
-def check(found, requests=REQUESTS, wanted=WANTED):
+@functools.cache
+def naively():
+    return {r.id: naive(MODEL, r) for r in REQUESTS}
+
+
+def check(found, requests=REQUESTS, wanted=None):
+    wanted = wanted or naively()
     for request, t in zip(requests, found, strict=True):
         tokens, raw, filtered = wanted[request.id]
         n = len(request.prompt)

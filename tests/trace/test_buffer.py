@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilth.analysis.events import load
+from tilth.analysis.read import read_events
 from tilth.trace import buffer as buffer_module
 from tilth.trace import recorder, span
 from tilth.trace import spans as spans_module
 from tilth.trace.buffer import CHUNK, FORMAT, FULL, NONE, OTHERS, SIZE, Buffer, Codes
 from tilth.trace.collector import collector
-from tilth.trace.events import load
-from tilth.trace.read import read_events
 from tilth.trace.writer import PACKED
 
 

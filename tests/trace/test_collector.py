@@ -8,9 +8,9 @@ import weakref
 import pytest
 
 from tests.flows import tiny
+from tilth.analysis.events import load
 from tilth.trace import recorder, span
 from tilth.trace.collector import Collector, collector
-from tilth.trace.events import load
 
 
 @pytest.fixture(autouse=True)

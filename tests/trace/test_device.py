@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilth.analysis.read import read_events
 from tilth.trace import device as device_module
 from tilth.trace import recorder, span
 from tilth.trace import spans as spans_module
 from tilth.trace.device import DeviceClock, device_clock
 from tilth.trace.ops import ON_DEVICE, OPS
-from tilth.trace.read import read_events
 
 BEGAN = 10**15
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilth.analysis.read import read_events
 from tilth.core.errors import StorageError
 from tilth.trace import Recorder, recorder, span, traced
 from tilth.trace import spans as spans_module
-from tilth.trace.read import read_events
 from tilth.trace.spans import in_phase
 
 

@@ -7,10 +7,9 @@ from torch import nn
 
 from tests.parallel.layouts import CONFIG, Case, engine_of, loss_of, rows_of, spread, weights
 from tilth.core.errors import ScheduleError
-from tilth.core.layout import Replicate
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import Sharded
 from tilth.plan.layout import nested
 from tilth.training.micro_schedule import SCHEDULES, Pass, passes
@@ -85,8 +84,8 @@ def in_two_parts(case, cut):
     nn.Module.__init__(first)
     first.forward = held[0].forward
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    grid = Grid.alone()
-    return Sharded([first, model], grid, {n: nested(grid.mesh, s, Replicate()) for n, s in shapes.items()})
+    grid = ParallelDims.alone()
+    return Sharded([first, model], grid, {n: nested(grid.mesh, s, {}) for n, s in shapes.items()})
 
 
 @pytest.mark.parametrize("order", ["sequential", "all_forward_first"])

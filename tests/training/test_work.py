@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.training.test_engine import CONFIG, batch, engine, model
 from tests.training.test_packed import SAMPLES, group
 from tests.training.test_packed import batch as packed
+from tilth.analysis.read import read_events
 from tilth.core.batch import Ragged
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
@@ -19,7 +20,6 @@ from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
 from tilth.plan.flops import Flops, attended, pass_flops, sequence_flops
 from tilth.trace import recorder, span
-from tilth.trace.read import read_events
 from tilth.training.losses import negative_log_likelihood
 from tilth.training.packed import Work, micros, packed_logprobs, packed_values
 

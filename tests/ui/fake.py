@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tests.trace.tree import s, table
+from tests.analysis.tree import s, table
 from tilth.config.load import from_dict
 from tilth.core.batch import Batch
 from tilth.data.tokenizer import Tokenizer

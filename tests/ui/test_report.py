@@ -9,13 +9,14 @@ from html.parser import HTMLParser
 import numpy as np
 import pyarrow as pa
 import pytest
+from jinja2 import UndefinedError
+from markupsafe import Markup
 
 from tests.ui.fake import PLAN, fake_run, recipe
 from tilth.core.errors import DataError, StorageError
 from tilth.flows.readers import read_metrics, summarise
 from tilth.flows.rundir import RunDir
-from tilth.ui.html import Html, embed, escape, join, tag
-from tilth.ui.page import SCRIPT
+from tilth.ui.html import embed, render, text_of
 from tilth.ui.report import headline, write_report
 from tilth.ui.samples import BOUNDS, TOKENS, groups_of, moments_of
 
@@ -92,7 +93,7 @@ def test_only_its_own_script_may_run(finished):
     policy = next(a["content"] for n, a in page.seen if a.get("http-equiv") == "Content-Security-Policy")
     digest = base64.b64encode(hashlib.sha256(page.scripts[1].encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in policy and "default-src 'none'" in policy
-    assert page.scripts[1] == SCRIPT and len(page.scripts) == 2
+    assert page.scripts[1] == text_of("page.js") and len(page.scripts) == 2
 
 
 def test_tokens_carry_their_numbers_and_colours(finished):
@@ -247,13 +248,14 @@ def test_a_reward_is_never_called_accuracy(tmp_path):
 
 def test_every_part_of_the_time_has_a_colour_of_its_own(finished):
     from tilth.trace.ops import PHASES
-    from tilth.ui.page import STYLE
     from tilth.ui.timeline import HUES, hues
+
+    style = text_of("page.css")
 
     assert len(set(HUES)) == len(HUES)
     for hue in HUES:
-        assert len(re.findall(rf"--{hue}:#[0-9a-f]{{6}}", STYLE)) == 2 and f".{hue}{{color:var(--{hue})}}" in STYLE
-    for scheme in zip(*(re.findall(rf"--{hue}:(#[0-9a-f]{{6}})", STYLE) for hue in HUES)):
+        assert len(re.findall(rf"--{hue}:#[0-9a-f]{{6}}", style)) == 2 and f".{hue}{{color:var(--{hue})}}" in style
+    for scheme in zip(*(re.findall(rf"--{hue}:(#[0-9a-f]{{6}})", style) for hue in HUES)):
         assert len(set(scheme)) == len(HUES)  # light, and dark
     found = hues((*sorted(PHASES)[:11], "communication", "gc", "data", "profile", "other"))
     assert len(set(found.values())) == len(found)
@@ -294,9 +296,10 @@ def test_plan_is_complete():
 
 
 def test_only_markup_is_not_escaped():
-    assert tag("b", "<i>", Html("<i>x</i>"), None, title='"<') == '<b title="&quot;&lt;">&lt;i&gt;<i>x</i></b>'
-    assert join(["<", None, tag("u", 5)]) == "&lt;<u>5</u>" and escape("&") == "&amp;"
-    assert tag("a", class_="x y", data_l=1, open=True, hidden=False, id=None) == '<a class="x y" data-l="1" open></a>'
+    said = render("bar.html", parts=[("<i>", 0.5, '"<', Markup("<u>x</u>"))])
+    assert 'class="&#34;&lt;"' in said and 'title="&lt;i&gt;"' in said and '<span class="k"><u>x</u></span>' in said
+    with pytest.raises(UndefinedError):
+        render("bar.html")
 
 
 def test_embedded_numbers_cannot_end_the_script():

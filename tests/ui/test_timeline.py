@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trace.tree import s, tree, two_workers
-from tilth.trace.account import COMMUNICATION, CONTROLLER, OTHER, PAUSE, PEERS, account
+from tests.analysis.tree import s, tree, two_workers
+from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, OTHER, PAUSE, PEERS, account
 from tilth.ui.charts import HEIGHT, WIDTH, nice
 from tilth.ui.health import ROWS, chosen, health
 from tilth.ui.timeline import (

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.analysis.tree import s, two_workers
 from tests.cli.test_trace_run import keep, make
-from tests.trace.tree import s, two_workers
 from tests.ui.fake import fake_run
 from tilth.cli.main import app
 from tilth.cli.top import _follow, _lines

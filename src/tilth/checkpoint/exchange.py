@@ -38,10 +38,10 @@ class Share:
     @classmethod
     def of_group(cls, group: "ProcessGroup", ranks: Sequence[int], me: int) -> "Share":
         """The ranks of a process group, by their numbers in the world."""
-        from tilth.parallel import meeting
+        from tilth.parallel import comm
 
         def broadcast(tensor: Tensor, source: int) -> None:
-            meeting.broadcast(tensor, source, group)
+            comm.broadcast(tensor, source, group)
 
         return cls(tuple(ranks), me, broadcast)
 

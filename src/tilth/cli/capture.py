@@ -6,9 +6,9 @@ from typing import Any
 
 import typer
 
+from tilth.analysis.events import parse_ranks
 from tilth.core.errors import StorageError
 from tilth.flows.profiling import Request, ask, follow, steps_in_words, take_back
-from tilth.trace.events import parse_ranks
 from tilth.ui import words
 
 

@@ -8,13 +8,12 @@ from typing import Any
 import typer
 from rich.table import Table
 
+from tilth.analysis.costs import fit_costs
+from tilth.analysis.events import parse_steps
+from tilth.analysis.run_trace import open_run
 from tilth.cli.tables import new_table, show
 from tilth.core.errors import DataError
-from tilth.plan.costs import Compute, Costs, as_dict, fit_costs, save_costs
-from tilth.trace.events import parse_steps
-from tilth.trace.fit import Error
-from tilth.trace.network import SMALL, Link
-from tilth.trace.opening import open_run
+from tilth.plan.costs import SMALL, Compute, Costs, Error, Link, as_dict, save_costs
 
 
 def costs(run: Path, steps: str, save: Path | None, attempt: int | None = None, *, as_json: bool) -> None:

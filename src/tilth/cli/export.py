@@ -12,7 +12,7 @@ import typer
 
 from tilth.checkpoint.storage import Location, is_url
 from tilth.core.errors import DataError, StorageError
-from tilth.flows.model import OF_VALUES, load_model
+from tilth.flows.model import load_model, models
 from tilth.models.hf import save_pretrained
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -42,14 +42,14 @@ def write_model(spec: str, where: Location, *, group: str = "", dtype: str = "",
             tokenizer=tokenizer,
             source=model.source,
             token_ids=ids,
-            values=group in OF_VALUES,
+            values=models().get(group, False),
         )
     if as_json:
         files = sorted(file.name for file in out.iterdir())
         nbytes = sum((out / name).stat().st_size for name in files)
         typer.echo(json.dumps({"path": str(out), "step": model.step, "files": files, "bytes": nbytes}))
         return
-    loader = "AutoModelForTokenClassification" if group in OF_VALUES else "AutoModelForCausalLM"
+    loader = "AutoModelForTokenClassification" if models().get(group, False) else "AutoModelForCausalLM"
     typer.echo(f"wrote {out}: transformers.{loader}.from_pretrained({str(out)!r}) loads it")
 
 

@@ -11,20 +11,22 @@ import typer
 from rich.table import Table
 
 from tilth.cli.tables import WIDTH, new_table
+from tilth.config.axes import AXES
 from tilth.config.load import load_recipe
+from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
 from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import PromptSet, load_texts
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.fitting import judged, resolved, rooms
-from tilth.flows.model import REWARD_MODEL, LoadedModel, choose_tokenizer, load_model
+from tilth.flows.model import LoadedModel, choose_tokenizer, load_model
 from tilth.models.config import DecoderConfig
 from tilth.models.family import new_config
 from tilth.models.hf import read_config
 from tilth.models.hub import fetched
 from tilth.plan.fit import Place, places
-from tilth.plan.layout import NAMES, Placed, Seat, Worker, per_rank, place
+from tilth.plan.layout import Placed, Seat, Worker, per_rank, place
 from tilth.plan.shape import DecoderShape, parameters
 from tilth.plan.steps import size
 from tilth.plan.traffic import Talk, tokens_of_rank, traffic, work
@@ -73,12 +75,11 @@ def show(name: str, overrides: Sequence[str], *, as_json: bool) -> None:
 
 def look(recipe: Recipe) -> Plan:
     """Shape, places, memory and traffic. Trains nothing, not even a tokenizer. Raises TilthError for a bad recipe."""
-    placed = place(recipe)  # before any file is read
-    shape, longest, vocabulary = _model(recipe)
     generates = generating(recipe)
-    if not generates:
-        placed = {role: p for role, p in placed.items() if role not in ("rollout", "reward")}
-    others = {role: _loaded(spec, group).config for role, spec, group in _paths(recipe)}
+    placed = place(recipe, generates=generates)  # before any file is read
+    shape, longest, vocabulary = _model(recipe)
+    paths = {role: (spec.path(recipe), spec.group) for role, spec in roles_of(recipe).items()}
+    others = {role: _loaded(path, group).config for role, (path, group) in paths.items() if path}
     predicted = partial(per_rank, shape=shape, longest=longest, generates=generates, loaded=others)
     here = resolved(recipe)
     workers, (host, gpus) = predicted(here), rooms(here)
@@ -118,14 +119,6 @@ def _model(recipe: Recipe) -> tuple[DecoderShape, int, str]:
     return new_config(recipe.model, tokenizer.vocab_size), longest, name or "characters of the data"
 
 
-def _paths(recipe: Recipe) -> list[tuple[str, str, str]]:
-    """Roles with a model of their own, its path, and the group of a checkpoint that it is in."""
-    found = [("reference", recipe.reference.path if recipe.refers else "", "")]
-    found += [(REWARD_MODEL, recipe.reward.model, REWARD_MODEL)]
-    found += [("judge", recipe.judge.path if recipe.facts.judge else "", "")]
-    return [one for one in found if one[1]]
-
-
 def _loaded(spec: str, group: str = "") -> LoadedModel:
     """A model by path; of a Hugging Face directory, config.json and tokenizer will do."""
     folder = Path(fetched(spec, weights=False))
@@ -161,7 +154,8 @@ def as_object(plan: Plan) -> dict[str, Any]:
 
 
 def _role(plan: Plan, placed: Placed) -> dict[str, Any]:
-    sizes = dict(zip(NAMES, placed.mesh.sizes))
+    mesh = placed.mesh
+    sizes = {name: mesh.size(name) for name in mesh.names}
     tokens = tokens_of_rank(plan.recipe, placed, plan.longest)
     return {"pool": placed.pool, "ranks": list(placed.ranks), **sizes, "tokens_per_rank": tokens}
 
@@ -179,7 +173,7 @@ def _seat(seat: Seat) -> dict[str, Any]:
     """parameters: elements; all else but coordinates: bytes."""
     need = seat.need
     working = {item.name: item.bytes for item in need.training + need.generation}
-    plain = {"role": seat.role, **dict(zip(NAMES, seat.coordinates)), "parameters": seat.elements}
+    plain = {"role": seat.role, **seat.coordinates, "parameters": seat.elements}
     return plain | {
         "held": {item.name: item.bytes for item in need.held},
         "gradients": need.gradients,
@@ -213,21 +207,21 @@ def _place(place: Place) -> str:
 
 
 def _roles(plan: Plan) -> Table:
-    table = new_table("role", "pool", "ranks", *NAMES, "tokens a rank", right=(*NAMES, "tokens a rank"))
+    table = new_table("role", "pool", "ranks", *AXES, "tokens a rank", right=(*AXES, "tokens a rank"))
     for role, placed in plan.placed.items():
         tokens = tokens_of_rank(plan.recipe, placed, plan.longest)
-        sizes = map(str, placed.mesh.sizes)
+        sizes = (str(placed.mesh.size(name)) for name in AXES)
         table.add_row(role, placed.pool or "all", spans(placed.ranks), *sizes, f"{tokens:,}")
     return table
 
 
 def _ranks(plan: Plan) -> Table:
     numbers = ("parameters", "weights", "gradients", "optimizer", "activations", "KV")
-    table = new_table("rank", "role", "dp,fsdp,tp", *numbers, right=("rank", *numbers))
+    table = new_table("rank", "role", ",".join(AXES), *numbers, right=("rank", *numbers))
     for worker in plan.workers[:SHOWN]:
         for seat in worker.seats:
             if seat.elements:
-                at = ",".join(map(str, seat.coordinates))
+                at = ",".join(map(str, seat.coordinates.values()))
                 shown = (size(n) if n else "" for n in _shares(seat))
                 table.add_row(str(worker.rank), seat.role, at, f"{seat.elements:,}", *shown)
         table.add_row(str(worker.rank), "together", "", "", size(worker.memory.peak), end_section=True)

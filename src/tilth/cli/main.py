@@ -438,19 +438,19 @@ def trace_whatif(
     cause.
     """
     if path.is_dir():
-        from tilth.cli.trace_own import whatif_of
+        from tilth.cli.trace_whatif import whatif_of_run
 
         if meta is not None:
             raise DataError("--meta is of a trace in the straggler study's format; of a run all sizes are known")
-        whatif_of(path, steps, latency, bandwidth, svg, attempt, as_json=as_json)
+        whatif_of_run(path, steps, latency, bandwidth, svg, attempt, as_json=as_json)
         return
-    from tilth.cli.trace import whatif
+    from tilth.cli.trace_whatif import whatif_of_file
 
     if steps or bandwidth or latency or attempt is not None:
         raise DataError(
             "--steps, --bandwidth, --latency and --attempt are of a RUN; of a trace in the study's format all is taken"
         )
-    whatif(path, meta, svg, as_json=as_json)
+    whatif_of_file(path, meta, svg, as_json=as_json)
 
 
 @trace.command(name="export")

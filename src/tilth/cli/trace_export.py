@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import typer
 
+from tilth.analysis.events import Events, parse_ranks, parse_steps
+from tilth.analysis.perfetto import Counter, Written, export
+from tilth.analysis.run_trace import open_run
 from tilth.core.errors import DataError
 from tilth.flows.metrics import declaration
 from tilth.flows.readers import read_metrics
-from tilth.trace.events import Events, parse_ranks, parse_steps
-from tilth.trace.opening import open_run
-from tilth.trace.perfetto import Counter, Written, export
 from tilth.ui import words
 
 FILE = "perfetto.json.gz"

@@ -10,18 +10,15 @@ from typing import Any
 import numpy as np
 import typer
 
+from tilth.analysis.events import Events, parse_steps
+from tilth.analysis.profiled import profiled
+from tilth.analysis.recent import dropped, told
+from tilth.analysis.run_trace import hint, open_run
+from tilth.analysis.run_whatif import analyse_events
+from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, Account, account
 from tilth.cli.tables import WIDTH
-from tilth.cli.trace import about
+from tilth.cli.trace_whatif import about
 from tilth.core.errors import DataError
-from tilth.trace.account import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, Account, account
-from tilth.trace.events import Events, parse_steps
-from tilth.trace.opening import hint, open_run
-from tilth.trace.own import what_if_run
-from tilth.trace.own_cause import diagnose_run
-from tilth.trace.own_graph import read_steps
-from tilth.trace.own_replay import Model
-from tilth.trace.profiled import profiled
-from tilth.trace.recent import dropped, told
 from tilth.ui import words
 
 SHOWN = 4
@@ -86,15 +83,14 @@ def gain(events: Events, found: Account) -> Found | None:
     if len(found.ranks) == 1:
         return None
     try:
-        model = Model(read_steps(events, range(int(found.steps[0]), int(found.steps[-1]) + 1)))
-        replayed = what_if_run(model)
+        _, replayed, cause = analyse_events(events, range(int(found.steps[0]), int(found.steps[-1]) + 1))
     except DataError:
         return None
     return {
         "slowdown": replayed.slowdown, "step": float(replayed.replayed.mean()),
         "ideal_step": float(replayed.ideal.mean()), "error": replayed.error,
         "earlier": replayed.older,
-        "cause": about(diagnose_run(model, replayed)),
+        "cause": about(cause),
     }  # fmt: skip
 
 

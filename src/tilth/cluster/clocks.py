@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tilth.cluster.dispatch import Dispatch
 from tilth.cluster.fleet import Call
-from tilth.trace.rounds import Origin, Round, RoundsFile, origin
+from tilth.trace.clock_samples import Origin, Round, RoundsFile, origin
 from tilth.trace.spans import recorder
 
 MANY, FEW = 12, 3

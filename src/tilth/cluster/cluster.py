@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from tilth.cluster.clocks import Clocks
-from tilth.cluster.dispatch import Dispatch
+from tilth.cluster.dispatch import ABORT, Dispatch, FailurePolicy
 from tilth.cluster.fleet import Call, Fleet, Packed
 from tilth.cluster.group import WorkerGroup, call_numbers
 from tilth.cluster.inline import InlineFleet
@@ -26,17 +26,16 @@ IMPORT = 120.0
 """Seconds that imports may take even where a call may not, on a machine at rest (``patience``)."""
 LEAVE = 10.0
 """Seconds that roles have to close when the controller leaves with an exception."""
-ALONE = Mesh(("dp", "fsdp", "tp"), (1, 1, 1))
-"""Worker 0 alone."""
 
 
 class Cluster:
     """Workers and what runs on them; a context manager. Leaving it frees every process and all payload."""
 
-    def __init__(self, fleet: Fleet, timeout: float = 600.0) -> None:
+    def __init__(self, fleet: Fleet, timeout: float = 600.0, policy: FailurePolicy = ABORT) -> None:
+        """policy: what a failure does."""
         self.fleet = fleet
         self.workers = fleet.workers
-        self.dispatch = Dispatch(fleet, timeout)
+        self.dispatch = Dispatch(fleet, timeout, policy)
         self.store: Store = SettledStore(fleet.store, self.dispatch)
         self._open = True
         self._clocks: Clocks | None = None
@@ -49,21 +48,28 @@ class Cluster:
         mesh: Mesh | None = None,
         divide: Divide | None = None,
     ) -> WorkerGroup:
-        """Make a role on the ranks of a mesh (None: worker 0 alone) and wait until it is there.
+        """The group of a role that is made on the ranks of a mesh (None: worker 0 alone).
 
         factory: "module:function", called in each worker as ``function(context, **kwargs)`` (cluster.context.Context);
         kwargs travel by cloudpickle. divide: how batches are divided by rows; default: neighbouring rows, evenly.
         """
-        mesh = mesh or ALONE
+        mesh = mesh or Mesh.of({})
         if outside := [rank for rank in mesh.ranks if not 0 <= rank < self.workers]:
             raise ValueError(f"role {role}: rank {outside[0]} is not among the workers 0 to {self.workers - 1}")
-        if not isinstance(self.fleet, InlineFleet):
-            imports = Call("", "import", (role, factory.partition(":")[0]), least=patience(IMPORT))
-            for rank in mesh.ranks:
-                self.dispatch.submit(rank, imports)
-        call = Call("", "create", (role, factory, Packed(kwargs), mesh))
-        replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in mesh.ranks])
-        return WorkerGroup(role, mesh, self.dispatch, replies[0].value, divide)
+        group = WorkerGroup(role, factory, kwargs, mesh, self.dispatch, divide)
+        self.make(group)
+        return group
+
+    def make(self, group: WorkerGroup) -> None:
+        """Make a group's role on its ranks and wait until it is there. One that was made before begins its next
+        generation: its objects are made anew, and what was called before is refused (StaleGeneration)."""
+        group.generation += 1
+        imports = Call("", "import", (group.role, group.factory.partition(":")[0]), least=patience(IMPORT))
+        for rank in group.mesh.ranks:
+            self.dispatch.submit(rank, imports)
+        call = Call("", "create", (group.role, group.factory, Packed(group.kwargs), group.mesh, group.generation))
+        replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in group.mesh.ranks])
+        group.methods = replies[0].value
 
     @property
     def rank(self) -> int:
@@ -215,23 +221,30 @@ class SettledStore:
 
 
 def open_cluster(
-    backend: str, workers: int, *, timeout: float = 600.0, address: str = "", gpus: bool = False
+    backend: str,
+    workers: int,
+    *,
+    timeout: float = 600.0,
+    address: str = "",
+    gpus: bool = False,
+    policy: FailurePolicy = ABORT,
 ) -> Cluster:
     """Start the workers of a backend.
 
     timeout: seconds that one call may take. address: of a Ray cluster ("": start one here). gpus: each worker gets a
-    GPU of its own. RecipeError for a backend that does not exist, is not installed or cannot have so many workers.
+    GPU of its own. policy: what a failure does. RecipeError for a backend that does not exist, is not installed or
+    cannot have so many workers.
     """
     if backend == "inline":
         if workers != 1:
             raise RecipeError(f"cluster.workers = {workers}: backend inline has one worker; use cluster.backend=local")
-        return Cluster(InlineFleet(timeout), timeout)
+        return Cluster(InlineFleet(timeout), timeout, policy)
     if backend == "local":
         from tilth.cluster.launcher import local_fleet
 
-        return Cluster(local_fleet(workers, timeout, gpus), timeout)
+        return Cluster(local_fleet(workers, timeout, gpus), timeout, policy)
     if backend == "ray":
         from tilth.cluster.ray import RayFleet
 
-        return Cluster(RayFleet(workers, timeout=timeout, address=address, gpus=gpus), timeout)
+        return Cluster(RayFleet(workers, timeout=timeout, address=address, gpus=gpus), timeout, policy)
     raise RecipeError(f"cluster.backend = {backend!r}: unknown; use {', '.join(BACKENDS)}")

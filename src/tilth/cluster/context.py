@@ -14,7 +14,7 @@ class Context:
 
     role: str
     mesh: Mesh
-    """Of this role; names out of ("dp", "fsdp", "tp"), ranks are global."""
+    """Of this role: the axes of ``config.axes``, ranks are global."""
     rank: int
     """This worker's global number."""
     workers: int
@@ -22,9 +22,11 @@ class Context:
     store: Store
     local_rank: int = 0
     """This worker's number on its machine: which device is its own."""
-    meeting: str = ""
-    """``init_method`` for torch.distributed; "" if there is one worker."""
+    init_method: str = ""
+    """Where torch.distributed meets; "" if there is one worker."""
     timeout: float = 600.0
     """Seconds that the controller allows a call. Give collectives longer, so that the controller speaks first."""
     roles: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """The role objects that were made in this process before."""
+    generation: int = 0
+    """How often the role was made before; process groups of two generations are different ones."""

@@ -1,7 +1,6 @@
-"""The controller's side of every backend: sends calls, waits for answers, and ends everything when one fails.
+"""The controller's side of every backend: sends calls, waits for answers, and asks a policy what a failure does.
 
-Failure is one event for the whole cluster: a collective that has lost a rank never ends, so the first failure kills
-all workers and is raised, with the role, the rank and the method that caused it, wherever the controller waits next.
+A failure is raised, with the role, the rank and the method that caused it, wherever the controller waits next.
 """
 
 import math
@@ -12,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from tilth.cluster.fleet import Call, Fleet, Probe, Reply
 from tilth.cluster.report import absence_report, absent, timeout_report
@@ -23,6 +22,25 @@ from tilth.trace.spans import in_phase
 GRACE = 0.5
 """Seconds that later failures are collected for: a peer's broken collective may be told before the death that broke
 it. And what an answer that is on its way gets when a limit ends."""
+
+
+class FailurePolicy(Protocol):
+    """What becomes of the cluster when a call fails."""
+
+    def ends(self, error: BaseException) -> bool:
+        """True: all workers are killed, and nothing can be called any more. False: they stay, and calls go on."""
+        ...
+
+
+class Abort:
+    """The first failure ends all: a collective that has lost a rank never ends."""
+
+    def ends(self, error: BaseException) -> bool:
+        """Always."""
+        return True
+
+
+ABORT = Abort()
 
 
 @dataclass(eq=False)
@@ -41,9 +59,10 @@ class Dispatch:
     """Calls on a fleet, each limited to ``timeout`` seconds (or its own ``least``) from the time when its worker can
     begin with it."""
 
-    def __init__(self, fleet: Fleet, timeout: float) -> None:
+    def __init__(self, fleet: Fleet, timeout: float, policy: FailurePolicy = ABORT) -> None:
         self.fleet = fleet
         self.timeout = timeout
+        self.policy = policy
         self.totals = Totals(fleet.workers)
         self.failed: BaseException | None = None
         self._changed = threading.Condition()
@@ -83,8 +102,8 @@ class Dispatch:
             self.totals.add(flight.rank, future.result().sums, flight.call.answer, flight.covered)
 
     def wait(self, flights: Sequence[Flight]) -> list[Reply]:
-        """The replies, when all have come. On a failure of any worker, or when one exceeds its limit: kills all workers
-        and raises a TilthError of the worker's class, WorkerError, WorkerLost or CallTimeout."""
+        """The replies, when all have come. On a failure of any worker, or when one exceeds its limit: does what the
+        policy says and raises a TilthError of the worker's class, WorkerError, WorkerLost or CallTimeout."""
         if self.failed is not None:
             raise self.failed
         with self._changed:
@@ -179,8 +198,12 @@ class Dispatch:
             return list(pool.map(self.fleet.probe, range(self.fleet.workers)))
 
     def _give_up(self, error: BaseException) -> NoReturn:
-        self.failed = error
-        self.fleet.close(kill=True)
+        if self.policy.ends(error):
+            self.failed = error
+            self.fleet.close(kill=True)
+        with self._changed:
+            self._failures.clear()
+            self._waited.clear()
         raise error
 
 

@@ -30,6 +30,8 @@ class Call:
     """Which call of the controller it is part of: the same in the traces of both sides; -1: of the cluster's own."""
     least: float = 0.0
     """Seconds that it may take even where ``cluster.timeout`` is less."""
+    generation: int = 0
+    """That of the role which it is for."""
 
     @property
     def name(self) -> str:

@@ -79,7 +79,7 @@ class Folder:
         return self.path / "board"
 
     @property
-    def meeting(self) -> str:
+    def init_method(self) -> str:
         """``init_method`` of torch.distributed: a file, so that nothing listens for strangers."""
         return f"file://{self.path}/meeting"
 

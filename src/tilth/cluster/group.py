@@ -11,6 +11,7 @@ from tilth.cluster.fleet import Call
 from tilth.cluster.inline import InlineFleet
 from tilth.cluster.lazy import LazyBatch, LazyMap, resolved
 from tilth.cluster.protocol import Deal, Divide, Transfer, deal, evenly, gather
+from tilth.core.errors import StaleGeneration
 from tilth.core.layout import Mesh
 from tilth.trace.spans import current_step, span
 
@@ -26,12 +27,19 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, role: str, mesh: Mesh, dispatch: Dispatch, methods: Mapping[str, Transfer], divide: Divide | None = None
+        self,
+        role: str,
+        factory: str,
+        kwargs: Mapping[str, Any],
+        mesh: Mesh,
+        dispatch: Dispatch,
+        divide: Divide | None = None,
     ) -> None:
-        self.role = role
-        self.mesh = mesh
+        """What ``Cluster.make`` makes the role from, now and again."""
+        self.role, self.factory, self.kwargs, self.mesh = role, factory, kwargs, mesh
+        self.generation = -1
+        self.methods: Mapping[str, Transfer] = {}
         self._dispatch = dispatch
-        self._methods = methods
         self._divide = divide or evenly
         self._inline = isinstance(dispatch.fleet, InlineFleet)
 
@@ -41,10 +49,10 @@ class WorkerGroup:
         return len(self.mesh)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        how = self._methods.get(name)
+        how = self.methods.get(name)
         if how is None:
             raise AttributeError(
-                f"role {self.role} has no method {name!r}; it offers {', '.join(sorted(self._methods))}"
+                f"role {self.role} has no method {name!r}; it offers {', '.join(sorted(self.methods))}"
             )
         return partial(self._call, name, how)
 
@@ -63,13 +71,19 @@ class WorkerGroup:
         at = current_step(), next(call_numbers)
         for arguments, answer in zip(dealt.arguments, dealt.answers):
             key = id(arguments), answer
-            calls.setdefault(key, Call(self.role, method, arguments.args, arguments.kwargs, answer, *at))
+            given = arguments.args, arguments.kwargs, answer
+            calls.setdefault(key, Call(self.role, method, *given, *at, generation=self.generation))
         keys = zip(map(id, dealt.arguments), dealt.answers)
         with self._traced("submit", at[1], method):
             return [self._dispatch.submit(rank, calls[key]) for rank, key in zip(self.mesh.ranks, keys)]
 
     def _gather(self, how: Transfer, dealt: Deal, flights: list[Flight]) -> Any:
         call = flights[0].call
+        if call.generation != self.generation:
+            raise StaleGeneration(
+                f"role {self.role}, {call.method}: an answer of generation {call.generation}, and the role was made "
+                f"again since: it is at {self.generation}"
+            )
         with self._traced("await", call.number, call.method):
             replies = self._dispatch.wait(flights)
         return gather(how, dealt, [reply.value for reply in replies])

@@ -17,12 +17,12 @@ from tilth.cluster.protocol import Transfer, offered
 from tilth.cluster.report import in_collective
 from tilth.cluster.room import MORE_ROOM
 from tilth.core.batch import Store
-from tilth.core.errors import OutOfMemory, StorageError, TilthError
+from tilth.core.errors import OutOfMemory, StaleGeneration, StorageError, TilthError
 from tilth.core.layout import Mesh
 from tilth.core.memory import exhausted, no_memory
 from tilth.trace.capture import Capture, Captured
+from tilth.trace.clock_samples import Origin, origin
 from tilth.trace.collector import collector
-from tilth.trace.rounds import Origin, origin
 from tilth.trace.spans import NOWHERE, Where, recorder, span
 
 _TIMEOUT = re.compile("time(d |d-)?out", re.IGNORECASE)
@@ -41,14 +41,15 @@ class Host:
         store: Store,
         *,
         local_rank: int = 0,
-        meeting: str = "",
+        init_method: str = "",
         timeout: float = 600.0,
         note: Callable[[str], None] | None = None,
         alone: bool = False,
     ) -> None:
         self.rank, self.workers, self.store, self.local_rank = rank, workers, store, local_rank
-        self.meeting, self.timeout, self.alone = meeting, timeout, alone
+        self.init_method, self.timeout, self.alone = init_method, timeout, alone
         self.roles: dict[str, object] = {}
+        self._generations: dict[str, int] = {}
         self._where: dict[str, Where] = {}
         self.phase, self.since = "", time.monotonic()
         self._note = note
@@ -86,9 +87,9 @@ class Host:
     def _no_room(self, error: BaseException) -> StorageError | None:
         """torch's error (known here by its name alone) when the file where process groups meet cannot be written."""
         full = type(error).__name__ == "DistStoreError" and os.strerror(errno.ENOSPC) in str(error)
-        if not full or not self.meeting.startswith("file://"):
+        if not full or not self.init_method.startswith("file://"):
             return None
-        place = Path(self.meeting.removeprefix("file://")).parent
+        place = Path(self.init_method.removeprefix("file://")).parent
         told = StorageError(f"process groups could not meet in {place}: {os.strerror(errno.ENOSPC)}{MORE_ROOM}")
         return told.with_traceback(error.__traceback__)
 
@@ -98,6 +99,8 @@ class Host:
             self._note(phase)
 
     def _run(self, call: Call) -> Any:
+        if call.role and call.generation != (now := self._generations[call.role]):
+            raise StaleGeneration(f"a call on generation {call.generation} of role {call.role}, which is at {now}")
         method = getattr(self.roles[call.role], call.method) if call.role else getattr(self, f"_{call.method}")
         if not call.role and call.number < 0:  # of no step; and what starts and ends the trace is not in it
             return method(*call.args, **call.kwargs)
@@ -111,8 +114,10 @@ class Host:
         """What making a role needs, in a call of its own: at the first one a worker imports torch, for seconds."""
         importlib.import_module(module)
 
-    def _create(self, role: str, factory: str, packed: Packed, mesh: Mesh) -> dict[str, Transfer]:
-        """Make a role's object; answers the protocols of its methods."""
+    def _create(self, role: str, factory: str, packed: Packed, mesh: Mesh, generation: int = 0) -> dict[str, Transfer]:
+        """Make a role's object, in the place of the one that there is; answers the protocols of its methods."""
+        _close(self.roles.pop(role, None))
+        self._generations[role] = generation
         module, _, function = factory.partition(":")
         context = Context(
             role,
@@ -121,9 +126,10 @@ class Host:
             self.workers,
             self.store,
             self.local_rank,
-            self.meeting,
+            self.init_method,
             self.timeout,
             MappingProxyType(self.roles),
+            generation,
         )
         self._where[role] = role, mesh.place(self.rank)
         self.roles[role] = getattr(importlib.import_module(module), function)(context, **packed.kwargs)
@@ -162,14 +168,17 @@ class Host:
         written."""
         self._capture.drop()
         while self.roles:
-            _, role = self.roles.popitem()
-            if hasattr(role, "close"):
-                role.close()
+            _close(self.roles.popitem()[1])
         if self._tracing:
             self._tracing = False
             collector.stop()
             return recorder.conclude()
         return ""
+
+
+def _close(role: object) -> None:
+    if hasattr(role, "close"):
+        role.close()
 
 
 def failure(error: BaseException) -> Failure:

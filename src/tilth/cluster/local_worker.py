@@ -58,7 +58,7 @@ def serve(controller: Connection, folder: Folder, rank: int, workers: int, timeo
         workers,
         FolderStore(folder.payload, str(rank)),
         local_rank=rank,
-        meeting=folder.meeting if workers > 1 else "",
+        init_method=folder.init_method if workers > 1 else "",
         timeout=timeout,
         note=partial(board.mark, rank),
     )

@@ -5,13 +5,13 @@ it (HybridFlow, arXiv 2409.19256, section 4.1; verl's later form over an N-d mes
 functions of tables: no process is needed to test them.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from tilth.config.axes import DATA
 from tilth.core.batch import Batch, Column, concat
 from tilth.core.layout import Mesh
 
@@ -31,17 +31,18 @@ class Transfer:
 
     split: Split
     gather: Gather
-    over: tuple[str, ...] = ("dp", "fsdp")
+    over: tuple[str, ...] = ()
 
 
-def transfer(split: Split, gather: Gather, over: tuple[str, ...] = ("dp", "fsdp")) -> Callable[[Method], Method]:
+def transfer(split: Split, gather: Gather, over: tuple[str, ...] = ()) -> Callable[[Method], Method]:
     """Declare the transfer protocol of a role's method; without it a method cannot be called through a group.
 
-    split: "rows": every Batch argument is divided over the ranks along ``over``, ranks along other dimensions get
-    copies; "all": every rank gets all; "each": every positional argument is a list with one item per rank of the mesh.
+    split: "rows": every Batch argument is divided over the ranks along ``over``, ranks along other axes get copies;
+    "all": every rank gets all; "each": every positional argument is a list with one item per rank of the mesh.
     gather: "rows": the collectors' Batches in the order of the whole batch; "first": the first rank's answer; "merge":
-    the collectors' mappings as one (values with ``.merge`` are merged); "all": a list in rank order. Collectors are
-    the ranks with coordinate 0 in every dimension that is not in ``over``.
+    the collectors' mappings as one (values with ``.merge`` are merged); "all": a list in rank order. over: axes of the
+    mesh, by default those that split rows. Collectors are the ranks with coordinate 0 along every other axis; where
+    ``over`` is the default, what is merged comes from the ranks of axes that split tokens too: each has its part.
     """
 
     def mark(method: Method) -> Method:
@@ -81,42 +82,28 @@ class Deal(NamedTuple):
     """int64 indices in the whole batch of the rows of each part; None where no batch was divided."""
 
 
-def place(mesh: Mesh, index: int, over: Sequence[str]) -> tuple[int, bool]:
-    """(part, collects) of the rank at ``index`` of the mesh: its row-major place along ``over``, and whether it is the
-    one that speaks for its part. A dimension that the mesh lacks has size 1."""
-    part, collects = 0, True
-    for name, size, at in zip(mesh.names, mesh.sizes, mesh.coordinates(mesh.ranks[index])):
-        part = part * size + at if name in over else part
-        collects = collects and (name in over or at == 0)
-    return part, collects
-
-
-def parts(mesh: Mesh, over: Sequence[str]) -> int:
-    """Number of parts of a batch that is split along these dimensions."""
-    return math.prod(size for name, size in zip(mesh.names, mesh.sizes) if name in over)
-
-
 def evenly(batch: Batch, count: int) -> list[np.ndarray]:
     """The default division: neighbouring rows, part sizes differ by at most one."""
     return np.array_split(np.arange(len(batch)), count)
 
 
 def deal(how: Transfer, mesh: Mesh, divide: Divide, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Deal:
-    """The arguments of every rank of the mesh. ValueError for arguments that cannot be split as declared."""
-    places = [place(mesh, i, how.over) for i in range(len(mesh))]
-    answers = [_answers(how.gather, i, collects) for i, (_, collects) in enumerate(places)]
+    """The arguments of every rank of the mesh.
+
+    ValueError for arguments that cannot be split as declared, AxisError for an axis in ``over`` that does not exist.
+    """
+    over = how.over or mesh.over("rows")
+    heard = mesh.over(*DATA) if how.gather == "merge" and not how.over else over
+    alike = [name for name in mesh.names if name not in heard] if how.gather != "first" else mesh.names
+    answers = [how.gather == "all" or not mesh.index(rank, *alike) for rank in mesh.ranks]
     if how.split == "each":
         return Deal(_each(len(mesh), args, kwargs), answers, None)
-    count = parts(mesh, how.over)
+    count = mesh.size(*over)
     if how.split == "all" or count == 1:
         return Deal([Arguments(tuple(args), dict(kwargs))] * len(mesh), answers, None)
     rows = _divided([a for a in (*args, *kwargs.values()) if isinstance(a, Batch)], divide, count)
     dealt = [Arguments(tuple(_part(a, r) for a in args), {k: _part(a, r) for k, a in kwargs.items()}) for r in rows]
-    return Deal([dealt[part] for part, _ in places], answers, rows)
-
-
-def _answers(gather: Gather, index: int, collects: bool) -> bool:
-    return gather == "all" or (index == 0 if gather == "first" else collects)
+    return Deal([dealt[mesh.index(rank, *over)] for rank in mesh.ranks], answers, rows)
 
 
 def _each(ranks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Arguments]:

@@ -90,16 +90,16 @@ class RayFleet:
 
     def _begin(self, timeout: float, gpus: bool) -> None:
         folders = self._told([machine.folder.remote() for machine in self._machines])
-        meeting = self._meeting(folders)
+        init_method = self._init_method(folders)
         for rank, at in enumerate(self._on):
             local = 0 if gpus else self._on[:rank].count(at)  # Ray shows each worker its own GPU alone
             store = RayStore(self._machines, at, str(rank))
-            arguments = rank, self.workers, local, meeting, timeout, folders[at], store
+            arguments = rank, self.workers, local, init_method, timeout, folders[at], store
             options = {"num_cpus": 1, "num_gpus": int(gpus), "max_task_retries": 0}
             self._actors.append(self._actor(Worker, self._nodes[at], *arguments, **options))
         self._pids = self._told([actor.pid.remote() for actor in self._actors])
 
-    def _meeting(self, folders: Sequence[str]) -> str:
+    def _init_method(self, folders: Sequence[str]) -> str:
         """Where torch.distributed meets: a file if all are on one machine, else a port of the first."""
         if self.workers == 1:
             return ""

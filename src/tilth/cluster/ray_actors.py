@@ -111,16 +111,18 @@ class Worker:
     """The process of one rank: takes calls in order, one at a time."""
 
     def __init__(
-        self, rank: int, workers: int, local_rank: int, meeting: str, timeout: float, folder: str, store: "RayStore"
+        self, rank: int, workers: int, local_rank: int, init_method: str, timeout: float, folder: str, store: "RayStore"
     ) -> None:
         place = Folder(Path(folder))
         _print_to(place.log(rank))
         show_stacks(place.stack(rank))
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-        if interface := interface_for(meeting):
+        if interface := interface_for(init_method):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         note = partial(Board(place.board).mark, rank)
-        self._host = Host(rank, workers, store, local_rank=local_rank, meeting=meeting, timeout=timeout, note=note)
+        self._host = Host(
+            rank, workers, store, local_rank=local_rank, init_method=init_method, timeout=timeout, note=note
+        )
 
     def pid(self) -> int:
         """Its process, once it is ready."""
@@ -142,10 +144,10 @@ def _print_to(log: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def interface_for(meeting: str) -> str:
+def interface_for(init_method: str) -> str:
     """The network interface for collectives: loopback where all workers meet on one machine, else the one that has
     this machine's address in the cluster; "" where that cannot be told."""
-    address = "127.0.0.1" if meeting.startswith("file:") else _own_address()
+    address = "127.0.0.1" if init_method.startswith("file:") else _own_address()
     wanted = "127.0.0.1" if address.startswith("127.") else address
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, found in interfaces if any(a.address == wanted for a in found)), "")

@@ -14,7 +14,7 @@ _row = attrgetter(*(f.name for f in fields(Total)))
 
 class Totals:
     """Sums of the workers' spans. Of an operation that several ranks do together the time is that of the slowest rank;
-    what was done is summed over the ranks that answer for their part, so copies along tp count once."""
+    what was done is summed over the ranks that answer for their part, so copies along other axes count once."""
 
     def __init__(self, workers: int) -> None:
         self._lock = threading.Lock()

@@ -1,11 +1,17 @@
 """What must hold between the keys of a recipe, as far as it can be known without the model and the data."""
 
 import difflib
+import inspect
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from pydantic import TypeAdapter, ValidationError
+
+from tilth.config.axes import AXES, MODEL, over
 from tilth.config.errors import RecipeError
 from tilth.config.flows import FLOWS, OPTIONAL
+from tilth.config.roles import ROLES, SHIPPED_ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import Algorithm, Layout, Recipe
 
 KV_BLOCK = 16
@@ -24,7 +30,7 @@ def check(recipe: Recipe) -> None:
 
 def check_cluster(recipe: Recipe) -> None:
     """Raise ``RecipeError`` where workers, pools and layouts contradict each other or what else the recipe asks for."""
-    for rule in (_workers, _pools, _fill, _divided, _limits, _profile):
+    for rule in (_roles, _workers, _pools, _fill, _divided, _limits, _profile):
         for problem in rule(recipe):
             raise RecipeError(problem)
 
@@ -168,20 +174,48 @@ def pools(recipe: Recipe) -> dict[str, int]:
 
 
 def pool_of(recipe: Recipe, role: str) -> str:
-    """The pool of a role that has a section."""
-    return str(getattr(recipe, role).pool) or next(iter(pools(recipe)))
+    """The pool of a role."""
+    return str(ROLES[role].placed_by(recipe).pool) or next(iter(pools(recipe)))
 
 
 def learners(recipe: Recipe) -> dict[str, Layout]:
-    """Layouts of the roles that hold a model of the trainer's, as far as the recipe's flow has them."""
-    found = {"policy": recipe.policy.layout}
-    if recipe.refers:
-        found["reference"] = recipe.reference.layout
-    if recipe.facts.critic:
-        found["critic"] = recipe.critic.layout
-    if recipe.facts.samples and recipe.reward.model:
-        found["reward_model"] = recipe.reward_model.layout
-    return found
+    """Layouts of the roles of the recipe's flow whose models are divided by one."""
+    found = {name: spec for name, spec in roles_of(recipe).items() if spec.mesh == "layout"}
+    return {name: spec.placed_by(recipe).layout for name, spec in found.items()}
+
+
+def _roles(recipe: Recipe) -> Iterator[str]:
+    """Roles of plugins: those that the flow calls are declared, and what is said of them has a use."""
+    wanted, brought = recipe.facts.roles, [name for name in ROLES if name not in SHIPPED_ROLES]
+    for name in sorted(wanted - ROLES.keys()):
+        yield f"flow = {recipe.flow} calls role {name!r}, which no plugin declares{_near(name, brought)}"
+    for name, section in recipe.roles.items():
+        if name not in wanted or name in SHIPPED_ROLES:
+            yield f"roles.{name} has no use in flow = {recipe.flow}{_near(name, sorted(wanted - SHIPPED_ROLES))}"
+        elif ROLES[name].mesh == "one" and section.layout != Layout():
+            yield f"roles.{name}.layout has no use: {name} is one worker; leave it out"
+        elif section.path and not ROLES[name].loads:
+            yield f"roles.{name}.path = {section.path} has no use: {name} loads no model; leave it out"
+        else:
+            yield from _options(ROLES[name], section.options)
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else f"; there is {', '.join(known) or 'none'}"
+
+
+def _options(spec: RoleSpec, options: Mapping[str, object]) -> Iterator[str]:
+    parameters = inspect.signature(resolve(spec.worker), eval_str=True).parameters.values()
+    kinds = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
+    for name, value in options.items():
+        if name not in kinds:
+            yield f"{spec.key}.options.{name}: {spec.name} has no such option{_near(name, list(kinds))}"
+        elif kinds[name] is not inspect.Parameter.empty:
+            try:
+                TypeAdapter(kinds[name]).validate_python(value, strict=True)
+            except ValidationError as error:
+                yield f"{spec.key}.options.{name} = {value!r}: {error.errors()[0]['msg']}"
 
 
 def _workers(recipe: Recipe) -> Iterator[str]:
@@ -199,14 +233,12 @@ def _workers(recipe: Recipe) -> Iterator[str]:
 
 def _pools(recipe: Recipe) -> Iterator[str]:
     known = list(recipe.cluster.pools)
-    for role in ("policy", "reference", "critic", "rollout", "reward", "reward_model", "judge"):
-        wanted = getattr(recipe, role).pool
-        if not wanted or wanted in known:
+    for spec in ROLES.values():
+        role, wanted = spec.key, spec.placed_by(recipe).pool
+        if not wanted or wanted in known or spec.section:
             continue
-        near = difflib.get_close_matches(wanted, known, 1)
-        meant = f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"
-        right = meant if known else f"set cluster.pools.{wanted} = WORKERS, or leave {role}.pool out"
-        yield f"{role}.pool = {wanted!r} is not in cluster.pools; {right}"
+        right = _near(wanted, known) if known else f"; set cluster.pools.{wanted} = WORKERS, or leave {role}.pool out"
+        yield f"{role}.pool = {wanted!r} is not in cluster.pools{right}"
 
 
 def _limits(recipe: Recipe) -> Iterator[str]:
@@ -247,27 +279,29 @@ def unknown_ranks(recipe: Recipe, ranks: Sequence[int]) -> Iterator[str]:
 
 
 def _fill(recipe: Recipe) -> Iterator[str]:
-    rollout = {} if recipe.facts.learns == "documents" else {"rollout": recipe.rollout.layout}
-    judge = {"judge": recipe.judge.layout} if recipe.facts.judge else {}
-    for role, layout in (learners(recipe) | rollout | judge).items():
+    for role, spec in roles_of(recipe).items():
+        if spec.mesh == "one":
+            continue
         pool = pool_of(recipe, role)
         workers = pools(recipe)[pool]
         where = f"the {workers} workers of pool {pool}" if pool else f"cluster.workers = {workers}"
-        yield from _filled(f"{role}.layout", layout, workers, where)
+        yield from _filled(f"{spec.key}.layout", spec.placed_by(recipe).layout, workers, where)
 
 
 def _filled(name: str, layout: Layout, workers: int, where: str) -> Iterator[str]:
-    inner = layout.fsdp * layout.tp
-    if workers % layout.tp:
-        yield f"{name}.tp = {layout.tp} does not divide {where}; tp may be {_divisors(workers)}"
-    elif workers % inner:
-        with_tp = f" with {name}.tp = {layout.tp}" if layout.tp > 1 else ""
-        right = _divisors(workers // layout.tp)
-        yield f"{name}.fsdp = {layout.fsdp} does not divide {where}{with_tp}; fsdp may be {right}"
-    elif layout.dp and layout.dp * inner != workers:
-        verb = "does not fill" if layout.dp * inner < workers else "is more than"
-        product = f"{name} dp x fsdp x tp = {layout.dp} x {layout.fsdp} x {layout.tp} = {layout.dp * inner}"
-        yield f"{product} {verb} {where}; dp = {workers // inner} would, or 0: automatic"
+    sizes, rest, others = layout.sizes(workers), workers, ""
+    for axis in reversed(AXES.values()):
+        size = sizes[axis.name]
+        if not axis.fills and rest % size:
+            yield f"{name}.{axis.name} = {size} does not divide {where}{others}; {axis.name} may be {_divisors(rest)}"
+            return
+        if not axis.fills and size > 1:
+            rest, others = rest // size, f"{others or ' with'} {name}.{axis.name} = {size}"
+    taken, (fills,) = math.prod(sizes.values()), (axis.name for axis in AXES.values() if axis.fills)
+    if taken != workers:
+        verb = "does not fill" if taken < workers else "is more than"
+        product = f"{name} {' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))} = {taken}"
+        yield f"{product} {verb} {where}; {fills} = {rest} would, or 0: automatic"
 
 
 def _divisors(number: int) -> str:
@@ -277,25 +311,24 @@ def _divisors(number: int) -> str:
 
 def _divided(recipe: Recipe) -> Iterator[str]:
     """What a division of the model rules out."""
-    if recipe.facts.learns != "documents":
-        yield from _copied("rollout", recipe.rollout.layout)
-    if recipe.facts.judge:
-        yield from _copied("judge", recipe.judge.layout)
+    for spec in roles_of(recipe).values():
+        if spec.mesh == "copies":
+            yield from _copied(spec, spec.placed_by(recipe).layout)
     for role, layout in learners(recipe).items():
-        name, inner = f"{role}.layout", layout.fsdp * layout.tp
+        name, model = f"{ROLES[role].key}.layout", any(getattr(layout, axis) > 1 for axis in over(*MODEL))
         if layout.sp and layout.tp == 1:
             yield f"{name}.sp = true divides over {name}.tp, which is 1; set tp to 2 or more, or sp = false"
         if recipe.train.parity and layout.tp > 1:
             yield f"train.parity = true needs {name}.tp = 1, not {layout.tp}: partial sums round differently"
-        if role == "reference" or inner == 1:
-            continue
-        if "noise_scale" in recipe.train.watch and role == "policy":
-            yield f"train.watch noise_scale needs whole gradients: {name}.fsdp = 1 and tp = 1; or leave it out"
+        if "noise_scale" in recipe.train.watch and role == "policy" and model:
+            right = " and ".join(f"{axis} = 1" for axis in over(*MODEL))
+            yield f"train.watch noise_scale needs whole gradients: {name}.{right}; or leave it out"
 
 
-def _copied(role: str, layout: Layout) -> Iterator[str]:
-    """An engine is not divided."""
-    for key, value, right in (("fsdp", layout.fsdp, "1"), ("tp", layout.tp, "1"), ("sp", layout.sp, "false")):
+def _copied(spec: RoleSpec, layout: Layout) -> Iterator[str]:
+    """A whole copy is not divided."""
+    sizes = [(name, getattr(layout, name), "1") for name, axis in AXES.items() if axis.splits != ("rows",)]
+    for key, value, right in (*sizes, ("sp", layout.sp, "false")):
         found = str(value).lower()
         if found != right:
-            yield f"{role}.layout.{key} = {found}, but the {role} engine takes dp only; set it to {right}"
+            yield f"{spec.key}.layout.{key} = {found}, but the {spec.name} engine takes dp only; set it to {right}"

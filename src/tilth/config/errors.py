@@ -9,5 +9,9 @@ class RecipeError(TilthError):
     """An unknown recipe, key or value; the message names the key, the value and what would be right."""
 
 
+class AxisError(TilthError):
+    """A parallel axis that is not in the table, or that says nothing of how it divides a model."""
+
+
 class PluginError(TilthError):
     """User code that cannot be imported, declares a name twice, or fails when it is called; names file and line."""

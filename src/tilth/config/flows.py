@@ -18,6 +18,7 @@ class Flow:
     critic: whether a value model learns beside the policy. reference: whether another model is always needed.
     value: whether what it trains is a value model, which says nothing. judge: whether a frozen model reads its
     answers. reads: those of the keys ``OPTIONAL`` that its page goes by. own: section -> key -> default in this flow.
+    roles: those of a plugin that it calls.
     """
 
     title: str
@@ -28,6 +29,7 @@ class Flow:
     judge: bool = False
     reads: frozenset[str] = frozenset()
     own: _Keys = field(default_factory=dict)
+    roles: frozenset[str] = frozenset()
 
     @property
     def rows(self) -> int:

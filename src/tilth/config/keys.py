@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from tilth.config.open_sets import OneOf
-from tilth.config.schema import Layout, Recipe, Section
+from tilth.config.schema import BroughtRole, Layout, Recipe, Section
 
 
 class Key(NamedTuple):
@@ -37,10 +37,14 @@ def layout_entries(prefix: str = "") -> list[Key]:
 
 def find(name: str) -> Key | None:
     """The key of this name, or the entry of a layout: ``policy.layout.fsdp``."""
-    table = keys().get(name.rpartition(".")[0])
+    known = keys()
+    if name.startswith("roles.") and name.count(".") > 1:
+        role = ".".join(name.split(".")[:2])
+        known = {key.name: key for key in _walk(BroughtRole, f"{role}.")}
+    table = known.get(name.rpartition(".")[0])
     if table is not None and table.field.annotation is Layout:
         return {key.name: key for key in layout_entries(f"{table.name}.")}.get(name)
-    return keys().get(name)
+    return known.get(name)
 
 
 def all_names() -> list[str]:

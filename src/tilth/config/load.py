@@ -213,6 +213,8 @@ def _work(recipe: Recipe) -> dict[str, Any]:
         for name in names:
             del data[section][name]
     del data["plugins"]  # where they lie does not matter; what is in them does, see flows.launch
+    if not data["roles"]:  # a run from before there were any is the same work
+        del data["roles"]
     data["cluster"]["pools"] = list(data["cluster"]["pools"].items())  # the first one is where roles are by default
     return data
 
@@ -285,7 +287,7 @@ def _explain(error: ValidationError) -> str:
         return f"{name} = {first['input']!r} is not a section; its keys are written {name}.KEY" + more
     key = keys()[name]
     if len(place) > 2 and isinstance(place[2], str):
-        return _explain_entry(key, place[2], first) + more
+        return _explain_entry(key, ".".join(map(str, place[1:])) if name == "roles" else place[2], first) + more
     return _explain_value(key, first) + more
 
 

@@ -1,8 +1,8 @@
 """User code: the files and modules of ``plugins``, and what they declare. Imports no torch.
 
-A decorator (``tilth.advantage``, ``tilth.policy_loss``, ``tilth.reward``, ``tilth.flow``, ``tilth.family``) only
-records what it decorates; the package that uses such a thing builds it from the declaration when its name is looked
-up. So a process that only scores rewards can import a plugin without importing torch.
+A decorator (``tilth.advantage``, ``tilth.policy_loss``, ``tilth.reward``, ``tilth.flow``, ``tilth.family``,
+``tilth.role``) only records what it decorates; the package that uses such a thing builds it from the declaration when
+its name is looked up. So a process that only scores rewards can import a plugin without importing torch.
 
 Every process that receives a recipe imports its plugins: in the controller when the recipe is read, in a worker when
 the recipe arrives (``Recipe.__setstate__``), in a process that scores when the reward is named ``FILE.py:name``.
@@ -24,8 +24,9 @@ from typing import Any, Literal, TypeVar, get_args
 
 from tilth.config.errors import PluginError
 from tilth.config.flows import FLOWS, OPTIONAL, SHARED_OPTIONS, Flow, Learns
+from tilth.config.roles import ROLES, SHIPPED_ROLES, MeshKind, Receives, RoleSpec
 
-Kind = Literal["advantage", "policy_loss", "reward", "flow", "family"]
+Kind = Literal["advantage", "policy_loss", "reward", "flow", "family", "role"]
 T = TypeVar("T")
 
 
@@ -114,14 +115,15 @@ def flow(
     learns: Learns = "experience",
     critic: bool = False,
     reference: bool = False,
+    roles: Iterable[str] = (),
     defaults: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Callable[[T], T]:
     """Declare a training loop ``(run: tilth.flows.run.Run) -> None`` that ``flow=name`` chooses.
 
     title: its name in terminal and report. learns: from samples of its own that are scored ("experience"), or from
-    given "answers", "documents" or "pairs". critic, reference: whether it needs such a model. defaults: section -> key
-    -> value below what a recipe says, as in ``{"algorithm": {"advantage": "gae"}}``. Raises PluginError: a name that is
-    taken.
+    given "answers", "documents" or "pairs". critic, reference: whether it needs such a model. roles: those of plugins
+    that it calls (``tilth.role``). defaults: section -> key -> value below what a recipe says, as in
+    ``{"algorithm": {"advantage": "gae"}}``. Raises PluginError: a name that is taken.
     """
     if name in _SHIPPED_FLOWS:
         raise PluginError(f"@tilth.flow({name!r}): a flow that comes with Tilth has this name; choose another one")
@@ -129,7 +131,8 @@ def flow(
 
     def add(page: T) -> T:
         record(page)
-        FLOWS[name] = Flow(title or name, learns, critic, reference, reads=OPTIONAL, own=defaults or {})
+        own = defaults or {}
+        FLOWS[name] = Flow(title or name, learns, critic, reference, reads=OPTIONAL, own=own, roles=frozenset(roles))
         return page
 
     return add
@@ -155,6 +158,48 @@ def family_names() -> list[str]:
 def shipped_families() -> list[str]:
     """Names of the files of ``tilth/models/families``, each of which declares the family of its name."""
     return [file.name for file in pkgutil.iter_modules([str(Path(__file__).parents[1] / "models" / "families")])]
+
+
+def role(
+    name: str,
+    *,
+    mesh: MeshKind = "one",
+    memory: Callable[..., Any] | None = None,
+    trains: bool = False,
+    loads: bool = False,
+    receives: Receives = "",
+    values: bool = False,
+) -> Callable[[T], T]:
+    """Declare a role: a class of workers that flows with ``roles=[name]`` reach as ``run.roles[name]``.
+
+    The class is called in each of its workers as ``Class(context, ...)``; the names of its other arguments say what it
+    is given (``recipe``, ``config``, ``tokenizer``, ``prompts``), keyword-only ones are options
+    (``roles.NAME.options.KEY``). Where it stands is said by ``roles.NAME.pool`` and, unless mesh is "one", ``.layout``.
+    loads: ``roles.NAME.path`` names a model that it loads. The others are those of ``RoleSpec``. Raises PluginError: a
+    name that is taken, or a mesh of several workers without a memory function.
+    """
+    from tilth.config.schema import Recipe
+
+    if name in SHIPPED_ROLES or name in Recipe.model_fields:
+        raise PluginError(f"@tilth.role({name!r}): a role or section that comes with Tilth has this name")
+    record = declare("role", name)
+
+    def add(worker: T) -> T:
+        record(worker)
+        ROLES[name] = RoleSpec(
+            name,
+            worker,  # type: ignore[arg-type]
+            lambda recipe: name in recipe.facts.roles,
+            mesh,
+            memory,
+            trains=trains,
+            loads=f"roles.{name}.path" if loads else "",
+            receives=receives,
+            values=values,
+        )
+        return worker
+
+    return add
 
 
 def shared_defaults(advantage: str, loss: str) -> dict[str, Any]:

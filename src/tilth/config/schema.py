@@ -3,11 +3,13 @@
 A recipe is a TOML file of these sections. Every key has a default, so a recipe states only what it means.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
+from tilth.config.axes import AXES
 from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, below, own_defaults
 from tilth.config.open_sets import OneOf
 from tilth.config.plugins import family_names, load_plugins, shared_defaults
@@ -31,14 +33,30 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class Layout(Section):
-    """How a role lies over the workers of its pool: dp x fsdp x tp of them, all of the pool's."""
+_KEYS: dict[str, Any] = {
+    axis.name: (Count, Field(0, description=axis.about)) if axis.fills else (Positive, Field(1, description=axis.about))
+    for axis in AXES.values()
+}
 
-    dp: Count = Field(0, description="replicas, each with rows of its own; 0: what fsdp and tp leave of the pool")
-    fsdp: Positive = Field(1, description="ranks that share the parameters and take rows of their own")
-    tp: Positive = Field(1, description="ranks that share every matrix product, on the same rows")
+
+class Layout(create_model("Sizes", __base__=Section, **_KEYS)):  # type: ignore[misc]
+    """How a role lies over the workers of its pool: a size for each axis, their product all of the pool's."""
+
     sp: bool = Field(False, description="with tp: norms and residual stream divided over its ranks by tokens too")
     zero: Literal[2, 3] = Field(3, description="with fsdp: parameters gathered once a step (2) or a micro-batch (3)")
+
+    def sizes(self, workers: int) -> dict[str, int]:
+        """Size of each axis over a pool of N workers."""
+        found = {name: getattr(self, name) for name in AXES}
+        rest = math.prod(size or 1 for size in found.values())
+        return {name: size or workers // rest for name, size in found.items()}
+
+
+class RoleSection(Section):
+    """Where a role is."""
+
+    pool: str = Field("", description="pool of workers that it is on; empty: the first one")
+    layout: Layout = Field(Layout(), description="how it lies over its pool; an engine: dp alone, a whole copy each")
 
 
 class Model(Section):
@@ -115,7 +133,7 @@ class Supervised(Section):
     lr: Rate = Field(2e-3, description="peak learning rate of this phase")
 
 
-class Rollout(Section):
+class Rollout(RoleSection):
     """How experience is generated."""
 
     prompts: Positive = Field(64, description="prompts a step")
@@ -134,8 +152,6 @@ class Rollout(Section):
         8192, description="token budget of one engine step, decode first, then prefill chunks"
     )
     compile: bool = Field(False, description="torch.compile the decode step (CUDA graphs on a GPU)")
-    pool: str = Field("", description="pool of workers that generate; empty: the first one")
-    layout: Layout = Field(Layout(), description="how the engines lie over it: dp alone, a whole copy each")
 
 
 class Reward(Section):
@@ -227,34 +243,27 @@ class Preference(Section):
         return {n: getattr(self, n) for n in names if getattr(self, n) != type(self).model_fields[n].default}
 
 
-class RewardModel(Section):
+class RewardModel(RoleSection):
     """Where the reward model of reward.model is."""
 
-    pool: str = Field("", description="pool of workers that hold the reward model; empty: the first one")
-    layout: Layout = Field(Layout(), description="how the reward model lies over its pool")
 
-
-class Policy(Section):
+class Policy(RoleSection):
     """Where the model that learns is, and how it is compared with the rollout engine's copy."""
 
-    pool: str = Field("", description="pool of workers that hold the policy; empty: the first one")
-    layout: Layout = Field(Layout(), description="how the policy lies over its pool")
     probe_every: Count = Field(
         25, description="publishes between two comparisons of log-probs on a probe batch; 0: checksums only"
     )
 
 
-class Reference(Section):
+class Reference(RoleSection):
     """The model that a KL penalty holds the policy to, or that flow distill learns from."""
 
     path: str = Field(
         "", description="run or Hugging Face directory with the same tokens; empty: the policy as the phase began"
     )
-    pool: str = Field("", description="pool of workers that hold the reference; empty: the first one")
-    layout: Layout = Field(Layout(), description="how the reference lies over its pool")
 
 
-class Judge(Section):
+class Judge(RoleSection):
     """The frozen model of flow fapo, which reads the steps of right answers and names the first wrong one."""
 
     path: str = Field("", description="run or Hugging Face directory of the judge, such as a run of flaws-judge")
@@ -262,18 +271,21 @@ class Judge(Section):
         1.0, description="FAPO's lambda: half of it is what a right answer with a wrong step loses; 0: only measured"
     )
     max_tokens: Positive = Field(256, description="longest verdict in tokens, with what is said before it")
-    pool: str = Field("", description="pool of workers that judge; empty: the first one")
-    layout: Layout = Field(Layout(), description="how the judges lie over it: dp alone, a whole copy each")
 
 
-class Critic(Section):
+class Critic(RoleSection):
     """The value model of flow ppo: a decoder like the policy, begun as its copy, with a value at each token."""
 
     lr: Rate = Field(1e-3, description="peak learning rate of the critic")
     steps: Count = Field(0, description="steps that train the critic alone before the policy moves")
     clip: Rate = Field(0.2, description="most that a value may move in an update before its loss is flat; 0: no clip")
-    pool: str = Field("", description="pool of workers that hold the critic; empty: the first one")
-    layout: Layout = Field(Layout(), description="how the critic lies over its pool")
+
+
+class BroughtRole(RoleSection):
+    """Where a role of a plugin is, and its options."""
+
+    path: str = Field("", description="model that it loads: a run or Hugging Face directory")
+    options: Options = Field({}, description="keyword arguments of its class")
 
 
 class Optimizer(Section):
@@ -374,7 +386,7 @@ def _said(value: Any) -> Any:
 
 
 class Recipe(Section):
-    """A whole run. Sixteen sections and three keys of its own."""
+    """A whole run. Sixteen sections and four keys of its own."""
 
     flow: Annotated[str, OneOf(lambda: FLOWS)] = Field(
         "grpo",
@@ -384,6 +396,9 @@ class Recipe(Section):
     seed: int = Field(0, ge=0, lt=2**63, description="seed of every random number of the run")
     plugins: tuple[str, ...] = Field(
         (), description="code of your own, imported in every process: files ending in .py, or names of modules"
+    )
+    roles: dict[str, BroughtRole] = Field(
+        {}, description="roles of plugins, as in roles.NAME.pool: a table of pool, layout, path and options for each"
     )
     model: Model = Model()
     data: Data = Data()
@@ -427,6 +442,16 @@ class Recipe(Section):
         if self.facts.learns == "pairs":
             return self.facts.reference and self.preference.loss not in REFERENCE_FREE
         return self.facts.reference or bool(self.facts.samples and self.algorithm.kl_coef)
+
+    def section(self, name: str) -> Any:
+        """A section by its name; ``roles.NAME`` of a role that the recipe says nothing of has the defaults."""
+        role = name.removeprefix("roles.")
+        return getattr(self, name) if role == name else self.roles.get(role, BroughtRole())
+
+    def replaced(self, name: str, **values: Any) -> "Recipe":
+        """With other values in one section."""
+        section, role = self.section(name).model_copy(update=values), name.removeprefix("roles.")
+        return self.model_copy(update={name: section} if role == name else {"roles": {**self.roles, role: section}})
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         """Restore a recipe that was pickled: a process that receives one imports its plugins."""

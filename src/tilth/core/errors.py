@@ -1,8 +1,9 @@
 """Errors that users meet. Each message names the thing, its value and what would be right, in one line."""
 
-from tilth.config.errors import PluginError, RecipeError, TilthError
+from tilth.config.errors import AxisError, PluginError, RecipeError, TilthError
 
 __all__ = [
+    "AxisError",
     "CallTimeout",
     "CheckpointError",
     "DataError",
@@ -16,6 +17,7 @@ __all__ = [
     "RecipeError",
     "RewardError",
     "ScheduleError",
+    "StaleGeneration",
     "StorageError",
     "TilthError",
     "TokenCountError",
@@ -96,6 +98,10 @@ class WorkerError(TilthError):
 
 class WorkerLost(TilthError):
     """A worker process died; names role, rank, method and signal, the tail of its log follows."""
+
+
+class StaleGeneration(TilthError):
+    """A call on a role, or an answer to one, from before the role was made again."""
 
 
 class CallTimeout(TilthError):

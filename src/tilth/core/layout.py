@@ -7,12 +7,11 @@ stored for all ranks. Offsets, sizes and shapes are in elements.
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from tilth.config import axes
 
 Shape = tuple[int, ...]
 
@@ -126,25 +125,82 @@ class Mesh:
             raise ValueError(f"mesh of sizes {self.sizes}: {math.prod(self.sizes)} different ranks are needed")
 
     @classmethod
-    def of_torch(cls, mesh: "DeviceMesh") -> "Mesh":
-        """The table of a torch DeviceMesh; dimensions without a name are called dim0, dim1, ..."""
-        names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
-        return cls(tuple(names), tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+    def of(cls, sizes: Mapping[str, int], ranks: tuple[int, ...] = ()) -> "Mesh":
+        """A mesh with all axes of the table, in its order, of size 1 unless named; AxisError for an unknown one."""
+        for name in sizes:
+            axes.known(name)
+        return cls(tuple(axes.AXES), tuple(sizes.get(name, 1) for name in axes.AXES), ranks)
 
     def __len__(self) -> int:
         return len(self.ranks)
 
     def coordinates(self, rank: int) -> Shape:
-        """Where a rank stands in every dimension; ValueError for a rank that is not in the mesh."""
-        place, coordinates = self.ranks.index(rank), []
-        for size in reversed(self.sizes):
-            place, at = divmod(place, size)
-            coordinates.append(at)
-        return tuple(reversed(coordinates))
+        """Where a rank stands along every axis; ValueError for a rank that is not in the mesh."""
+        place = rank - self.ranks[0]
+        if place < 0 or self.ranks[place : place + 1] != (rank,):  # not neighbouring ranks in their order
+            place = self.ranks.index(rank)
+        steps = [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
+        return tuple(place // step % size for step, size in zip(steps, self.sizes))
+
+    def at(self, rank: int) -> dict[str, int]:
+        """The coordinates of a rank by name; ValueError as in ``coordinates``."""
+        return dict(zip(self.names, self.coordinates(rank)))
+
+    def coordinate(self, name: str, rank: int) -> int:
+        """Where a rank stands along an axis; AxisError for one that is neither here nor in the table."""
+        return self.at(rank).get(self._known(name), 0)
+
+    def size(self, *names: str) -> int:
+        """Number of ranks along these axes together; AxisError for one that is neither here nor in the table."""
+        sizes = dict(zip(self.names, self.sizes))
+        return math.prod(sizes.get(self._known(name), 1) for name in names)
+
+    def over(self, *splits: axes.Split) -> tuple[str, ...]:
+        """Axes of this mesh that split any of these, in its order. AxisError for what no axis can split."""
+        return tuple(name for name in self.names if name in axes.over(*splits))
+
+    def count(self, *splits: axes.Split) -> int:
+        """Number of parts that any of these are divided into."""
+        return self.size(*self.over(*splits))
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Axes whose ranks hold the same part of the model and see different data."""
+        return tuple(name for name in self.over(*axes.DATA) if name not in self.shards)
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """Axes whose ranks see different data and gather what they hold of the model to compute with it."""
+        return tuple(name for name in self.over(*axes.DATA) if name in self.over(*axes.MODEL))
+
+    def index(self, rank: int, *names: str) -> int:
+        """Row-major place of a rank along these axes."""
+        place = 0
+        for name, size, at in zip(self.names, self.sizes, self.coordinates(rank)):
+            place = place * size + at if name in names else place
+        return place
+
+    def along(self, rank: int, *names: str) -> tuple[int, ...]:
+        """The ranks that differ from this one along these axes alone, in the mesh's order."""
+        chosen, places = set(map(self._known, names)), [0]
+        for name, size, at in zip(self.names, self.sizes, self.coordinates(rank)):
+            places = [place * size + i for place in places for i in (range(size) if name in chosen else (at,))]
+        return tuple(self.ranks[place] for place in places)
+
+    def part(self, rank: int, *names: str) -> "Mesh":
+        """The mesh of the ranks that differ from this one along these axes alone; all other axes have size 1."""
+        return Mesh(self.names, tuple(self.size(n) if n in names else 1 for n in self.names), self.along(rank, *names))
+
+    def groups(self, *names: str) -> tuple[tuple[int, ...], ...]:
+        """All ranks, those together that differ along these axes alone."""
+        return tuple(self.along(rank, *names) for rank in self.ranks if not self.index(rank, *names))
+
+    def _known(self, name: str) -> str:
+        return name if name in self.names else axes.known(name).name
 
     def place(self, rank: int) -> str:
         """The coordinates of a rank in words, "dp=0 fsdp=1"; ValueError as in ``coordinates``."""
-        return " ".join(f"{name}={at}" for name, at in zip(self.names, self.coordinates(rank)))
+        return " ".join(f"{name}={at}" for name, at in self.at(rank).items())
 
     def rank(self, coordinates: Shape) -> int:
         """The rank at these coordinates."""
@@ -181,22 +237,14 @@ class Shard:
 
     def piece(self, box: Box, part: int, parts: int) -> list[Box]:
         """The boxes of one part of ``box``; ValueError unless the parts are a multiple of the copies."""
-        length, chunk, part = box.size[self.dim], self._chunk(box, parts), part // self.copies
+        if self.copies < 1 or parts % self.copies:
+            raise ValueError(f"{self}: {parts} ranks cannot hold {self.copies} copies of each piece")
+        length, part = box.size[self.dim], part // self.copies
+        chunk = -(-length // (parts // self.copies))
         start, stop = min(length, part * chunk), min(length, (part + 1) * chunk)
         before, behind = slice(0, self.dim), slice(self.dim + 1, None)
         offset = (*box.offset[before], box.offset[self.dim] + start, *box.offset[behind])
         return [Box(offset, (*box.size[before], stop - start, *box.size[behind]))]
-
-    def meeting(self, box: Box, block: Box, parts: int) -> range:
-        """The parts of ``box`` that can hold some of ``block``, which lies in it."""
-        first, chunk = block.offset[self.dim] - box.offset[self.dim], self._chunk(box, parts)
-        last = first + block.size[self.dim] - 1
-        return range(first // chunk * self.copies, (last // chunk + 1) * self.copies)
-
-    def _chunk(self, box: Box, parts: int) -> int:
-        if self.copies < 1 or parts % self.copies:
-            raise ValueError(f"{self}: {parts} ranks cannot hold {self.copies} copies of each piece")
-        return -(-box.size[self.dim] // (parts // self.copies))
 
 
 @dataclass(frozen=True)
@@ -206,10 +254,6 @@ class Replicate:
     def piece(self, box: Box, part: int, parts: int) -> list[Box]:
         """The boxes of one part of ``box``."""
         return [box]
-
-    def meeting(self, box: Box, block: Box, parts: int) -> range:
-        """The parts of ``box`` that can hold some of ``block``."""
-        return range(parts)
 
 
 @dataclass(frozen=True)
@@ -231,10 +275,6 @@ class Ragged:
         start = unit * sum(self.units[:part])
         stop = start + unit * self.units[part]
         return [b.shifted(box.offset) for b in interval_boxes(box.size, start, stop)]
-
-    def meeting(self, box: Box, block: Box, parts: int) -> range:
-        """The parts of ``box`` that can hold some of ``block``."""
-        return range(parts)
 
 
 Placement = Shard | Replicate | Ragged
@@ -278,26 +318,6 @@ class Layout:
             boxes = list(itertools.chain.from_iterable(pieces))
         return [box for box in boxes if box.numel]
 
-    def owners(self, box: Box) -> list[tuple[int, Box]]:
-        """Every rank that holds some of ``box``, replicas included, with each common block; by rank, then by offset.
-
-        Costs what it returns: a split is followed only where it meets the box.
-        """
-        return sorted(self._meet(Box.whole(self.shape), box, 0, {}))
-
-    def _meet(self, piece: Box, box: Box, depth: int, at: dict[int, int]) -> Iterator[tuple[int, Box]]:
-        common = piece.intersect(box)
-        if common is None:
-            return
-        if depth == len(self.order):
-            yield self.mesh.rank(tuple(at[i] for i in range(len(self.order)))), common
-            return
-        i = self.order[depth]
-        placement, parts = self.placements[i], self.mesh.sizes[i]
-        for part in placement.meeting(piece, common, parts):
-            for smaller in placement.piece(piece, part, parts):
-                yield from self._meet(smaller, box, depth + 1, {**at, i: part})
-
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
         return {
@@ -312,38 +332,6 @@ class Layout:
         """The inverse of ``to_json``. KeyError, TypeError or ValueError for what is none."""
         placements = tuple(_placement_from_json(p) for p in data["placements"])
         return cls(Mesh.from_json(data["mesh"]), placements, _integers(data["shape"], 0), _integers(data["order"], 0))
-
-    def to_dtensor(self) -> tuple[Any, ...]:
-        """Torch's placements; ValueError where DTensor has none (ragged, copied, or uneven out of order)."""
-        return tuple(self._to_dtensor(i) for i in range(len(self.placements)))
-
-    def _to_dtensor(self, i: int) -> Any:
-        from torch.distributed.tensor import placement_types as torch_types
-
-        match self.placements[i]:
-            case Replicate():
-                return torch_types.Replicate()
-            case Shard(dim, copies=1) as shard:
-                earlier = [j for j in self.order[: self.order.index(i)] if j > i and self.placements[j] == shard]
-                factor = math.prod(self.mesh.sizes[j] for j in earlier)
-                if factor > 1 and self.shape[dim] % (factor * self.mesh.sizes[i]):
-                    raise ValueError(f"{self}: DTensor cannot split dimension {dim} unevenly out of order")
-                return torch_types._StridedShard(dim, split_factor=factor) if factor > 1 else torch_types.Shard(dim)
-            case other:
-                raise ValueError(f"{other}: DTensor has no such placement")
-
-    @classmethod
-    def from_dtensor(cls, mesh: Mesh, placements: Sequence[Any], shape: Sequence[int]) -> "Layout":
-        """A layout from torch's placements (``tensor.placements``); ValueError for a partial sum."""
-        ours = tuple(_from_dtensor(p, len(shape)) for p in placements)
-        order: list[int] = []
-        for i in reversed(range(len(ours))):
-            parts = [mesh.sizes[j] if ours[j] == ours[i] else 1 for j in order]
-            earlier, factor = [1, *itertools.accumulate(parts, operator.mul)], getattr(placements[i], "split_factor", 1)
-            if factor not in earlier:
-                raise ValueError(f"{placements[i]}: split_factor={factor} is not a product of later splits of {mesh}")
-            order.insert(earlier.index(factor), i)
-        return cls(mesh, ours, tuple(shape), tuple(order))
 
 
 def _placement_json(placement: Placement) -> Any:
@@ -370,11 +358,3 @@ def _integers(values: Sequence[Any], least: int) -> Shape:
     if any(not least <= n < _LARGEST for n in found):
         raise ValueError(f"integers from {least} to 2^{_LARGEST.bit_length() - 1} are needed")
     return found
-
-
-def _from_dtensor(placement: Any, dimensions: int) -> Placement:
-    if placement.is_replicate():
-        return Replicate()
-    if not hasattr(placement, "dim") or placement.is_partial():
-        raise ValueError(f"{placement}: no part of the tensor belongs to a rank alone")
-    return Shard(placement.dim % dimensions)

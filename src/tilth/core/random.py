@@ -165,12 +165,10 @@ def _keep(lanes: _Lanes, out: Array, threshold: int) -> None:
         lanes.ops.at_least(words, threshold, out=place)
 
 
-def _uniform(lanes: _Lanes, out: Array, scale: float = 1.0, shift: float = 0.0) -> None:
+def _uniform(lanes: _Lanes, out: Array) -> None:
     for words, place in zip(lanes.words(24), _places(out)):
         place[...] = words
     lanes.ops.mul(out, 2.0**-32, out=out)
-    if (scale, shift) != (1.0, 0.0):
-        lanes.ops.add(lanes.ops.mul(out, scale, out=out), shift, out=out)
 
 
 def _normal(lanes: _Lanes, out: Array, scale: float = 1.0) -> None:
@@ -380,18 +378,6 @@ def fill_normal_(
     global tensor has there. A flat (ragged) interval of a tensor is a box of the flattened shape ``(numel,)``.
     """
     return _fill(tensor, functools.partial(_normal, scale=float(std)), stream, box, shape)
-
-
-def fill_uniform_(
-    tensor: Tensor,
-    stream: Stream,
-    low: float = 0.0,
-    high: float = 1.0,
-    box: Box | None = None,
-    shape: Shape | None = None,
-) -> Tensor:
-    """Fill in place with values uniform in [low, high); otherwise as ``fill_normal_``."""
-    return _fill(tensor, functools.partial(_uniform, scale=float(high - low), shift=float(low)), stream, box, shape)
 
 
 def _fill(tensor: Tensor, write: Write, stream: Stream, box: Box | None, shape: Shape | None) -> Tensor:

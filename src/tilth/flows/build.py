@@ -1,7 +1,8 @@
 """The roles of a run, built from its recipe on the workers of a cluster."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from tilth.checkpoint import open_checkpoint
 from tilth.checkpoint.storage import is_url
 from tilth.cluster.cluster import Cluster
 from tilth.cluster.group import WorkerGroup
+from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
 from tilth.core.errors import DataError, RecipeError
@@ -25,9 +27,10 @@ from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.fitting import check_fits, resolved, rooms
-from tilth.flows.model import REWARD_MODEL, LoadedModel, choose_tokenizer, load_beginning, load_model
+from tilth.flows.model import LoadedModel, choose_tokenizer, load_beginning, load_model
 from tilth.flows.named import find_checkpoint, split_spec
-from tilth.flows.run import Roles, Split
+from tilth.flows.roles import Roles
+from tilth.flows.run import Split
 from tilth.models.config import DecoderConfig
 from tilth.models.family import new_config
 from tilth.models.hub import fetched
@@ -89,9 +92,8 @@ class Lesson:
     train: Split
     heldout: Split
     longest: int
-    recorder: str
-    """The factory of its recorder, and what that is given."""
     given: dict[str, Any]
+    """What roles can ask for of it, by name."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -115,9 +117,9 @@ def build(
     config = _config(recipe, loaded, tokenizer)
     check_shape(recipe, config)
     others = loaded_models(recipe)
-    for role, key in (("reference", "reference.path"), (REWARD_MODEL, "reward.model")):
-        if role in others:
-            _check_tokens(recipe, key, others[role], tokenizer)
+    for role, model in others.items():
+        if ROLES[role].mesh == "layout":  # it reads tokens; an engine reads text, with a tokenizer of its own
+            _check_tokens(recipe, ROLES[role].loads, model, tokenizer)
     generates = pool is not None or bool(recipe.reward.model)
     if isinstance(material, Texts):
         lesson = _documents(recipe, material, tokenizer)
@@ -136,70 +138,53 @@ def build(
     for text in check_fits(resolved(recipe), planned, *rooms(resolved(recipe))):
         warn(text)
     recipe = _counted(recipe, len(lesson.train))
-    team = Team(cluster, recipe, config)
-    team.learners()
-    team.make("recorder", lesson.recorder, **lesson.given)
-    if generates:
-        team.speakers(tokenizer, material, pool)
-    roles = team.roles()
+    places = place(recipe, generates=generates)
+    given = {"recipe": rooted(recipe), "config": config, "tokenizer": tokenizer, **lesson.given}
+    if pool is not None:
+        given["pool"] = pool
+    else:
+        places.pop("reward", None)  # a model alone scores
+    roles = make_roles(cluster, {role: placed.mesh for role, placed in places.items()}, given)
     return Parts(recipe, config, tokenizer, lesson.train, lesson.heldout, plan, roles, lesson.notes, adopt)
 
 
 def loaded_models(recipe: Recipe) -> dict[str, LoadedModel]:
     """Role -> its model, of those that have one of their own by a path."""
-    found = {}
-    if recipe.refers and recipe.reference.path:
-        found["reference"] = load_model(recipe.reference.path)
-    if recipe.reward.model:
-        found[REWARD_MODEL] = load_model(recipe.reward.model, REWARD_MODEL)
-    if recipe.facts.judge:
-        found["judge"] = load_model(recipe.judge.path)
-    return found
+    wanted = {role: (spec.path(recipe), spec.group) for role, spec in roles_of(recipe).items()}
+    return {role: load_model(path, group) for role, (path, group) in wanted.items() if path}
 
 
-class Team:
-    """The worker groups of a run, made one after the other: a factory finds those before it in its process."""
+def make_roles(cluster: Cluster, meshes: Mapping[str, Mesh], given: Mapping[str, Any]) -> Roles:
+    """The worker groups of a run, made one after the other, each with what its worker asks for by name; and a relay on
+    every worker that holds the policy or receives its weights."""
+    recipe: Recipe = given["recipe"]
+    made = dict[str, WorkerGroup]()
+    for role, mesh in meshes.items():
+        spec = ROLES[role]
+        if isinstance(spec.worker, str):
+            factory, kwargs = spec.worker, _asked_for(spec, given)
+        else:  # the recipe brings the plugins
+            factory, kwargs = f"{_WORKERS}:brought", {"recipe": recipe, "given": _asked_for(spec, given)}
+        made[role] = cluster.group(role, factory, kwargs, mesh=mesh, divide=divide_batch)
+    loaded = frozenset(role for role in made if ROLES[role].path(recipe))
+    targets = {role: mesh for role, mesh in meshes.items() if ROLES[role].receives and role not in loaded}
+    if not targets:
+        return Roles(made, loaded)
+    source = meshes["policy"]
+    ranks = tuple(sorted({rank for mesh in (source, *targets.values()) for rank in mesh.ranks}))
+    kwargs = {"recipe": recipe, "config": given["config"], "source": source, "targets": targets}
+    relay = cluster.group("relay", f"{_WORKERS}:relay", kwargs, mesh=Mesh(("to",), (len(ranks),), ranks))
+    return Roles(made, loaded, relay)
 
-    def __init__(self, cluster: Cluster, recipe: Recipe, config: DecoderConfig) -> None:
-        self.cluster = cluster
-        self.places = place(recipe)
-        self.model: dict[str, Any] = {"recipe": rooted(recipe), "config": config}
-        self.made: dict[str, WorkerGroup] = {}
 
-    def make(self, role: str, factory: str = "", **given: Any) -> None:
-        """One role on the workers that the recipe gives it; ``factory`` of flows.workers, by default of its name."""
-        where = f"{_WORKERS}:{factory or role}"
-        self.made[role] = self.cluster.group(role, where, given, mesh=self.places[role].mesh, divide=divide_batch)
-
-    def learners(self) -> None:
-        """The policy and what is begun as its copy."""
-        for role in ("policy", "reference", "critic"):
-            if role in self.places:
-                learns = role == "policy" and self.model["recipe"].flow == "reward_model"
-                self.make(role, "preferring" if learns else "", **self.model)
-
-    def speakers(self, tokenizer: Tokenizer, prompts: Material, pool: RewardPool | None) -> None:
-        """Who generates and who scores: a function, a reward model, or both."""
-        self.make("rollout", **self.model, tokenizer=tokenizer, prompts=prompts)
-        if pool is not None:
-            self.make("reward", pool=pool, prompts=prompts)
-        if REWARD_MODEL in self.places:
-            self.make(REWARD_MODEL, recipe=self.model["recipe"])
-        if "judge" in self.places:
-            self.make("judge", recipe=self.model["recipe"], prompts=prompts)
-
-    def roles(self) -> Roles:
-        """All of them, with a relay on every worker that holds the policy or a copy of it."""
-        source = self.places["policy"].mesh
-        loaded = ("reference",) if self.model["recipe"].reference.path else ()
-        copies = [role for role in ("rollout", "reference", "critic") if role in self.made and role not in loaded]
-        targets = {role: self.places[role].mesh for role in copies}
-        if targets:
-            ranks = tuple(sorted({rank for mesh in (source, *targets.values()) for rank in mesh.ranks}))
-            given = {**self.model, "source": source, "targets": targets}
-            mesh = Mesh(("to",), (len(ranks),), ranks)
-            self.made["relay"] = self.cluster.group("relay", f"{_WORKERS}:relay", given, mesh=mesh)
-        return Roles(**self.made, loaded=loaded)
+def _asked_for(spec: RoleSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a worker is given of what there is. RecipeError names what there is not."""
+    _, *asked = inspect.signature(resolve(spec.worker)).parameters.values()
+    wanted = [p for p in asked if p.kind is not p.KEYWORD_ONLY]
+    missing = [p.name for p in wanted if p.name not in given and p.default is p.empty]
+    if missing:
+        raise RecipeError(f"role {spec.name} asks for {missing[0]!r}; in this flow there is {', '.join(given)}")
+    return {p.name: given[p.name] for p in wanted if p.name in given}
 
 
 def _optimizer_of(recipe: Recipe) -> str:
@@ -237,17 +222,16 @@ def _check_tokens(recipe: Recipe, key: str, loaded: LoadedModel, tokenizer: Toke
 
 def rooted(recipe: Recipe) -> Recipe:
     """With whole paths where workers read files: their working directory may be another one."""
-    changed: dict[str, Any] = {}
-    for name, key in (("model", "path"), ("reference", "path"), ("reward", "model"), ("judge", "path")):
-        section = getattr(recipe, name)
-        if path := getattr(section, key):
+    for key in ("model.path", *(spec.loads for spec in ROLES.values() if spec.loads)):
+        name, _, last = key.rpartition(".")
+        if path := getattr(recipe.section(name), last):
             folder, which = split_spec(fetched(path))
             whole = folder if is_url(folder) else Path(folder).resolve()
-            changed[name] = section.model_copy(update={key: f"{whole}@{which}" if which else str(whole)})
+            recipe = recipe.replaced(name, **{last: f"{whole}@{which}" if which else str(whole)})
     template = Path(recipe.data.template)
     if recipe.data.template and template.is_file():
-        changed["data"] = recipe.data.model_copy(update={"template": str(template.resolve())})
-    return recipe.model_copy(update=changed)
+        recipe = recipe.replaced("data", template=str(template.resolve()))
+    return recipe
 
 
 def divide_batch(batch: Batch, parts: int) -> list[np.ndarray]:
@@ -260,8 +244,7 @@ def divide_batch(batch: Batch, parts: int) -> list[np.ndarray]:
 
 def _counted(recipe: Recipe, examples: int) -> Recipe:
     """The recipe with as many supervised steps as its epochs take."""
-    steps = supervised_steps(recipe.supervised, examples)
-    return recipe.model_copy(update={"supervised": recipe.supervised.model_copy(update={"steps": steps})})
+    return recipe.replaced("supervised", steps=supervised_steps(recipe.supervised, examples))
 
 
 def _tokenizer(recipe: Recipe, material: Material, loaded: LoadedModel | None, earlier: Path | None) -> Tokenizer:
@@ -277,8 +260,7 @@ def _documents(recipe: Recipe, texts: Texts, tokenizer: Tokenizer) -> Lesson:
     train = Corpus.build(texts.train, tokenizer, context, folder)
     heldout = Corpus.build(texts.heldout, tokenizer, context, folder) if texts.heldout else None
     mine, theirs = (Order(np.arange(0 if corpus is None else len(corpus))) for corpus in (train, heldout))
-    given = {"train": train, "heldout": heldout, "tokenizer": tokenizer}
-    return Lesson(mine, theirs, context, "documents", given, notes=[f"documents: {train.note}"])
+    return Lesson(mine, theirs, context, {"train": train, "heldout": heldout}, notes=[f"documents: {train.note}"])
 
 
 def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, generates: bool) -> Lesson:
@@ -298,9 +280,7 @@ def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, genera
             f"set a larger data.holdout, data.heldout=FILE, or data.holdout=0 for no evaluation"
         )
     told = f"{prompts.copies} prompts are in data.heldout too, word for word, and are left out of training"
-    given = {"recipe": rooted(recipe), "tokenizer": tokenizer, "prompts": prompts}
-    who = "pair_recorder" if recipe.facts.learns == "pairs" else "recorder"
-    return Lesson(train, heldout, longest, who, given, [told] if prompts.copies else [])
+    return Lesson(train, heldout, longest, {"prompts": prompts}, [told] if prompts.copies else [])
 
 
 def _config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenizer) -> DecoderConfig:

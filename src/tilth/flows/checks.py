@@ -70,6 +70,7 @@ def in_scripts(recipe: Recipe) -> dict[str, Declaration]:
         "algorithm.advantage": ("advantage", recipe.algorithm.advantage),
         "algorithm.loss": ("policy_loss", recipe.algorithm.loss),
     }
+    named |= {f"roles.{name}": ("role", name) for name in recipe.facts.roles}
     found = {key: declared(cast(Declares, kind)).get(name) for key, (kind, name) in named.items()}
     return {key: declaration for key, declaration in found.items() if declaration is not None and not declaration.spec}
 

@@ -20,8 +20,7 @@ def resolved(recipe: Recipe) -> Recipe:
     """With the kind of device that ``train.device=auto`` finds here."""
     if recipe.train.device != "auto":
         return recipe
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"device": kind})})
+    return recipe.replaced("train", device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_fits(recipe: Recipe, planned: Planner, host: Room | None, gpus: Sequence[Room] = ()) -> list[str]:

@@ -18,6 +18,7 @@ from tilth.checkpoint.storage import Location, is_url, split, storage_of
 from tilth.cluster.cluster import Cluster, open_cluster
 from tilth.config.checks import pools
 from tilth.config.plugins import declared
+from tilth.config.roles import ROLES
 from tilth.config.schema import Recipe
 from tilth.core.errors import CallTimeout, CheckpointError, OutOfMemory, StorageError, WorkerLost
 from tilth.core.target import make_folder
@@ -33,7 +34,8 @@ from tilth.flows.observers import Beginner, Observer
 from tilth.flows.policy_gradient import policy_gradient
 from tilth.flows.profiling import Profiling
 from tilth.flows.readers import checkpoints_of
-from tilth.flows.run import VALUES, WARMUP, Progress, Roles, Run
+from tilth.flows.roles import Roles
+from tilth.flows.run import VALUES, WARMUP, Progress, Run
 from tilth.flows.rundir import REWARD_LOG, RunDir, summarise
 from tilth.flows.saving import Saving
 from tilth.flows.seen import seen_before
@@ -44,10 +46,6 @@ from tilth.rl.fingerprint import files_fingerprint, fingerprint
 from tilth.roles.reward_pool import RewardPool
 from tilth.trace.collector import collector
 from tilth.trace.spans import recorder
-
-LOADED = {"judge.path": "judge", "reference.path": "reference", "reward.model": "reward model"}
-"""Keys that lead to models which never change in a run, and what these are called. Nor may another one take the place
-of one when the run goes on."""
 
 
 class _Clocks:
@@ -224,19 +222,10 @@ def _told_how_to_go_on(directory: Path) -> Iterator[None]:
         raise type(error)(f"{said}\nthe same command continues in {directory} {where}") from error
 
 
-_LESS = {
-    "rollout": "rollout.max_rows",
-    "judge": "rollout.max_rows",
-    "recorder": "supervised.batch or rollout.prompts",
-    "reward": "reward.workers",
-}
-"""Role -> the key that makes it need less; of the others, which compute on micro-batches, it is another one."""
-
-
 def _with_key(error: OutOfMemory) -> str:
     """What a role that could not have its memory says, with the key that makes it need less."""
-    key = _LESS.get(error.role, "train.micro_tokens")
-    more = "" if error.role in _LESS else ", or train.checkpointing=true"
+    key = ROLES[error.role if error.role in ROLES else "policy"].less
+    more = ", or train.checkpointing=true" if key == "train.micro_tokens" else ""
     return f"{error}; a smaller {key}{more} needs less (in a run that goes on, with --allow {key})"
 
 
@@ -270,11 +259,7 @@ def _inputs(recipe: Recipe, data: str, reward: str) -> dict[str, str]:
     template = Path(recipe.data.template)
     if recipe.data.template and template.is_file():
         found["data.template"] = hashlib.blake2b(template.read_bytes(), digest_size=8).hexdigest()
-    for key in LOADED:
-        section, _, name = key.partition(".")
-        if path := getattr(getattr(recipe, section), name):
-            found[key] = identity(path)
-    return found
+    return found | {spec.loads: identity(path) for spec in ROLES.values() if (path := spec.path(recipe))}
 
 
 def _earlier(who: Identity, name: str) -> Path | None:
@@ -359,7 +344,7 @@ def _announce(run: Run, parts: Parts) -> None:
         say.append(f"its checkpoints stay where they are, in {directory.checkpoints}")
     if directory.checkpoints.startswith("memory://"):
         say.append("checkpoints in memory:// are gone when this process ends: nothing can go on from them")
-    say += [f"{name}: {directory.inputs[key]}" for key, name in LOADED.items() if key in directory.inputs]
+    say += [f"{s.label}: {directory.inputs[s.loads]}" for s in ROLES.values() if s.loads in directory.inputs]
     for line in say:
         run.say(line)
 

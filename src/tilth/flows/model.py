@@ -13,6 +13,7 @@ from torch import Tensor
 from tilth.checkpoint import Checkpoint, open_checkpoint
 from tilth.checkpoint.storage import is_url
 from tilth.config.plugins import load_plugins
+from tilth.config.roles import ROLES
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, ModelError
 from tilth.core.layout import Box
@@ -65,10 +66,12 @@ class LoadedModel(NamedTuple):
 
 
 REWARD_MODEL = "reward_model"
-MODELS = ("model", EMA, "critic", "reference", REWARD_MODEL)
-"""Groups of tensors of a checkpoint that are weights of a model."""
-OF_VALUES = ("critic", REWARD_MODEL)
-"""Those of a value model."""
+
+
+def models() -> dict[str, bool]:
+    """Groups of tensors of a checkpoint that are weights of a model -> whether of a value model."""
+    held = {name: spec.values for name, spec in ROLES.items() if spec.mesh == "layout" and name != "policy"}
+    return {"model": False, EMA: False, **held}
 
 
 class StoredTensors(Unread):
@@ -109,7 +112,7 @@ def load_model(spec: str | Path, group: str = "") -> LoadedModel:
 
     ``RUN``: its newest checkpoint; ``RUN@best``: the best by evaluation; ``RUN@STEP``: the one of a step; ``RUN@ema``:
     the moving average of the weights, from the newest; a checkpoint's own directory; a Hugging Face directory, or an id
-    of its hub; for all forms see ``named.find_checkpoint``. group: of the checkpoint's tensors (``MODELS``); empty: as
+    of its hub; for all forms see ``named.find_checkpoint``. group: of the checkpoint's tensors (``models``); empty: as
     the text says.
     ModelError in one line if there is no such thing, with what there is; CheckpointError for a damaged one.
     """
@@ -149,7 +152,7 @@ def _from_checkpoint(named: Named) -> LoadedModel:
     with explained(named):
         checkpoint = open_checkpoint(named.path)
     tensors = _tensors(checkpoint, named)
-    wanted_shapes = parameter_shapes(config, value=named.group in OF_VALUES)
+    wanted_shapes = parameter_shapes(config, value=models()[named.group])
     check_tensors(f"group {named.group} of {named.path}", wanted_shapes, shapes(tensors))
     return LoadedModel(config, tensors, _tokenizer(source), source, run, settings, checkpoint.step)
 
@@ -157,8 +160,8 @@ def _from_checkpoint(named: Named) -> LoadedModel:
 def _tensors(checkpoint: Checkpoint, named: Named) -> StoredTensors:
     if named.group == EMA and EMA not in checkpoint.groups:
         raise ModelError(f"{named.path} has no moving average of the weights; train.ema = 0.999 would keep one")
-    if named.group not in MODELS or named.group not in checkpoint.groups:
-        there = ", ".join(name for name in checkpoint.groups if name in MODELS) or "none"
+    if named.group not in models() or named.group not in checkpoint.groups:
+        there = ", ".join(name for name in checkpoint.groups if name in models()) or "none"
         hint = ": it is a reward model, for reward.model" if there == REWARD_MODEL else ""
         raise ModelError(f"{named.path} has no weights in a group {named.group}; weights are in: {there}{hint}")
     return StoredTensors(checkpoint, named.group, named)

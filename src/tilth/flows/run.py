@@ -7,13 +7,14 @@ is not committed is dropped on resume, and the step runs again from its start wi
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import numpy as np
 
 from tilth.cluster.group import WorkerGroup
 from tilth.config.flows import FLOWS
+from tilth.config.roles import ROLES
 from tilth.config.schema import Algorithm, Recipe
 from tilth.core.batch import Batch, Store, concat
 from tilth.core.errors import RecipeError, RewardError
@@ -27,6 +28,7 @@ from tilth.flows.metrics import Metrics
 from tilth.flows.observers import Observer
 from tilth.flows.progress import Progress
 from tilth.flows.publish import Bounds, check_mismatch
+from tilth.flows.roles import Roles
 from tilth.flows.rundir import REWARD_LOG, RunDir
 from tilth.flows.saving import Saving
 from tilth.flows.shape import adapted, current
@@ -64,29 +66,6 @@ class Split(Protocol):
         ...
 
 
-@dataclass
-class Roles:
-    """The worker groups of a run. None where the flow has no such role; rollout, reward: where nothing is generated."""
-
-    policy: WorkerGroup
-    recorder: WorkerGroup
-    rollout: WorkerGroup | None = None
-    reward: WorkerGroup | None = None
-    reference: WorkerGroup | None = None
-    critic: WorkerGroup | None = None
-    reward_model: WorkerGroup | None = None
-    judge: WorkerGroup | None = None
-    relay: WorkerGroup | None = None
-    """What carries the policy's weights to its copies."""
-    loaded: tuple[str, ...] = ()
-    """Those whose weights come from elsewhere, by a path."""
-
-    def keepers(self) -> dict[str, WorkerGroup]:
-        """Those with a state that a checkpoint holds: not those that were loaded and never change."""
-        named = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
-        return {name: group for name, group in named.items() if group is not None and name not in self.loaded}
-
-
 class Run:
     """One run of a recipe: its roles, its data, its directory and its position."""
 
@@ -116,7 +95,7 @@ class Run:
             roles.reward,
             roles.reference,
         )
-        self.recorder = roles.recorder
+        self.recorder = roles["recorder"]
         self.train = train
         self.heldout = heldout
         self.store = store
@@ -166,11 +145,11 @@ class Run:
         self.policy.begin(lr, self._updates(phase, steps))
         if self._adopt is not None and not self.at.step:
             self.policy.adopt(self._adopt)
-        if self.reference is not None and "reference" not in self.roles.loaded:
-            self._relay("reference")
+        first = phase != WARMUP and VALUES not in self.at.finished
+        for role in self.roles.receiving("phase"):
+            if first or not ROLES[role].trains:
+                self._relay(role)
         if self._judges(phase):
-            if VALUES not in self.at.finished:
-                self._relay("critic")
             self.critic.begin(self.recipe.critic.lr, self._updates(phase, steps))
 
     def _go_on(self, phase: str, lr: float, steps: int) -> None:
@@ -403,7 +382,8 @@ class Run:
         if self.rollout is None:
             return
         self._settle()
-        self._relay("rollout")
+        for role in self.roles.receiving("step"):
+            self._relay(role)
         self._engine_version = self.at.version
         every = self.recipe.policy.probe_every
         if every and self._published % every == 0:
@@ -549,10 +529,9 @@ class Run:
             self.save()  # at its end the phase saves anyway
 
     def _tell_compile_time(self) -> None:
-        for role, group in (("trainer", self.policy), ("critic", self.roles.critic), ("rollout engine", self.rollout)):
-            seconds = group.compile_seconds() if group is not None else 0.0
-            if seconds:
-                self.say(f"{role}: compiling took {seconds:.1f} s")
+        for role, group in self.roles.items():
+            if hasattr(group, "compile_seconds") and (seconds := group.compile_seconds()):
+                self.say(f"{ROLES[role].label}: compiling took {seconds:.1f} s")
 
     def save(self) -> None:
         """Begin to make everything up to this step durable; training goes on while it is written."""

@@ -1,14 +1,14 @@
 """What each role of a run is made of in its worker: factories, called there with its context and the recipe."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
 import torch
 
 from tilth.cluster.context import Context
-from tilth.config.schema import Layout as LayoutSection
+from tilth.config.roles import ROLES, resolve
 from tilth.config.schema import Optimizer, Recipe
 from tilth.core.errors import RecipeError
 from tilth.core.layout import Mesh
@@ -20,7 +20,7 @@ from tilth.flows.model import REWARD_MODEL, load_beginning, load_model, wants_to
 from tilth.flows.publish import DTYPES
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.parallel.grid import Grid, join
+from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.sharded import Sharded, shard
 from tilth.plan.shape import parameter_shapes
 from tilth.roles.critic import CriticWorker
@@ -43,28 +43,25 @@ from tilth.training.packed import appraise, rate
 VALUES = ("value_head",)
 
 
-def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWorker:
-    """The model that learns: begun from ``model.path``, or new."""
-    sharded = _sharded(context, recipe, recipe.policy.layout, config)
-    _begin(recipe, sharded)
-    engine = _trainer(recipe, sharded, recipe.optimizer, ema=recipe.train.ema, watch=recipe.train.watch)
+def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWorker | RewardModelWorker:
+    """The model that learns, begun from ``model.path`` or new; in flow reward_model that is a reward model."""
+    value, more = recipe.facts.value, {"ema": recipe.train.ema, "watch": recipe.train.watch}
+    sharded = shard_model(context, recipe, config, converters=VALUES if value else ())
+    if recipe.model.path:
+        sharded.load_(load_beginning(recipe).tensors)
+    else:
+        sharded.init_(recipe.seed)
+    if value:
+        return RewardModelWorker(train_engine(recipe, sharded, recipe.optimizer, scorer=rate, **more), context.store)
+    engine = train_engine(recipe, sharded, recipe.optimizer, **more)
     kind = PairPolicyWorker if recipe.facts.learns == "pairs" else PolicyWorker
     return kind(engine, context.store, temperature=_temperature(recipe), norm_length=recipe.rollout.max_tokens)
-
-
-def preferring(context: Context, recipe: Recipe, config: DecoderConfig) -> RewardModelWorker:
-    """The reward model that learns, in the place of the policy: begun from ``model.path``, or new."""
-    sharded = _sharded(context, recipe, recipe.policy.layout, config, converters=VALUES)
-    _begin(recipe, sharded)
-    more = {"ema": recipe.train.ema, "watch": recipe.train.watch}
-    return RewardModelWorker(_trainer(recipe, sharded, recipe.optimizer, scorer=rate, **more), context.store)
 
 
 def reward_model(context: Context, recipe: Recipe) -> RatingWorker:
     """The reward model of ``reward.model``, which scores what is generated."""
     loaded = load_model(recipe.reward.model, REWARD_MODEL)
-    wanted = recipe.reward_model.layout
-    sharded = _sharded(context, recipe, wanted, loaded.config, converters=(*VALUES, "frozen"))
+    sharded = shard_model(context, recipe, loaded.config, converters=(*VALUES, "frozen"))
     sharded.load_(loaded.tensors)
     return RatingWorker(
         sharded,
@@ -77,10 +74,10 @@ def reward_model(context: Context, recipe: Recipe) -> RatingWorker:
 
 def critic(context: Context, recipe: Recipe, config: DecoderConfig) -> CriticWorker:
     """The value model. It gets its weights, those of the policy, where its first phase begins."""
-    sharded = _sharded(context, recipe, recipe.critic.layout, config, converters=VALUES)
+    sharded = shard_model(context, recipe, config, converters=VALUES)
     sharded.init_(recipe.seed)
     section = recipe.optimizer.model_copy(update={"lr": recipe.critic.lr})
-    engine = _trainer(recipe, sharded, section, scorer=appraise)
+    engine = train_engine(recipe, sharded, section, scorer=appraise)
     return CriticWorker(engine, context.store, clip=recipe.critic.clip, norm_length=recipe.rollout.max_tokens)
 
 
@@ -88,7 +85,7 @@ def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> Refere
     """The policy as it was, which gets its weights where a phase begins; or the model of ``reference.path``."""
     loaded = load_model(recipe.reference.path) if recipe.reference.path else None
     shape = config if loaded is None else loaded.config
-    sharded = _sharded(context, recipe, recipe.reference.layout, shape, converters=("frozen",))
+    sharded = shard_model(context, recipe, shape, converters=("frozen",))
     if loaded is None:
         sharded.init_(recipe.seed)
     else:
@@ -147,29 +144,33 @@ def judge(context: Context, recipe: Recipe, prompts: PromptSet) -> JudgeWorker:
     return JudgeWorker(engine, make_template(loaded.template, tokenizer), prompts, recipe.judge, context.store)
 
 
-def recorder(context: Context, recipe: Recipe, tokenizer: Tokenizer, prompts: PromptSet) -> RecorderWorker:
-    """What turns payload into tables, and prompts with answers into payload."""
-    template = make_template(recipe.data.template, tokenizer)
-    return RecorderWorker(prompts, template, recipe.model.context, context.store)
+def recorder(
+    context: Context,
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    prompts: PromptSet | None = None,
+    train: Corpus | None = None,
+    heldout: Corpus | None = None,
+) -> RecorderWorker | DocumentWorker:
+    """What turns payload into tables, and answers, pairs of answers or pieces of documents into payload."""
+    if prompts is None:
+        assert train is not None
+        return DocumentWorker(train, heldout, tokenizer, context.store)
+    kind = PairRecorderWorker if recipe.facts.learns == "pairs" else RecorderWorker
+    return kind(prompts, make_template(recipe.data.template, tokenizer), recipe.model.context, context.store)
 
 
-def pair_recorder(context: Context, recipe: Recipe, tokenizer: Tokenizer, prompts: PromptSet) -> PairRecorderWorker:
-    """What turns pairs of answers into payload."""
-    template = make_template(recipe.data.template, tokenizer)
-    return PairRecorderWorker(prompts, template, recipe.model.context, context.store)
-
-
-def documents(context: Context, train: Corpus, heldout: Corpus | None, tokenizer: Tokenizer) -> DocumentWorker:
-    """What turns pieces of documents into payload."""
-    return DocumentWorker(train, heldout, tokenizer, context.store)
+def brought(context: Context, recipe: Recipe, given: Mapping[str, Any]) -> Any:
+    """A role that a plugin declares, with what it asks for and its options."""
+    return resolve(ROLES[context.role].worker)(context, **given, **recipe.section(ROLES[context.role].key).options)
 
 
 def relay(
     context: Context, recipe: Recipe, config: DecoderConfig, source: Mesh, targets: dict[str, Mesh]
 ) -> RelayWorker:
     """What carries the policy's weights to its copies: an engine's in its dtype, the others' as they are."""
-    device = prepare(context, recipe)
-    dtypes = {name: DTYPES[recipe.train.precision] if name == "rollout" else torch.float32 for name in targets}
+    device, engine = prepare(context, recipe), DTYPES[recipe.train.precision]
+    dtypes = {name: engine if ROLES[name].mesh == "copies" else torch.float32 for name in targets}
     return RelayWorker(context, parameter_shapes(config), dtypes, source, targets, device=device)
 
 
@@ -201,7 +202,7 @@ def prepare(context: Context, recipe: Recipe) -> torch.device:
     if device.type != "cpu":
         # fully_shard, Triton and synchronize() use the process's current device, which is the first one until set.
         torch.accelerator.set_device_index(device)
-    join(context.rank, context.workers, context.meeting, context.timeout, device=device.type)
+    join(context.rank, context.workers, context.init_method, context.timeout, device=device.type)
     return device
 
 
@@ -212,23 +213,17 @@ def threads(recipe: Recipe, workers: int) -> int:
     return min(wanted, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else wanted
 
 
-def _sharded(
-    context: Context, recipe: Recipe, layout: LayoutSection, config: DecoderConfig, *, converters: Sequence[str] = ()
-) -> Sharded:
+def shard_model(context: Context, recipe: Recipe, config: DecoderConfig, *, converters: Sequence[str] = ()) -> Sharded:
+    """This rank's part of a decoder of this shape, after ``models.converters``, by the role's own layout."""
+    layout, device = ROLES[context.role].placed_by(recipe).layout, prepare(context, recipe)
+
     def build() -> Decoder:
         model = Decoder(config, dtype=DTYPES[recipe.train.precision])
         model.checkpointing = recipe.train.checkpointing
         return model
 
-    more: dict[str, Any] = {"sp": layout.sp, "zero": layout.zero, "device": str(prepare(context, recipe))}
-    return shard(build, Grid.of(context.mesh, context.rank), converters=converters, **more)
-
-
-def _begin(recipe: Recipe, sharded: Sharded) -> None:
-    if recipe.model.path:
-        sharded.load_(load_beginning(recipe).tensors)
-    else:
-        sharded.init_(recipe.seed)
+    dims = ParallelDims.of(context.mesh, context.rank, context.generation)
+    return shard(build, dims, converters=converters, sp=layout.sp, zero=layout.zero, device=str(device))
 
 
 def _temperature(recipe: Recipe) -> float:
@@ -236,7 +231,8 @@ def _temperature(recipe: Recipe) -> float:
     return recipe.rollout.temperature or 1.0 if recipe.facts.samples else 1.0
 
 
-def _trainer(recipe: Recipe, sharded: Sharded, section: Optimizer, **more: Any) -> TrainEngine:
+def train_engine(recipe: Recipe, sharded: Sharded, section: Optimizer, **more: Any) -> TrainEngine:
+    """What trains a model as [train] says. section: its optimizer."""
     return TrainEngine(
         sharded,
         section,

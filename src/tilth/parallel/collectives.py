@@ -5,6 +5,7 @@
 the group call them in the same order with the same number of rows; without elements nothing is sent.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilth.parallel.meeting import Group, all_gather_into, all_reduce, reduce_scatter
+from tilth.parallel.comm import Group, all_gather, all_reduce, reduce_scatter
+
+_Collective = Callable[[Tensor, Group], Tensor]
 
 
 def add_up_(x: Tensor, group: Group) -> Tensor:
@@ -26,7 +29,7 @@ def _gather(x: Tensor, group: Group) -> Tensor:
     """[n, ...] of each rank, one behind another: [n * ranks, ...]."""
     out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     if out.numel():
-        all_gather_into(out, x.contiguous(), group)
+        all_gather(out, x.contiguous(), group)
     return out
 
 
@@ -38,78 +41,48 @@ def _scatter(x: Tensor, group: Group) -> Tensor:
     return out
 
 
-class _CopyIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class _Paired(torch.autograd.Function):
+    """One collective in the forward pass and what it owes in the backward pass."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return add_up_(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
-
-
-class _ReduceOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.mark_dirty(x)
-        return add_up_(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
+    def forward(ctx: Any, x: Tensor, group: Group, forth: _Collective, back: _Collective) -> Tensor:
+        ctx.group, ctx.back = group, back
+        out = forth(x, group)
+        if out is x:
+            ctx.mark_dirty(x)
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scatter(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, ctx.group), None, None, None
 
 
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _scatter(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group), None
+def _same(x: Tensor, group: Group) -> Tensor:
+    return x.view_as(x)
 
 
-class _GatherCopies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.own = slice(group.rank() * x.shape[0], (group.rank() + 1) * x.shape[0])
-        return _gather(x, group)
+def _summed(x: Tensor, group: Group) -> Tensor:
+    return add_up_(x.clone(memory_format=torch.contiguous_format), group)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad[ctx.own], None
+
+def _own(x: Tensor, group: Group) -> Tensor:
+    return x.chunk(group.size())[group.rank()] if len(x) else x
 
 
 def copy_in(x: Tensor, group: Group) -> Tensor:
     """x, the same on every rank, goes into what each rank computes its part of: gradients are summed (Megatron's f)."""
-    return _CopyIn.apply(x, group)
+    return _Paired.apply(x, group, _same, _summed)
 
 
 def reduce_out(x: Tensor, group: Group) -> Tensor:
     """The sum of every rank's x, which is overwritten; its gradient is the same on every rank (Megatron's g)."""
-    return _ReduceOut.apply(x, group)
+    return _Paired.apply(x, group, add_up_, _same)
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
     """Each rank's rows [n, ...] go into what each rank computes its part of: [n * ranks, ...]; gradients are summed."""
-    return _GatherTokens.apply(x, group)
+    return _Paired.apply(x, group, _gather, _scatter)
 
 
 def scatter_tokens(x: Tensor, group: Group) -> Tensor:
@@ -118,7 +91,8 @@ def scatter_tokens(x: Tensor, group: Group) -> Tensor:
     The rows are filled up with zeros to a multiple of the ranks: the last ranks may hold fillers.
     """
     spare = -x.shape[0] % group.size()
-    return _ScatterTokens.apply(F.pad(x, (0, 0) * (x.ndim - 1) + (0, spare)) if spare else x, group)
+    x = F.pad(x, (0, 0) * (x.ndim - 1) + (0, spare)) if spare else x
+    return _Paired.apply(x, group, _scatter, _gather)
 
 
 def gather_copies(x: Tensor, group: Group) -> Tensor:
@@ -126,4 +100,4 @@ def gather_copies(x: Tensor, group: Group) -> Tensor:
 
     So every rank has the whole gradient already, and keeps its own rows of it.
     """
-    return _GatherCopies.apply(x, group)
+    return _Paired.apply(x, group, _gather, _own)

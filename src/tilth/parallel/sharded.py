@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from tilth.config.axes import MODEL
 from tilth.core.errors import ModelError
 from tilth.core.layout import Box, Layout, Replicate, Shape
 from tilth.models.attention import AttentionContext, PackedContext
@@ -24,8 +25,8 @@ from tilth.models.decoder import Decoder
 from tilth.models.hf import Unread, check_tensors, shapes
 from tilth.models.rope import Rope
 from tilth.models.value import HEAD, OUTPUT, ValueModel
-from tilth.parallel.grid import DATA, MODEL, Grid
-from tilth.parallel.meeting import all_gather, all_reduce, watch
+from tilth.parallel.comm import all_gather, all_reduce, watch
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.tensor import apply_tensor
 from tilth.plan.layout import nested
 
@@ -39,7 +40,7 @@ WHOLE = 64 * 2**20
 
 def shard(
     build: Callable[[], Decoder],
-    grid: Grid,
+    grid: ParallelDims,
     *,
     converters: Sequence[str] = (),
     sp: bool = False,
@@ -57,15 +58,15 @@ def shard(
     model.rope = Rope(model.config)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     plan = apply_tensor(model, grid, sp)
-    if grid.size("fsdp") > 1:
+    if grid.size(*grid.mesh.shards) > 1:
         _fully_shard(model, grid, zero, device)
     model.to_empty(device=device)
-    layouts = {name: nested(grid.mesh, shape, plan.placements[name]) for name, shape in shapes.items()}
+    layouts = {name: nested(grid.mesh, shape, {"tp": plan.placements[name]}) for name, shape in shapes.items()}
     return Sharded([model], grid, layouts, plan.partial, zero)
 
 
-def _fully_shard(model: Decoder, grid: Grid, zero: Zero, device: str) -> None:
-    mesh = grid.device_mesh(*DATA, device=torch.device(device).type)
+def _fully_shard(model: Decoder, grid: ParallelDims, zero: Zero, device: str) -> None:
+    mesh = grid.device_mesh(torch.device(device).type)
     empty = {p for p in model.parameters() if not p.numel()}  # of a small vocabulary; fully_shard cannot reduce it
     for module in [*model.model.layers, model]:
         # The root stays gathered after its forward pass: its embedding and head are used again for the loss.
@@ -75,7 +76,7 @@ def _fully_shard(model: Decoder, grid: Grid, zero: Zero, device: str) -> None:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_reshard_after_backward(zero == 3, recurse=False)
-        watch(module, grid.group("dp"))
+        watch(module, grid.group(*grid.mesh.copies))
 
 
 class Sharded:
@@ -85,7 +86,12 @@ class Sharded:
     """
 
     def __init__(
-        self, parts: Sequence[Decoder], grid: Grid, layouts: Mapping[str, Layout], partial: Partial = (), zero: Zero = 3
+        self,
+        parts: Sequence[Decoder],
+        grid: ParallelDims,
+        layouts: Mapping[str, Layout],
+        partial: Partial = (),
+        zero: Zero = 3,
     ) -> None:
         """partial: parameters whose gradients are to be summed over a further group."""
         self.parts, self.model, self.grid, self.zero = list(parts), parts[-1], grid, zero
@@ -102,9 +108,8 @@ class Sharded:
     @classmethod
     def alone(cls, model: Decoder) -> "Sharded":
         """A model on one device, as it is."""
-        grid = Grid.alone()
-        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        return cls([model], grid, {name: nested(grid.mesh, shape, Replicate()) for name, shape in shapes.items()})
+        grid = ParallelDims.alone()
+        return cls([model], grid, {n: nested(grid.mesh, tuple(p.shape), {}) for n, p in model.named_parameters()})
 
     @classmethod
     def of(cls, model: "Decoder | Sharded") -> "Sharded":
@@ -156,12 +161,12 @@ class Sharded:
 
     @torch.no_grad()
     def assemble(self, names: Sequence[str], parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Whole parameters, on every rank; all of a dtype travel in one collective over ("fsdp", "tp").
+        """Whole parameters, on every rank; all of a dtype travel in one collective over the ranks that divide them.
 
         parts: this rank's parts, by parameter name, of something else that is laid out as the parameters are.
         """
         own = {name: (self.parameters if parts is None else parts)[name].detach() for name in names}
-        group = self.grid.group(*MODEL)
+        group = self.grid.group_over(*MODEL)
         if group is None:
             return own
         whole: dict[str, Tensor] = {}
@@ -170,16 +175,16 @@ class Sharded:
         return {name: whole[name] for name in names}
 
     def _gather(self, parts: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-        ranks = self.grid.ranks(*MODEL)
+        ranks = self.grid.ranks(*self.grid.mesh.over(*MODEL))
         boxes = {rank: [(name, box) for name in parts for box in self.layouts[name].boxes(rank)] for rank in ranks}
         longest = max(sum(box.numel for _, box in held) for held in boxes.values())
         mine = torch.cat([part.flatten() for part in parts.values()])
         own = mine.new_zeros(longest)
         own[: mine.numel()] = mine
-        every = [torch.empty_like(own) for _ in ranks]
+        every = own.new_empty(len(ranks) * longest)
         all_gather(every, own, group)
         whole = {name: mine.new_empty(self.layouts[name].shape) for name in parts}
-        for rank, blob in zip(ranks, every):
+        for rank, blob in zip(ranks, every.view(len(ranks), -1)):
             at = 0
             for name, box in boxes[rank]:
                 whole[name][box.slices] = blob[at : at + box.numel].view(box.size)
@@ -265,7 +270,10 @@ class Sharded:
                 local.grad = torch.zeros_like(local)
         self.reshard()
         if not self._fsdp:
-            _add_up([p.grad for p in self.parameters.values() if p.grad is not None], self.grid.group("dp"))
+            _add_up(
+                [p.grad for p in self.parameters.values() if p.grad is not None],
+                self.grid.group(*self.grid.mesh.copies),
+            )
         for group, names in self._partial:
             grads = [self.parameters[name].grad for name in names]
             _add_up([grad for grad in grads if grad is not None], group)
@@ -276,10 +284,10 @@ class Sharded:
         tensors: by parameter name, laid out as the parameters are (themselves, their gradients). Replicas count once.
         """
         norms = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
-        if self.grid.size(*MODEL) == 1:
+        if self.grid.mesh.count(*MODEL) == 1:
             return norms
         counts = torch.tensor([self._counts(name) for name in tensors], dtype=torch.float64, device=norms.device)
-        return self.grid.sum(norms * counts, MODEL)
+        return self.grid.sum(norms * counts, *MODEL)
 
     def norm(self, tensors: Mapping[str, Tensor]) -> float:
         """L2 norm of all whole tensors together, given every rank's part of them."""
@@ -287,10 +295,10 @@ class Sharded:
 
     def _counts(self, name: str) -> bool:
         """Whether this rank, of those that hold the same elements in one replica, is the one that counts them."""
-        layout = self.layouts[name]
+        layout, divided = self.layouts[name], self.grid.mesh.over(*MODEL)
         for dim, placement in zip(layout.mesh.names, layout.placements):
             copies = self.grid.size(dim) if isinstance(placement, Replicate) else getattr(placement, "copies", 1)
-            if dim in MODEL and self.grid.coordinate(dim) % copies:
+            if dim in divided and self.grid.coordinate(dim) % copies:
                 return False
         return True
 

@@ -21,7 +21,7 @@ from tilth.models.attention import AttentionContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder, Linear
 from tilth.parallel.collectives import Group, copy_in, gather_copies, gather_tokens, reduce_out, scatter_tokens
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.vocabulary import Vocabulary, VocabularyEmbedding, VocabularyHead
 from tilth.plan.layout import misfit
 from tilth.plan.rules import along_tp, rule_of
@@ -49,7 +49,7 @@ def check_tensor(config: DecoderConfig, tp: int) -> None:
         raise ModelError(f"layout.tp={tp} does not divide {wrong}; this model takes tp " + ", ".join(fits))
 
 
-def apply_tensor(model: Decoder, grid: Grid, sp: bool) -> TensorPlan:
+def apply_tensor(model: Decoder, grid: ParallelDims, sp: bool) -> TensorPlan:
     """Cut a one-device model down to this rank's part along "tp", in place. Names of parameters stay.
 
     Parameters become local pieces (of a model on the meta device: nothing is allocated; else what they held). sp: also
@@ -86,7 +86,9 @@ def _cut(model: Decoder, name: str, placement: Shard | Replicate, part: int, par
     setattr(model.get_submodule(path), leaf, local)
 
 
-def _partial(rules: Mapping[str, str], grid: Grid, sp: bool, copies: int) -> tuple[tuple[Group, tuple[str, ...]], ...]:
+def _partial(
+    rules: Mapping[str, str], grid: ParallelDims, sp: bool, copies: int
+) -> tuple[tuple[Group, tuple[str, ...]], ...]:
     """rules: name -> how it is divided."""
     everywhere = [name for name, rule in rules.items() if rule == "heads" or (sp and rule == "residual")]
     shared = [name for name, rule in rules.items() if rule == "copied" and copies > 1]
@@ -94,12 +96,12 @@ def _partial(rules: Mapping[str, str], grid: Grid, sp: bool, copies: int) -> tup
     return tuple((group, tuple(names)) for group, names in sums if group is not None and names)
 
 
-def _sharers(grid: Grid, copies: int) -> Group | None:
+def _sharers(grid: ParallelDims, copies: int) -> Group | None:
     """The neighbours along tp that hold the same key heads."""
-    sizes = dict(zip(grid.mesh.names, grid.mesh.sizes))
-    split = {"tp": {"piece": sizes["tp"] // copies, "copy": copies}}
-    finer = {n: s for name, size in sizes.items() for n, s in split.get(name, {name: size}).items()}
-    return Grid(Mesh(tuple(finer), tuple(finer.values()), grid.mesh.ranks), grid.rank).group("copy")
+    split = {"tp": {"piece": grid.size("tp") // copies, "copy": copies}}
+    finer = {n: s for name in grid.mesh.names for n, s in split.get(name, {name: grid.size(name)}).items()}
+    mesh = Mesh(tuple(finer), tuple(finer.values()), grid.mesh.ranks)
+    return ParallelDims(mesh, grid.rank, grid.generation).group("copy")
 
 
 class RowLinear(nn.Module):

@@ -23,7 +23,7 @@ from tilth.models.logprobs import (
     within,
 )
 from tilth.parallel.collectives import Group, add_up_, copy_in, gather_copies, reduce_out, scatter_tokens
-from tilth.parallel.meeting import MAX, all_reduce
+from tilth.parallel.comm import MAX, all_reduce
 from tilth.plan.kernels import chunk_rows
 
 

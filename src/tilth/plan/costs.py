@@ -1,43 +1,101 @@
-"""What work costs on a machine, learned from the trace of a run: for schedulers and planners.
+"""What work costs on a machine, as ``analysis.costs`` learned it from a run: for schedulers and planners.
 
 Seconds of a compute are ``fixed + per_token * tokens + per_square * squares``, none of them negative, where squares is
-the sum of the squared lengths of the sequences (attention). Seconds of a communication are those of ``trace.network``'s
-links. Each says how far it is off on steps that it has not seen, and answers only for amounts like those it was fitted
-on, unless it is asked for what lies beyond.
+the sum of the squared lengths of the sequences (attention). A communication takes
+``messages * latency + bytes on the wire / bandwidth``, both as of rings (Patarasuk and Yuan 2009; Thakur et al. 2005),
+which gloo and NCCL use. Each says how far it is off on steps that it has not seen, and answers only for amounts like
+those it was fitted on, unless it is asked for what lies beyond.
 """
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from tilth.core.errors import DataError, StorageError
-from tilth.trace.events import Events
-from tilth.trace.fit import Error, fit, held_out_error
-from tilth.trace.network import Link, links
 
 FORMAT, VERSION = "tilth-costs", 1
-APART = 1.25
-"""The fixed part can be told where the most tokens of a span are so many times the fewest."""
-LONGER = 2.0
-"""What squares cost can be told where sequences are so many times as long in some spans as in others, at the ``EDGES``:
-a few odd spans tell nothing."""
-EDGES = (0.05, 0.95)
 REACH = 1.5
 """Amounts up to so many times beyond the least and the greatest that were fitted are answered for."""
-ENOUGH = 8
-"""Fewer rows of an operation are not fitted."""
-IDLE = 0.01
-"""What has no amount and took less than this share of its longer spans (their 90th percentile) found nothing to do, as
-an optimizer's step that is skipped: no cost is learned from it."""
-SCORING = ("logprobs", "reference", "values", "judge", "score")
-"""Phases that do the work themselves."""
+SMALL = 512
+"""Bytes up to which a tensor is less than a packet: where all are that small, their time is latency."""
 Numbers = np.ndarray | float
-_TINY = 1e-12
+Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _null(value: float) -> BeforeValidator:
+    """JSON has null for what is no number."""
+    return BeforeValidator(lambda found: value if found is None else found)
+
+
+def _pairs(found: Any) -> list[tuple[Any, Any]]:
+    """JSON has an object for numbers by rank."""
+    if not isinstance(found, dict):
+        raise ValueError("it must be an object of numbers by rank")
+    return list(found.items())
+
+
+@dataclass(frozen=True)
+class Error:
+    """Relative errors |predicted - measured| / measured of ``count`` rows; nan of none."""
+
+    median: Annotated[float, _null(math.nan)]
+    p90: Annotated[float, _null(math.nan)]
+    count: int
+    held_out: bool = False
+    """Whether these rows were kept out of the fit."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How long one kind of communication among so many ranks takes."""
+
+    op: str
+    ranks: int
+    latency: Cost
+    """Seconds a message."""
+    bandwidth: Annotated[float, Field(ge=0), _null(math.inf)]
+    """Bytes a second; inf where the time does not grow with them."""
+    least: int
+    greatest: int
+    """Bytes of the tensors it was fitted on."""
+    count: int
+    """Ends of communications that were fitted: each member's."""
+    separate: bool
+    """Whether sizes differed enough to tell latency and bandwidth apart; if not, all of it is bandwidth, or latency
+    where all were ``SMALL``."""
+    error: Error
+    """Of steps that were not fitted, if there are several."""
+
+    def seconds(self, nbytes: np.ndarray | float) -> np.ndarray:
+        """float64 like ``nbytes``: of a communication whose tensor (as ``wire`` counts it) has so many."""
+        messages, moved = wire(self.op, self.ranks, nbytes)
+        return messages * self.latency + moved / self.bandwidth
+
+
+def wire(op: str, ranks: int, nbytes: np.ndarray | float) -> tuple[float, np.ndarray]:
+    """Messages one after another, and bytes that go over each rank's link, in one communication.
+
+    nbytes: of the rank's own tensor: all_reduce's input, all_gather's own part, reduce_scatter's whole input, what is
+    broadcast or sent.
+    """
+    size, others = np.asarray(nbytes, np.float64), ranks - 1
+    if op == "all_reduce":
+        return 2.0 * others, 2 * size * others / ranks
+    if op == "reduce_scatter":
+        return float(others), size * others / ranks
+    if op == "all_gather":
+        return float(others), size * others
+    if op == "broadcast":
+        return float(others), size * min(others, 1)
+    if op in ("send", "receive"):
+        return 1.0, size
+    raise DataError(f"{op!r} is no communication whose bytes are known")
 
 
 @dataclass(frozen=True)
@@ -46,10 +104,10 @@ class Compute:
 
     op: str
     role: str
-    fixed: float
+    fixed: Cost
     """Whenever it is done."""
-    per_token: float
-    per_square: float
+    per_token: Cost
+    per_square: Cost
     """For each of the sum of squared lengths."""
     tokens: tuple[int, int]
     squares: tuple[int, int]
@@ -57,7 +115,7 @@ class Compute:
     lengths: tuple[float, float]
     """The least and the greatest mean length of the sequences in a span, squares / tokens."""
     count: int
-    ranks: tuple[tuple[int, float], ...]
+    ranks: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_pairs)]
     """Each rank, and how many times the fitted seconds it takes (median): above its peers it is slow."""
     separate: bool
     """Whether amounts differed enough to tell the fixed part; if not, all goes by the amounts."""
@@ -120,62 +178,6 @@ class Costs:
         return link.seconds(nbytes)
 
 
-def fit_costs(events: Events, about: Mapping[str, Any] | None = None) -> Costs:
-    """Costs of each operation and role, of each communication and size of group. DataError where nothing is enough."""
-    compute, left = list[Compute](), list[str]()
-    op, role = events.op, events.role
-    works = _works(events)
-    key = np.where(works, op.codes.astype(np.int64) * len(role.names) + role.codes, -1)
-    for kind in np.unique(key[works]).tolist():
-        i, j = divmod(kind, len(role.names))
-        rows = _busy(events, np.flatnonzero(key == kind))
-        if len(rows) >= ENOUGH:
-            compute.append(_compute(op.names[i], role.names[j], events, rows))
-        else:
-            left.append(f"{op.names[i]} of {role.names[j] or 'the run'}: {len(rows)} of {ENOUGH} spans")
-    every = links(events)
-    found = [k for k in every if k.count >= ENOUGH]
-    left += [f"{k.op} among {k.ranks} ranks: {k.count} of {ENOUGH} spans" for k in every if k.count < ENOUGH]
-    if not compute and not found:
-        raise DataError(
-            f"nothing to learn costs from ({'; '.join(left) or 'no work in the trace'}); let more steps run"
-        )
-    ordered = sorted(compute, key=lambda c: (c.role, c.op))
-    return Costs(tuple(ordered), tuple(found), tuple(sorted(left)), dict(about or {}))
-
-
-def _works(events: Events) -> np.ndarray:
-    """bool [n]: spans that do work themselves, which those that hold a compute do not."""
-    compute = events.kind.is_("compute")
-    holds = np.zeros(len(events) + 1, bool)  # the last one: of no parent
-    holds[events.parent[compute]] = True
-    return (compute | (events.op.is_(*SCORING) & (events.tokens > 0))) & ~holds[:-1] & (events.own > 0)
-
-
-def _busy(events: Events, rows: np.ndarray) -> np.ndarray:
-    if events.tokens[rows].any():
-        return rows
-    return rows[events.own[rows] >= IDLE * np.quantile(events.own[rows], 0.9)]
-
-
-def _compute(op: str, role: str, events: Events, rows: np.ndarray) -> Compute:
-    tokens, squares, seconds = events.tokens[rows], events.squares[rows], events.own[rows] * 1e-9
-    separate = bool(tokens.max() == 0 or tokens.max() >= APART * tokens.min())
-    lengths = squares / np.maximum(tokens, 1)
-    short, long = np.quantile(lengths, EDGES)
-    differ = bool(long >= LONGER * short)
-    features = np.stack([tokens, squares * differ, np.full(len(rows), int(separate))], 1)
-    found = fit(features, seconds)
-    times = seconds / np.maximum(features @ found, _TINY)
-    ranks = tuple((int(r), float(np.median(times[events.rank[rows] == r]))) for r in np.unique(events.rank[rows]))
-    per_token, per_square, fixed = found.tolist()
-    return Compute(
-        op, role, fixed, per_token, per_square, (int(tokens.min()), int(tokens.max())),
-        (int(squares.min()), int(squares.max())), (float(lengths.min()), float(lengths.max())), len(rows), ranks,
-        separate, differ and bool(squares.any()), held_out_error(features, seconds, events.step[rows]),
-    )  # fmt: skip
-
-
 def _check(what: str, name: str, amount: Numbers, fitted: tuple[float, float]) -> None:
     least, greatest = fitted
     asked = np.asarray(amount, np.float64)
@@ -228,46 +230,7 @@ def load_costs(path: str | Path) -> Costs:
     if found.get("version") != VERSION:
         raise DataError(f"{path} is of version {found.get('version')!r}; this Tilth reads {VERSION}")
     try:
-        return Costs(
-            tuple(_read_compute(c) for c in found["compute"]), tuple(_read_link(k) for k in found["links"]),
-            tuple(map(str, found["left"])), dict(found["about"]),
-        )  # fmt: skip
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path} is damaged: {type(error).__name__} {error}") from error
-
-
-def _read_compute(found: dict[str, Any]) -> Compute:
-    ranks = tuple((int(r), float(x)) for r, x in found["ranks"].items())
-    pairs = {name: _pair(found[name]) for name in ("tokens", "squares")}
-    numbers = {name: _cost(found, name) for name in ("fixed", "per_token", "per_square")}
-    short, long = map(float, found["lengths"])
-    read = {"ranks": ranks, "lengths": (short, long), "error": _read_error(found["error"])}
-    return Compute(**_known(found, Compute) | pairs | numbers | read)
-
-
-def _read_link(found: dict[str, Any]) -> Link:
-    bandwidth = float("inf") if found["bandwidth"] is None else _cost(found, "bandwidth")
-    numbers = {"latency": _cost(found, "latency"), "bandwidth": bandwidth}
-    return Link(**_known(found, Link) | numbers | {"error": _read_error(found["error"])})
-
-
-def _read_error(found: dict[str, Any]) -> Error:
-    given = _known(found, Error)
-    return Error(**given | {name: float("nan") for name in ("median", "p90") if given[name] is None})
-
-
-def _known(found: dict[str, Any], kind: type) -> dict[str, Any]:
-    """Its fields; KeyError for one that is missing, what is not known is left out."""
-    return {f.name: found[f.name] for f in fields(kind)}
-
-
-def _pair(found: list[Any]) -> tuple[int, int]:
-    least, greatest = map(int, found)
-    return least, greatest
-
-
-def _cost(found: dict[str, Any], name: str) -> float:
-    value = float(found[name])
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} = {value}")
-    return value
+        return TypeAdapter(Costs).validate_python(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DataError(f"{path} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tilth.config.schema import Recipe
+from tilth.config.axes import MODEL, over
+from tilth.config.schema import Layout, Recipe
 from tilth.core.memory import Room
 from tilth.plan.layout import Worker
 from tilth.plan.memory import BASE, micro_tokens
@@ -106,17 +107,14 @@ def _keys(recipe: Recipe, longest: int) -> Iterator[list[tuple[str, Recipe]]]:
         if n >= FEWEST_ROWS
     ]
     layout = recipe.policy.layout
-    if recipe.cluster.workers > 1 and layout.fsdp * layout.tp == 1 and not recipe.cluster.pools:
-        split = layout.model_copy(update={"fsdp": recipe.cluster.workers, "dp": 0})
-        changed = recipe.policy.model_copy(update={"layout": split})
-        words = f"policy.layout.fsdp={recipe.cluster.workers}"
-        yield [(words, recipe.model_copy(update={"policy": changed}))]
+    if recipe.cluster.workers > 1 and all(getattr(layout, n) == 1 for n in over(*MODEL)) and not recipe.cluster.pools:
+        split = Layout(fsdp=recipe.cluster.workers, zero=layout.zero)
+        yield [(f"policy.layout.fsdp={recipe.cluster.workers}", recipe.replaced("policy", layout=split))]
 
 
 def _with(recipe: Recipe, section: str, **values: int | bool) -> tuple[str, Recipe]:
-    changed = getattr(recipe, section).model_copy(update=values)
     words = " ".join(f"{section}.{key}={str(value).lower()}" for key, value in values.items())
-    return words, recipe.model_copy(update={section: changed})
+    return words, recipe.replaced(section, **values)
 
 
 def _size(nbytes: int) -> str:

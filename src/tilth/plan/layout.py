@@ -5,35 +5,23 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from tilth.config.axes import MODEL
 from tilth.config.checks import check_cluster, learners, pool_of, pools
-from tilth.config.errors import RecipeError
+from tilth.config.errors import AxisError, RecipeError
+from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import Layout as Wanted
 from tilth.config.schema import Recipe
 from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from tilth.core.layout import Shape as Sizes
-from tilth.plan.memory import (
-    BASE,
-    Memory,
-    Need,
-    critic_need,
-    judge_need,
-    policy_need,
-    reference_need,
-    reward_model_need,
-    rollout_need,
-    together,
-)
+from tilth.plan.memory import BASE, Memory, Need, together
 from tilth.plan.rules import VALUE_HEAD, along_tp, rule_of
-from tilth.plan.shape import DecoderShape, parameter_shapes, parameters
+from tilth.plan.shape import DecoderShape, parameter_shapes
 from tilth.plan.working import Cut
-
-NAMES = ("dp", "fsdp", "tp")
-"""Dimensions of a role's mesh. Rows are divided over dp and fsdp, elements of parameters over fsdp and tp."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a role is. ranks: global numbers of its workers; mesh: those, with the dimensions ``NAMES``."""
+    """Where a role is. ranks: global numbers of its workers; mesh: those, with all axes of ``config.axes``."""
 
     pool: str
     """ "" where all workers are one pool."""
@@ -43,28 +31,17 @@ class Placed:
     @property
     def data_ranks(self) -> int:
         """Ranks that take rows of their own."""
-        return self.mesh.sizes[0] * self.mesh.sizes[1]
+        return self.mesh.count("rows")
 
 
-def place(recipe: Recipe) -> dict[str, Placed]:
-    """Role -> where it is, for all roles that a run of this flow can have: policy, reference, critic, judge, rollout,
-    reward, recorder.
+def place(recipe: Recipe, *, generates: bool = True) -> dict[str, Placed]:
+    """Role -> where it is, for all roles that a run of this flow has. generates: whether it generates anything.
 
-    Pools take neighbouring ranks in their order. reward and recorder are one worker, the first of their pool; the
-    recorder, which reads what was generated, is where the reward is. RecipeError where workers, pools and layouts
-    contradict each other, with the key and the values that would work.
+    Pools take neighbouring ranks in their order. A role of one worker is on the first of its pool. RecipeError where
+    workers, pools and layouts contradict each other, with the key and the values that would work.
     """
     check_cluster(recipe)
-    placed = {role: _placed(recipe, role, layout) for role, layout in learners(recipe).items()}
-    if recipe.facts.learns == "documents":
-        return placed | {"recorder": _alone(recipe, "policy")}
-    if recipe.facts.judge:
-        placed["judge"] = _placed(recipe, "judge", recipe.judge.layout)
-    return placed | {
-        "rollout": _placed(recipe, "rollout", recipe.rollout.layout),
-        "reward": _alone(recipe, "reward"),
-        "recorder": _alone(recipe, "reward"),
-    }
+    return {role: _placed(recipe, spec) for role, spec in roles_of(recipe, generates=generates).items()}
 
 
 def ranks_of(recipe: Recipe, pool: str) -> range:
@@ -77,17 +54,12 @@ def ranks_of(recipe: Recipe, pool: str) -> range:
     raise RecipeError(f"no pool {pool!r} in cluster.pools; there is {', '.join(pools(recipe))}")
 
 
-def _placed(recipe: Recipe, role: str, layout: Wanted) -> Placed:
-    pool = pool_of(recipe, role)
+def _placed(recipe: Recipe, spec: RoleSpec) -> Placed:
+    pool = pool_of(recipe, spec.name)
     ranks = tuple(ranks_of(recipe, pool))
-    dp = layout.dp or len(ranks) // (layout.fsdp * layout.tp)
-    return Placed(pool, ranks, Mesh(NAMES, (dp, layout.fsdp, layout.tp), ranks))
-
-
-def _alone(recipe: Recipe, role: str) -> Placed:
-    pool = pool_of(recipe, role)
-    ranks = (ranks_of(recipe, pool)[0],)
-    return Placed(pool, ranks, Mesh(NAMES, (1, 1, 1), ranks))
+    if spec.mesh == "one":
+        return Placed(pool, ranks[:1], Mesh.of({}, ranks[:1]))
+    return Placed(pool, ranks, Mesh.of(spec.placed_by(recipe).layout.sizes(len(ranks)), ranks))
 
 
 # ---- what a shape allows ----
@@ -100,14 +72,14 @@ def check_shape(recipe: Recipe, shape: DecoderShape) -> None:
     any size are divided.
     """
     for role, layout in learners(recipe).items():
-        if role == "reward_model":  # has a shape of its own
+        if ROLES[role].values and ROLES[role].loads:  # has a shape of its own
             continue
         wrong = misfit(shape, layout.tp)
         if wrong:
             workers = len(ranks_of(recipe, pool_of(recipe, role)))
             right = [str(n) for n in range(1, workers + 1) if workers % n == 0 and not misfit(shape, n)]
             values = f"on {workers} workers tp may be {', '.join(right)}"
-            raise RecipeError(f"{role}.layout.tp = {layout.tp} does not divide {wrong}; {values}")
+            raise RecipeError(f"{ROLES[role].key}.layout.tp = {layout.tp} does not divide {wrong}; {values}")
 
 
 def misfit(shape: DecoderShape, tp: int) -> str:
@@ -124,21 +96,29 @@ def misfit(shape: DecoderShape, tp: int) -> str:
 
 
 def layouts(shape: DecoderShape, mesh: Mesh, *, value: bool = False) -> dict[str, Layout]:
-    """How each parameter lies over a role's mesh: tp splits first, fsdp the rows of what tp left, dp copies.
+    """How each parameter lies over a role's mesh.
 
     value: of a value model on this shape. Agrees with what ``parallel`` does.
     """
-    tp = mesh.sizes[mesh.names.index("tp")]
-    copies, table = max(1, tp // shape.num_kv_heads), shape.table + VALUE_HEAD
+    copies, table = max(1, mesh.size("tp") // shape.num_kv_heads), shape.table + VALUE_HEAD
     shapes = parameter_shapes(shape, value=value)
-    return {name: nested(mesh, sizes, along_tp(table, name, copies)) for name, sizes in shapes.items()}
+    return {name: nested(mesh, sizes, {"tp": along_tp(table, name, copies)}) for name, sizes in shapes.items()}
 
 
-def nested(mesh: Mesh, shape: Sizes, along_tp: Placement) -> Layout:
-    """dp copies; tp splits first, as it is told; fsdp splits the rows of what tp left."""
-    kinds: dict[str, Placement] = {"fsdp": Shard(0), "tp": along_tp}
-    split = (kinds.get(n, Replicate()) if size > 1 else Replicate() for n, size in zip(mesh.names, mesh.sizes))
-    order = sorted(range(len(mesh.names)), key=lambda i: (mesh.names[i] != "tp", mesh.names[i] != "fsdp", i))
+def nested(mesh: Mesh, shape: Sizes, along: Mapping[str, Placement]) -> Layout:
+    """Lay a parameter over a mesh: axes that divide the model alone split first, as ``along`` says by name; shards
+    split the rows of what those left; copies copy. AxisError for an axis that divides the model, not in ``along``.
+    """
+    model, shards = mesh.over(*MODEL), mesh.shards
+    split: list[Placement] = []
+    for name in mesh.names:
+        if mesh.size(name) == 1 or name not in model:
+            split.append(Replicate())
+        elif name in shards or name in along:
+            split.append(Shard(0) if name in shards else along[name])
+        else:
+            raise AxisError(f"axis {name!r} divides the model; nothing says how a parameter lies along it")
+    order = sorted(range(len(mesh.names)), key=lambda i: (mesh.names[i] not in model, mesh.names[i] in shards, i))
     return Layout(mesh, tuple(split), shape, tuple(order))
 
 
@@ -155,7 +135,7 @@ class Seat:
     """One role on one rank."""
 
     role: str
-    coordinates: tuple[int, ...]
+    coordinates: dict[str, int]
     elements: int
     """Parameters that it holds here."""
     need: Need
@@ -179,15 +159,13 @@ def per_rank(
     generates: bool = True,
     loaded: Mapping[str, DecoderShape] | None = None,
 ) -> list[Worker]:
-    """Predicted memory of each worker, where a sequence has at most ``longest`` tokens. Of one worker: ``predict``.
+    """Predicted memory of each worker, where a sequence has at most ``longest`` tokens.
 
     generates: whether the run has a rollout engine. loaded: role -> shape of its model where that is another one than
     the policy's. RecipeError as of ``place`` and ``check_shape``.
     """
-    placed = place(recipe)
+    placed = place(recipe, generates=generates)
     check_shape(recipe, shape)
-    if not generates:
-        placed = {role: p for role, p in placed.items() if role not in ("rollout", "reward")}
     shapes = loaded or {}
     seats = {role: _seats(recipe, role, p, shapes.get(role, shape), longest) for role, p in placed.items()}
     workers = []
@@ -198,50 +176,38 @@ def per_rank(
 
 
 def _seats(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int) -> dict[int, Seat]:
+    spec = ROLES[role]
+
     @cache
-    def need(fsdp: int, tp: int) -> tuple[int, Need]:
-        if role == "rollout":
-            return parameters(shape), rollout_need(recipe, shape, longest, placed.data_ranks)
-        if role == "judge":
-            positions = getattr(shape, "max_positions", recipe.model.context)
-            return parameters(shape), judge_need(recipe, shape, longest, positions, placed.data_ranks)
-        if role not in _NEEDS:
+    def need(rank: int) -> tuple[int, Need]:
+        if spec.memory is None:
             return 0, Need(())
-        part = cut(recipe, role, placed, shape, fsdp, tp)
-        return part.elements, _NEEDS[role](recipe, part, longest)
+        part = Cut(0, 0, shape, 0) if spec.mesh == "one" else cut(recipe, role, placed, shape, rank)
+        return part.elements, resolve(spec.memory)(recipe, part, longest)
 
-    found = {}
-    for rank in placed.ranks:
-        at = placed.mesh.coordinates(rank)
-        found[rank] = Seat(role, at, *need(*at[1:]))
-    return found
+    mesh = placed.mesh  # copies need the same
+    return {rank: Seat(role, mesh.at(rank), *need(mesh.along(rank, *mesh.copies)[0])) for rank in placed.ranks}
 
 
-_NEEDS = {
-    "policy": policy_need,
-    "reference": reference_need,
-    "critic": critic_need,
-    "reward_model": reward_model_need,
-}
-"""What each role that has a part of a model needs."""
-
-
-def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, fsdp: int, tp: int) -> Cut:
-    """What of the model of a learner is on its rank with these coordinates."""
-    wanted: Wanted = getattr(recipe, role).layout
-    values = role in ("critic", "reward_model") or (role == "policy" and recipe.facts.value)
-    sizes, table = placed.mesh.sizes, shape.table + VALUE_HEAD
-    own = layouts(shape, Mesh(NAMES, (1, *sizes[1:])), value=values)
-    part = layouts(shape, Mesh(NAMES, (1, 1, sizes[2])), value=values)  # what is computed with
-    at = fsdp * sizes[2] + tp
-    here = elements(own, at)
-    blocks = elements({name: own[name] for name in own if rule_of(table, name).kind == "matrix"}, at)
+def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: int) -> Cut:
+    """What of the model of a role is on one of its ranks."""
+    wanted: Wanted = ROLES[role].placed_by(recipe).layout
+    values = ROLES[role].values or (role == "policy" and recipe.facts.value)
+    mesh, table = placed.mesh, shape.table + VALUE_HEAD
+    model = mesh.over(*MODEL)
+    own = layouts(shape, mesh.part(rank, *model), value=values)
+    here = elements(own, rank)
+    blocks = elements({name: own[name] for name in own if rule_of(table, name).kind == "matrix"}, rank)
     gathered = 0
-    if wanted.fsdp > 1:
+    if mesh.size(*mesh.shards) > 1:
+        unsharded = mesh.part(rank, *(n for n in model if n not in mesh.shards))
+        part = layouts(shape, unsharded, value=values)  # what is computed with
         needed = part if wanted.zero == 2 else {name: part[name] for name in part if _at_once(name)}
-        gathered = elements(needed, tp)
-    spread = wanted.tp if wanted.sp else 1
-    return Cut(here, gathered, _part(shape, sizes[2]), blocks, spread, placed.data_ranks, sizes[0])
+        gathered = elements(needed, rank)
+    tp, tokens = mesh.size("tp"), mesh.count("tokens")
+    spread = tp if wanted.sp else 1
+    copies = mesh.size(*mesh.copies)
+    return Cut(here, gathered, _part(shape, tp), blocks, spread, placed.data_ranks, copies, tokens)
 
 
 def _at_once(name: str) -> bool:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tilth.config.schema import Recipe
 from tilth.plan.kernels import BLOCK, round_up
-from tilth.plan.shape import DecoderShape, matrices, parameters
+from tilth.plan.shape import DecoderShape, parameters
 from tilth.plan.working import (
     FP32,
     Asked,
@@ -75,22 +75,6 @@ class Need(NamedTuple):
     generation: tuple[Item, ...] = ()
 
 
-def predict(recipe: Recipe, shape: DecoderShape, longest: int, base: int = BASE, *, generates: bool = True) -> Memory:
-    """Of a run in one process in which a sequence has at most ``longest`` tokens, prompt and completion together.
-
-    generates: whether the run has a rollout engine.
-    """
-    whole = Cut(parameters(shape), 0, shape, matrices(shape))
-    needs = [policy_need(recipe, whole, longest)]
-    if recipe.facts.critic:
-        needs.append(critic_need(recipe, whole._replace(elements=parameters(shape, value=True)), longest))
-    if generates:
-        needs.append(rollout_need(recipe, shape, longest))
-    if recipe.refers:
-        needs.append(reference_need(recipe, whole, longest))
-    return together(recipe, needs, shape.vocab_size, base)
-
-
 def together(recipe: Recipe, needs: Sequence[Need], vocab: int, base: int = BASE) -> Memory:
     """Of one process with these roles, which take turns, and a tokenizer of so many tokens."""
     held = [Item("interpreter and libraries", base, host=True), Item("tokenizer", TOKEN * vocab, host=True)]
@@ -138,24 +122,25 @@ def reward_model_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
     return Need((Item("reward model", cut.elements * FP32),), training=scoring(recipe, cut, longest, head=False))
 
 
-def rollout_need(recipe: Recipe, shape: DecoderShape, longest: int, ranks: int = 1) -> Need:
-    """Of an engine with a whole copy of the model, one of so many that divide the rows."""
-    r, context = recipe.rollout, recipe.model.context
+def rollout_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
+    """Of an engine with a whole copy of the model, one of those that divide the rows."""
+    r, context, ranks = recipe.rollout, recipe.model.context, cut.ranks
     evaluated = -(-recipe.run.eval_prompts // ranks)
     wanted = [(evaluated, 1)] + ([(-(-r.prompts * r.group // ranks), r.group)] if recipe.facts.samples else [])
     most = [_asked(recipe, rows, group, longest, r.max_tokens, context, kv_tokens(recipe)) for rows, group in wanted]
-    needs = [_engine_need(recipe, shape, asked, "engine's copy of the weights", "KV cache") for asked in most]
+    needs = [_engine_need(recipe, cut.shape, asked, "engine's copy of the weights", "KV cache") for asked in most]
     return max(needs, key=lambda need: total((*need.held, *need.generation)))
 
 
-def judge_need(recipe: Recipe, shape: DecoderShape, longest: int, positions: int, ranks: int = 1) -> Need:
-    """Of a judge, an engine of its own model with so many positions. Its questions are taken to have twice the tokens
-    of what they are about, which they repeat step by step."""
+def judge_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
+    """Of a judge, an engine of its own model. Its questions are taken to have twice the tokens of what they are about,
+    which they repeat step by step."""
+    positions = getattr(cut.shape, "max_positions", recipe.model.context)
     r, most = recipe.rollout, min(positions, 2 * longest + recipe.judge.max_tokens)
-    rows = -(-r.prompts * r.group // ranks)
+    rows = -(-r.prompts * r.group // cut.ranks)
     capacity = r.max_rows * round_up(positions, BLOCK)
     asked = _asked(recipe, rows, 1, most, recipe.judge.max_tokens, positions, capacity)
-    return _engine_need(recipe, shape, asked, "judge's weights", "judge's KV cache")
+    return _engine_need(recipe, cut.shape, asked, "judge's weights", "judge's KV cache")
 
 
 def _asked(recipe: Recipe, rows: int, group: int, longest: int, new: int, context: int, capacity: int) -> Asked:

@@ -112,8 +112,7 @@ def plan_run(
     seen = (longest + 1) / 2
     at_first = warm == 0 or not recipe.facts.samples  # the end of a warm-up is the beginning of what follows
     flops = policy_rows * token_flops(shape, seen).both + critic_rows * token_flops(shape, seen, head=False).both
-    least = recipe.run.model_copy(update={"eval_prompts": min(recipe.run.eval_prompts, heldout_prompts)})
-    counted = recipe.model_copy(update={"run": least})
+    counted = recipe.replaced("run", eval_prompts=min(recipe.run.eval_prompts, heldout_prompts))
     return RunPlan(
         parameters=parameters(shape),
         critic_parameters=parameters(shape, value=True) if critic else 0,

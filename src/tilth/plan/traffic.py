@@ -1,13 +1,15 @@
 """Who talks to whom in a step, and how many bytes that is: from the layouts alone, every sequence as long as can be."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from tilth.config.axes import MODEL
 from tilth.config.checks import learners
+from tilth.config.roles import ROLES
 from tilth.config.schema import Layout as Wanted
 from tilth.config.schema import Recipe
+from tilth.core.layout import Mesh
 from tilth.plan.layout import Placed, cut, place
 from tilth.plan.memory import micro_tokens
 from tilth.plan.shape import DecoderShape, parameters
@@ -51,7 +53,7 @@ def work(recipe: Recipe, role: str, ranks: int, longest: int) -> Work:
     own = -(-rows // ranks) * longest
     updates = a.epochs * a.minibatches if samples else 1
     scores = role != "policy" or (samples and updates > 1) or recipe.facts.learns == "pairs"
-    learns = role in ("policy", "critic")
+    learns = ROLES[role].trains
     budget = micro_tokens(recipe, longest, ranks)
     one = -(-own // (a.minibatches if samples else 1))
     return Work(
@@ -69,67 +71,66 @@ def traffic(recipe: Recipe, shape: DecoderShape, longest: int, *, generates: boo
 
     longest: tokens of the longest sequence; generates: whether the run has engines.
     """
-    placed, found = place(recipe), list[Talk]()
+    placed, found = place(recipe, generates=generates), list[Talk]()
     for role, wanted in learners(recipe).items():
         where = placed[role]
-        part = cut(recipe, role, where, shape, 0, 0)
         found += _data(recipe, role, wanted, where, shape, longest)
-        found += _tensor(recipe, role, where, part.shape, longest, wanted.sp)
-    return found + (_publish(recipe, placed, shape) if generates and "rollout" in placed else [])
+        found += _tensor(recipe, role, where, shape, longest, wanted.sp)
+    for role in placed:
+        if ROLES[role].receives == "step":
+            found += _publish(recipe, placed["policy"], role, placed[role], shape)
+    return found
 
 
-def groups(placed: Placed, axis: str) -> tuple[tuple[int, ...], ...]:
-    """The ranks that differ in this dimension of the mesh alone, group by group."""
-    mesh = placed.mesh
-    table = np.moveaxis(np.array(mesh.ranks).reshape(mesh.sizes), mesh.names.index(axis), -1)
-    return tuple(tuple(map(int, row)) for row in table.reshape(-1, table.shape[-1]))
+def _talk(role: str, mesh: Mesh, axes: Sequence[str], what: str, sent: float) -> Talk:
+    used = [name for name in axes if mesh.size(name) > 1]
+    return Talk(role, ", ".join(used), mesh.groups(*used), what, int(sent))
 
 
 def _data(recipe: Recipe, role: str, wanted: Wanted, placed: Placed, shape: DecoderShape, longest: int) -> list[Talk]:
-    dp, fsdp, _ = placed.mesh.sizes
-    part, did = cut(recipe, role, placed, shape, 0, 0), work(recipe, role, placed.data_ranks, longest)
+    mesh = placed.mesh
+    copies, shards = mesh.size(*mesh.copies), mesh.size(*mesh.shards)
+    part, did = cut(recipe, role, placed, shape, placed.ranks[0]), work(recipe, role, placed.data_ranks, longest)
     found = []
-    if dp > 1 and did.updates:
-        sent = 2 * _share(dp) * part.elements * _FP32 * did.updates
-        found.append(Talk(role, "dp", groups(placed, "dp"), "gradients are added up, once an update", int(sent)))
-    if fsdp == 1:
+    if copies > 1 and did.updates:
+        sent = 2 * _share(copies) * part.elements * _FP32 * did.updates
+        found.append(_talk(role, mesh, mesh.copies, "gradients are added up, once an update", sent))
+    if shards == 1:
         return found
-    whole = part.elements * fsdp * _FP32  # of its tp part
+    whole = part.elements * shards * _FP32  # of its tp part
     if wanted.zero == 2:
         what = "parameters gathered, gradients scattered, once an update"
         times = 2 * did.updates + did.scored_micros
     else:
         what = "parameters gathered, gradients scattered, each micro-batch"
         times = 3 * did.micros + did.scored_micros  # gathered again on the way back
-    return [*found, Talk(role, "fsdp", groups(placed, "fsdp"), what, int(_share(fsdp) * whole * times))]
+    return [*found, _talk(role, mesh, mesh.shards, what, _share(shards) * whole * times)]
 
 
 def _tensor(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int, sp: bool) -> list[Talk]:
-    tp = placed.mesh.sizes[2]
+    tp, tokens = placed.mesh.size("tp"), placed.mesh.count("tokens")
     if tp == 1:
         return []
     did = work(recipe, role, placed.data_ranks, longest)
     element = 2 if recipe.train.precision == "bf16" else _FP32
     forward = 2 + 2 * recipe.train.checkpointing  # two blocks a layer, and again where they are recomputed
     each = shape.num_layers * shape.hidden_size * element * 2 * _share(tp)
-    sent = each * (did.tokens * (forward + 2) + did.scored * 2)
+    sent = each * (did.tokens * (forward + 2) + did.scored * 2) / tokens
     what = "tokens gathered and scattered" if sp else "outputs added up"
-    return [Talk(role, "tp", groups(placed, "tp"), f"{what} around both blocks of each layer", int(sent))]
+    return [_talk(role, placed.mesh, ["tp"], f"{what} around both blocks of each layer", sent)]
 
 
-def _publish(recipe: Recipe, placed: dict[str, Placed], shape: DecoderShape) -> list[Talk]:
-    source, target = placed["policy"], placed["rollout"]
-    _, fsdp, tp = source.mesh.sizes
-    found = []
-    if fsdp * tp > 1:
-        inner = tuple(tuple(map(int, row)) for row in np.array(source.mesh.ranks).reshape(-1, fsdp * tp))
-        sent = parameters(shape) * _FP32 // (fsdp * tp) * (fsdp * tp - 1)
-        found.append(Talk("publish", "fsdp, tp", inner, "whole tensors put together, in buckets", sent))
+def _publish(recipe: Recipe, source: Placed, role: str, target: Placed, shape: DecoderShape) -> list[Talk]:
+    model = source.mesh.over(*MODEL)
+    found, parts = list[Talk](), source.mesh.size(*model)
+    if parts > 1:
+        inner, sent = source.mesh.groups(*model), parameters(shape) * _FP32 // parts * (parts - 1)
+        found.append(Talk("publish", ", ".join(model), inner, "whole tensors put together, in buckets", sent))
     strangers = tuple(rank for rank in target.ranks if rank not in source.ranks)
     if strangers:
         element = 2 if recipe.train.precision == "bf16" else _FP32
         route = ((source.ranks[0], *strangers),)
-        found.append(Talk("publish", "to rollout", route, "the policy's weights", parameters(shape) * element))
+        found.append(Talk("publish", f"to {role}", route, "the policy's weights", parameters(shape) * element))
     return found
 
 
@@ -140,4 +141,5 @@ def _share(ranks: int) -> float:
 
 def tokens_of_rank(recipe: Recipe, placed: Placed, longest: int) -> int:
     """Most tokens of one step's batch on one rank that has rows."""
-    return math.ceil(work(recipe, "policy", 1, longest).rows / placed.data_ranks) * longest
+    rows = math.ceil(work(recipe, "policy", 1, longest).rows / placed.data_ranks)
+    return rows * -(-longest // placed.mesh.count("tokens"))

@@ -70,6 +70,8 @@ class Cut(NamedTuple):
     """Ranks that the rows of a batch are divided over."""
     copies: int = 1
     """Ranks that hold the same, of which each saves a share."""
+    tokens: int = 1
+    """Ranks that the tokens of each row are divided over."""
 
 
 class Micro(NamedTuple):
@@ -104,8 +106,14 @@ def on_gpu(recipe: Recipe) -> bool:
 # ---- micro-batches ----
 
 
-def micro_batches_of(recipe: Recipe, longest: int, ranks: int) -> Iterator[Micro]:
-    """Of each phase that the recipe has, on one of so many ranks."""
+def micro_batches_of(recipe: Recipe, longest: int, cut: Cut) -> Iterator[Micro]:
+    """The largest micro-batch of each phase that the recipe has, on one rank."""
+    for micro in _whole_rows(recipe, longest, cut.ranks):
+        computed, seen, chosen = (-(-count // cut.tokens) for count in micro[:3])
+        yield micro._replace(computed=computed, seen=seen, chosen=chosen)
+
+
+def _whole_rows(recipe: Recipe, longest: int, ranks: int) -> Iterator[Micro]:
     w, budget = recipe.supervised, recipe.train.micro_tokens
     if w.steps or w.epochs:
         rows = -(-w.batch * recipe.facts.rows // ranks)
@@ -197,9 +205,7 @@ def logits_bytes(recipe: Recipe, cut: Cut, rows: int, temperature: float, *, lea
 def training(recipe: Recipe, cut: Cut, longest: int, *, head: bool = True) -> tuple[Item, ...]:
     """Working set, gradients included, of the moment of a step that needs most. head: whether there are logits."""
     moments = [
-        moment
-        for m in micro_batches_of(recipe, longest, cut.ranks)
-        for moment in _moments(recipe, cut, longest, m, head)
+        moment for m in micro_batches_of(recipe, longest, cut) for moment in _moments(recipe, cut, longest, m, head)
     ]
     return max(moments, key=total)
 
@@ -250,7 +256,7 @@ def _cast(recipe: Recipe, shape: DecoderShape) -> int:
 def scoring(recipe: Recipe, cut: Cut, longest: int, *, head: bool = True) -> tuple[Item, ...]:
     """Working set of a pass without gradients. head: whether there are logits."""
     found = []
-    for micro in micro_batches_of(recipe, longest, cut.ranks):
+    for micro in micro_batches_of(recipe, longest, cut):
         layer = layer_bytes(recipe, cut, longest, micro)
         logits = logits_bytes(recipe, cut, micro.chosen, micro.temperature, learns=False) if head else 0
         working = [Item("activations of scoring", layer), Item("slack of the allocator", int(SLACK * layer))]

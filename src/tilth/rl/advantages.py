@@ -80,8 +80,8 @@ def estimate(
         lengths: integers [n], tokens of each sequence. mask: [total], not 0 where the policy chose the token.
         groups: integers [n], samples of one occurrence of a prompt share one.
         values, logprobs, ref_logprobs: [total], for estimators that need them.
-        reduce: sums a float64 vector over workers, for the scope "global moments" (``Grid.sum``).
-        gather: columns of all workers, for the scopes that depend on other rows (``Grid.gather_rows``).
+        reduce: sums a float64 vector over workers, for the scope "global moments" (``ParallelDims.sum``).
+        gather: columns of all workers, for the scopes that depend on other rows (``ParallelDims.gather_rows``).
         row: integers [n], index of each row in the whole batch, as ``gather`` goes by; None: 0, 1, 2, ..., all of it.
         options: options of the estimator; further columns that it needs or takes go here too, by name (rows [n]:
             ``baselines``, ``part/NAME``; tokens [total]: ``sum_pi_squared``, ``weights``).

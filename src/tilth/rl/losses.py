@@ -120,8 +120,8 @@ def thresholds(
     workers, every worker calls it, those without rows too. No gradient is kept.
 
     Args: as in ``policy_loss``; logprobs are those of the policy that the loss will see first.
-        reduce: sums a float64 vector over workers (``Grid.sum``).
-        gather: row columns of all workers (``Grid.gather_rows``).
+        reduce: sums a float64 vector over workers (``ParallelDims.sum``).
+        gather: row columns of all workers (``ParallelDims.gather_rows``).
         options: those of the loss.
 
     Raises: RecipeError (unknown name or option, missing column), TokenCountError (a column of another size).

@@ -14,7 +14,8 @@ from tilth.core.errors import ModelError
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.roles.experience import check_identity, on_rows, put_like
 from tilth.roles.objective import aggregation
-from tilth.roles.shares import Everyone, Shares, alone, check_weight, everyone, leads
+from tilth.roles.scoring import forward
+from tilth.roles.shares import Gather, alone, check_weight, gather_data_ranks, global_denominator, is_first_data_rank
 from tilth.roles.state import Learner, whole_tensors
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
 from tilth.training.packed import Micro, packed_values
@@ -59,13 +60,7 @@ class CriticWorker(Learner):
         """Add ``values``: of the state in which each token of the mask was chosen, before any update on this batch."""
         with on_rows("values", batch):
             columns = batch.read(self.store, "tokens", "mask")
-            found = packed_values(
-                self.engine.sharded,
-                columns["tokens"],
-                columns["mask"].values,
-                max_tokens=self.engine.micro_tokens,
-                parity=self.engine.parity,
-            )
+            found = forward(self.engine, packed_values, columns["tokens"], columns["mask"].values)
             return put_like(batch, self.store, "values", found, columns["tokens"])
 
     @transfer(split="rows", gather="merge")
@@ -77,7 +72,9 @@ class CriticWorker(Learner):
             check_identity(batch, tokens)
             per_token = {name: column.values for name, column in columns.items()}
             mask = per_token.pop("mask")
-            loss, whole = value_loss(aggregation(how), mask, tokens, self.clip, self.norm_length, everyone(self.grid))
+            loss, whole = value_loss(
+                aggregation(how), mask, tokens, self.clip, self.norm_length, gather_data_ranks(self.grid)
+            )
             starts = batch.rows.get("start")
             found = self.engine.update(tokens, mask, per_token, loss, entropy=False, dropout=False, starts=starts)
             spent.set(flops=found.flops)
@@ -88,15 +85,15 @@ class CriticWorker(Learner):
         return found.metrics | {
             "value/grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
             "value/lr": rl.Metric(found.lr, 1, "mean"),
-            "value/skipped": rl.Metric(float(found.skipped and leads(self.grid)), 1, "sum"),
+            "value/skipped": rl.Metric(float(found.skipped and is_first_data_rank(self.grid)), 1, "sum"),
         }
 
 
 def value_loss(
-    aggregation: str, mask: np.ndarray, tokens: Ragged, clip: float, norm_length: int, everyone: Everyone = alone
+    aggregation: str, mask: np.ndarray, tokens: Ragged, clip: float, norm_length: int, gather: Gather = alone
 ) -> tuple[Loss, float]:
     """The value loss with the denominator of the whole batch, and the weight that all of its tokens have in it."""
-    shares = Shares.of(aggregation, mask, tokens, norm_length, everyone)
+    shared = global_denominator(aggregation, mask, tokens, norm_length, gather)
 
     def loss(micro: Micro) -> tuple[Tensor, Metrics]:
         found = rl.value_loss(
@@ -107,9 +104,9 @@ def value_loss(
             micro.lengths,
             clip=clip,
             aggregation=aggregation,
-            denominator=shares.denominator,
-            **shares.options,
+            denominator=shared.denominator,
+            **shared.options,
         )
-        return found.loss, found.metrics | shares.weight(micro)
+        return found.loss, found.metrics | shared.weight(micro)
 
-    return loss, shares.whole
+    return loss, shared.whole

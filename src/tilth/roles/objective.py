@@ -13,7 +13,7 @@ from tilth.config.schema import Algorithm
 from tilth.core.batch import Ragged
 from tilth.rl.correction import Corrector
 from tilth.rl.registry import Entry, Kind, build
-from tilth.roles.shares import Everyone, Shares, alone
+from tilth.roles.shares import Gather, GlobalDenominator, alone, global_denominator
 from tilth.training.engine import Loss
 from tilth.training.packed import Micro
 
@@ -56,11 +56,11 @@ def ratio_to(how: Algorithm) -> str:
 
 @dataclass(frozen=True)
 class Objective:
-    """Makes the loss of one update. everyone: numbers of the rows of all workers; found: of the loss's first pass."""
+    """Makes the loss of one update. gather: numbers of the rows of all workers; found: of the loss's first pass."""
 
     how: Algorithm
     norm_length: int
-    everyone: Everyone = alone
+    gather: Gather = alone
     found: Mapping[str, float] | None = None
 
     def of(self, mask: np.ndarray, tokens: Ragged, right: np.ndarray | None = None) -> tuple[Loss, float]:
@@ -69,14 +69,14 @@ class Objective:
         mask: [N] of this worker's rows; right: [N], 1 at the tokens of right answers, where their likelihood counts.
         """
         how = self.how
-        shares = Shares.of(aggregation(how), mask, tokens, self.norm_length, self.everyone)
-        rights = 0.0 if right is None else max(float(self.everyone(np.array([(right * mask).sum()])).sum()), 1.0)
+        shared = global_denominator(aggregation(how), mask, tokens, self.norm_length, self.gather)
+        rights = 0.0 if right is None else max(float(self.gather(np.array([(right * mask).sum()])).sum()), 1.0)
 
         def loss(micro: Micro) -> tuple[Tensor, Metrics]:
-            found = self._policy(micro, shares)
-            total, metrics = found.loss, found.metrics | shares.weight(micro)
+            found = self._policy(micro, shared)
+            total, metrics = found.loss, found.metrics | shared.weight(micro)
             if how.entropy_coef:
-                total = total - how.entropy_coef * shares.add_up(micro.entropy, micro)
+                total = total - how.entropy_coef * shared.add_up(micro.entropy, micro)
             if rights:
                 likelihood, nll = _likelihood(micro)
                 total = total + how.nll_coef * likelihood / rights
@@ -84,9 +84,9 @@ class Objective:
             entropy = rl.Metric(float(micro.entropy.detach().sum()), float(micro.mask.sum()), "mean")
             return total, metrics | {"entropy": entropy}
 
-        return loss, shares.whole
+        return loss, shared.whole
 
-    def _policy(self, micro: Micro, shares: Shares) -> rl.LossResult:
+    def _policy(self, micro: Micro, shared: GlobalDenominator) -> rl.LossResult:
         how, columns = self.how, micro.columns
         return rl.policy_loss(
             how.loss,
@@ -100,9 +100,9 @@ class Objective:
             weights=columns.get("weights"),
             uniforms=columns.get("uniforms"),
             thresholds=self.found,
-            aggregation=shares.aggregation,
-            denominator=shares.denominator,
-            **shares.options,
+            aggregation=shared.aggregation,
+            denominator=shared.denominator,
+            **shared.options,
             **options("losses", how.loss, how),
         )
 

@@ -18,12 +18,13 @@ from tilth.cluster.protocol import transfer
 from tilth.config.schema import Preference
 from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.errors import TilthError
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 from tilth.rl.packing import Gather
 from tilth.rl.preference import PreferenceResult
 from tilth.roles.experience import check_identity, on_rows
 from tilth.roles.policy import PolicyWorker
-from tilth.roles.shares import account, check_weight, leads
+from tilth.roles.scoring import Scores, forward
+from tilth.roles.shares import account, check_weight, is_first_data_rank
 from tilth.roles.state import Learner
 from tilth.training.engine import Loss, TrainEngine
 from tilth.training.noise import WEIGHT
@@ -110,7 +111,7 @@ class Prefers:
 
     engine: TrainEngine
     store: Store
-    grid: Grid
+    grid: ParallelDims
     what: str
     """What a micro-batch has that scores are made of: logprobs or values."""
 
@@ -159,7 +160,7 @@ class Prefers:
 
     def _measured(self, found: PreferenceResult) -> Metrics:
         """All workers know all pairs: one of them tells."""
-        if not leads(self.grid) or not len(found.losses):
+        if not is_first_data_rank(self.grid) or not len(found.losses):
             return {}
         numbers = {name: rl.Metric(float(m.total), float(m.count), m.reduction) for name, m in found.metrics.items()}
         return numbers | {
@@ -174,9 +175,7 @@ class PairPolicyWorker(Prefers, PolicyWorker):
     what = "logprobs"
 
     def _scores(self, tokens: Ragged, mask: np.ndarray) -> np.ndarray:
-        engine = self.engine
-        found = packed_logprobs(engine.sharded, tokens, mask, max_tokens=engine.micro_tokens, parity=engine.parity)
-        return _row_sums(found, tokens)
+        return _row_sums(forward(self.engine, packed_logprobs, tokens, mask), tokens)
 
     def _slopes(self, tokens: Ragged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
         return (np.repeat(slopes, tokens.lengths) * (mask != 0)).astype(np.float32)
@@ -193,19 +192,18 @@ class RewardModelWorker(Prefers, Learner):
         self.store = store
 
     def _scores(self, tokens: Ragged, mask: np.ndarray) -> np.ndarray:
-        engine = self.engine
-        return ratings(engine.sharded, tokens, mask, micro_tokens=engine.micro_tokens, parity=engine.parity)
+        return ratings(self.engine, tokens, mask)
 
     def _slopes(self, tokens: Ragged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
         return _at(_last(tokens, mask), slopes, len(mask))
 
 
-def ratings(model: object, tokens: Ragged, mask: np.ndarray, *, micro_tokens: int, parity: bool) -> np.ndarray:
+def ratings(owner: Scores, tokens: Ragged, mask: np.ndarray) -> np.ndarray:
     """What a reward model says of each sequence: its value after the last token in the mask, float64 [n].
 
-    NaN where the mask has no token. model: a value model, sharded or not.
+    NaN where the mask has no token. owner: of a value model.
     """
-    found = packed_ratings(model, tokens, mask, max_tokens=micro_tokens, parity=parity)  # type: ignore[arg-type]
+    found = forward(owner, packed_ratings, tokens, mask)
     last = _last(tokens, mask)
     return np.where(last >= 0, found[last].astype(np.float64) if len(found) else np.nan, np.nan)
 

@@ -14,8 +14,8 @@ from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.random import stream
 from tilth.roles.experience import check_identity, is_right, on_rows, put_like
 from tilth.roles.objective import RIGHT, Objective, bypass, entry, options, ratio_to
-from tilth.roles.scoring import scored
-from tilth.roles.shares import account, check_weight, everyone
+from tilth.roles.scoring import forward, scored
+from tilth.roles.shares import account, check_weight, gather_data_ranks
 from tilth.roles.state import Learner
 from tilth.trace.spans import span
 from tilth.training.engine import TrainEngine, UpdateResult
@@ -85,10 +85,13 @@ class PolicyWorker(Learner):
 
     def _others(self, batch: Batch) -> dict[str, Any]:
         """How an estimator sees the rows of other workers, where there are any."""
-        if self.grid.size("dp", "fsdp") == 1:
+        if self.grid.mesh.count("rows") == 1:
             return {}
         rows = torch.from_numpy(batch["row"].copy())
-        return {"reduce": self.grid.sum, "gather": self.grid.gather_rows, "row": rows}
+        return {"reduce": self._sum_rows, "gather": self.grid.gather_rows, "row": rows}
+
+    def _sum_rows(self, vector: Tensor) -> Tensor:
+        return self.grid.sum(vector, "rows")
 
     @transfer(split="rows", gather="rows")
     def logprobs(self, batch: Batch, *, squares: bool = False) -> Batch:
@@ -100,15 +103,8 @@ class PolicyWorker(Learner):
             return scored(batch, self.store, self.engine, self.temperature, "old_logprobs", "logprobs")
         with on_rows("logprobs", batch):
             columns = batch.read(self.store, "tokens", "mask")
-            tokens, engine = columns["tokens"], self.engine
-            found = packed_squares(
-                engine.sharded,
-                tokens,
-                columns["mask"].values,
-                max_tokens=engine.micro_tokens,
-                temperature=self.temperature,
-                parity=engine.parity,
-            )
+            tokens, mask = columns["tokens"], columns["mask"].values
+            found = forward(self.engine, packed_squares, tokens, mask, temperature=self.temperature)
             for name, values in zip(("old_logprobs", "sum_pi_squared"), found):
                 batch = put_like(batch, self.store, name, values, tokens)
             return batch
@@ -136,7 +132,7 @@ class PolicyWorker(Learner):
             if how.nll_coef:
                 per_token[RIGHT] = np.repeat(is_right(batch).astype(np.uint8), tokens.lengths)
             found = self._first_pass(batch, how, mask, tokens, per_token)
-            objective = Objective(how, self.norm_length, everyone(self.grid), found)
+            objective = Objective(how, self.norm_length, gather_data_ranks(self.grid), found)
             loss, weight = objective.of(mask, tokens, per_token.get(RIGHT))
             done = self.engine.update(
                 tokens,
@@ -172,7 +168,7 @@ class PolicyWorker(Learner):
             advantages=known.get("advantages"),
             mask=_tensor(per_token["mask"]),
             lengths=torch.from_numpy(tokens.lengths),
-            reduce=self.grid.sum,
+            reduce=self._sum_rows,
             **given,
         )
 
@@ -188,15 +184,7 @@ class PolicyWorker(Learner):
             return None
         if "uniforms" in chosen.needs:
             per_token["uniforms"] = self._uniforms(batch, tokens)
-        engine = self.engine
-        now = packed_logprobs(
-            engine.sharded,
-            tokens,
-            mask,
-            max_tokens=engine.micro_tokens,
-            temperature=self.temperature,
-            parity=engine.parity,
-        )
+        now = forward(self.engine, packed_logprobs, tokens, mask, temperature=self.temperature)
         uniforms = per_token.get("uniforms")
         return rl.thresholds(
             how.loss,
@@ -236,13 +224,7 @@ class PolicyWorker(Learner):
         """Negative log-likelihood (nats) of the tokens in the mask, as ``loss``: sum and count; no gradient."""
         columns = batch.read(self.store, "tokens", "mask")
         mask = columns["mask"].values
-        found = packed_logprobs(
-            self.engine.sharded,
-            columns["tokens"],
-            mask,
-            max_tokens=self.engine.micro_tokens,
-            parity=self.engine.parity,
-        )
+        found = forward(self.engine, packed_logprobs, columns["tokens"], mask)
         return {"loss": rl.Metric(-float(found.sum(dtype=np.float64)), float(mask.sum(dtype=np.int64)), "mean")}
 
     def _account(self, found: UpdateResult) -> Metrics:

@@ -35,13 +35,7 @@ class RatingWorker:
         with on_rows("score", batch):
             columns = batch.read(self.store, "tokens", "mask")
             check_identity(batch, columns["tokens"])
-            found = ratings(
-                self.sharded,
-                columns["tokens"],
-                columns["mask"].values,
-                micro_tokens=self.micro_tokens,
-                parity=self.parity,
-            )
+            found = ratings(self, columns["tokens"], columns["mask"].values)
             found = np.where(np.isfinite(found), found, np.nan)
             before = np.zeros(len(batch)) if alone else batch["reward"].astype(np.float64)
             total = before + self.weight * found.astype(np.float64)

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from tilth.cluster.context import Context
 from tilth.cluster.protocol import transfer
+from tilth.config.roles import ROLES
 from tilth.core.checksum import checksum
 from tilth.core.errors import WeightMismatch
 from tilth.core.layout import Mesh, Shape
 from tilth.models.value import OUTPUT
-from tilth.parallel.grid import Grid
-from tilth.parallel.meeting import broadcast
+from tilth.parallel.comm import broadcast
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import WHOLE, Sharded, buckets
 from tilth.trace.spans import span
 
@@ -53,7 +54,7 @@ class Route:
     """This worker holds a receiver."""
     gathers: bool
     """It puts whole tensors together: for itself, for its peers or to send them."""
-    outside: Grid | None
+    outside: ParallelDims | None
     """The sender and the receivers without a part of the policy, of which this worker is one; None: it is not."""
 
 
@@ -88,11 +89,13 @@ class RelayWorker:
         members = (self.source.ranks[0], *strangers)
         source = rank in inside
         shared = any(r in inside for r in target.ranks)
-        first_replica = source and self.source.coordinates(rank)[0] == 0
+        first_replica = source and not self.source.index(rank, *self.source.copies)
         return Route(
             target=rank in target.ranks,
             gathers=source and (shared or first_replica),
-            outside=Grid.of(Mesh(("to",), (len(members),), members), rank) if strangers and rank in members else None,
+            outside=ParallelDims.of(Mesh(("to",), (len(members),), members), rank, self.context.generation)
+            if strangers and rank in members
+            else None,
         )
 
     @transfer(split="all", gather="all")
@@ -116,8 +119,8 @@ class RelayWorker:
         return Delivery(self.context.rank, len(expected) if receiver is not None else 0, self._bytes)
 
     def _wanted(self, target: str) -> list[str]:
-        """What a target must hold afterwards: a critic has no use for the policy's output head."""
-        return [name for name in self.shapes if target != "critic" or not name.startswith(OUTPUT)]
+        """What a target must hold afterwards: a value model has no use for the policy's output head."""
+        return [name for name in self.shapes if not ROLES[target].values or not name.startswith(OUTPUT)]
 
     def _stream(self, route: Route, dtype: torch.dtype, expected: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in the target's dtype; ``expected`` gets the checksums of the policy's own."""
@@ -132,7 +135,7 @@ class RelayWorker:
             yield from whole.items()
 
     def _broadcast(
-        self, grid: Grid, names: list[str], whole: Mapping[str, Tensor], dtype: torch.dtype
+        self, grid: ParallelDims, names: list[str], whole: Mapping[str, Tensor], dtype: torch.dtype
     ) -> dict[str, Tensor]:
         """One flat buffer of a bucket, from the first of the grid to all."""
         sizes = [math.prod(self.shapes[name]) for name in names]
@@ -154,7 +157,7 @@ class RelayWorker:
         expected |= {name: total + 2**63 for name, total in zip(names, sums.tolist())}
 
 
-def _send(x: Tensor, grid: Grid) -> None:
+def _send(x: Tensor, grid: ParallelDims) -> None:
     """Fill x with what the first of the grid has in it."""
     group = grid.group("to")
     assert group is not None  # a sender and a stranger at least
@@ -167,8 +170,7 @@ def verify_weights(expected: Mapping[str, int], received: Mapping[str, int], tar
     wrong += [name for name in received if name not in expected]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        where = "the rollout engine" if target == "rollout" else f"the {target}"
         raise WeightMismatch(
-            f"after publishing, {', '.join(wrong[:3])}{more} in {where} differ from the trainer's; "
+            f"after publishing, {', '.join(wrong[:3])}{more} in the {ROLES[target].label} differ from the trainer's; "
             "the run stops before it learns from a wrong policy"
         )

@@ -1,11 +1,16 @@
 """Log-probs of a batch under a model that may be spread over workers, as a payload column."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
-from tilth.core.batch import Batch, Store
+import numpy as np
+
+from tilth.core.batch import Batch, Ragged, Store
 from tilth.parallel.sharded import Sharded
 from tilth.roles.experience import on_rows, put_like
 from tilth.training.packed import packed_logprobs
+
+Found = TypeVar("Found")
 
 
 class Scores(Protocol):
@@ -16,16 +21,15 @@ class Scores(Protocol):
     parity: bool
 
 
+def forward(owner: Scores, run: Callable[..., Found], tokens: Ragged, mask: np.ndarray, **more: Any) -> Found:
+    """Run one of ``training.packed.packed_*`` with the owner's model, micro-batches and parity."""
+    return run(owner.sharded, tokens, mask, max_tokens=owner.micro_tokens, parity=owner.parity, **more)
+
+
 def scored(batch: Batch, store: Store, owner: Scores, temperature: float, column: str, op: str) -> Batch:
     """Add the log-probs of the chosen tokens under the owner's model as a payload column; ``op`` names its time."""
     with on_rows(op, batch):
         columns = batch.read(store, "tokens", "mask")
-        values = packed_logprobs(
-            owner.sharded,
-            columns["tokens"],
-            columns["mask"].values,
-            max_tokens=owner.micro_tokens,
-            temperature=temperature,
-            parity=owner.parity,
-        )
-        return put_like(batch, store, column, values, columns["tokens"])
+        tokens = columns["tokens"]
+        values = forward(owner, packed_logprobs, tokens, columns["mask"].values, temperature=temperature)
+        return put_like(batch, store, column, values, tokens)

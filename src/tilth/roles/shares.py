@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import tilth.rl as rl
+from tilth.config.axes import DATA
 from tilth.core.batch import Ragged
 from tilth.core.errors import TokenCountError
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 from tilth.training.engine import UpdateResult
 from tilth.training.noise import WEIGHT
 from tilth.training.packed import Micro
@@ -20,45 +21,23 @@ WEIGHT_TOLERANCE = 1e-5
 """Relative; above the rounding of float32 sums (tokens that are lost one by one are counted by the engine)."""
 
 
-Everyone = Callable[[np.ndarray], np.ndarray]
+Gather = Callable[[np.ndarray], np.ndarray]
 """From numbers of one's own rows [n] to those of the rows of all workers [whole], in any order."""
 
 
 def alone(numbers: np.ndarray) -> np.ndarray:
-    """``Everyone`` where one worker has all rows."""
+    """Return the numbers of one worker that has all rows."""
     return numbers
 
 
 @dataclass(frozen=True)
-class Shares:
-    """A recipe's aggregation, bound to one batch. whole: the weight that all tokens of the batch have together.
-
-    Of a batch that is spread over workers, denominator and whole are those of all of it: every worker must ask.
-    """
+class GlobalDenominator:
+    """A recipe's aggregation, bound to one batch. whole: the weight that all tokens of the batch have together."""
 
     aggregation: str
     denominator: float
     options: dict[str, Any]
     whole: float
-
-    @classmethod
-    def of(
-        cls, aggregation: str, mask: np.ndarray, tokens: Ragged, norm_length: int, everyone: Everyone = alone
-    ) -> "Shares":
-        """mask: [N] over all tokens of this worker's rows; norm_length: fixed length of Dr.GRPO's aggregation."""
-        lengths = torch.from_numpy(np.ascontiguousarray(tokens.lengths))
-        own = rl.token_counts(torch.from_numpy(np.ascontiguousarray(mask)), lengths)
-        counts = torch.from_numpy(everyone(own.numpy()))
-        takes_length = "norm_length" in rl.options("aggregations", aggregation)
-        options: dict[str, Any] = {"norm_length": norm_length} if takes_length else {}
-        denominator = rl.row_denominator(aggregation, counts, **options)
-        ones = torch.ones(int(counts.sum()))
-        whole = (
-            rl.aggregate(aggregation, ones, mask=ones, lengths=counts[counts > 0], denominator=denominator, **options)
-            if len(ones)
-            else 0.0
-        )
-        return cls(aggregation, denominator, options, float(whole))
 
     def add_up(self, values: Tensor, micro: Micro) -> Tensor:
         """Share of a micro-batch's token values [N] in the whole batch's one number."""
@@ -77,17 +56,39 @@ class Shares:
         return {WEIGHT: rl.Metric(float(self.add_up(ones, micro)), 1, "sum")}
 
 
-def everyone(grid: Grid) -> Everyone:
-    """Numbers of the rows of all data-parallel ranks of a grid."""
-    return lambda own: grid.gather_rows({"numbers": own})["numbers"]
+def global_denominator(
+    aggregation: str, mask: np.ndarray, tokens: Ragged, norm_length: int, gather: Gather = alone
+) -> GlobalDenominator:
+    """Count the tokens of the whole batch; on several workers a collective call.
+
+    mask: [N] over all tokens of this worker's rows; norm_length: fixed length of Dr.GRPO's aggregation.
+    """
+    lengths = torch.from_numpy(np.ascontiguousarray(tokens.lengths))
+    own = rl.token_counts(torch.from_numpy(np.ascontiguousarray(mask)), lengths)
+    counts = torch.from_numpy(gather(own.numpy()))
+    takes_length = "norm_length" in rl.options("aggregations", aggregation)
+    options: dict[str, Any] = {"norm_length": norm_length} if takes_length else {}
+    denominator = rl.row_denominator(aggregation, counts, **options)
+    ones = torch.ones(int(counts.sum()))
+    whole = (
+        rl.aggregate(aggregation, ones, mask=ones, lengths=counts[counts > 0], denominator=denominator, **options)
+        if len(ones)
+        else 0.0
+    )
+    return GlobalDenominator(aggregation, denominator, options, float(whole))
 
 
-def leads(grid: Grid) -> bool:
-    """Whether this is the first data-parallel rank: what all of them know alike, it tells."""
-    return grid.coordinate("dp") == grid.coordinate("fsdp") == 0
+def gather_data_ranks(grid: ParallelDims) -> Gather:
+    """Return what gathers numbers of rows from all data-parallel ranks; those that divide a row's tokens add up."""
+    return lambda own: grid.gather_rows({"numbers": grid.sum(torch.from_numpy(own), "tokens").numpy()})["numbers"]
 
 
-def account(found: UpdateResult, grid: Grid) -> dict[str, rl.Metric]:
+def is_first_data_rank(grid: ParallelDims) -> bool:
+    """True on the first data-parallel rank, which reports values that all ranks share."""
+    return grid.first(*DATA)
+
+
+def account(found: UpdateResult, grid: ParallelDims) -> dict[str, rl.Metric]:
     """What one optimizer step of a model that learns reports, whatever its loss was; without the loss's value."""
     padded = {"micro_batches/padded": rl.Metric(found.padded, 1, "sum")} if found.padded else {}
     return (
@@ -97,12 +98,12 @@ def account(found: UpdateResult, grid: Grid) -> dict[str, rl.Metric]:
             "grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
             "lr": rl.Metric(found.lr, 1, "mean"),
             "tokens/trained": rl.Metric(found.tokens, 1, "sum"),
-            "steps/skipped": rl.Metric(float(found.skipped and leads(grid)), 1, "sum"),
+            "steps/skipped": rl.Metric(float(found.skipped and is_first_data_rank(grid)), 1, "sum"),
         }
     )
 
 
-def check_weight(metrics: dict[str, rl.Metric], expected: float, grid: Grid) -> None:
+def check_weight(metrics: dict[str, rl.Metric], expected: float, grid: ParallelDims) -> None:
     """Raise TokenCountError unless all micro-batches of all ranks weigh together what the whole batch does.
 
     Takes the metric out. Every data-parallel rank must ask.

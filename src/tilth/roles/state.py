@@ -11,7 +11,7 @@ from tilth.checkpoint import Group, Saver, Share, open_checkpoint, state_layouts
 from tilth.checkpoint.storage import storage_of
 from tilth.cluster.protocol import transfer
 from tilth.core.errors import CheckpointError, StorageError
-from tilth.parallel.grid import Grid
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import Sharded
 from tilth.training.engine import TrainEngine
 from tilth.training.peak import measured_flops
@@ -134,16 +134,17 @@ def read_state(path: str, groups: Groups, sharded: Sharded) -> None:
     sharded.reshard()
 
 
-def replicas(grid: Grid) -> Share | None:
+def replicas(grid: ParallelDims) -> Share | None:
     """Ranks that hold the same, so that each can read some of it and give it to the others; None without such.
 
     That pays where bytes come over a network; on one machine all read from its page cache, which is faster than gloo.
     """
-    group = grid.group("dp")
-    return None if group is None else Share.of_group(group, grid.ranks("dp"), grid.rank)
+    copies = grid.mesh.copies
+    group = grid.group(*copies)
+    return None if group is None else Share.of_group(group, grid.ranks(*copies), grid.rank)
 
 
-def _one_machine(grid: Grid) -> bool:
+def _one_machine(grid: ParallelDims) -> bool:
     """Whether all data ranks are on it; a collective call."""
     name = zlib.crc32(os.uname().nodename.encode())
     return grid.most(name) == -grid.most(-name)

@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilth.config.axes import DATA, MODEL
 from tilth.config.schema import Optimizer as OptimizerSection
 from tilth.core.batch import Ragged
 from tilth.core.errors import NonFiniteError, RecipeError, TokenCountError
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.decoder import Decoder, not_finite
-from tilth.parallel.grid import DATA, MODEL, Grid
-from tilth.parallel.meeting import lent
+from tilth.parallel.comm import lent
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import Sharded
 from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
@@ -139,7 +140,7 @@ class TrainEngine:
         _check_layout(self.grid, watch)
         self.scorer, self.schedule = scorer, schedule
         self.section = optimizer
-        parts = self.sharded if self.grid.size(*MODEL) > 1 else None
+        parts = self.sharded if self.grid.mesh.count(*MODEL) > 1 else None
         self.optimizers = Optimizers(self.sharded.parameters, optimizer, model.table, parts)
         self.ema = Average(self.optimizers.parameters, ema)
         self.noise = NoiseScale() if "noise_scale" in watch else None
@@ -156,7 +157,7 @@ class TrainEngine:
         if compile:
             model.compile()
         self._compiling = compile
-        self._measure = self.sharded.norm if self.grid.size(*MODEL) > 1 else None
+        self._measure = self.sharded.norm if self.grid.mesh.count(*MODEL) > 1 else None
         self._shares = shares_prompts(model.config, parity)
         self.device = next(iter(self.optimizers.parameters.values())).device
 
@@ -292,9 +293,10 @@ class TrainEngine:
 
     def _whole(self, loss: float, sequences: int, learn: bool) -> tuple[float, int, bool]:
         """Of all data ranks: all of them come to the same decisions about the step."""
-        if self.grid.size(*DATA) == 1:
+        if self.grid.mesh.count(*DATA) == 1:
             return loss, sequences, learn
-        summed = self.grid.sum(torch.tensor([loss, sequences, learn], dtype=torch.float64)).tolist()
+        own = [loss, sequences * self.grid.first("tokens"), learn]  # ranks that divide tokens have the same sequences
+        summed = self.grid.sum(torch.tensor(own, dtype=torch.float64)).tolist()
         return summed[0], int(summed[1]), summed[2] > 0
 
     def _forget(self) -> None:
@@ -347,11 +349,12 @@ def _places(tokens: Ragged, starts: np.ndarray | None) -> np.ndarray:
     return own if starts is None else own + np.repeat(starts - tokens.offsets[:-1], tokens.lengths)
 
 
-def _check_layout(grid: Grid, watch: Collection[str]) -> None:
+def _check_layout(grid: ParallelDims, watch: Collection[str]) -> None:
     """RecipeError for what needs whole gradients where a rank has parts of them."""
-    if grid.size(*MODEL) == 1:
+    if grid.mesh.count(*MODEL) == 1:
         return
-    layout = f"with fsdp={grid.size('fsdp')} and tp={grid.size('tp')} no rank has one: use dp alone"
+    sizes = " and ".join(f"{name}={grid.size(name)}" for name in grid.mesh.over(*MODEL))
+    layout = f"with {sizes} no rank has one: use dp alone"
     if "noise_scale" in watch:
         raise RecipeError(f"train.watch=noise_scale needs whole gradients of a micro-batch, and {layout}")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Gather = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
-"""From arrays [n] of each rank to those of all ranks, one behind another (``parallel.Grid.gather_rows``)."""
+"""From arrays [n] of each rank to those of all ranks, one behind another (``parallel.ParallelDims.gather_rows``)."""
 WEIGHT = "weight"
 """Metric by which a loss tells the share of a micro-batch in it, in any unit; without it, its tokens in the mask."""
 DECAY = 0.98

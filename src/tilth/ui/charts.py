@@ -5,13 +5,15 @@ The numbers behind a curve go along as JSON; a few lines of script show them und
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from markupsafe import Markup
+
 from tilth.flows.readers import ACCURACY, REWARD, told_by
 from tilth.ui import words
-from tilth.ui.html import Html, join, tag
+from tilth.ui.html import render
 
 Record = Mapping[str, Any]
 Point = tuple[float, float]
@@ -206,38 +208,19 @@ def frame(chart: Chart, curves: Sequence[Curve], steps: tuple[float, float]) -> 
 
 def draw(
     chart: Chart, curves: Sequence[Curve], steps: tuple[float, float], phases: Sequence[Phase] = ()
-) -> tuple[Html, dict[str, Any]]:
+) -> tuple[Markup, dict[str, Any]]:
     """The figure, and its numbers for the script. The ground is darker behind all phases but the last."""
     f = frame(chart, curves, steps)
-    form = FORMS[chart.form]
-    ground = join(_rect(f, a, b) for _, a, b in phases[:-1] if not chart.phase)
-    zones = [
-        tag("span", name, class_="zone", style=f"left:{100 * x:.2f}%;max-width:{100 * (f.across(b) - x):.2f}%")
-        for name, a, b in phases for x in [f.across(a)]
-    ]  # fmt: skip
-    between = "".join(f"M{_x(f, a)} 0V{HEIGHT:g}" for _, a, _ in phases[1:-1] if not chart.phase)
-    border = tag("path", d=between, class_="border") if between else None
-    grid = tag("path", d=" ".join(f"M0 {_y(f, t)}H{WIDTH:g}" for t in f.ticks), class_="grid")
-    svg = tag(
-        "svg", ground, grid, border, *[_paths(chart, c, f) for c in curves],
-        viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", preserveAspectRatio="none", aria_hidden="true",
+    behind = [] if chart.phase else phases
+    shown = phases if chart.hero and len(phases) > 1 else []
+    figure = render(
+        "chart.html", chart=chart, curves=curves, f=f, form=FORMS[chart.form], width=f"{WIDTH:g}", height=f"{HEIGHT:g}",
+        shades=[(f.across(a) * WIDTH, (f.across(b) - f.across(a)) * WIDTH) for _, a, b in behind[:-1]],
+        border="".join(f"M{_x(f, a)} 0V{HEIGHT:g}" for _, a, _ in behind[1:-1]),
+        grid=" ".join(f"M0 {_y(f, t)}H{WIDTH:g}" for t in f.ticks),
+        paths=[path for c in curves for path in _paths(chart, c, f)],
+        zones=[(name, 100 * f.across(a), 100 * (f.across(b) - f.across(a))) for name, a, b in shown],
     )  # fmt: skip
-    labels = [tag("span", form(t), class_="y", style=f"top:{100 * f.down(t):.2f}%") for t in f.ticks]
-    ends = [tag("span", f"step {f.x[0]:,.0f}"), tag("span", f"{f.x[1]:,.0f}")]
-    figure = tag(
-        "figure",
-        _caption(chart, curves, form),
-        tag(
-            "div",
-            *labels,
-            svg,
-            *(zones if chart.hero and len(phases) > 1 else []),
-            tag("i", class_="cursor"),
-            class_="plot",
-        ),
-        tag("div", *ends, class_="x"),
-        class_="chart hero" if chart.hero else "chart",
-    )
     return figure, {"x": f.x, "y": f.y, "log": int(f.log), "form": chart.form, "lines": [_numbers(c) for c in curves]}
 
 
@@ -246,41 +229,24 @@ def _numbers(curve: Curve) -> dict[str, Any]:
     return {"x": [int(x) for x in xs], "y": ys, "last": float(f"{curve.last:.5g}"), "c": curve.line.colour}
 
 
-def _caption(chart: Chart, curves: Sequence[Curve], form: Callable[[float], str]) -> Html:
-    now = [
-        tag("span", tag("i", class_="key"), c.line.label or None, " " if c.line.label else None,
-            tag("b", form(c.last)), class_=f"now {c.line.colour}")
-        for c in curves
-    ]  # fmt: skip
-    note = tag("small", chart.note) if chart.note else None
-    return tag("figcaption", tag("div", tag("strong", chart.title), note), tag("div", *now, class_="legend"))
-
-
-def _paths(chart: Chart, curve: Curve, f: Frame) -> Html:
-    colour = curve.line.colour
-    parts = []
-    if chart.dots or len(curve.points) == 1:
-        if chart.hero and len(curve.points) > 1:
-            base = f"L{_x(f, curve.points[-1][0])} {HEIGHT:g}L{_x(f, curve.points[0][0])} {HEIGHT:g}Z"
-            parts.append(tag("path", d=_path(curve.points, f) + base, class_=f"area {colour}"))
-        dots = " ".join(f"M{_x(f, x)} {_y(f, y)}h0" for x, y in curve.points)
-        parts += [tag("path", d=_path(curve.points, f), class_=f"line {colour}")]
-        parts += [tag("path", d=dots, class_=f"dots {colour}")]
-    else:
-        softer = smooth(curve.points)
-        if softer != curve.points:
-            parts.append(tag("path", d=_path(curve.points, f), class_=f"raw {colour}"))
-        parts.append(tag("path", d=_path(softer, f), class_=f"line {colour}"))
-    return join(parts)
+def _paths(chart: Chart, curve: Curve, f: Frame) -> Iterator[tuple[str, str]]:
+    """Each path of a curve, and its class."""
+    colour, points = curve.line.colour, curve.points
+    line = _path(points, f)
+    if chart.dots or len(points) == 1:
+        if chart.hero and len(points) > 1:
+            yield f"{line}L{_x(f, points[-1][0])} {HEIGHT:g}L{_x(f, points[0][0])} {HEIGHT:g}Z", f"area {colour}"
+        yield line, f"line {colour}"
+        yield " ".join(f"M{_x(f, x)} {_y(f, y)}h0" for x, y in points), f"dots {colour}"
+        return
+    softer = smooth(points)
+    if softer != points:
+        yield line, f"raw {colour}"
+    yield _path(softer, f), f"line {colour}"
 
 
 def _path(points: Sequence[Point], f: Frame) -> str:
     return "M" + "L".join(f"{_x(f, x)} {_y(f, y)}" for x, y in points)
-
-
-def _rect(f: Frame, low: float, high: float) -> Html:
-    left, right = f.across(low) * WIDTH, f.across(high) * WIDTH
-    return tag("rect", x=f"{left:.1f}", width=f"{right - left:.1f}", y=0, height=f"{HEIGHT:g}", class_="shade")
 
 
 def _x(f: Frame, x: float) -> str:

@@ -1,39 +1,43 @@
-"""HTML that is escaped by construction: whatever is not ``Html`` is text."""
+"""Pages and pictures from the templates beside this module: whatever is no markup of theirs is escaped."""
 
-import html
 import json
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+
+from jinja2 import BaseLoader, Environment, StrictUndefined
+from markupsafe import Markup
+
+from tilth.ui import words
 
 
-class Html(str):
-    """Markup made by ``tag``, ``join`` or this program itself; never made of a run's data directly."""
+class _Templates(BaseLoader):
+    """Templates without the line ends and indents of their files: between elements there is no text."""
 
-    __slots__ = ()
-
-
-def escape(value: object) -> Html:
-    """``Html`` as it is, anything else as text."""
-    return value if isinstance(value, Html) else Html(html.escape(str(value)))
+    def get_source(self, environment: Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
+        """The text of a template, its name, and that it never changes."""
+        return "".join(line.lstrip() for line in text_of(template).splitlines()), template, lambda: True
 
 
-def join(parts: Iterable[object]) -> Html:
-    """Parts one after another; None is nothing."""
-    return Html("".join(escape(p) for p in parts if p is not None))
+def text_of(name: str) -> str:
+    """The text of a file in the folder of templates."""
+    return (files("tilth.ui") / "templates" / name).read_text(encoding="utf-8")
 
 
-def tag(name: str, *children: object, **attributes: object) -> Html:
-    """An element. ``class_`` and ``data_x`` become class and data-x; None leaves an attribute out, True is bare."""
-    shown = []
-    for key, value in attributes.items():
-        key = key.rstrip("_").replace("_", "-")
-        if value is True:
-            shown.append(f" {key}")
-        elif value is not None and value is not False:
-            shown.append(f' {key}="{html.escape(str(value))}"')
-    return Html(f"<{name}{''.join(shown)}>{join(children)}</{name}>")
+@cache
+def _environment() -> Environment:
+    found = Environment(loader=_Templates(), autoescape=True, undefined=StrictUndefined)
+    found.filters |= {"part": words.part, "share": words.share, "number": words.number, "g": "{:g}".format}
+    found.globals["zip"] = zip
+    return found
 
 
-def embed(value: object) -> Html:
+def render(template: str, **values: object) -> Markup:
+    """A template with these values, as markup."""
+    return Markup(_environment().get_template(template).render(values))
+
+
+def embed(value: object) -> Markup:
     """JSON for a script element of type application/json: no text in it can end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return Html(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

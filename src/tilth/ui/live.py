@@ -8,7 +8,7 @@ import atexit
 import itertools
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -327,14 +327,22 @@ def _rates(p: Progress) -> RenderableType:
 
 def _times(p: Progress, width: int) -> RenderableType:
     """Where the time of the recent step went: one bar, split, and its legend."""
-    bar, legend = Text(), Text()
-    filled = 0.0
-    for (name, part), colour in zip(p.times, itertools.chain(COLOURS, itertools.repeat(REST))):
-        filled += part * width
-        bar.append("█" * (round(filled) - len(bar)), colour)
+    coloured = list(zip(p.times, itertools.chain(COLOURS, itertools.repeat(REST))))
+    legend = Text()
+    for (name, part), colour in coloured:
         if part >= 0.01:
             legend.append("■ ", colour).append(f"{name} {part:.0%}   ", "dim")
-    return Group(Text(), bar[:width], legend) if p.times else Text()
+    bar = split_bar([(part, colour) for (_, part), colour in coloured], width)
+    return Group(Text(), bar, legend) if p.times else Text()
+
+
+def split_bar(parts: Sequence[tuple[float, str]], width: int) -> Text:
+    """A bar in parts, each with its share of the width and its colour."""
+    bar, filled = Text(), 0.0
+    for share, colour in parts:
+        filled += share * width
+        bar.append("█" * (round(filled) - len(bar)), colour)
+    return bar[:width]
 
 
 def _sample(sample: dict[str, Any], width: int) -> RenderableType:

@@ -3,6 +3,8 @@
 It is a single file that needs no network, made from what is on disk, so it can be written while the run goes on.
 """
 
+import base64
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
+from tilth.analysis.events import Events
+from tilth.analysis.read import breakdown, read_events
+from tilth.analysis.recent import told
+from tilth.analysis.run_trace import open_run
+from tilth.analysis.time_breakdown import account
 from tilth.core.errors import DataError
 from tilth.flows.files import read_lines, replace
 from tilth.flows.readers import curve as points
 from tilth.flows.readers import read_metrics, read_state, summarise
-from tilth.trace.account import account
-from tilth.trace.events import Events
-from tilth.trace.opening import open_run
-from tilth.trace.read import OpTime, breakdown, read_events
-from tilth.trace.recent import told
 from tilth.ui import words
 from tilth.ui.charts import MEMORY, Chart, Curve, Phase, charts, curve, draw
 from tilth.ui.health import chosen, health
-from tilth.ui.html import Html, escape, join, tag
-from tilth.ui.page import MARK, page
+from tilth.ui.html import embed, render, text_of
 from tilth.ui.samples import samples
 from tilth.ui.timeline import HUES, LANES, divided, stack, timeline, typical
 
@@ -60,87 +62,77 @@ def write_report(run_dir: str | Path) -> Path:
     run = Path(run_dir)
     seen = Seen(run, read_state(run), read_metrics(run), summarise(run))
     target = run / "report.html"
-    replace(target, render(seen).encode())
+    replace(target, page(seen).encode())
     return target
 
 
-def render(seen: Seen) -> str:
-    """The page as text."""
-    figures, data = _charts(seen)
-    details, more = _details(seen)
-    sections = [
-        _header(seen),
-        _tiles(seen),
-        _section("What it learned", figures),
-        _section("What it said", samples(seen.run)),
-        _section("Where the time went", _times(seen)),
-        _section("Missing rewards", _missing(seen)),
-        _section("How it ran", details),
-        tag("footer", "Written by Tilth from ", tag("code", seen.run.name), " at step ", f"{seen.summary['steps']:,}."),
-    ]
-    return page(f"{seen.run.name} · Tilth", join(sections), data + more)
+def page(seen: Seen) -> str:
+    """The page as text. Nothing but its own script can run in it: that script's digest is the only one it permits."""
+    figures = [_drawn(seen, chart, curves) for chart, curves in charts(seen.records)]
+    memory, more = _memory(seen)
+    script = text_of("page.js")
+    recipe = seen.run / "recipe.toml"
+    return render(
+        "report.html", name=seen.run.name, state=seen.state, headline=headline(seen.summary), facts=_facts(seen),
+        warnings=seen.summary["warnings"], tiles=_tiles(seen), missing=seen.summary["rewards_missing"],
+        reasons=_reasons(seen), figures=[figure for figure, _ in figures], samples=samples(seen.run),
+        times=_times(seen), plan=_plan(seen), memory=memory, environment=_environment(seen),
+        steps=seen.summary["steps"], recipe=recipe.read_text(encoding="utf-8") if recipe.exists() else None,
+        data=embed([data for _, data in figures] + more), style=Markup(text_of("page.css")), script=Markup(script),
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )  # fmt: skip
 
 
-def headline(summary: Mapping[str, Any]) -> Html:
+def headline(summary: Mapping[str, Any]) -> Markup:
     """What was learned, in one sentence."""
     if not summary["steps"]:
-        return join(["No step has been committed yet."])
+        return Markup("No step has been committed yet.")
     if not summary.get("phases"):
         return _text_headline(summary, f"{summary['steps']:,} steps, {words.timed(summary['seconds'])}")
-    metric, said = summary["phases"][0]["metric"], list[object]()
-    for phase in summary["phases"]:
-        said += [", then " if said else " ", *_clause(phase, told=bool(said))]
-    return join([f"Held-out {words.MEASURES[metric]}", *said, "."])
+    clauses = [_clause(phase, told=i > 0) for i, phase in enumerate(summary["phases"])]
+    metric = summary["phases"][0]["metric"]
+    return Markup("Held-out {} {}.").format(words.MEASURES[metric], Markup(", then ").join(clauses))
 
 
-def _clause(phase: Mapping[str, Any], *, told: bool) -> list[object]:
+def _clause(phase: Mapping[str, Any], *, told: bool) -> Markup:
     """``rose from 12.5 % to 97.1 % in 250 steps of GRPO``. told: the phase before has said where it begins."""
     metric, first, last = phase["metric"], phase["first"], phase["last"]
     name = words.phase_name(phase["phase"]).replace("-", "\N{NON-BREAKING HYPHEN}")
     took = f" in {words.count(phase['steps'], 'step')} of {name}"
     begin, end = words.figure(metric, first), words.figure(metric, last)
     if first is None:
-        return ["reached ", tag("b", end, class_="from"), took]
+        return Markup('reached <b class="from">{}</b>{}').format(end, took)
     if begin == end:
-        return ["stayed at ", tag("b", end), took]
-    verb, kind = ("rose", None) if last > first else ("fell", "bad")
-    since = [] if told else [" from ", tag("b", begin, class_="from")]
-    return [verb, *since, " to ", tag("b", end, class_=kind), took]
+        return Markup("stayed at <b>{}</b>{}").format(end, took)
+    since = "" if told else Markup(' from <b class="from">{}</b>').format(begin)
+    if last > first:
+        return Markup("rose{} to <b>{}</b>{}").format(since, end, took)
+    return Markup('fell{} to <b class="bad">{}</b>{}').format(since, end, took)
 
 
-def _text_headline(summary: Mapping[str, Any], spent: str) -> Html:
+def _text_headline(summary: Mapping[str, Any], spent: str) -> Markup:
     """Of a run without accuracy."""
     first, last, bits = (summary.get(k) for k in ("loss_heldout_first", "loss_heldout_last", "bits_per_byte"))
     pairs = summary.get("pairs_heldout_last")
     if pairs is not None:
-        return join(["It puts ", tag("b", words.share(pairs)), f" of the held-out pairs in their order after {spent}."])
+        said = Markup("It puts <b>{}</b> of the held-out pairs in their order after {}.")
+        return said.format(words.share(pairs), spent)
     if first is None or last is None:
-        return join([f"Trained for {spent}."])
-    ends = ["from ", tag("b", f"{first:.3f}", class_="from"), " to ", tag("b", f"{last:.3f}")]
+        return Markup("Trained for {}.").format(spent)
     also = f" ({bits:.3f} bits per byte)" if bits else ""
-    return join(["Held-out loss went ", *ends, f" nats per token{also} in {spent}."])
+    said = Markup('Held-out loss went from <b class="from">{:.3f}</b> to <b>{:.3f}</b> nats per token{} in {}.')
+    return said.format(first, last, also, spent)
 
 
-def _section(title: str, content: Html | None) -> Html | None:
-    return tag("section", tag("h2", title), content) if content else None
-
-
-def _header(seen: Seen) -> Html:
-    state, plan, env = seen.state, seen.plan, seen.state.get("environment") or {}
-    brand = tag(
-        "div", MARK, tag("b", "tilth"), tag("span", seen.run.name),
-        tag("span", state["state"], class_=f"state {state['state']}"), class_="brand",
-    )  # fmt: skip
+def _facts(seen: Seen) -> list[str]:
+    """Size of the model, machine and date, those that are known."""
+    parameters = seen.plan.get("parameters")
     facts = [
-        f"{_count(plan['parameters'])} parameters" if plan.get("parameters") else None,
-        _machine(env) or None,
-        _date(state.get("started")),
+        f"{_count(parameters)} parameters" if parameters else None,
+        _machine(seen.state.get("environment") or {}),
+        _date(seen.state.get("started")),
     ]
-    lede = tag("p", " · ".join(f for f in facts if f), class_="lede")
-    error = tag("p", state["error"], class_="lede clay") if state.get("error") else None
-    told = [f"After step {said['step']:,}: {said['text']}." for said in seen.summary["warnings"]]
-    warnings = [tag("p", text, class_="lede clay") for text in told]
-    return tag("header", brand, tag("h1", headline(seen.summary)), lede, error, *warnings)
+    return [f for f in facts if f]
 
 
 def _machine(env: Mapping[str, Any]) -> str:
@@ -159,7 +151,8 @@ def _count(number: float) -> str:
 # ---- tiles ----
 
 
-def _tiles(seen: Seen) -> Html:
+def _tiles(seen: Seen) -> list[tuple[str, str, str]]:
+    """Name, value and a note of each."""
     s = seen.summary
     rates = [
         (name, f"{s[key]:,.0f}", "tokens/s")
@@ -177,12 +170,7 @@ def _tiles(seen: Seen) -> Html:
         ("Log-prob mismatch", _mismatch(mismatch), "nats at most") if mismatch is not None else None,
         _missing_tile(seen),
     ]
-    shown = [
-        tag("div", tag("span", name), tag("b", value), tag("small", note), class_="tile warn" if warn else "tile")
-        for name, value, note in (t for t in tiles if t)
-        for warn in [name == "Missing rewards" and s["rewards_missing"] > 0]
-    ]
-    return tag("div", *shown, class_="tiles")
+    return [tile for tile in tiles if tile]
 
 
 def _steps(seen: Seen) -> str:
@@ -218,15 +206,7 @@ def _mismatch(value: float) -> str:
 # ---- curves ----
 
 
-def _charts(seen: Seen) -> tuple[Html | None, list[Record]]:
-    """All figures, and the numbers behind each, in the order in which they stand on the page."""
-    found = [(figure, data) for chart, curves in charts(seen.records) for figure, data in [_drawn(seen, chart, curves)]]
-    if not found:
-        return None, []
-    return tag("div", *[figure for figure, _ in found], class_="charts"), [data for _, data in found]
-
-
-def _drawn(seen: Seen, chart: Chart, curves: Sequence[Curve]) -> tuple[Html, Record]:
+def _drawn(seen: Seen, chart: Chart, curves: Sequence[Curve]) -> tuple[Markup, Record]:
     return draw(chart, curves, seen.steps, _phases(seen))
 
 
@@ -241,27 +221,27 @@ def _phases(seen: Seen) -> list[Phase]:
 # ---- time ----
 
 
-def _times(seen: Seen) -> Html | None:
+def _times(seen: Seen) -> list[Markup]:
     """From the events of the trace; where there are none, or they cannot be read, from the metrics."""
     folder = seen.run / "events"
     try:
         rows = breakdown(read_events(folder)) if folder.is_dir() else []
-        parts = [*_from_events(seen, folder), _operations(rows)] if rows else [_measured(seen)]
+        if not rows:
+            return _measured(seen)
+        opened = open_run(folder)
+        notes = [render("times.html", said=note, rows=[], health="") for note in opened.notes]
+        longest = max(r.share for r in rows) or 1.0
+        table = render("times.html", said="", health="", rows=rows[:OPERATIONS], longest=longest)
+        return [*notes, *_pictures(seen, opened.events), table]
     except DataError as error:
-        parts = [_measured(seen), tag("p", f"The trace cannot be read: {error}", class_="lead clay")]
-    return tag("div", *parts, class_="card") if any(parts) else None
+        said = f"The trace cannot be read: {error}"
+        return [*_measured(seen), render("times.html", said=said, rows=[], health="")]
 
 
-def _from_events(seen: Seen, folder: Path) -> list[Html | None]:
-    opened = open_run(folder)
-    notes: list[Html | None] = [tag("p", note, class_="lead clay") for note in opened.notes]
-    return notes + _pictures(seen, opened.events)
-
-
-def _pictures(seen: Seen, events: Events) -> list[Html | None]:
+def _pictures(seen: Seen, events: Events) -> list[Markup]:
     """Timelines of two steps, the steps beside each other, the ranks beside each other; of the newest attempt."""
     if not events.steps:
-        return [_measured(seen)]
+        return _measured(seen)
     found = account(events, told(events) or None if seen.state["state"] == "running" else None)
     last = {r["step"] for r in seen.records if r.get("phase") == seen.records[-1].get("phase")}
     usual, _ = typical(found, np.isin(found.steps, list(last)))
@@ -270,107 +250,42 @@ def _pictures(seen: Seen, events: Events) -> list[Html | None]:
     figures = [timeline(events, usual, "A typical step", ranks)]
     if longest != usual:
         figures.append(timeline(events, longest, "The longest step", ranks))
-    several = len(found.ranks) > 1
-    return [divided(found), *figures, stack(found), _folded("Ranks", health(found)) if several else None]
+    beside = [render("times.html", said="", rows=[], health=health(found))] if len(found.ranks) > 1 else []
+    return [divided(found), *figures, stack(found), *beside]
 
 
-def _measured(seen: Seen) -> Html | None:
+def _measured(seen: Seen) -> list[Markup]:
     """The phases as the metrics have them."""
     spent: Counter[str] = Counter()
     for record in seen.records:
         spent.update({k[5:]: v for k, v in record.items() if k.startswith("time/") and k != "time/step" and v})
-    if not spent:
-        return None
-    return _bar([(name, seconds, words.duration(seconds)) for name, seconds in spent.most_common()])
+    bar = _bar([(name, seconds, words.duration(seconds)) for name, seconds in spent.most_common()])
+    return [bar] if bar else []
 
 
-def _folded(title: str, content: Html) -> Html:
-    return tag("details", tag("summary", title), content, open=True)
-
-
-def _bar(items: Sequence[tuple[str, float, str]]) -> Html:
+def _bar(items: Sequence[tuple[str, float, str]]) -> Markup | None:
     """One bar in parts, and its legend: name, size, how the size is written."""
     whole = sum(value for _, value, _ in items) or 1.0
     hues = [HUES[i] if i < len(HUES) else "grey" for i in range(len(items))]
-    bars = [tag("i", class_=h, style=f"flex:{v / whole:.5f}", title=n) for h, (n, v, _) in zip(hues, items)]
-    keys = [
-        tag(
-            "span",
-            tag("i", class_=f"key {h}"),
-            n,
-            " ",
-            tag("b", words.part(v / whole)),
-            " ",
-            tag("span", t, class_="k"),
-        )
-        for h, (n, v, t) in zip(hues, items)
-    ]
-    return join([tag("div", *bars, class_="bar"), tag("div", *keys, class_="keys")])
+    parts = [(name, value / whole, hue, text) for hue, (name, value, text) in zip(hues, items)]
+    return render("bar.html", parts=parts) if parts else None
 
 
-def _operations(rows: Sequence[OpTime]) -> Html:
-    """The operations that took most time of their own."""
-    longest = max(r.share for r in rows) or 1.0
-    body = [
-        tag(
-            "tr", tag("td", tag("code", r.op)),
-            tag("td", tag("span", class_="meter", style=f"width:{100 * r.share / longest:.1f}%"), class_="wide"),
-            *[tag("td", t) for t in (words.share(r.share), f"{r.self_seconds:,.2f} s", f"{r.count:,}",
-                                     f"{1e3 * r.seconds / r.count:,.2f} ms",
-                                     words.number(r.tokens / r.seconds) if r.tokens and r.seconds else "")],
-        )
-        for r in rows[:OPERATIONS]
-    ]  # fmt: skip
-    names = ("operation", "", "own share", "own time", "spans", "mean", "tokens/s")
-    table = tag("table", tag("tr", *[tag("th", n) for n in names]), *body)
-    return _folded("By operation, without what ran inside it", tag("div", table, class_="scroll"))
+# ---- missing rewards, plan, memory, environment ----
 
 
-# ---- missing rewards ----
-
-
-def _missing(seen: Seen) -> Html | None:
-    """Why rewards are missing, from the journal; nothing if none is."""
-    if not seen.summary["rewards_missing"]:
-        return None
+def _reasons(seen: Seen) -> list[tuple[tuple[str, str], int]]:
+    """Why rewards are missing, from the journal: status and reason, and how often."""
     why: Counter[tuple[str, str]] = Counter()
-    for entry in read_lines(seen.run / "rewards.jsonl"):
+    for entry in read_lines(seen.run / "rewards.jsonl") if seen.summary["rewards_missing"] else ():
         outcome = entry.get("outcome") or {}
         why[(str(outcome.get("status", "")), str(outcome.get("reason", "")))] += 1
-    rows = [
-        tag("tr", tag("td", status), tag("td", f"{count:,}"), tag("td", reason[:200]))
-        for (status, reason), count in why.most_common(12)
-    ]
-    head = tag("tr", tag("th", "what"), tag("th", "times"), tag("th", "why"))
-    table = tag("div", tag("table", head, *rows), class_="scroll") if rows else None
-    said = f"{seen.summary['rewards_missing']:,} samples had no reward and were left out of the loss."
-    return tag("div", tag("p", said, class_="lead"), table, class_="card")
+    return why.most_common(12)
 
 
-# ---- plan, memory, environment ----
-
-
-def _details(seen: Seen) -> tuple[Html, list[Record]]:
-    """Plan, memory (with a chart of its own), environment and recipe."""
-    memory, data = _memory(seen)
-    cards = [_plan(seen), memory, _environment(seen)]
-    return join([tag("div", *[c for c in cards if c], class_="two"), _recipe(seen)]), data
-
-
-def _card(title: str, content: object) -> Html:
-    return tag("div", tag("h3", title), content, class_="card")
-
-
-def _pairs(pairs: Sequence[tuple[str, object]]) -> Html:
-    rows = [(tag("dt", name), tag("dd", value)) for name, value in pairs if value not in (None, "")]
-    return tag("dl", *[cell for row in rows for cell in row])
-
-
-def _plan(seen: Seen) -> Html | None:
-    if not seen.plan:
-        return None
+def _plan(seen: Seen) -> list[tuple[str, str]]:
     shown = {k: v for k, v in seen.plan.items() if k not in ("memory", "memory_peak")}
-    return _card("Plan", _pairs([(k.replace("_", " "), _plain(v)) for k, v in shown.items()]))
+    return [(k.replace("_", " "), _plain(v)) for k, v in shown.items()]
 
 
 def _plain(value: object) -> str:
@@ -379,30 +294,30 @@ def _plain(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
 
 
-def _memory(seen: Seen) -> tuple[Html | None, list[Record]]:
+def _memory(seen: Seen) -> tuple[Record | None, list[Record]]:
+    """What the card shows, with a chart of its own, and the numbers behind that."""
     predicted, peak = seen.summary["memory_predicted"], seen.summary["memory_peak"]
     items = seen.plan.get("memory") or {}
     if not (predicted or peak):
         return None, []
     parts = sorted(((k, float(v), words.size(v)) for k, v in items.items()), key=lambda item: -item[1])
-    text = _pairs([("predicted", words.size(predicted)), ("measured peak", words.size(peak))])
+    pairs = [("predicted", words.size(predicted)), ("measured peak", words.size(peak))]
     found = curve(MEMORY, MEMORY.lines[0], seen.records)
-    figure, data = _drawn(seen, MEMORY, [found]) if found.points else (None, None)
-    return _card("Memory", join([text, _bar(parts) if parts else None, figure])), [data] if data else []
+    figure, data = _drawn(seen, MEMORY, [found]) if found.points else ("", None)
+    return {"pairs": pairs, "bar": _bar(parts) or "", "figure": figure}, [data] if data else []
 
 
-def _environment(seen: Seen) -> Html | None:
+def _environment(seen: Seen) -> list[tuple[str, Any]]:
     env = seen.state.get("environment")
     if not env:
-        return None
+        return []
     packages = ", ".join(f"{name} {version}" for name, version in (env.get("packages") or {}).items())
     cores = f"{env.get('cores')} cores, {env.get('threads') or '?'} threads"
-    pairs = [
+    return [
         ("machine", env.get("cpu")), ("cores", cores), ("memory", words.size(env.get("memory"))),
         ("accelerator", env.get("accelerator")), ("system", env.get("platform")), ("Python", env.get("python")),
         ("packages", packages), ("recipe digest", seen.state.get("digest")), ("attempts", _attempts(seen)),
     ]  # fmt: skip
-    return _card("Environment", _pairs(pairs))
 
 
 def _attempts(seen: Seen) -> str:
@@ -412,10 +327,3 @@ def _attempts(seen: Seen) -> str:
         for a in attempts
     ]
     return ", ".join(words_) if len(attempts) > 1 else ""
-
-
-def _recipe(seen: Seen) -> Html | None:
-    path = seen.run / "recipe.toml"
-    if not path.exists():
-        return None
-    return tag("details", tag("summary", "Recipe"), tag("pre", escape(path.read_text(encoding="utf-8"))), class_="card")

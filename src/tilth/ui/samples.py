@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 from tilth.core.errors import DataError
 from tilth.flows.readers import read_trajectories, steps_of
 from tilth.ui import words
-from tilth.ui.html import Html, join, tag
+from tilth.ui.html import render
 
 MOMENTS, GROUPS, SAMPLES, TOKENS = 5, 2, 4, 250
 """Moments of the run, groups at each, samples of a group and tokens of a sample that are shown at most."""
@@ -20,18 +21,11 @@ Row = dict[str, Any]
 Pieces = Callable[[Sequence[int]], list[str]]
 
 
-def samples(run: Path) -> Html | None:
+def samples(run: Path) -> Markup | None:
     """The section, or None if no trajectory is on disk yet."""
     moments = [(step, read_trajectories(run, step).to_pylist()) for step in moments_of(run)]
     shown = [_moment(step, rows, pieces_of(run)) for step, rows in moments if rows]
-    if not shown:
-        return None
-    lead = tag(
-        "p", "Each token is coloured by the probability that the policy gave it when it was sampled; the numbers are "
-        "under the pointer. Samples of one prompt stand together: their rewards are compared with each other. Groups "
-        "that disagree are shown first.", class_="lead",
-    )  # fmt: skip
-    return join([lead, _legend(), *shown])
+    return render("samples.html", moments=shown) if shown else None
 
 
 def moments_of(run: Path) -> list[int]:
@@ -91,60 +85,40 @@ def _varied(group: Sequence[Row]) -> list[Row]:
     return sorted(chosen, key=lambda r: math.inf if r["reward"] is None else -r["reward"])
 
 
-def _moment(step: int, rows: Sequence[Row], pieces: Pieces) -> Html:
+def _moment(step: int, rows: Sequence[Row], pieces: Pieces) -> Row:
     rewards = [r["reward"] for r in rows if r["reward"] is not None]
     mean = f", mean reward {words.number(sum(rewards) / len(rewards))}" if rewards else ""
-    title = tag("h3", f"Step {step:,}", tag("small", f" {len(rows):,} samples{mean}"))
-    groups = tag("div", *[_group(g, pieces) for g in groups_of(rows)], class_="groups")
-    return tag("div", title, groups, class_="moment")
+    return {"step": step, "count": len(rows), "mean": mean, "groups": [_group(g, pieces) for g in groups_of(rows)]}
 
 
-def _group(rows: Sequence[Row], pieces: Pieces) -> Html:
+def _group(rows: Sequence[Row], pieces: Pieces) -> Row:
     first = rows[0]
     prompt = first["prompt_text"]
     if prompt is None:
         prompt = "".join(pieces((first["tokens"] or [])[: first["prompt_length"] or 0]))
-    right = tag("span", "answer ", tag("code", first["answer"]), class_="right") if first.get("answer") else None
-    head = tag("div", tag("code", _cut(prompt, 1500)), right, class_="prompt")
-    return tag("div", head, *[_sample(row, pieces) for row in rows], class_="group")
+    samples = [_sample(row, pieces) for row in rows]
+    return {"prompt": _cut(prompt, 1500), "answer": first.get("answer"), "samples": samples}
 
 
-def _sample(row: Row, pieces: Pieces) -> Html:
-    kind = words.verdict(row)
+def _sample(row: Row, pieces: Pieces) -> Row:
     reward = "missing" if row["reward"] is None else words.number(row["reward"])
     parts = "".join(f", {name} {words.number(value)}" for name, value in row.get("parts") or [])
-    cut = tag("span", "cut off", class_="cut") if row["finish"] == "length" else None
-    badge = tag("span", reward, class_=f"badge {kind}", title=f"reward {reward}{parts}")
-    return tag("div", badge, tag("div", _completion(row, pieces), cut, class_="text"), class_="sample")
-
-
-def _completion(row: Row, pieces: Pieces) -> Html:
     start = row["prompt_length"] or 0
     ids = (row["tokens"] or [])[start:]
-    if not ids or not row["logprobs"]:
-        return tag("span", _cut(row["text"] or "", 1500))
-    shown = ids[:TOKENS]
-    logprobs = row["logprobs"][start : start + len(shown)]
-    spans = [_token(*token) for token in zip(pieces(shown), shown, logprobs)]
-    more = tag("span", f" … {len(ids) - len(shown):,} more tokens", class_="more") if len(ids) > len(shown) else None
-    return join([*spans, more])
+    shown = ids[:TOKENS] if row["logprobs"] else []
+    tokens = zip(pieces(shown), shown, (row["logprobs"] or [])[start:])
+    return {
+        "kind": words.verdict(row), "reward": reward, "title": f"reward {reward}{parts}",
+        "tokens": [_token(*token) for token in tokens], "more": len(ids) - len(shown),
+        "text": _cut(row["text"] or "", 1500), "cut": row["finish"] == "length",
+    }  # fmt: skip
 
 
-def _token(text: str, token: int, logprob: float) -> Html:
+def _token(text: str, token: int, logprob: float) -> tuple[str, str, str, int]:
+    """What is shown, its class, log-prob and number."""
     kind = sum(math.exp(min(logprob, 0.0)) < bound for bound in BOUNDS)
     special = text.startswith("<") and text.endswith(">") and len(text) > 2
-    return tag(
-        "span", text.replace("\n", "⏎\n") or "·",
-        class_=f"p{kind} special" if special else f"p{kind}",
-        data_l=f"{logprob:.4g}", data_i=token,
-    )  # fmt: skip
-
-
-def _legend() -> Html:
-    names = ("≥ 99 %", "90", "75", "50", "25", "10", "1", "< 1 %")
-    return tag(
-        "p", "probability ", *[tag("span", name, class_=f"p{i}") for i, name in enumerate(names)], class_="scale"
-    )
+    return text.replace("\n", "⏎\n") or "·", f"p{kind} special" if special else f"p{kind}", f"{logprob:.4g}", token
 
 
 def _cut(text: str, limit: int) -> str:

@@ -8,8 +8,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from markupsafe import Markup
 
-from tilth.trace.account import (
+from tilth.analysis.events import Events
+from tilth.analysis.time_breakdown import (
     COMMUNICATION,
     CONTROLLER,
     OTHER,
@@ -21,10 +23,9 @@ from tilth.trace.account import (
     parts_of,
     periods,
 )
-from tilth.trace.events import Events
 from tilth.ui import words
 from tilth.ui.charts import HEIGHT, WIDTH, nice
-from tilth.ui.html import Html, join, tag
+from tilth.ui.html import render
 
 HUES = ("leaf", "sky", "sun", "plum", "teal", "rose", "indigo", "olive", "aqua", "lilac", "moss", "soil")
 """Of phases, the longest first, and of data; the others are grey."""
@@ -46,6 +47,8 @@ LANES = 16
 """Most ranks in a timeline."""
 TALL = 26
 BLANK = -1
+Band = tuple[str, str, str]
+"""Title, path and colour."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,43 +131,34 @@ def runs(codes: np.ndarray) -> list[tuple[int, int, int]]:
     return [(int(codes[a]), int(a), int(b - a)) for a, b in zip(begins, ends) if codes[a] != BLANK]
 
 
-def timeline(events: Events, step: int, title: str, ranks: Collection[int] | None = None) -> Html:
+def timeline(events: Events, step: int, title: str, ranks: Collection[int] | None = None) -> Markup:
     """The figure of one step: a lane a rank. ranks: the workers to show; default: all, at most ``LANES``."""
     chosen = events.workers[:LANES] if ranks is None else ranks
     made, names, seconds = lanes(events, step, chosen)
-    rows = [tag("div", tag("span", lane.name), _drawn(lane, names), class_="lane") for lane in made]
-    ends = [tag("span", "0"), tag("span", words.brief(seconds))]
     more = f"; {len(chosen)} of {len(events.workers)} ranks" if len(chosen) < len(events.workers) else ""
     waits = any((lane.codes == len(names) - 1).any() for lane in made)
     pale = "; communication is pale until the last member is there" if waits else ""
-    caption = tag("figcaption", tag("strong", title), tag("small", f"step {step:,}{more}{pale}"))
-    return tag("figure", caption, *rows, tag("div", *ends, class_="x"), class_="lanes")
+    return render(
+        "lanes.html", title=title, note=f"step {step:,}{more}{pale}", lanes=[(m.name, _bands(m, names)) for m in made],
+        wide=COLUMNS, tall=TALL, ends=("0", words.brief(seconds)), grid="",
+    )  # fmt: skip
 
 
-def _drawn(lane: Lane, names: Sequence[str]) -> Html:
+def _bands(lane: Lane, names: Sequence[str]) -> list[Band]:
     colours = hues(names)
     stretches: dict[str, list[str]] = {}
     for code, first, count in runs(lane.codes):
         stretches.setdefault(names[code], []).append(f"M{first} 0h{count}v{TALL}h-{count}z")
-    paths = [
-        tag("path", tag("title", f"{lane.name}: {name}"), d="".join(d), class_=f"band {colours[name]}")
-        for name, d in stretches.items()
-    ]
-    return tag("svg", *paths, viewBox=f"0 0 {COLUMNS} {TALL}", preserveAspectRatio="none", role="img")
+    return [(f"{lane.name}: {name}", "".join(d), colours[name]) for name, d in stretches.items()]
 
 
-def divided(found: Account) -> Html:
+def divided(found: Account) -> Markup:
     """All the time as one bar, and what the colours of all pictures say: each part's share, the mean over ranks."""
     colours, whole = hues(found.names), found.whole
-    shares = {name: seconds / whole for name, seconds in found.parts.items()}
-    bars = [tag("i", class_=colours[n], style=f"flex:{v:.5f}", title=n) for n, v in shares.items()]
-    keys = [
-        tag("span", tag("i", class_=f"key {colours[n]}"), n, " ", tag("b", words.part(v))) for n, v in shares.items()
-    ]
-    return join([tag("div", *bars, class_="bar"), tag("div", *keys, class_="keys")])
+    return render("bar.html", parts=[(n, s / whole, colours[n], "") for n, s in found.parts.items()])
 
 
-def stack(found: Account) -> Html:
+def stack(found: Account) -> Markup:
     """How each step's time was divided, the mean over ranks: one area a part, one above the other."""
     edges = np.linspace(0, len(found.steps), min(len(found.steps), BARS) + 1).round().astype(int)
     heights = np.stack([found.by_step[a:b].mean(0) for a, b in itertools.pairwise(edges)])
@@ -173,17 +167,15 @@ def stack(found: Account) -> Html:
     across = np.linspace(0, WIDTH, len(heights) + 1)
     colours = hues(found.names)
     bands = [
-        tag("path", tag("title", name), d=_area(across, top[:, i] - heights[:, i], top[:, i], ticks[-1]),
-            class_=f"band {colours[name]}")
+        (name, _area(across, top[:, i] - heights[:, i], top[:, i], ticks[-1]), colours[name])
         for i, name in enumerate(found.names) if heights[:, i].any()
     ]  # fmt: skip
-    grid = tag("path", d="".join(f"M0 {_y(t, ticks[-1])}H{WIDTH:g}" for t in ticks), class_="grid")
-    svg = tag("svg", *bands, grid, viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", preserveAspectRatio="none", role="img")
-    labels = [tag("span", words.brief(t), class_="y", style=f"top:{100 * (1 - t / ticks[-1]):.2f}%") for t in ticks]
-    ends = [tag("span", f"step {found.steps[0]:,}"), tag("span", f"{found.steps[-1]:,}")]
-    caption = tag("figcaption", tag("strong", "Steps"), tag("small", "seconds of a step, the mean over ranks"))
-    return tag(
-        "figure", caption, tag("div", *labels, svg, class_="plot"), tag("div", *ends, class_="x"), class_="lanes"
+    return render(
+        "lanes.html", title="Steps", note="seconds of a step, the mean over ranks", lanes=[], bands=bands,
+        wide=f"{WIDTH:g}", tall=f"{HEIGHT:g}",
+        labels=[(100 * (1 - t / ticks[-1]), words.brief(t)) for t in ticks],
+        grid="".join(f"M0 {_y(t, ticks[-1])}H{WIDTH:g}" for t in ticks),
+        ends=(f"step {found.steps[0]:,}", f"{found.steps[-1]:,}"),
     )  # fmt: skip
 
 

@@ -16,13 +16,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tilth.analysis.recent import recent
+from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, Account, account
 from tilth.config.load import load_recipe
 from tilth.core.errors import DataError
 from tilth.flows.readers import ACCURACY, REWARD, read_state
-from tilth.trace.account import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, Account, account
-from tilth.trace.recent import recent
 from tilth.ui import words
-from tilth.ui.live import COLOURS, REST, Progress, picture
+from tilth.ui.live import COLOURS, REST, Progress, picture, split_bar
 
 TAIL = 1 << 18
 """Bytes at the end of the metrics that are read at first: some hundred steps."""
@@ -227,16 +227,15 @@ def _divided(found: Account, width: int) -> RenderableType:
     """Where the time of the newest steps went, the mean over ranks: one bar, split, and its legend."""
     first, last = int(found.steps[0]), int(found.steps[-1])
     title = f"steps {first:,} to {last:,}" if last > first else f"step {first:,}"
-    bar, keys, filled = Text(), list[Text](), 0.0
     phases = iter(COLOURS)
-    for name, seconds in found.parts.items():
-        colour = FIXED.get(name) or next(phases, REST)
-        part = seconds / found.whole
-        filled += part * width
-        bar.append("█" * (round(filled) - len(bar)), colour)
-        if part >= LEAST:
-            keys.append(Text.assemble(("■ ", colour), (f"{name} {words.part(part)}   ", "dim")))
-    return Group(Text(title, "dim"), bar[:width], *_packed(keys, width), Text())
+    parts = [(n, s / found.whole, FIXED.get(n) or next(phases, REST)) for n, s in found.parts.items()]
+    keys = [
+        Text.assemble(("■ ", colour), (f"{name} {words.part(part)}   ", "dim"))
+        for name, part, colour in parts
+        if part >= LEAST
+    ]
+    bar = split_bar([(part, colour) for _, part, colour in parts], width)
+    return Group(Text(title, "dim"), bar, *_packed(keys, width), Text())
 
 
 def _packed(parts: Sequence[Text], width: int) -> list[Text]:
@@ -258,15 +257,8 @@ def _ranks(found: Account, width: int) -> RenderableType:
     for i, rank in enumerate(found.ranks[:RANKS]):
         part = shares(found, i)
         told = [f"{name} {words.part(v)}" for name, v in part.items() if v >= 0.0005]
-        grid.add_row(Text(f"rank {rank}", "dim"), _meter(part, room), Text("  ".join(told), "dim"))
+        bar = split_bar([(part[name], colour) for name, colour in METER.items()], room)
+        grid.add_row(Text(f"rank {rank}", "dim"), bar, Text("  ".join(told), "dim"))
     if len(found.ranks) > RANKS:
         grid.add_row(Text(f"and {len(found.ranks) - RANKS} more", "dim"))
     return Group(grid, Text())
-
-
-def _meter(part: Mapping[str, float], room: int) -> Text:
-    bar, filled = Text(), 0.0
-    for name, colour in METER.items():
-        filled += part[name] * room
-        bar.append("█" * (round(filled) - len(bar)), colour)
-    return bar[:room]

@@ -1,0 +1,83 @@
+"""Fits of what work costs, on the trace of a run: the numbers behind ``plan.costs``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tilth.analysis.events import Events
+from tilth.analysis.fit import fit, held_out_error
+from tilth.analysis.network import links
+from tilth.core.errors import DataError
+from tilth.plan.costs import Compute, Costs
+
+APART = 1.25
+"""The fixed part can be told where the most tokens of a span are so many times the fewest."""
+LONGER = 2.0
+"""What squares cost can be told where sequences are so many times as long in some spans as in others, at the ``EDGES``:
+a few odd spans tell nothing."""
+EDGES = (0.05, 0.95)
+ENOUGH = 8
+"""Fewer rows of an operation are not fitted."""
+IDLE = 0.01
+"""What has no amount and took less than this share of its longer spans (their 90th percentile) found nothing to do, as
+an optimizer's step that is skipped: no cost is learned from it."""
+SCORING = ("logprobs", "reference", "values", "judge", "score")
+"""Phases that do the work themselves."""
+_TINY = 1e-12
+
+
+def fit_costs(events: Events, about: Mapping[str, Any] | None = None) -> Costs:
+    """Costs of each operation and role, of each communication and size of group. DataError where nothing is enough."""
+    compute, left = list[Compute](), list[str]()
+    op, role = events.op, events.role
+    works = _works(events)
+    key = np.where(works, op.codes.astype(np.int64) * len(role.names) + role.codes, -1)
+    for kind in np.unique(key[works]).tolist():
+        i, j = divmod(kind, len(role.names))
+        rows = _busy(events, np.flatnonzero(key == kind))
+        if len(rows) >= ENOUGH:
+            compute.append(_compute(op.names[i], role.names[j], events, rows))
+        else:
+            left.append(f"{op.names[i]} of {role.names[j] or 'the run'}: {len(rows)} of {ENOUGH} spans")
+    every = links(events)
+    found = [k for k in every if k.count >= ENOUGH]
+    left += [f"{k.op} among {k.ranks} ranks: {k.count} of {ENOUGH} spans" for k in every if k.count < ENOUGH]
+    if not compute and not found:
+        raise DataError(
+            f"nothing to learn costs from ({'; '.join(left) or 'no work in the trace'}); let more steps run"
+        )
+    ordered = sorted(compute, key=lambda c: (c.role, c.op))
+    return Costs(tuple(ordered), tuple(found), tuple(sorted(left)), dict(about or {}))
+
+
+def _works(events: Events) -> np.ndarray:
+    """bool [n]: spans that do work themselves, which those that hold a compute do not."""
+    compute = events.kind.is_("compute")
+    holds = np.zeros(len(events) + 1, bool)  # the last one: of no parent
+    holds[events.parent[compute]] = True
+    return (compute | (events.op.is_(*SCORING) & (events.tokens > 0))) & ~holds[:-1] & (events.own > 0)
+
+
+def _busy(events: Events, rows: np.ndarray) -> np.ndarray:
+    if events.tokens[rows].any():
+        return rows
+    return rows[events.own[rows] >= IDLE * np.quantile(events.own[rows], 0.9)]
+
+
+def _compute(op: str, role: str, events: Events, rows: np.ndarray) -> Compute:
+    tokens, squares, seconds = events.tokens[rows], events.squares[rows], events.own[rows] * 1e-9
+    separate = bool(tokens.max() == 0 or tokens.max() >= APART * tokens.min())
+    lengths = squares / np.maximum(tokens, 1)
+    short, long = np.quantile(lengths, EDGES)
+    differ = bool(long >= LONGER * short)
+    features = np.stack([tokens, squares * differ, np.full(len(rows), int(separate))], 1)
+    found = fit(features, seconds)
+    times = seconds / np.maximum(features @ found, _TINY)
+    ranks = tuple((int(r), float(np.median(times[events.rank[rows] == r]))) for r in np.unique(events.rank[rows]))
+    per_token, per_square, fixed = found.tolist()
+    return Compute(
+        op, role, fixed, per_token, per_square, (int(tokens.min()), int(tokens.max())),
+        (int(squares.min()), int(squares.max())), (float(lengths.min()), float(lengths.max())), len(rows), ranks,
+        separate, differ and bool(squares.any()), held_out_error(features, seconds, events.step[rows]),
+    )  # fmt: skip

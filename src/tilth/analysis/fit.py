@@ -1,0 +1,94 @@
+"""What costs how much: non-negative, robust fits of seconds against amounts of work.
+
+Times have outliers on one side (a busy machine, a page fault), often many of them, and an error that grows with them.
+So the fit is the median's: least absolute relative errors, as many times above it as below, however far.
+"""
+
+import itertools
+
+import numpy as np
+
+from tilth.plan.costs import Error
+
+ENOUGH = 20_000
+"""Rows that a fit looks at; of more, so many drawn by lot (the same ones each time). Evenly spaced ones would all be of
+one rank where ranks take turns."""
+_NEAR = np.geomspace(0.1, 1e-6, 40)
+"""Relative errors below which an error counts by its square, round by round: absolute errors in the end."""
+_TINY = 1e-12
+
+
+def fit(features: np.ndarray, seconds: np.ndarray, weight: np.ndarray | None = None) -> np.ndarray:
+    """float64 [k]: coefficients, none below 0, with features [n, k] @ coefficients near ``seconds`` [n].
+
+    A column without any amount gets 0, and so does everything where n is 0. Rows of no time at all are left out. Of
+    columns that say the same the first one counts. weight: float64 [n], above 0, how much each row counts.
+    """
+    x, y = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
+    scale = np.abs(x).max(0, initial=0.0)
+    some, there = np.flatnonzero(y > 0), scale > 0
+    if len(some) > ENOUGH:
+        some = some[np.random.default_rng(0).permutation(len(some))[:ENOUGH]]
+    found = np.zeros(len(scale))
+    if len(some) and there.any():
+        counts = np.ones(len(some)) if weight is None else np.asarray(weight, np.float64)[some]
+        found[there] = _robust(x[some][:, there] / scale[there], y[some], counts) / scale[there]
+    return found
+
+
+def error(features: np.ndarray, seconds: np.ndarray, coefficients: np.ndarray, *, held_out: bool = False) -> Error:
+    """Of these rows, [n, k] and [n]; rows of no time are left out."""
+    x, y = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
+    apart = np.abs(x[y > 0] @ coefficients - y[y > 0]) / y[y > 0]
+    if not len(apart):
+        return Error(float("nan"), float("nan"), 0, held_out)
+    return Error(float(np.median(apart)), float(np.quantile(apart, 0.9)), len(apart), held_out)
+
+
+def held_out_error(
+    features: np.ndarray, seconds: np.ndarray, step: np.ndarray, weight: np.ndarray | None = None
+) -> Error:
+    """How far a fit on four of five steps is from the rows of the fifth ones; of a single step, from its own rows.
+
+    step: int64 [n]; the others as for ``fit``.
+    """
+    there, place = np.unique(step, return_inverse=True)
+    every = min(5, max(len(there), 1))
+    held = (place.reshape(-1) % every == every - 1) & (len(there) > 1)
+    found = fit(features[~held], seconds[~held], None if weight is None else weight[~held])
+    if not held.any():
+        return error(features, seconds, found)
+    return error(features[held], seconds[held], found, held_out=True)
+
+
+def nonnegative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
+    """float64 [k]: the b >= 0 with the least |X b - y|, from X'X [k, k] and X'y [k].
+
+    The positive ones of the best b solve the equations of their columns alone, so each set of columns is tried: exact,
+    and for a handful of columns cheaper than any search.
+    """
+    k = len(moment)
+    best, least = np.zeros(k), 0.0
+    for size in range(1, k + 1):
+        for columns in itertools.combinations(range(k), size):
+            mine = list(columns)
+            b = np.linalg.lstsq(gram[np.ix_(mine, mine)], moment[mine], rcond=None)[0]
+            rest = float(b @ gram[np.ix_(mine, mine)] @ b - 2 * b @ moment[mine])
+            if (b >= 0).all() and rest < least - _TINY * abs(least):
+                best, least = np.zeros(k), rest
+                best[mine] = b
+    return best
+
+
+def _robust(x: np.ndarray, y: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """By iterated weights (Schlossmacher 1973)."""
+    b = _weighted(x, y, counts * y**-2)
+    for near in _NEAR:
+        at = np.maximum(x @ b, _TINY + 1e-3 * y)  # relative to the fit: to the data, low ones would count more
+        b = _weighted(x, y, counts / (np.maximum(np.abs(y - at) / at, near) * at**2))
+    return b
+
+
+def _weighted(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    weight = weight / weight.max()
+    return nonnegative(x.T @ (weight[:, None] * x), x.T @ (weight * y))

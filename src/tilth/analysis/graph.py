@@ -1,0 +1,168 @@
+"""The dependency model: which operation waits for which, and which start together.
+
+The same for each data-parallel rank and step, so it is found once, from the order in which the workers of dp rank 0
+launched their operations in the first step. Definitions: arXiv 2505.05713, section 3 and the format of its traces.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilth.analysis.straggler_format import COMPUTE, DATA, OPTYPES, PIPE, Trace
+from tilth.core.errors import DataError
+
+FORWARD, BACKWARD = OPTYPES.index("forward-compute"), OPTYPES.index("backward-compute")
+ALONE, TOGETHER, ACROSS = 0, 1, 2
+"""How an operation starts: by itself; with one peer on its dp rank; with its group on all dp ranks."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Edges between operations and the groups that start together. n operations, e edges."""
+
+    before: np.ndarray
+    """int64 [e]: this operation must have ended ..."""
+    after: np.ndarray
+    """int64 [e]: ... before this one is ready."""
+    group: np.ndarray
+    """int64 [n]: operations of one group start together, when the last of them is ready; a group has one kind."""
+    kind: np.ndarray
+    """int64 [n]: ALONE, TOGETHER or ACROSS."""
+
+
+class _Stage:
+    """The operations of one stage in the order of their launch, by type, and the edges among them."""
+
+    def __init__(self, trace: Trace, stage: int, edges: list[tuple[int, int]]) -> None:
+        mine = np.flatnonzero(trace.stage == stage)
+        order = np.lexsort((trace.optype[mine], trace.seq[mine], trace.start[mine, 0, 0]))
+        self.trace, self.stage, self.edges = trace, stage, edges
+        self.compute: list[int] = [int(i) for i in mine[order] if OPTYPES[trace.optype[i]] in COMPUTE]
+        by_seq = mine[np.argsort(trace.seq[mine], kind="stable")]
+        self.ops = {name: [int(i) for i in by_seq if OPTYPES[trace.optype[i]] == name] for name in OPTYPES}
+        self.pipe: dict[str, dict[tuple[int, int], int]] = {}
+        """For each kind of pipeline transfer: (micro-batch, virtual stage) of its compute to the operation."""
+
+    def chain(self, ops: list[int]) -> None:
+        self.edges += itertools.pairwise(ops)
+
+    def depend(self) -> None:
+        """All edges of this stage."""
+        self.chain(self.compute)
+        for name in PIPE:
+            self.chain(self.ops[name])
+        for way, kind in (("forward", FORWARD), ("backward", BACKWARD)):
+            self._transfers(way, [i for i in self.compute if self.trace.optype[i] == kind])
+        self._first_backward()
+        self._data_parallel()
+
+    def _transfers(self, way: str, computes: list[int]) -> None:
+        """recv -> compute -> send; and a receive is posted only when the compute before its own has ended."""
+        previous = dict(zip(computes[1:], computes))
+        for end in ("recv", "send"):
+            ops = self.ops[f"{way}-{end}"]
+            owners = self._owners(way, end, computes, len(ops))
+            if end == "send":
+                self.edges += zip(owners, ops)
+            else:
+                self.edges += zip(ops, owners)
+                self.edges += [(previous[c], op) for c, op in zip(owners, ops) if c in previous]
+            self.pipe[f"{way}-{end}"] = {self._virtual(c): op for c, op in zip(owners, ops)}
+
+    def _virtual(self, compute: int) -> tuple[int, int]:
+        at = self.trace
+        return int(at.micro_batch[compute]), int(at.chunk[compute] * at.stages + self.stage)
+
+    def _owners(self, way: str, end: str, computes: list[int], count: int) -> list[int]:
+        """The computes that these transfers belong to: all but those at the end of the pipeline, which have no peer
+        (some profilers log a transfer of nothing there: then all of them)."""
+        if count == len(computes):
+            return computes
+        last = int(self.trace.chunk.max() + 1) * self.trace.stages - 1
+        edge = 0 if (way == "forward") == (end == "recv") else last
+        inner = [c for c in computes if self._virtual(c)[1] != edge]
+        if count != len(inner):
+            raise DataError(
+                f"stage {self.stage} has {count} {way}-{end} for {len(inner)} {way}-compute that have a neighbour"
+            )
+        return inner
+
+    def _first_backward(self) -> None:
+        """The first backward transfers are launched after the last but one forward that goes before."""
+        forwards = []
+        for i in self.compute:
+            if self.trace.optype[i] == BACKWARD:
+                break
+            forwards.append(i)
+        if len(forwards) < 2:
+            return
+        for name in ("backward-recv", "backward-send"):
+            self.edges += [(forwards[-2], op) for op in self.ops[name][:1]]
+
+    def _data_parallel(self) -> None:
+        """Parameters before the first forward of their chunk, gradients after the last compute, then the optimizer."""
+        gathers, scatters = self.ops["params-all-gather"], self.ops["grads-reduce-scatter"]
+        self.chain(gathers + scatters)
+        for gather in gathers:
+            self.edges += [(gather, c) for c in self._of_chunk(gather, FORWARD)[:1]]
+        norm, embedding = self.ops["layernorm-grads-all-reduce"], self.ops["embedding-grads-all-reduce"]
+        rest = self.ops["separate-grads-all-reduce"], self.ops["optimizer-clip-main-grad"] + self.ops["optimizer"]
+        before = self.compute[-1:] + self.ops["gc"]
+        if not self._overlapped(before, norm):
+            self.chain(before + norm + embedding + scatters + rest[0] + rest[1])
+            return
+        for scatter in scatters:
+            chunk = self._of_chunk(scatter, *(OPTYPES.index(n) for n in COMPUTE[1:]))
+            self.edges += [(c, scatter) for c in chunk[-1:] or self.compute[-1:]]
+        self.chain(before + norm + embedding + rest[0] + rest[1])
+        self.edges += [(scatters[-1], op) for op in rest[1][:1]]
+
+    def _overlapped(self, before: list[int], norm: list[int]) -> bool:
+        """Whether gradients are reduced while the backward pass goes on: launched before what follows its end."""
+        scatters, start = self.ops["grads-reduce-scatter"], self.trace.start[:, 0, 0]
+        if not scatters or not before:
+            return False
+        return bool(start[scatters[0]] < (start[norm[0]] if norm else start[before[0]]))
+
+    def _of_chunk(self, op: int, *kinds: int) -> list[int]:
+        chunk = self.trace.chunk
+        return [c for c in self.compute if self.trace.optype[c] in kinds and chunk[c] == chunk[op]]
+
+
+def dependencies(trace: Trace) -> Graph:
+    """The dependency model of a trace. DataError where transfers and computes do not fit together."""
+    edges: list[tuple[int, int]] = []
+    stages = [_Stage(trace, stage, edges) for stage in range(trace.stages)]
+    for stage in stages:
+        stage.depend()
+    group = np.arange(len(trace.optype))
+    kind = np.where(trace.named(*DATA), ACROSS, ALONE)
+    for members in (*_pairs(stages), *_ends(stages)):
+        group[members] = min(members)
+        kind[members] = TOGETHER
+    for clips in zip(*(s.ops["optimizer-clip-main-grad"] for s in stages)):
+        group[list(clips)] = min(clips)
+        kind[list(clips)] = ACROSS
+    before, after = np.array(edges, np.int64).reshape(-1, 2).T
+    return Graph(before, after, group, kind)
+
+
+def _pairs(stages: list[_Stage]) -> list[list[int]]:
+    """Each send with the receive of the same micro-batch on the next virtual stage (forward) or the one before."""
+    pairs = []
+    for way, move in (("forward", 1), ("backward", -1)):
+        receives = {at: op for s in stages for at, op in s.pipe[f"{way}-recv"].items()}
+        for s in stages:
+            for (micro_batch, virtual), op in s.pipe[f"{way}-send"].items():
+                if (peer := receives.get((micro_batch, virtual + move))) is not None:
+                    pairs.append([op, peer])
+    return pairs
+
+
+def _ends(stages: list[_Stage]) -> list[list[int]]:
+    """Gradients of shared embeddings are summed between the first and the last stage."""
+    if len(stages) == 1:
+        return []
+    name = "embedding-grads-all-reduce"
+    return [list(pair) for pair in zip(stages[0].ops[name], stages[-1].ops[name])]

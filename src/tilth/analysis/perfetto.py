@@ -1,0 +1,256 @@
+"""The events of a run in the trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+A process for each rank and a thread for each of its threads; counters with the controller; arrows of calls and of
+communications (``flow_events``). Format: "Trace Event Format" of Chromium's project Catapult: a JSON object with an
+array of events; times in us there, ours with three decimals.
+"""
+
+import gzip
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+
+from tilth.analysis import flow_events as arrows
+from tilth.analysis.events import Events
+from tilth.analysis.flow_events import Arrows
+from tilth.analysis.matching import split
+from tilth.core.target import written_whole
+
+CHUNK = 65_536
+"""Rows that are turned into text at a time."""
+NAMED = ("call", "submit", "await")
+"""Operations that are called by their detail too."""
+PLACES = "stf"
+"""Letters of the format for where an arrow begins, goes on and ends."""
+SHOWN = ("micro_batch", "seq", "tokens", "squares", "bytes", "flops")
+"""Numbers that are shown with a span beside its step, where they say something."""
+Lines = Iterator[list[str]]
+
+
+@dataclass(frozen=True, eq=False)
+class Counter:
+    """A number over time: from ``at`` (int64 [n], ns as the events have them) on it is ``value`` (float64 [n])."""
+
+    name: str
+    unit: str
+    at: np.ndarray
+    value: np.ndarray
+
+
+@dataclass(frozen=True)
+class Written:
+    """What is in a file."""
+
+    path: Path
+    spans: int
+    arrows: int
+    counters: int
+    bytes: int
+
+
+def export(
+    events: Events, path: Path, counters: Sequence[Counter] = (), about: Mapping[str, str] | None = None
+) -> Written:
+    """Write a file, compressed where its name ends in .gz; in chunks, so that millions of spans need no more memory
+    than their columns. about: what else shall stand in it. StorageError names the file."""
+    tracks = Tracks(events)
+    called, met = arrows.calls(events), arrows.meetings(events)
+    parts = chain(
+        tracks.metadata(), _spans(events, tracks), _device(events, tracks), _arrows(called, tracks, "call", 0),
+        _arrows(met, tracks, "communication", called.count), _counted(events, counters),
+    )  # fmt: skip
+    with written_whole(path) as temporary:
+        with closing(_open(temporary, packed=path.suffix == ".gz")) as file:
+            _write(file, parts, about or {})
+        size = temporary.stat().st_size
+    return Written(path, len(events), called.count + met.count, len(counters), size)
+
+
+def _open(path: Path, *, packed: bool) -> TextIO:
+    if packed:
+        return gzip.open(path, "wt", compresslevel=4, encoding="utf-8")  # type: ignore[return-value]
+    return path.open("w", encoding="utf-8")
+
+
+def _write(file: TextIO, parts: Lines, about: Mapping[str, str]) -> None:
+    file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(dict(about))},"traceEvents":[')
+    between = "\n"
+    for lines in parts:
+        if lines:
+            file.write(between + ",\n".join(lines))
+            between = ",\n"
+    file.write("\n]}\n")
+
+
+class Tracks:
+    """Which track of the picture each span is on: a process for each rank, a thread for each of its threads. Spans of a
+    thread that overlap without one being within the other, which the format forbids, go on a further track."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self.process = events.rank + 1  # 0 is the idle process to some readers
+        """int64 [n]."""
+        self.names: dict[int, tuple[int, str]] = {}
+        """Number of a track, unique over all processes as on one machine -> rank, name."""
+        rows, codes = np.arange(len(events)), events.thread.codes
+        self.order, tracks = self._lay(rows, events.start, events.duration, codes, events.thread.names)
+        """int64 [n]: rows by start, what holds others before them."""
+        self.thread = np.empty(len(events), np.int64)
+        """int64 [n]: the track of each row."""
+        self.thread[self.order] = tracks
+        timed = np.flatnonzero(events.device_start >= 0)
+        start, took = events.device_start[timed], events.device_duration[timed]
+        self.device, self.device_thread = self._lay(timed, start, took, np.zeros_like(timed), ("device",))
+        """int64 [m] each: rows that were timed on a device, by start there, and the tracks that show it."""
+
+    def _lay(
+        self, rows: np.ndarray, start: np.ndarray, took: np.ndarray, codes: np.ndarray, names: Sequence[str]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rows in the order of the picture, and a track for each. codes: which of the names their thread has."""
+        order = np.lexsort((-rows, -took, start))
+        rows, start, end, codes = rows[order], start[order], (start + took)[order], codes[order]
+        tracks = np.empty(len(rows), np.int64)
+        keys, place = np.unique(self._events.rank[rows] * len(names) + codes, return_inverse=True)
+        for at, mine in split(place).items():
+            rank, code = divmod(int(keys[at]), len(names))
+            first = max(self._events.ranks) + 2 + len(self.names)  # beyond the numbers of processes
+            lanes = nested(start[mine], end[mine])
+            tracks[mine] = first + lanes
+            for lane in range(int(lanes.max()) + 1):
+                self.names[first + lane] = rank, f"{names[code]} ({lane + 1})" if lane else names[code]
+        return rows, tracks
+
+    def metadata(self) -> Lines:
+        """Names and order of the tracks, the controller first."""
+        events, roles = self._events, self._roles()
+        lines = []
+        for rank in events.ranks:
+            controls = rank == events.controller
+            name = "controller" if controls and len(events.ranks) > 1 else f"rank {rank}"
+            lines.append(_meta("process_name", rank, {"name": name}))
+            lines.append(_meta("process_labels", rank, {"labels": ", ".join(roles.get(rank, []))}))
+            lines.append(_meta("process_sort_index", rank, {"sort_index": -1 if controls else rank}))
+        for at, (number, (rank, name)) in enumerate(sorted(self.names.items())):
+            index = -1 if name == "MainThread" else at
+            lines.append(_meta("thread_name", rank, {"name": name}, number))
+            lines.append(_meta("thread_sort_index", rank, {"sort_index": index}, number))
+        yield lines
+
+    def _roles(self) -> dict[int, list[str]]:
+        """The roles that each rank has, and its place in them."""
+        role, place = self._events.role, self._events.place
+        key = (self._events.rank * len(role.names) + role.codes) * len(place.names) + place.codes
+        found: dict[int, list[str]] = {}
+        for one in np.unique(key).tolist():
+            rest, at = divmod(one, len(place.names))
+            rank, name = divmod(rest, len(role.names))
+            if role.names[name]:
+                found.setdefault(rank, []).append(f"{role.names[name]} {place.names[at]}".strip())
+        return found
+
+
+def nested(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """int64 [n]: for spans by start, the longer first, the lowest lane on which each is within or after what is there
+    already."""
+    stacks: list[list[int]] = [[]]
+    lanes = [_lane(stacks, begin, until) for begin, until in zip(start.tolist(), end.tolist())]
+    return np.array(lanes, np.int64)
+
+
+def _lane(stacks: list[list[int]], start: int, end: int) -> int:
+    for lane, open_until in enumerate(stacks):
+        while open_until and open_until[-1] <= start:
+            open_until.pop()
+        if not open_until or end <= open_until[-1]:
+            open_until.append(end)
+            return lane
+    stacks.append([end])
+    return len(stacks) - 1
+
+
+def _meta(what: str, rank: int, args: Mapping[str, str | int], thread: int = 0) -> str:
+    return f'{{"ph":"M","name":"{what}","pid":{rank + 1},"tid":{thread},"args":{json.dumps(dict(args))}}}'
+
+
+def _spans(events: Events, tracks: Tracks) -> Lines:
+    """A complete event for each span, what holds others before them."""
+    heads = Heads(events)
+    for begin in range(0, len(events), CHUNK):
+        rows = tracks.order[begin : begin + CHUNK]
+        codes = zip(
+            *(c.codes[rows].tolist() for c in (events.op, events.kind, events.detail, events.role, events.place))
+        )
+        process, thread = tracks.process[rows].tolist(), tracks.thread[rows].tolist()
+        start, took = (events.start[rows] / 1000).tolist(), (events.duration[rows] / 1000).tolist()
+        yield [
+            f'{{{heads[code]}{args}}},"pid":{p},"tid":{t},"ts":{s},"dur":{d}}}'
+            for code, args, p, t, s, d in zip(codes, _numbers(events, rows), process, thread, start, took)
+        ]
+
+
+def _device(events: Events, tracks: Tracks) -> Lines:
+    """What a device did for a span, on tracks of its own."""
+    for begin in range(0, len(tracks.device), CHUNK):
+        rows, thread = (column[begin : begin + CHUNK] for column in (tracks.device, tracks.device_thread))
+        process, ops = tracks.process[rows].tolist(), events.op.codes[rows].tolist()
+        start, took = (c[rows] / 1000 for c in (events.device_start, events.device_duration))
+        yield [
+            f'{{"ph":"X","name":{json.dumps(events.op.names[op])},"cat":"device","pid":{p},"tid":{t},"ts":{s},"dur":{d}}}'
+            for op, p, t, s, d in zip(ops, process, thread.tolist(), start.tolist(), took.tolist())
+        ]
+
+
+class Heads(dict[tuple[int, ...], str]):
+    """Beginning of the text of a span by its codes, up to its numbers: name, category (its kind) and texts."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+
+    def __missing__(self, codes: tuple[int, ...]) -> str:
+        e = self._events
+        columns = {"op": e.op, "kind": e.kind, "detail": e.detail, "role": e.role, "place": e.place}
+        said = {name: column.names[code] for (name, column), code in zip(columns.items(), codes)}
+        op, kind = said.pop("op"), said.pop("kind")
+        name = f"{op} {said['detail']}" if op in NAMED else op
+        args = "".join(f'"{key}":{json.dumps(text)},' for key, text in said.items() if text)
+        self[codes] = f'"ph":"X","name":{json.dumps(name)},"cat":{json.dumps(kind)},"args":{{{args}'
+        return self[codes]
+
+
+def _numbers(events: Events, rows: np.ndarray) -> list[str]:
+    """The numbers of each span that say something, as JSON, after its step."""
+    found = [f'"step":{step}' for step in events.step[rows].tolist()]
+    for name in SHOWN:
+        values = getattr(events, name)[rows]
+        said = np.flatnonzero(values >= 0 if name in ("micro_batch", "seq") else values > 0)
+        for i, value in zip(said.tolist(), values[said].tolist()):
+            found[i] += f',"{name}":{value}'
+    return found
+
+
+def _arrows(found: Arrows, tracks: Tracks, name: str, first: int) -> Lines:
+    """Flow events: each binds to the span of its track that holds its time."""
+    for begin in range(0, len(found.row), CHUNK):
+        number, row, at, place = (
+            column[begin : begin + CHUNK] for column in (found.number, found.row, found.at, found.place)
+        )
+        where = zip(tracks.process[row].tolist(), tracks.thread[row].tolist(), (at / 1000).tolist())
+        yield [
+            f'{{"ph":"{PLACES[k]}","name":"{name}","cat":"{name}","id":{n},"pid":{p},"tid":{t},"ts":{s},"bp":"e"}}'
+            for n, k, (p, t, s) in zip((number + first).tolist(), place.tolist(), where)
+        ]
+
+
+def _counted(events: Events, counters: Sequence[Counter]) -> Lines:
+    for counter in counters:
+        head = f'{{"ph":"C","name":{json.dumps(counter.name)},"pid":{events.controller + 1},"tid":0,"ts":'
+        unit = json.dumps(counter.unit)
+        values = zip((counter.at / 1000).tolist(), counter.value.tolist())
+        yield [f'{head}{at},"args":{{{unit}:{value}}}}}' for at, value in values if math.isfinite(value)]

@@ -1,0 +1,229 @@
+"""The likely cause of slow steps in one of our own runs: each candidate is taken out, and the steps are replayed.
+
+What counts is the gain, the share of the step's time that goes with a cause. Slowness of a rank is what it needs beyond
+the cost of its work (``run_rates``); unequal work is costs that differ among the ranks of a call; garbage collection
+is traced; a slow network is one against the run's own fast transfers; a late controller one against its own usual
+steps. Without communications and peers (inline) there are pauses and the controller's own time only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilth.analysis.cause import Cause, Finding, Place, pearson
+from tilth.analysis.run_graph import MEET, WORK, Steps
+from tilth.analysis.run_rates import Rates, rates
+from tilth.analysis.run_replay import BLOCK, Model, alike, fast, numbered, quantiles
+from tilth.analysis.run_whatif import RunWhatIf, coordinates, place_among
+
+LEAST = 0.05
+"""Share of a step's time that must go with something for it to be a cause."""
+TOLD = 0.005
+"""Share of a step's time from which a gain is worth a word where there is no cause."""
+SLOWER, LONGER = 1.1, 1.1
+"""Times the usual: from which a rank is slow, and its work more than that of others."""
+STEADY = 0.25
+"""Quantile of a block's steps at which a rank must be slower than its peers: a busy machine makes now the one slow and
+now the other."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    kind: str
+    durations: np.ndarray
+    """float64 [n]: seconds of the nodes without it."""
+    text: Callable[[], str]
+    where: tuple[Place, ...]
+    plausible: bool
+
+
+def diagnose_run(model: Model, found: RunWhatIf) -> Cause:
+    """Why the steps are slow, and how long they would be without each cause."""
+    steps, work = model.steps, rates(model.steps)
+    candidates = [_pauses(steps), _controller(steps)]
+    if len(steps.workers) > 1:
+        candidates += [_worker(steps, work), _lengths(steps, work), _network(steps)]
+    findings = []
+    evidence = {"model_error": found.error, "waste": found.waste, **_evidence(steps, work)}
+    without = model.times(np.stack([c.durations[model.order] for c in candidates], 1))
+    for c, times in zip(candidates, without.T):
+        gain = 1 - times.mean() / found.replayed.mean()
+        evidence[f"gain_{c.kind.replace('-', '_')}"] = float(gain)
+        if gain >= LEAST and c.plausible:
+            findings.append(_finding(c, times, found))
+    findings.sort(key=lambda f: f.seconds or 0.0)
+    gains = {
+        c.kind.replace("-", " "): 1 - float(t.mean() / found.replayed.mean())
+        for c, t in zip(candidates, without.T)
+        if c.plausible
+    }
+    return Cause("; ".join(f.text for f in findings) or _none(gains, found.waste), tuple(findings), evidence)
+
+
+def _none(gains: dict[str, float], waste: float) -> str:
+    """What of the loss, a share of the time, the causes explain that were looked for."""
+    text = f"none: nothing alone costs {100 * LEAST:.0f} % of a step"
+    known = {name: gain for name, gain in sorted(gains.items(), key=lambda kv: -kv[1]) if gain >= TOLD}
+    scattered = waste - sum(known.values())
+    if waste < LEAST:
+        return text
+    parts = ", ".join(f"{name} {100 * gain:.1f}" for name, gain in known.items())
+    of = f"of the {100 * waste:.1f} % that is lost"
+    saved = f"{of} mending these would save, in % of the time: {parts}"
+    explained = saved if known else f"nothing explains a part {of}"
+    if scattered < TOLD:
+        return f"{text}; {explained}"
+    return (
+        f"{text}; {explained}; the other {100 * scattered:.1f} % is scattered over ranks and steps (jitter: now the "
+        "one is slow, now the other), so no rank or cause alone is to be mended"
+    )
+
+
+def _finding(c: _Candidate, times: np.ndarray, found: RunWhatIf) -> Finding:
+    now, then = float(np.median(found.replayed)), float(np.median(times))
+    lost = found.replayed.mean() - found.ideal.mean()
+    share = float((found.replayed.mean() - times.mean()) / lost) if lost > 0 else 0.0
+    less = 100 * (1 - times.mean() / found.replayed.mean())
+    gain = (
+        f"without it a step would take {then:.4g} s instead of {now:.4g} s (medians), and all of them {less:.0f} % less"
+    )
+    text = f"{c.text()}; {gain}"
+    return Finding(c.kind, share, text, c.where, then)
+
+
+def _evidence(steps: Steps, work: Rates) -> dict[str, float]:
+    if len(steps.workers) < 2:
+        return {}
+    alike, spread = alikeness(steps)
+    return {
+        "forward_backward_correlation": alike,
+        "forward_variation": spread,
+        "worst_excess": float(slowness(work).mean(0).max()),
+        "worst_load": float(work.load.mean(0).max()),
+    }
+
+
+def alikeness(steps: Steps) -> tuple[float, float]:
+    """Medians over workers of the correlation (Pearson) of forward with backward times of the same micro-batch, and of
+    the coefficient of variation of forward times; own times, without communications and pauses."""
+    events = steps.events
+    forward, backward = (
+        np.flatnonzero(events.op.is_(op) & (events.micro_batch >= 0) & np.isin(events.step, steps.steps))
+        for op in ("forward", "backward")
+    )
+    found = []
+    for rank in steps.workers:
+        f, b = (rows[(events.rank[rows] == rank) & (events.parent[rows] >= 0)] for rows in (forward, backward))
+        keys = [events.parent[rows] * (int(events.micro_batch.max()) + 1) + events.micro_batch[rows] for rows in (f, b)]
+        _, i, j = np.intersect1d(*keys, return_indices=True)
+        if len(i):
+            found.append(pearson(events.own[f[i]].astype(np.float64), events.own[b[j]].astype(np.float64)))
+    r, variation = np.median(found, axis=0) if found else (0.0, 0.0)
+    return float(r), float(variation)
+
+
+def blocks(steps: int) -> np.ndarray:
+    """int64 [s]: numbers of runs of about BLOCK neighbouring steps, none shorter than that but where there are less."""
+    return np.minimum(np.arange(steps) // BLOCK, max(steps // BLOCK - 1, 0))
+
+
+def typical(values: np.ndarray, q: float = 0.5) -> np.ndarray:
+    """float64 [s, ...]: the median, or another quantile, of each step's block."""
+    block = blocks(len(values))
+    return np.stack([np.quantile(values[block == b], q, 0) for b in range(int(block[-1]) + 1)])[block]
+
+
+def slowness(work: Rates) -> np.ndarray:
+    """float64 [s, w]: times as long as its peers that a rank takes; 1 in a block where it does not nearly always, and
+    where it has much more work than others: there it may as well be that much work costs more than the fit says."""
+    steady = (typical(work.excess, STEADY) > 1) & (typical(work.load) < LONGER)
+    return np.where(steady, np.maximum(typical(work.excess), 1), 1.0)
+
+
+def _place(steps: Steps, rank: int) -> Place:
+    at = coordinates(steps)
+    return {"dp": place_among(at, "rows")[rank], "stage": place_among(at, "layers")[rank], "rank": rank}
+
+
+def _pauses(steps: Steps) -> _Candidate:
+    took = steps.real @ np.array([kind == "pause" for kind in steps.kinds])
+    by_rank = {int(r): float(took[steps.rank == r].sum()) / len(steps.steps) for r in np.unique(steps.rank)}
+    top = max(by_rank, key=lambda r: by_rank[r])
+    where = tuple(_place(steps, r) for r in sorted(by_rank, key=lambda r: -by_rank[r]) if by_rank[r] > by_rank[top] / 2)
+
+    def text() -> str:
+        return f"garbage collection: {1000 * by_rank[top]:.0f} ms a step on rank {top}"
+
+    return _Candidate("garbage-collection", steps.real.sum(1) - took, text, where, True)
+
+
+def _controller(steps: Steps) -> _Candidate:
+    """Its own work in each step is at most as much as in a quick one."""
+    mine = steps.home & (steps.kind == WORK)
+    step = np.searchsorted(steps.steps, steps.events.step[steps.frame])
+    total = np.bincount(step[mine], steps.real[mine].sum(1), len(steps.steps))
+    quick = float(np.quantile(total, 0.25))
+    durations = steps.real.sum(1)
+    durations[mine] *= np.minimum(1, quick / np.maximum(total, 1e-12))[step[mine]]
+
+    def text() -> str:
+        return (
+            f"late controller: {1000 * total.mean():.0f} ms of its own work a step, {1000 * quick:.0f} ms in quick ones"
+        )
+
+    return _Candidate("controller", durations, text, (), len(steps.workers) > 0)
+
+
+def _worker(steps: Steps, work: Rates) -> _Candidate:
+    """The slowest rank does its work at the rate of its peers, block by block; its jitter stays."""
+    slow = slowness(work)
+    by_rank = slow.mean(0)
+    worst = int(by_rank.argmax())
+    step, rank = work.at
+    durations = work.scaled(np.where(rank == worst, 1 / slow[step, worst], 1.0))
+    name = int(steps.workers[worst])
+
+    def text() -> str:
+        then = slow[:, worst] > 1
+        some = "" if then.all() else f", in {then.sum()} of {len(then)} steps"
+        times = slow[then, worst].mean()
+        return f"slow worker: rank {name} takes {times:.2f} times as long as its peers for the same work{some}"
+
+    return _Candidate("slow-worker", durations, text, (_place(steps, name),), by_rank[worst] >= SLOWER)
+
+
+def _lengths(steps: Steps, work: Rates) -> _Candidate:
+    """The work of each call is dealt evenly; each rank keeps its rate."""
+    load = work.load.mean(0)
+    worst = int(load.argmax())
+    name = int(steps.workers[worst])
+
+    def text() -> str:
+        return f"unequal sequences: rank {name} got {load[worst]:.2f} times the work of the mean"
+
+    durations = work.scaled(1 / np.maximum(work.uneven, 1e-12))
+    return _Candidate("sequence-lengths", durations, text, (_place(steps, name),), bool(load[worst] >= LONGER))
+
+
+def _network(steps: Steps) -> _Candidate:
+    """Transfers lose what those of their kind in their block of steps typically have beyond the run's fast ones."""
+    durations = steps.real.sum(1)
+    nodes = np.flatnonzero(steps.kind == MEET)
+    if not len(nodes):
+        return _Candidate("communication", durations, str, (), False)
+    events, rows = steps.events, steps.row[nodes]
+    now, usual = durations[nodes], fast(steps)[rows] * 1e-9
+    block = blocks(len(steps.steps))[np.searchsorted(steps.steps, events.step[rows])]
+    which = numbered(np.stack([alike(steps, rows), block]))
+    beyond = np.maximum(quantiles(which, now, 0.5)[which] - usual, 0)
+    durations[nodes] = np.maximum(now - beyond, np.minimum(now, usual))
+    lost = np.bincount(events.op.codes[rows], now - durations[nodes])
+    most = int(lost.argmax())
+    mine = events.op.codes[rows] == most
+
+    def text() -> str:
+        times, name = now[mine].sum() / max(usual[mine].sum(), 1e-12), events.op.names[most]
+        return f"communication: transfers of {name} take {times:.1f} times as long as fast ones of the run"
+
+    return _Candidate("communication", durations, text, ({"optype": events.op.names[most]},), True)

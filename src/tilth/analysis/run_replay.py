@@ -1,0 +1,202 @@
+"""Replay of our own runs with any times set to ideal: durations for the schedule of ``run_graph``, many at once.
+
+Ideal is what peers take. The work of a call: the mean over the ranks that share it, segment by segment and operation
+by operation. A communication: what is typical of its like (operation, group, size) where the run is fast. A pause:
+nothing. What nobody else does (the controller's own work, waiting for a checkpoint, storage) stays as it is.
+"""
+
+import numpy as np
+
+from tilth.analysis.network import meetings
+from tilth.analysis.replay import schedule
+from tilth.analysis.run_graph import AWAIT, LAUNCH, MEET, WORK, Steps
+
+BLOCK = 10
+"""Steps over which what is typical is taken: a fault may come and go."""
+FAST = 0.25
+"""Quantile of what is typical in blocks of steps that stands for a network in good order: in a run where a fault is
+there for half of the time, the median without it."""
+OWN = frozenset({"wait", "storage"})
+"""Kinds of operations that are no work shared among ranks."""
+CACHE = 32_000_000
+"""Bytes of one array of a replay."""
+
+
+class Model:
+    """Steps made ready for replay. n nodes in the order of the schedule, k operations, s steps."""
+
+    def __init__(self, steps: Steps, retimed: np.ndarray | None = None) -> None:
+        """retimed: int64, for each row of the events the ns that it takes by itself, as ``network.retimed`` has them:
+        communications take these instead of what was recorded."""
+        self.steps = steps
+        self.schedule = schedule(steps.graph)
+        order = self.schedule.order
+        self.order = order
+        self.place = np.empty(len(order), np.int64)
+        self.place[order] = np.arange(len(order))
+        self.last = self.place[steps.last]
+        real = steps.real if retimed is None else _with(steps, retimed)
+        self.real, self.ideal = real[order], ideal(steps)[order]
+        """float64 [n, k]: seconds."""
+        self.rank, self.kind, self.home = steps.rank[order], steps.kind[order], steps.home[order]
+        self.sum_real, self.sum_ideal = self.real.sum(1), self.ideal.sum(1)
+
+    def times(self, durations: np.ndarray) -> np.ndarray:
+        """float64 [s, x]: time of each step in each of x scenarios. durations: float64 [n, x], seconds."""
+        width = max(1, CACHE // (8 * len(durations)))
+        blocks = [durations[:, i : i + width, None] for i in range(0, durations.shape[1], width)]
+        return np.concatenate([self.schedule.run(block)[self.last, :, 0] for block in blocks], axis=1)
+
+    def seconds(self, keep: np.ndarray) -> np.ndarray:
+        """float64 [s]: time of each step where ``keep``, bool [n, 1] or [1, k], is as recorded and all else ideal."""
+        return self.times(np.where(keep, self.real, self.ideal).sum(1)[:, None])[:, 0]
+
+    def usual_delays(self) -> np.ndarray:
+        """float64 [s]: times where each delay of dispatch is the median of its like (calls, or awaits, of one name).
+
+        With its own delays a replay is what was recorded, whatever the model is like. So is the straggler study's
+        error one of replays without delays of launch (arXiv 2505.05713, section 3).
+        """
+        steps, seconds = self.steps, self.sum_real.copy()
+        nodes = np.flatnonzero(np.isin(self.kind, (LAUNCH, AWAIT)))
+        kind, of = self.kind[nodes], self.order[nodes]
+        rows = np.where(kind == AWAIT, steps.row[of], steps.frame[of])
+        which = numbered(np.stack([kind, steps.events.detail.codes[rows]]))
+        seconds[nodes] = quantiles(which, seconds[nodes], 0.5)[which]
+        return self.times(seconds[:, None])[:, 0]
+
+    def groups_of(self, groups: list[np.ndarray]) -> np.ndarray:
+        """float64 [s, g]: times where only the ranks of one group are as recorded."""
+        return self._each([np.where(np.isin(self.rank, g), self.sum_real, self.sum_ideal) for g in groups])
+
+    def operations(self) -> np.ndarray:
+        """float64 [s, k]: times where only one operation is as recorded."""
+        columns = range(self.real.shape[1])
+        return self._each([self.sum_ideal + self.real[:, i] - self.ideal[:, i] for i in columns])
+
+    def _each(self, durations: list[np.ndarray]) -> np.ndarray:
+        if not durations:
+            return np.zeros((len(self.last), 0))
+        return self.times(np.maximum(np.stack(durations, 1), 0))
+
+
+def _with(steps: Steps, retimed: np.ndarray) -> np.ndarray:
+    """The recorded times, those of communications replaced."""
+    real = steps.real.copy()
+    nodes = np.flatnonzero(steps.kind == MEET)
+    column = steps.meet_column[nodes]
+    real[nodes, column] = retimed[steps.row[nodes]] * 1e-9
+    return real
+
+
+def ideal(steps: Steps) -> np.ndarray:
+    """float64 [n, k]: what each node would take if it were like its peers."""
+    result = steps.real.copy()
+    _share(steps, result)
+    _fast(steps, result)
+    result[:, [i for i, kind in enumerate(steps.kinds) if kind == "pause"]] = 0.0
+    alone = [i for i, kind in enumerate(steps.kinds) if kind in OWN]
+    result[:, alone] = steps.real[:, alone]
+    return result
+
+
+def _share(steps: Steps, result: np.ndarray) -> None:
+    """Segments and launches of one call take the mean over its ranks, where these have as many segments; where they do
+    not (their groups differ), each keeps its shape and takes the mean's sum."""
+    nodes = np.flatnonzero(~steps.home & ((steps.kind == WORK) | (steps.kind == LAUNCH)))
+    if not len(nodes):
+        return
+    even = _even(steps, nodes)
+    _mean(steps, result, nodes[even], np.stack([steps.call, steps.segment])[:, nodes[even]])
+    odd = nodes[~even]
+    if len(odd):
+        _scaled(steps, result, odd)
+
+
+def _even(steps: Steps, nodes: np.ndarray) -> np.ndarray:
+    """bool: whether the node's call has as many nodes on each of its ranks."""
+    frames, size = np.unique(steps.frame[nodes], return_counts=True)
+    call = steps.events.seq[frames]
+    names, which = np.unique(call, return_inverse=True)
+    low, high = np.full(len(names), np.iinfo(np.int64).max), np.zeros(len(names), np.int64)
+    np.minimum.at(low, which, size)
+    np.maximum.at(high, which, size)
+    return (low == high)[np.searchsorted(names, steps.call[nodes])]
+
+
+def _mean(steps: Steps, result: np.ndarray, nodes: np.ndarray, key: np.ndarray) -> None:
+    which = numbered(key)
+    count = np.bincount(which)
+    for column in range(result.shape[1]):
+        total = np.bincount(which, steps.real[nodes, column])
+        result[nodes, column] = (total / count)[which]
+
+
+def _scaled(steps: Steps, result: np.ndarray, nodes: np.ndarray) -> None:
+    frames, frame = np.unique(steps.frame[nodes], return_inverse=True)
+    call = np.unique(steps.events.seq[frames], return_inverse=True)[1]
+    ranks = np.bincount(call)
+    for column in range(result.shape[1]):
+        mine = np.bincount(frame, steps.real[nodes, column], len(frames))
+        mean = (np.bincount(call, mine) / ranks)[call]
+        scale = np.divide(mean, mine, out=np.ones_like(mean), where=mine > 0)
+        result[nodes, column] = steps.real[nodes, column] * scale[frame]
+
+
+def _fast(steps: Steps, result: np.ndarray) -> None:
+    """Transfers as they are in the run when the network is in good order."""
+    nodes = np.flatnonzero(steps.kind == MEET)
+    if not len(nodes):
+        return
+    usual = fast(steps)
+    result[nodes, steps.meet_column[nodes]] = usual[steps.row[nodes]] * 1e-9
+    waits = steps.kind == AWAIT
+    result[waits] = steps.real[waits]
+
+
+def fast(steps: Steps) -> np.ndarray:
+    """float64 [rows of the events]: ns of a transfer of the like of each communication while the network is in good
+    order: of the medians of each ``BLOCK`` steps of the run the lower quartile. 0 outside of the steps."""
+    events, met, told = steps.events, meetings(steps.events), np.array(steps.events.steps)
+    inside = np.isin(events.step[met.rows], told)
+    rows, transfer = met.rows[inside], met.transfer[inside]
+    kind = alike(steps, rows)
+    block = numbered(np.stack([kind, np.searchsorted(told, events.step[rows]) // BLOCK]))
+    of = np.zeros(int(block.max(initial=-1)) + 1, np.int64)
+    of[block] = kind
+    result = np.zeros(len(events))
+    result[rows] = quantiles(of, quantiles(block, transfer, 0.5), FAST)[kind]
+    return result
+
+
+def alike(steps: Steps, rows: np.ndarray) -> np.ndarray:
+    """int64: numbers of kinds of communications: one operation, group and size (by powers of 2)."""
+    events = steps.events
+    size = np.floor(np.log2(np.maximum(events.bytes[rows], 1))).astype(np.int64)
+    return numbered(np.stack([events.op.codes[rows], events.detail.codes[rows], size]))
+
+
+def quantiles(which: np.ndarray, values: np.ndarray, q: float) -> np.ndarray:
+    """float64 [groups]: the quantile (the value at or below it) of each group. which: int64 [m], from 0 on."""
+    order = np.lexsort((values, which))
+    count = np.bincount(which)
+    first = np.cumsum(count) - count
+    return values[order][first + np.floor(q * (count - 1)).astype(np.int64)].astype(np.float64)
+
+
+def numbered(key: np.ndarray) -> np.ndarray:
+    """int64 [m]: a number from 0 on for each different column of ``key``, int64 [parts, m], all at least -1."""
+    code = np.zeros(key.shape[1], np.int64)
+    for part in key:
+        code = _dense(code * (int(part.max(initial=-1)) + 2) + part + 1)
+    return code
+
+
+def _dense(code: np.ndarray) -> np.ndarray:
+    """Places among the numbers that occur; without a sort where these lie close."""
+    span = int(code.max(initial=0)) + 1
+    if span > 8 * len(code) + 1000:
+        return np.unique(code, return_inverse=True)[1].reshape(-1)
+    there = np.zeros(span, bool)
+    there[code] = True
+    return (np.cumsum(there) - 1)[code]

@@ -1,0 +1,293 @@
+"""Where the time of a run went: each moment of each rank belongs to one thing, so that the parts sum to the whole.
+
+A step's time is here that from its start to the next one's, so what lies between two steps (saving) is in it. What a
+worker does, it does in one thread, inside of calls: there each span's own time goes to the communication or the pause
+that it is, else to its outermost phase. Outside of calls a worker waits: for another that is still in a call, or for
+the controller.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilth.analysis.events import Events
+from tilth.analysis.network import last_start
+from tilth.analysis.run_rates import paces
+from tilth.core.errors import DataError
+
+COMMUNICATION, PAUSE, DATA, PROFILE, OTHER = "communication", "gc", "data", "profile", "other"
+PEERS, CONTROLLER = "waiting for ranks", "waiting for the controller"
+IDLE = (PEERS, CONTROLLER)
+FIXED = (COMMUNICATION, PAUSE, DATA, PROFILE, OTHER, *IDLE)
+"""What is no phase, in the order in which it stands behind the phases."""
+NS = 1e-9
+_OWN = {"communication": COMMUNICATION, "pause": PAUSE, "data": DATA}
+
+
+@dataclass(frozen=True, eq=False)
+class Meetings:
+    """What the communications of r ranks took, in seconds, each float64 [r]. Exposed: in the thread of the calls."""
+
+    transfer: np.ndarray
+    """Exposed, once all members were there."""
+    waiting: np.ndarray
+    """Exposed, until the last member was there."""
+    hidden: np.ndarray
+    """Beside the calls, in another thread, while the rank was in a call."""
+    blamed: np.ndarray
+    """How long the other members waited, in the mean, where this rank came last."""
+    by_op: dict[str, float]
+    """Exposed seconds by operation, the mean over ranks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Account:
+    """The time of s steps on r ranks, in c parts. All times in seconds."""
+
+    attempt: int
+    steps: np.ndarray
+    """int64 [s]: those that have ended."""
+    seconds: np.ndarray
+    """float64 [s]: from the start of a step to that of the next; of the last to the end of what followed it."""
+    ranks: tuple[int, ...]
+    """The workers; inline the one process."""
+    names: tuple[str, ...]
+    """Of the parts: phases, the longest first, then those of ``FIXED``."""
+    by_step: np.ndarray
+    """float64 [s, c]: means over ranks. A call belongs to the step that it was made in, also where it goes on into the
+    next: such a row sums to more than the step's time."""
+    by_rank: np.ndarray
+    """float64 [r, c]: sums over steps; a row sums to the whole time."""
+    roles: dict[str, np.ndarray]
+    """float64 [r] by role: in its calls, without communication and pauses. The longest first."""
+    pace: np.ndarray
+    """float64 [r]: what a rank took for the cost of its work over the median of what the others did, as ``run_rates``
+    has both; NaN: nothing that others do too. Above 1 it is slow for what it has to do, not only laden with more."""
+    meetings: Meetings
+    controller: float
+    """What the controller did itself: its time without waiting for answers. Inline: all of it."""
+
+    @property
+    def whole(self) -> float:
+        """Seconds of all these steps."""
+        return float(self.seconds.sum())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Part -> seconds, the mean over ranks; parts that took no time are left out."""
+        means = self.by_rank.mean(0)
+        return {name: float(t) for name, t in zip(self.names, means) if t > 0}
+
+    @property
+    def busy(self) -> np.ndarray:
+        """float64 [r]: seconds of work: phases, data and what else was done in calls."""
+        idle = [self.names.index(n) for n in (COMMUNICATION, PAUSE, PROFILE, *IDLE)]
+        return np.delete(self.by_rank, idle, axis=1).sum(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What each of n events belongs to."""
+
+    names: tuple[str, ...]
+    code: np.ndarray
+    """int64 [n]: of ``names``."""
+    main: np.ndarray
+    """bool [n]: in the thread that executes calls (of the controller: the one that has the steps)."""
+
+
+def account(events: Events, steps: range | None = None) -> Account:
+    """Where the time of these steps went (default: all that have ended). DataError: none of them is there."""
+    bounds, known = periods(events)
+    chosen = np.ones(len(known), bool) if steps is None else np.isin(known, np.arange(steps.start, steps.stop))
+    if not chosen.any():
+        if steps is None or not len(known):
+            raise DataError("no step has ended yet")
+        raise DataError(f"no events of steps {steps.start}:{steps.stop}; its steps are {known[0]} to {known[-1]}")
+    parts = parts_of(events)
+    place = places(events, bounds, known)
+    place = np.where((place >= 0) & chosen[place], np.cumsum(chosen)[place] - 1, -1)
+    took = np.diff(bounds)[chosen]
+    rank = np.searchsorted(events.workers, events.rank).clip(max=len(events.workers) - 1)
+    mine = parts.main & (place >= 0) & np.isin(events.rank, events.workers)
+    shape = len(took), len(events.workers), len(parts.names)
+    by_step = _summed(events.own, mine, (place, parts.code), (shape[0], shape[2]))
+    by_rank = _summed(events.own, mine, (rank, parts.code), shape[1:])
+    free = _free(events, mine, bounds)[chosen]
+    _rest(events, parts.names, (by_step, took * shape[1], free * shape[1]), (by_rank, took.sum(), free.sum()))
+    worked = mine & ~events.kind.is_("communication", "pause")
+    return Account(
+        events.attempt, known[chosen], took * NS, events.workers, parts.names, by_step * (NS / shape[1]), by_rank * NS,
+        _roles(events, worked, rank), paces(events, mine), _meetings(events, mine, place >= 0, rank),
+        _controller(events, parts.main & (place >= 0), int(took.sum())),
+    )  # fmt: skip
+
+
+def periods(events: Events) -> tuple[np.ndarray, np.ndarray]:
+    """Where the steps begin, and the end of the last, in ns (int64 [s + 1]); their numbers (int64 [s])."""
+    rows = np.flatnonzero(events.op.is_("step") & (events.rank == events.controller))
+    if not len(rows):
+        return np.zeros(1, np.int64), np.zeros(0, np.int64)
+    _, first = np.unique(events.step[rows], return_index=True)
+    rows = rows[first]
+    after = events.start >= events.start[rows[-1]]
+    mine = after & (events.rank == events.controller) & (events.thread.codes == events.thread.codes[rows[-1]])
+    end = events.end[mine & (events.step <= events.step[rows[-1]])].max()
+    return np.append(events.start[rows], end), events.step[rows]
+
+
+def places(events: Events, bounds: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """int64 [n]: which of the known steps an event belongs to; by its start where it says none itself; -1: to none."""
+    by_time = np.searchsorted(bounds, events.start, side="right") - 1
+    by_time[by_time >= len(known)] = -1
+    if not len(known):
+        return by_time
+    said = np.searchsorted(known, events.step).clip(max=len(known) - 1)
+    return np.where(events.step < 0, by_time, np.where(known[said] == events.step, said, -1))
+
+
+def parts_of(events: Events) -> Parts:
+    """The part, thread and call of every event."""
+    phase, call = _around(events)
+    told = _phases_of_calls(events, phase)
+    if told[0].size:
+        at = np.searchsorted(told[0], call).clip(max=len(told[0]) - 1)
+        phase = np.where((told[0][at] == call) & (events.rank != events.controller), told[1][at], phase)
+    main = _main(events)
+    worked = (phase >= 0) & main & np.isin(events.rank, events.workers) & ~events.kind.is_("communication", "pause")
+    took = np.bincount(phase[worked], events.own[worked], len(events.op.names))
+    phases = [int(i) for i in np.argsort(-took, kind="stable") if (phase == i).any()]
+    names = (*(events.op.names[i] for i in phases), *FIXED)
+    place = np.full(len(events.op.names) + 1, names.index(OTHER))  # the last one: of no phase
+    place[phases] = np.arange(len(phases))
+    code = place[phase]
+    for kind, name in _OWN.items():
+        here = events.kind.is_(kind) & ((phase < 0) | (kind != "data"))
+        code[here] = names.index(name)
+    code[events.op.is_(PROFILE)] = names.index(PROFILE)
+    return Parts(names, code, main)
+
+
+def _around(events: Events) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [n] each: code of the outermost phase, and number of the call, around an event or that it is; or -1."""
+    is_phase, is_call = events.kind.is_("phase"), events.op.is_("call")
+    phase = np.where(is_phase, events.op.codes, -1).astype(np.int64)
+    call = np.where(is_call, events.seq, -1)
+    up, rows = events.parent.copy(), np.flatnonzero(events.parent >= 0)
+    while len(rows):
+        at = up[rows]
+        phase[rows] = np.where(is_phase[at], events.op.codes[at], phase[rows])
+        call[rows] = np.where(is_call[at], events.seq[at], call[rows])
+        up[rows] = events.parent[at]
+        rows = rows[up[rows] >= 0]
+    return phase, call
+
+
+def _phases_of_calls(events: Events, phase: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the calls that the controller made inside a phase, ascending, and the code of that phase."""
+    rows = np.flatnonzero(events.op.is_("submit") & (phase >= 0))
+    numbers, first = np.unique(events.seq[rows], return_index=True)
+    return numbers, phase[rows[first]]
+
+
+def _main(events: Events) -> np.ndarray:
+    """bool [n]: in a thread that executes calls, or has steps."""
+    width = len(events.thread.names)
+    key = events.rank * width + events.thread.codes
+    return np.isin(key, np.unique(key[events.op.is_("call", "step")]))
+
+
+def _summed(own: np.ndarray, rows: np.ndarray, at: tuple[np.ndarray, np.ndarray], shape: tuple[int, int]) -> np.ndarray:
+    """float64 [shape]: sums of these rows' own times in ns, whole numbers."""
+    key = np.ravel_multi_index((at[0][rows], at[1][rows]), shape)
+    return np.bincount(key, own[rows], shape[0] * shape[1]).reshape(shape)
+
+
+def _free(events: Events, mine: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """int64 [s]: ns of each period in which no worker was in a call."""
+    roots = mine & (events.parent < 0)
+    return np.diff(bounds) - np.diff(covered(events.start[roots], events.end[roots], bounds))
+
+
+def covered(start: np.ndarray, end: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """int64: up to these moments, how long at least one of the intervals was open. start: ascending, at least one."""
+    if not len(start):
+        return np.zeros(len(at), np.int64)
+    reach = np.maximum.accumulate(end)
+    begins = np.append(True, start[1:] > reach[:-1])
+    first, last = start[begins], reach[np.append(begins[1:], True)]
+    before = np.cumsum(last - first) - (last - first)
+    i = (np.searchsorted(first, at, side="right") - 1).clip(min=0)
+    return before[i] + (np.minimum(at, last[i]) - first[i]).clip(min=0)
+
+
+def _rest(events: Events, names: tuple[str, ...], *tables: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    """What is left of the time is waiting; inline it is the process's own. Each: a table, the whole time of its rows,
+    and the part of it in which no worker was in a call."""
+    peers, controller, other = (names.index(n) for n in (PEERS, CONTROLLER, OTHER))
+    for table, whole, alone in tables:
+        left = np.maximum(whole - table.sum(1), 0)
+        if events.controller in events.workers:
+            table[:, other] += left
+        else:
+            table[:, controller] = np.minimum(left, alone)
+            table[:, peers] = left - table[:, controller]
+
+
+def _roles(events: Events, rows: np.ndarray, rank: np.ndarray) -> dict[str, np.ndarray]:
+    shape = len(events.role.names), len(events.workers)
+    table = _summed(events.own, rows, (events.role.codes, rank), shape)
+    order = np.argsort(-table.sum(1), kind="stable")
+    return {events.role.names[i]: table[i] * NS for i in order if events.role.names[i] and table[i].any()}
+
+
+def _meetings(events: Events, mine: np.ndarray, within: np.ndarray, rank: np.ndarray) -> Meetings:
+    ranks = len(events.workers)
+    talks = events.kind.is_("communication") & within & np.isin(events.rank, events.workers)
+    late, waits = arrivals(events, talks)
+    exposed = talks & mine
+    waiting = np.where(exposed, np.minimum(waits, events.own), 0)
+    by_op = {
+        name: float(events.own[rows].sum()) * NS / ranks
+        for name in events.op.names if (rows := exposed & events.op.is_(name)).any()
+    }  # fmt: skip
+    return Meetings(
+        _per_rank(np.where(exposed, events.own - waiting, 0), rank, ranks), _per_rank(waiting, rank, ranks),
+        _per_rank(_hidden(events, talks & ~mine, mine), rank, ranks), _per_rank(late, rank, ranks), by_op,
+    )  # fmt: skip
+
+
+def _per_rank(values: np.ndarray, rank: np.ndarray, ranks: int) -> np.ndarray:
+    return np.bincount(rank, values, ranks) * NS
+
+
+def arrivals(events: Events, talks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float64 [n] each, in ns: at the last member of a communication the mean of what the others waited for it, and at
+    every member how long it waited for the last. 0 elsewhere, and where members are missing."""
+    late, waits = np.zeros(len(events)), np.zeros(len(events))
+    rows = np.flatnonzero(talks)
+    group, ranks = events.spans.grouped(rows)
+    rows, group, ranks = rows[group >= 0], group[group >= 0], ranks[group >= 0]
+    if not len(rows):
+        return late, waits
+    waits[rows] = last_start(events, rows, group)[group] - events.start[rows]
+    mean = np.bincount(group, waits[rows] / np.maximum(ranks - 1, 1))
+    late[rows] = np.where(waits[rows] == 0, mean[group], 0)
+    return late, waits
+
+
+def _hidden(events: Events, beside: np.ndarray, mine: np.ndarray) -> np.ndarray:
+    """int64 [n]: of communications in other threads, how long their rank was in a call meanwhile, in ns."""
+    hidden = np.zeros(len(events), np.int64)
+    for r in np.unique(events.rank[beside]):
+        rows, roots = beside & (events.rank == r), mine & (events.rank == r) & (events.parent < 0)
+        at = [covered(events.start[roots], events.end[roots], t[rows]) for t in (events.start, events.end)]
+        hidden[rows] = at[1] - at[0]
+    return hidden
+
+
+def _controller(events: Events, within: np.ndarray, whole: int) -> float:
+    if events.controller in events.workers:
+        return whole * NS
+    rows = events.op.is_("await", PROFILE) & (events.rank == events.controller) & within
+    return max(whole - int(events.duration[rows].sum()), 0) * NS

@@ -1,0 +1,249 @@
+"""``tilth trace whatif``: what stragglers cost, where they are, and the likely cause."""
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+from rich.text import Text
+
+from tilth.analysis.cause import Cause, diagnose
+from tilth.analysis.events import parse_steps
+from tilth.analysis.network import parse_bandwidth, parse_seconds
+from tilth.analysis.run_trace import hint, open_run
+from tilth.analysis.run_whatif import RunWhatIf, analyse_events
+from tilth.analysis.straggler_format import Trace, read_study
+from tilth.analysis.whatif import Model, Replayed, Slowdown, WhatIf, what_if
+from tilth.cli.tables import WIDTH, new_table, show
+from tilth.core.errors import DataError, StorageError
+from tilth.ui import words
+from tilth.ui.heat import HIGH, LOW, colour, heat_map
+from tilth.ui.terminal import Terminal
+
+SHADES = " ░▒▓█"
+SHOWN = 8
+"""Rows of a table of dp ranks or workers."""
+
+
+def whatif_of_file(file: Path, meta: Path | None, svg: Path | None, *, as_json: bool) -> None:
+    """Analyse a trace in the straggler study's format and print what was found."""
+    trace = read_study(file, meta)
+    try:
+        model = Model(trace)
+        found = what_if(trace, model)
+    except DataError as error:
+        raise DataError(f"{file}: {error}") from error
+    cause = diagnose(model, found)
+    if svg is not None:
+        _write_map(svg, file.name, found, cause, [f"dp {w['dp']} stage {w['stage']}" for w in found.by_worker])
+    if as_json:
+        typer.echo(json.dumps(as_dict(found, cause), allow_nan=False))
+    else:
+        _print_file(file, trace, found, cause)
+
+
+def whatif_of_run(
+    run: Path, steps: str, latency: str, bandwidth: str, svg: Path | None, attempt: int | None, *, as_json: bool
+) -> None:
+    """Analyse a run and print what was found. Empty texts: all steps, the network as it was."""
+    chosen = parse_steps(steps) if steps else None
+    network = parse_seconds(latency) if latency else None, parse_bandwidth(bandwidth) if bandwidth else None
+    opened = open_run(run, attempt)
+    try:
+        _, found, cause = analyse_events(opened.events, chosen, *network)
+    except DataError as error:
+        raise DataError(f"{run}: {error}{hint(run, opened.events.attempt) if chosen else ''}") from error
+    if svg is not None:
+        if not found.by_worker:
+            raise DataError(f"--svg: {run} ran inline, so there are no workers to draw")
+        _write_map(svg, run.name, found, cause, [f"dp {w['dp']}" for w in found.by_worker])
+    if as_json:
+        said = as_dict(found, cause) | _of_run(found) | {"attempt": opened.events.attempt, "notes": opened.notes}
+        typer.echo(json.dumps(said, allow_nan=False))
+    else:
+        show(*opened.notes)
+        _print_run(run, found, cause)
+
+
+def about(cause: Cause) -> dict[str, Any]:
+    """A cause as JSON has it."""
+    findings = [{"kind": f.kind, "share": f.share, "where": list(f.where), "text": f.text} for f in cause.findings]
+    for told, finding in zip(findings, cause.findings):
+        if finding.seconds is not None:
+            told["seconds"] = finding.seconds
+    return {"text": cause.text, "findings": findings, "evidence": cause.evidence}
+
+
+def as_dict(found: Replayed, cause: Cause) -> dict[str, Any]:
+    """The findings of foreign traces and of runs as JSON has them. Times in seconds."""
+    return {
+        "slowdown": found.slowdown,
+        "ideal_step": float(found.ideal.mean()),
+        "by_optype": _means(found.by_optype),
+        "by_stage": _means(found.by_stage),
+        "by_dp": _means(found.by_dp),
+        "by_worker": found.slowest,
+        "m_w": found.m_w.share,
+        "m_s": found.m_s.share,
+        "cause": about(cause),
+    }
+
+
+def _means(found: Mapping[Any, Slowdown]) -> dict[str, float]:
+    return {str(name): s.mean for name, s in found.items()}
+
+
+def _of_run(found: RunWhatIf) -> dict[str, Any]:
+    """What else JSON has of a run."""
+    return {
+        "by_axis": {axis: _means(at) for axis, at in found.by_axis.items()},
+        "step": float(found.recorded.mean()),
+        "model_error": found.error,
+        "steps": {"first": int(found.steps[0]), "last": int(found.steps[-1]), "count": len(found.steps)},
+        "left_out": found.dropped,
+        "earlier": found.older,
+        "profiled": list(found.profiled),
+        "other_network": found.other_network,
+        "assumed": list(found.assumed),
+    }
+
+
+def _write_map(path: Path, title: str, found: Replayed, cause: Cause, names: Sequence[str]) -> None:
+    """The heat map of workers as a picture. StorageError if it cannot be written."""
+    note = "Slowdown of a step in which only this worker keeps its recorded times. "
+    note += ", ".join(f.kind for f in cause.findings)
+    grid = np.atleast_2d(found.exact)
+    cells = [f"{name} (rank {w['rank']})" for name, w in zip(names, found.by_worker)]
+    rows = [cells[i : i + grid.shape[1]] for i in range(0, grid.size, grid.shape[1])]
+    try:
+        path.write_text(heat_map(f"{title}: S = {found.slowdown:.3f}", note, grid, rows))
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _summary(found: Replayed, over: str) -> list[str]:
+    return [
+        f"slowdown S {found.slowdown:.4f}: a step takes {found.replayed.mean():.4g} s instead of "
+        f"{found.ideal.mean():.4g} s, {100 * found.waste:.1f} % of the time is lost; "
+        f"worst step {found.per_step.max():.4f}",
+        f"error of the model {100 * found.error:.2f} % (recorded over {over}; "
+        f"worst step {100 * found.worst_error:.2f} %)",
+    ]
+
+
+def _print_file(file: Path, trace: Trace, found: WhatIf, cause: Cause) -> None:
+    lost = trace.dropped
+    show(
+        f"{file}: {words.count(len(found.by_worker), 'worker')} (stages {trace.stages}, dp {trace.dp}), "
+        + words.count(len(found.steps), "step")
+        + (f"; {words.count(len(lost), 'step')} left out: operations are missing" if lost else ""),
+        *_summary(found, "replayed"),
+        f"M_W {found.m_w.share:.4f} (worst 3 % of workers mended), M_S {found.m_s.share:.4f} (last stage mended)",
+        f"forwards against backwards r = {cause.evidence['forward_backward_correlation']:.3f}, forwards vary by "
+        f"{100 * cause.evidence['forward_variation']:.1f} % (medians over workers)",
+        f"cause: {cause.text}",
+        "",
+    )
+    _slowdowns("operation", found.by_optype, len(found.by_optype))
+    if len(found.by_stage) > 1:
+        _slowdowns("stage", found.by_stage, len(found.by_stage), ordered=False)
+    if len(found.by_dp) > 1:
+        _slowdowns("dp rank", found.by_dp)
+    rows = [
+        (f"dp {w['dp']} stage {w['stage']}", str(w["rank"]), f"{w['exact']:.4f}", f"{w['shortcut']:.4f}")
+        for w in found.slowest
+    ]
+    _table(("worker", "rank", "S exact", "S shortcut"), rows, right=("rank", "S exact", "S shortcut"))
+    _draw_map(found.exact)
+
+
+def _print_run(run: Path, found: RunWhatIf, cause: Cause) -> None:
+    steps, count = found.steps, len(found.by_worker)
+    who = words.count(count, "worker") if count else "inline: one process, so there are no peers to compare it with"
+    which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    left = f"; {words.count(len(found.dropped), 'step')} left out: calls are missing" if found.dropped else ""
+    left += f"; {words.count(len(found.profiled), 'step')} left out: they were profiled" if found.profiled else ""
+    left += f"; {words.count(found.older, 'earlier step')} left out: --steps A:B looks at others" if found.older else ""
+    show(
+        f"{run}: {who}; {which}{left}",
+        *_summary(found, "a replay with usual delays of dispatch"),
+        *_shares(found),
+        *_elsewhere(found),
+        f"cause: {cause.text}",
+        "",
+    )
+    _slowdowns("operation", found.by_optype)
+    if not count:
+        return
+    for name, at in ({"dp": found.by_dp} | found.by_axis).items():
+        if len(at) > 1:
+            _slowdowns(f"{name} rank", at)
+    titles = ("worker", "dp rank", "S")
+    _table(titles, [(str(w["rank"]), str(w["dp"]), f"{w['exact']:.4f}") for w in found.slowest], right=titles)
+    _draw_map(found.exact[None])
+
+
+def _shares(found: RunWhatIf) -> list[str]:
+    if not found.by_worker:
+        return []
+    worst = ", ".join(map(str, found.worst))
+    who = f"rank{'s' * (len(found.worst) > 1)} {worst} of {len(found.by_worker)} mended"
+    return [
+        f"shares of the loss: M_W {found.m_w.share:.4f} ({who}: what is ideal for its work in each step by itself, "
+        f"jitter too), communication {found.m_c.share:.4f}; they overlap"
+    ]
+
+
+def _elsewhere(found: RunWhatIf) -> list[str]:
+    if found.other_network is None:
+        return []
+    times = found.replayed.mean() / found.other_network
+    said = [f"on the other network a step takes {found.other_network:.4g} s, {times:.2f} times as fast"]
+    if found.assumed:
+        said.append(
+            "  that is if these wait for bandwidth alone and never for latency, of which one size of tensor says "
+            f"nothing: {'; '.join(found.assumed)}. With both --latency and --bandwidth nothing is taken for granted"
+        )
+    return said
+
+
+def _slowdowns(what: str, found: Mapping[Any, Slowdown], most: int = SHOWN, *, ordered: bool = True) -> None:
+    """A table of S; ordered: the worst first."""
+    rows = sorted(found.items(), key=lambda kv: -kv[1].mean) if ordered else list(found.items())
+    cells = [(str(name), f"{s.mean:.4f}", f"{s.per_step.max():.4f}") for name, s in rows]
+    _table((what, "S", "worst step"), cells, right=("S", "worst step"), most=most)
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], most: int = SHOWN) -> None:
+    """At most so many of the rows, and how many more there are."""
+    table = new_table(*titles, right=right)
+    for row in rows[:most]:
+        table.add_row(*row)
+    show(table, *([f"and {len(rows) - most} more"] if len(rows) > most else []), "")
+
+
+def _draw_map(values: np.ndarray) -> None:
+    """Workers, [stages, dp], as a picture of characters; where they do not fit, a cell is the worst of several."""
+    console = Terminal(width=shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
+    stages, dp = values.shape
+    room = max(console.width - 12, 8)
+    fold = -(-dp // room)
+    several = f", a column is the worst of {fold}" if fold > 1 else ""
+    console.print(f"S of workers, a row a stage, a column a dp rank{several}; {LOW:g} to {HIGH:g}: ", end="")
+    console.print(Text.assemble(*(_shade(v, sys.stdout.isatty()) for v in np.linspace(LOW, HIGH, 5))))
+    wide = max(1, min(4, room // dp))
+    for p in range(stages):
+        row = [values[p, i : i + fold].max() for i in range(0, dp, fold)]
+        cells = [_shade(v, sys.stdout.isatty(), wide) for v in row]
+        console.print(Text.assemble(f"{f'stage {p}':>10} ", *cells, "|"), soft_wrap=True)
+
+
+def _shade(value: float, coloured: bool, wide: int = 2) -> tuple[str, str]:
+    if coloured:
+        return " " * wide, "on rgb({},{},{})".format(*colour(value))
+    share = min(max((value - LOW) / (HIGH - LOW), 0.0), 1.0)
+    return SHADES[round(share * (len(SHADES) - 1))] * wide, ""

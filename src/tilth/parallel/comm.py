@@ -1,0 +1,137 @@
+"""Where ranks meet: every collective of Tilth and of torch's FSDP, each of them a span.
+
+A span has the ranks of its group as ``detail``, in ascending order, and as ``seq`` its number among all communications
+of these ranks. All members issue them in one order, so the events of one communication have one (detail, seq). Its
+``bytes`` are those of this rank's own tensor: the input of an all-reduce or of a scatter of sums, the own part of a
+gather, what is broadcast. Its time is waiting for the last member and the transfer; where a device works beside the
+host, the time to queue it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from tilth.trace.spans import span
+
+Group = dist.ProcessGroup
+MAX = dist.ReduceOp.MAX
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_ranks: dict[Group, str] = {}
+_counts: dict[str, int] = {}
+"""Communications so far, by ranks: two groups of the same ranks count together."""
+_outer: list[span] = []
+"""Whose step, micro-batch and role a communication has that another thread issues; see ``lent``."""
+
+
+def communication(op: str, group: Group, nbytes: int) -> span:
+    """The span of the next communication of this group; to be entered at once."""
+    ranks = _ranks.get(group)
+    if ranks is None:
+        ranks = _ranks[group] = ",".join(map(str, sorted(dist.get_process_group_ranks(group))))
+    number = _counts[ranks] = _counts.get(ranks, -1) + 1
+    if not _outer:
+        return span(op, bytes=nbytes, detail=ranks, seq=number)
+    outer = _outer[-1]
+    return span(op, outer.step, outer.micro_batch, bytes=nbytes, detail=ranks, seq=number, where=outer.where)
+
+
+@contextmanager
+def lent(outer: span) -> Iterator[None]:
+    """Communications in the block belong to this open span, in whatever thread: of a backward pass on a device torch
+    runs the hooks in threads of its own, which know nothing of the spans around it."""
+    _outer.append(outer)
+    try:
+        yield
+    finally:
+        _outer.pop()
+
+
+def forget() -> None:
+    """Begin to count anew: the groups are gone."""
+    _ranks.clear()
+    _counts.clear()
+
+
+# Collectives. All ranks of the group call them in the same order.
+
+
+def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """Contiguous x becomes the sum, or what ``op`` says, over the group: the same bits on every rank."""
+    with communication("all_reduce", group, x.nbytes):
+        dist.all_reduce(x, op, group=group)
+
+
+def all_gather(out: Tensor, own: Tensor, group: Group) -> None:
+    """Fill contiguous ``out`` [n * ranks, ...] with every rank's contiguous ``own`` [n, ...], one behind another."""
+    with communication("all_gather", group, own.nbytes):
+        _all_gather(out, own, group=group)
+
+
+def reduce_scatter(out: Tensor, whole: Tensor, group: Group) -> None:
+    """Fill ``out`` [n, ...] with the rank's share of the sum of every rank's contiguous ``whole`` [n * ranks, ...]."""
+    with communication("reduce_scatter", group, whole.nbytes):
+        _reduce_scatter(out, whole, group=group)
+
+
+def broadcast(x: Tensor, source: int, group: Group) -> None:
+    """Fill contiguous x with what it holds on rank ``source`` of the world."""
+    with communication("broadcast", group, x.nbytes):
+        dist.broadcast(x, source, group=group)
+
+
+# What torch's FSDP issues
+
+
+class _Gather(DefaultAllGather):
+    """Of the parameters of a module."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
+    ) -> dist.Work | None:
+        with communication("all_gather", group, input_tensor.nbytes):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class _Scatter(DefaultReduceScatter):
+    """Of the gradients of a module."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Group,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work:
+        with communication("reduce_scatter", group, input_tensor.nbytes) as issued:
+            work = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        self.ended = issued.start + issued.duration
+        return work
+
+    def summed(self, copies: Group) -> Callable[[Tensor], None]:
+        """To be called when the sum over copies of the shard, which torch issues itself next, is done: torch has no
+        place to stand around it, so its span begins where the scatter ended."""
+
+        def tell(reduced: Tensor) -> None:
+            with communication("all_reduce", copies, reduced.nbytes) as issued:
+                issued.start = self.ended
+
+        return tell
+
+
+def watch(module: FSDPModule, copies: Group | None) -> None:
+    """The communications of a module become spans; copies: over which its shards are summed too."""
+    scatter = _Scatter()
+    module.set_custom_all_gather(_Gather())
+    module.set_custom_reduce_scatter(scatter)
+    if copies is not None:
+        module.set_all_reduce_hook(scatter.summed(copies))

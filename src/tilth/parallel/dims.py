@@ -1,0 +1,168 @@
+"""A mesh with processes behind it: where this one stands, and the process groups along its axes (``config.axes``)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from tilth.config.axes import DATA, Split
+from tilth.core.layout import Mesh
+from tilth.parallel import comm
+
+_groups: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup] = {}
+"""By generation and global ranks, in order: the roles of a process share them, since it issues its collectives in one
+order."""
+
+_NO_LIMIT = timedelta(minutes=30)
+_limits: dict[str, timedelta] = {}
+"""How long a collective of a group may take, as the world was told."""
+
+
+def join(rank: int, workers: int, init_method: str, timeout: float, device: str = "cpu") -> None:
+    """Join the world of ``workers`` processes as number ``rank``; nothing happens if this process is in it already.
+
+    Does not wait for the others: on gloo two processes connect when they first have something to tell each other, so a
+    role can be made, and work, on some of the workers before the others know of the world.
+    init_method: where torch.distributed meets (file://..., tcp://...); timeout: seconds for one collective.
+    """
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (rank, workers):
+            raise ValueError(f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, not {rank}/{workers}")
+    elif workers > 1:
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        limit = _limits["group"] = timedelta(seconds=timeout)
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=workers, timeout=limit)
+
+
+def leave() -> None:
+    """The inverse of ``join``."""
+    _groups.clear()
+    comm.forget()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """One process's place in the mesh of a role. An axis that the mesh does not have counts as one of size 1.
+
+    What speaks to other ranks must be called by all ranks of the group in the same order, as in torch.distributed.
+    """
+
+    mesh: Mesh
+    rank: int
+    """Number of this process in the world; it is one of ``mesh.ranks``."""
+    generation: int = 0
+    """Of the role. A group in which a rank was lost is never used again: the next generation has groups of its own."""
+
+    @classmethod
+    def of(cls, mesh: Mesh, rank: int, generation: int = 0) -> "ParallelDims":
+        """The place of process ``rank``; ValueError if the mesh does not have it."""
+        mesh.coordinates(rank)
+        return cls(mesh, rank, generation)
+
+    @classmethod
+    def alone(cls) -> "ParallelDims":
+        """One process: no group, no collective."""
+        return cls(Mesh.of({}), 0)
+
+    def coordinate(self, name: str) -> int:
+        """Where this process stands along an axis."""
+        return self.mesh.coordinate(name, self.rank)
+
+    def first(self, *splits: Split) -> bool:
+        """True on the one of the ranks that divide these that reports what all of them know."""
+        return not any(map(self.coordinate, self.mesh.over(*splits)))
+
+    def size(self, *names: str) -> int:
+        """Number of ranks along these axes together."""
+        return self.mesh.size(*names)
+
+    def ranks(self, *names: str) -> tuple[int, ...]:
+        """World numbers of the ranks that differ from this one along these axes only, in the mesh's order."""
+        return self.mesh.along(self.rank, *names)
+
+    def group(self, *names: str) -> dist.ProcessGroup | None:
+        """The process group of ``ranks(*names)``; None where that is this process alone. Made at the first call."""
+        ranks = self.ranks(*names)
+        if len(ranks) == 1:
+            return None
+        key = self.generation, ranks
+        if key not in _groups:
+            _groups[key] = _new_group(ranks, self.rank, self.generation)
+        return _groups[key]
+
+    def group_over(self, *splits: Split) -> dist.ProcessGroup | None:
+        """The process group of the ranks that divide any of these; None where that is this process alone."""
+        return self.group(*self.mesh.over(*splits))
+
+    def device_mesh(self, device: str = "cpu") -> DeviceMesh:
+        """Torch's mesh for ``fully_shard``: [copies, shards], without the dimension that has one rank."""
+        copies, shards = self.mesh.copies, self.mesh.shards
+        group, peers = self.group(*copies), self.group(*shards)
+        assert peers is not None  # else nothing is sharded
+        if group is None:
+            return DeviceMesh.from_group(peers, device, mesh_dim_names=("shards",))
+        table = torch.tensor([self.mesh.along(rank, *shards) for rank in self.ranks(*copies)])
+        return DeviceMesh.from_group([group, peers], device, mesh=table, mesh_dim_names=("copies", "shards"))
+
+    def sum(self, vector: Tensor, *splits: Split) -> Tensor:
+        """[n] of every rank that divides any of these, added up; the bits are the same on all of them.
+
+        splits: by default rows and tokens, where each rank adds what it has itself.
+        """
+        group = self.group_over(*splits or DATA)
+        if group is not None:
+            vector = vector.clone()
+            comm.all_reduce(vector, group)
+        return vector
+
+    def most(self, value: int) -> int:
+        """The greatest value of the data ranks."""
+        group = self.group_over(*DATA)
+        if group is None:
+            return value
+        found = torch.tensor(value)
+        comm.all_reduce(found, group, comm.MAX)
+        return int(found)
+
+    def gather_rows(self, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Arrays [n] of each rank that divides rows (n may differ, dtypes may not), concatenated in rank order."""
+        group = self.group_over("rows")
+        if group is None:
+            return dict(rows)
+        n, kinds = len(next(iter(rows.values()))), [(name, column.dtype) for name, column in rows.items()]
+        counts = torch.zeros(group.size(), dtype=torch.int64)
+        comm.all_gather(counts, torch.tensor([n]), group)
+        own = np.zeros(int(counts.max()), kinds)
+        for name, column in rows.items():
+            own[name][:n] = column
+        every = torch.empty(group.size() * own.nbytes, dtype=torch.uint8)
+        comm.all_gather(every, torch.from_numpy(own.view(np.uint8)), group)
+        table = every.numpy().view(own.dtype).reshape(group.size(), -1)
+        filled = np.arange(table.shape[1]) < counts.numpy()[:, None]
+        return {name: table[name][filled] for name in rows}
+
+
+def _new_group(ranks: tuple[int, ...], rank: int, generation: int) -> dist.ProcessGroup:
+    """A group in the order of ``ranks``, named after them and their generation; only these ranks take part.
+
+    ``dist.new_group`` sorts the ranks, and names a group after the number of groups that a process has already. Ranks
+    of different roles have made different numbers of them, would not meet, and wait for ever.
+    """
+    world = distributed_c10d._world
+    backend, store = world.pg_map[distributed_c10d._get_default_group()]
+    place, members, kind = ranks.index(rank), list(ranks), dist.Backend(backend)
+    name: Any = f"tilth-{generation}-of-" + "-".join(map(str, ranks))
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks), place, members, kind, store, name, timeout=_limits.get("group", _NO_LIMIT)
+    )
+    world.pg_group_ranks[made] = {member: i for i, member in enumerate(ranks)}
+    return made

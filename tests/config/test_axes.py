@@ -1,0 +1,309 @@
+"""An axis is declared in one place: all that is derived from the table sees invented ones, in real processes too."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.analysis.run_jobs import Job
+from tests.parallel.layouts import Case, batch, build, engine_of, loss_of, weights
+from tilth.analysis.events import from_table
+from tilth.analysis.run_graph import read_steps
+from tilth.analysis.run_replay import Model
+from tilth.analysis.run_whatif import what_if_run
+from tilth.checkpoint.planning import Spec, plan_group
+from tilth.cluster.protocol import Transfer, deal, evenly
+from tilth.config import axes
+from tilth.config.axes import AXES, Axis
+from tilth.core.batch import Batch, Ragged
+from tilth.core.errors import AxisError
+from tilth.core.layout import Mesh, Shard
+from tilth.parallel.dims import ParallelDims
+from tilth.parallel.sharded import Sharded, shard
+from tilth.plan.layout import nested
+from tilth.roles.shares import gather_data_ranks, global_denominator, is_first_data_rank
+
+ROOT = Path(__file__).parents[2]
+HERE = "tests.config.test_axes:"
+INVENTED = (
+    Axis("island", ("rows",), "replicas far away"),
+    Axis("ring", ("tokens",), "ranks that divide the tokens of each row"),
+    Axis("pipe", ("layers",), "ranks that divide the layers"),
+)
+EXACT = {"rtol": 1e-11, "atol": 1e-12}
+
+
+def invented():
+    return patch.dict(AXES, {axis.name: axis for axis in INVENTED})
+
+
+@pytest.fixture
+def table():
+    with invented():
+        yield
+
+
+# ---- the mesh ----
+
+
+def test_a_mesh_knows_its_axes_by_name(table):
+    mesh = Mesh.of({"dp": 2, "island": 2, "ring": 3}, tuple(range(10, 22)))
+    assert mesh.names == ("dp", "fsdp", "tp", "island", "ring", "pipe")
+    assert (mesh.size("island"), mesh.size("dp", "ring"), mesh.size("tp")) == (2, 6, 1)
+    assert mesh.over("rows") == ("dp", "fsdp", "island") and mesh.over("tokens", "layers") == ("ring", "pipe")
+    assert (mesh.count("rows"), mesh.count("tokens"), mesh.count("rows", "tokens")) == (4, 3, 12)
+    assert mesh.copies == ("dp", "island", "ring") and mesh.shards == ("fsdp",)
+    assert mesh.coordinate("island", 15) == 1 == mesh.at(15)["island"] and mesh.index(21, "dp", "island") == 3
+    assert mesh.along(14, "island") == (11, 14) and mesh.part(14, "island").ranks == (11, 14)
+
+
+@given(st.dictionaries(st.sampled_from(list(AXES)), st.integers(1, 3)), st.sets(st.sampled_from(list(AXES))), st.data())
+def test_groups_are_those_that_brute_force_finds(sizes, names, data):
+    mesh = Mesh.of(sizes)
+    rank = data.draw(st.sampled_from(mesh.ranks))
+    own = mesh.at(rank)
+    alike = tuple(r for r in mesh.ranks if all(mesh.at(r)[n] == at for n, at in own.items() if n not in names))
+    assert mesh.along(rank, *names) == alike and alike in mesh.groups(*names)
+    assert sorted(r for group in mesh.groups(*names) for r in group) == list(mesh.ranks)
+    assert mesh.along(rank, *names)[mesh.index(rank, *names)] == rank
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda mesh: Mesh.of({"pd": 2}),
+        lambda mesh: mesh.size("pd"),
+        lambda mesh: mesh.coordinate("pd", 0),
+        lambda mesh: mesh.along(0, "pd"),
+        lambda mesh: ParallelDims.of(mesh, 0).group("pd"),
+        lambda mesh: axes.known("pd"),
+    ],
+)
+def test_an_unknown_axis_is_refused_with_the_axes_there_are(mistake):
+    with pytest.raises(AxisError, match=r"'pd'.*dp, fsdp, tp"):
+        mistake(Mesh.of({"dp": 2}))
+
+
+@pytest.mark.parametrize("mistake", [lambda: Axis("x", ("columns",), ""), lambda: Mesh.of({}).over("columns")])
+def test_what_no_axis_can_split_is_refused(mistake):
+    with pytest.raises(AxisError, match=r"'columns'.*rows, tokens, parameters"):
+        mistake()
+
+
+def test_an_axis_that_divides_the_model_must_say_how_parameters_lie(table):
+    mesh = Mesh.of({"pipe": 2})
+    with pytest.raises(AxisError, match="'pipe'"):
+        nested(mesh, (4, 2), {})
+    assert [nested(mesh, (4, 2), {"pipe": Shard(0)}).boxes(r)[0].offset for r in (0, 1)] == [(0, 0), (2, 0)]
+    assert nested(Mesh.of({}), (4, 2), {}).boxes(0)[0].size == (4, 2)
+
+
+# ---- transfer protocols ----
+
+
+def test_rows_are_divided_over_an_axis_that_splits_them(table):
+    mesh = Mesh.of({"dp": 2, "island": 2, "tp": 2})
+    dealt = deal(Transfer("rows", "rows"), mesh, evenly, [Batch({"id": np.arange(8)})], {})
+    for rank, (args, _), speaks in zip(mesh.ranks, dealt.arguments, dealt.answers):
+        at = mesh.at(rank)
+        first = 4 * at["dp"] + 2 * at["island"]
+        assert args[0]["id"].tolist() == [first, first + 1] and speaks == (at["tp"] == 0)
+
+
+def test_ranks_that_divide_tokens_get_the_same_rows_and_all_of_them_are_merged(table):
+    mesh, rows = Mesh.of({"dp": 2, "ring": 2}), [Batch({"id": np.arange(4)})]
+    dealt = deal(Transfer("rows", "rows"), mesh, evenly, rows, {})
+    assert [a.args[0]["id"].tolist() for a in dealt.arguments] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert dealt.answers == [True, False, True, False]
+    assert deal(Transfer("rows", "merge"), mesh, evenly, rows, {}).answers == [True] * 4
+
+
+# ---- processes: groups, denominators, gradients ----
+
+
+@pytest.mark.dist
+def test_groups_and_denominators_of_invented_axes(pool):
+    for name in ("island", "ring"):
+        first, second = pool.run(2, HERE + "counted", name=name)
+        assert first["group"] == second["group"] == [0, 1] and first["island group"] == (name == "island")
+        assert (first["whole"], first["denominator"]) == (second["whole"], second["denominator"])
+        assert first["denominator"] == 9.0  # tokens of the whole batch: rows 4 and 5, or two parts of each
+        assert [first["first"], second["first"]] == [True, False]
+
+
+def counted(rank, name):
+    with invented():
+        grid = ParallelDims.of(Mesh.of({name: 2}), rank)
+        lengths = {"island": [[4], [5]], "ring": [[2, 2], [2, 3]]}[name][rank]
+        tokens = Ragged.with_lengths(np.arange(sum(lengths)), np.array(lengths))
+        found = global_denominator("token-mean", np.ones(sum(lengths), np.uint8), tokens, 1, gather_data_ranks(grid))
+        return {
+            "group": dist.get_process_group_ranks(grid.group(name)),
+            "island group": grid.group("island") is not None,
+            "denominator": found.denominator,
+            "whole": found.whole,
+            "first": is_first_data_rank(grid),
+        }
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "sizes", [{"island": 2}, {"ring": 2}, {"island": 2, "fsdp": 2}, {"ring": 2, "fsdp": 2}], ids=str
+)
+def test_a_step_over_an_invented_axis_is_that_of_one_device(pool, sizes):
+    expected = trained(0, {})
+    for found in pool.run(2 * sizes.get("fsdp", 1), HERE + "trained", sizes=sizes):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-12)
+        assert found["norm"] == pytest.approx(expected["norm"], rel=1e-11)
+        for name, tensor in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][name], tensor, **EXACT)
+
+
+def trained(rank, sizes):
+    """Two steps: rows are divided over what splits rows; of tokens each rank learns from its own, as a ring would."""
+    case = Case(double=True, micro_tokens=1000)
+    with invented():
+        sharded = (
+            shard(lambda: build(case), ParallelDims.of(Mesh.of(sizes), rank)) if sizes else Sharded.alone(build(case))
+        )
+        sharded.load_(weights(case))
+        mesh, engine, (tokens, mask) = sharded.grid.mesh, engine_of(case, sharded), batch()
+        rows = np.arange(len(tokens.lengths))[mesh.index(rank, *mesh.over("rows")) :: mesh.count("rows")]
+        own = Ragged(mask, tokens.offsets).take(rows).values.copy()
+        own[np.arange(len(own)) % mesh.count("tokens") != mesh.index(rank, *mesh.over("tokens"))] = 0
+        for _ in range(2):
+            done = engine.update(tokens.take(rows), own, {}, loss_of(case, mask), starts=tokens.offsets[rows])
+        found = {name: t.clone() for name, t in sharded.assemble(list(sharded.parameters)).items()}
+    return {"loss": done.loss, "norm": done.grad_norm, "weights": found}
+
+
+# ---- checkpoints ----
+
+
+def test_copies_along_an_invented_axis_share_the_writing_of_a_checkpoint(table):
+    mesh, shapes = Mesh.of({"dp": 2, "fsdp": 2, "island": 2, "ring": 2}), {f"t{i}": (64, 8) for i in range(8)}
+    layouts = {name: nested(mesh, shape, {}) for name, shape in shapes.items()}
+    assert all(sum(layout.boxes(r) == layout.boxes(0) for r in mesh.ranks) == 8 for layout in layouts.values())
+    plan = plan_group([Spec(name, layout, "float32") for name, layout in layouts.items()])
+    assert sum(plan.nbytes) == 8 * 64 * 8 * 4 and len(set(plan.nbytes)) == 1
+
+
+# ---- what a recipe makes of it: keys, plans, and what is shown ----
+
+
+def planned(*overrides, axis=True):
+    code = f"""
+import json, sys
+from tilth.config.axes import AXES, Axis
+for given in {[(a.name, a.splits, a.about) for a in INVENTED]!r} if {axis} else ():
+    AXES[given[0]] = Axis(*given)
+from typer.testing import CliRunner
+from tilth.cli.main import app
+keys = ["data.digits=1", "cluster.backend=local", *sys.argv[1:]]
+print(CliRunner().invoke(app, ["layout", "addition-grpo", "--json", *keys]).output)
+"""
+    command = [sys.executable, "-c", code, *overrides]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_layout_keys_plans_of_memory_and_traffic_and_what_is_shown():
+    two = "cluster.workers=2"
+    dp = json.loads(planned(two))
+    island = json.loads(planned(two, "policy.layout.island=2"))
+    ring = json.loads(planned(two, "policy.layout.ring=2"))
+    assert [island["roles"]["policy"][n] for n in ("dp", "island", "ring", "tokens_per_rank")] == [
+        1, 2, 1, dp["roles"]["policy"]["tokens_per_rank"]
+    ]  # fmt: skip
+    assert ring["roles"]["policy"]["tokens_per_rank"] == island["roles"]["policy"]["tokens_per_rank"]
+    assert [rank["memory"] for rank in island["ranks"]] == [rank["memory"] for rank in dp["ranks"]]
+    seats = [rank["roles"][0] for rank in ring["ranks"]]
+    assert [(s["dp"], s["island"], s["ring"]) for s in seats] == [(0, 0, 0), (0, 0, 1)]
+    assert {s["parameters"] for s in seats} == {ring["parameters"]}
+    both = [plan["ranks"][0]["memory"]["activations"] for plan in (ring, dp)]
+    assert both[0] == pytest.approx(both[1], rel=0.01)
+    talk, other = (next(t for t in plan["traffic"] if t["role"] == "policy") for plan in (island, dp))
+    assert talk == {**other, "axis": "island"} and talk["groups"] == [[0, 1]]
+
+
+def test_mistakes_in_a_recipe_name_the_keys():
+    assert "does not divide" in planned("cluster.workers=3", "policy.layout.island=2")
+    assert "dp x fsdp x tp x island x ring x pipe = 2 x 1 x 1 x 2 x 1 x 1 = 4" in planned(
+        "cluster.workers=2", "policy.layout={dp = 2, island = 2}"
+    )
+    assert "rollout.layout.ring = 2" in planned("cluster.workers=2", "rollout.layout.ring=2")
+    assert "unknown key policy.layout.island" in planned("policy.layout.island=2", axis=False)
+
+
+# ---- the trace ----
+
+
+def test_coordinates_in_the_trace(table):
+    assert Mesh.of({"island": 2, "pipe": 2}).place(3) == "dp=0 fsdp=0 tp=0 island=1 ring=0 pipe=1"
+    job = Job(4)
+    with job:
+        job.do("policy.update", {r: [("forward", 1.0 + r % 2), ("all_reduce", 0.1)] for r in range(4)})
+    rows = [
+        {**r, "place": r["place"] and f"dp=0 island={r['rank'] // 2} pipe={r['rank'] % 2}"}
+        for r in job.table().to_pylist()
+    ]
+    found = what_if_run(Model(read_steps(from_table(pa.Table.from_pylist(rows, job.table().schema)))))
+    assert list(found.by_axis) == ["island", "pipe"]
+    assert found.dp.tolist() == [0, 0, 1, 1] and found.stage.tolist() == [0, 1, 0, 1]
+
+
+# ---- nothing knows the axes by place ----
+
+
+def offences(tree):
+    """Lines on which sizes of a mesh are taken by position, or several axes are written out."""
+    for node in ast.walk(tree):
+        sized = isinstance(getattr(node, "value", None), ast.Attribute) and node.value.attr == "sizes"
+        unpacked = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
+        parts = getattr(node, "keys" if isinstance(node, ast.Dict) else "elts", [])
+        named = {part.value for part in parts if isinstance(part, ast.Constant)} & set(AXES)
+        if (sized and (unpacked or isinstance(node, ast.Subscript))) or len(named) > 1:
+            yield node.lineno
+
+
+OWN = {"config/axes.py", "core/layout.py"}
+
+
+def test_no_code_knows_the_axes_by_place():
+    source = ROOT / "src" / "tilth"
+    files = [path for path in source.rglob("*.py") if str(path.relative_to(source)) not in OWN]
+    assert len(files) > 200
+    assert [f"{path}:{line}" for path in files for line in offences(ast.parse(path.read_text()))] == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "dp, fsdp, _ = mesh.sizes",
+        "n = mesh.sizes[0]",
+        "x = mesh.sizes[1:]",
+        'N = ("dp", "fsdp")',
+        'N = {"tp": 1, "dp": 2}',
+    ],
+)
+def test_that_would_be_seen(wrong):
+    assert list(offences(ast.parse(wrong))) == [1]
+
+
+# ---- the page ----
+
+
+def test_the_example_of_an_axis_prints_what_it_says():
+    (example,) = re.findall(r"```python\n(# an axis\n.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.S)
+    found = subprocess.run([sys.executable, "-c", example], check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    assert found.splitlines() == re.findall(r"^\s*print\(.*\)  # (.*)$", example, re.M)
