@@ -40,10 +40,10 @@ from tilth.checkpoint.covering import tiling_problem
 from tilth.checkpoint.manifest import FileEntry, assemble, parse_manifest, parse_report, report_of
 from tilth.checkpoint.planning import DTYPES, GroupPlan, Spec, plan_group
 from tilth.core.layout import Box, Layout, Mesh, Shard
+from tilth.models.config import DecoderConfig
 from tilth.plan.layout import layouts
-from tilth.plan.shape import Shape, parameter_shapes
 
-LLAMA_8B = Shape(
+LLAMA_8B = DecoderConfig(
     vocab_size=128_256,
     hidden_size=4096,
     intermediate_size=14_336,
@@ -68,7 +68,7 @@ def meshes(ranks: int) -> dict[str, Mesh]:
 
 def groups_over(mesh: Mesh) -> Groups:
     """Model and optimizer, as a policy saves them."""
-    found = layouts(parameter_shapes(LLAMA_8B), mesh, LLAMA_8B.num_kv_heads)
+    found = layouts(LLAMA_8B, mesh)
     moments = [(f"{kind}.{name}", layout) for name, layout in found.items() for kind in ("exp_avg", "exp_avg_sq")]
     return {
         "model": [Spec(name, layout, DTYPE) for name, layout in found.items()],

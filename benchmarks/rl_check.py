@@ -21,7 +21,7 @@ from tilth.models.decoder import Decoder
 from tilth.models.hf import load_weights
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.objective import Objective
-from tilth.training.packed import micros, score
+from tilth.training.packed import micros, model_input, score
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BOUNDS = {
@@ -72,7 +72,7 @@ def tilth_side(task: Task, batch: Batch) -> tuple[Tensor, float, dict[str, Tenso
     loss, _ = Objective(Algorithm(AlgorithmSection(), task.longest)).of(mask, tokens)
     total, found = 0.0, np.zeros(len(mask), np.float32)
     for index, micro in micros(tokens, mask, {"advantages": advantages}, 16_384, torch.device("cpu"), share=True):
-        score(model, micro, temperature=1.0, entropy=True)
+        score(model, micro, model(*model_input(micro)), temperature=1.0, entropy=True)
         value, _ = loss(micro)
         value.backward()
         total += float(value.detach())

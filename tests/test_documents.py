@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import typer
 from typer.testing import CliRunner
 
@@ -25,6 +26,10 @@ from tilth.config import plugins
 from tilth.config.load import check_allowed, from_dict, load_recipe
 from tilth.config.plugins import load_plugins
 from tilth.config.roles import roles_of
+from tilth.models.attention import PackedContext
+from tilth.models.decoder import Decoder
+from tilth.models.family import new_config
+from tilth.models.hf import load_pretrained, load_weights, save_pretrained
 
 ELSEWHERE = {
     "make demo": "it makes an environment; tests/test_distribution.py installs by make",
@@ -313,6 +318,26 @@ def a_plugin(text, monkeypatch):
     assert module.leave_one_out(rewards, groups, scale=2.0).tolist() == [2, -2, -4, 4]
 
 
+def a_family(text, monkeypatch):
+    """Arcee's, as transformers has it: config, logits, and the way back."""
+    load_plugins([str(write(Path.cwd(), text, "arcee_of_mine.py"))])
+    sizes = {"vocab_size": 40, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
+    theirs = transformers.ArceeForCausalLM(
+        transformers.ArceeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, mlp_bias=True)
+    )
+    theirs.save_pretrained("theirs")
+    config, tensors = load_pretrained("theirs")
+    model = Decoder(config)
+    load_weights(model, tensors)
+    ids = torch.arange(9)
+    wanted = theirs(ids[None]).logits[0]
+    torch.testing.assert_close(model.logits(model(ids, PackedContext([9]))), wanted, atol=2e-5, rtol=1e-4)
+    save_pretrained("ours", config, model.state_dict())
+    again = transformers.AutoModelForCausalLM.from_pretrained("ours")
+    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in again.state_dict().items())
+    assert new_config(from_dict({"model": {"family": "arcee"}}).model, 9).to_hf()["hidden_act"] == "relu2"
+
+
 def a_role(text, monkeypatch):
     """A role, and a flow that calls it."""
     load_plugins([str(write(Path.cwd(), text, "novelty.py"))])
@@ -335,6 +360,7 @@ PYTHON = {
     "import tilth": eight_lines,
     "# my_reward.py": a_reward,
     "# mine.py": a_plugin,
+    "# arcee.py": a_family,
     "# novelty.py": a_role,
     "# watch.py": what_it_declares,
     "# more.py": what_it_declares,

@@ -11,14 +11,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tilth import rl
     from tilth.api import train
-    from tilth.config.plugins import advantage, callback, command, flow, optimizer, policy_loss, reward, role, tracker
+    from tilth.config.plugins import (
+        advantage,
+        callback,
+        command,
+        family,
+        flow,
+        optimizer,
+        policy_loss,
+        reward,
+        role,
+        tracker,
+    )
     from tilth.flows.callbacks import Callback
     from tilth.ui.track import Tracker
 
 __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(
-        ("advantage", "callback", "command", "flow", "optimizer", "policy_loss", "reward", "role", "tracker"),
+        ("advantage", "callback", "command", "family", "flow", "optimizer", "policy_loss", "reward", "role", "tracker"),
         "tilth.config.plugins",
     ),
     "Callback": "tilth.flows.callbacks",

@@ -14,8 +14,8 @@ from tilth.checkpoint.covering import tiling_problem
 from tilth.checkpoint.dealing import LEAST, Held, cuttable, deal
 from tilth.checkpoint.planning import Spec, plan_group, spec_table, specs_of
 from tilth.core.layout import Layout, Mesh, Replicate, Shard
+from tilth.models.config import DecoderConfig
 from tilth.plan.layout import layouts
-from tilth.plan.shape import Shape, parameter_shapes
 
 quick = settings(max_examples=100, deadline=None)
 
@@ -206,7 +206,7 @@ def test_the_same_answer_from_a_table_that_travelled(nbytes, group):
             assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-LARGE = Shape(
+LARGE = DecoderConfig(
     vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32, num_kv_heads=8,
     head_dim=128,
 )  # fmt: skip
@@ -214,7 +214,7 @@ LARGE = Shape(
 
 def hsdp(ranks):
     """8B parameters in fp32 in copies over 32 ranks each."""
-    found = layouts(parameter_shapes(LARGE), Mesh.of({"dp": ranks // 32, "fsdp": 32}), LARGE.num_kv_heads)
+    found = layouts(LARGE, Mesh.of({"dp": ranks // 32, "fsdp": 32}))
     return [Spec(name, layout, "float32") for name, layout in found.items()]
 
 

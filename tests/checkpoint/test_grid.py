@@ -54,7 +54,7 @@ class Spread:
         return Mesh(NAMES, sizes, tuple(r + 3 for r in reversed(ranks)) if self.how == "elsewhere" else ranks)
 
     def parameters(self) -> dict[str, Layout]:
-        found = layouts(SHAPES, self.mesh, SHAPE.num_kv_heads)
+        found = layouts(SHAPE, self.mesh)
         return {name: self._changed(layout) for name, layout in found.items()}
 
     def _changed(self, layout: Layout) -> Layout:

@@ -12,9 +12,10 @@ from tilth.config.load import load_recipe
 from tilth.core.memory import Room
 from tilth.data.prompts import load_source
 from tilth.data.tokenizer import Tokenizer
+from tilth.models.family import new_config
 from tilth.models.hf import save_pretrained
 from tilth.plan.layout import place
-from tilth.plan.shape import new_shape, parameters
+from tilth.plan.shape import parameters
 
 FOUR = ["cluster.backend=local", "cluster.workers=4", "optimizer.name=adamw"]
 BOTH = ["policy.layout.fsdp=2", "policy.layout.tp=2"]
@@ -68,7 +69,7 @@ def test_numbers_are_those_of_the_plan():
     recipe = load_recipe("addition-grpo", [*SMALL, *FOUR, *BOTH])
     vocabulary = Tokenizer.characters(load_source(recipe.data).alphabet()).vocab_size
     assert plan["vocabulary"] == vocabulary
-    assert plan["parameters"] == parameters(new_shape(recipe.model, vocabulary))
+    assert plan["parameters"] == parameters(new_config(recipe.model, vocabulary))
     placed = place(recipe)
     assert {role: tuple(r["ranks"]) for role, r in plan["roles"].items()} == {r: p.ranks for r, p in placed.items()}
     policy = [next(s for s in rank["roles"] if s["role"] == "policy") for rank in plan["ranks"]]

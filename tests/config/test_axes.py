@@ -32,8 +32,8 @@ from tilth.core.layout import Mesh, Shard
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import Sharded, shard
 from tilth.plan.layout import nested
+from tilth.rl import registry
 from tilth.rl.aggregation import Aggregation
-from tilth.rl.registry import build
 from tilth.roles.shares import gather_data_ranks, global_denominator, is_first_data_rank
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def counted(rank, name):
         grid = ParallelDims.of(Mesh.of({name: 2}), rank)
         lengths = {"island": [[4], [5]], "ring": [[2, 2], [2, 3]]}[name][rank]
         tokens = Ragged.with_lengths(np.arange(sum(lengths)), np.array(lengths))
-        aggregation = build("aggregations", "token-mean", {}, Aggregation)
+        aggregation = registry.build("aggregations", "token-mean", {}, Aggregation)
         found = global_denominator(aggregation, np.ones(sum(lengths), np.uint8), tokens, gather_data_ranks(grid))
         return {
             "group": dist.get_process_group_ranks(grid.group(name)),

@@ -21,13 +21,13 @@ from tilth.flows.model import (
     LoadedModel,
     choose_tokenizer,
     load_model,
-    new_config,
     save_shape,
     wants_tokenizer,
 )
 from tilth.models.decoder import Decoder
-from tilth.models.hf import parameter_shapes, save_pretrained
-from tilth.plan.shape import parameters
+from tilth.models.family import new_config
+from tilth.models.hf import save_pretrained
+from tilth.plan.shape import parameter_shapes, parameters
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +333,7 @@ def test_a_run_may_begin_from_any_checkpoint_of_another(several):
 
 def test_the_shape_of_a_new_model_is_the_recipe_s(tmp_path):
     recipe = tiny.recipe("runs", model={"hidden": 32, "layers": 3, "heads": 4, "kv_heads": 2, "family": "qwen2"})
-    config = new_config(recipe, 50)
+    config = new_config(recipe.model, 50)
     assert (config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads) == (32, 3, 4, 2)
     assert config.qkv_bias and not config.qk_norm and config.max_positions == 16
     assert parameters(config) == sum(p.numel() for p in Decoder(config).parameters())

@@ -8,6 +8,7 @@ from tests.config.test_plugins import _nothing_left_behind, forget, write  # noq
 from tests.flows import tiny
 from tilth.api import run_recipe
 from tilth.core.errors import PluginError, RecipeError, RewardError
+from tilth.flows.model import load_model
 
 MINE = """
 import tilth, torch
@@ -156,3 +157,38 @@ def test_a_plugin_that_is_no_text_is_named(tmp_path):
     with pytest.raises(RecipeError, match="plugins"):
         tiny.recipe(tmp_path, plugins=[3])
     assert tiny.recipe(tmp_path, plugins=[write(tmp_path, MINE)]).plugins == (str(tmp_path / "mine.py"),)
+
+
+FAMILY = """
+import tilth
+from tilth.models.decoder import Layer, RMSNorm
+from tilth.models.family import Family, norm
+
+class Behind(Layer):
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.behind = RMSNorm(config.rms_norm_eps)
+
+    def leave(self, x, mixed, dropout):
+        return self.behind(super().leave(x, mixed, dropout))
+
+@tilth.family("behind")
+def behind():
+    table = Family("").table
+    return Family("BehindForCausalLM", table=(*table[:-2], *norm("behind"), *table[-2:]), layer=Behind)
+"""
+
+
+@pytest.mark.dist
+def test_a_family_of_ones_own_is_trained_kept_and_read_again(tmp_path):
+    path = str(write(tmp_path, FAMILY))
+    own = {"plugins": [path], "model": {"family": "behind"}}
+    here = run_recipe(tiny.recipe(tmp_path / "a", **own), name="mine", reward=tiny.close_enough)
+    local = {"cluster": {"backend": "local", "workers": 1}}
+    there = run_recipe(tiny.recipe(tmp_path / "b", **own, **local), name="mine", reward=tiny.close_enough)
+    assert tiny.weights(here.directory) == tiny.weights(there.directory)
+    forget()
+    loaded = load_model(here.directory)
+    assert loaded.config.family == "behind" and "model.layers.0.behind.weight" in loaded.tensors
+    with pytest.raises(RecipeError, match=r"model\.family"):
+        tiny.recipe(tmp_path / "c", model={"family": "behin"})

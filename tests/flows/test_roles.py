@@ -19,16 +19,17 @@ from tilth.flows import launch
 from tilth.flows.model import load_model
 from tilth.flows.readers import read_trajectories
 from tilth.flows.roles import Roles
+from tilth.models.family import new_config
 from tilth.plan.layout import per_rank, place
 from tilth.plan.memory import Need
-from tilth.plan.shape import new_shape, parameters
+from tilth.plan.shape import parameters
 
 TEACHING = """
 import numpy as np
 import tilth
 import torch
 from tilth.cluster.protocol import transfer
-from tilth.flows.workers import new_decoder, shard_model, train_engine
+from tilth.flows.workers import shard_model, train_engine
 from tilth.plan.memory import Need
 from tilth.plan.working import FP32, Item, training
 from tilth.roles.state import Learner, whole_tensors
@@ -55,7 +56,7 @@ def student_need(recipe, cut, longest):
 @tilth.role("student", mesh="layout", memory=student_need, trains=True, receives="phase")
 class Student(Learner):
     def __init__(self, context, recipe, config, *, lr: float = 1e-3):
-        sharded = shard_model(context, recipe, lambda: new_decoder(recipe, config))
+        sharded = shard_model(context, recipe, config)
         sharded.init_(recipe.seed)
         section = recipe.optimizer.model_copy(update={"lr": lr})
         super().__init__(train_engine(recipe, sharded, section), "student", "student_optimizer")
@@ -111,7 +112,7 @@ def test_invented_roles_are_placed_planned_and_shown(teaching):
     placed = place(recipe)
     assert list(placed)[-2:] == ["scorer", "student"]
     assert (placed["scorer"].ranks, placed["student"].mesh.sizes) == ((0,), (1, 2, 1))
-    shape = new_shape(recipe.model, 14)
+    shape = new_config(recipe.model, 14)
     for worker in per_rank(recipe, shape, 16):
         student = next(seat for seat in worker.seats if seat.role == "student")
         held = worker.memory.by_name()

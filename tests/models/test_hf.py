@@ -21,12 +21,12 @@ from tilth.models.hf import (
     load_pretrained,
     load_weights,
     open_tensors,
-    parameter_shapes,
     read_config,
     save_pretrained,
     shapes,
 )
 from tilth.models.value import ValueModel
+from tilth.plan.shape import parameter_shapes
 
 
 def logits(model: Decoder, ids: torch.Tensor) -> torch.Tensor:
@@ -388,7 +388,7 @@ def test_a_value_model_is_a_classifier_of_tokens(name: str, tmp_path: Path) -> N
         found = theirs(ids[None]).logits[0]
     assert found.shape == (40, 1) and (found[:, 0] - ours).abs().max() <= 1e-4 * ours.abs().max()
     assert theirs.config.id2label == {0: "value"}
-    assert shapes(open_tensors(tmp_path)) == parameter_shapes(FAMILIES[name], values=True)
+    assert shapes(open_tensors(tmp_path)) == parameter_shapes(FAMILIES[name], value=True)
     with pytest.raises(ModelError, match="ForTokenClassification' is not supported"):
         load_pretrained(tmp_path)
 

@@ -15,7 +15,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.hf import load_pretrained, load_weights, save_pretrained
 from tilth.models.value import ValueModel
-from tilth.training.packed import appraise, micros, packed_values
+from tilth.training.packed import appraise, micros, model_input, packed_values
 
 CPU = torch.device("cpu")
 SMALL = DecoderConfig(vocab_size=10, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, qk_norm=True)
@@ -77,7 +77,7 @@ def test_a_head_of_zeros_learns_all_the_same():
     model = ValueModel(tiny.decoder(SMALL))
     tokens, mask = batch(GROUPS)
     (_, micro), *_ = micros(tokens, mask, {}, 100, CPU)
-    appraise(model, micro)
+    appraise(model, micro, model(*model_input(micro)))
     ((micro.values - 1.0) ** 2)[micro.mask > 0].sum().backward()
     assert model.score.weight.grad.abs().sum() > 0 and model.score.bias.grad.abs() > 0
 
@@ -166,7 +166,7 @@ def test_values_and_gradients_with_shared_prompts_are_those_without(most):
     for share in (False, True):
         model, values, trees = critic(), np.zeros(len(mask), np.float32), 0
         for index, micro in micros(tokens, mask, {}, most, CPU, share=share):
-            appraise(model, micro)
+            appraise(model, micro, model(*model_input(micro)))
             values[index] = micro.values.detach().numpy()
             micro.values.square().sum().backward()
             trees += micro.trees is not None
@@ -203,7 +203,7 @@ def test_values_are_read_with_the_bits_that_an_update_begins_with():
     tokens, mask = batch([(p * 3, c) for p, c in GROUPS])
     old = packed_values(model, tokens, mask, max_tokens=40)
     for index, micro in micros(tokens, mask, {}, 40, CPU, share=True):
-        appraise(model, micro)
+        appraise(model, micro, model(*model_input(micro)))
         assert np.array_equal(micro.values.detach().numpy(), old[index])
 
 
@@ -223,7 +223,7 @@ def test_recomputing_activations_changes_no_bit():
             model.score.weight.fill_(0.3)
         assert model.checkpointing == checkpointing
         (_, micro), *_ = micros(*batch(GROUPS), {}, 100, CPU)
-        appraise(model, micro)
+        appraise(model, micro, model(*model_input(micro)))
         micro.values.square().sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert torch.equal(*gradients)

@@ -24,7 +24,7 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.tensor import TensorPlan, apply_tensor
 from tilth.parallel.vocabulary import Vocabulary, VocabularyHead
 from tilth.plan import kernels
-from tilth.training.packed import Micro, appraise, micros, score
+from tilth.training.packed import Micro, appraise, micros, model_input, score
 
 SMALL = {"num_layers": 2, "hidden_size": 24, "head_dim": 8, "num_heads": 4, "intermediate_size": 32}
 
@@ -59,10 +59,11 @@ def loss(model: Decoder, micro: Micro, temperature: float = 0.8, parity: bool = 
     dropout = None
     if model.config.dropout:
         dropout = DropoutContext(3, 1, 100 + torch.arange(len(micro.ids)).flip(0))
+    hidden = model(*model_input(micro, parity, dropout))
     if isinstance(model, ValueModel):
-        appraise(model, micro, parity=parity, dropout=dropout)
+        appraise(model, micro, hidden)
         return (micro.values * torch.linspace(0.5, 1.5, len(micro.values))).sum()
-    score(model, micro, temperature=temperature, entropy=True, parity=parity, dropout=dropout)
+    score(model, micro, hidden, temperature=temperature, entropy=True)
     weights = torch.linspace(0.5, 1.5, len(micro.ids))
     return (micro.logprobs * weights).sum() + (micro.entropy * weights.flip(0)).sum()
 

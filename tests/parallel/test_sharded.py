@@ -237,12 +237,12 @@ def test_a_layout_that_is_not_the_models_is_refused():
     layouts = {n: Layout.single(p.shape) for n, p in model.named_parameters()}
     layouts["model.norm.weight"] = Layout.single((19,))
     with pytest.raises(ModelError, match=r"model\.norm\.weight"):
-        Sharded(model, ParallelDims.alone(), layouts)
+        Sharded([model], ParallelDims.alone(), layouts)
 
 
 def test_heads_that_do_not_divide_are_refused(pool):
     for said in pool.run(2, HERE + "three_heads"):
-        assert "model.heads=3" in said and "tp=2" in said
+        assert "model.heads = 3" in said and "tp=2" in said
 
 
 def three_heads(rank):

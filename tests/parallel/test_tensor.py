@@ -186,10 +186,10 @@ def test_micro_batches_without_tokens_pass(pool, sp):
         (
             {"num_heads": 6, "num_kv_heads": 3, "intermediate_size": 36},
             4,
-            "model.heads=6 .* layout.tp=4 .* tp 1, 3, 6$",
+            "layout.tp=4 .* model.heads = 6; .* tp 1, 3, 6$",
         ),
-        ({"num_heads": 12, "num_kv_heads": 4, "intermediate_size": 96}, 6, "model.kv_heads=4 .* tp 1, 2, 4, 12$"),
-        ({"num_heads": 4, "intermediate_size": 34}, 4, "model.ffn=34 .* tp 1, 2$"),
+        ({"num_heads": 12, "num_kv_heads": 4, "intermediate_size": 96}, 6, "model.kv_heads = 4, .* tp 1, 2, 4, 12$"),
+        ({"num_heads": 4, "intermediate_size": 34}, 4, "model.ffn = 34; .* tp 1, 2$"),
     ],
 )
 def test_shapes_that_do_not_divide(changes, tp, message):

@@ -8,9 +8,9 @@ from tilth.config.load import load_recipe
 from tilth.core.errors import RecipeError
 from tilth.core.memory import Room
 from tilth.flows.fitting import check_fits
+from tilth.models.family import new_config
 from tilth.plan.fit import SCORER, beside, places
 from tilth.plan.memory import BASE
-from tilth.plan.shape import new_shape
 from tilth.plan.steps import plan_run
 
 MB = 10**6
@@ -18,7 +18,7 @@ MB = 10**6
 
 def planner(recipe):
     return plan_run(
-        recipe, new_shape(recipe.model, 5000), train_prompts=900, heldout_prompts=64, longest_prompt=16, generates=True
+        recipe, new_config(recipe.model, 5000), train_prompts=900, heldout_prompts=64, longest_prompt=16, generates=True
     )
 
 

@@ -15,11 +15,11 @@ from tilth.config.schema import Model
 from tilth.core.layout import Mesh, Replicate, Shard
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.models.hf import parameter_shapes as those_of_the_decoder
-from tilth.parallel import sharded, tensor
-from tilth.plan.layout import Placed, check_shape, elements, layouts, misfit, nested, per_rank, place, ranks_of
-from tilth.plan.memory import BASE, TOKEN, value_parameters
-from tilth.plan.shape import Shape, new_shape, parameter_shapes, parameters
+from tilth.models.family import new_config
+from tilth.parallel import sharded
+from tilth.plan.layout import Placed, check_shape, elements, layouts, nested, per_rank, place, ranks_of
+from tilth.plan.memory import BASE, TOKEN
+from tilth.plan.shape import parameter_shapes, parameters
 
 
 def recipe(workers: int | dict[str, int] = 1, **sections: Any):
@@ -93,7 +93,7 @@ def test_every_rank_of_the_pool_stands_at_one_coordinate(dp, fsdp, tp, before):
 
 def shape_of(heads=4, kv_heads=4, ffn=384, layers=2, vocab=14, **more):
     model = Model(heads=heads, kv_heads=kv_heads, head_dim=8, hidden=32, ffn=ffn, layers=layers, **more)
-    return new_shape(model, vocab)
+    return new_config(model, vocab)
 
 
 @pytest.mark.parametrize(
@@ -128,35 +128,28 @@ def test_fewer_key_heads_than_ranks_and_any_vocabulary():
     check_shape(recipe(4, policy={"layout": {"tp": 4}}), shape_of(4, 1, vocab=13))
 
 
-@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 40), st.integers(1, 8))
-def test_misfit_is_that_of_the_parallel_room(kv_heads, repeat, ffn, tp):
-    config = DecoderConfig(10, 32, ffn, 1, kv_heads * repeat, num_kv_heads=kv_heads, head_dim=8)
-    assert bool(misfit(config, tp)) == bool(tensor._misfit(config, tp))
-
-
 # -- parameters ------------------------------------------------------------------------------------------------------
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
 
 
-def config_of(shape: Shape) -> DecoderConfig:
-    names = {"vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"}
-    names |= {"qk_norm", "qkv_bias", "o_bias", "mlp_bias", "tie_embeddings"}
-    return DecoderConfig(**{name: getattr(shape, name) for name in names})
+def those_of(model: Decoder) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, tuple(p.shape)) for name, p in model.named_parameters()]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_are_those_of_the_decoder(family, tied):
     shape = shape_of(4, 2, family=family, tied=tied)
-    assert parameter_shapes(shape) == those_of_the_decoder(config_of(shape))
+    assert list(parameter_shapes(shape).items()) == those_of(Decoder(shape))
+    assert list(parameter_shapes(shape, value=True).items()) == those_of(value_model(shape))
     assert sum(math.prod(s) for s in parameter_shapes(shape).values()) == parameters(shape)
-    assert sum(math.prod(s) for s in parameter_shapes(shape, value=True).values()) == value_parameters(shape)
+    assert sum(math.prod(s) for s in parameter_shapes(shape, value=True).values()) == parameters(shape, value=True)
 
 
 def test_parameters_with_every_bias():
-    shape = Shape(14, 32, 64, 2, 4, 2, 8, o_bias=True, mlp_bias=True, qkv_bias=True)
-    assert parameter_shapes(shape) == those_of_the_decoder(config_of(shape))
+    shape = DecoderConfig(14, 32, 64, 2, 4, 2, 8, o_bias=True, mlp_bias=True, qkv_bias=True)
+    assert list(parameter_shapes(shape).items()) == those_of(Decoder(shape))
 
 
 MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1), (1, 1, 4), (2, 2, 2)]
@@ -171,20 +164,15 @@ def test_layouts_are_as_megatron_divides(sizes, kv_heads):
     written |= {"k_proj": Shard(0, copies), "v_proj": Shard(0, copies), "o_proj": Shard(1), "down_proj": Shard(1)}
     along = {name: written.get(name.split(".")[-2], Replicate()) for name in parameter_shapes(shape)}
     expected = {name: nested(mesh, s, {"tp": along[name]}) for name, s in parameter_shapes(shape).items()}
-    found = layouts(parameter_shapes(shape), mesh, kv_heads)
+    found = layouts(shape, mesh)
     for name in found:
         assert [found[name].boxes(r) for r in mesh.ranks] == [expected[name].boxes(r) for r in mesh.ranks], name
-
-
-def test_the_critic_as_the_parallel_room_has_it():
-    shape = shape_of(4, 2, tied=False)
-    assert set(parameter_shapes(shape, value=True)) == {n for n, _ in value_model(shape).named_parameters()}
 
 
 def value_model(shape):
     from tilth.models.value import ValueModel
 
-    return ValueModel(Decoder(config_of(shape)))
+    return ValueModel(Decoder(shape))
 
 
 @settings(max_examples=25, deadline=None)
@@ -192,7 +180,7 @@ def value_model(shape):
 def test_ranks_together_hold_each_element_as_often_as_copies_are_meant(dp, fsdp, tp, kv_heads, vocab):
     shape, mesh = shape_of(4, kv_heads, vocab=vocab, layers=1), mesh_of((dp, fsdp, tp))
     shapes = parameter_shapes(shape)
-    found = layouts(shapes, mesh, kv_heads)
+    found = layouts(shape, mesh)
     copies = {
         name: tp if "norm" in name else max(1, tp // kv_heads) if name.split(".")[-2] in "k_proj v_proj" else 1
         for name in shapes
@@ -213,10 +201,10 @@ def item(memory, name):
 def workers_of(workers, *overrides, longest=16, **more):
     pools = [f"cluster.pools={workers}"] if isinstance(workers, str) else [f"cluster.workers={workers}"]
     asked = load_recipe("addition-grpo", ["cluster.backend=local", "optimizer.name=adamw", *pools, *overrides])
-    return per_rank(asked, new_shape(asked.model, 14), longest, **more)
+    return per_rank(asked, new_config(asked.model, 14), longest, **more)
 
 
-COUNT = parameters(new_shape(load_recipe("addition-grpo").model, 14))
+COUNT = parameters(new_config(load_recipe("addition-grpo").model, 14))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -251,7 +239,7 @@ def test_replicas_hold_everything_and_less_activations():
 def test_tp_divides_matrices_and_activations_and_sp_more_of_them():
     (one,), two = workers_of(1), workers_of(2, "policy.layout.tp=2")
     four = [workers_of(4, "policy.layout.tp=4", f"policy.layout.sp={sp}") for sp in ("false", "true")]
-    shapes = parameter_shapes(new_shape(load_recipe("addition-grpo").model, 14))
+    shapes = parameter_shapes(new_config(load_recipe("addition-grpo").model, 14))
     norms = sum(math.prod(s) for n, s in shapes.items() if "norm" in n)
     assert {w.seats[0].elements for w in two} == {(COUNT - norms) // 2 + norms}
     plain, halves, quarters, spread = (item(w[0].memory, "activations") for w in ((one,), two, *four))
@@ -284,7 +272,7 @@ def test_a_reference_of_its_own_scores_in_little():
 
 def test_models_of_their_own_count_by_their_own_shape():
     asked = load_recipe("chain-fapo", ["judge.path=x"])
-    policy, judge = new_shape(asked.model, 30), new_shape(asked.model, 3000)
+    policy, judge = new_config(asked.model, 30), new_config(asked.model, 3000)
     (worker,) = per_rank(asked, policy, 64, loaded={"judge": judge})
     seat = next(seat for seat in worker.seats if seat.role == "judge")
     held = {item.name: item.bytes for item in seat.need.held}
@@ -308,7 +296,7 @@ def test_bytes_of_parameters_are_those_of_the_boxes(sizes):
     dp, fsdp, tp = sizes
     workers = workers_of(math.prod(sizes), f"policy.layout={{dp={dp}, fsdp={fsdp}, tp={tp}}}")
     asked = load_recipe("addition-grpo")
-    found = layouts(parameter_shapes(new_shape(asked.model, 14)), mesh_of(sizes), 4)
+    found = layouts(new_config(asked.model, 14), mesh_of(sizes))
     assert [item(w.memory, "parameters") for w in workers] == [4 * elements(found, w.rank) for w in workers]
 
 
@@ -329,7 +317,7 @@ def held_by_a_process(rank, role, overrides):
     asked = load_recipe(
         "addition-grpo", ["cluster.backend=local", "optimizer.name=adamw", "cluster.workers=2", *overrides]
     )
-    config, wanted = config_of(new_shape(asked.model, 14)), getattr(asked, role).layout
+    config, wanted = new_config(asked.model, 14), getattr(asked, role).layout
     build = (lambda: ValueModel(Decoder(config))) if role == "critic" else (lambda: Decoder(config))
     grid = ParallelDims.of(place(asked)[role].mesh, rank)
     model = sharded.shard(build, grid, sp=wanted.sp, zero=wanted.zero)

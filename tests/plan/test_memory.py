@@ -4,9 +4,10 @@ import pytest
 
 from tilth.config.load import load_recipe
 from tilth.config.schema import Supervised
+from tilth.models.family import new_config
 from tilth.plan.layout import per_rank
-from tilth.plan.memory import BASE, TOKEN, Memory, kv_tokens, micro_tokens, value_parameters
-from tilth.plan.shape import matrices, new_shape, parameters
+from tilth.plan.memory import BASE, TOKEN, Memory, kv_tokens, micro_tokens
+from tilth.plan.shape import matrices, parameters
 from tilth.plan.steps import plan_run, size, supervised_steps
 
 
@@ -17,14 +18,14 @@ def predict(recipe, shape, longest, **more):
 
 def predicted(*overrides, longest=16, vocab=14):
     recipe = load_recipe("addition-grpo", overrides)
-    return predict(recipe, new_shape(recipe.model, vocab), longest)
+    return predict(recipe, new_config(recipe.model, vocab), longest)
 
 
 def item(memory, name):
     return {i.name: i.bytes for i in (*memory.held, *memory.training, *memory.generation)}.get(name, 0)
 
 
-SHAPE = new_shape(load_recipe("addition-grpo").model, 14)
+SHAPE = new_config(load_recipe("addition-grpo").model, 14)
 COUNT = parameters(SHAPE)
 
 
@@ -81,9 +82,9 @@ def test_on_a_gpu_copies_that_are_saved_and_libraries_are_in_host_memory():
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_a_value_model_has_a_row_and_a_bias_instead_of_an_output_head(tied):
     recipe = load_recipe("addition-grpo", [f"model.tied={tied}"])
-    shape = new_shape(recipe.model, 14)
+    shape = new_config(recipe.model, 14)
     body = parameters(shape) - (14 * 128 if tied == "false" else 0)
-    assert value_parameters(shape) == body + 128 + 1
+    assert parameters(shape, value=True) == body + 128 + 1
 
 
 def test_a_critic_is_a_second_model_whose_gradients_take_turns():
@@ -175,7 +176,7 @@ def test_micro_tokens_and_kv_tokens():
 
 def planned(*overrides, train=900_000, **more):
     recipe = load_recipe("addition-grpo", overrides)
-    shape = new_shape(recipe.model, 14)
+    shape = new_config(recipe.model, 14)
     return plan_run(recipe, shape, train_prompts=train, heldout_prompts=100_000, longest_prompt=8, **more)
 
 

@@ -1,4 +1,4 @@
-"""Rules of parameters: every parameter of every decoder has one, and nothing else has."""
+"""Tables of families: every parameter of every decoder has one row, and nothing else has."""
 
 import re
 
@@ -8,29 +8,34 @@ from hypothesis import strategies as st
 
 from tests.plan.test_shape import shapes
 from tilth.core.errors import ModelError
-from tilth.plan.rules import RULES, is_block_matrix, rule_of
-from tilth.plan.shape import Shape, matrices, parameter_shapes
+from tilth.models.config import DecoderConfig
+from tilth.models.family import families
+from tilth.plan.rules import VALUE_HEAD, rule_of
+from tilth.plan.shape import matrices, parameter_shapes
 
-FULL = Shape(7, 6, 8, 12, 2, 2, 3, qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True)
+FULL = DecoderConfig(7, 6, 8, 12, 2, 2, 4, qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True)
+TABLE = FULL.table + VALUE_HEAD
 NAMES = sorted({**parameter_shapes(FULL), **parameter_shapes(FULL, value=True)})
 
 
-@given(shapes, st.booleans())
+@given(shapes(), st.booleans())
 def test_what_a_parameter_is_goes_with_its_dimensions(shape, value):
     for name, sizes in parameter_shapes(shape, value=value).items():
-        assert (rule_of(name).kind == "matrix") == (len(sizes) == 2), name
+        assert (rule_of(TABLE, name).kind in ("matrix", "embedding")) == (len(sizes) == 2), name
 
 
-@given(shapes)
-def test_block_matrices_are_all_matrices_of_the_layers(shape):
+@given(shapes())
+def test_matrices_are_all_matrices_of_the_layers(shape):
     found = {name: rows * columns for name, (rows, *rest) in parameter_shapes(shape).items() for columns in rest}
-    assert sum(size for name, size in found.items() if is_block_matrix(name)) == matrices(shape)
+    assert sum(size for name, size in found.items() if rule_of(TABLE, name).kind == "matrix") == matrices(shape)
+    assert all((rule_of(TABLE, name).kind == "matrix") == name.startswith("model.layers.") for name in found)
 
 
-def test_each_name_has_one_rule_and_each_rule_a_name():
-    of = {name: [pattern for pattern in RULES if re.fullmatch(pattern, name)] for name in NAMES}
-    assert all(len(patterns) == 1 for patterns in of.values())
-    assert {pattern for (pattern,) in of.values()} == set(RULES)
+@pytest.mark.parametrize("name", families())
+def test_each_row_of_a_table_has_a_name_of_its_own_and_there_is_no_other(name):
+    table = families()[name].table
+    assert len({row.name for row in table}) == len(table)
+    assert {rule_of(TABLE, name) for name in NAMES} == {*table, *VALUE_HEAD}
 
 
 @given(st.sampled_from(NAMES), st.data())
@@ -41,4 +46,4 @@ def test_a_name_that_is_changed_anywhere_has_none(name, data):
     changed = name[:at] + more + name[cut:]
     if changed not in NAMES:
         with pytest.raises(ModelError, match=re.escape(changed)):
-            rule_of(changed)
+            rule_of(TABLE, changed)

@@ -10,19 +10,23 @@ from hypothesis import strategies as st
 
 from tilth.config.load import from_dict
 from tilth.config.schema import Model
+from tilth.models.config import DecoderConfig
+from tilth.models.family import new_config
 from tilth.plan.flops import attended, sequence_flops, token_flops
-from tilth.plan.shape import Shape, kv_bytes, matrices, new_shape, parameters
+from tilth.plan.shape import kv_bytes, matrices, parameters
 
 flag = st.booleans()
-shapes = st.builds(
-    Shape,
-    *[st.integers(1, 9) for _ in range(7)],
-    qk_norm=flag,
-    qkv_bias=flag,
-    o_bias=flag,
-    mlp_bias=flag,
-    tie_embeddings=flag,
-)
+
+
+@st.composite
+def shapes(draw):
+    size = st.integers(1, 9)
+    kv_heads = draw(st.integers(1, 3))
+    flags = ("qk_norm", "qkv_bias", "o_bias", "mlp_bias", "tie_embeddings")
+    return DecoderConfig(
+        *[draw(size) for _ in range(4)], kv_heads * draw(st.integers(1, 3)), kv_heads, 2 * draw(size),
+        **{name: draw(flag) for name in flags},
+    )  # fmt: skip
 
 
 def tensors(s):
@@ -50,18 +54,18 @@ def tensors(s):
     return found
 
 
-@given(shapes)
+@given(shapes())
 def test_parameters(shape):
     assert parameters(shape) == sum(int(np.prod(t)) for t in tensors(shape).values())
 
 
-@given(shapes)
+@given(shapes())
 def test_matrices(shape):
     inside = [t for name, t in tensors(shape).items() if len(t) == 2 and name not in ("embed", "head")]
     assert matrices(shape) == sum(rows * columns for rows, columns in inside)
 
 
-@given(shapes, st.integers(1, 20), flag)
+@given(shapes(), st.integers(1, 20), flag)
 def test_forward_flops_are_those_of_every_matrix_product(shape, seen, head):
     """Two for each multiply-add of [1, in] x [in, out], and of scores and mixing over the tokens seen."""
     products = [t for name, t in tensors(shape).items() if len(t) == 2 and name not in ("embed", "head")]
@@ -81,32 +85,32 @@ def test_attended_pairs(sizes, window):
 
 
 def test_flops_of_sequences_are_the_sum_over_tokens():
-    shape = Shape(50, 8, 16, 2, 2, 1, 4)
+    shape = DecoderConfig(50, 8, 16, 2, 2, 1, 4)
     by_token = sum(token_flops(shape, t + 1).forward for n in (3, 7) for t in range(n))
     assert sequence_flops(shape, np.array([3, 7])).forward == pytest.approx(by_token, rel=1e-12)
     assert sequence_flops(shape, np.array([], int)) == (0, 0)
 
 
 def test_kv_bytes():
-    assert kv_bytes(Shape(50, 8, 16, 3, 4, 2, 5), 2) == 2 * 3 * 2 * 5 * 2
+    assert kv_bytes(DecoderConfig(50, 8, 16, 3, 4, 2, 6), 2) == 2 * 3 * 2 * 6 * 2
 
 
-def test_new_shape_resolves_zeros_and_the_family():
-    shape = new_shape(Model(), 14)
+def test_new_config_resolves_zeros_and_the_family():
+    shape = new_config(Model(), 14)
     assert (shape.num_kv_heads, shape.head_dim, shape.intermediate_size) == (4, 32, 384)
     assert shape.qk_norm and not shape.qkv_bias and shape.tie_embeddings
-    assert new_shape(Model(family="qwen2"), 14).qkv_bias
-    asked = new_shape(Model(ffn=100, kv_heads=2, head_dim=8, tied=False), 14)
+    assert new_config(Model(family="qwen2"), 14).qkv_bias
+    asked = new_config(Model(ffn=100, kv_heads=2, head_dim=8, tied=False), 14)
     assert (asked.intermediate_size, asked.num_kv_heads, asked.head_dim, asked.tie_embeddings) == (100, 2, 8, False)
 
 
 def test_the_demo_model_has_three_quarters_of_a_million_parameters():
-    assert 0.75e6 < parameters(new_shape(from_dict({}).model, 14)) < 0.9e6
+    assert 0.75e6 < parameters(new_config(from_dict({}).model, 14)) < 0.9e6
 
 
 def test_no_torch_is_imported():
     code = (
-        "import sys, tilth.plan.steps, tilth.plan.memory, tilth.plan.flops, tilth.plan.packing;"
-        "assert 'torch' not in sys.modules"
+        "import sys, tilth.models.families.qwen3, tilth.plan.steps, tilth.plan.memory, tilth.plan.flops;"
+        "import tilth.plan.packing; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

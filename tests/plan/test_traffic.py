@@ -3,8 +3,9 @@
 import pytest
 
 from tilth.config.load import load_recipe
+from tilth.models.family import new_config
 from tilth.plan.layout import place
-from tilth.plan.shape import new_shape, parameters
+from tilth.plan.shape import parameters
 from tilth.plan.traffic import tokens_of_rank, traffic, work
 
 BASE = ["cluster.backend=local", "optimizer.name=adamw", "supervised.steps=0"]
@@ -19,10 +20,10 @@ def asked(workers, *overrides):
 
 def talks(workers, *overrides, **more):
     recipe = asked(workers, *overrides)
-    return traffic(recipe, new_shape(recipe.model, 14), LONGEST, **more)
+    return traffic(recipe, new_config(recipe.model, 14), LONGEST, **more)
 
 
-SHAPE = new_shape(load_recipe("addition-grpo").model, 14)
+SHAPE = new_config(load_recipe("addition-grpo").model, 14)
 COUNT = parameters(SHAPE)
 
 

@@ -16,10 +16,10 @@ from tilth.core.checksum import checksum
 from tilth.core.errors import WeightMismatch
 from tilth.core.layout import Mesh
 from tilth.models.decoder import Decoder
-from tilth.models.hf import parameter_shapes
 from tilth.models.value import ValueModel
 from tilth.parallel.dims import ParallelDims, leave
 from tilth.parallel.sharded import shard
+from tilth.plan.shape import parameter_shapes
 from tilth.roles.critic import CriticWorker
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.reference import ReferenceWorker

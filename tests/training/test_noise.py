@@ -114,14 +114,14 @@ def test_it_equals_gradients_taken_one_micro_batch_at_a_time():
     e, plain = engine(), model()
     start = {n: p.detach().clone() for n, p in e.model.named_parameters()}
     found = learn(e)
-    from tilth.training.packed import micros, score
+    from tilth.training.packed import micros, model_input, score
 
     tokens, mask = batch()
     plain.load_state_dict(start)
     squares, shares, whole = [], [], 0.0
     for _, micro in micros(tokens, mask, {}, 9, torch.device("cpu")):
         plain.zero_grad()
-        score(plain, micro, temperature=1.0, entropy=False)
+        score(plain, micro, plain(*model_input(micro)), temperature=1.0, entropy=False)
         (-micro.logprobs.sum() / mask.sum()).backward()
         g = torch.cat([p.grad.flatten() for p in plain.parameters()]).double()
         squares.append(float(g @ g))

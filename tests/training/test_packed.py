@@ -15,6 +15,7 @@ from tilth.training.losses import negative_log_likelihood
 from tilth.training.packed import (
     COPIES,
     micros,
+    model_input,
     packed_logprobs,
     packed_squares,
     plan_micros,
@@ -120,7 +121,7 @@ def test_logprobs_and_gradients_with_shared_prompts_are_those_without(most):
     for share in (False, True):
         made, logprobs = model(), np.zeros(len(mask), np.float32)
         for index, micro in micros(tokens, mask, {}, most, CPU, share=share):
-            score(made, micro, temperature=0.7, entropy=True)
+            score(made, micro, made(*model_input(micro)), temperature=0.7, entropy=True)
             logprobs[index] = micro.logprobs.detach().numpy()
             (micro.logprobs.sum() + 0.3 * micro.entropy.sum()).backward()
         found[share] = logprobs, torch.cat([p.grad.flatten() for p in made.parameters()])

@@ -20,8 +20,9 @@ from tilth.data.prompts import PromptSet, load_texts
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.fitting import judged, resolved, rooms
-from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, new_config
+from tilth.flows.model import LoadedModel, choose_tokenizer, load_model
 from tilth.models.config import DecoderConfig
+from tilth.models.family import new_config
 from tilth.models.hf import read_config
 from tilth.models.hub import fetched
 from tilth.plan.fit import Place, places
@@ -102,12 +103,12 @@ def _model(recipe: Recipe) -> tuple[DecoderShape, int, str]:
     loaded = _loaded(recipe.model.path) if recipe.model.path else None
     name, context = recipe.data.tokenizer, recipe.model.context
     if loaded is None and name.startswith("bpe:") and name[4:].isdecimal():
-        return new_config(recipe, int(name[4:])), context, f"{name}, at most: it is trained when the run begins"
+        return new_config(recipe.model, int(name[4:])), context, f"{name}, at most: it is trained when the run begins"
     if recipe.flow == "pretrain":
         if loaded is not None:
             return loaded.config, context, str(loaded.source)
         tokenizer = choose_tokenizer(recipe, None, None, load_texts(recipe.data)[0])
-        return new_config(recipe, tokenizer.vocab_size), context, name or "characters of the data"
+        return new_config(recipe.model, tokenizer.vocab_size), context, name or "characters of the data"
     prompts = recipe_prompts(recipe)
     tokenizer = choose_tokenizer(recipe, prompts, loaded)
     longest = context  # of what is only read, answers are of any length
@@ -115,7 +116,7 @@ def _model(recipe: Recipe) -> tuple[DecoderShape, int, str]:
         longest = min(context, _longest_prompt(recipe, prompts, tokenizer) + recipe.rollout.max_tokens)
     if loaded is not None:
         return loaded.config, longest, str(loaded.source)
-    return new_config(recipe, tokenizer.vocab_size), longest, name or "characters of the data"
+    return new_config(recipe.model, tokenizer.vocab_size), longest, name or "characters of the data"
 
 
 def _loaded(spec: str, group: str = "") -> LoadedModel:

@@ -1,8 +1,8 @@
 """User code: the files and modules of ``plugins``, and what they declare. Imports no torch.
 
-A decorator (``tilth.advantage``, ``tilth.policy_loss``, ``tilth.reward``, ``tilth.flow``, ``tilth.role``) only records
-what it decorates; the package that uses such a thing builds it from the declaration when its name is looked up. So a
-process that only scores rewards can import a plugin without importing torch.
+A decorator (``tilth.advantage``, ``tilth.policy_loss``, ``tilth.reward``, ``tilth.flow``, ``tilth.family``,
+``tilth.role``) only records what it decorates; the package that uses such a thing builds it from the declaration when
+its name is looked up. So a process that only scores rewards can import a plugin without importing torch.
 
 Every process that receives a recipe imports its plugins: in the controller when the recipe is read, in a worker when
 the recipe arrives (``Recipe.__setstate__``), in a process that scores when the reward is named ``FILE.py:name``.
@@ -13,9 +13,11 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar, get_args
@@ -25,7 +27,9 @@ from tilth.config.flows import FLOWS, OPTIONAL, SHARED_OPTIONS, Flow, Learns
 from tilth.config.open_sets import OPTIMIZERS
 from tilth.config.roles import ROLES, SHIPPED_ROLES, MeshKind, Receives, RoleSpec
 
-Kind = Literal["advantage", "policy_loss", "reward", "flow", "role", "callback", "tracker", "optimizer", "command"]
+Kind = Literal[
+    "advantage", "policy_loss", "reward", "flow", "family", "role", "callback", "tracker", "optimizer", "command"
+]
 T = TypeVar("T")
 
 
@@ -177,6 +181,28 @@ def flow(
         return page
 
     return add
+
+
+def family(name: str) -> Callable[[T], T]:
+    """Declare a model family, ``() -> tilth.models.family.Family``, that ``model.family=name`` chooses.
+
+    A model directory whose config.json has its architecture is of this family. Raises PluginError: a name that
+    is taken.
+    """
+    if name in shipped_families():
+        raise PluginError(f"@tilth.family({name!r}): a family that comes with Tilth has this name; choose another one")
+    return declare("family", name)
+
+
+def family_names() -> list[str]:
+    """Names of the model families that there are: those that come with Tilth, then those of plugins."""
+    return [*shipped_families(), *_DECLARED["family"]]
+
+
+@cache
+def shipped_families() -> list[str]:
+    """Names of the files of ``tilth/models/families``, each of which declares the family of its name."""
+    return [file.name for file in pkgutil.iter_modules([str(Path(__file__).parents[1] / "models" / "families")])]
 
 
 def role(

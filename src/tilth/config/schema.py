@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from tilth.config.axes import AXES
 from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, below, own_defaults
 from tilth.config.open_sets import OPTIMIZERS, TRACKERS, OneOf
-from tilth.config.plugins import declared, load_plugins, shared_defaults
+from tilth.config.plugins import declared, family_names, load_plugins, shared_defaults
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -71,7 +71,7 @@ class Model(Section):
         "empty: a new model of this one",
     )
     optimizer: bool = Field(False, description="with a run in model.path: begin with the state of its optimizer too")
-    family: Literal["llama", "qwen2", "qwen3", "mistral"] = Field("qwen3", description="architecture of a new model")
+    family: Annotated[str, OneOf(family_names)] = Field("qwen3", description="architecture of a new model")
     hidden: Positive = Field(128, description="width of the residual stream")
     layers: Positive = Field(4, description="number of decoder layers")
     heads: Positive = Field(4, description="query heads")

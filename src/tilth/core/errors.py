@@ -16,6 +16,7 @@ __all__ = [
     "PluginError",
     "RecipeError",
     "RewardError",
+    "ScheduleError",
     "StaleGeneration",
     "StorageError",
     "TilthError",
@@ -37,6 +38,10 @@ class ModelError(TilthError):
 
 class RewardError(TilthError):
     """A reward function that cannot be loaded or called at all (a single failing call is a missing reward)."""
+
+
+class ScheduleError(TilthError):
+    """A schedule of micro-batches that is unknown, or whose passes cannot be done in its order."""
 
 
 class CheckpointError(TilthError):

@@ -28,11 +28,12 @@ from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.fitting import check_fits, resolved, rooms
-from tilth.flows.model import LoadedModel, choose_tokenizer, load_beginning, load_model, new_config
+from tilth.flows.model import LoadedModel, choose_tokenizer, load_beginning, load_model
 from tilth.flows.named import find_checkpoint, split_spec
 from tilth.flows.roles import Roles
 from tilth.flows.run import Split
 from tilth.models.config import DecoderConfig
+from tilth.models.family import new_config
 from tilth.models.hub import fetched
 from tilth.plan.layout import check_shape, place
 from tilth.plan.packing import divide
@@ -287,7 +288,7 @@ def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, genera
 def _config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenizer) -> DecoderConfig:
     """A loaded model keeps its own shape; the recipe's context must fit it, and its dropout holds."""
     if loaded is None:
-        return new_config(recipe, tokenizer.vocab_size)
+        return new_config(recipe.model, tokenizer.vocab_size)
     if recipe.model.context > loaded.config.max_positions:
         raise RecipeError(
             f"model.context = {recipe.model.context} is more than the {loaded.config.max_positions} positions "

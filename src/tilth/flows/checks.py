@@ -46,6 +46,7 @@ def in_scripts(recipe: Recipe) -> dict[str, Declaration]:
     """Key -> what it names, where a script or a notebook declares that: other processes cannot import it."""
     named = {
         "flow": ("flow", recipe.flow),
+        "model.family": ("family", recipe.model.family),
         "algorithm.advantage": ("advantage", recipe.algorithm.advantage),
         "algorithm.loss": ("policy_loss", recipe.algorithm.loss),
         "optimizer.name": ("optimizer", recipe.optimizer.name),

@@ -1,4 +1,4 @@
-"""Models by path: a run, one of its checkpoints or a Hugging Face directory; and new ones from a recipe's shape."""
+"""Models by path: a run, one of its checkpoints or a Hugging Face directory."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilth.checkpoint import Checkpoint, open_checkpoint
 from tilth.checkpoint.storage import is_url
+from tilth.config.plugins import load_plugins
 from tilth.config.roles import ROLES
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, ModelError
@@ -22,9 +23,10 @@ from tilth.data.tokenizer import Tokenizer, check_vocabulary
 from tilth.flows.files import writing
 from tilth.flows.named import EMA, Named, explained, find_checkpoint, run_settings
 from tilth.models.config import DecoderConfig
-from tilth.models.hf import Unread, check_tensors, load_pretrained, parameter_shapes, read_config, shapes
+from tilth.models.family import is_known
+from tilth.models.hf import Unread, check_tensors, load_pretrained, read_config, shapes
 from tilth.models.hub import fetched
-from tilth.plan.shape import new_shape
+from tilth.plan.shape import parameter_shapes
 from tilth.rollout.engine import Engine
 
 MODEL_FOLDER = "model"
@@ -143,13 +145,16 @@ def _from_checkpoint(named: Named) -> LoadedModel:
         raise ModelError(
             f"{named.path} is a checkpoint, but {source / 'config.json'}, which says its shape, is not there"
         )
-    config = DecoderConfig.from_hf(read_config(source))
+    said, settings = read_config(source), run_settings(run)
+    if not is_known(said):
+        load_plugins(settings.get("plugins", ()))  # which may declare its family
+    config = DecoderConfig.from_hf(said)
     with explained(named):
         checkpoint = open_checkpoint(named.path)
     tensors = _tensors(checkpoint, named)
-    wanted_shapes = parameter_shapes(config, values=models()[named.group])
+    wanted_shapes = parameter_shapes(config, value=models()[named.group])
     check_tensors(f"group {named.group} of {named.path}", wanted_shapes, shapes(tensors))
-    return LoadedModel(config, tensors, _tokenizer(source), source, run, run_settings(run), checkpoint.step)
+    return LoadedModel(config, tensors, _tokenizer(source), source, run, settings, checkpoint.step)
 
 
 def _tensors(checkpoint: Checkpoint, named: Named) -> StoredTensors:
@@ -244,28 +249,7 @@ def _texts(recipe: Recipe, prompts: PromptSet | None, texts: Iterable[str] | Non
     return (f"{p.text}{p.answer or ''}" for p in train)
 
 
-# ---- new models ----
-
-
-def new_config(recipe: Recipe, vocab_size: int) -> DecoderConfig:
-    """The shape that a recipe's ``[model]`` asks for."""
-    m, shape = recipe.model, new_shape(recipe.model, vocab_size)
-    return DecoderConfig(
-        vocab_size=vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        family=m.family,
-        rope_theta=m.rope_theta,
-        qk_norm=shape.qk_norm,
-        qkv_bias=shape.qkv_bias,
-        tie_embeddings=m.tied,
-        max_positions=m.context,
-        dropout=m.dropout,
-    )
+# ---- a run's own ----
 
 
 def save_shape(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> None:

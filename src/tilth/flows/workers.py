@@ -1,7 +1,7 @@
 """What each role of a run is made of in its worker: factories, called there with its context and the recipe."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -20,10 +20,9 @@ from tilth.flows.model import REWARD_MODEL, load_beginning, load_model, wants_to
 from tilth.flows.publish import DTYPES
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.models.hf import parameter_shapes
-from tilth.models.value import ValueModel
 from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.sharded import Sharded, shard
+from tilth.plan.shape import parameter_shapes
 from tilth.roles.critic import CriticWorker
 from tilth.roles.documents import DocumentWorker
 from tilth.roles.judge import JudgeWorker
@@ -41,15 +40,13 @@ from tilth.rollout.engine import Engine
 from tilth.training.engine import TrainEngine
 from tilth.training.packed import appraise, rate
 
+VALUES = ("value_head",)
+
 
 def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWorker | RewardModelWorker:
     """The model that learns, begun from ``model.path`` or new; in flow reward_model that is a reward model."""
     value, more = recipe.facts.value, {"ema": recipe.train.ema, "watch": recipe.train.watch}
-
-    def made() -> Decoder | ValueModel:
-        return ValueModel(new_decoder(recipe, config)) if value else new_decoder(recipe, config)
-
-    sharded = shard_model(context, recipe, made)
+    sharded = shard_model(context, recipe, config, converters=VALUES if value else ())
     if recipe.model.path:
         sharded.load_(load_beginning(recipe).tensors)
     else:
@@ -64,11 +61,7 @@ def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWor
 def reward_model(context: Context, recipe: Recipe) -> RatingWorker:
     """The reward model of ``reward.model``, which scores what is generated."""
     loaded = load_model(recipe.reward.model, REWARD_MODEL)
-
-    def frozen() -> ValueModel:
-        return ValueModel(new_decoder(recipe, loaded.config).requires_grad_(False)).requires_grad_(False)
-
-    sharded = shard_model(context, recipe, frozen)
+    sharded = shard_model(context, recipe, loaded.config, converters=(*VALUES, "frozen"))
     sharded.load_(loaded.tensors)
     return RatingWorker(
         sharded,
@@ -81,7 +74,7 @@ def reward_model(context: Context, recipe: Recipe) -> RatingWorker:
 
 def critic(context: Context, recipe: Recipe, config: DecoderConfig) -> CriticWorker:
     """The value model. It gets its weights, those of the policy, where its first phase begins."""
-    sharded = shard_model(context, recipe, lambda: ValueModel(new_decoder(recipe, config)))
+    sharded = shard_model(context, recipe, config, converters=VALUES)
     sharded.init_(recipe.seed)
     section = recipe.optimizer.model_copy(update={"lr": recipe.critic.lr})
     engine = train_engine(recipe, sharded, section, scorer=appraise)
@@ -92,7 +85,7 @@ def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> Refere
     """The policy as it was, which gets its weights where a phase begins; or the model of ``reference.path``."""
     loaded = load_model(recipe.reference.path) if recipe.reference.path else None
     shape = config if loaded is None else loaded.config
-    sharded = shard_model(context, recipe, lambda: new_decoder(recipe, shape).requires_grad_(False))
+    sharded = shard_model(context, recipe, shape, converters=("frozen",))
     if loaded is None:
         sharded.init_(recipe.seed)
     else:
@@ -220,18 +213,17 @@ def threads(recipe: Recipe, workers: int) -> int:
     return min(wanted, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else wanted
 
 
-def new_decoder(recipe: Recipe, config: DecoderConfig) -> Decoder:
-    """A decoder of this shape that computes as the recipe says."""
-    model = Decoder(config, dtype=DTYPES[recipe.train.precision])
-    model.checkpointing = recipe.train.checkpointing
-    return model
-
-
-def shard_model(context: Context, recipe: Recipe, build: Callable[[], Decoder | ValueModel]) -> Sharded:
-    """This rank's part of a model, by the role's own layout."""
+def shard_model(context: Context, recipe: Recipe, config: DecoderConfig, *, converters: Sequence[str] = ()) -> Sharded:
+    """This rank's part of a decoder of this shape, after ``models.converters``, by the role's own layout."""
     layout, device = ROLES[context.role].placed_by(recipe).layout, prepare(context, recipe)
+
+    def build() -> Decoder:
+        model = Decoder(config, dtype=DTYPES[recipe.train.precision])
+        model.checkpointing = recipe.train.checkpointing
+        return model
+
     dims = ParallelDims.of(context.mesh, context.rank, context.generation)
-    return shard(build, dims, sp=layout.sp, zero=layout.zero, device=str(device))
+    return shard(build, dims, converters=converters, sp=layout.sp, zero=layout.zero, device=str(device))
 
 
 def _temperature(recipe: Recipe) -> float:

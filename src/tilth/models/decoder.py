@@ -1,4 +1,4 @@
-"""One decoder for the Llama, Qwen2, Qwen3 and Mistral families: single-device code, transformers' parameter names.
+"""One decoder for all families, with the layers and parameters that each declares: single-device code.
 
 Tokens are flat [N]; attention goes through a context object. Parameters are cast to the compute dtype at use, so that
 fp32 parameters (trainer) and parameters stored in the compute dtype (engine) do the same arithmetic. No autocast.
@@ -13,25 +13,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tilth.core.errors import ModelError
 from tilth.core.layout import Box, Shape
 from tilth.core.random import fill_normal_, stream
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.config import DecoderConfig
+from tilth.models.family import family_of
 from tilth.models.logprobs import head_logits, token_logprobs, token_squares
 from tilth.models.rope import Rope, rotate
 from tilth.plan.rules import rule_of
+from tilth.plan.shape import parameter_shapes
 
 Tables = tuple[Tensor, Tensor]
 Parts = tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]
 
 
 class Linear(nn.Module):
-    """A matrix [out, in] and perhaps a bias, uninitialised, cast to the input's dtype at use."""
+    """A matrix [out, in] and perhaps a bias, cast to the input's dtype at use."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, in] -> [N, out]."""
@@ -42,9 +48,11 @@ class Linear(nn.Module):
 class RMSNorm(nn.Module):
     """x / rms(x) in fp32, rounded to x's dtype, times weight (as transformers does; arXiv 1910.07467)."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    weight: nn.Parameter
+
+    def __init__(self, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
+        self.register_parameter("weight", None)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,9 +65,11 @@ class RMSNorm(nn.Module):
 class Embedding(nn.Module):
     """Rows [V, width] looked up by token id."""
 
-    def __init__(self, vocab: int, width: int) -> None:
+    weight: nn.Parameter
+
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab, width))
+        self.register_parameter("weight", None)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: int64 [N] -> [N, width]."""
@@ -90,33 +100,25 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, width, config.qkv_bias)
-        self.k_proj = Linear(config.hidden_size, kv_width, config.qkv_bias)
-        self.v_proj = Linear(config.hidden_size, kv_width, config.qkv_bias)
-        self.o_proj = Linear(width, config.hidden_size, config.o_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = Linear(), Linear(), Linear(), Linear()
+        self.q_norm = RMSNorm(config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.rms_norm_eps) if config.qk_norm else None
         self.joined: tuple[Tensor, Tensor | None] | None = None
 
     def forward(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys (normed and rotated) and values, [N, heads, head_dim] each."""
         rows, hd = x.shape[0], self.head_dim
+        heads, kv_heads = (part.weight.shape[0] // hd for part in (self.q_proj, self.k_proj))  # perhaps one rank's
         if self.joined is not None and not torch.is_grad_enabled():
-            both_heads = self.heads + self.kv_heads
-            both, v = (
-                _joined_linear(x, self.joined)
-                .view(rows, both_heads + self.kv_heads, hd)
-                .split((both_heads, self.kv_heads), 1)
-            )
+            every = _joined_linear(x, self.joined).view(rows, heads + 2 * kv_heads, hd)
+            both, v = every.split((heads + kv_heads, kv_heads), 1)
             if self.q_norm is None:
-                q, k = rotate(both, *tables).split((self.heads, self.kv_heads), 1)
+                q, k = rotate(both, *tables).split((heads, kv_heads), 1)
                 return q, k, v
-            q, k = both.split((self.heads, self.kv_heads), 1)
+            q, k = both.split((heads, kv_heads), 1)
         else:
-            q = self.q_proj(x).view(rows, self.heads, hd)
-            k, v = (project(x).view(rows, self.kv_heads, hd) for project in (self.k_proj, self.v_proj))
+            q = self.q_proj(x).view(rows, heads, hd)
+            k, v = (project(x).view(rows, kv_heads, hd) for project in (self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, *tables), rotate(k, *tables), v
@@ -131,10 +133,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear(width, inner, bias)
-        self.up_proj = Linear(width, inner, bias)
-        self.down_proj = Linear(inner, width, bias)
+        self.gate_proj, self.up_proj, self.down_proj = Linear(), Linear(), Linear()
         self.joined: tuple[Tensor, Tensor | None] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,9 +158,9 @@ class Layer(nn.Module):
         self.layer, self.window, self.dropout = layer, config.window(layer), config.dropout
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.parts: Parts = (Layer.enter, Layer.leave)
+        self.input_layernorm = RMSNorm(config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.rms_norm_eps)
+        self.parts: Parts = (type(self).enter, type(self).leave)
 
     def forward(self, x: Tensor, tables: Tables, ctx: AttentionContext) -> Tensor:
         """x: [N, hidden] -> [N, hidden]."""
@@ -187,9 +186,10 @@ class Stack(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens = Embedding()
+        layer = family_of(config.family).layer or Layer
+        self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.rms_norm_eps)
 
 
 def not_finite(parameters: Iterable[tuple[str, Tensor]]) -> str:
@@ -200,6 +200,9 @@ def not_finite(parameters: Iterable[tuple[str, Tensor]]) -> str:
 
 class Decoder(nn.Module):
     """A causal language model. Parameters are fp32 and uninitialised until ``init_weights_`` or ``load_state_dict``.
+
+    Modules have no sizes of their own: ``table``, the family's, says which parameters there are. ModelError where table
+    and modules differ.
 
     dtype: compute dtype of the residual stream. ``checkpointing``: recompute each layer in the backward pass.
     ``head_logits``, ``token_logprobs`` and ``token_squares``: how the output head is applied (``models.logprobs``); a
@@ -213,8 +216,26 @@ class Decoder(nn.Module):
         self.token_logprobs: Callable[..., tuple[Tensor, Tensor]] = token_logprobs
         self.token_squares: Callable[..., tuple[Tensor, Tensor]] = token_squares
         self.model = Stack(config)
-        self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, False)
+        self.lm_head = None if config.tie_embeddings else Linear()
         self.rope = Rope(config)
+        self.table = config.table
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Give the modules the parameters of the table; each must find its place, and each place its parameter."""
+        modules = dict(self.named_modules())
+        for name, sizes in parameter_shapes(self.config).items():
+            path, _, leaf = name.rpartition(".")
+            own = getattr(modules.get(path), leaf, ())
+            if own is None:
+                setattr(modules[path], leaf, nn.Parameter(torch.empty(sizes)))
+            elif not isinstance(own, nn.Parameter) or own.shape != sizes:
+                raise ModelError(f"family {self.config.family}: its table has {name} {list(sizes)}, its modules do not")
+        for name, _ in self.named_parameters():
+            rule_of(self.table, name)
+        empty = [name for name, module in modules.items() if getattr(module, "weight", ()) is None]
+        if empty:
+            raise ModelError(f"family {self.config.family}: its table has no {empty[0]}.weight, its modules do")
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -259,10 +280,11 @@ class Decoder(nn.Module):
         The context stays eager: its shapes follow the lengths of the sequences, and compiling it (as
         ``torch.compile(model)`` would) costs another graph for every new set of them. ``options`` go to torch.compile.
         """
-        parts: list[Any] = [torch.compile(part, **{"dynamic": True, **options}) for part in (Layer.enter, Layer.leave)]
-        for layer in self.modules():
-            if isinstance(layer, Layer):
-                layer.parts = parts[0], parts[1]
+        layers = [layer for layer in self.modules() if isinstance(layer, Layer)]
+        parts: dict[Any, Any] = dict.fromkeys(part for layer in layers for part in layer.parts)
+        parts = {part: torch.compile(part, **{"dynamic": True, **options}) for part in parts}
+        for layer in layers:
+            layer.parts = parts[layer.parts[0]], parts[layer.parts[1]]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -286,8 +308,8 @@ class Decoder(nn.Module):
     def init_weights_(self, seed: int) -> None:
         """Fill every parameter from ``stream(seed, "init", name)``, so that no layout or order changes a bit.
 
-        Norms 1, biases 0, matrices N(0, 0.02), those that write to the residual stream scaled by 1 / sqrt(2 layers)
-        (GPT-2), which keeps its variance at initialisation independent of depth.
+        As the table says; a matrix that writes to the residual stream is scaled by 1 / sqrt(2 layers) (GPT-2), which
+        keeps the variance of the stream at initialisation independent of depth.
         """
         for name, parameter in self.named_parameters():
             self.init_parameter_(name, parameter.data, seed)
@@ -296,11 +318,9 @@ class Decoder(nn.Module):
         self, name: str, piece: Tensor, seed: int, box: Box | None = None, shape: Shape | None = None
     ) -> None:
         """``init_weights_`` of one parameter, or of the piece ``box`` of it; shape: the whole parameter's."""
-        rule = rule_of(name)
-        if rule.kind == "bias":
-            piece.zero_()
-        elif rule.kind == "norm":
-            piece.fill_(1.0)
+        init = rule_of(self.table, name).init
+        if init in ("zeros", "ones"):
+            piece.fill_(init == "ones")
         else:
-            std = 0.02 / math.sqrt(2 * self.config.num_layers) if rule.tp == "columns" else 0.02
+            std = 0.02 / math.sqrt(2 * self.config.num_layers) if init == "residual" else 0.02
             fill_normal_(piece, stream(seed, "init", name), std, box, shape)

@@ -17,7 +17,8 @@ from tilth.core.errors import ModelError, StorageError
 from tilth.core.names import name_problem
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.models.value import ValueModel
+from tilth.models.family import is_known
+from tilth.plan.shape import hf_names, parameter_shapes
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -62,21 +63,25 @@ class Unread(Mapping[str, Tensor]):
 class LazyTensors(Unread):
     """Tensors of a directory by name, read from their file when asked for. dtype: cast to it; None: as stored."""
 
-    def __init__(self, directory: Path, files: Mapping[str, str], dtype: torch.dtype | None = None) -> None:
-        self._directory, self._files, self._dtype = directory, dict(files), dtype
+    def __init__(
+        self,
+        directory: Path,
+        files: Mapping[str, str],
+        dtype: torch.dtype | None = None,
+        stored: Mapping[str, str] | None = None,
+    ) -> None:
+        """files: name of a tensor -> its file; stored: name -> name in that file, where that is another one."""
+        self._directory, self._files, self._dtype, self._stored = directory, dict(files), dtype, dict(stored or {})
         self._open: dict[str, tuple[Any, frozenset[str]]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        try:
-            tensor = self._file(name).get_tensor(name)
-        except SafetensorError as error:
-            raise ModelError(f"{self._directory / self._files[name]}: cannot read tensor {name}: {error}") from error
-        return tensor if self._dtype is None else tensor.to(self._dtype)
+        return self.part(name, ())
 
     def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """One block of a tensor; only its bytes are read."""
+        """One block of a tensor, of which only its bytes are read; no slices: all of it."""
+        file, stored = self._file(name), self._stored.get(name, name)
         try:
-            found: Tensor = self._file(name).get_slice(name)[slices] if slices else self[name]
+            found: Tensor = file.get_slice(stored)[slices] if slices else file.get_tensor(stored)
         except SafetensorError as error:
             raise ModelError(f"{self._directory / self._files[name]}: cannot read tensor {name}: {error}") from error
         return found if self._dtype is None else found.to(self._dtype)
@@ -94,11 +99,18 @@ class LazyTensors(Unread):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
-        return tuple(self._file(name).get_slice(name).get_shape())
+        return tuple(self._file(name).get_slice(self._stored.get(name, name)).get_shape())
 
     def without(self, name: str) -> "LazyTensors":
-        """The same tensors but this one."""
-        return LazyTensors(self._directory, {k: f for k, f in self._files.items() if k != name}, self._dtype)
+        """The other tensors."""
+        files = {k: f for k, f in self._files.items() if k != name}
+        return LazyTensors(self._directory, files, self._dtype, self._stored)
+
+    def called(self, stored: Mapping[str, str]) -> "LazyTensors":
+        """These tensors under other names: own name -> the one that it has in its file."""
+        own = {there: name for name, there in stored.items()}
+        files = {own.get(name, name): file for name, file in self._files.items()}
+        return LazyTensors(self._directory, files, self._dtype, stored)
 
     def _file(self, name: str) -> Any:
         file = self._files[name]
@@ -106,7 +118,7 @@ class LazyTensors(Unread):
             handle = _open_file(self._directory / file)
             self._open[file] = handle, frozenset(handle.keys())
         handle, names = self._open[file]
-        if name not in names:
+        if self._stored.get(name, name) not in names:
             raise ModelError(f"{self._directory / INDEX} says that tensor {name} is in {file}, and it is not")
         return handle
 
@@ -134,13 +146,13 @@ def load_pretrained(
     if values:
         said = {**said, "architectures": [str(a).replace(_VALUES, _LOGITS) for a in said.get("architectures") or []]}
     config = DecoderConfig.from_hf(said)
-    tensors = _tensors(Path(directory), dtype)
+    tensors = _tensors(Path(directory), dtype).called(hf_names(config))
     if config.tie_embeddings and _HEAD in tensors and _EMBEDDING in tensors:
         if not torch.equal(tensors[_HEAD], tensors[_EMBEDDING]):
             raise ModelError(f"{directory}: config.json ties {_HEAD} to {_EMBEDDING}, but their values differ")
         tensors = tensors.without(_HEAD)
     check_tensors(
-        str(directory), parameter_shapes(config, values=values), {name: tensors.shape(name) for name in tensors}
+        str(directory), parameter_shapes(config, value=values), {name: tensors.shape(name) for name in tensors}
     )
     return config, tensors
 
@@ -160,21 +172,17 @@ def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: shape_of(name) for name in tensors}
 
 
-def parameter_shapes(config: DecoderConfig, *, values: bool = False) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter of a decoder of this config, or of its value model; nothing is allocated."""
-    with torch.device("meta"):
-        model = ValueModel(Decoder(config)) if values else Decoder(config)
-        return {name: tuple(p.shape) for name, p in model.named_parameters()}
-
-
 def open_tensors(directory: str | os.PathLike[str]) -> LazyTensors:
-    """The tensors of a Hugging Face directory by name, whatever its architecture; ModelError if it has none.
+    """The tensors of a Hugging Face directory by name, whatever its architecture; ModelError if it has none. Those of a
+    family that is known have the names that they have here.
 
     A head that config.json ties to the embedding is left out if its values are the same, as it is elsewhere.
     """
     folder = Path(directory)
-    tied = bool(read_config(folder).get("tie_word_embeddings"))
-    tensors = _tensors(folder, None)
+    said = read_config(folder)
+    tied, tensors = bool(said.get("tie_word_embeddings")), _tensors(folder, None)
+    if is_known(said):
+        tensors = tensors.called(hf_names(DecoderConfig.from_hf(said)))
     doubled = tied and _HEAD in tensors and _EMBEDDING in tensors
     return tensors.without(_HEAD) if doubled and torch.equal(tensors[_HEAD], tensors[_EMBEDDING]) else tensors
 
@@ -220,7 +228,7 @@ def save_pretrained(
     config.json is written last, so that an interrupted export is not a model directory. Raises ModelError if the state
     does not fit the config, StorageError if writing fails.
     """
-    check_tensors("export", parameter_shapes(config, values=values), shapes(state))
+    check_tensors("export", parameter_shapes(config, value=values), shapes(state))
     hf, out = _of_values(config) if values else config.to_hf(), Path(directory)
     inherited = {} if source is None else _read_json(Path(source) / "config.json")
     ids = {**{k: inherited[k] for k in _TOKEN_IDS if inherited.get(k) is not None}, **(token_ids or {})}
@@ -229,7 +237,7 @@ def save_pretrained(
         raise ModelError(f"a model of {kept} cannot be exported; one of {', '.join(map(str, _STORED))} can")
     try:
         _clear(out)
-        _write_weights(out, state, kept, shard_bytes)
+        _write_weights(out, state, kept, shard_bytes, hf_names(config))
         _write_tokenizer(out, source, tokenizer, chat_template)
         _write_generation(out, source, {**ids, **(generation or {})})
         _write_json(out / "config.json", {**hf, **ids, "torch_dtype": str(kept).removeprefix("torch.")})
@@ -252,28 +260,35 @@ def _of_values(config: DecoderConfig) -> dict[str, Any]:
     return hf | {"architectures": [kind], "classifier_dropout": 0.0, "tie_word_embeddings": True, **labels}
 
 
-def _write_weights(out: Path, state: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int) -> None:
+def _write_weights(
+    out: Path, state: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int, stored: Mapping[str, str]
+) -> None:
+    """stored: name of a tensor -> its name in the file, where that is another one."""
     known = shapes(state)
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in known.items()}
     shards = _shards(sizes, shard_bytes)
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(out / file, {name: known[name] for name in names}, state, dtype)
-        weight_map.update(dict.fromkeys(names, file))
+        _write_file(out / file, {name: known[name] for name in names}, state, dtype, stored)
+        weight_map.update(dict.fromkeys((stored.get(name, name) for name in names), file))
     if len(shards) > 1:
         _write_json(out / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
 
 
 def _write_file(
-    path: Path, known: Mapping[str, Sequence[int]], state: Mapping[str, Tensor], dtype: torch.dtype
+    path: Path,
+    known: Mapping[str, Sequence[int]],
+    state: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    stored: Mapping[str, str],
 ) -> None:
     """A safetensors file, one tensor after another: the library wants all of a file in memory."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in known.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        table[name] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        table[stored.get(name, name)] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [start, end]}
     header = json.dumps(table, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     with open(path, "wb") as file:

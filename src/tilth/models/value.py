@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tilth.core.errors import ModelError
-from tilth.core.layout import Box, Shape
 from tilth.models.decoder import Decoder
 from tilth.models.logprobs import wide
+from tilth.plan.rules import VALUE_HEAD
 
 HEAD = "score."
 """Prefix of the value head's parameters; all others are those of the decoder's body."""
@@ -45,6 +45,7 @@ class ValueModel(Decoder):
         """A copy of ``decoder``'s body, its compute dtype and device; the head is zero, so every value is."""
         super().__init__(replace(decoder.config, tie_embeddings=True), decoder.dtype)  # tied: no output head of its own
         self.score = Score(decoder.config.hidden_size)
+        self.table += VALUE_HEAD
         self.to(next(decoder.parameters()).device)
         self.checkpointing = decoder.checkpointing
         self.follow(decoder.named_parameters())
@@ -65,12 +66,3 @@ class ValueModel(Decoder):
             raise ModelError(f"{next(iter(own))} is missing in the weights that the value model should begin with")
         for parameter in self.score.parameters():
             parameter.zero_()
-
-    def init_parameter_(
-        self, name: str, piece: Tensor, seed: int, box: Box | None = None, shape: Shape | None = None
-    ) -> None:
-        """As in ``Decoder``; the head is zero, so every value is."""
-        if name.startswith(HEAD):
-            piece.zero_()
-        else:
-            super().init_parameter_(name, piece, seed, box, shape)

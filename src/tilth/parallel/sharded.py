@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from tilth.config.axes import MODEL
 from tilth.core.errors import ModelError
 from tilth.core.layout import Box, Layout, Replicate, Shape
-from tilth.models.attention import PackedContext
+from tilth.models.attention import AttentionContext, PackedContext
+from tilth.models.converters import converted
 from tilth.models.decoder import Decoder
 from tilth.models.hf import Unread, check_tensors, shapes
 from tilth.models.rope import Rope
@@ -38,16 +39,22 @@ WHOLE = 64 * 2**20
 
 
 def shard(
-    build: Callable[[], Decoder], grid: ParallelDims, *, sp: bool = False, zero: Zero = 3, device: str = "cpu"
+    build: Callable[[], Decoder],
+    grid: ParallelDims,
+    *,
+    converters: Sequence[str] = (),
+    sp: bool = False,
+    zero: Zero = 3,
+    device: str = "cpu",
 ) -> "Sharded":
     """The model that ``build`` makes, spread over the grid; uninitialised until ``init_`` or ``load_``.
 
-    ``build`` runs on the meta device: no full tensor is ever allocated. sp: sequence parallelism along tp. zero: 3
-    gathers parameters for each micro-batch, 2 once a step (and keeps whole gradients within the step). ModelError
-    if the grid does not fit the model.
+    ``build`` and then ``converters`` run on the meta device: no full tensor is ever allocated. sp:
+    sequence parallelism along tp. zero: 3 gathers parameters for each micro-batch, 2 once a step (and keeps whole
+    gradients within the step). ModelError if the grid does not fit the model.
     """
     with torch.device("meta"):
-        model = build()
+        model = converted(build(), converters)
     model.rope = Rope(model.config)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     plan = apply_tensor(model, grid, sp)
@@ -55,7 +62,7 @@ def shard(
         _fully_shard(model, grid, zero, device)
     model.to_empty(device=device)
     layouts = {name: nested(grid.mesh, shape, {"tp": plan.placements[name]}) for name, shape in shapes.items()}
-    return Sharded(model, grid, layouts, plan.partial, zero)
+    return Sharded([model], grid, layouts, plan.partial, zero)
 
 
 def _fully_shard(model: Decoder, grid: ParallelDims, zero: Zero, device: str) -> None:
@@ -73,19 +80,27 @@ def _fully_shard(model: Decoder, grid: ParallelDims, zero: Zero, device: str) ->
 
 
 class Sharded:
-    """A model on one rank of a grid. ``model`` is called like the one-device model it was built as."""
+    """A model on one rank of a grid: ``parts`` (one today), each of which takes what the one before it gives.
+
+    ``model`` is the last one, which has the head: called like the one-device model it was built as.
+    """
 
     def __init__(
-        self, model: Decoder, grid: ParallelDims, layouts: Mapping[str, Layout], partial: Partial = (), zero: Zero = 3
+        self,
+        parts: Sequence[Decoder],
+        grid: ParallelDims,
+        layouts: Mapping[str, Layout],
+        partial: Partial = (),
+        zero: Zero = 3,
     ) -> None:
         """partial: parameters whose gradients are to be summed over a further group."""
-        self.model, self.grid, self.zero = model, grid, zero
+        self.parts, self.model, self.grid, self.zero = list(parts), parts[-1], grid, zero
         self.layouts: dict[str, Layout] = dict(layouts)
         self._partial = partial
-        self._own = dict(model.named_parameters())
+        self._own = {name: p for part in parts for name, p in part.named_parameters()}
         self.parameters: dict[str, nn.Parameter] = {name: _local(p) for name, p in self._own.items()}
         """This rank's part of each parameter, sharing storage with the model: plain tensors, possibly of 0 rows."""
-        self._fsdp = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self._fsdp = [m for part in parts for m in part.modules() if isinstance(m, FSDPModule)]
         wrong = [n for n, p in self.parameters.items() if sum(b.numel for b in self.boxes(n)) != p.numel()]
         if wrong:
             raise ModelError(f"{wrong[0]}: the layout says {self.boxes(wrong[0])}, the model has another part of it")
@@ -94,7 +109,7 @@ class Sharded:
     def alone(cls, model: Decoder) -> "Sharded":
         """A model on one device, as it is."""
         grid = ParallelDims.alone()
-        return cls(model, grid, {n: nested(grid.mesh, tuple(p.shape), {}) for n, p in model.named_parameters()})
+        return cls([model], grid, {n: nested(grid.mesh, tuple(p.shape), {}) for n, p in model.named_parameters()})
 
     @classmethod
     def of(cls, model: "Decoder | Sharded") -> "Sharded":
@@ -202,11 +217,22 @@ class Sharded:
             p.grad = None
         self.reshard()
 
-    def micro(self, last: bool) -> None:
-        """Before a micro-batch of a step: gradients are summed over data ranks as late as the memory allows."""
-        if self._fsdp:
-            root = self._fsdp[0]
+    def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
+        """Token ids [N] through all parts -> hidden [N, hidden]."""
+        for part in self.parts:
+            x = part(x, ctx)
+        return x
+
+    def micro(self, part: int, *, last: bool, alone: bool) -> None:
+        """Before a backward pass of a part: gradients are summed over data ranks as late as the memory allows.
+
+        last: no other one follows in this step. alone: no other micro-batch is in flight, whose loss needs what the
+        root has gathered.
+        """
+        root = self.parts[part]
+        if isinstance(root, FSDPModule):
             root.set_is_last_backward(last)
+            root.set_reshard_after_backward(self.zero == 3 and alone, recurse=False)
             if self.zero == 3:
                 root.set_requires_all_reduce(last)
             else:
@@ -217,10 +243,17 @@ class Sharded:
 
         It depends on every parameter, so that its backward pass takes part too.
         """
+        return self.nothing(self.forward(*self.blank_input()))
+
+    def blank_input(self) -> tuple[Tensor, AttentionContext]:
+        """One token, for the first part."""
         device = next(iter(self.parameters.values())).device
-        hidden = self.model(torch.zeros(1, dtype=torch.int64, device=device), PackedContext([1], device))
+        return torch.zeros(1, dtype=torch.int64, device=device), PackedContext([1], device)
+
+    def nothing(self, hidden: Tensor) -> Tensor:
+        """0, of hidden states and of all parameters."""
         nothing = hidden[:0].sum().float()
-        for p in self.model.parameters():
+        for p in (p for part in self.parts for p in part.parameters()):
             if not isinstance(p, DTensor):  # gathered now: of the root, which has what the loss uses
                 nothing = nothing + p.flatten()[:0].sum().float()
         return nothing

@@ -8,7 +8,7 @@ the same on every rank, and whoever uses it gives every rank the whole gradient.
 """
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,11 @@ from tilth.core.errors import ModelError
 from tilth.core.layout import Box, Mesh, Replicate, Shard
 from tilth.models.attention import AttentionContext
 from tilth.models.config import DecoderConfig
-from tilth.models.decoder import Decoder, Layer, Linear
+from tilth.models.decoder import Decoder, Linear
 from tilth.parallel.collectives import Group, copy_in, gather_copies, gather_tokens, reduce_out, scatter_tokens
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.vocabulary import Vocabulary, VocabularyEmbedding, VocabularyHead
+from tilth.plan.layout import misfit
 from tilth.plan.rules import along_tp, rule_of
 
 
@@ -42,19 +43,10 @@ def check_tensor(config: DecoderConfig, tp: int) -> None:
 
     Of key heads there may be fewer than ranks if these are a multiple of them: then neighbours hold the same one.
     """
-    wrong = _misfit(config, tp)
+    wrong = misfit(config, tp)
     if wrong:
-        fits = [str(n) for n in range(1, config.num_heads + 1) if not _misfit(config, n)]
-        raise ModelError(f"{wrong} does not divide over layout.tp={tp} ranks; this model takes tp " + ", ".join(fits))
-
-
-def _misfit(config: DecoderConfig, tp: int) -> str:
-    heads, kv_heads, ffn = config.num_heads, config.num_kv_heads, config.intermediate_size
-    if heads % tp:
-        return f"model.heads={heads}"
-    if kv_heads % tp and tp % kv_heads:
-        return f"model.kv_heads={kv_heads}"
-    return f"model.ffn={ffn}" if ffn % tp else ""
+        fits = [str(n) for n in range(1, config.num_heads + 1) if not misfit(config, n)]
+        raise ModelError(f"layout.tp={tp} does not divide {wrong}; this model takes tp " + ", ".join(fits))
 
 
 def apply_tensor(model: Decoder, grid: ParallelDims, sp: bool) -> TensorPlan:
@@ -67,7 +59,8 @@ def apply_tensor(model: Decoder, grid: ParallelDims, sp: bool) -> TensorPlan:
     tp, config = grid.size("tp"), model.config
     check_tensor(config, tp)
     copies = max(1, tp // config.num_kv_heads)
-    placements = {name: along_tp(name, copies) for name, _ in model.named_parameters()}
+    rules = {name: rule_of(model.table, name).tp for name, _ in model.named_parameters()}
+    placements = {name: along_tp(model.table, name, copies) for name in rules}
     group = grid.group("tp")
     if group is None:
         return TensorPlan(placements, ())
@@ -78,11 +71,10 @@ def apply_tensor(model: Decoder, grid: ParallelDims, sp: bool) -> TensorPlan:
     model.model.embed_tokens = VocabularyEmbedding(embed.weight, vocabulary, model.dtype, sp)  # type: ignore[assignment]
     head = VocabularyHead(vocabulary)
     model.token_logprobs, model.token_squares, model.head_logits = head, head.squares, head.logits
-    for layer in [module for module in model.modules() if isinstance(module, Layer)]:
-        _divide_layer(layer, group, sp)
+    _divide_blocks(model, group, sp)
     if sp:
         _divide_tokens(model, group)
-    return TensorPlan(placements, _partial(placements, grid, sp, copies))
+    return TensorPlan(placements, _partial(rules, grid, sp, copies))
 
 
 def _cut(model: Decoder, name: str, placement: Shard | Replicate, part: int, parts: int) -> None:
@@ -95,10 +87,11 @@ def _cut(model: Decoder, name: str, placement: Shard | Replicate, part: int, par
 
 
 def _partial(
-    names: Collection[str], grid: ParallelDims, sp: bool, copies: int
+    rules: Mapping[str, str], grid: ParallelDims, sp: bool, copies: int
 ) -> tuple[tuple[Group, tuple[str, ...]], ...]:
-    everywhere = [n for n in names if rule_of(n).tp == "heads" or (sp and rule_of(n).tp == "residual")]
-    shared = [n for n in names if rule_of(n).tp == "copied" and copies > 1]
+    """rules: name -> how it is divided."""
+    everywhere = [name for name, rule in rules.items() if rule == "heads" or (sp and rule == "residual")]
+    shared = [name for name, rule in rules.items() if rule == "copied" and copies > 1]
     sums = ((grid.group("tp"), everywhere), (_sharers(grid, copies), shared))
     return tuple((group, tuple(names)) for group, names in sums if group is not None and names)
 
@@ -125,25 +118,27 @@ class RowLinear(nn.Module):
         return x if self.bias is None else x + self.bias.to(x.dtype)
 
 
-def _divide_layer(layer: Layer, group: Group, sp: bool) -> None:
-    attention, mlp, tp = layer.self_attn, layer.mlp, group.size()
-    attention.heads //= tp
-    attention.kv_heads = max(1, attention.kv_heads // tp)
+def _divide_blocks(model: Decoder, group: Group, sp: bool) -> None:
+    """Gather what goes into each block, which ends in a matrix divided by columns, and add up what that gives."""
 
-    def enter(x: Tensor) -> Tensor:
-        return (gather_tokens if sp else copy_in)(x, group)
+    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *tables = args
+        x = (gather_tokens if sp else copy_in)(x, group)
+        return (x[: tables[0][0].shape[0]], *tables) if tables else (x,)  # attention: without tokens that fill up
 
     def leave(x: Tensor) -> Tensor:
         return (scatter_tokens if sp else reduce_out)(x, group)
 
-    def enter_attention(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, tables = args
-        return enter(x)[: tables[0].shape[0]], tables  # without the tokens that fill up
-
-    attention.register_forward_pre_hook(enter_attention)
-    mlp.register_forward_pre_hook(lambda _, args: (enter(args[0]),))
-    attention.o_proj = RowLinear(attention.o_proj, leave)  # type: ignore[assignment]
-    mlp.down_proj = RowLinear(mlp.down_proj, leave)  # type: ignore[assignment]
+    linears = [
+        name for name, p in model.named_parameters() if p.ndim > 1 and rule_of(model.table, name).tp == "columns"
+    ]
+    blocks = dict.fromkeys(name.rsplit(".", 2)[0] for name in linears)
+    for name in linears:
+        path, leaf, _ = name.rsplit(".", 2)
+        block = model.get_submodule(path)
+        setattr(block, leaf, RowLinear(getattr(block, leaf), leave))
+    for path in blocks:
+        model.get_submodule(path).register_forward_pre_hook(enter)
 
 
 def _divide_tokens(model: Decoder, group: Group) -> None:

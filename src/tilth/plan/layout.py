@@ -1,8 +1,9 @@
 """Who stands where: the roles of a recipe on ranks, and the parts of a decoder on the ranks of a mesh."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from tilth.config.axes import MODEL
 from tilth.config.checks import check_cluster, learners, pool_of, pools
@@ -13,8 +14,8 @@ from tilth.config.schema import Recipe
 from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from tilth.core.layout import Shape as Sizes
 from tilth.plan.memory import BASE, Memory, Need, together
-from tilth.plan.rules import along_tp, is_block_matrix
-from tilth.plan.shape import DecoderShape, Shape, parameter_shapes
+from tilth.plan.rules import VALUE_HEAD, along_tp, rule_of
+from tilth.plan.shape import DecoderShape, parameter_shapes
 from tilth.plan.working import Cut
 
 
@@ -94,13 +95,14 @@ def misfit(shape: DecoderShape, tp: int) -> str:
 # ---- parameters ----
 
 
-def layouts(shapes: dict[str, Sizes], mesh: Mesh, kv_heads: int) -> dict[str, Layout]:
+def layouts(shape: DecoderShape, mesh: Mesh, *, value: bool = False) -> dict[str, Layout]:
     """How each parameter lies over a role's mesh.
 
-    shapes: as ``parameter_shapes`` gives them; kv_heads: of the whole model. Agrees with what ``parallel`` does.
+    value: of a value model on this shape. Agrees with what ``parallel`` does.
     """
-    copies = max(1, mesh.size("tp") // kv_heads)
-    return {name: nested(mesh, shape, {"tp": along_tp(name, copies)}) for name, shape in shapes.items()}
+    copies, table = max(1, mesh.size("tp") // shape.num_kv_heads), shape.table + VALUE_HEAD
+    shapes = parameter_shapes(shape, value=value)
+    return {name: nested(mesh, sizes, {"tp": along_tp(table, name, copies)}) for name, sizes in shapes.items()}
 
 
 def nested(mesh: Mesh, shape: Sizes, along: Mapping[str, Placement]) -> Layout:
@@ -191,15 +193,15 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: in
     """What of the model of a role is on one of its ranks."""
     wanted: Wanted = ROLES[role].placed_by(recipe).layout
     values = ROLES[role].values or (role == "policy" and recipe.facts.value)
-    shapes = parameter_shapes(shape, value=values)
-    mesh, kv_heads = placed.mesh, shape.num_kv_heads
+    mesh, table = placed.mesh, shape.table + VALUE_HEAD
     model = mesh.over(*MODEL)
-    own = layouts(shapes, mesh.part(rank, *model), kv_heads)
+    own = layouts(shape, mesh.part(rank, *model), value=values)
     here = elements(own, rank)
-    blocks = elements({name: own[name] for name in shapes if is_block_matrix(name)}, rank)
+    blocks = elements({name: own[name] for name in own if rule_of(table, name).kind == "matrix"}, rank)
     gathered = 0
     if mesh.size(*mesh.shards) > 1:
-        part = layouts(shapes, mesh.part(rank, *(n for n in model if n not in mesh.shards)), kv_heads)  # computed with
+        unsharded = mesh.part(rank, *(n for n in model if n not in mesh.shards))
+        part = layouts(shape, unsharded, value=values)  # what is computed with
         needed = part if wanted.zero == 2 else {name: part[name] for name in part if _at_once(name)}
         gathered = elements(needed, rank)
     tp, tokens = mesh.size("tp"), mesh.count("tokens")
@@ -215,12 +217,11 @@ def _at_once(name: str) -> bool:
 
 def _part(shape: DecoderShape, tp: int) -> DecoderShape:
     """The shape that each rank along tp computes with (vocabulary: the largest part)."""
-    if tp == 1:
-        return shape
-    divided = {
-        "vocab_size": -(-shape.vocab_size // tp),
-        "intermediate_size": shape.intermediate_size // tp,
-        "num_heads": shape.num_heads // tp,
-        "num_kv_heads": max(1, shape.num_kv_heads // tp),
-    }
-    return Shape(**{f.name: divided.get(f.name, getattr(shape, f.name)) for f in fields(Shape)})
+    part: Any = shape
+    return replace(
+        part,
+        vocab_size=-(-shape.vocab_size // tp),
+        intermediate_size=shape.intermediate_size // tp,
+        num_heads=shape.num_heads // tp,
+        num_kv_heads=max(1, shape.num_kv_heads // tp),
+    )

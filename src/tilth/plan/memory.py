@@ -160,12 +160,6 @@ def _engine_need(recipe: Recipe, shape: DecoderShape, asked: Asked, weights: str
     )
 
 
-def value_parameters(shape: DecoderShape) -> int:
-    """Parameters of a value model on this shape: the decoder without an output head, a row and a bias for the value."""
-    head = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size
-    return parameters(shape) - head + shape.hidden_size + 1
-
-
 def kv_tokens(recipe: Recipe) -> int:
     """Tokens that the KV cache holds."""
     return recipe.rollout.kv_tokens or recipe.rollout.max_rows * recipe.model.context

@@ -1,7 +1,7 @@
-"""Rules for parameters by name: what each one is, and how tensor parallelism divides it.
+"""The table of a model family: one row for each pattern of parameter names, from which all else is derived.
 
-Shape and place of a tensor do not tell how it is used, so nothing is derived from them: a parameter without a rule here
-is an error before anything is divided, initialised or updated.
+Shape and place of a tensor do not tell how it is used, so nothing is derived from them: a parameter without a row is an
+error before anything is divided, initialised or updated.
 """
 
 import re
@@ -11,54 +11,55 @@ from typing import Literal, NamedTuple
 from tilth.core.errors import ModelError
 from tilth.core.layout import Replicate, Shard
 
+_LAYER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 
-class Rule(NamedTuple):
-    """What holds for a parameter, whatever its size."""
 
-    kind: Literal["matrix", "norm", "bias"]
-    """Initialised to random numbers, ones or zeros; Muon takes the matrices of the layers."""
+class Parameter(NamedTuple):
+    """A row of a family's table: what holds for the parameters of one pattern."""
+
+    name: str
+    """Pattern of whole names; ``*`` stands for the number of a layer."""
+    shape: tuple[str | int, ...]
+    """Sizes, or the attributes of the config that hold them."""
+    kind: Literal["matrix", "embedding", "norm", "bias"]
+    """Muon takes each matrix; AdamW takes the others, embedding and output head among them."""
     tp: Literal["rows", "copied", "columns", "heads", "residual", "whole"]
     """Along "tp": divided by rows; by rows, of which there may be fewer than ranks; by columns; whole, and each rank
     applies it to its own heads; whole, and with sequence parallelism each rank applies it to its own tokens; whole, and
     every rank computes the same with it."""
+    init: Literal["normal", "residual", "zeros", "ones"]
+    """N(0, 0.02), for a matrix that writes to the residual stream divided by sqrt(2 layers); or a constant."""
+    when: str = ""
+    """Flag of the config, or ``not`` and a flag: the parameter is there only where that holds."""
+    hf: str = ""
+    """Pattern of its name in a Hugging Face directory; "": the same name."""
 
 
-_LAYER = r"model\.layers\.\d+\."
-RULES = {
-    r"(model\.embed_tokens|lm_head)\.weight": Rule("matrix", "rows"),
-    _LAYER + r"(self_attn\.q|mlp\.gate|mlp\.up)_proj\.weight": Rule("matrix", "rows"),
-    _LAYER + r"(self_attn\.q|mlp\.gate|mlp\.up)_proj\.bias": Rule("bias", "rows"),
-    _LAYER + r"self_attn\.[kv]_proj\.weight": Rule("matrix", "copied"),
-    _LAYER + r"self_attn\.[kv]_proj\.bias": Rule("bias", "copied"),
-    _LAYER + r"(self_attn\.o|mlp\.down)_proj\.weight": Rule("matrix", "columns"),
-    _LAYER + r"(self_attn\.o|mlp\.down)_proj\.bias": Rule("bias", "residual"),
-    _LAYER + r"self_attn\.[qk]_norm\.weight": Rule("norm", "heads"),
-    _LAYER + r"(input|post_attention)_layernorm\.weight": Rule("norm", "residual"),
-    r"model\.norm\.weight": Rule("norm", "residual"),
-    r"score\.weight": Rule("matrix", "whole"),
-    r"score\.bias": Rule("bias", "whole"),
-}
-"""Pattern of whole names, those of Hugging Face -> rule."""
+Table = tuple[Parameter, ...]
+VALUE_HEAD: Table = (
+    Parameter("score.weight", (1, "hidden_size"), "embedding", "whole", "zeros"),
+    Parameter("score.bias", (1,), "bias", "whole", "zeros"),
+)
+"""Rows that a value model has in the place of the output head."""
 
 
 @cache
-def rule_of(name: str) -> Rule:
-    """The rule for a parameter; ModelError if there is none."""
-    for pattern, rule in RULES.items():
-        if re.fullmatch(pattern, name):
-            return rule
-    raise ModelError(
-        f"parameter {name} has no rule: how it is divided, initialised and updated is unknown; "
-        "give it one in tilth.plan.rules.RULES"
-    )
+def _rows(table: Table) -> dict[str, Parameter]:
+    return {row.name: row for row in table}
 
 
-def along_tp(name: str, copies: int) -> Shard | Replicate:
+def rule_of(table: Table, name: str) -> Parameter:
+    """The row for a parameter; ModelError if there is none."""
+    row = _rows(table).get(_LAYER.sub("*", name))
+    if row is None:
+        raise ModelError(
+            f"parameter {name} matches no pattern of its family's table: how it is divided, initialised and updated is "
+            "unknown; add a tilth.plan.rules.Parameter to the table"
+        )
+    return row
+
+
+def along_tp(table: Table, name: str, copies: int) -> Shard | Replicate:
     """How a parameter lies along "tp"; copies: neighbours that hold the same key heads."""
     divided = {"rows": Shard(0), "copied": Shard(0, copies), "columns": Shard(1)}
-    return divided.get(rule_of(name).tp, Replicate())
-
-
-def is_block_matrix(name: str) -> bool:
-    """True for the weight matrices inside the decoder layers: those that Muon orthogonalises."""
-    return rule_of(name).kind == "matrix" and name.startswith("model.layers.")
+    return divided.get(rule_of(table, name).tp, Replicate())

@@ -8,7 +8,7 @@ from typing import Any
 from tilth.config.schema import Recipe, Supervised
 from tilth.plan.flops import token_flops
 from tilth.plan.layout import Worker, per_rank
-from tilth.plan.memory import Memory, value_parameters
+from tilth.plan.memory import Memory
 from tilth.plan.shape import DecoderShape, parameters
 
 
@@ -115,7 +115,7 @@ def plan_run(
     counted = recipe.replaced("run", eval_prompts=min(recipe.run.eval_prompts, heldout_prompts))
     return RunPlan(
         parameters=parameters(shape),
-        critic_parameters=value_parameters(shape) if critic else 0,
+        critic_parameters=parameters(shape, value=True) if critic else 0,
         train_prompts=train_prompts,
         heldout_prompts=heldout_prompts,
         longest=longest,

@@ -27,7 +27,7 @@ from tilth.plan.kernels import (
     slots_for,
     spare_rows,
 )
-from tilth.plan.shape import DecoderShape, kv_bytes, matrices
+from tilth.plan.shape import DecoderShape, kv_bytes, layer_width, matrices
 
 FP32 = 4
 SLACK = 0.35
@@ -165,12 +165,14 @@ def _saved(recipe: Recipe, shape: DecoderShape, longest: int, spread: int, *, sh
     """
     element = element_of(recipe)
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    residual = 4 * shape.hidden_size // spread + (2 * shape.hidden_size if spread > 1 else 0)  # norms: input, output
+    normed = layer_width(shape, "norm", "residual")
+    residual = 2 * normed // spread + (2 * shape.hidden_size if spread > 1 else 0)  # norms: input, output
     attention = 3 * (query + 2 * key) + 2 * query  # projected, normed, rotated (with halves); mixed, padded and not
     most = 0 if on_gpu(recipe) else (MASKED_UP_TO if shared else CAUSAL_UP_TO)[element]
     scores = shape.num_heads * longest if longest <= most else 0  # plain matmul keeps probabilities, SDPA keeps none
-    norms = 2 * shape.hidden_size // spread + query + key  # in bf16 they keep one more output each
-    return residual + attention + scores + (0 if element == FP32 else norms) + 4 * shape.intermediate_size
+    norms = normed // spread + query + key  # in bf16 they keep one more output each
+    inner = 2 * (layer_width(shape, "matrix", "rows") - query)  # what goes up, and what is made of it
+    return residual + attention + scores + (0 if element == FP32 else norms) + inner
 
 
 # ---- the output head ----

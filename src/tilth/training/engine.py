@@ -5,9 +5,10 @@ changes nothing but the order of additions.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ from tilth.config.axes import DATA, MODEL
 from tilth.config.schema import Optimizer as OptimizerSection
 from tilth.core.batch import Ragged
 from tilth.core.errors import NonFiniteError, RecipeError, TokenCountError
-from tilth.models.attention import DropoutContext
+from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.decoder import Decoder, not_finite
 from tilth.parallel.comm import lent
 from tilth.parallel.dims import ParallelDims
@@ -26,13 +27,15 @@ from tilth.parallel.sharded import Sharded
 from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
 from tilth.training.ema import Average
+from tilth.training.micro_schedule import passes
 from tilth.training.noise import WEIGHT, NoiseScale
 from tilth.training.norms import LayerNorms
 from tilth.training.optim import Optimizers
-from tilth.training.packed import Micro, Scorer, Work, cut, plan_micros, score, shares_prompts
+from tilth.training.packed import Micro, Scorer, Work, cut, model_input, plan_micros, score, shares_prompts
 from tilth.training.schedule import lr_factor
 
-Loss = Callable[[Micro], tuple[Tensor, dict[str, Metric]]]
+Metrics = dict[str, Metric]
+Loss = Callable[[Micro], tuple[Tensor, Metrics]]
 """From a micro-batch to its share of the loss and its metrics (merged over micro-batches)."""
 
 
@@ -60,6 +63,50 @@ class UpdateResult:
     flops: float = 0.0
 
 
+class InFlight:
+    """One micro-batch from its first forward pass on; once it has gone back it holds its loss and metrics only."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        ctx: AttentionContext,
+        work: Work | None,
+        loss: Callable[[Tensor], tuple[Tensor, Metrics, float]],
+    ) -> None:
+        """x, ctx: for the first part; work: None of a blank; loss: of what the last part gives."""
+        self.work, self._ctx, self._loss = work, ctx, loss
+        self._inputs, self._outputs = [x], list[Tensor]()
+        self.value, self.metrics, self.weight = x, Metrics(), 0.0
+
+    def timed(self, direction: str, i: int, parts: int) -> span:
+        """The span of one of its passes."""
+        if self.work is None:
+            return span("padding", micro_batch=i)
+        flops = getattr(self.work.flops, direction) / parts
+        return span(direction, -1, i, self.work.tokens, flops=flops, squares=self.work.squares)
+
+    def forward(self, part: Callable[..., Tensor], *, last: bool) -> None:
+        """Let the next part take what the one before it gave; after the last one, take the loss."""
+        given = part(self._inputs[-1], self._ctx)
+        if last:
+            self.value, self.metrics, self.weight = self._loss(given)
+        else:
+            self._inputs.append(given.detach().requires_grad_())
+        self._outputs.append(self.value if last else given)
+
+    @property
+    def flying(self) -> bool:
+        """Whether a backward pass is still to come."""
+        return bool(self._outputs)
+
+    def backward(self, *, last: bool) -> None:
+        """Go back through the part whose turn it is, and drop what it kept."""
+        self._outputs.pop().backward(None if last else self._inputs.pop().grad)
+        if not self._outputs:
+            self.value = self.value.detach()  # read at the end: a device need not wait for each micro-batch
+            del self._inputs, self._ctx, self._loss
+
+
 class TrainEngine:
     """Owns a model's gradients, optimizer and schedule: on one device, or this rank's part of them.
 
@@ -78,11 +125,12 @@ class TrainEngine:
         nonfinite: Literal["stop", "skip"] = "stop",
         seed: int = 0,
         scorer: Scorer = score,
+        schedule: str = "sequential",
         ema: float = 0.0,
         watch: Collection[str] = (),
     ) -> None:
         """scorer: fills in what the loss needs of a micro-batch; ``training.packed.appraise`` for a value model.
-
+        schedule: in which order the parts of the model do their passes (``micro_schedule.SCHEDULES``).
         ema: decay of an average of the weights; 0: none. watch: further metrics, as in the recipe's train.watch.
         RecipeError for what cannot work on parts of parameters.
         """
@@ -90,11 +138,10 @@ class TrainEngine:
         self.grid = self.sharded.grid
         self.model = model = self.sharded.model
         _check_layout(self.grid, watch)
-        self.scorer = scorer
+        self.scorer, self.schedule = scorer, schedule
         self.section = optimizer
-        self.optimizers = Optimizers(
-            self.sharded.parameters, optimizer, self.sharded if self.grid.mesh.count(*MODEL) > 1 else None
-        )
+        parts = self.sharded if self.grid.mesh.count(*MODEL) > 1 else None
+        self.optimizers = Optimizers(self.sharded.parameters, optimizer, model.table, parts)
         self.ema = Average(self.optimizers.parameters, ema)
         self.noise = NoiseScale() if "noise_scale" in watch else None
         self.norms = LayerNorms(list(self.optimizers.parameters)) if "layer_norms" in watch else None
@@ -161,41 +208,56 @@ class TrainEngine:
         """
         self.sharded.begin()
         self._forget()
-        values, works, metrics = list[Tensor](), list[Work](), list[dict[str, Metric]]()
         used, places = np.zeros(len(mask), np.int8), _places(tokens, starts)
         drops = dropout and bool(self.model.config.dropout)
         share = self._shares and not drops  # each sample has a mask of its own
         plan = plan_micros(tokens, mask, self.micro_tokens, share=share, several=self.noise is not None)
+        every = cut(tokens, mask, columns, plan, self.device)
+
+        def begin() -> Iterator[InFlight]:
+            for index, micro in every:
+                work = Work.of(self.model, micro)
+                given = model_input(micro, self.parity, self._dropout(places[index]) if drops else None)
+                used[index] += 1
+                yield InFlight(*given, work, partial(self._score, micro, loss, temperature, entropy))
+            while True:  # other ranks have more
+                yield InFlight(*self.sharded.blank_input(), None, lambda hidden: (self.sharded.nothing(hidden), {}, 0))
+
         rounds = self.sharded.agree(len(plan))
-        for i, (index, micro) in enumerate(cut(tokens, mask, columns, plan, self.device)):
-            self.sharded.micro(last=i == rounds - 1)
-            work = Work.of(self.model, micro)
-            with span("forward", -1, i, work.tokens, flops=work.flops.forward, squares=work.squares) as forward:
-                self._score(micro, places[index] if drops else None, temperature, entropy=entropy)
-                value, parts = loss(micro)
-            with span("backward", -1, i, work.tokens, flops=work.flops.backward, squares=work.squares) as backward:
-                self._backward(value, backward, micro, parts)
-            if self._compiling:
-                self.compile_seconds, self._compiling = forward.seconds + backward.seconds, False
-            values.append(value.detach())  # read at the end: a device need not wait for each micro-batch
+        done = self._passes(begin(), rounds)[: len(plan)]
+        for index, _ in every:  # none is left, if these are the micro-batches of the plan
             used[index] += 1
-            works.append(work)
-            metrics.append(parts)
         _check_used(used)
-        self._pad(len(plan), rounds)
-        total = sum(torch.stack(values).tolist()) if values else 0.0
+        total = sum(torch.stack([one.value for one in done]).tolist()) if done else 0.0
+        works = [one.work for one in done if one.work is not None]
         computed, flops = sum(work.tokens for work in works), sum(work.flops.both for work in works)
-        done = {"tokens": len(mask), "computed": computed, "flops": flops, "padded": rounds - len(plan)}
-        result = self._step(total, merge_metrics(metrics), done, len(tokens.lengths), learn=bool(mask.any()))
+        facts = {"tokens": len(mask), "computed": computed, "flops": flops, "padded": rounds - len(plan)}
+        metrics = merge_metrics([one.metrics for one in done])
+        result = self._step(total, metrics, facts, len(tokens.lengths), learn=bool(mask.any()))
         self._forget()
         return result
 
-    def _pad(self, own: int, rounds: int) -> None:
-        """Take part in the collectives of ranks that have more micro-batches than this one's ``own``."""
-        for i in range(own, rounds):
-            with span("padding", micro_batch=i) as padding, lent(padding):
-                self.sharded.micro(last=i == rounds - 1)
-                self.sharded.blank().backward()
+    def _passes(self, begin: Iterator[InFlight], micro_batches: int) -> list[InFlight]:
+        """Let the parts do what the schedule says; every micro-batch, in order, once it is done."""
+        parts, found = self.sharded.parts, list[InFlight]()
+        order = passes(self.schedule, len(parts), micro_batches)
+        final = {part: at for at, (direction, part, _) in enumerate(order) if direction == "backward"}
+        for at, (direction, part, i) in enumerate(order):
+            if i == len(found):
+                found.append(next(begin))
+            one = found[i]
+            with one.timed(direction, i, len(parts)) as around:
+                if direction == "forward":
+                    one.forward(parts[part], last=part == len(parts) - 1)
+                else:
+                    alone = sum(other.flying for other in found) == 1
+                    self.sharded.micro(part, last=at == final[part], alone=alone)
+                    with lent(around), self._apart(one.weight):
+                        one.backward(last=part == len(parts) - 1)
+            if self._compiling:
+                self.compile_seconds += around.seconds
+                self._compiling = (direction, part, i) != ("backward", 0, 0)
+        return found
 
     def _step(
         self, loss: float, metrics: dict[str, Metric], done: dict[str, Any], sequences: int, *, learn: bool
@@ -237,20 +299,15 @@ class TrainEngine:
         summed = self.grid.sum(torch.tensor(own, dtype=torch.float64)).tolist()
         return summed[0], int(summed[1]), summed[2] > 0
 
-    def _backward(self, value: Tensor, around: span, micro: Micro, parts: Mapping[str, Metric]) -> None:
-        with lent(around), self._apart(micro, parts):
-            value.backward()
-
     def _forget(self) -> None:
         self.optimizers.zero_grad()
         if self.noise is not None:
             self.noise.forget()
 
-    def _apart(self, micro: Micro, parts: Mapping[str, Metric]) -> AbstractContextManager[None]:
+    def _apart(self, weight: float) -> AbstractContextManager[None]:
         """Around a backward pass: measures this micro-batch's own gradient, where the noise scale is watched."""
-        if self.noise is None:
+        if self.noise is None or not weight:
             return nullcontext()
-        weight = float(parts[WEIGHT].total if WEIGHT in parts else micro.mask.sum())
         return self.noise.part(list(self.optimizers.parameters.values()), weight)
 
     def _noise_scale(self, norm: float, sequences: int) -> dict[str, float]:
@@ -271,12 +328,19 @@ class TrainEngine:
         measured = {"weight": self.norms.measure(weights, squares), "grad": self.norms.measure(grads, squares)}
         return {f"norm/{kind}/{layer}": norm for kind, found in measured.items() for layer, norm in found.items()}
 
-    def _score(self, micro: Micro, index: np.ndarray | None, temperature: float, *, entropy: bool) -> None:
-        """index: places of the tokens in the whole batch, which dropout masks go by; None: no dropout."""
-        dropout = None
-        if index is not None:
-            dropout = DropoutContext(self.seed, self.updates, torch.from_numpy(index).to(self.device))
-        self.scorer(self.model, micro, temperature=temperature, entropy=entropy, parity=self.parity, dropout=dropout)
+    def _score(
+        self, micro: Micro, loss: Loss, temperature: float, entropy: bool, hidden: Tensor
+    ) -> tuple[Tensor, dict[str, Metric], float]:
+        """Loss and metrics of a micro-batch, and its weight in the batch, given what the last part makes of it."""
+        self.scorer(self.model, micro, hidden, temperature=temperature, entropy=entropy)
+        value, metrics = loss(micro)
+        watched = self.noise is not None
+        weight = (metrics[WEIGHT].total if WEIGHT in metrics else micro.mask.sum()) if watched else 0.0
+        return value, metrics, float(weight)
+
+    def _dropout(self, index: np.ndarray) -> DropoutContext:
+        """index: places of the tokens in the whole batch, which dropout masks go by."""
+        return DropoutContext(self.seed, self.updates, torch.from_numpy(index).to(self.device))
 
 
 def _places(tokens: Ragged, starts: np.ndarray | None) -> np.ndarray:

@@ -14,7 +14,7 @@ from tilth.config.plugins import Declaration, declared, describe
 from tilth.config.schema import Optimizer as OptimizerSection
 from tilth.core.errors import PluginError
 from tilth.parallel.sharded import Sharded, buckets
-from tilth.plan.rules import is_block_matrix
+from tilth.plan.rules import Table, rule_of
 
 
 class ShardedMuon(torch.optim.Muon):
@@ -71,9 +71,13 @@ class Optimizers:
     """One or two torch optimizers that step together. ``lr`` may be changed for each step."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], section: OptimizerSection, sharded: Sharded | None = None
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        section: OptimizerSection,
+        table: Table,
+        sharded: Sharded | None = None,
     ) -> None:
-        """sharded: whose parts the parameters are; None: they are whole."""
+        """table: what each parameter is; sharded: whose parts the parameters are; None: they are whole."""
         self.parameters = dict(parameters)
         self.section = section
         self.sharded = sharded
@@ -84,7 +88,7 @@ class Optimizers:
             self._materialise()
             return
         use_muon = section.name == "muon"
-        blocks = {n: p for n, p in parameters.items() if use_muon and is_block_matrix(n)}
+        blocks = {n: p for n, p in parameters.items() if use_muon and rule_of(table, n).kind == "matrix"}
         rest = {n: p for n, p in parameters.items() if n not in blocks}
         self._parts = [(self._adamw(rest), 1.0)]
         if blocks:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilth.core.batch import Ragged
 from tilth.core.errors import LossMaskError
-from tilth.models.attention import DropoutContext, PackedContext
+from tilth.models.attention import AttentionContext, DropoutContext, PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.rows import take_rows
@@ -193,34 +193,26 @@ def _tree_sizes(tokens: Ragged, mask: np.ndarray, groups: list[np.ndarray]) -> n
 
 
 class Scorer(Protocol):
-    """Runs a model on a micro-batch and fills in what a loss needs of it: ``score`` or ``appraise``."""
+    """Fills in what a loss needs of a micro-batch, given the hidden states of ``model_input``: ``score``, ..."""
 
-    def __call__(
-        self,
-        model: Any,
-        micro: Micro,
-        *,
-        temperature: float,
-        entropy: bool,
-        parity: bool = False,
-        dropout: DropoutContext | None = None,
-    ) -> None: ...
+    def __call__(self, model: Any, micro: Micro, hidden: Tensor, *, temperature: float, entropy: bool) -> None: ...
 
 
-def score(
-    model: Decoder,
-    micro: Micro,
-    *,
-    temperature: float,
-    entropy: bool,
-    parity: bool = False,
-    dropout: DropoutContext | None = None,
-) -> None:
+def model_input(
+    micro: Micro, parity: bool = False, dropout: DropoutContext | None = None
+) -> tuple[Tensor, AttentionContext]:
+    """What goes into the first part of a model: token ids, and who sees whom."""
+    device = micro.ids.device
+    if micro.trees is None:
+        return micro.ids, PackedContext(micro.lengths, device, parity, dropout)
+    return micro.ids[torch.from_numpy(micro.trees.source).to(device)], TreeContext(micro.trees, device)
+
+
+def score(model: Decoder, micro: Micro, hidden: Tensor, *, temperature: float, entropy: bool) -> None:
     """Fill in log-probs (and entropy) of the tokens in the mask; only their logits are ever computed."""
     chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
-    before = _states(model, micro, chosen, parity, dropout)
     found, entropies = model.token_logprobs(
-        before, model.head_weight, micro.ids[chosen], temperature=temperature, entropy=entropy
+        _states(micro, hidden, chosen), model.head_weight, micro.ids[chosen], temperature=temperature, entropy=entropy
     )
     blank = found.new_zeros(len(micro.ids))
     micro.logprobs = blank.index_copy(0, chosen, found)
@@ -228,121 +220,74 @@ def score(
         micro.entropy = blank.index_copy(0, chosen, entropies)
 
 
-def score_squares(
-    model: Decoder,
-    micro: Micro,
-    *,
-    temperature: float,
-    entropy: bool = False,
-    parity: bool = False,
-    dropout: DropoutContext | None = None,
-) -> None:
+def score_squares(model: Decoder, micro: Micro, hidden: Tensor, *, temperature: float, entropy: bool = False) -> None:
     """Fill in log-probs, the same bits as ``score``, and sums of squared probabilities; no gradient, no entropy."""
     chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
-    before = _states(model, micro, chosen, parity, dropout)
+    before = _states(micro, hidden, chosen)
     found = model.token_squares(before, model.head_weight, micro.ids[chosen], temperature=temperature)
     blank = found[0].new_zeros(len(micro.ids))
     micro.logprobs, micro.squares = (blank.index_copy(0, chosen, values) for values in found)
 
 
 def appraise(
-    model: ValueModel,
-    micro: Micro,
-    *,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    parity: bool = False,
-    dropout: DropoutContext | None = None,
+    model: ValueModel, micro: Micro, hidden: Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> None:
     """Fill in the values of the states in which the tokens in the mask were chosen: the scorer of a value model.
 
     A value depends neither on ``temperature`` nor on whether an ``entropy`` is wanted.
     """
     chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
-    before = _states(model, micro, chosen, parity, dropout)
-    found = model.score(before)
+    found = model.score(_states(micro, hidden, chosen))
     micro.values = found.new_zeros(len(micro.ids)).index_copy(0, chosen, found)
 
 
-def rate(
-    model: ValueModel,
-    micro: Micro,
-    *,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    parity: bool = False,
-    dropout: DropoutContext | None = None,
-) -> None:
+def rate(model: ValueModel, micro: Micro, hidden: Tensor, *, temperature: float = 1.0, entropy: bool = False) -> None:
     """Fill in, as ``values``, those of the states after the tokens in the mask: the scorer of a reward model.
 
     What a reward model says of a sequence is the value after its last token.
     """
     chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
-    found = model.score(_states(model, micro, chosen + 1, parity, dropout))
+    found = model.score(_states(micro, hidden, chosen + 1))
     micro.values = found.new_zeros(len(micro.ids)).index_copy(0, chosen, found)
 
 
-def _states(model: Decoder, micro: Micro, chosen: Tensor, parity: bool, dropout: DropoutContext | None) -> Tensor:
+def _states(micro: Micro, hidden: Tensor, chosen: Tensor) -> Tensor:
     """Hidden states [chosen, hidden] of the tokens that come just before the chosen ones (int64 packed indices)."""
-    device = micro.ids.device
     if micro.trees is None:
-        hidden = model(micro.ids, PackedContext(micro.lengths, device, parity, dropout))
         return take_rows(hidden, chosen - 1)
-    source, slot = (torch.from_numpy(x).to(device) for x in (micro.trees.source, micro.trees.slot))
-    hidden = model(micro.ids[source], TreeContext(micro.trees, device))
+    slot = torch.from_numpy(micro.trees.slot).to(hidden.device)
     return hidden.index_select(0, slot[chosen - 1])  # the end of a prompt comes before several tokens
 
 
-def packed_logprobs(
-    model: Decoder | Sharded,
-    tokens: Ragged,
-    mask: np.ndarray,
-    *,
-    max_tokens: int,
-    temperature: float = 1.0,
-    parity: bool = False,
-) -> np.ndarray:
+def packed_logprobs(model: Decoder | Sharded, tokens: Ragged, mask: np.ndarray, **how: Any) -> np.ndarray:
     """Log-prob of each masked-in token under ``model``, float32 [N]; 0 elsewhere. No gradient.
 
-    A sharded model is called by all of its ranks, each with rows of its own, any number of them.
+    how: ``max_tokens`` of a micro-batch, and perhaps ``temperature`` and ``parity``. All ranks of a sharded model call
+    it, each with rows of its own, any number of them.
     """
-    (logprobs,) = _without_gradient(score, ("logprobs",), model, tokens, mask, max_tokens, temperature, parity)
-    return logprobs
+    return _without_gradient(score, ("logprobs",), model, tokens, mask, **how)[0]
 
 
 def packed_squares(
-    model: Decoder | Sharded,
-    tokens: Ragged,
-    mask: np.ndarray,
-    *,
-    max_tokens: int,
-    temperature: float = 1.0,
-    parity: bool = False,
+    model: Decoder | Sharded, tokens: Ragged, mask: np.ndarray, **how: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """What ``packed_logprobs`` gives, the same bits, and beside it the sum over the vocabulary of pi squared.
 
     Two float32 [N], 0 where the mask is; the second one is the column ``sum_pi_squared`` of the optimal token baseline.
     One pass, and never a tensor of all logits.
     """
-    what = ("logprobs", "squares")
-    logprobs, squares = _without_gradient(score_squares, what, model, tokens, mask, max_tokens, temperature, parity)
+    logprobs, squares = _without_gradient(score_squares, ("logprobs", "squares"), model, tokens, mask, **how)
     return logprobs, squares
 
 
-def packed_values(
-    model: ValueModel | Sharded, tokens: Ragged, mask: np.ndarray, *, max_tokens: int, parity: bool = False
-) -> np.ndarray:
+def packed_values(model: ValueModel | Sharded, tokens: Ragged, mask: np.ndarray, **how: Any) -> np.ndarray:
     """Value of the state before each masked-in token, float32 [N]; 0 elsewhere. No gradient; as ``packed_logprobs``."""
-    (values,) = _without_gradient(appraise, ("values",), model, tokens, mask, max_tokens, 1.0, parity)
-    return values
+    return _without_gradient(appraise, ("values",), model, tokens, mask, **how)[0]
 
 
-def packed_ratings(
-    model: ValueModel | Sharded, tokens: Ragged, mask: np.ndarray, *, max_tokens: int, parity: bool = False
-) -> np.ndarray:
+def packed_ratings(model: ValueModel | Sharded, tokens: Ragged, mask: np.ndarray, **how: Any) -> np.ndarray:
     """Value of the state after each masked-in token, float32 [N]; 0 elsewhere. No gradient; as ``packed_logprobs``."""
-    (values,) = _without_gradient(rate, ("values",), model, tokens, mask, max_tokens, 1.0, parity)
-    return values
+    return _without_gradient(rate, ("values",), model, tokens, mask, **how)[0]
 
 
 @torch.no_grad()
@@ -352,9 +297,10 @@ def _without_gradient(
     model: Decoder | Sharded,
     tokens: Ragged,
     mask: np.ndarray,
+    *,
     max_tokens: int,
-    temperature: float,
-    parity: bool,
+    temperature: float = 1.0,
+    parity: bool = False,
 ) -> np.ndarray:
     """What the scorer fills in, over the micro-batches that an update on the same batch would have: float32 [k, N]."""
     found = np.zeros((len(what), len(mask)), np.float32)
@@ -366,7 +312,8 @@ def _without_gradient(
     for i, (index, micro) in enumerate(cut(tokens, mask, {}, plan, device)):
         work = Work.of(decoder, micro)
         with span("infer", -1, i, work.tokens, flops=work.flops.forward, squares=work.squares):
-            scorer(decoder, micro, temperature=temperature, entropy=False, parity=parity)
+            hidden = sharded.forward(*model_input(micro, parity))
+            scorer(decoder, micro, hidden, temperature=temperature, entropy=False)
             for row, name in zip(found, what):
                 row[index] = getattr(micro, name).cpu().numpy()
     for i in range(len(plan), rounds):

@@ -1,0 +1,236 @@
+"""Model families: what a family declares, once, in a file of its own, and how one is found by name.
+
+A file of ``tilth/models/families`` declares each family that comes with Tilth, as ``FAMILY``, and has its name; a
+plugin declares one with ``tilth.family``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from importlib import import_module
+from typing import Any, Literal
+
+from tilth.config.plugins import Declaration, declared, shipped_families
+from tilth.config.schema import Model
+from tilth.core.errors import ModelError, PluginError
+from tilth.models.config import DecoderConfig, check, need, rope_from_hf
+from tilth.plan.rules import Parameter, Table
+
+_LAYER = "model.layers.*."
+
+
+def linear(name: str, shape: tuple[str, str], tp: Any, bias: str = "", init: Any = "normal") -> Table:
+    """Rows of a linear of the layers: its weight [out, in], and its bias where the config's flag ``bias`` is set."""
+    weight = Parameter(f"{_LAYER}{name}.weight", shape, "matrix", tp, init)
+    rule: Any = "residual" if tp == "columns" else tp
+    own = Parameter(f"{_LAYER}{name}.bias", shape[:1], "bias", rule, "zeros", bias)
+    return (weight, own) if bias else (weight,)
+
+
+def norm(name: str, size: str = "hidden_size", tp: Any = "residual", when: str = "") -> Table:
+    """Row of a norm of the layers, by default one over the residual stream."""
+    return (Parameter(f"{_LAYER}{name}.weight", (size,), "norm", tp, "ones", when),)
+
+
+_TOKENS = ("vocab_size", "hidden_size")
+EMBEDDING: Table = (Parameter("model.embed_tokens.weight", _TOKENS, "embedding", "rows", "normal"),)
+ATTENTION: Table = (
+    *linear("self_attn.q_proj", ("query_size", "hidden_size"), "rows", "qkv_bias"),
+    *linear("self_attn.k_proj", ("kv_size", "hidden_size"), "copied", "qkv_bias"),
+    *linear("self_attn.v_proj", ("kv_size", "hidden_size"), "copied", "qkv_bias"),
+    *linear("self_attn.o_proj", ("hidden_size", "query_size"), "columns", "o_bias", "residual"),
+    *norm("self_attn.q_norm", "head_dim", "heads", "qk_norm"),
+    *norm("self_attn.k_norm", "head_dim", "heads", "qk_norm"),
+)
+SWIGLU: Table = (
+    *linear("mlp.gate_proj", ("intermediate_size", "hidden_size"), "rows", "mlp_bias"),
+    *linear("mlp.up_proj", ("intermediate_size", "hidden_size"), "rows", "mlp_bias"),
+    *linear("mlp.down_proj", ("hidden_size", "intermediate_size"), "columns", "mlp_bias", "residual"),
+)
+NORMS: Table = (*norm("input_layernorm"), *norm("post_attention_layernorm"))
+END: Table = (
+    Parameter("model.norm.weight", ("hidden_size",), "norm", "residual", "ones"),
+    Parameter("lm_head.weight", _TOKENS, "embedding", "rows", "normal", "not tie_embeddings"),
+)
+"""Final norm and output head."""
+
+
+_NEEDED = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
+_KEYS = {
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "tie_embeddings": "tie_word_embeddings",
+    "max_positions": "max_position_embeddings",
+}
+"""Fields of a config -> keys of config.json, in all families."""
+
+
+def _nothing(config: DecoderConfig) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family declares. All that Tilth does with a parameter follows from ``table``, all that it does with a
+    config.json from the other fields; a subclass may have further ways in ``from_hf`` and ``to_hf``."""
+
+    architecture: str
+    """Class of transformers, ``...ForCausalLM``."""
+    table: Table = (*EMBEDDING, *ATTENTION, *SWIGLU, *NORMS, *END)
+    """Rows in the order of the modules."""
+    layer: Callable[..., Any] | None = None
+    """(config, number) -> one layer; None: ``decoder.Layer``."""
+    config: type[DecoderConfig] = DecoderConfig
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Field of the config -> the value that all models of the family have; config.json does not say it."""
+    implied: Callable[[DecoderConfig], Mapping[str, Any]] = _nothing
+    """Further fields that config.json does not say -> the values that follow from the others."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Further field of the config -> key of config.json."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Key of config.json -> what transformers takes where it is left out."""
+    activation: str = "silu"
+    windows: Literal["none", "all", "some"] = "none"
+    """Layers that can have a sliding window."""
+    name: str = ""
+    """That it is declared by: ``model.family`` in a recipe, ``model_type`` in config.json."""
+
+    def new(self, model: Model, vocab_size: int) -> DecoderConfig:
+        """The config of a new model: a recipe's ``[model]`` with its zeros resolved."""
+        return self.config(
+            vocab_size=vocab_size,
+            hidden_size=model.hidden,
+            intermediate_size=model.ffn or -(-model.hidden * 8 // (3 * 64)) * 64,
+            num_layers=model.layers,
+            num_heads=model.heads,
+            num_kv_heads=model.kv_heads,
+            head_dim=model.head_dim or model.hidden // model.heads,
+            family=self.name,
+            rope_theta=model.rope_theta,
+            tie_embeddings=model.tied,
+            max_positions=model.context,
+            dropout=model.dropout,
+            **self.fixed,
+        )
+
+    def from_hf(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        """The config that a ``config.json`` describes. Raises ModelError with the key and the reason."""
+        get: Callable[..., Any] = {**self.defaults, **hf}.get
+        theta, scaling = rope_from_hf(hf, get("max_position_embeddings"))
+        activation = get("hidden_act", self.activation)
+        check(activation == self.activation, "hidden_act", activation, self.activation)
+        window, layers = self._windows_from_hf(get, need(hf, "num_hidden_layers"))
+        found: dict[str, Any] = {name: need(hf, key) for name, key in _NEEDED.items()}
+        found |= {name: get(key) for name, key in {**_KEYS, **self.keys}.items() if get(key) is not None}
+        flags = {one.name for one in fields(self.config) if isinstance(one.default, bool)}
+        found |= {name: bool(found[name]) for name in flags & found.keys()}
+        found |= {"rope_theta": theta, "rope_scaling": scaling, "sliding_window": window, "window_layers": layers}
+        return self.config(family=self.name, **found, **self.fixed)
+
+    def to_hf(self, config: DecoderConfig) -> dict[str, Any]:
+        """A ``config.json`` that transformers 4 and 5 and vLLM read. Raises ModelError if the family cannot say it."""
+        for name, value in {**self.fixed, **self.implied(config)}.items():
+            self._must_be(config, name, value)
+        hf: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": self.name,
+            "hidden_act": self.activation,
+        }
+        for name, key in {**_NEEDED, **_KEYS, **self.keys}.items():
+            self._must_be(config, name, hf.setdefault(key, getattr(config, name)))  # fields that share a key agree
+        scaling = None if config.rope_scaling is None else dict(config.rope_scaling)
+        hf |= {"rope_scaling": scaling, "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True}
+        return hf | self._windows_to_hf(config)
+
+    def _must_be(self, config: DecoderConfig, name: str, value: object) -> None:
+        """ModelError unless a field has the value that the family's config.json implies: a reader would build another
+        model."""
+        check(getattr(config, name) == value, name, getattr(config, name), f"{value} in family {self.name}")
+
+    def _windows_from_hf(self, get: Callable[..., Any], layers: int) -> tuple[int | None, tuple[int, ...]]:
+        window = get("sliding_window")
+        if self.windows == "all" and window is not None:
+            return window, tuple(range(layers))
+        if self.windows != "some" or window is None or not get("use_sliding_window", False):
+            return None, ()
+        kinds = get("layer_types") or [
+            "sliding_attention" if i >= get("max_window_layers") else "full" for i in range(layers)
+        ]
+        return window, tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+
+    def _windows_to_hf(self, config: DecoderConfig) -> dict[str, Any]:
+        if self.windows == "none":
+            self._must_be(config, "sliding_window", None)
+            return {}
+        if self.windows == "all":
+            everywhere = tuple(range(config.num_layers)) if config.sliding_window is not None else ()
+            self._must_be(config, "window_layers", everywhere)
+            return {"sliding_window": config.sliding_window}
+        layers = range(config.num_layers)
+        return {
+            "use_sliding_window": bool(config.window_layers),
+            "sliding_window": config.sliding_window,
+            "max_window_layers": config.num_layers - len(config.window_layers),
+            "layer_types": ["full_attention" if config.window(i) is None else "sliding_attention" for i in layers],
+        }
+
+
+# ---- by name ----
+
+
+@cache
+def _shipped() -> dict[str, Family]:
+    package = "tilth.models.families"
+    return {name: replace(import_module(f"{package}.{name}").FAMILY, name=name) for name in shipped_families()}
+
+
+@cache
+def _of_plugin(declaration: Declaration) -> Family:
+    made = declaration.value()
+    if not isinstance(made, Family):
+        raise PluginError(f"family {declaration.name!r} ({declaration.where}) returns no tilth.models.family.Family")
+    return replace(made, name=declaration.name)
+
+
+def families() -> dict[str, Family]:
+    """Name -> family: those that come with Tilth, then those of plugins."""
+    return _shipped() | {name: _of_plugin(found) for name, found in declared("family").items()}
+
+
+def family_of(name: str) -> Family:
+    """The family of this name; ModelError with those that there are."""
+    known = families()
+    check(name in known, "family", name, f"one of {', '.join(known)}")
+    return known[name]
+
+
+def new_config(model: Model, vocab_size: int) -> DecoderConfig:
+    """The shape that a recipe's ``[model]`` asks for."""
+    return family_of(model.family).new(model, vocab_size)
+
+
+def family_of_hf(hf: Mapping[str, Any]) -> Family:
+    """The family of a ``config.json``, by its architecture or else its model type; ModelError if none is it."""
+    for name, family in families().items():
+        if _claims(hf) == (family.architecture if hf.get("architectures") else name):
+            return family
+    supported = ", ".join(family.architecture for family in families().values())
+    raise ModelError(f"config.json: architecture {_claims(hf)!r} is not supported; supported: {supported}")
+
+
+def is_known(hf: Mapping[str, Any]) -> bool:
+    """True if the family of a ``config.json`` is declared."""
+    return _claims(hf) in {name for family in families().values() for name in (family.name, family.architecture)}
+
+
+def _claims(hf: Mapping[str, Any]) -> object:
+    names = hf.get("architectures") or []
+    return names[0] if names else hf.get("model_type")
