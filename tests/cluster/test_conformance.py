@@ -8,15 +8,17 @@ import gzip
 import itertools
 import json
 import os
+import pickle
 import signal
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 
 from tests.cluster.workers import HERE, Odd
-from tilth.cluster.cluster import open_cluster
-from tilth.cluster.fleet import Call
+from tilth.cluster.cluster import PAYLOAD, open_cluster
+from tilth.cluster.fleet import Call, Reply
 from tilth.cluster.lazy import LazyBatch, LazyMap
 from tilth.core.batch import Batch, Ragged
 from tilth.core.errors import DataError, RecipeError, StaleGeneration, WorkerError, WorkerLost
@@ -130,15 +132,48 @@ def test_fewer_rows_than_ranks_are_read_too(cluster, echo):
         assert echo.sums(batch.select(np.zeros(0, np.int64)))["sum"].tolist() == []
 
 
+FEW = 64
+"""Bytes of a message that are no payload of the test's: numbers of a step and a call, the sums of two spans."""
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"x" * 70_000, {"ids": np.arange(30_000), "word": "some text"}, [1, 2.5, None]],
+    ids=["bytes", "array", "plain"],
+)
+def test_every_call_and_answer_is_counted_as_it_is_pickled(cluster, echo, payload):
+    echo.pid()
+    cluster.traffic()
+    echo.twice(payload)
+    found = cluster.traffic()
+    assert set(found) == {("echo.twice", "sent"), ("echo.twice", "received")}
+    call = len(pickle.dumps(Call("echo", "twice", (payload,)), protocol=5))
+    answer = len(pickle.dumps(Reply([payload, pickle.loads(pickle.dumps(payload))], {}), protocol=5))
+    assert abs(found["echo.twice", "sent"] / cluster.workers - call) <= FEW
+    assert 0 <= found["echo.twice", "received"] / cluster.workers - answer + FEW <= 6 * FEW
+    assert cluster.traffic() == {}
+
+
+def test_making_a_role_and_what_the_cluster_asks_itself_are_counted(cluster):
+    cluster.traffic()
+    cluster.group("heavy", f"{HERE}:echo", {"scale": partial(max, bytes(50_000))}, mesh_of(cluster.workers))
+    cluster.collect(3)
+    found = cluster.traffic()
+    assert 0 <= found["heavy.create", "sent"] - 50_000 * cluster.workers <= 1000 * cluster.workers
+    assert found["cluster.collect", "sent"] > 0 and found["cluster.collect", "received"] > 0
+
+
 def test_a_read_of_the_controller_is_counted(cluster, echo):
     with cluster.store.scope():
         batch = echo.think(batch_of(10, length=4))
-        before = cluster.store.fetched_bytes
         echo.sums(batch).wait() if cluster.workers > 1 else echo.sums(batch)
-        assert cluster.store.fetched_bytes == before
-        tokens = batch.fetch(cluster.store, "tokens")["tokens"]
+        assert not any(operation == PAYLOAD for operation, _ in cluster.traffic())
+        tokens = batch.read(cluster.store, "tokens")["tokens"]
         assert [tokens.row(i)[0] for i in range(10)] == list(range(10))
-        assert cluster.store.fetched_bytes - before == sum(h.nbytes for h in batch.payload["tokens"].handles)
+        handles = batch.payload["tokens"].handles
+        assert cluster.traffic() == {(PAYLOAD, "received"): sum(h.nbytes for h in handles)}
+        own = cluster.store.put("own", Ragged.of([np.arange(3)]))
+        assert cluster.traffic() == {(PAYLOAD, "sent"): own.nbytes}
 
 
 def test_a_scope_frees_what_anyone_put_inside_it(cluster, echo):
@@ -207,17 +242,15 @@ def test_calls_of_one_worker_run_one_after_the_other_in_call_order(cluster, echo
 
 
 def test_bytes_through_the_controller_do_not_grow_with_the_tokens(cluster, echo, backend):
-    """Nothing reads payload in the controller: its store would say so."""
     sizes = []
     for length in (4, 4000):
         with cluster.store.scope():
-            before = cluster.store.fetched_bytes
-            batch = echo.think(batch_of(64, length))
+            cluster.traffic()
+            batch = echo.think(batch_of(512, length))
             echo.sums(batch)["sum"]
-            assert cluster.store.fetched_bytes == before
-            sizes.append(sum(v.nbytes for v in batch.rows.values()) / 64)
-            assert cluster.store.nbytes >= 64 * length * 8
-    assert sizes[0] == sizes[1] <= 200
+            sizes.append(sum(cluster.traffic().values()) / 512)
+            assert cluster.store.nbytes >= 512 * length * 8
+    assert abs(sizes[0] - sizes[1]) < 2 and max(sizes) <= 200 * (2 if cluster.workers > 1 else 1)
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.dist)])

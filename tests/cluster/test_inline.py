@@ -38,13 +38,12 @@ def test_kwargs_are_passed_as_they_are():
     assert fleet.host.roles["echo"].scale is scale and methods["same"] == Transfer("rows", "rows")
 
 
-def test_fetch_is_counted_and_get_is_not():
-    store = InlineStore()
-    handle = store.put("tokens", ragged([1, 2], [3]))
-    store.get(handle)
-    assert store.fetched_bytes == 0
-    store.fetch(handle)
-    assert store.fetched_bytes == handle.nbytes == 3 * 8 + 3 * 8
+def test_what_cannot_be_pickled_is_passed_all_the_same_and_counted_as_far_as_it_goes():
+    fleet, lock = InlineFleet(), threading.Lock()
+    given = Packed({"scale": (bytes(1000), lock)})
+    reply = fleet.submit(0, Call("", "create", ("echo", f"{HERE}:echo", given, ALONE))).result()
+    assert fleet.host.roles["echo"].scale[1] is lock and reply.received > 0
+    assert fleet.submit(0, Call("echo", "generator")).result().value is not None
 
 
 def test_the_same_name_twice_makes_two_columns():

@@ -271,7 +271,7 @@ with open_cluster("ray", workers, timeout=100, address=address) as cluster:
     far = cluster.group("far", f"{HERE}:echo", {}, Mesh(("dp",), (1,), (workers - 1,)))
     with cluster.store.scope():
         handle = far.put([5, 6, 7])
-        print("home", handle.key[0], echo.get(handle), cluster.store.fetch(handle).values.tolist())
+        print("home", handle.key[0], echo.get(handle), cluster.store.get(handle).values.tolist())
     dict(faulty.meet())
     print("total", dict(faulty.reduce(-1, ""))["total"], "held", cluster.store.nbytes)
 """

@@ -92,14 +92,6 @@ def test_payload_behind_a_batch_is_freed_with_the_scope_of_its_step():
         batch = small.experience(worker)
         ready = worker.advantages(batch, small.HOW)
         assert store.nbytes > before
-    assert store.nbytes == before and store.fetched_bytes == 0
+    assert store.nbytes == before
     with pytest.raises(KeyError):
         ready.read(store, "advantages")
-
-
-def test_what_the_controller_fetches_is_counted_once_a_handle(worker, batch):
-    handles = batch.payload["tokens"].handles
-    before = worker.store.fetched_bytes
-    found = batch.select(np.array([2, 0])).fetch(worker.store, "tokens")["tokens"]
-    assert worker.store.fetched_bytes - before == sum(h.nbytes for h in handles)
-    assert len(found.lengths) == 2

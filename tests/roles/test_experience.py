@@ -44,11 +44,6 @@ def test_payload_is_what_the_engine_made(made):
     assert texts(read["text"]) == ["a", "bü"]
 
 
-def test_making_a_batch_fetches_nothing(made):
-    store, _, _ = made
-    assert store.fetched_bytes == 0
-
-
 def test_untouched_tokens_pass_whatever_the_order_of_rows(made):
     store, _, batch = made
     turned = batch.select(np.array([1, 0]))

@@ -26,6 +26,8 @@ IMPORT = 120.0
 """Seconds that imports may take even where a call may not, on a machine at rest (``patience``)."""
 LEAVE = 10.0
 """Seconds that roles have to close when the controller leaves with an exception."""
+PAYLOAD = "controller.payload"
+"""Operation under which columns that the controller itself reads or puts are counted."""
 
 
 class Cluster:
@@ -121,6 +123,11 @@ class Cluster:
         """``recorder.totals()`` of the controller and all workers: where the time since the last call of this went."""
         return together(recorder.totals(), self.dispatch.totals.take())
 
+    def traffic(self) -> dict[tuple[str, str], int]:
+        """Bytes between controller and workers since the last call of this, by (operation, "sent" or "received"): of
+        every call and answer, and of payload that the controller itself puts or reads."""
+        return self.dispatch.traffic.take()
+
     def compare_clocks(self) -> None:
         """See how the workers' clocks stand, if it is time for it and they are idle. Where a worker is lost raises what
         any call would: call it when the step before is committed."""
@@ -175,20 +182,12 @@ class Cluster:
 
 
 class SettledStore:
-    """The store as the controller sees it: a scope ends when the calls that were made inside it are over."""
+    """The store as the controller sees it: what it reads and puts is counted, and a scope ends when the calls that were
+    made inside it are over."""
 
     def __init__(self, store: Store, dispatch: Dispatch) -> None:
         self._store = store
         self._dispatch = dispatch
-
-    @property
-    def fetched_bytes(self) -> int:
-        """Bytes of payload that came to the controller."""
-        return self._store.fetched_bytes
-
-    @fetched_bytes.setter
-    def fetched_bytes(self, value: int) -> None:
-        self._store.fetched_bytes = value
 
     @property
     def nbytes(self) -> int:
@@ -196,16 +195,16 @@ class SettledStore:
         return self._store.nbytes  # type: ignore[attr-defined, no-any-return]
 
     def put(self, column: str, data: Ragged) -> Handle:
-        """Keep a column; the handle is its only name."""
-        return self._store.put(column, data)
+        """Keep a column, counted; the handle is its only name."""
+        handle = self._store.put(column, data)
+        self._dispatch.traffic.add(PAYLOAD, sent=handle.nbytes)
+        return handle
 
     def get(self, handle: Handle) -> Ragged:
-        """A column as it was put, not counted."""
-        return self._store.get(handle)
-
-    def fetch(self, handle: Handle) -> Ragged:
-        """The same, counted in ``fetched_bytes``."""
-        return self._store.fetch(handle)
+        """A column as it was put, counted."""
+        found = self._store.get(handle)
+        self._dispatch.traffic.add(PAYLOAD, received=handle.nbytes)
+        return found
 
     def free(self, handle: Handle) -> None:
         """Forget a column; freeing twice is an error (KeyError)."""

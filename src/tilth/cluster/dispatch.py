@@ -15,7 +15,7 @@ from typing import NoReturn, Protocol
 
 from tilth.cluster.fleet import Call, Fleet, Probe, Reply
 from tilth.cluster.report import absence_report, absent, timeout_report
-from tilth.cluster.totals import Totals
+from tilth.cluster.totals import Totals, Traffic
 from tilth.core.errors import CallTimeout, TilthError, WorkerError, WorkerLost
 from tilth.trace.spans import in_phase
 
@@ -64,6 +64,7 @@ class Dispatch:
         self.timeout = timeout
         self.policy = policy
         self.totals = Totals(fleet.workers)
+        self.traffic = Traffic()
         self.failed: BaseException | None = None
         self._changed = threading.Condition()
         self._flying: list[deque[Flight]] = [deque() for _ in range(fleet.workers)]
@@ -99,7 +100,9 @@ class Dispatch:
                     self._waited[flight.rank] = flight.call, error
             self._changed.notify_all()
         if error is None:
-            self.totals.add(flight.rank, future.result().sums, flight.call.answer, flight.covered)
+            reply = future.result()
+            self.traffic.add(flight.call.operation, reply.sent, reply.received)
+            self.totals.add(flight.rank, reply.sums, flight.call.answer, flight.covered)
 
     def wait(self, flights: Sequence[Flight]) -> list[Reply]:
         """The replies, when all have come. On a failure of any worker, or when one exceeds its limit: does what the

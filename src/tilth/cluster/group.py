@@ -84,8 +84,10 @@ class WorkerGroup:
                 f"role {self.role}, {call.method}: an answer of generation {call.generation}, and the role was made "
                 f"again since: it is at {self.generation}"
             )
-        with self._traced("await", call.number, call.method):
+        with self._traced("await", call.number, call.method) as spent:
             replies = self._dispatch.wait(flights)
+            if spent is not None:
+                spent.set(bytes=sum(reply.sent + reply.received for reply in replies))
         return gather(how, dealt, [reply.value for reply in replies])
 
     def _traced(self, op: str, number: int, method: str) -> AbstractContextManager[Any]:

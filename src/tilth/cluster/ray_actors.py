@@ -166,7 +166,6 @@ class RayStore:
     """
 
     def __init__(self, machines: Sequence[Any], home: int, writer: str) -> None:
-        self.fetched_bytes = 0
         self._machines = list(machines)
         self._home = home
         self._writer = writer
@@ -188,12 +187,6 @@ class RayStore:
                 raise KeyError(handle.key)
             column: Ragged = _resolved(found[0], handle.key)
             return Ragged(column.values.copy(), column.offsets.copy())
-
-    def fetch(self, handle: Handle) -> Ragged:
-        """The controller's read, counted."""
-        found = self.get(handle)
-        self.fetched_bytes += handle.nbytes
-        return found
 
     def free(self, handle: Handle) -> None:
         """Forget a column; KeyError if it is not there (any more)."""

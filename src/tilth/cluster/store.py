@@ -28,7 +28,6 @@ class FolderStore:
 
     def __init__(self, folder: Path, writer: str) -> None:
         self.folder = folder
-        self.fetched_bytes = 0
         self._writer = writer
         self._numbers = itertools.count()
 
@@ -61,12 +60,6 @@ class FolderStore:
         dtype = np.dtype(data[:_NAME].decode().strip())
         offsets = np.frombuffer(data, np.int64, count, HEADER)
         return Ragged(np.frombuffer(data, dtype, length, HEADER + offsets.nbytes), offsets)
-
-    def fetch(self, handle: Handle) -> Ragged:
-        """The controller's read, counted."""
-        found = self.get(handle)
-        self.fetched_bytes += handle.nbytes
-        return found
 
     def free(self, handle: Handle) -> None:
         """Remove a column; maps of it stay valid. KeyError if it is not there (any more)."""

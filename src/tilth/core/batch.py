@@ -1,7 +1,7 @@
 """A ``Batch``: one row per sample in the controller, opaque handles to the token payload in a store.
 
-The controller reads and plans on rows only (at most about 200 bytes each, flat in tokens). ``Batch.fetch`` is the one
-explicit, counted way to bring payload to the controller; workers read the store directly.
+The controller reads and plans on rows only (at most about 200 bytes each, flat in tokens). Workers read the store
+directly; a store that the controller reads counts the bytes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -56,20 +56,14 @@ class Handle:
 
 
 class Store(Protocol):
-    """Where payload lives. A worker calls ``get``; the controller goes through ``Batch.fetch``."""
-
-    fetched_bytes: int
+    """Where payload lives."""
 
     def put(self, column: str, data: Ragged) -> Handle:
         """Keep a column; the handle is its only name."""
         ...
 
     def get(self, handle: Handle) -> Ragged:
-        """A column as it was put (a worker's read, not counted)."""
-        ...
-
-    def fetch(self, handle: Handle) -> Ragged:
-        """The same for the controller: counted in ``fetched_bytes``."""
+        """A column as it was put."""
         ...
 
     def free(self, handle: Handle) -> None:
@@ -140,12 +134,8 @@ class Batch:
         """A batch with these payload columns added or replaced."""
         return Batch(dict(self.rows), {**self.payload, **columns})
 
-    def fetch(self, store: Store, *columns: str) -> dict[str, Ragged]:
-        """Bring payload columns to the controller; their bytes are counted in ``store.fetched_bytes``."""
-        return {c: self.payload[c].assemble([store.fetch(h) for h in self.payload[c].handles]) for c in columns}
-
     def read(self, store: Store, *columns: str) -> dict[str, Ragged]:
-        """The same in a worker, next to the store: not counted."""
+        """Payload columns, rows in the order of the batch."""
         return {c: self.payload[c].assemble([store.get(h) for h in self.payload[c].handles]) for c in columns}
 
     def free(self, store: Store, columns: Iterable[str] | None = None) -> None:

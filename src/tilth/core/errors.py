@@ -7,7 +7,6 @@ __all__ = [
     "CallTimeout",
     "CheckpointError",
     "DataError",
-    "HiddenRead",
     "LogprobMismatch",
     "LossMaskError",
     "ModelError",
@@ -77,10 +76,6 @@ class TokenCountError(TilthError):
 
 class TokenIdentityError(TilthError):
     """The token ids to be trained on are not, bit for bit, those that the rollout engine produced."""
-
-
-class HiddenRead(TilthError):
-    """Payload was read where only rows may be read."""
 
 
 class WorkerError(TilthError):

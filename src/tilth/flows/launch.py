@@ -276,7 +276,7 @@ def _cluster(recipe: Recipe) -> Cluster:
 
 
 def _run(parts: Parts, cluster: Cluster, directory: RunDir, observers: Sequence[Observer], stop: StopRequest) -> Run:
-    metrics = Metrics(sum(parts.roles.policy.peak_flops()), cluster.totals)
+    metrics = Metrics(sum(parts.roles.policy.peak_flops()), cluster.totals, cluster.traffic)
 
     def say(text: str) -> None:
         directory.log(text)

@@ -108,7 +108,6 @@ class Run:
         self.saving = saving
         self._stop = stop
         self._sample: dict[str, Any] | None = None
-        self._fetched = 0
         self._rewarded = self._printed = False
         self._reasons: set[str] = set()
         self._engine_version: int | None = None
@@ -506,8 +505,6 @@ class Run:
             self.say(text)
 
     def _commit(self) -> None:
-        self.metrics.add("bytes/fetched", float(self.store.fetched_bytes - self._fetched))
-        self._fetched = self.store.fetched_bytes
         at = self.at
         closed = self.metrics.close(
             step=at.step, phase=at.phase, phase_step=at.phase_step, phase_steps=self.phase_steps
