@@ -168,7 +168,7 @@ def test_other_logprobs_than_the_trainer_s_stop_the_run(tmp_path, monkeypatch):
     def drifts(self, requests):
         found = whole(self, requests)
         for t in found:
-            t.logprobs = np.where(t.loss_mask, t.logprobs + np.float32(0.01), 0).astype(np.float32)
+            t.logprobs = np.where(t.mask, t.logprobs + np.float32(0.01), 0).astype(np.float32)
         return found
 
     monkeypatch.setattr(Engine, "generate", drifts)

@@ -43,7 +43,7 @@ def trajectory(id, prompt, text):
     mask = np.ones(len(tokens), np.uint8)
     mask[0] = 0
     return Trajectory(
-        id=id, prompt=prompt, group=0, tokens=tokens, loss_mask=mask, logprobs=np.zeros(len(tokens), np.float32),
+        id=id, prompt=prompt, group=0, tokens=tokens, mask=mask, logprobs=np.zeros(len(tokens), np.float32),
         versions=[(1, 0)], finish="stop", text=text,
     )  # fmt: skip
 
@@ -90,7 +90,7 @@ def test_what_it_cannot_be_asked_about_has_no_verdict_and_harms_no_other():
 
 
 def vars_of(t):
-    return {name: getattr(t, name) for name in ("id", "prompt", "group", "tokens", "loss_mask", "logprobs", "versions",
+    return {name: getattr(t, name) for name in ("id", "prompt", "group", "tokens", "mask", "logprobs", "versions",
                                                 "finish", "text")}  # fmt: skip
 
 

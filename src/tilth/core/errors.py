@@ -20,6 +20,7 @@ __all__ = [
     "TilthError",
     "TokenCountError",
     "TokenIdentityError",
+    "TrajectoryError",
     "WeightMismatch",
     "WorkerError",
     "WorkerLost",
@@ -72,6 +73,10 @@ class LossMaskError(TilthError):
 
 class TokenCountError(TilthError):
     """A token was trained on twice or not at all, or the parts of a loss do not add up to its denominator."""
+
+
+class TrajectoryError(TilthError):
+    """Parts of an episode contradict each other: lengths, segments, mask, version spans."""
 
 
 class TokenIdentityError(TilthError):

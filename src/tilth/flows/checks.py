@@ -30,6 +30,7 @@ COLUMNS = {
     "rollout_logprobs",
     "sum_pi_squared",
     "uniforms",
+    "versions",
     "weights",
 }
 """Columns that every loop without a critic can make. A critic makes ``values``, a reference ``ref_logprobs``."""

@@ -21,8 +21,10 @@ COLUMNS = pa.schema(
         ("prompt_text", pa.string()),
         ("text", pa.string()),  # the completion, decoded
         ("answer", pa.string()),  # the right answer, where the data has one
-        ("tokens", pa.list_(pa.int32())),  # prompt and completion
-        ("prompt_length", pa.int32()),
+        ("tokens", pa.list_(pa.int32())),  # of the whole episode
+        ("mask", pa.list_(pa.uint8())),  # 1 where the policy chose the token
+        ("segments", pa.list_(pa.struct([("role", pa.string()), ("start", pa.int32())]))),
+        ("prompt_length", pa.int32()),  # tokens before the first one that the policy chose
         ("reward", pa.float32()),  # null: missing
         ("parts", pa.map_(pa.string(), pa.float32())),  # named parts of the reward
         ("finish", pa.string()),

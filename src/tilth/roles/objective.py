@@ -99,6 +99,7 @@ class Objective:
             rollout_logprobs=columns.get("rollout_logprobs"),
             weights=columns.get("weights"),
             uniforms=columns.get("uniforms"),
+            versions=columns.get("versions"),
             thresholds=self.found,
             aggregation=shared.aggregation,
             denominator=shared.denominator,

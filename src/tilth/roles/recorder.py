@@ -8,11 +8,13 @@ import pyarrow as pa
 
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Column, Ragged, Store
+from tilth.core.trajectory import ROLES
 from tilth.data.examples import supervised
 from tilth.data.prompts import PromptSet
 from tilth.data.template import Template
 from tilth.roles.experience import FINISHES, identity, texts
 from tilth.trace.spans import span
+from tilth.training.packed import prompt_lengths
 
 
 class RecorderWorker:
@@ -42,7 +44,7 @@ class RecorderWorker:
     @transfer(split="all", gather="first")
     def table(self, batch: Batch, step: int) -> tuple[pa.Table, dict[str, Any]]:
         """All trajectories of a step as a table, one row each, and one of them for the terminal."""
-        columns = batch.read(self.store, "tokens", "mask", "rollout_logprobs", "text")
+        columns = batch.read(self.store, "tokens", "mask", "segments", "rollout_logprobs", "text")
         said = texts(columns["text"])
         asked = [self.prompts[int(p)] for p in batch["prompt"]]
         rewards = [None if np.isnan(r) else float(r) for r in batch["reward"]]
@@ -56,7 +58,9 @@ class RecorderWorker:
                 "text": pa.array(said),
                 "answer": pa.array([p.answer for p in asked], pa.string()),
                 "tokens": _lists(columns["tokens"], np.int32),
-                "prompt_length": pa.array(batch["length"] - batch["completion"]),
+                "mask": _lists(columns["mask"], np.uint8),
+                "segments": pa.array([_segments(columns["segments"].row(i)) for i in range(len(batch))]),
+                "prompt_length": pa.array(prompt_lengths(columns["mask"])),
                 "reward": pa.array(rewards, pa.float32()),
                 "parts": pa.array(_parts(batch), pa.map_(pa.string(), pa.float32())),
                 "finish": pa.array([FINISHES[f] for f in batch["finish"]]),
@@ -73,6 +77,10 @@ def _parts(batch: Batch) -> list[list[tuple[str, float]]]:
     """Named parts of each row's reward, those that it has."""
     named = {name.removeprefix("part/"): batch[name] for name in batch.rows if name.startswith("part/")}
     return [[(name, float(c[i])) for name, c in named.items() if not np.isnan(c[i])] for i in range(len(batch))]
+
+
+def _segments(coded: np.ndarray) -> list[dict[str, Any]]:
+    return [{"role": ROLES[role], "start": start} for role, start in coded.reshape(-1, 2).tolist()]
 
 
 def _lists(column: Ragged, dtype: type) -> pa.ListArray:
