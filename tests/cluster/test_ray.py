@@ -239,7 +239,7 @@ class TestWithRay:
                 and "Current thread" in probe.stack
             )
             os.kill(self.ray.get(self.fleet._machines[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
-            with pytest.raises(StorageError, match="payload column 0/big-controller-0 is out of reach"):
+            with pytest.raises(StorageError, match="payload column 0/~big-controller-0 is out of reach"):
                 cluster.store.get(handle)
             self.fleet.close(kill=True)
             cluster.dispatch.failed = WorkerLost("the machine")

@@ -84,14 +84,14 @@ def test_scoring_in_halves_is_scoring(worker, batch):
         assert np.array_equal(whole[name], halves[name], equal_nan=True)
 
 
-def test_payload_behind_a_batch_is_freed_with_the_scope_of_its_step():
+def test_payload_behind_a_batch_is_freed_with_the_lease_of_its_step():
     store = InlineStore()
     worker = small.policy(store)
-    before = store.nbytes
-    with store.scope():
-        batch = small.experience(worker)
-        ready = worker.advantages(batch, small.HOW)
-        assert store.nbytes > before
-    assert store.nbytes == before
+    store.lease = "step"
+    batch = small.experience(worker)
+    ready = worker.advantages(batch, small.HOW)
+    assert len(store.held()) > len(batch.payload)
+    store.release("step")
+    assert store.held() == {}
     with pytest.raises(KeyError):
         ready.read(store, "advantages")

@@ -1,11 +1,14 @@
 """Batches: selections and concatenations against plain lists, and no read of payload."""
 
+import pickle
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilth.core.batch import Batch, Column, Handle, Ragged, concat, concat_ragged
+from tilth.core.batch import Batch, Column, Handle, Lease, Ragged, concat, concat_ragged
 
 quick = settings(max_examples=100, deadline=None)
 rows_of_numbers = st.lists(st.lists(st.integers(-9, 9), max_size=5), max_size=6)
@@ -25,8 +28,8 @@ class DictStore:
     def get(self, handle):
         return self.columns[handle]
 
-    def free(self, handle):
-        del self.columns[handle]
+    def release(self, lease):
+        self.columns.clear()
 
 
 class ClosedStore(DictStore):
@@ -126,26 +129,17 @@ def test_work_on_rows_reads_no_payload():
     assert batch["id"].tolist() == [0, 2] and np.isnan(batch["reward"][1]) and len(batch) == 2
 
 
-def test_free_forgets_every_handle_once():
+def test_what_is_derived_from_a_batch_shares_its_leases_and_leaves_them_behind_when_it_travels():
+    released = []
+    one, two = (Lease(name, name, lambda lease: released.append(lease.name)) for name in "ab")
     store = DictStore()
-    batch = concat(
-        [batch_of(store, [[1], [2]], columns=("tokens", "mask")), batch_of(store, [[3]], 2, ("tokens", "mask"))]
-    )
-    batch.free(store, ["mask"])
-    assert {h.key.split("/")[0] for h in store.columns} == {"tokens"} and "mask" not in batch.payload
-    batch.free(store)
-    assert not store.columns and not batch.payload
-
-
-def test_freeing_twice_is_an_error():
-    store = DictStore()
-    batch = batch_of(store, [[1]])
-    other = batch.select(np.array([0]))
-    batch.free(store)
-    with pytest.raises(KeyError):
-        other.free(store)
-    with pytest.raises(KeyError):
-        batch.read(store, "tokens")
+    first, second = (replace(batch_of(store, [[1], [2]]), leases=(lease,)) for lease in (one, two))
+    derived = first.select(np.array([1])).with_rows(x=np.zeros(1)).with_payload(again=first.payload["tokens"])
+    assert derived.leases == (one,) and pickle.loads(pickle.dumps(derived)).leases == ()
+    both = concat([first, second, first])
+    assert both.leases == (one, two)
+    both.release()
+    assert released == ["a", "b"]
 
 
 def controller_bytes(batch):

@@ -16,6 +16,7 @@ from typing import NoReturn, Protocol
 from tilth.cluster.fleet import Call, Fleet, Probe, Reply
 from tilth.cluster.report import absence_report, absent, timeout_report
 from tilth.cluster.totals import Totals, Traffic
+from tilth.core.batch import Lease
 from tilth.core.errors import CallTimeout, TilthError, WorkerError, WorkerLost
 from tilth.trace.spans import in_phase
 
@@ -65,6 +66,8 @@ class Dispatch:
         self.policy = policy
         self.totals = Totals(fleet.workers)
         self.traffic = Traffic()
+        self.lease: Lease | None = None
+        """That of calls that are made now."""
         self.failed: BaseException | None = None
         self._changed = threading.Condition()
         self._flying: list[deque[Flight]] = [deque() for _ in range(fleet.workers)]
@@ -129,11 +132,11 @@ class Dispatch:
         with self._changed:
             return self.failed is None and not self._failures and not any(self._flying)
 
-    def drain(self) -> None:
-        """Wait for all calls that nobody waited for."""
+    def drain(self, lease: Lease | None = None) -> None:
+        """Wait for all calls that nobody waited for: those made under a lease, or all."""
         with self._changed:
             flights = [flight for queue in self._flying for flight in queue]
-        self.wait(flights)
+        self.wait([flight for flight in flights if lease is None or flight.call.lease == lease.key])
 
     def end(self, seconds: float) -> bool:
         """Let the roles of idle workers close. False, and no error, if a call has failed or is in flight, or if not all

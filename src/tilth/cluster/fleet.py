@@ -29,6 +29,8 @@ class Call:
     """The controller's step that it belongs to, for the trace; -1: none."""
     number: int = -1
     """Which call of the controller it is part of: the same in the traces of both sides; -1: of the cluster's own."""
+    lease: str = ""
+    """That of the payload that is put while it is executed; "": none."""
     least: float = 0.0
     """Seconds that it may take even where ``cluster.timeout`` is less."""
     generation: int = 0

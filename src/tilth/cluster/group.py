@@ -11,6 +11,7 @@ from tilth.cluster.fleet import Call
 from tilth.cluster.inline import InlineFleet
 from tilth.cluster.lazy import LazyBatch, LazyMap, resolved
 from tilth.cluster.protocol import Deal, Divide, Transfer, deal, evenly, gather
+from tilth.core.batch import Batch, Lease
 from tilth.core.errors import StaleGeneration
 from tilth.core.layout import Mesh
 from tilth.trace.spans import current_step, span
@@ -60,24 +61,27 @@ class WorkerGroup:
         plain = [resolved(a) for a in args], {k: resolved(a) for k, a in kwargs.items()}
         dealt = deal(how, self.mesh, self._divide, *plain)
         flights = self._send(method, dealt)
+        given = [lease for a in (*args, *kwargs.values()) if isinstance(a, Batch) for lease in a.leases]
+        leases = tuple(dict.fromkeys([*given, *([self._dispatch.lease] if self._dispatch.lease else [])]))
+        resolve = partial(self._gather, how, dealt, flights, leases)
         if how.gather in ("first", "all") or self._inline:
-            return self._gather(how, dealt, flights)
-        resolve = partial(self._gather, how, dealt, flights)
-        return LazyBatch(resolve) if how.gather == "rows" else LazyMap(resolve)
+            return resolve()
+        return LazyBatch(resolve, leases) if how.gather == "rows" else LazyMap(resolve)
 
     def _send(self, method: str, dealt: Deal) -> list[Flight]:
         """Ranks with the same arguments share one Call, which a backend then has to encode only once."""
         calls: dict[tuple[int, bool], Call] = {}
-        at = current_step(), next(call_numbers)
+        at, held = (current_step(), next(call_numbers)), self._dispatch.lease
+        lease = "" if held is None else held.key
         for arguments, answer in zip(dealt.arguments, dealt.answers):
             key = id(arguments), answer
             given = arguments.args, arguments.kwargs, answer
-            calls.setdefault(key, Call(self.role, method, *given, *at, generation=self.generation))
+            calls.setdefault(key, Call(self.role, method, *given, *at, lease=lease, generation=self.generation))
         keys = zip(map(id, dealt.arguments), dealt.answers)
         with self._traced("submit", at[1], method):
             return [self._dispatch.submit(rank, calls[key]) for rank, key in zip(self.mesh.ranks, keys)]
 
-    def _gather(self, how: Transfer, dealt: Deal, flights: list[Flight]) -> Any:
+    def _gather(self, how: Transfer, dealt: Deal, flights: list[Flight], leases: tuple[Lease, ...]) -> Any:
         call = flights[0].call
         if call.generation != self.generation:
             raise StaleGeneration(
@@ -88,7 +92,8 @@ class WorkerGroup:
             replies = self._dispatch.wait(flights)
             if spent is not None:
                 spent.set(bytes=sum(reply.sent + reply.received for reply in replies))
-        return gather(how, dealt, [reply.value for reply in replies])
+        found = gather(how, dealt, [reply.value for reply in replies])
+        return Batch(found.rows, found.payload, leases) if isinstance(found, Batch) else found
 
     def _traced(self, op: str, number: int, method: str) -> AbstractContextManager[Any]:
         """A span of the controller's side. Inline there is one side only, and its span is that of the call."""

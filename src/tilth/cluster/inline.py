@@ -2,9 +2,9 @@
 
 import os
 import pickle
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from itertools import count
 
 import cloudpickle
 
@@ -17,38 +17,28 @@ class InlineStore:
     """Payload in a dictionary of this process."""
 
     def __init__(self) -> None:
+        self.lease = ""
         self._columns: dict[str, Ragged] = {}
-        self._next = 0
+        self._numbers = count()
 
     def put(self, column: str, data: Ragged) -> Handle:
         """Keep a column under a new key."""
-        key = f"{column}-{self._next}"
-        self._next += 1
-        self._columns[key] = data
-        return Handle(key, data.values.nbytes + data.offsets.nbytes)
+        handle = Handle(f"{self.lease}~{column}-{next(self._numbers)}", data.values.nbytes + data.offsets.nbytes)
+        self._columns[handle.key] = data
+        return handle
 
     def get(self, handle: Handle) -> Ragged:
         """A column as it was put."""
         return self._columns[handle.key]
 
-    def free(self, handle: Handle) -> None:
-        """Forget a column; KeyError if it is not there (any more)."""
-        del self._columns[handle.key]
+    def release(self, lease: str) -> None:
+        """Forget everything that was put under a lease."""
+        for key in [key for key in self._columns if key.startswith(f"{lease}~")]:
+            del self._columns[key]
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Free at the end of the block everything that was put inside it and not freed yet."""
-        before = set(self._columns)
-        try:
-            yield
-        finally:
-            for key in set(self._columns) - before:
-                del self._columns[key]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of payload held now."""
-        return sum(r.values.nbytes + r.offsets.nbytes for r in self._columns.values())
+    def held(self) -> dict[str, int]:
+        """Key -> bytes of all columns that are held now."""
+        return {key: column.values.nbytes + column.offsets.nbytes for key, column in self._columns.items()}
 
 
 class _Counted:

@@ -4,10 +4,9 @@ The controller reads and plans on rows only (at most about 200 bytes each, flat 
 directly; a store that the controller reads counts the bytes.
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -56,23 +55,39 @@ class Handle:
 
 
 class Store(Protocol):
-    """Where payload lives."""
+    """Where payload lives. Every column belongs to the lease under which it was put, and goes with it."""
+
+    lease: str
+    """The lease of what is put now; "": none, which nobody releases."""
 
     def put(self, column: str, data: Ragged) -> Handle:
         """Keep a column; the handle is its only name."""
         ...
 
     def get(self, handle: Handle) -> Ragged:
-        """A column as it was put."""
+        """A column as it was put; KeyError if its lease was released."""
         ...
 
-    def free(self, handle: Handle) -> None:
-        """Forget a column; freeing twice is an error (KeyError)."""
+    def release(self, lease: str) -> None:
+        """Forget everything that any process has put under a lease."""
         ...
 
-    def scope(self) -> AbstractContextManager[None]:
-        """Free at the end of the block everything that was put inside it: how a step gives its payload back."""
+    def held(self) -> dict[str, int]:
+        """Key -> bytes of all columns that are held now."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class Lease:
+    """Payload of one owner, which lives until ``release``, in this step or a later one. name: what errors call it."""
+
+    name: str
+    key: str
+    free: Callable[["Lease"], None] = field(repr=False)
+
+    def release(self) -> None:
+        """Wait for the calls made under it, then free what they put. Twice is fine."""
+        self.free(self)
 
 
 @dataclass(frozen=True)
@@ -110,10 +125,15 @@ def concat_ragged(parts: Sequence[Ragged]) -> Ragged:
 
 @dataclass
 class Batch:
-    """Rows and handles. ``rows`` maps a column name to an array [n] of numbers; NaN in ``reward`` means missing."""
+    """Rows and handles. ``rows`` maps a column name to an array [n] of numbers; NaN in ``reward`` means missing.
+
+    In the controller a batch, and what is derived from it, shares the leases of its payload, which lives until one of
+    them is released. They stay there when the batch travels.
+    """
 
     rows: dict[str, np.ndarray]
     payload: dict[str, Column] = field(default_factory=dict)
+    leases: tuple[Lease, ...] = field(default=(), compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(next(iter(self.rows.values()))) if self.rows else 0
@@ -124,24 +144,28 @@ class Batch:
     def select(self, index: np.ndarray) -> "Batch":
         """The rows at ``index`` (integers or a boolean mask), payload by reference."""
         index = np.flatnonzero(index) if index.dtype == bool else index
-        return Batch({k: v[index] for k, v in self.rows.items()}, {k: c.take(index) for k, c in self.payload.items()})
+        rows = {name: values[index] for name, values in self.rows.items()}
+        return Batch(rows, {name: column.take(index) for name, column in self.payload.items()}, self.leases)
 
     def with_rows(self, **columns: np.ndarray) -> "Batch":
         """A batch with these row columns added or replaced."""
-        return Batch({**self.rows, **columns}, dict(self.payload))
+        return Batch({**self.rows, **columns}, dict(self.payload), self.leases)
 
     def with_payload(self, **columns: Column) -> "Batch":
         """A batch with these payload columns added or replaced."""
-        return Batch(dict(self.rows), {**self.payload, **columns})
+        return Batch(dict(self.rows), {**self.payload, **columns}, self.leases)
 
     def read(self, store: Store, *columns: str) -> dict[str, Ragged]:
         """Payload columns, rows in the order of the batch."""
         return {c: self.payload[c].assemble([store.get(h) for h in self.payload[c].handles]) for c in columns}
 
-    def free(self, store: Store, columns: Iterable[str] | None = None) -> None:
-        """Free the payload of these columns (default: all). Freed by step, explicitly; there is no finaliser."""
-        for handle in {h for c in (columns or list(self.payload)) for h in self.payload.pop(c).handles}:
-            store.free(handle)
+    def release(self) -> None:
+        """Give the payload back: that of every batch that shares its leases."""
+        for lease in self.leases:
+            lease.release()
+
+    def __reduce__(self) -> tuple[type["Batch"], tuple[Any, ...]]:
+        return Batch, (self.rows, self.payload)
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
@@ -149,7 +173,8 @@ def concat(batches: Sequence[Batch]) -> Batch:
     first = batches[0]
     names = dict.fromkeys(name for b in batches for name in b.rows)
     rows = {name: np.concatenate([_row_column(b, name, batches) for b in batches]) for name in names}
-    return Batch(rows, {c: _concat_columns([b.payload[c] for b in batches]) for c in first.payload})
+    payload = {c: _concat_columns([b.payload[c] for b in batches]) for c in first.payload}
+    return Batch(rows, payload, tuple(dict.fromkeys(lease for b in batches for lease in b.leases)))
 
 
 def _row_column(batch: Batch, name: str, batches: Sequence[Batch]) -> np.ndarray:

@@ -12,6 +12,7 @@ __all__ = [
     "ModelError",
     "NonFiniteError",
     "OutOfMemory",
+    "PayloadLeak",
     "PluginError",
     "RecipeError",
     "RewardError",
@@ -73,6 +74,10 @@ class LossMaskError(TilthError):
 
 class TokenCountError(TilthError):
     """A token was trained on twice or not at all, or the parts of a loss do not add up to its denominator."""
+
+
+class PayloadLeak(TilthError):
+    """Payload is held by nobody who could still use it: its owner has not released it."""
 
 
 class TrajectoryError(TilthError):

@@ -61,10 +61,11 @@ class Trajectory:
             found = [Segment("user", 0)] * (first > 0) + [Segment("assistant", first)] * (first < len(self.tokens))
             self.segments = found
         starts = np.array([s.start for s in self.segments], np.int64)
-        ordered = not len(starts) or (starts[0] == 0 and (np.diff(starts, append=len(self.tokens)) > 0).all())
-        self._check(ordered, f"segments begin at {starts.tolist()} of {len(self.tokens)} tokens; they must tile them")
-        spoken = np.repeat([s.role == "assistant" for s in self.segments], np.diff(starts, append=len(self.tokens)))
-        self._check(not np.any(self.mask[~spoken.astype(bool)]), "the mask has a token outside of assistant segments")
+        spans = np.diff(starts, append=len(self.tokens))
+        ordered = not len(starts) or (starts[0] == 0 and (spans > 0).all())
+        self._check(bool(ordered), f"segments at {starts.tolist()} do not tile {len(self.tokens)} tokens")
+        spoken = np.repeat(np.array([s.role == "assistant" for s in self.segments], bool), spans)
+        self._check(not self.mask[~spoken].any(), "the mask has a token outside of assistant segments")
 
     def _check(self, good: bool, what: str) -> None:
         if not good:

@@ -7,8 +7,9 @@ from typing import Protocol
 import numpy as np
 
 from tilth.cluster.group import WorkerGroup
+from tilth.cluster.leases import LeasedStore
 from tilth.config.schema import Recipe
-from tilth.core.batch import Batch, Store
+from tilth.core.batch import Batch
 from tilth.flows.metrics import Metrics
 from tilth.roles.experience import outcome
 from tilth.trace.spans import span
@@ -23,7 +24,7 @@ class Measured(Protocol):
     recipe: Recipe
     policy: WorkerGroup
     reference: WorkerGroup | None
-    store: Store
+    store: LeasedStore
     metrics: Metrics
 
     @property

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from tilth.cluster.group import WorkerGroup
+from tilth.cluster.leases import LeasedStore
 from tilth.config.flows import FLOWS
 from tilth.config.roles import ROLES
 from tilth.config.schema import Algorithm, Recipe
-from tilth.core.batch import Batch, Store, concat
+from tilth.core.batch import Batch, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
 from tilth.flows import hopeless
@@ -75,7 +76,7 @@ class Run:
         roles: Roles,
         train: Split,
         heldout: Split,
-        store: Store,
+        store: LeasedStore,
         directory: RunDir,
         observers: Sequence[Observer],
         saving: Saving,
