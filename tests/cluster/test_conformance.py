@@ -237,6 +237,12 @@ def test_a_release_waits_for_the_calls_of_its_lease_and_for_no_others(cluster, e
     lease.release()
     assert cluster.store.nbytes == 0 and time.monotonic() - began < 3.0
     assert slow.keys() == {("slow", last)}
+    with cluster.store.under(lease):
+        batch = near.think(batch_of(4)).wait()
+    far.timed("slow", 1.0)
+    read = far.sums(batch)  # under no lease, but it needs the batch's: the release waits for it too
+    batch.release()
+    assert read["sum"].tolist() == [3 * i + 3 for i in range(4)] and cluster.store.nbytes == 0
 
 
 @pytest.mark.parametrize("owner", ["a batch of step 3", ""])

@@ -41,7 +41,7 @@ def test_kwargs_are_passed_as_they_are():
 def test_what_cannot_be_pickled_is_passed_all_the_same_and_counted_as_far_as_it_goes():
     fleet, lock = InlineFleet(), threading.Lock()
     given = Packed({"scale": (bytes(1000), lock)})
-    reply = fleet.submit(0, Call("", "create", ("echo", f"{HERE}:echo", given, ALONE))).result()
+    reply = fleet.submit(0, Call("", "create", ("echo", f"{HERE}:echo", given, Mesh.of({})))).result()
     assert fleet.host.roles["echo"].scale[1] is lock and reply.received > 0
     assert fleet.submit(0, Call("echo", "generator")).result().value is not None
 

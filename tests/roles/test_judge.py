@@ -14,6 +14,7 @@ from tilth.models.config import DecoderConfig
 from tilth.rl.judging import question, steps
 from tilth.roles.experience import to_batch
 from tilth.roles.judge import JUDGED_BY, VERDICT, JudgeWorker
+from tilth.roles.loader import PromptLoader
 from tilth.rollout.engine import Engine
 
 TOKENIZER = Tokenizer.characters("\n #+-0123456789=:?")
@@ -50,11 +51,15 @@ def trajectory(id, prompt, text):
 
 def written(store, *texts):
     """Solutions to the first prompts, with ids from 100."""
-    return to_batch([trajectory(100 + i, i, text) for i, text in enumerate(texts)], store)
+    return with_texts(store, to_batch([trajectory(100 + i, i, text) for i, text in enumerate(texts)], store))
+
+
+def with_texts(store, batch):
+    return PromptLoader(PROMPTS, make_template("", TOKENIZER), CONTEXT, store).texts(batch)
 
 
 def judge(store, engine, **section):
-    return JudgeWorker(engine, make_template("", TOKENIZER), PROMPTS, Judge(path="x", **section), store)
+    return JudgeWorker(engine, make_template("", TOKENIZER), Judge(path="x", **section), store)
 
 
 def verdicts(says, *texts, **section):
@@ -85,7 +90,7 @@ def test_what_it_cannot_be_asked_about_has_no_verdict_and_harms_no_other():
     strange = [trajectory(100 + i, i, "#1") for i in range(4)]
     texts = ["#0", "\u00e9#0", "1" * CONTEXT, " \n "]
     batch = to_batch([t.__class__(**{**vars_of(t), "text": text}) for t, text in zip(strange, texts)], store)
-    found = judge(store, engine).verdicts(batch)
+    found = judge(store, engine).verdicts(with_texts(store, batch))
     assert found[VERDICT][0] == 0 and np.isnan(found[VERDICT][1:]).all() and len(engine.asked) == 1
 
 

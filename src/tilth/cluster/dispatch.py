@@ -53,6 +53,8 @@ class Flight:
     future: Future[Reply]
     covered: bool
     """Whether it was made inside a phase of the step."""
+    leases: tuple[Lease, ...] = ()
+    """Those that it reads from or puts under."""
     landed: bool = False
 
 
@@ -76,12 +78,12 @@ class Dispatch:
         self._waited: dict[int, tuple[Call, WorkerError]] = {}
         """By rank, what failed because another rank did not come."""
 
-    def submit(self, rank: int, call: Call) -> Flight:
+    def submit(self, rank: int, call: Call, leases: tuple[Lease, ...] = ()) -> Flight:
         """Send a call to one worker. Raises what failed before, if anything did."""
         if self.failed is not None:
             raise self.failed
         try:
-            flight = Flight(rank, call, self.fleet.submit(rank, call), in_phase())
+            flight = Flight(rank, call, self.fleet.submit(rank, call), in_phase(), leases)
         except TimeoutError:
             self._give_up(self._timeout_error([(rank, call)]))
         with self._changed:
@@ -133,10 +135,10 @@ class Dispatch:
             return self.failed is None and not self._failures and not any(self._flying)
 
     def drain(self, lease: Lease | None = None) -> None:
-        """Wait for all calls that nobody waited for: those made under a lease, or all."""
+        """Wait for all calls that nobody waited for: those that need a lease, or all."""
         with self._changed:
             flights = [flight for queue in self._flying for flight in queue]
-        self.wait([flight for flight in flights if lease is None or flight.call.lease == lease.key])
+        self.wait([flight for flight in flights if lease is None or lease in flight.leases])
 
     def end(self, seconds: float) -> bool:
         """Let the roles of idle workers close. False, and no error, if a call has failed or is in flight, or if not all

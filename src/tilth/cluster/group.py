@@ -60,26 +60,26 @@ class WorkerGroup:
     def _call(self, method: str, how: Transfer, /, *args: Any, **kwargs: Any) -> Any:
         plain = [resolved(a) for a in args], {k: resolved(a) for k, a in kwargs.items()}
         dealt = deal(how, self.mesh, self._divide, *plain)
-        flights = self._send(method, dealt)
         given = [lease for a in (*args, *kwargs.values()) if isinstance(a, Batch) for lease in a.leases]
-        leases = tuple(dict.fromkeys([*given, *([self._dispatch.lease] if self._dispatch.lease else [])]))
+        leases = tuple(dict.fromkeys([*given, *filter(None, [self._dispatch.lease])]))
+        flights = self._send(method, dealt, leases)
         resolve = partial(self._gather, how, dealt, flights, leases)
         if how.gather in ("first", "all") or self._inline:
             return resolve()
         return LazyBatch(resolve, leases) if how.gather == "rows" else LazyMap(resolve)
 
-    def _send(self, method: str, dealt: Deal) -> list[Flight]:
+    def _send(self, method: str, dealt: Deal, leases: tuple[Lease, ...]) -> list[Flight]:
         """Ranks with the same arguments share one Call, which a backend then has to encode only once."""
         calls: dict[tuple[int, bool], Call] = {}
-        at, held = (current_step(), next(call_numbers)), self._dispatch.lease
-        lease = "" if held is None else held.key
+        put = self._dispatch.lease
+        at = current_step(), next(call_numbers), "" if put is None else put.key
         for arguments, answer in zip(dealt.arguments, dealt.answers):
             key = id(arguments), answer
             given = arguments.args, arguments.kwargs, answer
-            calls.setdefault(key, Call(self.role, method, *given, *at, lease=lease, generation=self.generation))
+            calls.setdefault(key, Call(self.role, method, *given, *at, generation=self.generation))
         keys = zip(map(id, dealt.arguments), dealt.answers)
         with self._traced("submit", at[1], method):
-            return [self._dispatch.submit(rank, calls[key]) for rank, key in zip(self.mesh.ranks, keys)]
+            return [self._dispatch.submit(rank, calls[key], leases) for rank, key in zip(self.mesh.ranks, keys)]
 
     def _gather(self, how: Transfer, dealt: Deal, flights: list[Flight], leases: tuple[Lease, ...]) -> Any:
         call = flights[0].call

@@ -33,7 +33,7 @@ class Measured(Protocol):
         ...
 
     @property
-    def recorder(self) -> WorkerGroup:
+    def loader(self) -> WorkerGroup:
         """What makes payload of it."""
         ...
 
@@ -71,8 +71,8 @@ def _likelihood(run: Measured) -> float:
 
     Of documents also in bits per byte: the same sum over the bytes of the text that those tokens stand for.
     """
-    documents, recorder = run.recipe.facts.learns == "documents", run.recorder
-    batch = recorder.documents(run.chosen(), heldout=True) if documents else recorder.examples(run.chosen())
+    documents, loader = run.recipe.facts.learns == "documents", run.loader
+    batch = loader.documents(run.chosen(), heldout=True) if documents else loader.examples(run.chosen())
     found = run.policy.likelihood(batch)["loss"]
     run.metrics.add(LOSS, float(found))
     if documents and (size := int(batch["bytes"].sum())):
@@ -82,7 +82,7 @@ def _likelihood(run: Measured) -> float:
 
 def _order(run: Measured) -> float:
     """Share of the held-out pairs in which the chosen answer is ahead; their loss beside it."""
-    batch = run.recorder.pairs(run.chosen())
+    batch = run.loader.pairs(run.chosen())
     if run.reference is not None:
         batch = run.reference.logprobs(batch)
     found = run.policy.prefers(batch, run.recipe.preference)

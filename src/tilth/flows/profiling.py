@@ -22,7 +22,8 @@ from tilth.config.checks import MOST_PROFILED, profiled, unknown_ranks
 from tilth.config.load import load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, StorageError
-from tilth.flows.files import Lines, read_lines, to_json, writing
+from tilth.core.target import writing
+from tilth.flows.files import Lines, read_lines, to_json
 from tilth.flows.observers import Say
 from tilth.flows.readers import read_state
 from tilth.flows.signals import StopRequest

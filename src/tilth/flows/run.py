@@ -20,6 +20,7 @@ from tilth.config.schema import Algorithm, Recipe
 from tilth.core.batch import Batch, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
+from tilth.data.trajectories import TRAJECTORIES
 from tilth.flows import hopeless
 from tilth.flows.checks import check_parts, columns_needed
 from tilth.flows.heldout import ACCURACY, LOSS, REWARD, figures, is_graded, measure
@@ -96,7 +97,10 @@ class Run:
             roles.reward,
             roles.reference,
         )
-        self.recorder = roles["recorder"]
+        self.loader = roles["loader"]
+        if roles.writer is not None:
+            roles.writer.open(str(directory.path.resolve() / TRAJECTORIES))
+            directory.trajectories = roles.writer
         self.train = train
         self.heldout = heldout
         self.store = store
@@ -236,19 +240,19 @@ class Run:
         """Batches of ``count`` prompts with their answers, one batch a step, the loss on the answers."""
         while self._goes_on():
             with self._step():
-                yield self.recorder.examples(self._draw("examples", count))
+                yield self.loader.examples(self._draw("examples", count))
 
     def documents(self, count: int) -> Iterator[Batch]:
         """Batches of ``count`` pieces of documents, one batch a step, the loss on every token but each first one."""
         while self._goes_on():
             with self._step():
-                yield self.recorder.documents(self._draw("documents", count))
+                yield self.loader.documents(self._draw("documents", count))
 
     def pairs(self, count: int) -> Iterator[Batch]:
         """Batches of the pairs of ``count`` prompts, one batch a step, both answers of each pair as rows."""
         while self._goes_on():
             with self._step():
-                yield self.recorder.pairs(self._draw("pairs", count))
+                yield self.loader.pairs(self._draw("pairs", count))
 
     def _draw(self, source: str, count: int) -> np.ndarray:
         """The next indices of a stream of the training data, by its name."""
@@ -302,7 +306,7 @@ class Run:
         """
         if self.rollout is None:
             raise RecipeError(f"flow={self.recipe.flow} without a reward generates nothing; set reward.function")
-        batch = self.rollout.generate(asked, greedy=greedy)
+        batch = self.rollout.generate(self.loader.encode(asked), greedy=greedy)
         scored, failures = (batch, {}) if self.reward is None else self._score(self.reward, batch)
         if self.roles.reward_model is not None:
             scored = self.roles.reward_model.rate(scored, alone=self.reward is None)
@@ -401,7 +405,7 @@ class Run:
             return
         with span("verify"), self.store.scope():
             indices = self.train.take(stream(self.recipe.seed, "probe"), 0, min(PROBES, len(self.train)))
-            batch = self.rollout.generate(ask(indices.tolist(), 1, PROBE_IDS))
+            batch = self.rollout.generate(self.loader.encode(ask(indices.tolist(), 1, PROBE_IDS)))
             check_mismatch(policy.compare(batch), self.bounds, self.at.step - 1)
 
     # ---- what is held out ----
@@ -494,9 +498,9 @@ class Run:
         return self.at.phase_step >= self.phase_steps or bool(every and self.at.phase_step % every == 0)
 
     def _record(self, batch: Batch) -> None:
-        """Hand the trajectories to the run directory."""
-        table, self._sample = self.recorder.table(batch, self.at.step + 1)
-        self.directory.add_trajectories(table)
+        """Hand the trajectories to their writer, where there is one."""
+        if self.roles.writer is not None:
+            self._sample = self.roles.writer.add(batch, self.at.step + 1)
 
     def _warn(self, sampled: Batch) -> None:
         """Say what to try where nothing has been learned for long."""

@@ -1,54 +1,71 @@
-"""The recorder role: turns payload into what people read (tables of trajectories) and data into payload."""
+"""The writer role: makes tables of what was generated, and writes those of committed steps."""
 
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from tilth.cluster.protocol import transfer
-from tilth.core.batch import Batch, Column, Ragged, Store
+from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.trajectory import ROLES
-from tilth.data.examples import supervised
 from tilth.data.prompts import PromptSet
-from tilth.data.template import Template
-from tilth.roles.experience import FINISHES, identity, texts
-from tilth.trace.spans import span
+from tilth.data.trajectories import TrajectoryFiles
+from tilth.roles.experience import FINISHES, texts
 from tilth.training.packed import prompt_lengths
 
+SHOWN = 1000
+"""Characters of a prompt and of an answer that are shown while a run goes on."""
 
-class RecorderWorker:
-    """Sits next to the store and knows the template and the data."""
 
-    def __init__(self, prompts: PromptSet, template: Template, context: int, store: Store) -> None:
+class TrajectoryWriter:
+    """Reads the payload of a step's trajectories and writes it to files; the controller sees neither.
+
+    The controller commits a step by its number. What was added and not committed is never written.
+    """
+
+    def __init__(self, prompts: PromptSet, store: Store) -> None:
         self.prompts = prompts
-        self.template = template
-        self.context = context
         self.store = store
+        self.files: TrajectoryFiles
 
     @transfer(split="all", gather="first")
-    def examples(self, indices: Sequence[int]) -> Batch:
-        """Prompts with their answers as token payload; the mask is 1 on what the policy would write."""
-        with span("load") as spent:
-            found = supervised([self.prompts[int(i)] for i in indices], self.template, self.context)
-            spent.set(tokens=sum(len(e.tokens) for e in found))
-        rows: dict[str, np.ndarray] = {
-            "prompt": np.asarray(indices, np.int64),
-            "length": np.array([len(e.tokens) for e in found], np.int32),
-            "identity": np.array([identity(e.tokens) for e in found], np.uint32),
-        }
-        payload = {"tokens": [e.tokens for e in found], "mask": [e.mask for e in found]}
-        put = {k: Column.whole(self.store.put(k, Ragged.of(v)), len(found)) for k, v in payload.items()}
-        return Batch(rows, put)
+    def open(self, folder: str) -> None:
+        """Write into this folder. StorageError."""
+        self.files = TrajectoryFiles(Path(folder))
 
     @transfer(split="all", gather="first")
-    def table(self, batch: Batch, step: int) -> tuple[pa.Table, dict[str, Any]]:
-        """All trajectories of a step as a table, one row each, and one of them for the terminal."""
+    def add(self, batch: Batch, step: int) -> dict[str, Any]:
+        """All trajectories of the step under way; answers one of them, cut to what a terminal shows."""
+        table = self.table(batch, step)
+        self.files.add(table)
+        first = table.slice(0, 1).select(["prompt_text", "text", "answer", "reward"]).to_pylist()[0]
+        cut = {name: value[:SHOWN] if isinstance(value, str) else value for name, value in first.items()}
+        return {"prompt": cut.pop("prompt_text"), **cut}
+
+    @transfer(split="all", gather="merge")
+    def commit(self, step: int) -> dict[str, Any]:
+        """The step is committed; see ``TrajectoryFiles.commit``."""
+        self.files.commit(step)
+        return {}
+
+    @transfer(split="all", gather="first")
+    def flush(self) -> None:
+        """Make everything committed durable. StorageError."""
+        self.files.flush()
+
+    @transfer(split="all", gather="first")
+    def rewind(self, step: int) -> None:
+        """Drop all rows of later steps."""
+        self.files.rewind(step)
+
+    def table(self, batch: Batch, step: int) -> pa.Table:
+        """Trajectories as rows."""
         columns = batch.read(self.store, "tokens", "mask", "segments", "rollout_logprobs", "text")
         said = texts(columns["text"])
         asked = [self.prompts[int(p)] for p in batch["prompt"]]
         rewards = [None if np.isnan(r) else float(r) for r in batch["reward"]]
-        table = pa.table(
+        return pa.table(
             {
                 "step": pa.array(np.full(len(batch), step, np.int32)),
                 "id": pa.array(batch["id"]),
@@ -68,9 +85,6 @@ class RecorderWorker:
                 "version": pa.array(batch["version"]),
             }
         )
-        first = asked[0]
-        sample = {"prompt": first.text, "text": said[0], "answer": first.answer, "reward": rewards[0]}
-        return table, sample
 
 
 def _parts(batch: Batch) -> list[list[tuple[str, float]]]:
