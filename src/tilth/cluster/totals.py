@@ -49,7 +49,9 @@ class Traffic:
     def add(self, operation: str, sent: int = 0, received: int = 0) -> None:
         """Count one call with its answer, or one column of payload that the controller puts or reads."""
         with self._lock:
-            self._bytes += Counter({(operation, "sent"): sent, (operation, "received"): received})
+            for key, nbytes in (((operation, "sent"), sent), ((operation, "received"), received)):
+                if nbytes:
+                    self._bytes[key] += nbytes
 
     def take(self) -> dict[tuple[str, str], int]:
         """All sums since the last take, those above 0."""
