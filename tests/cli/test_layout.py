@@ -47,7 +47,17 @@ def refused(*arguments):
 def test_one_worker_talks_to_nobody():
     text = printed("addition-grpo", *SMALL)
     assert "1 worker, backend inline" in text and "no rank talks with another" in text
-    for word in ("policy", "rollout", "reward", "recorder", "KV", "optimizer", "parameters", "most memory: rank 0"):
+    for word in (
+        "policy",
+        "rollout",
+        "reward",
+        "loader",
+        "writer",
+        "KV",
+        "optimizer",
+        "parameters",
+        "most memory: rank 0",
+    ):
         assert word in text
 
 
@@ -131,7 +141,7 @@ def test_pre_training_has_neither_engine_nor_reward_and_no_tokenizer_is_trained(
     (tmp_path / "t.txt").write_text("once upon a time")
     monkeypatch.setattr(Tokenizer, "train", None)
     plan = as_json("pretrain", "data.source=t.txt", "data.tokenizer=bpe:300", *FOUR, "policy.layout.fsdp=4")
-    assert set(plan["roles"]) == {"policy", "recorder"} and plan["vocabulary"] == 300
+    assert set(plan["roles"]) == {"policy", "loader"} and plan["vocabulary"] == 300
     assert [t["axis"] for t in plan["traffic"]] == ["fsdp"]
     assert plan["longest"] == load_recipe("pretrain").model.context
     assert list(tmp_path.iterdir()) == [tmp_path / "t.txt"]  # nothing is written

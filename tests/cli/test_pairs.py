@@ -36,10 +36,12 @@ def test_data_says_what_would_stop_the_run(tmp_path):
     assert any("pairs.jsonl:8, rejected with its answer has" in said for said in view.problems)
 
 
-@pytest.mark.parametrize("flow, roles", [("dpo", {"reference", "rollout", "reward"}), ("reward_model", set())])
+@pytest.mark.parametrize(
+    "flow, roles", [("dpo", {"reference", "rollout", "reward", "writer"}), ("reward_model", set())]
+)
 def test_layout_has_the_roles_of_the_flow(tmp_path, flow, roles):
     plan = layout.look(recipe(tmp_path, flow))
-    assert set(plan.placed) == {"policy", "recorder"} | roles
+    assert set(plan.placed) == {"policy", "loader"} | roles
     items = {item.name for item in plan.workers[0].memory.items}
     assert ("reference model" in items) == (flow == "dpo")
     free = layout.look(recipe(tmp_path, flow, preference={"loss": "simpo"})) if flow == "dpo" else plan

@@ -38,13 +38,12 @@ def test_kwargs_are_passed_as_they_are():
     assert fleet.host.roles["echo"].scale is scale and methods["same"] == Transfer("rows", "rows")
 
 
-def test_fetch_is_counted_and_get_is_not():
-    store = InlineStore()
-    handle = store.put("tokens", ragged([1, 2], [3]))
-    store.get(handle)
-    assert store.fetched_bytes == 0
-    store.fetch(handle)
-    assert store.fetched_bytes == handle.nbytes == 3 * 8 + 3 * 8
+def test_what_cannot_be_pickled_is_passed_all_the_same_and_counted_as_far_as_it_goes():
+    fleet, lock = InlineFleet(), threading.Lock()
+    given = Packed({"scale": (bytes(1000), lock)})
+    reply = fleet.submit(0, Call("", "create", ("echo", f"{HERE}:echo", given, Mesh.of({})))).result()
+    assert fleet.host.roles["echo"].scale[1] is lock and reply.received > 0
+    assert fleet.submit(0, Call("echo", "generator")).result().value is not None
 
 
 def test_the_same_name_twice_makes_two_columns():
@@ -54,36 +53,20 @@ def test_the_same_name_twice_makes_two_columns():
     assert store.get(second).values.tolist() == [2]
 
 
-def test_freeing_twice_is_an_error():
-    store = InlineStore()
-    handle = store.put("tokens", ragged([1]))
-    store.free(handle)
-    with pytest.raises(KeyError):
-        store.free(handle)
-
-
-def test_a_scope_frees_what_was_put_inside_and_nothing_else():
+def test_a_release_frees_what_was_put_under_the_lease_and_nothing_else():
     store = InlineStore()
     kept = store.put("kept", ragged([1]))
-    with store.scope():
-        early = store.put("early", ragged([2]))
-        store.free(early)
-        lost = store.put("lost", ragged([3]))
-        with store.scope():
-            store.put("inner", ragged([4]))
-        assert store.get(lost).values.tolist() == [3]
-    assert store.get(kept).values.tolist() == [1]
-    assert store.nbytes == kept.nbytes
+    store.lease = "1"
+    lost = store.put("lost", ragged([2]))
+    store.lease = "11"  # begins with the same digit
+    other = store.put("other", ragged([3]))
+    store.release("1")
     with pytest.raises(KeyError):
         store.get(lost)
-
-
-def test_a_scope_frees_after_an_exception_too():
-    store = InlineStore()
-    with pytest.raises(RuntimeError), store.scope():
-        store.put("x", ragged([1]))
-        raise RuntimeError
-    assert store.nbytes == 0
+    assert store.held() == {kept.key: kept.nbytes, other.key: other.nbytes}
+    store.release("1")
+    store.release("")
+    assert store.held() == {other.key: other.nbytes}
 
 
 def test_a_batch_over_the_store_reads_through_selection():

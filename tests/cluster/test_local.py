@@ -12,7 +12,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
@@ -20,7 +19,6 @@ from tests.cluster.workers import HERE
 from tilth.cluster.cluster import open_cluster
 from tilth.cluster.folder import Folder
 from tilth.cluster.local import LocalFleet, _told, environment
-from tilth.core.batch import Batch
 from tilth.core.errors import CallTimeout, DataError, RecipeError, StorageError, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
 from tilth.trace import recorder
@@ -379,17 +377,6 @@ def test_a_failure_inside_a_scope_is_what_is_raised(watched):
     with pytest.raises(WorkerLost, match="role faulty, rank 1, kill"), watched.cluster.store.scope():
         watched.echo.put([1, 2])
         watched.group.kill(1)
-
-
-def test_a_row_is_at_most_200_bytes_through_the_controller_whatever_its_tokens(watched):
-    links, sizes = watched.cluster.fleet.links, []
-    for length in (1, 5000):
-        with watched.cluster.store.scope():
-            before = [link.sent_bytes + link.received_bytes for link in links]
-            batch = watched.echo.think(Batch({"id": np.arange(512), "length": np.full(512, length)})).wait()
-            sizes.append(sum(link.sent_bytes + link.received_bytes for link in links) - sum(before))
-            assert watched.cluster.store.nbytes >= 512 * length * 8 and len(batch) == 512
-    assert sizes[1] - sizes[0] < 64 and max(sizes) / 512 <= 200
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

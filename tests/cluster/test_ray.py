@@ -239,7 +239,7 @@ class TestWithRay:
                 and "Current thread" in probe.stack
             )
             os.kill(self.ray.get(self.fleet._machines[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
-            with pytest.raises(StorageError, match="payload column 0/big-controller-0 is out of reach"):
+            with pytest.raises(StorageError, match="payload column 0/~big-controller-0 is out of reach"):
                 cluster.store.get(handle)
             self.fleet.close(kill=True)
             cluster.dispatch.failed = WorkerLost("the machine")
@@ -271,7 +271,7 @@ with open_cluster("ray", workers, timeout=100, address=address) as cluster:
     far = cluster.group("far", f"{HERE}:echo", {}, Mesh(("dp",), (1,), (workers - 1,)))
     with cluster.store.scope():
         handle = far.put([5, 6, 7])
-        print("home", handle.key[0], echo.get(handle), cluster.store.fetch(handle).values.tolist())
+        print("home", handle.key[0], echo.get(handle), cluster.store.get(handle).values.tolist())
     dict(faulty.meet())
     print("total", dict(faulty.reduce(-1, ""))["total"], "held", cluster.store.nbytes)
 """

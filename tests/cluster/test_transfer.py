@@ -10,16 +10,18 @@ from tilth.cluster.inline import InlineStore
 from tilth.cluster.protocol import transfer_of
 from tilth.core.batch import concat
 from tilth.roles.critic import CriticWorker
+from tilth.roles.loader import DocumentLoader, PromptLoader
 from tilth.roles.policy import PolicyWorker
-from tilth.roles.recorder import RecorderWorker
 from tilth.roles.reference import ReferenceWorker
 from tilth.roles.relay import RelayWorker
 from tilth.roles.reward import RewardWorker
 from tilth.roles.reward_pool import Outcome
-from tilth.roles.rollout import RolloutWorker, ask
+from tilth.roles.rollout import RolloutWorker
+from tilth.roles.trajectory_writer import TrajectoryWriter
 
-ROLES = (PolicyWorker, CriticWorker, ReferenceWorker, RecorderWorker, RewardWorker, RolloutWorker, RelayWorker)
-LOCAL = {"weights", "receive", "live", "groups"}
+ROLES = (PolicyWorker, CriticWorker, ReferenceWorker, PromptLoader, DocumentLoader, TrajectoryWriter)
+ROLES += (RewardWorker, RolloutWorker, RelayWorker)
+LOCAL = {"weights", "receive", "live", "groups", "table"}
 """Methods that a role keeps to its own process."""
 
 
@@ -59,7 +61,7 @@ def same(store, a, b, *columns):
 def test_generating_in_halves_is_generating(worker):
     speaker = small.rollout(worker.store)
     speaker.receive(worker.weights(), 0)
-    asked = ask([3, 8, 41], 4, 0)
+    asked = small.asked(worker.store, [3, 8, 41], 4, 0)
     whole, halves = speaker.generate(asked), in_halves(speaker.generate, asked)
     same(worker.store, whole, halves, "tokens", "mask", "rollout_logprobs", "text")
     assert all(np.array_equal(whole[c], halves[c], equal_nan=c in ("reward", "outcome")) for c in whole.rows)
@@ -84,22 +86,14 @@ def test_scoring_in_halves_is_scoring(worker, batch):
         assert np.array_equal(whole[name], halves[name], equal_nan=True)
 
 
-def test_payload_behind_a_batch_is_freed_with_the_scope_of_its_step():
+def test_payload_behind_a_batch_is_freed_with_the_lease_of_its_step():
     store = InlineStore()
     worker = small.policy(store)
-    before = store.nbytes
-    with store.scope():
-        batch = small.experience(worker)
-        ready = worker.advantages(batch, small.HOW)
-        assert store.nbytes > before
-    assert store.nbytes == before and store.fetched_bytes == 0
+    store.lease = "step"
+    batch = small.experience(worker)
+    ready = worker.advantages(batch, small.HOW)
+    assert len(store.held()) > len(batch.payload)
+    store.release("step")
+    assert store.held() == {}
     with pytest.raises(KeyError):
         ready.read(store, "advantages")
-
-
-def test_what_the_controller_fetches_is_counted_once_a_handle(worker, batch):
-    handles = batch.payload["tokens"].handles
-    before = worker.store.fetched_bytes
-    found = batch.select(np.array([2, 0])).fetch(worker.store, "tokens")["tokens"]
-    assert worker.store.fetched_bytes - before == sum(h.nbytes for h in handles)
-    assert len(found.lengths) == 2

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -110,6 +111,11 @@ class Echo:
         began = time.monotonic()
         time.sleep(seconds)
         return {(name, self.context.rank): (began, time.monotonic())}
+
+    @transfer("all", "all")
+    def twice(self, values: object) -> list:
+        """An answer of twice the size."""
+        return [values, pickle.loads(pickle.dumps(values))]
 
     @transfer("all", "first")
     def generator(self) -> object:

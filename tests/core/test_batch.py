@@ -1,12 +1,14 @@
-"""Batches: selections and concatenations against plain lists, counted fetches, and no hidden read of payload."""
+"""Batches: selections and concatenations against plain lists, and no read of payload."""
+
+import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilth.core.batch import Batch, Column, Handle, Ragged, concat, concat_ragged
-from tilth.core.errors import HiddenRead
+from tilth.core.batch import Batch, Column, Handle, Lease, Ragged, concat, concat_ragged
 
 quick = settings(max_examples=100, deadline=None)
 rows_of_numbers = st.lists(st.lists(st.integers(-9, 9), max_size=5), max_size=6)
@@ -17,7 +19,6 @@ class DictStore:
 
     def __init__(self):
         self.columns = {}
-        self.fetched_bytes = 0
 
     def put(self, column, data):
         handle = Handle(f"{column}/{len(self.columns)}", data.values.nbytes + data.offsets.nbytes)
@@ -27,26 +28,15 @@ class DictStore:
     def get(self, handle):
         return self.columns[handle]
 
-    def fetch(self, handle):
-        self.fetched_bytes += handle.nbytes
-        return self.columns[handle]
-
-    def free(self, handle):
-        del self.columns[handle]
+    def release(self, lease):
+        self.columns.clear()
 
 
-class GuardedStore(DictStore):
-    """A store that raises on every read but an explicit fetch, and on that too when told so."""
-
-    closed = False
+class ClosedStore(DictStore):
+    """A store that nobody may read."""
 
     def get(self, handle):
-        raise HiddenRead(f"column {handle.key} was read in the controller: use Batch.fetch")
-
-    def fetch(self, handle):
-        if self.closed:
-            raise HiddenRead(f"column {handle.key} was fetched where only rows may be read")
-        return super().fetch(handle)
+        raise AssertionError(f"{handle.key} was read")
 
 
 def ragged(rows):
@@ -131,58 +121,25 @@ def test_concat_shares_handles():
     assert lists(joined.read(store, "tokens")["tokens"]) == [[4], [1], [2, 3]]
 
 
-def test_fetch_is_counted_and_read_is_not():
-    store = DictStore()
-    batch = batch_of(store, [[1, 2], [3]], columns=("tokens", "mask"))
-    batch.read(store, "tokens", "mask")
-    assert store.fetched_bytes == 0
-    fetched = batch.fetch(store, "tokens")
-    assert lists(fetched["tokens"]) == [[1, 2], [3]]
-    assert store.fetched_bytes == batch.payload["tokens"].handles[0].nbytes == 3 * 8 + 3 * 8
-    batch.fetch(store, "tokens", "mask")
-    assert store.fetched_bytes == 3 * 48
-
-
 def test_work_on_rows_reads_no_payload():
-    store = GuardedStore()
-    store.closed = True
+    store = ClosedStore()
     batch = concat([batch_of(store, [[1, 2], [3]]), batch_of(store, [[4]], first=2)])
     batch = batch.select(np.array([True, False, True])).with_rows(reward=np.array([1.0, np.nan]))
     batch = batch.with_payload(again=batch.payload["tokens"])
     assert batch["id"].tolist() == [0, 2] and np.isnan(batch["reward"][1]) and len(batch) == 2
-    assert store.fetched_bytes == 0
-    with pytest.raises(HiddenRead, match="tokens/0"):
-        batch.fetch(store, "tokens")
 
 
-def test_a_hidden_read_is_seen():
-    store = GuardedStore()
-    batch = batch_of(store, [[1, 2]])
-    with pytest.raises(HiddenRead, match=r"tokens/0 was read in the controller"):
-        batch.read(store, "tokens")
-    assert lists(batch.fetch(store, "tokens")["tokens"]) == [[1, 2]]
-
-
-def test_free_forgets_every_handle_once():
+def test_what_is_derived_from_a_batch_shares_its_leases_and_leaves_them_behind_when_it_travels():
+    released = []
+    one, two = (Lease(name, name, lambda lease: released.append(lease.name)) for name in "ab")
     store = DictStore()
-    batch = concat(
-        [batch_of(store, [[1], [2]], columns=("tokens", "mask")), batch_of(store, [[3]], 2, ("tokens", "mask"))]
-    )
-    batch.free(store, ["mask"])
-    assert {h.key.split("/")[0] for h in store.columns} == {"tokens"} and "mask" not in batch.payload
-    batch.free(store)
-    assert not store.columns and not batch.payload
-
-
-def test_freeing_twice_is_an_error():
-    store = DictStore()
-    batch = batch_of(store, [[1]])
-    other = batch.select(np.array([0]))
-    batch.free(store)
-    with pytest.raises(KeyError):
-        other.free(store)
-    with pytest.raises(KeyError):
-        batch.fetch(store, "tokens")
+    first, second = (replace(batch_of(store, [[1], [2]]), leases=(lease,)) for lease in (one, two))
+    derived = first.select(np.array([1])).with_rows(x=np.zeros(1)).with_payload(again=first.payload["tokens"])
+    assert derived.leases == (one,) and pickle.loads(pickle.dumps(derived)).leases == ()
+    both = concat([first, second, first])
+    assert both.leases == (one, two)
+    both.release()
+    assert released == ["a", "b"]
 
 
 def controller_bytes(batch):

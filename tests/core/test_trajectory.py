@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilth.core.trajectory import Trajectory
+from tilth.core.errors import TrajectoryError
+from tilth.core.trajectory import ROLES, Segment, Trajectory
 
 
 def trajectory(mask):
@@ -35,3 +36,67 @@ def test_an_unscored_trajectory_has_no_reward():
     episode.info["x"] = 1
     episode.versions.append((0, 1))
     assert trajectory([0, 1]).info == {} and trajectory([0, 1]).versions == []
+
+
+@st.composite
+def episodes(draw):
+    """A random episode: its trajectory, and for each token (role, whether the policy chose it, version)."""
+    truth, segments, spans, version = [], [], [], draw(st.integers(0, 3))
+    for _ in range(draw(st.integers(1, 6))):
+        role, size = draw(st.sampled_from(ROLES)), draw(st.integers(1, 5))
+        segments.append(Segment(role, len(truth)))
+        for _ in range(size):
+            chosen = role == "assistant" and len(truth) > 0 and draw(st.booleans())
+            version += draw(st.integers(0, 1)) if chosen else 0
+            if chosen and (not spans or spans[-1][1] != version):
+                spans.append((len(truth), version))
+            truth.append((role, chosen, version if chosen else 0))
+    mask = np.array([chosen for _, chosen, _ in truth], np.uint8)
+    tokens = np.array(draw(st.lists(st.integers(0, 9), min_size=len(truth), max_size=len(truth))), np.int64)
+    logprobs = np.where(mask, -0.5, 0.0).astype(np.float32)
+    return Trajectory(0, 0, 0, tokens, mask, logprobs, segments=segments, versions=spans), truth
+
+
+@given(episodes())
+def test_version_spans_cover_each_chosen_token_exactly_once(episode):
+    made, truth = episode
+    assert made.token_versions().tolist() == [version for _, _, version in truth]
+    ends = [start for start, _ in made.versions[1:]] + [len(made.tokens)]
+    spans = [range(start, end) for (start, _), end in zip(made.versions, ends)]
+    assert all(sum(i in span for span in spans) == 1 for i in np.flatnonzero(made.mask))
+
+
+@given(episodes())
+def test_segments_tile_the_tokens(episode):
+    made, truth = episode
+    ends = [s.start for s in made.segments[1:]] + [len(made.tokens)]
+    assert [s.role for s, end in zip(made.segments, ends) for _ in range(s.start, end)] == [
+        role for role, _, _ in truth
+    ]
+
+
+def test_a_single_turn_is_a_user_segment_and_an_assistant_segment():
+    assert trajectory([0, 0, 1, 1]).segments == [("user", 0), ("assistant", 2)]
+    assert trajectory([0, 0]).segments == [("user", 0)] and trajectory([1]).segments == [("assistant", 0)]
+
+
+@pytest.mark.parametrize(
+    "segments, mask",
+    [
+        ([("user", 1)], [0, 0]), ([("user", 0), ("tool", 0)], [0, 0]), ([("user", 0), ("assistant", 2)], [0, 0]),
+        ([("user", 0), ("tool", 1)], [0, 1]), ([("user", 0)], [0, 0, 0]),
+    ],
+)  # fmt: skip
+def test_parts_that_contradict_each_other_are_refused(segments, mask):
+    """A gap, an order, an end behind the tokens, a trained token that a tool said, arrays of two lengths."""
+    with pytest.raises(TrajectoryError):
+        Trajectory(
+            3, 0, 0, np.arange(2), np.array(mask, np.uint8), np.zeros(2), segments=[Segment(*s) for s in segments]
+        )
+
+
+@pytest.mark.parametrize("versions", [[], [(2, 0)], [(1, 0), (1, 1)], [(2, 1), (1, 0)]])
+def test_version_spans_that_miss_a_chosen_token_or_overlap_are_refused(versions):
+    made = Trajectory(3, 0, 0, np.arange(3), np.array([0, 1, 1], np.uint8), np.zeros(3), versions=versions)
+    with pytest.raises(TrajectoryError, match="version"):
+        made.token_versions()

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 import tilth.flows as flows
 from tests.flows import tiny
+from tilth.config.schema import Data
 from tilth.core.batch import Batch
 from tilth.core.errors import RecipeError
-from tilth.data.prompts import load_source
+from tilth.data.prompts import PromptSet, load_source
 from tilth.flows.build import build
 from tilth.flows.keep import has_spread
 from tilth.flows.metrics import Metrics
@@ -349,3 +350,25 @@ def test_checkpoints_are_written_where_the_recipe_says_and_at_the_end_of_a_phase
     run = new_run(run={"save_every": 2})
     take(run, 3)
     assert run.saved == [2, 3]
+
+
+# ---- what travels ----
+
+
+def created(tmp_path, prompts, **sections):
+    """Bytes with which each role was made."""
+    with tiny.inline() as cluster:
+        build(tiny.recipe(tmp_path, **sections), prompts, Scores(), cluster)
+        return {op.removesuffix(".create"): n for (op, way), n in cluster.traffic().items() if way == "sent"}
+
+
+def test_given_data_travel_once_to_the_loader_and_files_to_nobody(tmp_path):
+    """Twenty thousand records more are bytes more for the loader alone, and none where they are in a file."""
+    records = [{"prompt": f"{i % 10}+{i // 10}=", "answer": f"{i:06}"} for i in range(20_000)]
+    few, many = (created(tmp_path, PromptSet.of(records[:n])) for n in (2_000, 20_000))
+    assert many["loader"] - few["loader"] > 18_000 * 10
+    assert {op: n for op, n in many.items() if n - few[op] > 64} == {"loader": many["loader"]}
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    read = created(tmp_path, load_source(Data(source=str(file))))
+    assert read["loader"] < few["loader"] / 10 and max(read.values()) < 50_000

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from tilth.config.load import from_dict, load_recipe
 from tilth.core.errors import DataError, RecipeError, StorageError, TilthError
+from tilth.data import trajectories as trajectories_module
 from tilth.flows import files
-from tilth.flows import trajectories as trajectories_module
 from tilth.flows.files import Lines, Lock, read_lines, replace, to_json
 from tilth.flows.readers import curve, steps_of
 from tilth.flows.rundir import RunDir, read_metrics, read_state, read_trajectories, summarise
@@ -42,7 +42,7 @@ def rows(step, count=2, **columns):
 
 def commit(run, *steps, **metrics):
     for step in steps:
-        run.add_trajectories(rows(step))
+        run.trajectories.add(rows(step))
         run.commit_step({"step": step, "phase": "grpo", "reward/mean": step / 10, **metrics})
 
 
@@ -158,7 +158,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path):
 def test_what_is_not_committed_is_not_written(tmp_path):
     with RunDir.create(recipe(tmp_path), "demo") as run:
         commit(run, 1)
-        run.add_trajectories(rows(2))
+        run.trajectories.add(rows(2))
         run.flush()
         assert steps_of(run.path) == [(1, 1)]
         run.commit_step({"step": 2, "phase": "grpo"})
@@ -217,17 +217,17 @@ def test_many_rows_are_written_before_the_flush(tmp_path, monkeypatch):
 def test_trajectory_columns_are_checked(tmp_path):
     with RunDir.create(recipe(tmp_path), "demo") as run:
         with pytest.raises(DataError, match="unknown column 'rewards'"):
-            run.add_trajectories(rows(1).append_column("rewards", pa.array([1, 2])))
+            run.trajectories.add(rows(1).append_column("rewards", pa.array([1, 2])))
         with pytest.raises(DataError, match="no column step or id"):
-            run.add_trajectories(rows(1).drop_columns(["step"]))
+            run.trajectories.add(rows(1).drop_columns(["step"]))
         with pytest.raises(DataError, match="column version"):
-            run.add_trajectories(rows(1).append_column("version", pa.array(["x", "y"])))
+            run.trajectories.add(rows(1).append_column("version", pa.array(["x", "y"])))
 
 
 def test_parts_of_a_reward_survive(tmp_path):
     parts = pa.array([[("right", 1.0), ("short", 0.5)], None], pa.map_(pa.string(), pa.float32()))
     with RunDir.create(recipe(tmp_path), "demo") as run:
-        run.add_trajectories(rows(1).append_column("parts", parts))
+        run.trajectories.add(rows(1).append_column("parts", parts))
         run.commit_step({"step": 1, "phase": "grpo"})
         run.flush()
         assert read_trajectories(run.path)["parts"].to_pylist() == [[("right", 1.0), ("short", 0.5)], None]

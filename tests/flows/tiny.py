@@ -19,7 +19,7 @@ from tilth.flows.readers import read_metrics
 
 cloudpickle.register_pickle_by_value(tests.flows)  # the process of a reward does not import its test, and so no torch
 SHAPE = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32}
-TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/")
+TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/", "bytes/")
 
 
 def settings(folder: Path, **sections):

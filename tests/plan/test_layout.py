@@ -37,11 +37,14 @@ def mesh_of(sizes, ranks=()):
 @pytest.mark.parametrize(
     ("sections", "roles"),
     [
-        ({"flow": "grpo"}, {"policy", "rollout", "reward", "recorder"}),
-        ({"flow": "grpo", "algorithm": {"kl_coef": 0.1}}, {"policy", "reference", "rollout", "reward", "recorder"}),
-        ({"flow": "ppo"}, {"policy", "critic", "rollout", "reward", "recorder"}),
-        ({"flow": "sft", "supervised": {"steps": 1}}, {"policy", "rollout", "reward", "recorder"}),
-        ({"flow": "pretrain", "supervised": {"steps": 1}}, {"policy", "recorder"}),
+        ({"flow": "grpo"}, {"policy", "rollout", "reward", "loader", "writer"}),
+        (
+            {"flow": "grpo", "algorithm": {"kl_coef": 0.1}},
+            {"policy", "reference", "rollout", "reward", "loader", "writer"},
+        ),
+        ({"flow": "ppo"}, {"policy", "critic", "rollout", "reward", "loader", "writer"}),
+        ({"flow": "sft", "supervised": {"steps": 1}}, {"policy", "rollout", "reward", "loader", "writer"}),
+        ({"flow": "pretrain", "supervised": {"steps": 1}}, {"policy", "loader"}),
     ],
 )
 def test_roles_of_a_flow(sections, roles):
@@ -59,14 +62,14 @@ def test_colocated_roles_have_meshes_of_their_own_over_the_same_workers():
     assert placed["critic"].mesh == mesh_of((2, 2, 1))
     assert placed["rollout"].mesh == mesh_of((4, 1, 1))
     assert (placed["policy"].data_ranks, placed["critic"].data_ranks, placed["rollout"].data_ranks) == (2, 4, 4)
-    assert placed["reward"].ranks == placed["recorder"].ranks == (0,)
+    assert placed["reward"].ranks == placed["loader"].ranks == placed["writer"].ranks == (0,)
 
 
 def test_pools_take_neighbouring_ranks_in_their_order():
     placed = place(recipe({"train": 2, "speak": 3}, rollout={"pool": "speak"}, reward={"pool": "speak"}))
     assert placed["policy"] == Placed("train", (0, 1), mesh_of((2, 1, 1), (0, 1)))
     assert placed["rollout"] == Placed("speak", (2, 3, 4), mesh_of((3, 1, 1), (2, 3, 4)))
-    assert placed["reward"].ranks == placed["recorder"].ranks == (2,)
+    assert placed["reward"].ranks == placed["loader"].ranks == placed["writer"].ranks == (2,)
     assert placed["rollout"].mesh.coordinates(3) == (1, 0, 0)
 
 
@@ -255,7 +258,7 @@ def test_hybrid_is_fsdp_inside_of_replicas():
 
 def test_pools_need_only_what_their_roles_do():
     train, speak = workers_of("{train=1, speak=1}", "rollout.pool=speak", "flow=ppo", "algorithm.kl_coef=0.1")
-    assert [s.role for s in train.seats] == ["policy", "reference", "critic", "reward", "recorder"]
+    assert [s.role for s in train.seats] == ["policy", "reference", "critic", "reward", "loader", "writer"]
     assert [s.role for s in speak.seats] == ["rollout"]
     assert item(train.memory, "KV cache") == item(speak.memory, "parameters") == speak.memory.gradients == 0
     (alone,) = workers_of(1, "flow=ppo", "algorithm.kl_coef=0.1")

@@ -13,6 +13,7 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.rl.algorithm import Algorithm
+from tilth.roles.loader import PromptLoader
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.rollout import RolloutWorker, ask
 from tilth.rollout.engine import Engine
@@ -44,17 +45,26 @@ def policy(store=None, *, seed=1, dtype=torch.float32, micro_tokens=4096, temper
     return PolicyWorker(engine, store or InlineStore(), temperature=temperature)
 
 
-def rollout(store, *, prompts: PromptSet = PROMPTS, dtype=torch.float32, model=None, **section) -> RolloutWorker:
+def loader(store, prompts: PromptSet = PROMPTS, context=CONTEXT) -> PromptLoader:
+    return PromptLoader(prompts, TEMPLATE, context, store)
+
+
+def asked(store, prompts, group: int, first_id: int) -> Batch:
+    """Rows that ask for samples, with the tokens of their prompts."""
+    return loader(store).encode(ask(prompts, group, first_id))
+
+
+def rollout(store, *, dtype=torch.float32, model=None, **section) -> RolloutWorker:
     settings = {"max_tokens": 4, "max_rows": 8, **section}
     engine = Engine(model or config(), tokenizer=TOKENIZER, dtype=dtype, seed=1, max_rows=8, max_length=CONTEXT)
-    return RolloutWorker(engine, TEMPLATE, prompts, Rollout(**settings), store)
+    return RolloutWorker(engine, TEMPLATE, Rollout(**settings), store)
 
 
 def experience(worker: PolicyWorker, prompts=(3, 8, 41), group=4, temperature=1.0) -> Batch:
     """Samples of the policy's own weights, with rewards that differ inside each group."""
     speaker = rollout(worker.store, temperature=temperature)
     speaker.receive(worker.weights(), 0)
-    batch = speaker.generate(ask(prompts, group, 0))
+    batch = speaker.generate(asked(worker.store, prompts, group, 0))
     return batch.with_rows(reward=(np.arange(len(batch)) % 3).astype(np.float32) - 0.5)
 
 

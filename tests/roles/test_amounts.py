@@ -10,9 +10,6 @@ from tests.training.test_work import recorded
 from tilth.cluster.inline import InlineStore
 from tilth.core.batch import Batch
 from tilth.roles.experience import on_rows
-from tilth.roles.pair_recorder import PairRecorderWorker
-from tilth.roles.recorder import RecorderWorker
-from tilth.roles.rollout import ask
 from tilth.rollout.request import Request, SamplingParams
 
 __all__ = ["documents"]
@@ -69,7 +66,7 @@ def test_generating_is_the_completions_and_what_they_add_to_the_squares(told):
     speaker = small.rollout(InlineStore())
     speaker.receive(small.policy().weights(), 0)
     with told.block():
-        rows = speaker.generate(ask((3, 8, 41), 4, 0))
+        rows = speaker.generate(small.asked(speaker.store, (3, 8, 41), 4, 0))
     written, prompts = rows["completion"].astype(int), rows["length"].astype(int) - rows["completion"]
     assert told("generate") == (int(written.sum()), squares(rows["length"]) - squares(prompts), 1)
     assert told("load") == (sum(dict(zip(rows["prompt"].tolist(), prompts.tolist())).values()), 0, 1)
@@ -102,8 +99,8 @@ def test_chunks_of_a_long_prompt_have_the_squares_of_the_whole(told, chunk):
 def test_data_that_become_tokens_are_loaded(told, documents):
     store = InlineStore()
     with told.block():
-        examples = RecorderWorker(small.PROMPTS, small.TEMPLATE, small.CONTEXT, store).examples([3, 99, 3])
-        pairs = PairRecorderWorker(PAIRS, small.TEMPLATE, small.CONTEXT, store).pairs([0, 1])
+        examples = small.loader(store).examples([3, 99, 3])
+        pairs = small.loader(store, PAIRS).pairs([0, 1])
         pieces = documents.documents(np.array([0]))
         held_out = documents.documents(np.array([1, 0, 2]), heldout=True)
     tokens = sum(int(made["length"].sum()) for made in (examples, pairs, pieces, held_out))

@@ -6,7 +6,7 @@ import pytest
 from tilth.cluster.inline import InlineStore
 from tilth.data.documents import Corpus
 from tilth.data.tokenizer import Tokenizer
-from tilth.roles.documents import DocumentWorker
+from tilth.roles.loader import DocumentLoader
 
 TEXTS = ["ein Öl-Käfer\n" * 9, "two", "drei Bäume " * 20]
 
@@ -15,7 +15,7 @@ TEXTS = ["ein Öl-Käfer\n" * 9, "two", "drei Bäume " * 20]
 def worker(tmp_path):
     tokenizer = Tokenizer.train(TEXTS, 300)
     corpora = [Corpus.build(texts, tokenizer, 8, tmp_path) for texts in (["training only"], TEXTS)]
-    return DocumentWorker(*corpora, tokenizer, InlineStore())
+    return DocumentLoader(*corpora, tokenizer, InlineStore())
 
 
 def counting(worker, monkeypatch):

@@ -12,7 +12,7 @@ def trajectory(id, prompt, completion, text="", reward=None, finish="stop"):
     mask = np.array([0] * len(prompt) + [1] * len(completion), np.uint8)
     logprobs = np.where(mask, -0.5, 0.0).astype(np.float32)
     return Trajectory(
-        id=id, prompt=7, group=id // 2, tokens=tokens, loss_mask=mask, logprobs=logprobs,
+        id=id, prompt=7, group=id // 2, tokens=tokens, mask=mask, logprobs=logprobs,
         versions=[(len(prompt), 3)], reward=reward, finish=finish, text=text,
     )  # fmt: skip
 
@@ -39,14 +39,9 @@ def test_payload_is_what_the_engine_made(made):
     read = batch.read(store, "tokens", "mask", "rollout_logprobs", "text")
     for i, t in enumerate(some):
         assert np.array_equal(read["tokens"].row(i), t.tokens)
-        assert np.array_equal(read["mask"].row(i), t.loss_mask)
+        assert np.array_equal(read["mask"].row(i), t.mask)
         assert np.array_equal(read["rollout_logprobs"].row(i), t.logprobs)
     assert texts(read["text"]) == ["a", "bü"]
-
-
-def test_making_a_batch_fetches_nothing(made):
-    store, _, _ = made
-    assert store.fetched_bytes == 0
 
 
 def test_untouched_tokens_pass_whatever_the_order_of_rows(made):

@@ -14,6 +14,7 @@ from tilth.models.config import DecoderConfig
 from tilth.rl.judging import question, steps
 from tilth.roles.experience import to_batch
 from tilth.roles.judge import JUDGED_BY, VERDICT, JudgeWorker
+from tilth.roles.loader import PromptLoader
 from tilth.rollout.engine import Engine
 
 TOKENIZER = Tokenizer.characters("\n #+-0123456789=:?")
@@ -43,18 +44,22 @@ def trajectory(id, prompt, text):
     mask = np.ones(len(tokens), np.uint8)
     mask[0] = 0
     return Trajectory(
-        id=id, prompt=prompt, group=0, tokens=tokens, loss_mask=mask, logprobs=np.zeros(len(tokens), np.float32),
+        id=id, prompt=prompt, group=0, tokens=tokens, mask=mask, logprobs=np.zeros(len(tokens), np.float32),
         versions=[(1, 0)], finish="stop", text=text,
     )  # fmt: skip
 
 
 def written(store, *texts):
     """Solutions to the first prompts, with ids from 100."""
-    return to_batch([trajectory(100 + i, i, text) for i, text in enumerate(texts)], store)
+    return with_texts(store, to_batch([trajectory(100 + i, i, text) for i, text in enumerate(texts)], store))
+
+
+def with_texts(store, batch):
+    return PromptLoader(PROMPTS, make_template("", TOKENIZER), CONTEXT, store).texts(batch)
 
 
 def judge(store, engine, **section):
-    return JudgeWorker(engine, make_template("", TOKENIZER), PROMPTS, Judge(path="x", **section), store)
+    return JudgeWorker(engine, make_template("", TOKENIZER), Judge(path="x", **section), store)
 
 
 def verdicts(says, *texts, **section):
@@ -85,12 +90,12 @@ def test_what_it_cannot_be_asked_about_has_no_verdict_and_harms_no_other():
     strange = [trajectory(100 + i, i, "#1") for i in range(4)]
     texts = ["#0", "\u00e9#0", "1" * CONTEXT, " \n "]
     batch = to_batch([t.__class__(**{**vars_of(t), "text": text}) for t, text in zip(strange, texts)], store)
-    found = judge(store, engine).verdicts(batch)
+    found = judge(store, engine).verdicts(with_texts(store, batch))
     assert found[VERDICT][0] == 0 and np.isnan(found[VERDICT][1:]).all() and len(engine.asked) == 1
 
 
 def vars_of(t):
-    return {name: getattr(t, name) for name in ("id", "prompt", "group", "tokens", "loss_mask", "logprobs", "versions",
+    return {name: getattr(t, name) for name in ("id", "prompt", "group", "tokens", "mask", "logprobs", "versions",
                                                 "finish", "text")}  # fmt: skip
 
 

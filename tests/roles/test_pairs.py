@@ -20,7 +20,6 @@ from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
 from tilth.parallel.sharded import Sharded
 from tilth.roles import pairs
-from tilth.roles.pair_recorder import PairRecorderWorker
 from tilth.roles.pairs import PairError, PairPolicyWorker, PairTable, RewardModelWorker
 from tilth.roles.rating import PART, RatingWorker
 from tilth.roles.reference import ReferenceWorker
@@ -73,7 +72,7 @@ def reward_model(store, *, micro_tokens=4096, model=None):
 
 
 def batch_of(store, indices=(0, 1, 2)):
-    return PairRecorderWorker(PROMPTS, small.TEMPLATE, small.CONTEXT, store).pairs(list(indices))
+    return small.loader(store, PROMPTS).pairs(list(indices))
 
 
 def referred(batch, store, seed=2):
@@ -139,7 +138,7 @@ def formula(how, w, lo, rw, rl_, nw, nl, margin):
 # ---- the batch ----
 
 
-def test_the_recorder_puts_both_answers_of_each_pair():
+def test_the_loader_puts_both_answers_of_each_pair():
     store = InlineStore()
     batch = batch_of(store, (0, 2, 0))
     assert batch["pair"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4] and batch["side"].tolist() == [1, 0] * 5

@@ -19,7 +19,6 @@ from tilth.rl.metrics import Metric
 from tilth.roles import policy as roles_policy
 from tilth.roles.objective import Objective
 from tilth.roles.policy import PolicyWorker
-from tilth.roles.recorder import RecorderWorker
 from tilth.roles.reference import ReferenceWorker
 from tilth.roles.shares import WEIGHT, alone, check_weight, gather_data_ranks
 from tilth.training.engine import TrainEngine
@@ -313,7 +312,7 @@ def test_log_probs_of_policy_and_samples_are_compared_where_tokens_were_chosen(w
 
 
 def test_imitation_is_the_mean_negative_log_likelihood_of_the_answers(worker):
-    examples = RecorderWorker(small.PROMPTS, small.TEMPLATE, small.CONTEXT, worker.store).examples([3, 50, 99])
+    examples = small.loader(worker.store).examples([3, 50, 99])
     tokens, mask = column(worker, examples, "tokens"), column(worker, examples, "mask").values
     expected = -(dense_logprobs(worker.engine.model, tokens) * mask).sum() / mask.sum()
     first = worker.imitate(examples)

@@ -55,7 +55,7 @@ def tokens_by_id(store, batch):
 
 def test_answers_come_in_the_order_in_which_they_were_asked(made):
     store, worker, _ = made
-    asked = ask([3, 77, 12, 50, 9], 3, 30).select(np.random.default_rng(0).permutation(15))
+    asked = small.asked(worker.store, [3, 77, 12, 50, 9], 3, 30).select(np.random.default_rng(0).permutation(15))
     batch = worker.generate(asked)
     for name in ("id", "group", "prompt"):
         assert np.array_equal(batch[name], asked[name])
@@ -68,7 +68,7 @@ def test_answers_come_in_the_order_in_which_they_were_asked(made):
 
 def test_a_sample_depends_on_its_id_and_not_on_its_company(made):
     store, worker, _ = made
-    asked = ask([3, 77, 12], 4, 0)
+    asked = small.asked(worker.store, [3, 77, 12], 4, 0)
     whole = tokens_by_id(store, worker.generate(asked))
     alone = {}
     for row in range(len(asked)):
@@ -78,13 +78,13 @@ def test_a_sample_depends_on_its_id_and_not_on_its_company(made):
 
 def test_greedy_answers_of_a_prompt_are_the_same_whatever_their_ids(made):
     store, worker, _ = made
-    batch = worker.generate(ask([3], 4, 100), greedy=True)
+    batch = worker.generate(small.asked(worker.store, [3], 4, 100), greedy=True)
     assert len({tuple(t) for t in tokens_by_id(store, batch).values()}) == 1
 
 
 def test_text_is_the_completion_decoded(made):
     store, worker, _ = made
-    batch = worker.generate(ask([3, 4], 2, 0))
+    batch = worker.generate(small.asked(worker.store, [3, 4], 2, 0))
     read = batch.read(store, "tokens", "mask", "text")
     for row, text in enumerate(texts(read["text"])):
         chosen = read["tokens"].row(row)[read["mask"].row(row) == 1]
@@ -96,7 +96,7 @@ def test_stop_strings_and_limits_of_the_recipe_are_obeyed():
     store = InlineStore()
     worker = small.rollout(store, max_tokens=2, stop=("1",))
     worker.receive(small.policy(store).weights(), 0)
-    batch = worker.generate(ask(list(range(20)), 4, 0))
+    batch = worker.generate(small.asked(worker.store, list(range(20)), 4, 0))
     assert batch["completion"].max() == 2
     assert not any("1" in text for text in texts(batch.read(store, "text")["text"]))
 
@@ -140,7 +140,7 @@ def test_later_weights_replace_earlier_ones_and_stamp_what_is_said():
     worker.receive(first.weights(), 1)
     worker.receive(second.weights(), 2)
     assert small.checksums(worker.live()) == small.checksums(second.weights()) != small.checksums(first.weights())
-    assert set(worker.generate(ask([1], 2, 0))["version"]) == {2}
+    assert set(worker.generate(small.asked(worker.store, [1], 2, 0))["version"]) == {2}
     assert worker.compile_seconds() == 0
 
 

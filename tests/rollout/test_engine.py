@@ -36,7 +36,7 @@ def check(found, requests=REQUESTS, wanted=None):
         n = len(request.prompt)
         assert (t.id, t.group, t.prompt) == (request.id, request.group, request.prompt_index)
         assert t.tokens.tolist() == tokens
-        assert t.loss_mask.tolist() == [0] * n + [1] * (len(tokens) - n)
+        assert t.mask.tolist() == [0] * n + [1] * (len(tokens) - n)
         np.testing.assert_allclose(t.logprobs[n:], raw, atol=2e-5)
         assert not t.logprobs[:n].any()
         assert (t.sampling_logprobs is not None) == request.params.filtered

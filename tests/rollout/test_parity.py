@@ -32,7 +32,7 @@ def trained(model, found, parity):
     trainer = Decoder(model.config, model.dtype)
     trainer.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
     ids = torch.from_numpy(np.concatenate([t.tokens for t in found]))
-    chosen = torch.from_numpy(np.flatnonzero(np.concatenate([t.loss_mask for t in found])))
+    chosen = torch.from_numpy(np.flatnonzero(np.concatenate([t.mask for t in found])))
     hidden = trainer(ids, PackedContext([len(t.tokens) for t in found], parity=parity))
     logprobs, _ = token_logprobs(hidden[chosen - 1], trainer.head_weight, ids[chosen], temperature=TEMPERATURE)
     assert logprobs.requires_grad
@@ -40,7 +40,7 @@ def trained(model, found, parity):
 
 
 def said(found):
-    return np.concatenate([t.logprobs[t.loss_mask > 0] for t in found])
+    return np.concatenate([t.logprobs[t.mask > 0] for t in found])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -30,7 +30,7 @@ def test_what_is_seen_is_a_beginning_of_the_result_and_changes_nothing(options):
     found, seen = watched(make_engine(MODEL, **options), requests)
     for plain, looked, parts in zip(expected, found, seen.values()):
         assert np.array_equal(plain.tokens, looked.tokens) and np.array_equal(plain.logprobs, looked.logprobs)
-        completion = looked.tokens[looked.loss_mask == 1]
+        completion = looked.tokens[looked.mask == 1]
         assert all(np.array_equal(p, completion[: len(p)]) for p in parts)
         assert [len(p) for p in parts] == sorted(len(p) for p in parts)
     assert max(len(p) for parts in seen.values() for p in parts) == LONG.max_tokens - 1

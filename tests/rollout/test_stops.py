@@ -187,7 +187,7 @@ def test_a_stop_string_that_is_a_special_token_ends_as_that_stop_token_does(opti
     )
     for one, other in zip(by_string, by_token):
         assert (one.tokens.tolist(), one.finish, one.text) == (other.tokens.tolist(), other.finish, other.text)
-        assert np.array_equal(one.logprobs, other.logprobs) and np.array_equal(one.loss_mask, other.loss_mask)
+        assert np.array_equal(one.logprobs, other.logprobs) and np.array_equal(one.mask, other.mask)
     assert {t.finish for t in by_string} == {"stop", "length"}
 
 

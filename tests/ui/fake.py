@@ -52,7 +52,7 @@ def fake_run(root: Path, *, warmup=180, steps=400, seed=0, end="finished", missi
             warm = step <= warmup
             record = _warm(step, warmup, rng) if warm else _grpo(step - warmup, steps, rng)
             if not warm:
-                run.add_trajectories(_rows(step, record["skill"], tokenizer, rng, hostile, missing))
+                run.trajectories.add(_rows(step, record["skill"], tokenizer, rng, hostile, missing))
                 record["reward/missing"] = float(missing)
                 if missing:
                     lost = {"value": None, "status": "timeout", "reason": "took longer than 10 s"}

@@ -62,7 +62,7 @@ def test_every_declared_metric_has_a_name_of_its_own_that_prometheus_takes():
     [
         ("accuracy/heldout", "tilth_accuracy_heldout"),
         ("memory/rss", "tilth_memory_rss_bytes"),
-        ("bytes/fetched", "tilth_bytes_fetched"),
+        ("bytes/sent/*", "tilth_bytes_sent"),
         ("save/seconds", "tilth_save_seconds"),
         ("time/*", "tilth_time_seconds"),
         ("correction/rejected", "tilth_correction_rejected"),

@@ -157,7 +157,7 @@ def test_long_completions_are_cut(tmp_path):
         n = 20_000
         row = {"step": 1, "id": 0, "group": 0, "prompt_text": "x" * n, "text": "y" * n, "tokens": [1] * n,
                "prompt_length": 10, "logprobs": [-0.1] * n, "finish": "length", "reward": 0.5}  # fmt: skip
-        run.add_trajectories(pa.Table.from_pylist([row | {"id": i, "group": i // 8} for i in range(64)]))
+        run.trajectories.add(pa.Table.from_pylist([row | {"id": i, "group": i // 8} for i in range(64)]))
         run.commit_step({"step": 1, "phase": "grpo", "reward/mean": 0.5})
         run.flush()
         text = write_report(run.path).read_text()

@@ -141,7 +141,7 @@ class Conversation:
     def keep(self, text: str, said: Trajectory) -> None:
         """The user said this and the model that. Without a template an end token would part what is put together."""
         ids = said.tokens.tolist()
-        if self.plain and ids[-1] in self.template.stops and said.loss_mask[-1]:
+        if self.plain and ids[-1] in self.template.stops and said.mask[-1]:
             ids.pop()
         self.ids = ids
         self._messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said.text}]

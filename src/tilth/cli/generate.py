@@ -67,14 +67,14 @@ def complete(model: str, prompt: str, wish: Wish) -> tuple[list[Trajectory], Tok
 
 def pairs(trajectory: Trajectory, tokenizer: Tokenizer) -> list[tuple[str, float]]:
     """Each chosen token as text, with its log-prob (nats) at the sampling temperature."""
-    chosen = trajectory.loss_mask.astype(bool)
+    chosen = trajectory.mask.astype(bool)
     texts = [tokenizer.decode([token], special=True) for token in trajectory.tokens[chosen]]
     return list(zip(texts, trajectory.logprobs[chosen].tolist()))
 
 
 def as_object(trajectory: Trajectory, tokenizer: Tokenizer, *, logprobs: bool) -> dict[str, Any]:
     """A completion as plain data."""
-    ids = trajectory.tokens[trajectory.loss_mask.astype(bool)].tolist()
+    ids = trajectory.tokens[trajectory.mask.astype(bool)].tolist()
     found: dict[str, Any] = {"text": trajectory.text, "finish": trajectory.finish, "tokens": ids}
     if logprobs:
         found["logprobs"] = [logprob for _, logprob in pairs(trajectory, tokenizer)]

@@ -1,7 +1,7 @@
 """A cluster: workers of one backend, the roles on them, their payload store."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,11 +11,11 @@ from tilth.cluster.dispatch import ABORT, Dispatch, FailurePolicy
 from tilth.cluster.fleet import Call, Fleet, Packed
 from tilth.cluster.group import WorkerGroup, call_numbers
 from tilth.cluster.inline import InlineFleet
+from tilth.cluster.leases import LeasedStore
 from tilth.cluster.protocol import Divide
 from tilth.cluster.room import patience
 from tilth.cluster.totals import together
-from tilth.core.batch import Handle, Ragged, Store
-from tilth.core.errors import RecipeError
+from tilth.core.errors import PayloadLeak, RecipeError
 from tilth.core.layout import Mesh
 from tilth.trace.capture import Captured
 from tilth.trace.collector import collector
@@ -36,7 +36,7 @@ class Cluster:
         self.fleet = fleet
         self.workers = fleet.workers
         self.dispatch = Dispatch(fleet, timeout, policy)
-        self.store: Store = SettledStore(fleet.store, self.dispatch)
+        self.store = LeasedStore(fleet.store, self.dispatch)
         self._open = True
         self._clocks: Clocks | None = None
 
@@ -121,6 +121,11 @@ class Cluster:
         """``recorder.totals()`` of the controller and all workers: where the time since the last call of this went."""
         return together(recorder.totals(), self.dispatch.totals.take())
 
+    def traffic(self) -> dict[tuple[str, str], int]:
+        """Bytes between controller and workers since the last call of this, by (operation, "sent" or "received"): of
+        every call and answer, and of payload that the controller itself puts or reads."""
+        return self.dispatch.traffic.take()
+
     def compare_clocks(self) -> None:
         """See how the workers' clocks stand, if it is time for it and they are idle. Where a worker is lost raises what
         any call would: call it when the step before is committed."""
@@ -129,8 +134,8 @@ class Cluster:
 
     def close(self) -> list[str]:
         """Wait for outstanding calls, let the roles close, end the workers; answers what of their traces could not be
-        written, a line for each. Raises what failed in a call that nobody waited for; the processes are gone even then.
-        Twice is fine."""
+        written, a line for each. Raises what failed in a call that nobody waited for, and PayloadLeak where payload is
+        still held; the processes are gone even then. Twice is fine."""
         if not self._open:
             return []
         self._open = False
@@ -141,6 +146,7 @@ class Cluster:
                     self._clocks.end()
                 end = Call("", "end")
                 replies = self.dispatch.wait([self.dispatch.submit(rank, end) for rank in range(self.workers)])
+                self.store.check_released()
                 return [f"rank {rank}: {reply.value}" for rank, reply in enumerate(replies) if reply.value]
             return []
         finally:
@@ -157,8 +163,11 @@ class Cluster:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is None or isinstance(self.fleet, InlineFleet):
+        if error is None:
             self.close()
+        elif isinstance(self.fleet, InlineFleet):
+            with suppress(PayloadLeak):  # the error says why
+                self.close()
         else:
             self._leave()
 
@@ -172,52 +181,6 @@ class Cluster:
             kill = not self.dispatch.end(LEAVE)
         finally:  # an interrupt while they end kills them
             self._end(kill)
-
-
-class SettledStore:
-    """The store as the controller sees it: a scope ends when the calls that were made inside it are over."""
-
-    def __init__(self, store: Store, dispatch: Dispatch) -> None:
-        self._store = store
-        self._dispatch = dispatch
-
-    @property
-    def fetched_bytes(self) -> int:
-        """Bytes of payload that came to the controller."""
-        return self._store.fetched_bytes
-
-    @fetched_bytes.setter
-    def fetched_bytes(self, value: int) -> None:
-        self._store.fetched_bytes = value
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of payload held now."""
-        return self._store.nbytes  # type: ignore[attr-defined, no-any-return]
-
-    def put(self, column: str, data: Ragged) -> Handle:
-        """Keep a column; the handle is its only name."""
-        return self._store.put(column, data)
-
-    def get(self, handle: Handle) -> Ragged:
-        """A column as it was put, not counted."""
-        return self._store.get(handle)
-
-    def fetch(self, handle: Handle) -> Ragged:
-        """The same, counted in ``fetched_bytes``."""
-        return self._store.fetch(handle)
-
-    def free(self, handle: Handle) -> None:
-        """Forget a column; freeing twice is an error (KeyError)."""
-        self._store.free(handle)
-
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Free at the end of the block what anyone put inside it; waits for the calls in flight first, unless the block
-        raises."""
-        with self._store.scope():
-            yield
-            self._dispatch.drain()
 
 
 def open_cluster(

@@ -15,7 +15,8 @@ from typing import NoReturn, Protocol
 
 from tilth.cluster.fleet import Call, Fleet, Probe, Reply
 from tilth.cluster.report import absence_report, absent, timeout_report
-from tilth.cluster.totals import Totals
+from tilth.cluster.totals import Totals, Traffic
+from tilth.core.batch import Lease
 from tilth.core.errors import CallTimeout, TilthError, WorkerError, WorkerLost
 from tilth.trace.spans import in_phase
 
@@ -52,6 +53,8 @@ class Flight:
     future: Future[Reply]
     covered: bool
     """Whether it was made inside a phase of the step."""
+    leases: tuple[Lease, ...] = ()
+    """Those that it reads from or puts under."""
     landed: bool = False
 
 
@@ -64,6 +67,9 @@ class Dispatch:
         self.timeout = timeout
         self.policy = policy
         self.totals = Totals(fleet.workers)
+        self.traffic = Traffic()
+        self.lease: Lease | None = None
+        """That of calls that are made now."""
         self.failed: BaseException | None = None
         self._changed = threading.Condition()
         self._flying: list[deque[Flight]] = [deque() for _ in range(fleet.workers)]
@@ -72,12 +78,12 @@ class Dispatch:
         self._waited: dict[int, tuple[Call, WorkerError]] = {}
         """By rank, what failed because another rank did not come."""
 
-    def submit(self, rank: int, call: Call) -> Flight:
+    def submit(self, rank: int, call: Call, leases: tuple[Lease, ...] = ()) -> Flight:
         """Send a call to one worker. Raises what failed before, if anything did."""
         if self.failed is not None:
             raise self.failed
         try:
-            flight = Flight(rank, call, self.fleet.submit(rank, call), in_phase())
+            flight = Flight(rank, call, self.fleet.submit(rank, call), in_phase(), leases)
         except TimeoutError:
             self._give_up(self._timeout_error([(rank, call)]))
         with self._changed:
@@ -99,7 +105,9 @@ class Dispatch:
                     self._waited[flight.rank] = flight.call, error
             self._changed.notify_all()
         if error is None:
-            self.totals.add(flight.rank, future.result().sums, flight.call.answer, flight.covered)
+            reply = future.result()
+            self.traffic.add(flight.call.operation, reply.sent, reply.received)
+            self.totals.add(flight.rank, reply.sums, flight.call.answer, flight.covered)
 
     def wait(self, flights: Sequence[Flight]) -> list[Reply]:
         """The replies, when all have come. On a failure of any worker, or when one exceeds its limit: does what the
@@ -126,11 +134,11 @@ class Dispatch:
         with self._changed:
             return self.failed is None and not self._failures and not any(self._flying)
 
-    def drain(self) -> None:
-        """Wait for all calls that nobody waited for."""
+    def drain(self, lease: Lease | None = None) -> None:
+        """Wait for all calls that nobody waited for: those that need a lease, or all."""
         with self._changed:
             flights = [flight for queue in self._flying for flight in queue]
-        self.wait(flights)
+        self.wait([flight for flight in flights if lease is None or lease in flight.leases])
 
     def end(self, seconds: float) -> bool:
         """Let the roles of idle workers close. False, and no error, if a call has failed or is in flight, or if not all

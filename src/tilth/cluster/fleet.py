@@ -1,5 +1,6 @@
 """What a backend is: a number of workers that take calls in order, and a store."""
 
+import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ class Call:
     """The controller's step that it belongs to, for the trace; -1: none."""
     number: int = -1
     """Which call of the controller it is part of: the same in the traces of both sides; -1: of the cluster's own."""
+    lease: str = ""
+    """That of the payload that is put while it is executed; "": none."""
     least: float = 0.0
     """Seconds that it may take even where ``cluster.timeout`` is less."""
     generation: int = 0
@@ -40,6 +43,11 @@ class Call:
             return f"{self.role}.{self.method}"
         return f"{self.method} {self.args[0]}" if self.method in OF_ROLES else self.method
 
+    @property
+    def operation(self) -> str:
+        """Name under which its bytes are counted: "policy.update", "policy.create", "cluster.clock"."""
+        return f"{role_of(self) or 'cluster'}.{self.method}"
+
 
 class Reply(NamedTuple):
     """The answer of a worker: the value, and the sums of the spans that ended during the call."""
@@ -47,6 +55,10 @@ class Reply(NamedTuple):
     value: Any
     sums: dict[str, list[float]]
     """As ``recorder.rows`` gives them."""
+    sent: int = 0
+    """Bytes of the call as it travelled to the worker; the backend notes them when the answer is there."""
+    received: int = 0
+    """Bytes of the answer."""
 
 
 class Failure(NamedTuple):
@@ -70,6 +82,18 @@ class Failure(NamedTuple):
             error.role = role_of(call)
         error.add_note(f"in the worker:\n{self.traceback}")
         return error
+
+
+def settle(future: "Future[Reply]", call: Call, rank: int, sent: int, data: bytes) -> None:
+    """Complete a call of ``sent`` bytes with its answer, a pickled Reply or Failure."""
+    try:
+        answer = pickle.loads(data)
+    except Exception as error:  # noqa: BLE001 - whatever an answer's class raises; the caller is told
+        answer = WorkerError(f"{place_of(call, rank)}: its answer cannot be read here: {error}")
+    if isinstance(answer, Reply):
+        future.set_result(answer._replace(sent=sent, received=len(data)))
+    else:
+        future.set_exception(answer if isinstance(answer, TilthError) else answer.error(call, rank))
 
 
 def role_of(call: Call) -> str:

@@ -11,6 +11,7 @@ from tilth.cluster.fleet import Call
 from tilth.cluster.inline import InlineFleet
 from tilth.cluster.lazy import LazyBatch, LazyMap, resolved
 from tilth.cluster.protocol import Deal, Divide, Transfer, deal, evenly, gather
+from tilth.core.batch import Batch, Lease
 from tilth.core.errors import StaleGeneration
 from tilth.core.layout import Mesh
 from tilth.trace.spans import current_step, span
@@ -59,34 +60,40 @@ class WorkerGroup:
     def _call(self, method: str, how: Transfer, /, *args: Any, **kwargs: Any) -> Any:
         plain = [resolved(a) for a in args], {k: resolved(a) for k, a in kwargs.items()}
         dealt = deal(how, self.mesh, self._divide, *plain)
-        flights = self._send(method, dealt)
+        given = [lease for a in (*args, *kwargs.values()) if isinstance(a, Batch) for lease in a.leases]
+        leases = tuple(dict.fromkeys([*given, *filter(None, [self._dispatch.lease])]))
+        flights = self._send(method, dealt, leases)
+        resolve = partial(self._gather, how, dealt, flights, leases)
         if how.gather in ("first", "all") or self._inline:
-            return self._gather(how, dealt, flights)
-        resolve = partial(self._gather, how, dealt, flights)
-        return LazyBatch(resolve) if how.gather == "rows" else LazyMap(resolve)
+            return resolve()
+        return LazyBatch(resolve, leases) if how.gather == "rows" else LazyMap(resolve)
 
-    def _send(self, method: str, dealt: Deal) -> list[Flight]:
+    def _send(self, method: str, dealt: Deal, leases: tuple[Lease, ...]) -> list[Flight]:
         """Ranks with the same arguments share one Call, which a backend then has to encode only once."""
         calls: dict[tuple[int, bool], Call] = {}
-        at = current_step(), next(call_numbers)
+        put = self._dispatch.lease
+        at = current_step(), next(call_numbers), "" if put is None else put.key
         for arguments, answer in zip(dealt.arguments, dealt.answers):
             key = id(arguments), answer
             given = arguments.args, arguments.kwargs, answer
             calls.setdefault(key, Call(self.role, method, *given, *at, generation=self.generation))
         keys = zip(map(id, dealt.arguments), dealt.answers)
         with self._traced("submit", at[1], method):
-            return [self._dispatch.submit(rank, calls[key]) for rank, key in zip(self.mesh.ranks, keys)]
+            return [self._dispatch.submit(rank, calls[key], leases) for rank, key in zip(self.mesh.ranks, keys)]
 
-    def _gather(self, how: Transfer, dealt: Deal, flights: list[Flight]) -> Any:
+    def _gather(self, how: Transfer, dealt: Deal, flights: list[Flight], leases: tuple[Lease, ...]) -> Any:
         call = flights[0].call
         if call.generation != self.generation:
             raise StaleGeneration(
                 f"role {self.role}, {call.method}: an answer of generation {call.generation}, and the role was made "
                 f"again since: it is at {self.generation}"
             )
-        with self._traced("await", call.number, call.method):
+        with self._traced("await", call.number, call.method) as spent:
             replies = self._dispatch.wait(flights)
-        return gather(how, dealt, [reply.value for reply in replies])
+            if spent is not None:
+                spent.set(bytes=sum(reply.sent + reply.received for reply in replies))
+        found = gather(how, dealt, [reply.value for reply in replies])
+        return Batch(found.rows, found.payload, leases) if isinstance(found, Batch) else found
 
     def _traced(self, op: str, number: int, method: str) -> AbstractContextManager[Any]:
         """A span of the controller's side. Inline there is one side only, and its span is that of the call."""

@@ -60,6 +60,7 @@ class Host:
     def handle(self, call: Call) -> Reply:
         """Execute a call. What it raises goes up as it is, but for memory that cannot be had: OutOfMemory."""
         self._mark(call.name)
+        self.store.lease = call.lease
         try:
             value = self._run(call)
         except (MemoryError, RuntimeError, OSError) as error:

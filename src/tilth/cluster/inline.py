@@ -1,57 +1,71 @@
 """The ``inline`` backend: one worker in this process, plain calls, breakpoints work."""
 
 import os
-from collections.abc import Iterator
+import pickle
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import suppress
+from itertools import count
 
-from tilth.cluster.fleet import Call, Probe, Reply
+import cloudpickle
+
+from tilth.cluster.fleet import Call, Packed, Probe, Reply
 from tilth.cluster.host import Host
 from tilth.core.batch import Handle, Ragged
 
 
 class InlineStore:
-    """Payload in a dictionary of this process. What the controller fetches is counted all the same."""
+    """Payload in a dictionary of this process."""
 
     def __init__(self) -> None:
+        self.lease = ""
         self._columns: dict[str, Ragged] = {}
-        self._next = 0
-        self.fetched_bytes = 0
+        self._numbers = count()
 
     def put(self, column: str, data: Ragged) -> Handle:
         """Keep a column under a new key."""
-        key = f"{column}-{self._next}"
-        self._next += 1
-        self._columns[key] = data
-        return Handle(key, data.values.nbytes + data.offsets.nbytes)
+        handle = Handle(f"{self.lease}~{column}-{next(self._numbers)}", data.values.nbytes + data.offsets.nbytes)
+        self._columns[handle.key] = data
+        return handle
 
     def get(self, handle: Handle) -> Ragged:
-        """A worker's read."""
+        """A column as it was put."""
         return self._columns[handle.key]
 
-    def fetch(self, handle: Handle) -> Ragged:
-        """The controller's read."""
-        self.fetched_bytes += handle.nbytes
-        return self._columns[handle.key]
+    def release(self, lease: str) -> None:
+        """Forget everything that was put under a lease."""
+        for key in [key for key in self._columns if key.startswith(f"{lease}~")]:
+            del self._columns[key]
 
-    def free(self, handle: Handle) -> None:
-        """Forget a column; KeyError if it is not there (any more)."""
-        del self._columns[handle.key]
+    def held(self) -> dict[str, int]:
+        """Key -> bytes of all columns that are held now."""
+        return {key: column.values.nbytes + column.offsets.nbytes for key, column in self._columns.items()}
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Free at the end of the block everything that was put inside it and not freed yet."""
-        before = set(self._columns)
-        try:
-            yield
-        finally:
-            for key in set(self._columns) - before:
-                del self._columns[key]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of payload held now."""
-        return sum(r.values.nbytes + r.offsets.nbytes for r in self._columns.values())
+class _Counted:
+    """A file that only counts what is written to it."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def write(self, data: bytes) -> int:
+        self.nbytes += len(data)
+        return len(data)
+
+    def buffer(self, buffer: pickle.PickleBuffer) -> None:
+        self.nbytes += buffer.raw().nbytes
+
+
+def pickled_size(message: Call | Reply) -> int:
+    """Bytes of a message as the other backends send it, to within a few for each array; no array is copied.
+
+    What cannot be pickled (inline it need not be) counts as far as it could be written.
+    """
+    counted = _Counted()
+    kwargs = [a.kwargs for a in message.args if isinstance(a, Packed)] if isinstance(message, Call) else []
+    pickler = cloudpickle.Pickler if kwargs else pickle.Pickler
+    with suppress(pickle.PicklingError, TypeError, AttributeError, ValueError):
+        pickler(counted, 5, buffer_callback=counted.buffer).dump(kwargs or message)
+    return counted.nbytes
 
 
 class InlineFleet:
@@ -64,9 +78,11 @@ class InlineFleet:
         self.host = Host(0, 1, self.store, timeout=timeout, alone=True)
 
     def submit(self, rank: int, call: Call) -> Future[Reply]:
-        """Run it now."""
+        """Run it now. Nothing travels; the bytes are those that another backend would send."""
         future: Future[Reply] = Future()
-        future.set_result(self.host.handle(call))
+        sent = pickled_size(call)
+        reply = self.host.handle(call)
+        future.set_result(reply._replace(sent=sent, received=pickled_size(reply)))
         return future
 
     def probe(self, rank: int) -> Probe:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tilth.core.batch import Batch, Column
+from tilth.core.batch import Batch, Column, Lease
 
 
 class LazyBatch(Batch):
@@ -14,8 +14,9 @@ class LazyBatch(Batch):
     Reading raises what went wrong in the call: a TilthError with role, rank and method in front.
     """
 
-    def __init__(self, resolve: Callable[[], Batch]) -> None:
+    def __init__(self, resolve: Callable[[], Batch], leases: tuple[Lease, ...] = ()) -> None:
         self._resolve: Callable[[], Batch] | None = resolve
+        self.leases = leases
         self._batch: Batch
 
     def wait(self) -> Batch:
@@ -41,9 +42,6 @@ class LazyBatch(Batch):
 
     def __repr__(self) -> str:
         return repr(self._batch) if self._resolve is None else "LazyBatch(not resolved)"
-
-    def __reduce__(self) -> tuple[type[Batch], tuple[Any, ...]]:
-        return Batch, (self.rows, self.payload)
 
 
 class LazyMap(Mapping[Any, Any]):

@@ -1,7 +1,6 @@
 """The controller's end of the connection to one worker process."""
 
 import os
-import pickle
 import select
 import socket
 import threading
@@ -11,8 +10,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from tilth.cluster.fleet import Call, Reply, place_of
-from tilth.core.errors import TilthError, WorkerError, WorkerLost
+from tilth.cluster.fleet import Call, Reply, place_of, settle
+from tilth.core.errors import WorkerLost
 
 
 class Link:
@@ -23,12 +22,10 @@ class Link:
 
     def __init__(self, rank: int, pid: int, connection: Connection, ending: Callable[[], str]) -> None:
         self.rank, self.pid = rank, pid
-        self.sent_bytes = 0
-        self.received_bytes = 0
         self._connection = connection
         self._ending = ending
         self._lock = threading.Lock()
-        self._pending: deque[tuple[Call, Future[Reply]]] = deque()
+        self._pending: deque[tuple[Call, int, Future[Reply]]] = deque()
         self._lost = ""
         self._reader = threading.Thread(target=self._read, name=f"worker-{rank}", daemon=True)
         self._reader.start()
@@ -40,10 +37,9 @@ class Link:
             if self._lost:
                 future.set_exception(WorkerLost(f"{place_of(call, self.rank)}: {self._lost}"))
                 return future
-            self._pending.append((call, future))
+            self._pending.append((call, len(data), future))
             try:
                 self._connection.send_bytes(data)
-                self.sent_bytes += len(data)
             except BlockingIOError:
                 raise TimeoutError(f"worker {self.rank} takes no message") from None
             except OSError:  # it is gone: the reader will say how, and fail what is pending
@@ -59,30 +55,18 @@ class Link:
         with suppress(EOFError, OSError):  # the end of the connection is the end of the worker
             while self._connection.fileno() in dict(ready.poll()) or self._connection.poll():
                 data = self._connection.recv_bytes()
-                self.received_bytes += len(data)
-                self._complete(data)
+                call, sent, future = self._pending.popleft()
+                settle(future, call, self.rank, sent, data)
         if process is not None:
             os.close(process)
         self._fail_pending()
-
-    def _complete(self, data: bytes) -> None:
-        call, future = self._pending[0]
-        try:
-            answer = pickle.loads(data)
-        except Exception as error:  # noqa: BLE001 - whatever an answer's class raises; the caller is told
-            answer = WorkerError(f"{place_of(call, self.rank)}: its answer cannot be read here: {error}")
-        self._pending.popleft()
-        if isinstance(answer, Reply):
-            future.set_result(answer)
-        else:
-            future.set_exception(answer if isinstance(answer, TilthError) else answer.error(call, self.rank))
 
     def _fail_pending(self) -> None:
         lost = self._ending()
         with self._lock:
             self._lost = lost
             pending, self._pending = list(self._pending), deque()
-        for call, future in pending:
+        for call, _, future in pending:
             future.set_exception(WorkerLost(f"{place_of(call, self.rank)}: {lost}"))
 
     def close(self) -> None:

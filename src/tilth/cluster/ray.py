@@ -18,10 +18,10 @@ from functools import partial
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from tilth.cluster.fleet import Call, Probe, Reply, place_of
+from tilth.cluster.fleet import Call, Probe, Reply, place_of, settle
 from tilth.cluster.ray_actors import Machine, RayStore, Worker
 from tilth.cluster.room import check_room, patience
-from tilth.core.errors import RecipeError, TilthError, WorkerError, WorkerLost
+from tilth.core.errors import RecipeError, WorkerError, WorkerLost
 
 START = 120.0
 """Seconds in which all workers must run, on a machine at rest (``patience``)."""
@@ -60,7 +60,7 @@ class RayFleet:
         self._machines: list[Any] = []
         self._actors: list[Any] = []
         self._pids: list[int] = []
-        self._encoded: tuple[Call | None, Any] = None, b""
+        self._encoded: tuple[Call | None, int, Any] = None, 0, b""
         self._closed = False
         self._started = connect(self._ray, workers, address)
         try:
@@ -126,27 +126,21 @@ class RayFleet:
         """Send a call. The same Call for several ranks, one after the other, is encoded once."""
         if self._encoded[0] is not call:
             data = pickle.dumps(call, protocol=5)
-            self._encoded = call, self._ray.put(data) if len(data) > INLINE else data
+            self._encoded = call, len(data), self._ray.put(data) if len(data) > INLINE else data
         future: Future[Reply] = Future()
-        answer = self._actors[rank].answer.remote(self._encoded[1]).future()
-        answer.add_done_callback(partial(self._land, rank, call, future))
+        _, sent, message = self._encoded
+        answer = self._actors[rank].answer.remote(message).future()
+        answer.add_done_callback(partial(self._land, rank, call, sent, future))
         return future
 
-    def _land(self, rank: int, call: Call, future: Future[Reply], answer: Future[bytes]) -> None:
+    def _land(self, rank: int, call: Call, sent: int, future: Future[Reply], answer: Future[bytes]) -> None:
         """Runs in Ray's own thread, which must not wait for Ray: a death is looked into by another one."""
         error = answer.exception()
         if error is not None:
             look = threading.Thread(target=self._fail, args=(rank, call, future, error), daemon=True)
             look.start()
             return
-        try:
-            found = pickle.loads(answer.result())
-        except Exception as unread:  # noqa: BLE001 - whatever an answer's class raises; the caller is told
-            found = WorkerError(f"{place_of(call, rank)}: its answer cannot be read here: {unread}")
-        if isinstance(found, Reply):
-            future.set_result(found)
-        else:
-            future.set_exception(found if isinstance(found, TilthError) else found.error(call, rank))
+        settle(future, call, rank, sent, answer.result())
 
     def _fail(self, rank: int, call: Call, future: Future[Reply], error: BaseException) -> None:
         where = place_of(call, rank)

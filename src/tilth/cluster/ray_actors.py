@@ -7,8 +7,7 @@ import os
 import pickle
 import socket
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -42,8 +41,7 @@ class Machine:
         self._folder = Folder.create()
         self._watch = Watch(self._folder, workers)
         self._lock = threading.Lock()
-        self._columns: dict[str, tuple[int, Any, int]] = {}  # number, reference, bytes
-        self._numbers = count()
+        self._columns: dict[str, tuple[Any, int]] = {}  # reference, bytes
 
     def folder(self) -> str:
         """Path of the private folder, on this machine only."""
@@ -61,32 +59,22 @@ class Machine:
 
         reference = ray.put(column)
         with self._lock:
-            self._columns[key] = next(self._numbers), reference, nbytes
+            self._columns[key] = reference, nbytes
 
     def find(self, key: str) -> list[Any]:
         """[the reference to a column], or [] if it is not there (any more)."""
         with self._lock:
-            return [self._columns[key][1]] if key in self._columns else []
+            return [self._columns[key][0]] if key in self._columns else []
 
-    def drop(self, key: str) -> bool:
-        """Forget a column; False if it is not there (any more)."""
+    def release(self, prefix: str) -> None:
+        """Forget every column whose key begins so."""
         with self._lock:
-            return self._columns.pop(key, None) is not None
+            self._columns = {k: column for k, column in self._columns.items() if not k.startswith(prefix)}
 
-    def now(self) -> int:
-        """The number of the next column: where a scope begins."""
+    def held(self) -> dict[str, int]:
+        """Key -> bytes of the columns here."""
         with self._lock:
-            return next(self._numbers)
-
-    def drop_since(self, number: int) -> None:
-        """Forget every column with this number or a higher one."""
-        with self._lock:
-            self._columns = {key: column for key, column in self._columns.items() if column[0] < number}
-
-    def held(self) -> int:
-        """Bytes of the columns here."""
-        with self._lock:
-            return sum(nbytes for _, _, nbytes in self._columns.values())
+            return {key: nbytes for key, (_, nbytes) in self._columns.items()}
 
     def probe(self, rank: int, pid: int) -> Probe:
         """Look at a worker of this machine; takes at most about a second."""
@@ -166,7 +154,7 @@ class RayStore:
     """
 
     def __init__(self, machines: Sequence[Any], home: int, writer: str) -> None:
-        self.fetched_bytes = 0
+        self.lease = ""
         self._machines = list(machines)
         self._home = home
         self._writer = writer
@@ -174,14 +162,14 @@ class RayStore:
 
     def put(self, column: str, data: Ragged) -> Handle:
         """Keep a column. StorageError if the object store is full or its keeper is gone."""
-        key = f"{self._home}/{quote(column, safe='')}-{self._writer}-{next(self._numbers)}"
+        key = f"{self._home}/{self.lease}~{quote(column, safe='')}-{self._writer}-{next(self._numbers)}"
         nbytes = data.values.nbytes + data.offsets.nbytes
         with span("payload.put", bytes=nbytes):
             self._ask(key, "keep", key, data, nbytes)
         return Handle(key, nbytes)
 
     def get(self, handle: Handle) -> Ragged:
-        """A column as it was put: a copy, which may be written to. KeyError if it was freed."""
+        """A column as it was put: a copy, which may be written to. KeyError if it was released."""
         with span("payload.get", bytes=handle.nbytes):
             found = self._ask(handle.key, "find", handle.key)
             if not found:
@@ -189,30 +177,14 @@ class RayStore:
             column: Ragged = _resolved(found[0], handle.key)
             return Ragged(column.values.copy(), column.offsets.copy())
 
-    def fetch(self, handle: Handle) -> Ragged:
-        """The controller's read, counted."""
-        found = self.get(handle)
-        self.fetched_bytes += handle.nbytes
-        return found
+    def release(self, lease: str) -> None:
+        """Forget everything that any process has put under a lease."""
+        self._all([machine.release.remote(f"{home}/{lease}~") for home, machine in enumerate(self._machines)])
 
-    def free(self, handle: Handle) -> None:
-        """Forget a column; KeyError if it is not there (any more)."""
-        if not self._ask(handle.key, "drop", handle.key):
-            raise KeyError(handle.key)
-
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Free at the end of the block everything that any process put inside it and that is not freed yet."""
-        since = self._all([machine.now.remote() for machine in self._machines])
-        try:
-            yield
-        finally:
-            self._all([machine.drop_since.remote(n) for machine, n in zip(self._machines, since)])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of payload held now, on all nodes."""
-        return sum(n for n in self._all([machine.held.remote() for machine in self._machines]) if n is not None)
+    def held(self) -> dict[str, int]:
+        """Key -> bytes of all columns, on all nodes."""
+        tables = self._all([machine.held.remote() for machine in self._machines])
+        return {key: nbytes for table in tables if table is not None for key, nbytes in table.items()}
 
     def _ask(self, key: str, method: str, *args: Any) -> Any:
         machine = self._machines[int(key.partition("/")[0])]

@@ -5,8 +5,6 @@ The files belong to no process: what a rank has put outlives it. In /dev/shm the
 
 import itertools
 import mmap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -28,7 +26,7 @@ class FolderStore:
 
     def __init__(self, folder: Path, writer: str) -> None:
         self.folder = folder
-        self.fetched_bytes = 0
+        self.lease = ""
         self._writer = writer
         self._numbers = itertools.count()
 
@@ -38,7 +36,8 @@ class FolderStore:
         if values.ndim != 1 or values.dtype.hasobject:
             raise ValueError(f"column {column!r}: payload is one row of numbers, not {values.dtype} of {values.shape}")
         handle = Handle(
-            f"{quote(column, safe='')}-{self._writer}-{next(self._numbers)}", values.nbytes + offsets.nbytes
+            f"{self.lease}~{quote(column, safe='')}-{self._writer}-{next(self._numbers)}",
+            values.nbytes + offsets.nbytes,
         )
         sizes = np.array([len(offsets), len(values)], np.int64)
         try:
@@ -51,7 +50,7 @@ class FolderStore:
         return handle
 
     def get(self, handle: Handle) -> Ragged:
-        """A column as it was put: a private map, of which only what is read takes memory. KeyError if it was freed."""
+        """A column as it was put: a private map, of which only what is read takes memory. KeyError if it is gone."""
         try:
             with span("payload.get", bytes=handle.nbytes), open(self.folder / handle.key, "rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -62,37 +61,17 @@ class FolderStore:
         offsets = np.frombuffer(data, np.int64, count, HEADER)
         return Ragged(np.frombuffer(data, dtype, length, HEADER + offsets.nbytes), offsets)
 
-    def fetch(self, handle: Handle) -> Ragged:
-        """The controller's read, counted."""
-        found = self.get(handle)
-        self.fetched_bytes += handle.nbytes
-        return found
-
-    def free(self, handle: Handle) -> None:
-        """Remove a column; maps of it stay valid. KeyError if it is not there (any more)."""
-        try:
-            (self.folder / handle.key).unlink()
-        except FileNotFoundError:
-            raise KeyError(handle.key) from None
-
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Free at the end of the block everything that any process put inside it and that is not freed yet."""
-        before = self._keys()
-        try:
-            yield
-        finally:
-            for key in self._keys() - before:
+    def release(self, lease: str) -> None:
+        """Remove everything that any process has put under a lease; maps of it stay valid."""
+        for key in self.held():
+            if key.startswith(f"{lease}~"):
                 (self.folder / key).unlink(missing_ok=True)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of payload held now."""
-        return sum((self.folder / key).stat().st_size - HEADER for key in self._keys())
-
-    def _keys(self) -> set[str]:
-        """Nothing where the folder is gone: a failure has ended the workers, and is what must be told."""
-        return {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
+    def held(self) -> dict[str, int]:
+        """Key -> bytes of all columns; none where the folder is gone: a failure has ended the workers, and is what must
+        be told."""
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        return {path.name: path.stat().st_size - HEADER for path in found}
 
 
 def _no_room(folder: Path, column: str, size: int, error: OSError) -> StorageError:

@@ -1,6 +1,7 @@
-"""Where the time of the workers went, as one process would tell it."""
+"""Where the time of the workers went, as one process would tell it, and the bytes between them and the controller."""
 
 import threading
+from collections import Counter
 from dataclasses import fields
 from operator import attrgetter
 
@@ -36,6 +37,27 @@ class Totals:
             times, self._times = self._times, [{} for _ in self._times]
         ops = dict.fromkeys(op for sums in times for op in sums)
         return {op: _joined([sums[op] for sums in times if op in sums]) for op in ops}
+
+
+class Traffic:
+    """Bytes between controller and workers, by operation and direction: "sent" by the controller, "received"."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes: Counter[tuple[str, str]] = Counter()
+
+    def add(self, operation: str, sent: int = 0, received: int = 0) -> None:
+        """Count one call with its answer, or one column of payload that the controller puts or reads."""
+        with self._lock:
+            for key, nbytes in (((operation, "sent"), sent), ((operation, "received"), received)):
+                if nbytes:
+                    self._bytes[key] += nbytes
+
+    def take(self) -> dict[tuple[str, str], int]:
+        """All sums since the last take, those above 0."""
+        with self._lock:
+            found, self._bytes = self._bytes, Counter()
+        return dict(found)
 
 
 def _joined(rows: list[list[float]]) -> Total:

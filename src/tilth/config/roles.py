@@ -86,6 +86,11 @@ def _rated(recipe: "Recipe") -> bool:
     return recipe.facts.samples and bool(recipe.reward.model)
 
 
+def _home(recipe: "Recipe") -> str:
+    """Loader and writer are where the reward is, since they share the prompts."""
+    return "reward" if _generated(recipe) else "policy"
+
+
 def _shipped(name: str, when: "Callable[[Recipe], bool]", mesh: MeshKind = "one", **facts: Any) -> RoleSpec:
     """A role whose factory and memory function are called after it."""
     memory = None if mesh == "one" else f"tilth.plan.memory:{name}_need"
@@ -100,13 +105,9 @@ _SHIPPED = (
     _shipped("reward_model", _rated, "layout", loads="reward.model", values=True),
     _shipped("judge", lambda r: r.facts.judge, **_ENGINE, loads="judge.path"),
     _shipped("rollout", _generated, **_ENGINE, receives="step", generates=True, label="rollout engine"),
+    _shipped("loader", lambda r: True, section=_home, less="supervised.batch or rollout.prompts"),
     _shipped("reward", _generated, generates=True, less="reward.workers"),
-    _shipped(
-        "recorder",
-        lambda r: True,
-        section=lambda r: "reward" if _generated(r) else "policy",
-        less="supervised.batch or rollout.prompts",
-    ),
+    _shipped("writer", lambda r: r.facts.samples, section=_home, generates=True, less="rollout.prompts"),
 )
 ROLES: dict[str, RoleSpec] = {spec.name: spec for spec in _SHIPPED}
 SHIPPED_ROLES = frozenset(ROLES)

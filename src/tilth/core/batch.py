@@ -1,13 +1,12 @@
 """A ``Batch``: one row per sample in the controller, opaque handles to the token payload in a store.
 
-The controller reads and plans on rows only (at most about 200 bytes each, flat in tokens). ``Batch.fetch`` is the one
-explicit, counted way to bring payload to the controller; workers read the store directly.
+The controller reads and plans on rows only (at most about 200 bytes each, flat in tokens). Workers read the store
+directly; a store that the controller reads counts the bytes.
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -56,29 +55,39 @@ class Handle:
 
 
 class Store(Protocol):
-    """Where payload lives. A worker calls ``get``; the controller goes through ``Batch.fetch``."""
+    """Where payload lives. Every column belongs to the lease under which it was put, and goes with it."""
 
-    fetched_bytes: int
+    lease: str
+    """The lease of what is put now; "": none, which nobody releases."""
 
     def put(self, column: str, data: Ragged) -> Handle:
         """Keep a column; the handle is its only name."""
         ...
 
     def get(self, handle: Handle) -> Ragged:
-        """A column as it was put (a worker's read, not counted)."""
+        """A column as it was put; KeyError if its lease was released."""
         ...
 
-    def fetch(self, handle: Handle) -> Ragged:
-        """The same for the controller: counted in ``fetched_bytes``."""
+    def release(self, lease: str) -> None:
+        """Forget everything that any process has put under a lease."""
         ...
 
-    def free(self, handle: Handle) -> None:
-        """Forget a column; freeing twice is an error (KeyError)."""
+    def held(self) -> dict[str, int]:
+        """Key -> bytes of all columns that are held now."""
         ...
 
-    def scope(self) -> AbstractContextManager[None]:
-        """Free at the end of the block everything that was put inside it: how a step gives its payload back."""
-        ...
+
+@dataclass(frozen=True, eq=False)
+class Lease:
+    """Payload of one owner, which lives until ``release``, in this step or a later one. name: what errors call it."""
+
+    name: str
+    key: str
+    free: Callable[["Lease"], None] = field(repr=False)
+
+    def release(self) -> None:
+        """Wait for the calls made under it, then free what they put. Twice is fine."""
+        self.free(self)
 
 
 @dataclass(frozen=True)
@@ -116,10 +125,15 @@ def concat_ragged(parts: Sequence[Ragged]) -> Ragged:
 
 @dataclass
 class Batch:
-    """Rows and handles. ``rows`` maps a column name to an array [n] of numbers; NaN in ``reward`` means missing."""
+    """Rows and handles. ``rows`` maps a column name to an array [n] of numbers; NaN in ``reward`` means missing.
+
+    In the controller a batch, and what is derived from it, shares the leases of its payload, which lives until one of
+    them is released. They stay there when the batch travels.
+    """
 
     rows: dict[str, np.ndarray]
     payload: dict[str, Column] = field(default_factory=dict)
+    leases: tuple[Lease, ...] = field(default=(), compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(next(iter(self.rows.values()))) if self.rows else 0
@@ -130,28 +144,28 @@ class Batch:
     def select(self, index: np.ndarray) -> "Batch":
         """The rows at ``index`` (integers or a boolean mask), payload by reference."""
         index = np.flatnonzero(index) if index.dtype == bool else index
-        return Batch({k: v[index] for k, v in self.rows.items()}, {k: c.take(index) for k, c in self.payload.items()})
+        rows = {name: values[index] for name, values in self.rows.items()}
+        return Batch(rows, {name: column.take(index) for name, column in self.payload.items()}, self.leases)
 
     def with_rows(self, **columns: np.ndarray) -> "Batch":
         """A batch with these row columns added or replaced."""
-        return Batch({**self.rows, **columns}, dict(self.payload))
+        return Batch({**self.rows, **columns}, dict(self.payload), self.leases)
 
     def with_payload(self, **columns: Column) -> "Batch":
         """A batch with these payload columns added or replaced."""
-        return Batch(dict(self.rows), {**self.payload, **columns})
-
-    def fetch(self, store: Store, *columns: str) -> dict[str, Ragged]:
-        """Bring payload columns to the controller; their bytes are counted in ``store.fetched_bytes``."""
-        return {c: self.payload[c].assemble([store.fetch(h) for h in self.payload[c].handles]) for c in columns}
+        return Batch(dict(self.rows), {**self.payload, **columns}, self.leases)
 
     def read(self, store: Store, *columns: str) -> dict[str, Ragged]:
-        """The same in a worker, next to the store: not counted."""
+        """Payload columns, rows in the order of the batch."""
         return {c: self.payload[c].assemble([store.get(h) for h in self.payload[c].handles]) for c in columns}
 
-    def free(self, store: Store, columns: Iterable[str] | None = None) -> None:
-        """Free the payload of these columns (default: all). Freed by step, explicitly; there is no finaliser."""
-        for handle in {h for c in (columns or list(self.payload)) for h in self.payload.pop(c).handles}:
-            store.free(handle)
+    def release(self) -> None:
+        """Give the payload back: that of every batch that shares its leases."""
+        for lease in self.leases:
+            lease.release()
+
+    def __reduce__(self) -> tuple[type["Batch"], tuple[Any, ...]]:
+        return Batch, (self.rows, self.payload)
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
@@ -159,7 +173,8 @@ def concat(batches: Sequence[Batch]) -> Batch:
     first = batches[0]
     names = dict.fromkeys(name for b in batches for name in b.rows)
     rows = {name: np.concatenate([_row_column(b, name, batches) for b in batches]) for name in names}
-    return Batch(rows, {c: _concat_columns([b.payload[c] for b in batches]) for c in first.payload})
+    payload = {c: _concat_columns([b.payload[c] for b in batches]) for c in first.payload}
+    return Batch(rows, payload, tuple(dict.fromkeys(lease for b in batches for lease in b.leases)))
 
 
 def _row_column(batch: Batch, name: str, batches: Sequence[Batch]) -> np.ndarray:

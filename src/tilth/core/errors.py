@@ -7,12 +7,12 @@ __all__ = [
     "CallTimeout",
     "CheckpointError",
     "DataError",
-    "HiddenRead",
     "LogprobMismatch",
     "LossMaskError",
     "ModelError",
     "NonFiniteError",
     "OutOfMemory",
+    "PayloadLeak",
     "PluginError",
     "RecipeError",
     "RewardError",
@@ -22,6 +22,7 @@ __all__ = [
     "TilthError",
     "TokenCountError",
     "TokenIdentityError",
+    "TrajectoryError",
     "WeightMismatch",
     "WorkerError",
     "WorkerLost",
@@ -80,12 +81,16 @@ class TokenCountError(TilthError):
     """A token was trained on twice or not at all, or the parts of a loss do not add up to its denominator."""
 
 
+class PayloadLeak(TilthError):
+    """Payload is held by nobody who could still use it: its owner has not released it."""
+
+
+class TrajectoryError(TilthError):
+    """Parts of an episode contradict each other: lengths, segments, mask, version spans."""
+
+
 class TokenIdentityError(TilthError):
     """The token ids to be trained on are not, bit for bit, those that the rollout engine produced."""
-
-
-class HiddenRead(TilthError):
-    """Payload was read where only rows may be read."""
 
 
 class WorkerError(TilthError):

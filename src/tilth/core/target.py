@@ -48,6 +48,16 @@ def make_folder(path: Path, *, exist_ok: bool = True) -> None:
 
 
 @contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a StorageError that names path and reason (disk full, read-only ...)."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(f"cannot write {path}: {reason}; what was committed before is intact") from error
+
+
+@contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """A path to write to, beside the file; at the end of the block, unless it failed, that becomes the file, durably.
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from tilth.core.random import stream
 from tilth.data.columns import Prompt
-from tilth.data.sources import text_hashes
+from tilth.data.sources import Computed, text_hashes
 from tilth.rl.judging import NONE_WRONG, question
 from tilth.rl.verifiers_steps import Problem, first_wrong
 
@@ -26,7 +26,7 @@ class Written(NamedTuple):
     first: int
 
 
-class Chains:
+class Chains(Computed):
     """What both tasks have in common: problems of ``length`` steps with ``digits`` digits, and solutions to them.
 
     Numbers are added, subtracted and multiplied from left to right modulo 10^digits. Of the solutions a share

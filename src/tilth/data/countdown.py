@@ -9,7 +9,7 @@ import numpy as np
 
 from tilth.core.random import stream
 from tilth.data.columns import Prompt
-from tilth.data.sources import text_hashes
+from tilth.data.sources import Computed, text_hashes
 
 _OPERATORS = "+-*/"
 _PIECE = 1 << 17
@@ -28,7 +28,7 @@ class Puzzles(NamedTuple):
         return Puzzles(self.numbers[rows], self.target[rows], self.form[rows])
 
 
-class Countdown:
+class Countdown(Computed):
     """``3,25,7=46:`` -> ``25+7*3``: three or four numbers, and an expression that is worth the target.
 
     Numbers and target have at most ``digits`` digits. The target is the value of a random expression of all the

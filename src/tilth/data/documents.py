@@ -43,6 +43,7 @@ class Corpus:
     def __init__(self, file: Path, bytes: int = 0, note: str = "") -> None:
         self.bytes = bytes
         self.note = note
+        self._file = file
         reader = pa.ipc.open_file(pa.memory_map(str(file)))
         lists = [reader.get_batch(i).column(0) for i in range(reader.num_record_batches)]
         self._offsets = [part.offsets.to_numpy() for part in lists]
@@ -70,6 +71,9 @@ class Corpus:
         told = f"; what was in {place} is damaged ({wrong}) and was built anew" if wrong else ""
         built.note = f"tokenised {built.tokens_in_all:,} tokens of {built.bytes:,} bytes{told}"
         return built
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Corpus, (self._file.resolve(), self.bytes, self.note)
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -47,6 +47,10 @@ class PromptSet(Order):
     def __init__(self, source: Source, rows: np.ndarray | None = None) -> None:
         super().__init__(np.arange(len(source), dtype=np.int64) if rows is None else rows)
         self.source = source
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        whole = len(self.rows) == len(self.source)
+        return PromptSet, (self.source, None if whole else self.rows)
 
     @classmethod
     def of(cls, records: Given, columns: Columns | None = None) -> "PromptSet":

@@ -7,13 +7,13 @@ import numpy as np
 
 from tilth.core.random import stream
 from tilth.data.columns import Prompt
-from tilth.data.sources import text_hashes
+from tilth.data.sources import Computed, text_hashes
 
 _PIECE = 1 << 15
 """Texts made at once."""
 
 
-class Sorting:
+class Sorting(Computed):
     """``31,7,12=`` -> ``7,12,31``: ``length`` numbers of at most ``digits`` digits each, smallest first.
 
     All lists where there are at most a million, otherwise a million drawn at random, each a pure function of its index.

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -59,7 +60,15 @@ def mixed(h: np.ndarray) -> np.ndarray:
     return h ^ (h >> np.uint32(16))
 
 
-class Addition:
+class Computed:
+    """What travels of a source: not the columns that are computed from it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        kind = type(self)
+        return {k: v for k, v in vars(self).items() if not isinstance(getattr(kind, k, None), cached_property)}
+
+
+class Addition(Computed):
     """``123+456=`` -> ``0579``: the sum of two numbers, zero-padded to one digit more.
 
     Of the 10^(2 digits) pairs at most a million are used, spread over all of them: index i is the pair
@@ -121,11 +130,18 @@ def _coprime_to_10(number: int) -> int:
     return next(n for n in range(number, number + 10) if math.gcd(n, 10) == 1)
 
 
-class Records:
-    """Prompts in memory."""
+class Records(Computed):
+    """Prompts in memory. Those that were read from ``files`` travel as a description, and are read again where they
+    arrive: DataError if they are others there."""
 
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, prompts: Sequence[Prompt], files: str = "", columns: Columns | None = None) -> None:
         self._prompts = prompts
+        self._files, self._columns = files, columns
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not self._files:
+            return Records, (self._prompts,)
+        return _reopened, (os.path.abspath(self._files), self._columns, self.fingerprint())
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -179,7 +195,14 @@ def read_source(source: str, columns: Columns | None = None) -> Records:
         prompts.append(prompt if info is prompt.info else replace(prompt, info=info))
     if not prompts:
         raise DataError(f"dataset {source!r} is empty")
-    return Records(prompts)
+    return Records(prompts, source, columns)
+
+
+def _reopened(source: str, columns: Columns | None, fingerprint: str) -> Records:
+    found = read_source(source, columns)
+    if found.fingerprint() != fingerprint:
+        raise DataError(f"{source!r} is not what the run began with: it was changed since, or differs between machines")
+    return found
 
 
 def from_records(records: Given, columns: Columns | None = None, name: str = "data") -> Records:
@@ -193,7 +216,7 @@ def from_records(records: Given, columns: Columns | None = None, name: str = "da
     return Records(prompts)
 
 
-class Joined:
+class Joined(Computed):
     """Two sources as one: the indices of the second come after those of the first."""
 
     def __init__(self, first: Source, second: Source) -> None:

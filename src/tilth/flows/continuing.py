@@ -11,8 +11,8 @@ from typing import Any
 from tilth.config.load import differences, digest, load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, RecipeError, StorageError
-from tilth.core.target import make_folder
-from tilth.flows.files import Lock, writing
+from tilth.core.target import make_folder, writing
+from tilth.flows.files import Lock
 from tilth.flows.readers import read_state
 
 _OTHER = {

@@ -13,11 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tilth.core.errors import DataError, RewardError
+from tilth.core.target import writing
 from tilth.core.trajectory import Trajectory
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import Prompt
 from tilth.data.template import make_template
-from tilth.flows.files import to_json, writing
+from tilth.flows.files import to_json
 from tilth.flows.model import LoadedModel, make_engine, wants_tokenizer
 from tilth.rl.passk import Interval, avg_at_k, interval, pass_at_k
 from tilth.roles.reward_pool import Outcome, RewardPool

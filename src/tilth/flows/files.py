@@ -5,22 +5,11 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tilth.core.errors import DataError, StorageError
-from tilth.core.target import rename, sync
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a StorageError that names path and reason (disk full, read-only ...)."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StorageError(f"cannot write {path}: {reason}; what was committed before is intact") from error
+from tilth.core.target import rename, sync, writing
 
 
 def replace(path: Path, data: bytes) -> None:

@@ -7,8 +7,9 @@ from typing import Protocol
 import numpy as np
 
 from tilth.cluster.group import WorkerGroup
+from tilth.cluster.leases import LeasedStore
 from tilth.config.schema import Recipe
-from tilth.core.batch import Batch, Store
+from tilth.core.batch import Batch
 from tilth.flows.metrics import Metrics
 from tilth.roles.experience import outcome
 from tilth.trace.spans import span
@@ -23,7 +24,7 @@ class Measured(Protocol):
     recipe: Recipe
     policy: WorkerGroup
     reference: WorkerGroup | None
-    store: Store
+    store: LeasedStore
     metrics: Metrics
 
     @property
@@ -32,7 +33,7 @@ class Measured(Protocol):
         ...
 
     @property
-    def recorder(self) -> WorkerGroup:
+    def loader(self) -> WorkerGroup:
         """What makes payload of it."""
         ...
 
@@ -70,8 +71,8 @@ def _likelihood(run: Measured) -> float:
 
     Of documents also in bits per byte: the same sum over the bytes of the text that those tokens stand for.
     """
-    documents, recorder = run.recipe.facts.learns == "documents", run.recorder
-    batch = recorder.documents(run.chosen(), heldout=True) if documents else recorder.examples(run.chosen())
+    documents, loader = run.recipe.facts.learns == "documents", run.loader
+    batch = loader.documents(run.chosen(), heldout=True) if documents else loader.examples(run.chosen())
     found = run.policy.likelihood(batch)["loss"]
     run.metrics.add(LOSS, float(found))
     if documents and (size := int(batch["bytes"].sum())):
@@ -81,7 +82,7 @@ def _likelihood(run: Measured) -> float:
 
 def _order(run: Measured) -> float:
     """Share of the held-out pairs in which the chosen answer is ahead; their loss beside it."""
-    batch = run.recorder.pairs(run.chosen())
+    batch = run.loader.pairs(run.chosen())
     if run.reference is not None:
         batch = run.reference.logprobs(batch)
     found = run.policy.prefers(batch, run.recipe.preference)

@@ -14,11 +14,11 @@ FLAWED = "part/flawed"
 """Where a task knows of a right answer whether a step of it is wrong; the judge is measured by it, no reward is."""
 
 
-def ask_judge(judge: WorkerGroup, batch: Batch) -> Batch:
+def ask_judge(judge: WorkerGroup, loader: WorkerGroup, batch: Batch) -> Batch:
     """The right answers of a batch, with the judge's verdicts; it is asked about no others. Lazy: a judge with a pool
     of its own reads while other roles work."""
     right = batch.select(is_right(batch))
-    return judge.verdicts(right) if len(right) else right.with_rows(**{VERDICT: np.zeros(0, np.float32)})
+    return judge.verdicts(loader.texts(right)) if len(right) else right.with_rows(**{VERDICT: np.zeros(0, np.float32)})
 
 
 def penalised(run: Run, batch: Batch, told: Batch) -> Batch:

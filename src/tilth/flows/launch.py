@@ -23,6 +23,7 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import CallTimeout, CheckpointError, OutOfMemory, StorageError, WorkerLost
 from tilth.core.target import make_folder
 from tilth.data.prompts import PromptSet
+from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.flows.actor_critic import actor_critic, pretrain_critic
 from tilth.flows.build import Material, Parts, build
 from tilth.flows.callbacks import Callback, RunView, notify
@@ -157,6 +158,8 @@ def launch(
                     directory.end("interrupted", why=str(stopped))
                     raise
                 finally:
+                    if not cluster.dispatch.idle():  # what the writer has not written goes with it, as does its step
+                        directory.trajectories = TrajectoryFiles(directory.path / TRAJECTORIES)
                     run.saving.give_up()
             directory.end("finished")
             summary = summarise(directory.path)
@@ -265,7 +268,7 @@ def _cluster(recipe: Recipe) -> Cluster:
 
 
 def _run(parts: Parts, cluster: Cluster, directory: RunDir, callbacks: Sequence[Callback], stop: StopRequest) -> Run:
-    metrics = Metrics(sum(parts.roles.policy.peak_flops()), cluster.totals)
+    metrics = Metrics(sum(parts.roles.policy.peak_flops()), cluster.totals, cluster.traffic)
 
     def say(text: str) -> None:
         directory.log(text)

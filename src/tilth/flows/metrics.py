@@ -193,7 +193,10 @@ _DECLARED = (
     Metric("mfu", "share", "mean", "model flops used, of the device's peak"),
     Metric("memory/rss", "bytes", "last", "resident memory of the controller's process"),
     Metric("memory/peak", "bytes", "max", "greatest resident memory so far"),
-    Metric("bytes/fetched", "bytes", "sum", "payload that was brought to the controller"),
+    Metric("bytes/sent/*", "bytes", "sum", "what the controller sent to workers with the calls of one operation"),
+    Metric(
+        "bytes/received/*", "bytes", "sum", "what it received with their answers; controller.payload: payload it read"
+    ),
     Metric("steps/skipped", "steps", "sum", "optimizer steps left out: not finite, or no token to learn from"),
     Metric("save/seconds", "s", "last", "from a checkpoint's copy in memory until it counted; the stall is time/save"),
     Metric("save/failed", "saves", "sum", "checkpoints that could not be made"),
@@ -222,11 +225,17 @@ def schema() -> dict[str, dict[str, str]]:
 class Metrics:
     """What one step measured, reduced as declared. A mean is kept as a sum and a count until the step is closed."""
 
-    def __init__(self, peak_flops: float = 0.0, totals: Callable[[], Mapping[str, Total]] = recorder.totals) -> None:
+    def __init__(
+        self,
+        peak_flops: float = 0.0,
+        totals: Callable[[], Mapping[str, Total]] = recorder.totals,
+        traffic: Callable[[], Mapping[tuple[str, str], int]] = dict,
+    ) -> None:
         """peak_flops: of all devices, in FLOP/s, for the utilisation; 0: not known. totals: of the spans since the last
-        time it was asked."""
+        time it was asked; traffic: bytes by (operation, direction) since then."""
         self.peak_flops = peak_flops
         self._totals = totals
+        self._traffic = traffic
         self._sums: dict[str, tuple[float, float]] = {}
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
@@ -299,6 +308,8 @@ class Metrics:
         """
         self.take_times(self._totals())
         self.take_memory()
+        for (operation, direction), nbytes in self._traffic().items():
+            self.add(f"bytes/{direction}/{operation}", nbytes)
         known = {"phase_step": phase_step, "phase_steps": phase_steps}
         where = {"step": step, "phase": phase, **{k: v for k, v in known.items() if v is not None}}
         record = {**where, **self.values()}

@@ -17,10 +17,9 @@ from tilth.config.roles import ROLES
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, ModelError
 from tilth.core.layout import Box
-from tilth.core.target import make_folder, rename
+from tilth.core.target import make_folder, rename, writing
 from tilth.data.prompts import PromptSet
 from tilth.data.tokenizer import Tokenizer, check_vocabulary
-from tilth.flows.files import writing
 from tilth.flows.named import EMA, Named, explained, find_checkpoint, run_settings
 from tilth.models.config import DecoderConfig
 from tilth.models.family import is_known

@@ -18,7 +18,7 @@ def policy_gradient(run: Run) -> None:
         if (
             judge is not None
         ):  # called first, read below: a judge with a pool of its own works beside what comes between
-            verdicts = ask_judge(judge, batch)
+            verdicts = ask_judge(judge, run.loader, batch)
         if "baselines" in run.algorithm.computed:  # ReMax: the reward of the greedy answer
             batch = run.baselines(batch)
         batch = run.logprobs(batch)

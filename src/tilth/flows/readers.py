@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 
 from tilth.core.errors import DataError
+from tilth.data.trajectories import read_trajectories, steps_of
 from tilth.flows.files import read_lines
-from tilth.flows.trajectories import read_trajectories, steps_of
 
 __all__ = [
     "checkpoints_of", "curve", "phases", "rate", "read_metrics", "read_state", "read_trajectories", "steps_of",

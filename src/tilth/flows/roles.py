@@ -26,6 +26,7 @@ class Roles(dict[str, WorkerGroup]):
     critic = _Optional()
     reward_model = _Optional()
     judge = _Optional()
+    writer = _Optional()
 
     def __init__(
         self, groups: Mapping[str, WorkerGroup], loaded: frozenset[str] = frozenset(), relay: WorkerGroup | None = None

@@ -13,12 +13,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from tilth.cluster.group import WorkerGroup
+from tilth.cluster.leases import LeasedStore
 from tilth.config.flows import FLOWS
 from tilth.config.roles import ROLES
 from tilth.config.schema import Recipe
-from tilth.core.batch import Batch, Store, concat
+from tilth.core.batch import Batch, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
+from tilth.data.trajectories import TRAJECTORIES
 from tilth.flows import hopeless
 from tilth.flows.callbacks import Callback, notify
 from tilth.flows.checks import check_parts
@@ -76,7 +78,7 @@ class Run:
         roles: Roles,
         train: Split,
         heldout: Split,
-        store: Store,
+        store: LeasedStore,
         directory: RunDir,
         callbacks: Sequence[Callback],
         saving: Saving,
@@ -97,7 +99,10 @@ class Run:
             roles.reward,
             roles.reference,
         )
-        self.recorder = roles["recorder"]
+        self.loader = roles["loader"]
+        if roles.writer is not None:
+            roles.writer.open(str(directory.path.resolve() / TRAJECTORIES))
+            directory.trajectories = roles.writer
         self.train = train
         self.heldout = heldout
         self.store = store
@@ -112,7 +117,6 @@ class Run:
         self._stop = stop
         self.sample: dict[str, Any] | None = None
         self._evaluated: dict[int, dict[str, float]] = {}
-        self._fetched = 0
         self._rewarded = self._printed = False
         self._reasons: set[str] = set()
         self._engine_version: int | None = None
@@ -240,19 +244,19 @@ class Run:
         """Batches of ``count`` prompts with their answers, one batch a step, the loss on the answers."""
         while self._goes_on():
             with self._step():
-                yield self.recorder.examples(self._draw("examples", count))
+                yield self.loader.examples(self._draw("examples", count))
 
     def documents(self, count: int) -> Iterator[Batch]:
         """Batches of ``count`` pieces of documents, one batch a step, the loss on every token but each first one."""
         while self._goes_on():
             with self._step():
-                yield self.recorder.documents(self._draw("documents", count))
+                yield self.loader.documents(self._draw("documents", count))
 
     def pairs(self, count: int) -> Iterator[Batch]:
         """Batches of the pairs of ``count`` prompts, one batch a step, both answers of each pair as rows."""
         while self._goes_on():
             with self._step():
-                yield self.recorder.pairs(self._draw("pairs", count))
+                yield self.loader.pairs(self._draw("pairs", count))
 
     def _draw(self, source: str, count: int) -> np.ndarray:
         """The next indices of a stream of the training data, by its name."""
@@ -306,7 +310,7 @@ class Run:
         """
         if self.rollout is None:
             raise RecipeError(f"flow={self.recipe.flow} without a reward generates nothing; set reward.function")
-        batch = self.rollout.generate(asked, greedy=greedy)
+        batch = self.rollout.generate(self.loader.encode(asked), greedy=greedy)
         scored, failures = (batch, {}) if self.reward is None else self._score(self.reward, batch)
         if self.roles.reward_model is not None:
             scored = self.roles.reward_model.rate(scored, alone=self.reward is None)
@@ -406,7 +410,7 @@ class Run:
             return
         with span("verify"), self.store.scope():
             indices = self.train.take(stream(self.recipe.seed, "probe"), 0, min(PROBES, len(self.train)))
-            batch = self.rollout.generate(ask(indices.tolist(), 1, PROBE_IDS))
+            batch = self.rollout.generate(self.loader.encode(ask(indices.tolist(), 1, PROBE_IDS)))
             check_mismatch(policy.compare(batch), self.bounds, self.at.step - 1)
 
     # ---- what is held out ----
@@ -502,9 +506,9 @@ class Run:
         return self.at.phase_step >= self.phase_steps or bool(every and self.at.phase_step % every == 0)
 
     def _record(self, batch: Batch) -> None:
-        """Hand the trajectories to the run directory."""
-        table, self.sample = self.recorder.table(batch, self.at.step + 1)
-        self.directory.add_trajectories(table)
+        """Hand the trajectories to their writer, where there is one."""
+        if self.roles.writer is not None:
+            self.sample = self.roles.writer.add(batch, self.at.step + 1)
 
     def _warn(self, sampled: Batch) -> None:
         """Say what to try where nothing has been learned for long."""
@@ -514,8 +518,6 @@ class Run:
             self.say(text)
 
     def _commit(self) -> None:
-        self.metrics.add("bytes/fetched", float(self.store.fetched_bytes - self._fetched))
-        self._fetched = self.store.fetched_bytes
         at = self.at
         closed = self.metrics.close(
             step=at.step, phase=at.phase, phase_step=at.phase_step, phase_steps=self.phase_steps

@@ -19,20 +19,20 @@ from types import TracebackType
 from typing import Any, Literal
 
 import psutil
-import pyarrow as pa
 
+from tilth.cluster.group import WorkerGroup
 from tilth.config.load import dump_toml
 from tilth.config.schema import Recipe
 from tilth.core.errors import StorageError, TilthError
-from tilth.core.target import make_folder
+from tilth.core.target import make_folder, writing
+from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.flows.continuing import Identity, claim
 from tilth.flows.environment import environment
-from tilth.flows.files import Lines, Lock, replace, to_json, writing
+from tilth.flows.files import Lines, Lock, replace, to_json
 from tilth.flows.journal import Journal
 from tilth.flows.metrics import resident, schema
 from tilth.flows.readers import checkpoints_of, read_metrics, read_state, read_trajectories, summarise
 from tilth.flows.signals import Interrupted
-from tilth.flows.trajectories import TrajectoryFiles
 
 __all__ = ["RunDir", "State", "read_metrics", "read_state", "read_trajectories", "summarise"]
 
@@ -67,7 +67,8 @@ class RunDir:
         self._metrics = Lines(path / "metrics.jsonl")
         self.journal = Journal(path, who.reward, replay=not who.allows("reward.function"))
         self._log = Lines(path / "log.txt")
-        self._trajectories = TrajectoryFiles(path / "trajectories")
+        self.trajectories: TrajectoryFiles | WorkerGroup = TrajectoryFiles(path / TRAJECTORIES)
+        """Who writes the trajectories: a worker, once there is one."""
         self._state = self._begin(before)
         self._announce()
 
@@ -120,23 +121,19 @@ class RunDir:
         keys = {"step": record["step"], "attempt": self.attempt, "phase": record.get("phase", ""), "seconds": seconds}
         written = keys | {k: v for k, v in record.items() if k not in keys}
         self._metrics.append(to_json(written))
-        self._trajectories.commit()
+        self.trajectories.commit(record["step"])
         self.journal.forget(record["step"])
         self._last = record["step"]
         return written
 
-    def add_trajectories(self, table: pa.Table) -> None:
-        """Trajectories of the step under way (columns of ``trajectories.COLUMNS``); kept once the step is committed."""
-        self._trajectories.add(table)
-
     def flush(self) -> None:
         """Make everything committed durable: bytes and names. Call it before a checkpoint is written."""
-        self._trajectories.flush()
+        self.trajectories.flush()
         self._metrics.sync()
 
     def rewind(self, step: int) -> None:
         """Drop everything of steps after ``step``, the last one that the checkpoint holds (0: all)."""
-        self._trajectories.rewind(step)
+        self.trajectories.rewind(step)
         self.journal.rewind(step)
         self._metrics.close()
         path = self.path / "metrics.jsonl"

@@ -24,18 +24,17 @@ from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.sharded import Sharded, shard
 from tilth.plan.shape import parameter_shapes
 from tilth.roles.critic import CriticWorker
-from tilth.roles.documents import DocumentWorker
 from tilth.roles.judge import JudgeWorker
-from tilth.roles.pair_recorder import PairRecorderWorker
+from tilth.roles.loader import DocumentLoader, PromptLoader
 from tilth.roles.pairs import PairPolicyWorker, RewardModelWorker
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.rating import RatingWorker
-from tilth.roles.recorder import RecorderWorker
 from tilth.roles.reference import ReferenceWorker
 from tilth.roles.relay import RelayWorker
 from tilth.roles.reward import RewardWorker
 from tilth.roles.reward_pool import RewardPool
 from tilth.roles.rollout import RolloutWorker
+from tilth.roles.trajectory_writer import TrajectoryWriter
 from tilth.rollout.engine import Engine
 from tilth.training.engine import TrainEngine
 from tilth.training.packed import appraise, rate
@@ -99,9 +98,7 @@ def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> Refere
     )
 
 
-def rollout(
-    context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, prompts: PromptSet
-) -> RolloutWorker:
+def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> RolloutWorker:
     """One engine in each worker; it gets its weights by the relay."""
     r, device = recipe.rollout, prepare(context, recipe)
     engine = Engine(
@@ -118,15 +115,27 @@ def rollout(
         parity=recipe.train.parity,
     )
     template = make_template(recipe.data.template, tokenizer)
-    return RolloutWorker(engine, template, prompts, r, context.store)
+    return RolloutWorker(engine, template, r, context.store)
 
 
-def reward(context: Context, pool: RewardPool, prompts: PromptSet) -> RewardWorker:
-    """The pool of processes that score."""
-    return RewardWorker(pool, prompts, context.store)
+def reward(context: Context, pool: RewardPool) -> RewardWorker:
+    """The pool of processes that score, beside the loader whose prompts they are told."""
+    return RewardWorker(pool, _prompts(context), context.store)
 
 
-def judge(context: Context, recipe: Recipe, prompts: PromptSet) -> JudgeWorker:
+def writer(context: Context) -> TrajectoryWriter:
+    """What writes trajectories, beside the loader whose prompts are in them."""
+    return TrajectoryWriter(_prompts(context), context.store)
+
+
+def _prompts(context: Context) -> PromptSet:
+    """Those of the loader of this worker, which alone are sent."""
+    beside: Any = context.roles["loader"]
+    found: PromptSet = beside.prompts
+    return found
+
+
+def judge(context: Context, recipe: Recipe) -> JudgeWorker:
     """One engine in each worker with the weights of ``judge.path``, which stay; its version is their step."""
     device = prepare(context, recipe)
     loaded = load_model(recipe.judge.path)
@@ -141,23 +150,22 @@ def judge(context: Context, recipe: Recipe, prompts: PromptSet) -> JudgeWorker:
         step_tokens=recipe.rollout.step_tokens,
     )
     engine.load_weights(loaded.tensors.items(), version=loaded.step or 0)
-    return JudgeWorker(engine, make_template(loaded.template, tokenizer), prompts, recipe.judge, context.store)
+    return JudgeWorker(engine, make_template(loaded.template, tokenizer), recipe.judge, context.store)
 
 
-def recorder(
+def loader(
     context: Context,
     recipe: Recipe,
     tokenizer: Tokenizer,
     prompts: PromptSet | None = None,
     train: Corpus | None = None,
     heldout: Corpus | None = None,
-) -> RecorderWorker | DocumentWorker:
-    """What turns payload into tables, and answers, pairs of answers or pieces of documents into payload."""
+) -> PromptLoader | DocumentLoader:
+    """What turns prompts, their answers and pairs, or pieces of documents into payload."""
     if prompts is None:
         assert train is not None
-        return DocumentWorker(train, heldout, tokenizer, context.store)
-    kind = PairRecorderWorker if recipe.facts.learns == "pairs" else RecorderWorker
-    return kind(prompts, make_template(recipe.data.template, tokenizer), recipe.model.context, context.store)
+        return DocumentLoader(train, heldout, tokenizer, context.store)
+    return PromptLoader(prompts, make_template(recipe.data.template, tokenizer), recipe.model.context, context.store)
 
 
 def brought(context: Context, recipe: Recipe, given: Mapping[str, Any]) -> Any:

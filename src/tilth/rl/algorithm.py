@@ -15,7 +15,18 @@ from tilth.rl.registry import Entry, Kind
 
 OF_POLICY = {"logprobs", "old_logprobs", "sum_pi_squared"}
 """Columns that the policy computes before its updates, where something needs them."""
-ROWS = {"rewards", "groups", "counts", "mask", "lengths", "advantages", "rollout_logprobs", "uniforms", "weights"}
+ROWS = {
+    "rewards",
+    "groups",
+    "counts",
+    "mask",
+    "lengths",
+    "advantages",
+    "rollout_logprobs",
+    "uniforms",
+    "versions",
+    "weights",
+}
 """Columns that every loop has."""
 E = TypeVar("E", bound=Entry)
 

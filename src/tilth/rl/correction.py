@@ -47,13 +47,15 @@ class Correction:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a correction sees. gap: None where the trainer's log-probs are not there; advantages: float64 [total]."""
+    """What a correction sees. gap: None where the trainer's log-probs are not there; advantages: float64 [total];
+    versions: integers [total], of the policy that chose each token."""
 
     packing: Packing
     gap: Gap | None
     advantages: Tensor | None
     dtype: torch.dtype
     reduce: Reduce
+    versions: Tensor | None = None
 
 
 class Rule(Entry):
@@ -325,6 +327,7 @@ def correct(
     mask: Tensor,
     lengths: Tensor,
     advantages: Tensor | None = None,
+    versions: Tensor | None = None,
     reduce: Reduce = alone,
     **options: Any,
 ) -> Correction:
@@ -342,6 +345,7 @@ def correct(
             entry says whether it can be) there are no metrics.
         mask: [total], not 0 where the token counts. lengths: integers [n].
         advantages: [total], for ``reject_negative``; a sequence's is the mean over its tokens.
+        versions: [total], of the policy that chose each token, for rules that ask for them.
         reduce: sum over all workers, for ``normalise``; all workers must call then, those without rows too.
         options: see ``options("corrections", name)``. Bounds of k1 are of mu / old, the inverse of the weight (verl).
 
@@ -357,6 +361,7 @@ def correct(
     """
     entry = build("corrections", name, options, Rule)
     given = {"rollout_logprobs": rollout_logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
+    given["versions"] = versions
     require(entry, [column for column, values in given.items() if values is not None])
     packing = Packing.of(lengths, mask)
     gap = None
@@ -365,4 +370,4 @@ def correct(
     if advantages is not None:
         advantages = packing.masked(packing.column("advantages", advantages)).to(torch.float64)
     dtype = torch.float64 if old_logprobs is not None and old_logprobs.dtype == torch.float64 else torch.float32
-    return entry.apply(Sampled(packing, gap, advantages, dtype, reduce))
+    return entry.apply(Sampled(packing, gap, advantages, dtype, reduce, versions))

@@ -17,6 +17,7 @@ OF_TOKENS = (
     "ref_logprobs",
     "rollout_logprobs",
     "sum_pi_squared",
+    "versions",
     "weights",
     "uniforms",
 )

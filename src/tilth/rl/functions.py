@@ -23,7 +23,7 @@ from tilth.rl.registry import Entry, nearest
 
 ROW_COLUMNS = ("rewards", "groups", "counts", "baselines")
 """Columns with one value a row that a function over rows can ask for."""
-TOKEN_COLUMNS = ("values", "logprobs", "ref_logprobs", "sum_pi_squared")
+TOKEN_COLUMNS = ("values", "logprobs", "ref_logprobs", "sum_pi_squared", "versions")
 """Columns with one value a token that a function over tokens can ask for."""
 METRICS = "plugin/"
 """Begin of the names of metrics that a declared loss returns."""
@@ -35,6 +35,7 @@ LOSS_COLUMNS = (
     "advantages",
     "ref_logprobs",
     "rollout_logprobs",
+    "versions",
     "lengths",
 )
 """Columns that a policy loss can ask for. Importance weights multiply what it returns, so it does not see them."""

@@ -49,6 +49,7 @@ def policy_loss(
     rollout_logprobs: Tensor | None = None,
     weights: Tensor | None = None,
     uniforms: Tensor | None = None,
+    versions: Tensor | None = None,
     thresholds: Mapping[str, float] | None = None,
     **options: Any,
 ) -> LossResult:
@@ -68,6 +69,7 @@ def policy_loss(
         weights: [total], constants that multiply the loss of each token (importance weights of ``tilth.rl.correct``),
             not its KL penalty towards the reference.
         uniforms: [total], counted random numbers in [0, 1), for losses that choose tokens at random.
+        versions: [total], of the policy that chose each token.
         thresholds: what ``tilth.rl.thresholds`` found in the whole batch, for losses with a first pass; a call that
             sees the whole global batch makes them itself.
         options: those of the loss and of the aggregation.
@@ -82,6 +84,7 @@ def policy_loss(
     packing = Packing.of(lengths, mask)
     given = {"ref_logprobs": ref_logprobs, "rollout_logprobs": rollout_logprobs, "weights": weights}
     given |= {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "uniforms": uniforms}
+    given["versions"] = versions
     entry, aggregate = _entries(name, aggregation, options)
     columns = {k: _column(packing, k, v) for k, v in given.items() if v is not None}
     require(entry, columns)

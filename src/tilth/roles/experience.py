@@ -7,19 +7,21 @@ import numpy as np
 
 from tilth.core.batch import Batch, Column, Ragged, Store
 from tilth.core.errors import TokenIdentityError
-from tilth.core.trajectory import Trajectory
+from tilth.core.trajectory import ROLES, Trajectory
 from tilth.trace.spans import span
 
 FINISHES = ("stop", "length", "aborted", "error")
 CUT = FINISHES.index("length")
 """``finish`` of a completion that reached rollout.max_tokens."""
+NOT_BY_TOKEN = ("text", "segments")
+"""Payload columns that have no value for each token."""
 OUTCOME = "outcome"
 """Row column of what the verifier said, noted where rewards are made: later the reward may be shaped, this never."""
 
 
 def to_batch(trajectories: Sequence[Trajectory], store: Store) -> Batch:
     """Rows (ids, lengths, reward, outcome, version, finish, checksum of the ids) and payload (tokens, mask, logprobs,
-    text)."""
+    versions of chosen tokens, text, and segments as role and start in turn)."""
     rewards = np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32)
     rows: dict[str, np.ndarray] = {
         "id": np.array([t.id for t in trajectories], np.int64),
@@ -35,12 +37,18 @@ def to_batch(trajectories: Sequence[Trajectory], store: Store) -> Batch:
     }
     columns = {
         "tokens": [t.tokens for t in trajectories],
-        "mask": [t.loss_mask for t in trajectories],
+        "mask": [t.mask for t in trajectories],
         "rollout_logprobs": [t.logprobs for t in trajectories],
+        "versions": [t.token_versions() for t in trajectories],
+        "segments": [np.array(_coded(t), np.int32) for t in trajectories],
         "text": [np.frombuffer(t.text.encode(), np.uint8) for t in trajectories],
     }
     payload = {k: Column.whole(store.put(k, Ragged.of(v)), len(trajectories)) for k, v in columns.items()}
     return Batch(rows, payload)
+
+
+def _coded(trajectory: Trajectory) -> list[int]:
+    return [number for s in trajectory.segments for number in (ROLES.index(s.role), s.start)]
 
 
 def on_rows(op: str, batch: Batch) -> span:

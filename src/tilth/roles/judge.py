@@ -7,7 +7,6 @@ from tilth.config.schema import Judge as JudgeSection
 from tilth.core.batch import Batch, Store
 from tilth.core.errors import DataError
 from tilth.data.columns import Prompt
-from tilth.data.prompts import PromptSet
 from tilth.data.template import Template
 from tilth.rl.judging import question, steps, verdict
 from tilth.roles.experience import texts
@@ -22,45 +21,43 @@ JUDGED_BY = "judged_by"
 
 
 class JudgeWorker:
-    """One engine with the judge's weights, the judge's own template, and the prompts whose answers it is told.
+    """One engine with the judge's weights, and the judge's own template.
 
     Verdicts are greedy, so a step that is run again gets the same ones.
     """
 
-    def __init__(
-        self, engine: Engine, template: Template, prompts: PromptSet, section: JudgeSection, store: Store
-    ) -> None:
+    def __init__(self, engine: Engine, template: Template, section: JudgeSection, store: Store) -> None:
         self.engine = engine
         self.template = template
-        self.prompts = prompts
         self.section = section
         self.store = store
 
     @transfer(split="rows", gather="rows")
     def verdicts(self, batch: Batch) -> Batch:
-        """Fill in the row columns ``verdict`` and ``judged_by``.
+        """Fill in the row columns ``verdict`` and ``judged_by`` from the payload text, prompt_text and answer.
 
         A solution that does not fit, that cannot be put into the judge's tokens or on which it says no index of a step
         has no verdict: NaN.
         """
-        written = [steps(text) for text in texts(batch.read(self.store, "text")["text"])]
-        asked = [self._ask(int(i), int(p), s) for i, p, s in zip(batch["id"], batch["prompt"], written)]
+        columns = batch.read(self.store, "text", "prompt_text", "answer")
+        said, prompts, answers = (texts(column) for column in columns.values())
+        written = [steps(text) for text in said]
+        asked = [self._ask(int(i), p, a, s) for i, p, a, s in zip(batch["id"], prompts, answers, written)]
         requests = [request for request in asked if request is not None]
         with span("judge") as spent:
             self.engine.reset_prefix_cache()  # no trace of earlier steps, so that a resumed run does the same work
-            said = {t.id: t.text for t in self.engine.generate(requests)}
+            told = {t.id: t.text for t in self.engine.generate(requests)}
             spent.set(tokens=sum(len(request.prompt) for request in requests))
-        found = [verdict(said.get(i, ""), len(s)) for i, s in zip(batch["id"].tolist(), written)]
-        columns = {VERDICT: np.array([np.nan if v is None else v for v in found], np.float32)}
-        columns[JUDGED_BY] = np.full(len(batch), self.engine.version, np.int64)
-        return batch.with_rows(**columns)
+        found = [verdict(told.get(i, ""), len(s)) for i, s in zip(batch["id"].tolist(), written)]
+        rows = {VERDICT: np.array([np.nan if v is None else v for v in found], np.float32)}
+        rows[JUDGED_BY] = np.full(len(batch), self.engine.version, np.int64)
+        return batch.with_rows(**rows)
 
-    def _ask(self, id: int, index: int, written: list[str]) -> Request | None:
+    def _ask(self, id: int, prompt: str, answer: str, written: list[str]) -> Request | None:
         """The question about one solution; None for one that the judge cannot be asked about."""
-        prompt = self.prompts[index]
-        text = question(prompt.text, str(prompt.info.get("answer", "")), written)
+        text = question(prompt, answer, written)
         try:
-            ids = self.template.prompts([Prompt(index, text)])[0] if written else []
+            ids = self.template.prompts([Prompt(id, text)])[0] if written else []
         except DataError:  # a character that the judge has no token for
             return None
         room = min(self.section.max_tokens, self.engine.max_length - len(ids))

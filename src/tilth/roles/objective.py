@@ -63,6 +63,7 @@ class Objective:
             rollout_logprobs=columns.get("rollout_logprobs"),
             weights=columns.get("weights"),
             uniforms=columns.get("uniforms"),
+            versions=columns.get("versions"),
             thresholds=self.found,
             aggregation=shared.aggregation,
             denominator=shared.denominator,

@@ -13,7 +13,7 @@ from tilth.core.batch import Batch, Ragged, Store
 from tilth.core.random import stream
 from tilth.rl.algorithm import Algorithm
 from tilth.rl.correction import Corrector, Rule
-from tilth.roles.experience import check_identity, is_right, on_rows, put_like
+from tilth.roles.experience import NOT_BY_TOKEN, check_identity, is_right, on_rows, put_like
 from tilth.roles.objective import RIGHT, Objective
 from tilth.roles.scoring import forward, scored
 from tilth.roles.shares import account, check_weight, gather_data_ranks
@@ -44,7 +44,7 @@ class PolicyWorker(Learner):
         An estimator that makes targets for a critic adds ``returns`` too.
         """
         with span("advantages"):
-            columns = batch.read(self.store, *(c for c in batch.payload if c != "text"))
+            columns = batch.read(self.store, *(c for c in batch.payload if c not in NOT_BY_TOKEN))
             tokens = columns.pop("tokens")
             per_token = {name: _tensor(column.values) for name, column in columns.items()}
             lengths, mask = torch.from_numpy(tokens.lengths), per_token.pop("mask")
@@ -120,7 +120,8 @@ class PolicyWorker(Learner):
     @transfer(split="rows", gather="merge")
     def update(self, batch: Batch, how: Algorithm) -> Metrics:
         """One optimizer step of the policy loss on the whole batch; sums for the metrics."""
-        names = [c for c in batch.payload if c not in ("text", "tokens", "values", "returns", "sum_pi_squared")]
+        unused = {*NOT_BY_TOKEN, "tokens", "values", "returns", "sum_pi_squared", "versions"}.difference(how.loss.needs)
+        names = [c for c in batch.payload if c not in unused]
         with on_rows("update", batch) as spent:
             columns = batch.read(self.store, "tokens", *names)
             tokens = columns.pop("tokens")
@@ -156,7 +157,8 @@ class PolicyWorker(Learner):
 
     def _correction(self, rule: Rule, per_token: Mapping[str, np.ndarray], tokens: Ragged) -> rl.Correction:
         """Before there are advantages, what needs them (``reject_negative``) is left out: it changes no weight."""
-        known = {name: _tensor(per_token[name]) for name in ("old_logprobs", "advantages") if name in per_token}
+        names = ("old_logprobs", "advantages", "versions")
+        known = {name: _tensor(per_token[name]) for name in names if name in per_token}
         if "advantages" not in known and isinstance(rule, Corrector):
             rule = rule.model_copy(update={"reject_negative": None})
         return rl.correct(
@@ -164,6 +166,7 @@ class PolicyWorker(Learner):
             old_logprobs=known.get("old_logprobs"),
             rollout_logprobs=_tensor(per_token["rollout_logprobs"]),
             advantages=known.get("advantages"),
+            versions=known.get("versions"),
             mask=_tensor(per_token["mask"]),
             lengths=torch.from_numpy(tokens.lengths),
             reduce=self._sum_rows,

@@ -8,7 +8,6 @@ from torch import Tensor
 from tilth.cluster.protocol import transfer
 from tilth.config.schema import Rollout as RolloutSection
 from tilth.core.batch import Batch, Store
-from tilth.data.prompts import PromptSet
 from tilth.data.template import Template
 from tilth.roles.experience import to_batch
 from tilth.rollout.engine import Engine
@@ -17,29 +16,22 @@ from tilth.trace.spans import span
 
 
 class RolloutWorker:
-    """One engine, the prompts it is asked about by index, and the store that its answers go to."""
+    """One engine, and the store that prompts come from and answers go to."""
 
-    def __init__(
-        self, engine: Engine, template: Template, prompts: PromptSet, section: RolloutSection, store: Store
-    ) -> None:
+    def __init__(self, engine: Engine, template: Template, section: RolloutSection, store: Store) -> None:
         self.engine = engine
         self.template = template
-        self.prompts = prompts
         self.section = section
         self.store = store
 
     @transfer(split="rows", gather="rows")
     def generate(self, asked: Batch, *, greedy: bool = False) -> Batch:
-        """One sample for each row of ``asked`` (columns id, group, prompt); same order."""
+        """One sample for each row of ``asked`` (columns id, group, prompt; payload prompt_tokens); same order."""
         params = self._params(greedy)
-        ids, groups, indices = (asked[c].tolist() for c in ("id", "group", "prompt"))
-        distinct = list(dict.fromkeys(indices))
-        with span("load") as spent:
-            encoded = dict(zip(distinct, self.template.prompts([self.prompts[i] for i in distinct])))
-            spent.set(tokens=sum(map(len, encoded.values())))
+        encoded = asked.read(self.store, "prompt_tokens")["prompt_tokens"]
         requests = [
-            Request(id=i, prompt=encoded[p], params=params, group=g, prompt_index=p)
-            for i, g, p in zip(ids, groups, indices)
+            Request(id=i, prompt=encoded.row(row), params=params, group=g, prompt_index=p)
+            for row, (i, g, p) in enumerate(zip(*(asked[c].tolist() for c in ("id", "group", "prompt"))))
         ]
         with span("generate") as spent:
             self.engine.reset_prefix_cache()  # no trace of earlier steps, so that a resumed run does the same work

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tilth.core.errors import DataError
-from tilth.core.trajectory import Finish, Trajectory
+from tilth.core.trajectory import Finish, Segment, Trajectory
 from tilth.rollout.blocks import Table
 from tilth.rollout.stops import StopStrings
 
@@ -82,6 +82,8 @@ class Answer:
     mask: np.ndarray
     logprobs: np.ndarray
     sampling: np.ndarray | None
+    segments: list[Segment]
+    """Those before the one that is being written."""
     versions: list[tuple[int, int]]
     end: int
     """Length in tokens at which it ends for want of room."""
@@ -99,17 +101,23 @@ class Answer:
         n = len(tokens)
         sampling = np.zeros(n, np.float32) if request.params.filtered else None
         end = n + request.params.max_tokens
-        return cls(request, tokens, np.zeros(n, np.uint8), np.zeros(n, np.float32), sampling, [], end)
+        segments = [Segment("user", 0)]
+        return cls(request, tokens, np.zeros(n, np.uint8), np.zeros(n, np.float32), sampling, segments, [], end)
 
     @classmethod
     def resume(cls, t: Trajectory, params: SamplingParams) -> "Answer":
-        """From a partial trajectory; ``max_tokens`` counts the tokens that it has already chosen."""
-        request = Request(t.id, t.tokens[: t.prompt_length], params, t.group, t.prompt, t.info)
+        """From a partial trajectory: its last assistant segment, or a new one where another role spoke last.
+
+        ``max_tokens`` counts the tokens that the segment has already.
+        """
+        *before, last = t.segments
+        before, begin = (before, last.start) if last.role == "assistant" else (t.segments, len(t.tokens))
+        request = Request(t.id, t.tokens[:begin], params, t.group, t.prompt, t.info)
         sampling = t.sampling_logprobs
         if params.filtered and sampling is None:
             sampling = t.logprobs
-        end = len(t.tokens) + params.max_tokens - t.completion_length
-        return cls(request, t.tokens, t.loss_mask, t.logprobs, sampling, list(t.versions), end)
+        end = begin + params.max_tokens
+        return cls(request, t.tokens, t.mask, t.logprobs, sampling, list(before), list(t.versions), end)
 
     def append(self, tokens: np.ndarray, logprobs: np.ndarray, sampling: np.ndarray | None) -> None:
         """Add chosen tokens. Equal-length arrays, copied."""
@@ -130,11 +138,12 @@ class Answer:
             self.versions.append((len(self.tokens), version))
 
     def finish(self, reason: Finish, text: str) -> Trajectory:
-        """The result. A version that made no token leaves no span."""
+        """The result. A version, or an assistant, that made no token leaves no span."""
         r = self.request
+        segments = [*self.segments, Segment("assistant", len(r.prompt))] if len(self.completion) else self.segments
         versions = [span for span in self.versions if span[0] < len(self.tokens)]
         return Trajectory(
-            id=r.id, prompt=r.prompt_index, group=r.group, tokens=self.tokens, loss_mask=self.mask,
-            logprobs=self.logprobs, sampling_logprobs=self.sampling, versions=versions, finish=reason, text=text,
-            info=r.info,
+            id=r.id, prompt=r.prompt_index, group=r.group, tokens=self.tokens, mask=self.mask,
+            logprobs=self.logprobs, sampling_logprobs=self.sampling, segments=segments, versions=versions,
+            finish=reason, text=text, info=r.info,
         )  # fmt: skip

@@ -241,7 +241,7 @@ def moved(trajectories: Sequence[Trajectory], store: Store) -> Batch:
 
     def other(t: Trajectory) -> Trajectory:
         by = np.random.default_rng(abs(t.id)).normal((-0.75, 0.75, 0.0)[kind(t)], 0.05, len(t.logprobs))
-        return replace(t, logprobs=t.logprobs + np.float32(t.loss_mask * by * (kind(t) < 2)))
+        return replace(t, logprobs=t.logprobs + np.float32(t.mask * by * (kind(t) < 2)))
 
     return to_batch([other(t) for t in trajectories], store)
 

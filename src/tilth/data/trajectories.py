@@ -9,8 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tilth.core.errors import DataError
-from tilth.core.target import make_folder, rename
-from tilth.flows.files import writing
+from tilth.core.target import make_folder, rename, writing
 
 COLUMNS = pa.schema(
     [
@@ -21,8 +20,10 @@ COLUMNS = pa.schema(
         ("prompt_text", pa.string()),
         ("text", pa.string()),  # the completion, decoded
         ("answer", pa.string()),  # the right answer, where the data has one
-        ("tokens", pa.list_(pa.int32())),  # prompt and completion
-        ("prompt_length", pa.int32()),
+        ("tokens", pa.list_(pa.int32())),  # of the whole episode
+        ("mask", pa.list_(pa.uint8())),  # 1 where the policy chose the token
+        ("segments", pa.list_(pa.struct([("role", pa.string()), ("start", pa.int32())]))),
+        ("prompt_length", pa.int32()),  # tokens before the first one that the policy chose
         ("reward", pa.float32()),  # null: missing
         ("parts", pa.map_(pa.string(), pa.float32())),  # named parts of the reward
         ("finish", pa.string()),
@@ -32,6 +33,8 @@ COLUMNS = pa.schema(
 )
 """All columns; a writer may leave out any but ``step`` and ``id``, they are null then."""
 PART_BYTES = 64_000_000
+TRAJECTORIES = "trajectories"
+"""Folder of a run that they are in."""
 _NAME = re.compile(r"steps-(\d+)-(\d+)\.parquet")
 
 
@@ -67,10 +70,12 @@ class TrajectoryFiles:
         """Rows of the step under way."""
         self._open.append(conform(table))
 
-    def commit(self) -> None:
-        """The step is committed. Its rows are written now if enough of them wait, else by the next ``flush``."""
-        self._committed += self._open
-        self._open = []
+    def commit(self, step: int) -> None:
+        """The step is committed, other rows that were added are dropped. Its rows are written now if enough of them
+        wait, else by the next ``flush``."""
+        added, self._open = self._open, []
+        kept = [table.filter(pc.equal(table["step"], step)) for table in added]
+        self._committed += [table for table in kept if len(table)]
         if sum(t.nbytes for t in self._committed) > PART_BYTES:
             self.flush()
 
@@ -126,7 +131,7 @@ def read_part(path: Path) -> pa.Table:
 def read_trajectories(run: str | Path, step: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
     """Trajectories of a run's folder, of one step or of all, in order; works while the run goes on."""
     tables = [COLUMNS.empty_table()]
-    for first, last, path in _parts(Path(run) / "trajectories"):
+    for first, last, path in _parts(Path(run) / TRAJECTORIES):
         if step is not None and not first <= step <= last:
             continue
         if not path.exists():  # a resume has just dropped it
@@ -139,4 +144,4 @@ def read_trajectories(run: str | Path, step: int | None = None, columns: Sequenc
 
 def steps_of(run: str | Path) -> list[tuple[int, int]]:
     """The ranges of steps whose trajectories are on disk."""
-    return [(first, last) for first, last, _ in _parts(Path(run) / "trajectories")]
+    return [(first, last) for first, last, _ in _parts(Path(run) / TRAJECTORIES)]

@@ -1,0 +1,138 @@
+"""The loader role: opens the data where it is read, and turns it into payload."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tilth.cluster.protocol import transfer
+from tilth.core.batch import Batch, Column, Ragged, Store
+from tilth.data.documents import Corpus
+from tilth.data.examples import supervised
+from tilth.data.pairs import encode_pairs, pairs_of
+from tilth.data.prompts import PromptSet
+from tilth.data.template import Template
+from tilth.data.tokenizer import Tokenizer
+from tilth.roles.experience import identity
+from tilth.roles.pairs import CHOSEN
+from tilth.trace.spans import span
+
+
+class PromptLoader:
+    """Has the prompts with their answers or pairs, and the template that makes tokens of them."""
+
+    def __init__(self, prompts: PromptSet, template: Template, context: int, store: Store) -> None:
+        self.prompts = prompts
+        self.template = template
+        self.context = context
+        self.store = store
+
+    @transfer(split="all", gather="first")
+    def examples(self, indices: Sequence[int]) -> Batch:
+        """Prompts with their answers as token payload; the mask is 1 on what the policy would write."""
+        with span("load") as spent:
+            found = supervised([self.prompts[int(i)] for i in indices], self.template, self.context)
+            spent.set(tokens=sum(len(e.tokens) for e in found))
+        rows: dict[str, np.ndarray] = {
+            "prompt": np.asarray(indices, np.int64),
+            "length": np.array([len(e.tokens) for e in found], np.int32),
+            "identity": np.array([identity(e.tokens) for e in found], np.uint32),
+        }
+        payload = {"tokens": [e.tokens for e in found], "mask": [e.mask for e in found]}
+        return Batch(rows, _put(self.store, payload))
+
+    @transfer(split="rows", gather="rows")
+    def encode(self, asked: Batch) -> Batch:
+        """Add the payload column ``prompt_tokens`` to rows with a column ``prompt``."""
+        distinct, place = np.unique(asked["prompt"], return_inverse=True)
+        with span("load") as spent:
+            found = self.template.prompts([self.prompts[i] for i in distinct])
+            spent.set(tokens=sum(map(len, found)))
+        return asked.with_payload(
+            prompt_tokens=self._shared("prompt_tokens", [np.array(f, np.int64) for f in found], place)
+        )
+
+    @transfer(split="rows", gather="rows")
+    def texts(self, batch: Batch) -> Batch:
+        """Add the payload columns ``prompt_text`` and ``answer`` (the right one, empty where there is none)."""
+        distinct, place = np.unique(batch["prompt"], return_inverse=True)
+        prompts = [self.prompts[i] for i in distinct]
+        written = {"prompt_text": [p.text for p in prompts], "answer": [str(p.info.get("answer", "")) for p in prompts]}
+        columns = {k: [np.frombuffer(text.encode(), np.uint8) for text in texts] for k, texts in written.items()}
+        return batch.with_payload(**{name: self._shared(name, rows, place) for name, rows in columns.items()})
+
+    def _shared(self, name: str, rows: Sequence[np.ndarray], place: np.ndarray) -> Column:
+        return Column.whole(self.store.put(name, Ragged.of(rows)), len(rows)).take(place)
+
+    @transfer(split="all", gather="first")
+    def pairs(self, indices: Sequence[int]) -> Batch:
+        """All pairs of these prompts as token payload, the chosen answer before the rejected one.
+
+        Rows: prompt (a place in ``indices`` that comes twice is two prompts), pair, side, margin, length, group (the
+        prompt, whose tokens they share), id, identity. The mask is 1 on the answer and its end token.
+        """
+        counts = [len(pairs_of(self.prompts, int(i))) for i in indices]
+        with span("load") as spent:
+            encoded = encode_pairs(self.prompts, indices, self.template, self.context)
+            examples = [example for one in encoded for example in (one.chosen, one.rejected)]
+            spent.set(tokens=sum(len(e.tokens) for e in examples))
+        made = list(zip(np.repeat(np.arange(len(counts)), counts).tolist(), encoded))
+        pair = np.repeat(np.arange(len(made), dtype=np.int64), 2)
+        prompt = np.repeat(np.array([place for place, _ in made], np.int64), 2)
+        rows: dict[str, np.ndarray] = {
+            "prompt": prompt,
+            "pair": pair,
+            "group": prompt,
+            "id": np.arange(2 * len(made), dtype=np.int64),
+            "side": np.tile(np.array([CHOSEN, 0], np.int8), len(made)),
+            "margin": np.repeat(np.array([one.margin for _, one in made], np.float64), 2),
+            "length": np.array([len(e.tokens) for e in examples], np.int32),
+            "identity": np.array([identity(e.tokens) for e in examples], np.uint32),
+        }
+        payload = {"tokens": [e.tokens for e in examples], "mask": [e.mask for e in examples]}
+        return Batch(rows, _put(self.store, payload))
+
+
+class DocumentLoader:
+    """Reads pieces of tokenised documents."""
+
+    def __init__(self, train: Corpus, heldout: Corpus | None, tokenizer: Tokenizer, store: Store) -> None:
+        self.train = train
+        self.heldout = heldout
+        self.tokenizer = tokenizer
+        self.store = store
+        self._sizes: dict[int, int] = {}  # by index: every evaluation is about the same pieces
+
+    @transfer(split="all", gather="first")
+    def documents(self, indices: Sequence[int], *, heldout: bool = False) -> Batch:
+        """Pieces as token payload; the mask is 1 on every token but each first, which nothing comes before.
+
+        Of held-out pieces also the row column ``bytes``: UTF-8 bytes of the text that the tokens in the mask stand for
+        (the end of a document is none; a character that a border cuts counts as its replacement's three).
+        """
+        corpus = self.heldout if heldout and self.heldout is not None else self.train
+        with span("load") as spent:
+            tokens = corpus.tokens(indices)
+            spent.set(tokens=len(tokens.values))
+        mask = np.ones(len(tokens.values), np.uint8)
+        mask[tokens.offsets[:-1]] = 0
+        pieces = [tokens.row(i) for i in range(len(indices))]
+        rows: dict[str, np.ndarray] = {
+            "prompt": np.asarray(indices, np.int64),
+            "length": tokens.lengths.astype(np.int32),
+            "identity": np.array([identity(piece) for piece in pieces], np.uint32),
+        }
+        if heldout:
+            rows["bytes"] = np.array([self._bytes(int(i), piece) for i, piece in zip(indices, pieces)], np.int64)
+        payload = {"tokens": tokens, "mask": Ragged(mask, tokens.offsets)}
+        return Batch(rows, {k: Column.whole(self.store.put(k, v), len(pieces)) for k, v in payload.items()})
+
+    def _bytes(self, index: int, piece: np.ndarray) -> int:
+        """Of a held-out piece, counted once."""
+        if index not in self._sizes:
+            whole, first = self.tokenizer.decode(piece), self.tokenizer.decode(piece[:1])
+            self._sizes[index] = len(whole.encode()) - len(first.encode())
+        return self._sizes[index]
+
+
+def _put(store: Store, payload: Mapping[str, Sequence[np.ndarray]]) -> dict[str, Column]:
+    return {name: Column.whole(store.put(name, Ragged.of(rows)), len(rows)) for name, rows in payload.items()}

@@ -1,0 +1,102 @@
+"""The writer role: makes tables of what was generated, and writes those of committed steps."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tilth.cluster.protocol import transfer
+from tilth.core.batch import Batch, Ragged, Store
+from tilth.core.trajectory import ROLES
+from tilth.data.prompts import PromptSet
+from tilth.data.trajectories import TrajectoryFiles
+from tilth.roles.experience import FINISHES, texts
+from tilth.training.packed import prompt_lengths
+
+SHOWN = 1000
+"""Characters of a prompt and of an answer that are shown while a run goes on."""
+
+
+class TrajectoryWriter:
+    """Reads the payload of a step's trajectories and writes it to files; the controller sees neither.
+
+    The controller commits a step by its number. What was added and not committed is never written.
+    """
+
+    def __init__(self, prompts: PromptSet, store: Store) -> None:
+        self.prompts = prompts
+        self.store = store
+        self.files: TrajectoryFiles
+
+    @transfer(split="all", gather="first")
+    def open(self, folder: str) -> None:
+        """Write into this folder. StorageError."""
+        self.files = TrajectoryFiles(Path(folder))
+
+    @transfer(split="all", gather="first")
+    def add(self, batch: Batch, step: int) -> dict[str, Any]:
+        """All trajectories of the step under way; answers one of them, cut to what a terminal shows."""
+        table = self.table(batch, step)
+        self.files.add(table)
+        first = table.slice(0, 1).select(["prompt_text", "text", "answer", "reward"]).to_pylist()[0]
+        cut = {name: value[:SHOWN] if isinstance(value, str) else value for name, value in first.items()}
+        return {"prompt": cut.pop("prompt_text"), **cut}
+
+    @transfer(split="all", gather="merge")
+    def commit(self, step: int) -> dict[str, Any]:
+        """The step is committed; see ``TrajectoryFiles.commit``."""
+        self.files.commit(step)
+        return {}
+
+    @transfer(split="all", gather="first")
+    def flush(self) -> None:
+        """Make everything committed durable. StorageError."""
+        self.files.flush()
+
+    @transfer(split="all", gather="first")
+    def rewind(self, step: int) -> None:
+        """Drop all rows of later steps."""
+        self.files.rewind(step)
+
+    def table(self, batch: Batch, step: int) -> pa.Table:
+        """Trajectories as rows."""
+        columns = batch.read(self.store, "tokens", "mask", "segments", "rollout_logprobs", "text")
+        said = texts(columns["text"])
+        asked = [self.prompts[int(p)] for p in batch["prompt"]]
+        rewards = [None if np.isnan(r) else float(r) for r in batch["reward"]]
+        return pa.table(
+            {
+                "step": pa.array(np.full(len(batch), step, np.int32)),
+                "id": pa.array(batch["id"]),
+                "group": pa.array(batch["group"]),
+                "prompt": pa.array(batch["prompt"]),
+                "prompt_text": pa.array([p.text for p in asked]),
+                "text": pa.array(said),
+                "answer": pa.array([p.answer for p in asked], pa.string()),
+                "tokens": _lists(columns["tokens"], np.int32),
+                "mask": _lists(columns["mask"], np.uint8),
+                "segments": pa.array([_segments(columns["segments"].row(i)) for i in range(len(batch))]),
+                "prompt_length": pa.array(prompt_lengths(columns["mask"])),
+                "reward": pa.array(rewards, pa.float32()),
+                "parts": pa.array(_parts(batch), pa.map_(pa.string(), pa.float32())),
+                "finish": pa.array([FINISHES[f] for f in batch["finish"]]),
+                "logprobs": _lists(columns["rollout_logprobs"], np.float32),
+                "version": pa.array(batch["version"]),
+            }
+        )
+
+
+def _parts(batch: Batch) -> list[list[tuple[str, float]]]:
+    """Named parts of each row's reward, those that it has."""
+    named = {name.removeprefix("part/"): batch[name] for name in batch.rows if name.startswith("part/")}
+    return [[(name, float(c[i])) for name, c in named.items() if not np.isnan(c[i])] for i in range(len(batch))]
+
+
+def _segments(coded: np.ndarray) -> list[dict[str, Any]]:
+    return [{"role": ROLES[role], "start": start} for role, start in coded.reshape(-1, 2).tolist()]
+
+
+def _lists(column: Ragged, dtype: type) -> pa.ListArray:
+    offsets = pa.array(column.offsets.astype(np.int32))
+    return pa.ListArray.from_arrays(offsets, pa.array(column.values.astype(dtype)))
