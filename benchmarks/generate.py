@@ -109,7 +109,7 @@ def works(quick: bool) -> list[Work]:
 def tilth_engine(model: Decoder, compile: bool) -> Generate:
     """The engine; ids count on from run to run."""
     engine = Engine(model.config, dtype=model.dtype, max_rows=256, max_length=512, compile=compile)
-    engine.load_weights(model.named_parameters(), version=0)
+    engine.update_weights(model.named_parameters(), version=0)
     first = 0
 
     def generate(work: Work) -> list[np.ndarray]:

@@ -21,10 +21,11 @@ from typer.testing import CliRunner
 
 from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
 from tests.documents import PAGES, ROOT, Block, Command, blocks
+from tests.rollout.test_engine_conformance import ENGINE
 from tilth.cli.main import app
 from tilth.config import plugins
 from tilth.config.load import check_allowed, from_dict, load_recipe
-from tilth.config.plugins import load_plugins
+from tilth.config.plugins import declared, load_plugins
 from tilth.config.roles import roles_of
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
@@ -351,6 +352,13 @@ def what_it_declares(text, monkeypatch):
     assert any(set(known) - before[kind] for kind, known in plugins._DECLARED.items())
 
 
+def an_engine(text, monkeypatch):
+    """An engine; tests/rollout/test_engine_conformance.py does with it what is done with every engine."""
+    assert text == ENGINE
+    load_plugins([str(write(Path.cwd(), text))])
+    assert "slow" in declared("engine")
+
+
 def of_trl(text, monkeypatch):
     """Theirs, not ours: it must be Python."""
     compile(text, "from-trl-and-verl.md", "exec")
@@ -364,6 +372,7 @@ PYTHON = {
     "# novelty.py": a_role,
     "# watch.py": what_it_declares,
     "# more.py": what_it_declares,
+    "# slow.py": an_engine,
     "def score(": a_reward_of_verl,
     "dataset = load_dataset(": of_trl,
 }

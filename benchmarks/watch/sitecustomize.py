@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 
 PHASES = (
     ("saving", r"flows/launch\.py _save|flows/run\.py save|/tilth/checkpoint/"),
-    ("publishing", r"flows/run\.py publish|roles/relay\.py|rollout/engine\.py load_weights"),
+    ("publishing", r"flows/run\.py publish|roles/relay\.py|rollout/engine\.py update_weights"),
     ("evaluating", r"flows/run\.py evaluate$|flows/heldout\.py measure$"),
     ("generating", r"flows/run\.py collect|roles/rollout\.py|rollout/engine\.py"),
     ("training", r"flows/run\.py _settle|training/engine\.py|roles/(policy|critic)\.py"),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         advantage,
         callback,
         command,
+        engine,
         family,
         flow,
         optimizer,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(
-        ("advantage", "callback", "command", "family", "flow", "optimizer", "policy_loss", "reward", "role", "tracker"),
+        "advantage callback command engine family flow optimizer policy_loss reward role tracker".split(),
         "tilth.config.plugins",
     ),
     "Callback": "tilth.flows.callbacks",

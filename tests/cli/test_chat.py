@@ -272,15 +272,15 @@ def test_streaming_changes_nothing(plain):
 def test_ctrl_c_ends_this_answer_only(plain, monkeypatch, capsys):
     talked = Chat(load_model(plain[0]), Wish(str(plain[0]), temperature=1.0, max_tokens=200))
     before = signal.getsignal(signal.SIGINT)
-    step, steps = talked.engine.step, []
+    poll, steps = talked.engine.poll, []
 
     def interrupted():
         steps.append(1)
         if len(steps) == 5:
             os.kill(os.getpid(), signal.SIGINT)
-        return step()
+        return poll()
 
-    monkeypatch.setattr(talked.engine, "step", interrupted)
+    monkeypatch.setattr(talked.engine, "poll", interrupted)
     talked.turn("How are you?")
     assert len(steps) == 5 and talked.engine.pending == 0
     kept = list(talked.conversation.ids)

@@ -21,9 +21,9 @@ PPO = {
 }
 FLOWS = {"grpo": {}, "ppo": PPO}
 POINTS = {
-    "generating": (Engine, "step"),
+    "generating": (Engine, "poll"),
     "training": (Optimizers, "step"),
-    "publishing": (Engine, "load_weights"),
+    "publishing": (Engine, "update_weights"),
     "advantages": (PolicyWorker, "advantages"),
     "critic": (CriticWorker, "update"),
     "committing": (RunDir, "commit_step"),

@@ -234,7 +234,7 @@ def harmed(context, damage, **given):
     from tilth.flows import workers
 
     made = workers.rollout(context, **given)
-    load = made.engine.load_weights
+    load = made.engine.update_weights
 
     def damages(weights, version):
         weight = dict(made.engine.named_parameters())["model.layers.1.mlp.up_proj.weight"]
@@ -243,7 +243,7 @@ def harmed(context, damage, **given):
         if version and context.rank == 1:
             weight.copy_({"drop": before, "permute": weight.flip(0), "corrupt": weight + 1e-6}[damage])
 
-    made.engine.load_weights = damages
+    made.engine.update_weights = damages
     return made
 
 

@@ -132,7 +132,7 @@ def test_flat_groups_are_left_out_and_counted(tmp_path):
 
 
 def test_a_tensor_that_does_not_arrive_is_named(tmp_path, monkeypatch):
-    whole = Engine.load_weights
+    whole = Engine.update_weights
 
     def drops_one(self, weights, version, **options):
         some = {n: t for n, t in weights}
@@ -140,14 +140,14 @@ def test_a_tensor_that_does_not_arrive_is_named(tmp_path, monkeypatch):
         mine = dict(self.named_parameters())
         whole(self, iter({**some, name: mine[name].clone()}.items()), version, **options)
 
-    monkeypatch.setattr(Engine, "load_weights", drops_one)
+    monkeypatch.setattr(Engine, "update_weights", drops_one)
     with pytest.raises(WeightMismatch, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
         tiny.run(tiny.recipe(tmp_path))
 
 
 @pytest.mark.parametrize("damage", ["permuted", "corrupted"])
 def test_a_damaged_tensor_is_named(tmp_path, monkeypatch, damage):
-    whole = Engine.load_weights
+    whole = Engine.update_weights
 
     def damages(self, weights, version, **options):
         whole(self, weights, version, **options)
@@ -155,7 +155,7 @@ def test_a_damaged_tensor_is_named(tmp_path, monkeypatch, damage):
             weight = dict(self.named_parameters())["model.layers.0.self_attn.k_proj.weight"]
             weight.copy_(weight.flip(0)) if damage == "permuted" else weight[0, 0].add_(1e-6)
 
-    monkeypatch.setattr(Engine, "load_weights", damages)
+    monkeypatch.setattr(Engine, "update_weights", damages)
     watcher = tiny.Recorder()
     with pytest.raises(WeightMismatch, match=r"layers\.0\.self_attn\.k_proj"):
         tiny.run(tiny.recipe(tmp_path), callbacks=[watcher])

@@ -83,13 +83,13 @@ def test_no_rollout_and_no_reward_role_is_built(tmp_path):
 def test_with_a_reward_accuracy_is_measured_beside_the_loss_and_the_engine_published_to_only_then(
     tmp_path, monkeypatch
 ):
-    received, whole = [], Engine.load_weights
+    received, whole = [], Engine.update_weights
 
     def counted(self, weights, version, **options):
         received.append(version)
         whole(self, weights, version, **options)
 
-    monkeypatch.setattr(Engine, "load_weights", counted)
+    monkeypatch.setattr(Engine, "update_weights", counted)
     result = tiny.learn(tmp_path, "sft", reward=tiny.close_enough)
     records = read_metrics(result.directory)
     assert [r["step"] for r in records if "reward/heldout" in r] == [1, 3, 6, 8]
@@ -98,14 +98,14 @@ def test_with_a_reward_accuracy_is_measured_beside_the_loss_and_the_engine_publi
 
 
 def test_what_is_published_for_an_evaluation_is_verified(tmp_path, monkeypatch):
-    whole = Engine.load_weights
+    whole = Engine.update_weights
 
     def damages(self, weights, version, **options):
         whole(self, weights, version, **options)
         if version == 3:
             dict(self.named_parameters())["model.norm.weight"].add_(1e-6)
 
-    monkeypatch.setattr(Engine, "load_weights", damages)
+    monkeypatch.setattr(Engine, "update_weights", damages)
     with pytest.raises(WeightMismatch, match=r"model\.norm\.weight"):
         tiny.learn(tmp_path, "sft", reward=tiny.close_enough)
 

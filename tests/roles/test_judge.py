@@ -118,7 +118,7 @@ def test_a_real_engine_says_the_same_again():
     model = small.Decoder(config)
     model.init_weights_(7)
     engine = Engine(config, tokenizer=TOKENIZER, seed=1, max_rows=4)
-    engine.load_weights(model.named_parameters(), version=12)
+    engine.update_weights(model.named_parameters(), version=12)
     store = InlineStore()
     worker, batch = judge(store, engine, max_tokens=8), written(store, *["1+1=2\n#2", "#2", "7", "0+0=1\n#0", "=\n="])
     said, whole = [], engine.generate

@@ -100,7 +100,7 @@ def relayed(rank: int, name: str, bucket: int) -> tuple:
     for version in (1, 2):
         delivery = relay.relay(case.role, version)
     receiver = held.get(case.role)
-    return delivery, None if receiver is None else {n: checksum(t) for n, t in receiver.live()}
+    return delivery, None if receiver is None else receiver.fingerprint()
 
 
 @pytest.mark.dist
@@ -136,7 +136,7 @@ def broken(rank: int, name: str, damage: str) -> str:
 
 
 def harm(worker, tensor: str, damage: str) -> None:
-    live, load = dict(worker.engine.named_parameters())[tensor], worker.engine.load_weights
+    live, load = dict(worker.engine.named_parameters())[tensor], worker.engine.update_weights
 
     live.zero_()  # it is uninitialised, and could hold what lay there before: these very weights
 
@@ -150,7 +150,7 @@ def harm(worker, tensor: str, damage: str) -> None:
         else:
             live[0, 0] += 1e-6
 
-    worker.engine.load_weights = damages
+    worker.engine.update_weights = damages
 
 
 @pytest.mark.dist
@@ -178,8 +178,10 @@ class Looks:
         self.found = {name: (tensor.device, tensor.shape) for name, tensor in weights}
         raise Enough
 
-    def live(self):
-        return iter(())
+    tolerance = 0.0
+
+    def fingerprint(self):
+        return {}
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ def test_what_is_received_has_the_checksums_of_what_was_sent(dtype):
     store = InlineStore()
     worker, policy = small.rollout(store, dtype=dtype), small.policy(store, dtype=dtype)
     worker.receive(policy.weights(), 1)
-    received = small.checksums(worker.live(), dtype)
+    received = worker.fingerprint()
     assert received == small.checksums(policy.weights(), dtype) and len(received) == len(dict(policy.weights()))
     other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
     assert received != small.checksums(policy.weights(), other)
@@ -121,15 +121,15 @@ def test_checksums_are_read_from_the_live_storage(dtype):
     worker, policy = small.rollout(store, dtype=dtype), small.policy(store, dtype=dtype)
     name = "model.layers.1.mlp.down_proj.weight"
     live = dict(worker.engine.named_parameters())[name]
-    load = worker.engine.load_weights
+    load = worker.engine.update_weights
 
     def damages(weights, version):
         load(weights, version=version)
         live[0, :2] = live[0, :2].flip(0)
 
-    worker.engine.load_weights = damages
+    worker.engine.update_weights = damages
     worker.receive(policy.weights(), 1)
-    received, expected = small.checksums(worker.live(), dtype), small.checksums(policy.weights(), dtype)
+    received, expected = worker.fingerprint(), small.checksums(policy.weights(), dtype)
     assert [n for n in expected if received[n] != expected[n]] == [name]
 
 
@@ -139,7 +139,7 @@ def test_later_weights_replace_earlier_ones_and_stamp_what_is_said():
     first, second = small.policy(store, seed=1), small.policy(store, seed=2)
     worker.receive(first.weights(), 1)
     worker.receive(second.weights(), 2)
-    assert small.checksums(worker.live()) == small.checksums(second.weights()) != small.checksums(first.weights())
+    assert worker.fingerprint() == small.checksums(second.weights()) != small.checksums(first.weights())
     assert set(worker.generate(small.asked(worker.store, [1], 2, 0))["version"]) == {2}
     assert worker.compile_seconds() == 0
 

@@ -29,7 +29,7 @@ def make_model(config=CONFIG, seed=0, dtype=torch.float32, scale=8.0):
 
 def make_engine(model, **options):
     engine = Engine(model.config, **{"seed": 7, "max_length": 256, "dtype": model.dtype, **options})
-    engine.load_weights(model.named_parameters(), version=1)
+    engine.update_weights(model.named_parameters(), version=1)
     return engine
 
 

@@ -56,7 +56,7 @@ def tables(engine):
 def finish(engine, found=()):
     found = {t.id: t for t in found}
     while engine.pending:
-        found |= {t.id: t for t in engine.step()}
+        found |= {t.id: t for t in engine.poll()}
     return found
 
 
@@ -89,7 +89,7 @@ def test_random_arrival_abort_and_resume(seed):
             parked.append(engine.abort(int(rng.choice(sorted(engine._known)))))
             assert parked[-1].finish == "aborted"
             aborted += 1
-        for t in engine.step():
+        for t in engine.poll():
             found[t.id] = t
         engine._blocks.check(tables(engine))
     assert aborted > 5
@@ -161,7 +161,7 @@ def test_an_aborted_answer_resumes_from_the_cache():
     request = Request(0, np.arange(30), SamplingParams(max_tokens=60))
     engine.submit([request])
     for _ in range(30):
-        engine.step()
+        engine.poll()
     partial = engine.abort(0)
     before = engine.stats().prefilled_tokens
     engine.resume(partial, request.params)
@@ -209,9 +209,9 @@ def test_new_weights_never_meet_old_keys_and_values():
     other = make_model(seed=9)
     engine = make_engine(MODEL, max_rows=12)
     engine.submit(REQUESTS)
-    done = {t.id: t for _ in range(14) for t in engine.step()}
+    done = {t.id: t for _ in range(14) for t in engine.poll()}
     before = {r.id: done.get(r.id) for r in REQUESTS}
-    engine.load_weights(other.named_parameters(), version=2)
+    engine.update_weights(other.named_parameters(), version=2)
     found = finish(engine, done.values())
     swapped = 0
     for request in REQUESTS:
@@ -237,7 +237,7 @@ def test_weights_changed_behind_the_engines_back_would_be_seen():
     for name, p in engine.named_parameters():
         p.copy_(dict(other.named_parameters())[name])
     assert engine.generate([request])[0].tokens.tolist() != naive(other, request)[0]
-    engine.load_weights(other.named_parameters(), version=2)
+    engine.update_weights(other.named_parameters(), version=2)
     assert engine.generate([request])[0].tokens.tolist() == naive(other, request)[0]
 
 
@@ -254,7 +254,7 @@ def test_long_prompts_go_in_chunks():
     decoding = []
     found = {}
     while engine.pending:
-        found |= {t.id: t for t in engine.step()}
+        found |= {t.id: t for t in engine.poll()}
         decoding.append(engine.running)
     assert decoding[0] == 1 and len(decoding) < 16
     check([found[i] for i in range(4)], requests, {r.id: naive(model, r) for r in requests})
@@ -266,10 +266,10 @@ def test_going_on_with_old_keys_is_stamped_and_leaves_nothing_behind():
     requests = [Request(i, np.arange(40), SamplingParams(max_tokens=50)) for i in range(3)]
     engine.submit(requests)
     for _ in range(30):
-        engine.step()
-    engine.load_weights(other.named_parameters(), version=2, keep_kv=True)
+        engine.poll()
+    engine.update_weights(other.named_parameters(), version=2, keep_kv=True)
     assert engine.stats().preemptions == 0 and engine.running == 3
-    engine.step()
+    engine.poll()
     partial = engine.abort(0)
     assert partial.versions == [(40, 1), (70, 2)]
     again = Request(5, partial.tokens[:64], SamplingParams(max_tokens=20))
@@ -281,7 +281,7 @@ def test_weights_are_copied_into_the_live_storage():
     engine = make_engine(MODEL)
     before = {name: p.data_ptr() for name, p in engine.named_parameters()}
     other = dict(make_model(seed=4).named_parameters())
-    engine.load_weights(iter(other.items()), version=3)
+    engine.update_weights(iter(other.items()), version=3)
     for name, p in engine.named_parameters():
         assert p.data_ptr() == before[name] and torch.equal(p, other[name])
         assert p.data_ptr() != other[name].data_ptr()
@@ -301,7 +301,7 @@ def test_wrong_weights_are_named_and_nothing_changes(harm, message):
     weights = dict(make_model(seed=4).named_parameters())
     harm(weights)
     with pytest.raises(ModelError, match=message):
-        engine.load_weights(weights, version=2)
+        engine.update_weights(weights, version=2)
     assert engine.version == 1
     check(engine.generate(REQUESTS[:4]), REQUESTS[:4])
 
@@ -310,10 +310,10 @@ def test_weights_that_are_not_finite_are_an_error_not_an_answer():
     engine = make_engine(MODEL)
     bad = {n: p.clone() for n, p in MODEL.named_parameters()}
     bad["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
-    engine.load_weights(bad, version=2)
+    engine.update_weights(bad, version=2)
     with pytest.raises(NonFiniteError, match=r"version 2: of the weights .*0\.mlp\.up_proj\.weight is not"):
         engine.generate(REQUESTS[:3])
-    engine.load_weights(MODEL.named_parameters(), version=1)
+    engine.update_weights(MODEL.named_parameters(), version=1)
     check(engine.generate(REQUESTS), REQUESTS)
 
 
@@ -323,13 +323,13 @@ def test_weights_that_are_not_finite_are_an_error_not_an_answer():
 def test_kv_memory_is_released_and_regained():
     engine = make_engine(MODEL, max_rows=12)
     engine.submit(REQUESTS)
-    done = [t for _ in range(10) for t in engine.step()]
+    done = [t for _ in range(10) for t in engine.poll()]
     assert engine.kv_bytes > 0
-    engine.release_kv()
+    engine.sleep()
     assert engine.kv_bytes == 0
-    with pytest.raises(EngineError, match="regain_kv"):
-        engine.step()
-    engine.regain_kv()
+    with pytest.raises(EngineError, match="wake_up"):
+        engine.poll()
+    engine.wake_up()
     found = finish(engine, done)
     check([found[r.id] for r in REQUESTS])
 
@@ -345,7 +345,7 @@ def test_released_memory_goes_back_to_the_system():
     engine.generate([Request(i, p, SamplingParams(max_tokens=8)) for i, p in enumerate(prompts)])
     held, before = engine.kv_bytes, psutil.Process().memory_info().rss
     assert held > 100e6
-    engine.release_kv()
+    engine.sleep()
     assert before - psutil.Process().memory_info().rss > 0.9 * held
 
 
@@ -361,7 +361,7 @@ def test_a_step_keeps_to_its_budget():
     engine.submit(REQUESTS)
     while engine.pending:
         engine.stats(reset=True)
-        engine.step()
+        engine.poll()
         s = engine.stats()
         assert s.prefilled_tokens + s.useful_rows <= 20
         assert engine.running <= 20
@@ -384,7 +384,7 @@ def test_streaming_gives_each_answer_as_it_ends_and_keeps_those_of_others():
     engine.submit([other])
     requests = [Request(i, [1, 2], SamplingParams(max_tokens=n)) for i, n in enumerate((20, 4, 9))]
     assert [t.id for t in engine.stream(requests)] == [1, 2, 0]
-    assert [t.id for t in engine.step()] == [50]
+    assert [t.id for t in engine.poll()] == [50]
     early = engine.stream(
         [Request(7, [1], SamplingParams(max_tokens=2)), Request(8, [1], SamplingParams(max_tokens=9))]
     )

@@ -16,7 +16,7 @@ def watched(engine, requests):
     engine.submit(requests)
     seen, found = {r.id: [] for r in requests}, {}
     while engine.pending:
-        found |= {t.id: t for t in engine.step()}
+        found |= {t.id: t for t in engine.poll()}
         for i in seen.keys() - found.keys():
             seen[i].append(engine.peek(i))
     return [found[r.id] for r in requests], seen
@@ -40,9 +40,9 @@ def test_a_copy_is_given():
     engine = make_engine(MODEL)
     requests = [Request(0, [1, 2], SamplingParams(max_tokens=6))]
     engine.submit(requests)
-    engine.step()
+    engine.poll()
     engine.peek(0)[:] = 99
-    (found,) = [t for _ in range(6) for t in engine.step()]
+    (found,) = [t for _ in range(6) for t in engine.poll()]
     assert np.array_equal(found.tokens, make_engine(MODEL).generate(requests)[0].tokens)
 
 

@@ -37,7 +37,7 @@ def test_compiled_once_for_all_sizes(dtype):
             n = a.prompt_length
             np.testing.assert_allclose(a.logprobs[: n + 1], b.logprobs[: n + 1], atol=0.1)
     other = make_model(config, seed=5, dtype=dtype)
-    engine.load_weights(other.named_parameters(), version=2)
+    engine.update_weights(other.named_parameters(), version=2)
     request = Request(0, [1, 2, 3], SamplingParams(max_tokens=20, temperature=0.0))
     wanted = make_engine(other).generate([request])[0]
     assert engine.generate([request])[0].tokens[:8].tolist() == wanted.tokens[:8].tolist()
@@ -73,9 +73,9 @@ def test_cuda_says_what_the_cpu_says(compile):
     assert np.mean(same) > 0.9
     assert (engine.stats().compile_seconds > 0) == compile
     before = torch.cuda.memory_allocated()
-    engine.release_kv()
+    engine.sleep()
     assert torch.cuda.memory_allocated() < before
-    engine.regain_kv()
+    engine.wake_up()
     assert engine.generate(requests[:3])[2].completion_length == 30
 
 

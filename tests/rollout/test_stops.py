@@ -113,9 +113,9 @@ def test_an_answer_that_is_resumed_remembers_half_a_stop_string():
     whole = engine.generate([request])[0]
     engine.submit([request])
     for _ in range(whole.completion_length - 1):
-        engine.step()
+        engine.poll()
     engine.resume(engine.abort(request.id), params)
-    again = engine.step()[0]
+    again = engine.poll()[0]
     assert again.tokens.tolist() == whole.tokens.tolist() and again.text == whole.text and again.finish == "stop"
 
 

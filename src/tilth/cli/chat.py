@@ -17,7 +17,7 @@ from tilth.data.sources import Prompt
 from tilth.data.template import Template, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.model import LoadedModel, load_model, make_engine, wants_tokenizer
-from tilth.rollout.engine import Engine
+from tilth.rollout.protocol import GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
 
 HELP = """/reset   begin anew
@@ -231,12 +231,12 @@ class Voice:
         sys.stdout.flush()
 
 
-def listen(engine: Engine, request: Request, voice: Voice) -> Trajectory:
+def listen(engine: GenerationEngine, request: Request, voice: Voice) -> Trajectory:
     """One answer, heard as it comes. Ctrl-C ends it at its next token, and what there is of it is the answer."""
     engine.submit([request])
     with _interruptible() as interrupted:
         while True:
-            done = engine.step()
+            done = engine.poll()
             if done:
                 return done[0]
             if interrupted.is_set():

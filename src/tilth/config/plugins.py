@@ -1,8 +1,8 @@
 """User code: the files and modules of ``plugins``, and what they declare. Imports no torch.
 
-A decorator (``tilth.advantage``, ``tilth.policy_loss``, ``tilth.reward``, ``tilth.flow``, ``tilth.family``,
-``tilth.role``) only records what it decorates; the package that uses such a thing builds it from the declaration when
-its name is looked up. So a process that only scores rewards can import a plugin without importing torch.
+A decorator (``tilth.advantage``, ``tilth.reward``, ``tilth.flow``, ``tilth.role`` ...) only records what it decorates;
+the package that uses such a thing builds it from the declaration when its name is looked up. So a process that only
+scores rewards can import a plugin without importing torch.
 
 Every process that receives a recipe imports its plugins: in the controller when the recipe is read, in a worker when
 the recipe arrives (``Recipe.__setstate__``), in a process that scores when the reward is named ``FILE.py:name``.
@@ -28,7 +28,17 @@ from tilth.config.open_sets import OPTIMIZERS
 from tilth.config.roles import ROLES, SHIPPED_ROLES, MeshKind, Receives, RoleSpec
 
 Kind = Literal[
-    "advantage", "policy_loss", "reward", "flow", "family", "role", "callback", "tracker", "optimizer", "command"
+    "advantage",
+    "policy_loss",
+    "reward",
+    "flow",
+    "family",
+    "role",
+    "engine",
+    "callback",
+    "tracker",
+    "optimizer",
+    "command",
 ]
 T = TypeVar("T")
 
@@ -67,6 +77,8 @@ class Declaration:
         return getattr(self.value, "__module__", ""), getattr(self.value, "__qualname__", "")
 
 
+ENGINES = {"native": "tilth.rollout.engine:Engine"}
+"""Generation engines that come with Tilth: name -> module and class."""
 _SHIPPED_FLOWS = frozenset(FLOWS)
 _DECLARED: dict[Kind, dict[str, Declaration]] = {kind: {} for kind in get_args(Kind)}
 
@@ -245,6 +257,14 @@ def role(
         return worker
 
     return add
+
+
+def engine(name: str) -> Callable[[T], T]:
+    """Declare a generation engine that ``rollout.engine=name`` chooses: a class that extends
+    ``tilth.rollout.protocol.GenerationEngine``. Raises PluginError: a name that is taken."""
+    if name in ENGINES:
+        raise PluginError(f"@tilth.engine({name!r}): an engine that comes with Tilth has this name; choose another one")
+    return declare("engine", name)
 
 
 def shared_defaults(advantage: str, loss: str) -> dict[str, Any]:

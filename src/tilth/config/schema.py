@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from tilth.config.axes import AXES
 from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, below, own_defaults
 from tilth.config.open_sets import OPTIMIZERS, TRACKERS, OneOf
-from tilth.config.plugins import declared, family_names, load_plugins, shared_defaults
+from tilth.config.plugins import ENGINES, declared, family_names, load_plugins, shared_defaults
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -152,6 +152,9 @@ class Rollout(RoleSection):
         8192, description="token budget of one engine step, decode first, then prefill chunks"
     )
     compile: bool = Field(False, description="torch.compile the decode step (CUDA graphs on a GPU)")
+    engine: Annotated[str, OneOf(lambda: [*ENGINES, *declared("engine")])] = Field(
+        "native", description="generation engine; your own comes from a plugin"
+    )
 
 
 class Reward(Section):

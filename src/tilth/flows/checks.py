@@ -50,6 +50,7 @@ def in_scripts(recipe: Recipe) -> dict[str, Declaration]:
         "algorithm.advantage": ("advantage", recipe.algorithm.advantage),
         "algorithm.loss": ("policy_loss", recipe.algorithm.loss),
         "optimizer.name": ("optimizer", recipe.optimizer.name),
+        "rollout.engine": ("engine", recipe.rollout.engine),
     }
     named |= {f"roles.{name}": ("role", name) for name in recipe.facts.roles}
     found = {key: declared(cast(Declares, kind)).get(name) for key, (kind, name) in named.items()}

@@ -22,7 +22,7 @@ from tilth.flows.files import to_json
 from tilth.flows.model import LoadedModel, make_engine, wants_tokenizer
 from tilth.rl.passk import Interval, avg_at_k, interval, pass_at_k
 from tilth.roles.reward_pool import Outcome, RewardPool
-from tilth.rollout.engine import Engine
+from tilth.rollout.protocol import GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
 
 SAMPLES = 1 << 20
@@ -243,7 +243,7 @@ def _check_lengths(asked: list[Prompt], ids: list[list[int]], how: How, context:
             )
 
 
-def _run(engine: Engine, requests: list[Request], progress: Progress | None) -> list[Trajectory]:
+def _run(engine: GenerationEngine, requests: list[Request], progress: Progress | None) -> list[Trajectory]:
     found, tell = dict[int, Trajectory](), progress or (lambda done, of: None)
     tell(0, len(requests))
     for trajectory in engine.stream(requests):

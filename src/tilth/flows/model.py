@@ -26,7 +26,8 @@ from tilth.models.family import is_known
 from tilth.models.hf import Unread, check_tensors, load_pretrained, read_config, shapes
 from tilth.models.hub import fetched
 from tilth.plan.shape import parameter_shapes
-from tilth.rollout.engine import Engine
+from tilth.rollout import protocol
+from tilth.rollout.protocol import GenerationEngine
 
 MODEL_FOLDER = "model"
 """Folder of a run with its config.json and tokenizer: the weights are in the checkpoints."""
@@ -178,12 +179,15 @@ def wants_tokenizer(loaded: LoadedModel) -> Tokenizer:
     return loaded.tokenizer
 
 
-def make_engine(loaded: LoadedModel, *, seed: int, max_rows: int, max_length: int) -> Engine:
-    """An engine that speaks with these weights: on a GPU in bf16, on a CPU in the run's precision, or else fp32."""
+def make_engine(loaded: LoadedModel, *, seed: int, max_rows: int, max_length: int) -> GenerationEngine:
+    """The engine of the model's run, or the native one, with these weights: on a GPU in bf16, on a CPU in the run's
+    precision, or else fp32."""
     gpu = torch.cuda.is_available()
     half = gpu or loaded.settings.get("train", {}).get("precision") == "bf16"
-    engine = Engine(
+    engine = protocol.make_engine(
+        loaded.settings.get("rollout", {}).get("engine", "native"),
         loaded.config,
+        plugins=loaded.settings.get("plugins", ()),
         tokenizer=loaded.tokenizer,
         device="cuda" if gpu else "cpu",
         dtype=torch.bfloat16 if half else torch.float32,
@@ -191,7 +195,7 @@ def make_engine(loaded: LoadedModel, *, seed: int, max_rows: int, max_length: in
         max_rows=max_rows,
         max_length=max_length,
     )
-    engine.load_weights(loaded.tensors.items(), version=0)  # one after another: they were compared with the config
+    engine.update_weights(loaded.tensors.items(), version=0)  # one after another: they were compared with the config
     return engine
 
 

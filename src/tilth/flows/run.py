@@ -391,18 +391,18 @@ class Run:
         if self.rollout is None:
             return
         self._settle()
-        for role in self.roles.receiving("step"):
-            self._relay(role)
+        unseen = any([self._relay(role) for role in self.roles.receiving("step")])
         self._engine_version = self.at.version
         every = self.recipe.policy.probe_every
-        if every and self._published % every == 0:
+        if unseen or (every and self._published % every == 0):
             self._probe(policy)
         self._published += 1
 
-    def _relay(self, target: str) -> None:
+    def _relay(self, target: str) -> bool:
+        """Copy the policy's weights to a role; True if only what it computes can tell whether they arrived."""
         if self.roles.relay is None:
             raise RecipeError(f"flow={self.recipe.flow} has no {target} to bring weights to")
-        self.roles.relay.relay(target, self.at.version)
+        return any(delivery.probe for delivery in self.roles.relay.relay(target, self.at.version))
 
     def _probe(self, policy: WorkerGroup) -> None:
         """Let the engines answer a few prompts and the policy say what it thinks of each token: they must agree."""

@@ -35,7 +35,7 @@ from tilth.roles.reward import RewardWorker
 from tilth.roles.reward_pool import RewardPool
 from tilth.roles.rollout import RolloutWorker
 from tilth.roles.trajectory_writer import TrajectoryWriter
-from tilth.rollout.engine import Engine
+from tilth.rollout.protocol import make_engine
 from tilth.training.engine import TrainEngine
 from tilth.training.packed import appraise, rate
 
@@ -101,7 +101,8 @@ def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> Refere
 def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> RolloutWorker:
     """One engine in each worker; it gets its weights by the relay."""
     r, device = recipe.rollout, prepare(context, recipe)
-    engine = Engine(
+    engine = make_engine(
+        r.engine,
         config,
         tokenizer=tokenizer,
         device=device,
@@ -140,7 +141,8 @@ def judge(context: Context, recipe: Recipe) -> JudgeWorker:
     device = prepare(context, recipe)
     loaded = load_model(recipe.judge.path)
     tokenizer = wants_tokenizer(loaded)
-    engine = Engine(
+    engine = make_engine(
+        recipe.rollout.engine,
         loaded.config,
         tokenizer=tokenizer,
         device=device,
@@ -149,7 +151,7 @@ def judge(context: Context, recipe: Recipe) -> JudgeWorker:
         max_rows=recipe.rollout.max_rows,
         step_tokens=recipe.rollout.step_tokens,
     )
-    engine.load_weights(loaded.tensors.items(), version=loaded.step or 0)
+    engine.update_weights(loaded.tensors.items(), version=loaded.step or 0)
     return JudgeWorker(engine, make_template(loaded.template, tokenizer), recipe.judge, context.store)
 
 

@@ -1,6 +1,6 @@
 """The critic role: the value model that says how good a state is, its gradients and its position."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 import tilth.rl as rl
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Ragged, Store
+from tilth.core.checksum import checksum
 from tilth.core.errors import ModelError
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.rl.aggregation import Aggregation
@@ -25,6 +26,8 @@ Metrics = dict[str, rl.Metric]
 
 class CriticWorker(Learner):
     """A train engine of a value model behind batches."""
+
+    tolerance: float | None = 0.0
 
     def __init__(self, engine: TrainEngine, store: Store, *, clip: float = 0.0) -> None:
         """engine: of a value model, with the scorer ``appraise``; clip: most that a value may move in an update, 0: no
@@ -50,9 +53,10 @@ class CriticWorker(Learner):
             if name.startswith(HEAD):
                 sharded.take(name, torch.zeros(sharded.layouts[name].shape))
 
-    def live(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of the body out of the live storage; a collective call."""
-        return ((name, tensor) for name, tensor in whole_tensors(self.engine.sharded) if not name.startswith(HEAD))
+    def fingerprint(self) -> Mapping[str, int]:
+        """Return the checksum of each whole tensor of the live body; a collective call."""
+        whole = whole_tensors(self.engine.sharded)
+        return {name: checksum(tensor) for name, tensor in whole if not name.startswith(HEAD)}
 
     @transfer(split="rows", gather="rows")
     def values(self, batch: Batch) -> Batch:

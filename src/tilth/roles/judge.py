@@ -10,7 +10,7 @@ from tilth.data.columns import Prompt
 from tilth.data.template import Template
 from tilth.rl.judging import question, steps, verdict
 from tilth.roles.experience import texts
-from tilth.rollout.engine import Engine
+from tilth.rollout.protocol import GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
 from tilth.trace.spans import span
 
@@ -26,7 +26,7 @@ class JudgeWorker:
     Verdicts are greedy, so a step that is run again gets the same ones.
     """
 
-    def __init__(self, engine: Engine, template: Template, section: JudgeSection, store: Store) -> None:
+    def __init__(self, engine: GenerationEngine, template: Template, section: JudgeSection, store: Store) -> None:
         self.engine = engine
         self.template = template
         self.section = section

@@ -1,12 +1,13 @@
 """The reference role: the policy as it was, which a KL penalty holds the policy to."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
 from tilth.checkpoint import Group
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Store
+from tilth.core.checksum import checksum
 from tilth.parallel.sharded import Sharded
 from tilth.roles.scoring import scored
 from tilth.roles.state import Groups, Keeper, whole_tensors
@@ -14,6 +15,8 @@ from tilth.roles.state import Groups, Keeper, whole_tensors
 
 class ReferenceWorker(Keeper):
     """A frozen copy of the policy as it was when the phase began, for the KL penalty."""
+
+    tolerance: float | None = 0.0
 
     def __init__(self, sharded: Sharded, store: Store, *, temperature: float, micro_tokens: int, parity: bool) -> None:
         super().__init__(sharded)
@@ -27,9 +30,9 @@ class ReferenceWorker(Keeper):
         for name, tensor in weights:
             self.sharded.take(name, tensor)
 
-    def live(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors out of the live storage; a collective call."""
-        return whole_tensors(self.sharded)
+    def fingerprint(self) -> Mapping[str, int]:
+        """Return the checksum of each whole tensor of the live storage; a collective call."""
+        return {name: checksum(tensor) for name, tensor in whole_tensors(self.sharded)}
 
     @transfer(split="rows", gather="rows")
     def logprobs(self, batch: Batch) -> Batch:

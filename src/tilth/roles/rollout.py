@@ -1,6 +1,7 @@
-"""The rollout role: owns the engine that speaks, and answers prompts with batches of experience."""
+"""The rollout role: owns a generation engine, and answers prompts with batches of experience."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -8,9 +9,11 @@ from torch import Tensor
 from tilth.cluster.protocol import transfer
 from tilth.config.schema import Rollout as RolloutSection
 from tilth.core.batch import Batch, Store
+from tilth.core.checksum import relative_error, sketch
+from tilth.core.errors import WeightMismatch
 from tilth.data.template import Template
 from tilth.roles.experience import to_batch
-from tilth.rollout.engine import Engine
+from tilth.rollout.protocol import GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
 from tilth.trace.spans import span
 
@@ -18,7 +21,7 @@ from tilth.trace.spans import span
 class RolloutWorker:
     """One engine, and the store that prompts come from and answers go to."""
 
-    def __init__(self, engine: Engine, template: Template, section: RolloutSection, store: Store) -> None:
+    def __init__(self, engine: GenerationEngine, template: Template, section: RolloutSection, store: Store) -> None:
         self.engine = engine
         self.template = template
         self.section = section
@@ -60,13 +63,34 @@ class RolloutWorker:
         """Time that torch.compile took so far."""
         return self.engine.stats().compile_seconds
 
-    def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy weights into the live engine as they come."""
-        self.engine.load_weights(weights, version=version)
+    @property
+    def tolerance(self) -> float | None:
+        """How the engine's weights are checked: ``GenerationEngine.tolerance``."""
+        return self.engine.tolerance
 
-    def live(self) -> Iterator[tuple[str, Tensor]]:
-        """The engine's own storage."""
-        return self.engine.named_parameters()
+    def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace the engine's weights. WeightMismatch names one that is off by more than ``tolerance``."""
+        sent: dict[str, Tensor] = {}
+
+        def sketched() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                sent[name] = sketch(tensor)
+                yield name, tensor
+
+        self.engine.update_weights(sketched() if self.tolerance else weights, version=version)
+        if self.tolerance:
+            found = {name: sketch(tensor) for name, tensor in self.engine.named_parameters()}
+            for name, expected in sent.items():
+                error = relative_error(found[name], expected) if name in found else math.inf
+                if not error <= self.tolerance:
+                    raise WeightMismatch(
+                        f"{name} in the generation engine is {error:.2g} of its size off what was sent, more than the "
+                        f"engine's tolerance of {self.tolerance:g}"
+                    )
+
+    def fingerprint(self) -> Mapping[str, int]:
+        """Return the checksum of each tensor of the engine's own storage."""
+        return self.engine.fingerprint()
 
 
 def ask(prompts: Sequence[int], group: int, first_id: int) -> Batch:

@@ -1,1 +1,1 @@
-"""The engine that speaks: continuous batching over a KV cache, with the model's own modules and math."""
+"""Generation engines: their protocol, and the native one, which batches continuously with the model's own modules."""

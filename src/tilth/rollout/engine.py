@@ -1,4 +1,4 @@
-"""The engine that speaks: continuous batching of requests over one model, its weights and its KV cache."""
+"""The native generation engine: continuous batching of requests over one model, its weights and its KV cache."""
 
 import ctypes
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilth.core.errors import DataError, ModelError, NonFiniteError, TilthError
+from tilth.core.errors import DataError, ModelError, NonFiniteError
 from tilth.core.random import stream_id, uniform_rows
 from tilth.core.trajectory import Finish, Trajectory
 from tilth.models.config import DecoderConfig
@@ -17,6 +17,7 @@ from tilth.rollout.blocks import BlockManager
 from tilth.rollout.cache import PrefixStore, Slab
 from tilth.rollout.lanes import Lane
 from tilth.rollout.prefill import PARITY_WIDTH, Batch, Prompt
+from tilth.rollout.protocol import EngineError, GenerationEngine
 from tilth.rollout.request import Answer, Request, SamplingParams
 from tilth.rollout.runner import Runner
 from tilth.rollout.sampling import Chosen, Rules, choose, choose_from
@@ -26,12 +27,8 @@ from tilth.rollout.stops import Decodes, StopStrings, completion_text
 from tilth.trace.spans import span
 
 
-class EngineError(TilthError):
-    """The engine was used in an order that has no meaning."""
-
-
-class Engine:
-    """Generates. Requests come and go at any step; weights are replaced in place.
+class Engine(GenerationEngine):
+    """The native generation engine. Requests come and go at any step; weights are replaced in place.
 
     config: the decoder to build, with storage of its own in ``dtype`` (compute dtype too). tokenizer: wanted for stop
     strings and ``Trajectory.text`` only. seed: of all draws; token t of trajectory i is chosen by value t of the stream
@@ -40,6 +37,8 @@ class Engine:
     max_length: longest sequence (0: the model's). compile: torch.compile of decode steps (CUDA graphs on a GPU).
     parity: eager, in shapes whose log-probs equal those of a packed forward pass with ``parity``, bit for bit (CPU).
     """
+
+    tolerance: float | None = 0.0
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class Engine:
         return self.model.named_parameters()
 
     @torch.no_grad()
-    def load_weights(
+    def update_weights(
         self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int, keep_kv: bool = False
     ) -> None:
         """Copy all weights into the live storage, between two steps; tokens from now on are stamped ``version``.
@@ -174,31 +173,12 @@ class Engine:
 
     @property
     def pending(self) -> int:
-        """Requests in flight, and trajectories that the next ``step`` hands over."""
+        """Requests in flight, and trajectories that the next ``poll`` returns."""
         return len(self._known) + len(self._done)
 
-    def generate(self, requests: Iterable[Request]) -> list[Trajectory]:
-        """All of these, in their order. Others in flight go on meanwhile; ``step`` returns them."""
-        requests = list(requests)
-        found = {t.id: t for t in self.stream(requests)}
-        return [found[r.id] for r in requests]
-
-    def stream(self, requests: Iterable[Request]) -> Iterator[Trajectory]:
-        """These, each as soon as it is finished."""
-        requests = list(requests)
-        self.submit(requests)
-        mine = {r.id for r in requests}
-        others: list[Trajectory] = []
-        try:
-            while mine:
-                for trajectory in self.step():
-                    if trajectory.id in mine:
-                        mine.remove(trajectory.id)
-                        yield trajectory
-                    else:
-                        others.append(trajectory)
-        finally:
-            self._done.extend(others)
+    def keep(self, others: list[Trajectory]) -> None:
+        """Return these from the next ``poll``: they belong to another caller than the one that polled."""
+        self._done.extend(others)
 
     @torch.inference_mode()
     def abort(self, trajectory: int) -> Trajectory:
@@ -226,10 +206,10 @@ class Engine:
     # One step
 
     @torch.inference_mode()
-    def step(self) -> list[Trajectory]:
+    def poll(self) -> list[Trajectory]:
         """Decode one token of every running sequence, then compute prompts as the budget allows; what finished."""
         if self._released:
-            raise EngineError("the KV cache is released; call regain_kv() before step()")
+            raise EngineError("the KV cache is released; call wake_up() before poll()")
         done, self._done = self._done, []
         self._stats.steps += 1
         self._warm_up()
@@ -439,8 +419,8 @@ class Engine:
         """Forget shared prefixes of finished work."""
         self._blocks.flush()
 
-    def release_kv(self) -> None:
-        """Give the memory of the KV cache back; what is in flight will be computed anew after ``regain_kv``."""
+    def sleep(self) -> None:
+        """Give the memory of the KV cache back; what is in flight will be computed anew after ``wake_up``."""
         self._interrupt()
         self._blocks.flush()
         self._lanes, self._store, self._staging, self._released = {}, self._new_store(), self._new_slab(), True
@@ -450,13 +430,13 @@ class Engine:
         if trim is not None:
             trim(0)
 
-    def regain_kv(self) -> None:
+    def wake_up(self) -> None:
         """Allow steps again; memory is taken as it is needed."""
         self._released = False
 
     @property
     def kv_bytes(self) -> int:
-        """Memory that the cache holds now, in bytes: kept until ``release_kv``."""
+        """Memory that the cache holds now, in bytes: kept until ``sleep``."""
         slabs = [self._staging, *(lane.slab for lane in self._lanes.values())]
         return self._store.nbytes + sum(slab.nbytes for slab in slabs)
 

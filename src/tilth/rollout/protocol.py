@@ -1,0 +1,162 @@
+"""The protocol of generation engines, and the one place that constructs them."""
+
+import importlib
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from tilth.config.plugins import ENGINES, declared, describe, load_plugins
+from tilth.core.checksum import checksum
+from tilth.core.errors import PluginError, RecipeError, TilthError
+from tilth.core.trajectory import Trajectory
+from tilth.models.config import DecoderConfig
+from tilth.rollout.request import Request
+from tilth.rollout.stats import Stats
+
+
+class EngineError(TilthError):
+    """An engine was used in an order that has no meaning."""
+
+
+class GenerationEngine(Protocol):
+    """Generate completions of token ids, many at once, with weights that are replaced in place.
+
+    It fits an engine in this process (vLLM's LLMEngine: ``poll`` is its step) and a server (vLLM, SGLang: ``poll``
+    waits until a response is there). An engine extends this class; ``make_engine`` constructs it as
+    ``Engine(config, **options)`` with the keywords of ``tilth.rollout.engine.Engine``, and some may be left out.
+    One thread calls it. Errors are TilthErrors.
+    """
+
+    version: int = 0
+    """Version of the weights that generate; tokens are stamped with it (``Trajectory.versions``)."""
+    max_length: int
+    """Tokens of the longest sequence, prompt and completion together."""
+    tolerance: float | None = None
+    """How weights are checked after a weight sync. 0: each tensor's bits, by ``fingerprint``. Above 0: each tensor of
+    ``named_parameters`` (quantised, say) is at most this far off, as |found - sent| / |sent|. None: the engine cannot
+    show its weights, so its log-probs of a few prompts are compared with the policy's after every sync."""
+
+    @abstractmethod
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Queue requests. Raises DataError, and queues none of them, if one cannot be served."""
+        ...
+
+    @abstractmethod
+    def poll(self) -> list[Trajectory]:
+        """Do a bounded piece of work, or wait for it, and return what has finished since the last call, in any order.
+
+        ``Trajectory.logprobs`` are float32 [tokens], in nats, of the softmax at ``params.temperature`` before filters
+        (at 1 for temperature 0). Raises EngineError while the engine sleeps.
+        """
+        ...
+
+    @abstractmethod
+    def abort(self, trajectory: int) -> Trajectory:
+        """Stop a request now, free its KV and return what there is of it, with finish "aborted". Raises DataError if it
+        is not in flight."""
+        ...
+
+    @abstractmethod
+    def peek(self, trajectory: int) -> np.ndarray:
+        """Return a copy of the tokens, int64 [n], that a request in flight has chosen so far. Raises DataError."""
+        ...
+
+    @abstractmethod
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights by whole tensors, taken one by one, with the names that Hugging Face gives them.
+
+        Requests in flight go on under the new ones. Raises ModelError unless names and shapes match.
+        """
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors that generate, by the names of ``update_weights``; none if they cannot be had."""
+        return iter(())
+
+    def fingerprint(self) -> Mapping[str, int]:
+        """Return numbers that change with the weights: the checksum of each tensor by its name, or what there is."""
+        return {name: checksum(tensor) for name, tensor in self.named_parameters()}
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Give the KV cache's memory back. Requests in flight go on after ``wake_up``, or EngineError is raised."""
+        ...
+
+    @abstractmethod
+    def wake_up(self) -> None:
+        """Allow ``poll`` again; weights are those of before ``sleep``."""
+        ...
+
+    @abstractmethod
+    def stats(self, reset: bool = False) -> Stats:
+        """Return counts since the engine was constructed, or since the last ``reset``; 0 for what it does not count."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Forget prefixes of finished requests."""
+
+    def keep(self, others: list[Trajectory]) -> None:
+        """Take finished trajectories of other callers back. Raises EngineError where that cannot be."""
+        if others:
+            raise EngineError(f"request {others[0].id} of another caller has finished; use submit and poll instead")
+
+    def stream(self, requests: Iterable[Request], aborting: deque[int] | None = None) -> Iterator[Trajectory]:
+        """Submit requests and yield each trajectory as soon as it has finished.
+
+        aborting: ids that another thread may append: those requests end before the next ``poll``.
+        """
+        requests = list(requests)
+        self.submit(requests)
+        mine = {r.id for r in requests}
+        others: list[Trajectory] = []
+        try:
+            while mine:
+                ended = [self.abort(i) for i in _popped(aborting) if i in mine]
+                for trajectory in ended or self.poll():
+                    if trajectory.id in mine:
+                        mine.remove(trajectory.id)
+                        yield trajectory
+                    else:
+                        others.append(trajectory)
+        finally:
+            self.keep(others)
+
+    def generate(self, requests: Iterable[Request], aborting: deque[int] | None = None) -> list[Trajectory]:
+        """Return the trajectories of all requests, in their order. aborting: as ``stream`` takes it."""
+        requests = list(requests)
+        found = {t.id: t for t in self.stream(requests, aborting)}
+        return [found[r.id] for r in requests]
+
+
+def _popped(ids: deque[int] | None) -> list[int]:
+    """Take all ids out, each once, in order."""
+    return list(dict.fromkeys(ids.popleft() for _ in range(len(ids)))) if ids else []
+
+
+def make_engine(name: str, config: DecoderConfig, *, plugins: Iterable[str] = (), **options: Any) -> GenerationEngine:
+    """Construct the engine that ``rollout.engine`` names. plugins: those that may declare it.
+
+    Raises RecipeError for an unknown name, PluginError for a declared class that is no engine or cannot be constructed.
+    """
+    if name not in ENGINES and name not in declared("engine"):
+        load_plugins(plugins)
+    if name in ENGINES:
+        module, _, attribute = ENGINES[name].partition(":")
+        shipped: GenerationEngine = getattr(importlib.import_module(module), attribute)(config, **options)
+        return shipped
+    if (declaration := declared("engine").get(name)) is None:
+        known = ", ".join([*ENGINES, *declared("engine")])
+        raise RecipeError(f"rollout.engine={name!r} is not an engine; use {known}, or a plugin that declares it")
+    kind, where = declaration.value, f"engine {name!r} ({declaration.where})"
+    if GenerationEngine not in getattr(kind, "__mro__", ()):
+        raise PluginError(f"{where} is not a subclass of {GenerationEngine.__module__}.{GenerationEngine.__name__}")
+    try:
+        return kind(config, **options)
+    except TilthError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{where}: {describe(error)}") from error
