@@ -32,13 +32,13 @@ def give_lengths(task: Task) -> None:
     """Every completion ends at its own given length and nowhere else (request ids count up from step to step)."""
     generate = Engine.generate
 
-    def with_lengths(self: Engine, requests: Iterable[Request]) -> list[Any]:
+    def with_lengths(self: Engine, requests: Iterable[Request], *more: Any) -> list[Any]:
         def cut(request: Request) -> Request:
             step, place = divmod(request.id, task.samples)
             length = task.lengths(step)[place]
             return replace(request, params=replace(request.params, max_tokens=length, stop_tokens=()))
 
-        return generate(self, [cut(r) for r in requests])
+        return generate(self, [cut(r) for r in requests], *more)
 
     Engine.generate = with_lengths  # type: ignore[method-assign]
 

@@ -30,7 +30,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(
-        "advantage callback command engine family flow optimizer policy_loss reward role tracker".split(),
+        (
+            "advantage",
+            "callback",
+            "command",
+            "engine",
+            "family",
+            "flow",
+            "optimizer",
+            "policy_loss",
+            "reward",
+            "role",
+            "tracker",
+        ),
         "tilth.config.plugins",
     ),
     "Callback": "tilth.flows.callbacks",

@@ -11,13 +11,14 @@ import os
 import pickle
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
 import pytest
 
-from tests.cluster.workers import HERE, Odd
+from tests.cluster.workers import HERE, LONG, Odd
 from tilth.cluster.cluster import open_cluster
 from tilth.cluster.fleet import Call, Reply
 from tilth.cluster.lazy import LazyBatch, LazyMap
@@ -25,6 +26,7 @@ from tilth.cluster.leases import PAYLOAD
 from tilth.core.batch import Batch, Ragged, concat
 from tilth.core.errors import DataError, PayloadLeak, RecipeError, StaleGeneration, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
+from tilth.roles.experience import FINISHES
 from tilth.trace.spans import recorder
 
 BACKENDS = [
@@ -447,6 +449,56 @@ def test_roles_in_disjoint_pools_overlap_and_lazy_answers_wait(backend):
         with cluster.store.scope():
             lazy = left.think(batch_of(3))
             assert isinstance(lazy, LazyBatch) and len(right.sums(lazy)) == 3
+
+
+# ---- the control channel ----
+
+
+def test_a_generation_in_flight_is_looked_at_and_aborted(cluster):
+    group = cluster.group("generating", f"{HERE}:generating", {}, Mesh(("dp",), (cluster.workers,)))
+    count = 2 * cluster.workers
+    rows = Batch({name: np.arange(count) for name in ("id", "group", "prompt")})
+    assert [found["requests"] for found in group.status()] == [0] * cluster.workers
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(lambda: dict(group.generate(rows).rows))
+        while min(found["decoded_tokens"] for found in group.status()) < 20:
+            time.sleep(0.01)
+        assert sum(group.abort(ids=[0])) == 1
+        assert {found["version"] for found in group.status()} == {7}
+        while sum(found["finished"] for found in group.status()) < 1:
+            time.sleep(0.01)
+        assert not call.done()
+        assert sum(group.abort()) == count
+        ids, finish, lengths = (call.result()[name] for name in ("id", "finish", "completion"))
+    assert ids.tolist() == list(range(count)) and set(finish) == {FINISHES.index("aborted")}
+    assert 0 < lengths[0] < lengths[1] and lengths.min() > 0 and lengths.max() < LONG
+    assert sum(group.abort()) == 0
+
+
+def test_control_messages_are_answered_while_a_call_runs_and_only_by_methods_that_say_so(cluster):
+    group = cluster.group("generating", f"{HERE}:generating", {}, Mesh(("dp",), (cluster.workers,)))
+    fleet = cluster.fleet
+    for role, method in (("generating", "generate"), ("generating", "store"), ("nobody", "status")):
+        with pytest.raises(WorkerError, match=f"{method}"):
+            fleet.control(0, role, method, {})
+    with pytest.raises((WorkerError, TypeError), match="wrong"):
+        fleet.control(0, "generating", "abort", {"wrong": 1})
+    assert len(group.status()) == cluster.workers  # nothing of this ends a worker
+
+
+def test_a_stopped_worker_is_lost_to_control_messages(backend, monkeypatch):
+    if backend[0] == "inline":
+        pytest.skip("a process does not ask itself when it is stopped")
+    monkeypatch.setattr("tilth.cluster.control.LIMIT", 0.5)
+    with open_cluster(*backend, timeout=60.0) as cluster:
+        group = cluster.group("generating", f"{HERE}:generating", {})
+        pid = cluster.fleet.probe(0).pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(WorkerLost, match="role generating, rank 0, status"):
+                group.status()
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_wrong_requests_name_what_would_work():

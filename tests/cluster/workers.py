@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from tilth.core.errors import DataError, TilthError
 from tilth.trace.spans import span
 
 HERE = "tests.cluster.workers"
+LONG = 30_000
+"""Tokens of an answer that takes long."""
 
 
 class Odd(TilthError):
@@ -120,6 +124,24 @@ class Echo:
     @transfer("all", "first")
     def generator(self) -> object:
         return (x for x in ())
+
+
+def generating(context: Context) -> object:
+    """The rollout role, with answers of thousands of tokens."""
+    from tests.roles import small
+    from tilth.config.schema import Rollout
+    from tilth.models.decoder import Decoder
+    from tilth.roles.rollout import RolloutWorker
+    from tilth.rollout.engine import Engine
+
+    model = Decoder(small.config())
+    model.init_weights_(1)
+    config = replace(small.config(), max_positions=LONG + 16)
+    engine = Engine(config, tokenizer=small.TOKENIZER, seed=1, max_rows=8)
+    engine.update_weights(model.named_parameters(), version=7)
+    template = copy(small.TEMPLATE)
+    template.stops = ()
+    return RolloutWorker(engine, template, small.PROMPTS, Rollout(max_tokens=LONG), context.store)
 
 
 class Faulty:

@@ -254,11 +254,11 @@ def dies(context, **given):
     made, calls = workers.rollout(context, **given), []
     whole = made.engine.generate
 
-    def generate(requests):
+    def generate(requests, aborting):
         calls.append(1)
         if len(calls) == 2 and context.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return whole(requests)
+        return whole(requests, aborting)
 
     made.engine.generate = generate
     return made
@@ -269,7 +269,7 @@ def raises(context, **given):
     from tilth.flows import workers
 
     made = workers.rollout(context, **given)
-    made.engine.generate = lambda requests: requests[0].nothing
+    made.engine.generate = lambda requests, aborting: requests[0].nothing
     return made
 
 

@@ -165,8 +165,8 @@ def test_a_damaged_tensor_is_named(tmp_path, monkeypatch, damage):
 def test_other_logprobs_than_the_trainer_s_stop_the_run(tmp_path, monkeypatch):
     whole = Engine.generate
 
-    def drifts(self, requests):
-        found = whole(self, requests)
+    def drifts(self, requests, aborting):
+        found = whole(self, requests, aborting)
         for t in found:
             t.logprobs = np.where(t.mask, t.logprobs + np.float32(0.01), 0).astype(np.float32)
         return found

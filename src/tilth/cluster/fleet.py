@@ -122,7 +122,8 @@ class Probe:
 
 
 class Fleet(Protocol):
-    """N workers. Each executes the calls that it was sent in order, one at a time."""
+    """N workers. Each executes the calls that it was sent in order, one at a time, and answers control
+    messages meanwhile."""
 
     @property
     def workers(self) -> int:
@@ -137,6 +138,10 @@ class Fleet(Protocol):
     def submit(self, rank: int, call: Call) -> Future[Reply]:
         """Send a call and return at once. The future fails with a TilthError: the worker's own class, WorkerError or
         WorkerLost. TimeoutError if the message itself could not be sent within the limit."""
+        ...
+
+    def control(self, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Ask a role on a worker something at once, beside its calls. Raises WorkerError, or WorkerLost: no answer."""
         ...
 
     def probe(self, rank: int) -> Probe:

@@ -47,7 +47,7 @@ class Folder:
             raise StorageError(
                 f"cluster.backend=local needs a folder in {root}: {error.strerror}{advice(error)}"
             ) from None
-        if len(os.fsencode(folder.socket)) > _SOCKET_PATH:
+        if len(os.fsencode(folder.control(99_999))) > _SOCKET_PATH:
             folder.remove()
             raise StorageError(f"{folder.socket} is too long for the name of a socket; set TMPDIR to a shorter path")
         return folder
@@ -90,6 +90,10 @@ class Folder:
     def stack(self, rank: int) -> Path:
         """Stacks of a worker, appended when it gets SIGUSR1."""
         return self.path / f"stack-{rank}"
+
+    def control(self, rank: int) -> str:
+        """Where a worker answers control messages."""
+        return str(self.path / f"control-{rank}")
 
     def remove(self) -> None:
         """Remove it with all that is in it. Twice is fine."""

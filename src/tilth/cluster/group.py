@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -55,7 +56,13 @@ class WorkerGroup:
             raise AttributeError(
                 f"role {self.role} has no method {name!r}; it offers {', '.join(sorted(self.methods))}"
             )
-        return partial(self._call, name, how)
+        return partial(self._control, name) if how.control else partial(self._call, name, how)
+
+    def _control(self, method: str, /, **arguments: Any) -> list[Any]:
+        """Send a control message to every rank. Raises WorkerError or WorkerLost; the calls in flight go on."""
+        with ThreadPoolExecutor(min(16, len(self.mesh))) as pool:
+            control = self._dispatch.fleet.control
+            return list(pool.map(lambda rank: control(rank, self.role, method, arguments), self.mesh.ranks))
 
     def _call(self, method: str, how: Transfer, /, *args: Any, **kwargs: Any) -> Any:
         plain = [resolved(a) for a in args], {k: resolved(a) for k, a in kwargs.items()}

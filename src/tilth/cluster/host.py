@@ -6,7 +6,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,7 @@ from tilth.cluster.protocol import Transfer, offered
 from tilth.cluster.report import in_collective
 from tilth.cluster.room import MORE_ROOM
 from tilth.core.batch import Store
-from tilth.core.errors import OutOfMemory, StaleGeneration, StorageError, TilthError
+from tilth.core.errors import OutOfMemory, StaleGeneration, StorageError, TilthError, WorkerError
 from tilth.core.layout import Mesh
 from tilth.core.memory import exhausted, no_memory
 from tilth.trace.capture import Capture, Captured
@@ -93,6 +93,13 @@ class Host:
         place = Path(self.init_method.removeprefix("file://")).parent
         told = StorageError(f"process groups could not meet in {place}: {os.strerror(errno.ENOSPC)}{MORE_ROOM}")
         return told.with_traceback(error.__traceback__)
+
+    def control(self, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Answer a control message, in another thread than the calls. Raises WorkerError for what is no control."""
+        found = offered(self.roles[role]).get(method) if role in self.roles else None
+        if found is None or not found.control:
+            raise WorkerError(f"role {role}, rank {self.rank}: {method!r} is no control method")
+        return getattr(self.roles[role], method)(**arguments)
 
     def _mark(self, phase: str) -> None:
         self.phase, self.since = phase, time.monotonic()

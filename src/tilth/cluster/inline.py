@@ -2,9 +2,11 @@
 
 import os
 import pickle
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
+from typing import Any
 
 import cloudpickle
 
@@ -84,6 +86,10 @@ class InlineFleet:
         reply = self.host.handle(call)
         future.set_result(reply._replace(sent=sent, received=pickled_size(reply)))
         return future
+
+    def control(self, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Answer in the thread that asks: another one than that of the calls, or the call's own between two steps."""
+        return self.host.control(role, method, arguments)
 
     def probe(self, rank: int) -> Probe:
         """This process."""

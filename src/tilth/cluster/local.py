@@ -11,15 +11,15 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
-from tilth.cluster import keeper
+from tilth.cluster import control, keeper
 from tilth.cluster.fleet import Call, Probe, Reply
 from tilth.cluster.folder import Folder
 from tilth.cluster.link import Link
@@ -156,6 +156,10 @@ class LocalFleet:
         if self._encoded[0] is not call:
             self._encoded = call, pickle.dumps(call, protocol=5)
         return self.links[rank].submit(call, self._encoded[1])
+
+    def control(self, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Ask at the worker's own socket."""
+        return control.ask(self.folder.control(rank), rank, role, method, arguments)
 
     def probe(self, rank: int) -> Probe:
         """What the operating system, the phase board and the worker's signal handler say."""

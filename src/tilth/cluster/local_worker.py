@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 import psutil
 
-from tilth.cluster import keeper
+from tilth.cluster import control, keeper
 from tilth.cluster.board import Board
 from tilth.cluster.fleet import Call, Failure, Reply
 from tilth.cluster.folder import Folder
@@ -62,6 +62,7 @@ def serve(controller: Connection, folder: Folder, rank: int, workers: int, timeo
         timeout=timeout,
         note=partial(board.mark, rank),
     )
+    control.serve(folder.control(rank), host.control)
     controller.send_bytes(f"{rank} {os.getpid()}".encode())
     Serving(controller, host).run()
 

@@ -32,6 +32,15 @@ class Transfer:
     split: Split
     gather: Gather
     over: tuple[str, ...] = ()
+    control: bool = False
+    """Answered beside the calls, at once."""
+
+
+def control(method: Method) -> Method:
+    """Declare a control method of a role: ``group.method(**arguments)`` answers at once, also while a call runs, with a
+    list in rank order. It runs in another thread than the calls; arguments and answer are JSON."""
+    setattr(method, ATTRIBUTE, Transfer("all", "all", control=True))
+    return method
 
 
 def transfer(split: Split, gather: Gather, over: tuple[str, ...] = ()) -> Callable[[Method], Method]:

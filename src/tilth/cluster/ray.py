@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 from tilth.cluster.fleet import Call, Probe, Reply, place_of, settle
 from tilth.cluster.ray_actors import Machine, RayStore, Worker
 from tilth.cluster.room import check_room, patience
-from tilth.core.errors import RecipeError, WorkerError, WorkerLost
+from tilth.core.errors import RecipeError, TilthError, WorkerError, WorkerLost
 
 START = 120.0
 """Seconds in which all workers must run, on a machine at rest (``patience``)."""
@@ -157,6 +157,16 @@ class RayFleet:
                 told: str = self._ray.get(self._machines[at].ending.remote(rank, pid, "has died"), timeout=LOOK)
                 return told
         return f"the worker (process {pid}) has died with its machine {self._nodes[at].address}"
+
+    def control(self, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Ask through the worker's machine; an actor's own methods wait for the call that runs."""
+        machine = self._machines[self._on[rank]]
+        try:
+            return self._ray.get(machine.control.remote(rank, role, method, arguments), timeout=2 * LOOK)
+        except self._ray.exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, TilthError) else WorkerError(str(error))) from None
+        except self._ray.exceptions.RayError as error:
+            raise WorkerLost(f"role {role}, rank {rank}, {method}: {str(error).strip()}") from None
 
     def probe(self, rank: int) -> Probe:
         """What the worker's machine sees of it."""

@@ -7,7 +7,7 @@ import os
 import pickle
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import psutil
 
-from tilth.cluster import keeper
+from tilth.cluster import control, keeper
 from tilth.cluster.board import Board
 from tilth.cluster.fleet import Probe
 from tilth.cluster.folder import Folder
@@ -80,6 +80,10 @@ class Machine:
         """Look at a worker of this machine; takes at most about a second."""
         return self._watch.probe(rank, pid)
 
+    def control(self, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Pass a control message on to a worker of this machine."""
+        return control.ask(self._folder.control(rank), rank, role, method, arguments)
+
     def ending(self, rank: int, pid: int, how: str) -> str:
         """A lost worker of this machine in words."""
         return self._watch.ending(rank, pid, how)
@@ -111,6 +115,7 @@ class Worker:
         self._host = Host(
             rank, workers, store, local_rank=local_rank, init_method=init_method, timeout=timeout, note=note
         )
+        control.serve(place.control(rank), self._host.control)
 
     def pid(self) -> int:
         """Its process, once it is ready."""

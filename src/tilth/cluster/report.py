@@ -11,11 +11,13 @@ FRAMES = 6
 """Innermost frames of the main thread that are shown of a rank that is not late."""
 _IDLE = re.compile(
     r'/cluster/local_worker\.py", line \d+ in _receive$'
+    r'|/socketserver\.py", line \d+ in serve_forever$'
     r'|/trace/spans\.py", line \d+ in _run$'
     r'|\A  File "[^"]*/concurrent/futures/thread\.py", line \d+ in _worker$',
     re.MULTILINE,
 )
-"""Frames that only helpers which wait for work have: the receive loop, the trace's writer, a thread pool's idle worker
+"""Frames that only helpers which wait for work have: the receive loop, the control
+loop, the trace's writer, a thread pool's idle worker
 (one that works has frames inside ``_worker``)."""
 
 

@@ -1,12 +1,13 @@
 """The rollout role: owns a generation engine, and answers prompts with batches of experience."""
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
 
-from tilth.cluster.protocol import transfer
+from tilth.cluster.protocol import control, transfer
 from tilth.config.schema import Rollout as RolloutSection
 from tilth.core.batch import Batch, Store
 from tilth.core.checksum import relative_error, sketch
@@ -26,6 +27,22 @@ class RolloutWorker:
         self.template = template
         self.section = section
         self.store = store
+        self._asked: Sequence[int] = ()
+        self._aborting: deque[int] = deque()
+
+    @control
+    def status(self) -> dict[str, float]:
+        """Return the number of ``requests`` that the running call was asked for, the ``version`` of the weights and
+        the engine's counts (``Stats.dump``)."""
+        return {"requests": len(self._asked), "version": self.engine.version, **self.engine.stats().dump()}
+
+    @control
+    def abort(self, ids: Sequence[int] | None = None) -> int:
+        """Let requests of the running call (None: all) end before the engine's next poll, each with what there is of
+        it and finish "aborted". Returns their number; one that has finished meanwhile is not changed."""
+        chosen = [i for i in self._asked if ids is None or i in ids]
+        self._aborting.extend(chosen)
+        return len(chosen)
 
     @transfer(split="rows", gather="rows")
     def generate(self, asked: Batch, *, greedy: bool = False) -> Batch:
@@ -38,7 +55,12 @@ class RolloutWorker:
         ]
         with span("generate") as spent:
             self.engine.reset_prefix_cache()  # no trace of earlier steps, so that a resumed run does the same work
-            found = self.engine.generate(requests)
+            self._aborting.clear()
+            self._asked = asked["id"].tolist()
+            try:
+                found = self.engine.generate(requests, self._aborting)
+            finally:
+                self._asked = ()
             written = sum(t.completion_length for t in found)
             spent.set(tokens=written, squares=sum(len(t.tokens) ** 2 - t.prompt_length**2 for t in found))
         return to_batch(found, self.store)

@@ -1,0 +1,48 @@
+"""Control messages: small questions and requests in JSON that a worker answers while a call runs.
+
+A thread of the worker serves them at a socket in the cluster's private folder, one after another. The methods behind
+them (``protocol.control``) only read, or leave a note that the running call looks at.
+"""
+
+import json
+import socket
+from collections.abc import Callable, Mapping
+from socketserver import StreamRequestHandler, UnixStreamServer
+from threading import Thread
+from typing import Any
+
+from tilth.core.errors import WorkerError, WorkerLost
+
+LIMIT = 5.0
+"""Seconds that a worker has to answer: only one that is stopped, or holds the GIL, takes longer."""
+
+
+def serve(address: str, answer: Callable[[str, str, Mapping[str, Any]], Any]) -> None:
+    """Answer (role, method, keyword arguments) at a Unix socket, in a thread, as long as the process lives."""
+
+    class Handler(StreamRequestHandler):
+        def handle(self) -> None:
+            try:
+                reply = {"value": answer(*json.loads(self.rfile.readline()))}
+            except Exception as error:  # noqa: BLE001 - whatever a role raises is reported
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            self.wfile.write(json.dumps(reply).encode())
+
+    server = UnixStreamServer(address, Handler)
+    Thread(target=server.serve_forever, name="control", daemon=True).start()
+
+
+def ask(address: str, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
+    """Send a message and return the answer. Raises WorkerError: what the worker raised; WorkerLost: no answer."""
+    where = f"role {role}, rank {rank}, {method}"
+    try:
+        with socket.socket(socket.AF_UNIX) as there:
+            there.settimeout(LIMIT)
+            there.connect(address)
+            there.sendall(json.dumps([role, method, arguments]).encode() + b"\n")
+            reply = json.load(there.makefile())
+    except (OSError, ValueError) as error:
+        raise WorkerLost(f"{where}: the worker does not answer a control message: {error}") from None
+    if "error" in reply:
+        raise WorkerError(f"{where}: {reply['error']}")
+    return reply["value"]
