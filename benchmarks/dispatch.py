@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from tilth.cluster.cluster import Cluster, open_cluster
-from tilth.cluster.context import Context
-from tilth.cluster.group import WorkerGroup
+from tilth.cluster.controller.cluster import Cluster, open_cluster
+from tilth.cluster.controller.group import WorkerGroup
 from tilth.cluster.protocol import transfer
+from tilth.cluster.worker.context import Context
 from tilth.core.batch import Batch
 from tilth.core.layout import Mesh
 from tilth.core.trajectory import Trajectory

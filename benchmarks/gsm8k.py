@@ -68,7 +68,7 @@ def run(recipe: str, name: str, keys: list[str], quick: bool) -> dict[str, Any]:
 
 def measured(directory: Path) -> dict[str, Any]:
     """What a run's metrics say, at its beginning and at its end."""
-    from tilth.flows.readers import curve, read_metrics
+    from tilth.runs.readers import curve, read_metrics
 
     records = read_metrics(directory)
     row: dict[str, Any] = {"steps": records[-1]["step"]}

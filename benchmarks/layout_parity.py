@@ -34,17 +34,17 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tilth.cluster.cluster import Cluster, open_cluster
-from tilth.cluster.context import Context
+from tilth.cluster.controller.cluster import Cluster, open_cluster
 from tilth.cluster.protocol import transfer
-from tilth.config.schema import Optimizer
-from tilth.core.batch import Ragged
+from tilth.cluster.worker.context import Context
+from tilth.config.schema import OptimizerConfig
+from tilth.core.batch import Jagged
 from tilth.core.checksum import checksum
 from tilth.core.layout import Mesh
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.parallel.dims import ParallelDims, join
-from tilth.parallel.sharded import Sharded, shard
+from tilth.parallel.sharded import ShardedModel, shard
 from tilth.training.engine import TrainEngine
 from tilth.training.losses import negative_log_likelihood
 
@@ -124,12 +124,12 @@ def run(task: Task, grid: ParallelDims) -> Found:
     sharded = spread(task, grid)
     sharded.init_(0)
     weights = {name: checksum(tensor) for name, tensor in sharded.assemble(list(sharded.parameters)).items()}
-    section = Optimizer(lr=1e-3, weight_decay=0.1, clip_norm=1.0)
+    section = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=1.0)
     engine = TrainEngine(sharded, section, total_steps=task.steps, micro_tokens=BATCHES[task.size][2], seed=1)
     tokens, mask = batch(task.size)
     rows = np.arange(len(tokens.lengths))[part_of(grid) :: grid.size("dp", "fsdp")]
     own, starts = tokens.take(rows), tokens.offsets[rows]
-    own_mask = Ragged(mask, tokens.offsets).take(rows).values
+    own_mask = Jagged(mask, tokens.offsets).take(rows).values
     loss = negative_log_likelihood(float(mask.sum()))
     results, seconds = [], []
     for _ in range(task.steps):
@@ -144,22 +144,22 @@ def run(task: Task, grid: ParallelDims) -> Found:
     return Found(weights, losses, norms, min(seconds), collectives.sent, top, padded, elements)
 
 
-def spread(task: Task, grid: ParallelDims) -> Sharded:
+def spread(task: Task, grid: ParallelDims) -> ShardedModel:
     """The model of a task, uninitialised."""
     config = DecoderConfig(**SIZES[task.size], num_heads=8, num_kv_heads=2, dropout=0.1)
 
     def build() -> Decoder:
         return Decoder(config, torch.float64).double() if task.double else Decoder(config)
 
-    return Sharded.alone(build()) if len(grid.mesh) == 1 else shard(build, grid, sp=task.sp)
+    return ShardedModel.alone(build()) if len(grid.mesh) == 1 else shard(build, grid, sp=task.sp)
 
 
-def batch(size: str) -> tuple[Ragged, np.ndarray]:
+def batch(size: str) -> tuple[Jagged, np.ndarray]:
     """Sequences of unequal lengths and the mask of what is learned from: all but their first tokens."""
     rng = np.random.default_rng(0)
     sequences, longest, _ = BATCHES[size]
     lengths = rng.integers(8, longest + 1, sequences)
-    tokens = Ragged.with_lengths(rng.integers(0, SIZES[size]["vocab_size"], lengths.sum()), lengths)
+    tokens = Jagged.with_lengths(rng.integers(0, SIZES[size]["vocab_size"], lengths.sum()), lengths)
     mask = np.ones(len(tokens.values), np.uint8)
     mask[tokens.offsets[:-1]] = 0
     return tokens, mask

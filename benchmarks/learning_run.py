@@ -102,7 +102,7 @@ def train(keys: dict[str, Any], budget: float) -> Path:
     """Run the recipe until the budget is spent. Returns the run's directory."""
     from tilth.api import run_recipe
     from tilth.config.load import from_dict
-    from tilth.flows.signals import Interrupted
+    from tilth.runs.signals import Interrupted
 
     nested: dict[str, Any] = {}
     for name, value in keys.items():
@@ -126,7 +126,7 @@ def main() -> None:
     keys = json.loads(given.read_text())
     directory = train(keys, budget)
 
-    from tilth.flows.readers import read_metrics
+    from tilth.runs.readers import read_metrics
 
     records = read_metrics(directory)
     found = {

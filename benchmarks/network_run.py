@@ -24,7 +24,7 @@ import numpy as np
 from tilth.analysis.events import Events, load
 from tilth.analysis.network import links, retimed
 from tilth.analysis.run_graph import read_steps
-from tilth.analysis.run_replay import Model
+from tilth.analysis.run_replay import RunModel
 from tilth.plan.costs import Link
 
 ROOT = Path(__file__).parent.parent
@@ -77,7 +77,7 @@ def predicted(events: Events, windows: list[range], link: Link) -> float:
     times = []
     for window in windows:
         steps = read_steps(events, window)
-        model = Model(steps, retimed(steps.events, link.latency, link.bandwidth, steps.steps))
+        model = RunModel(steps, retimed(steps.events, link.latency, link.bandwidth, steps.steps))
         times += model.times(model.sum_real[:, None])[:, 0].tolist()
     return statistics.median(times)
 

@@ -38,7 +38,7 @@ import psutil
 import torch
 
 from tilth.checkpoint import latest, open_checkpoint, read_best
-from tilth.flows.readers import read_metrics, read_state, read_trajectories
+from tilth.runs.readers import read_metrics, read_state, read_trajectories
 
 ROOT = Path(__file__).parent.parent
 WATCH = Path(__file__).parent / "watch"

@@ -14,8 +14,8 @@ from rl_task import CONTEXT, SHAPES, Task, cores
 from rl_trl import Clock, Steps, make_trainer
 from torch import Tensor
 
-from tilth.config.schema import AlgorithmSection
-from tilth.core.batch import Ragged
+from tilth.config.schema import AlgorithmConfig
+from tilth.core.batch import Jagged
 from tilth.flows.model import load_model
 from tilth.models.decoder import Decoder
 from tilth.models.hf import load_weights
@@ -43,9 +43,9 @@ class Batch:
         self.completions = [rng.integers(2, vocabulary, n) for n in self.lengths]
         self.advantages = rng.standard_normal(task.samples).astype(np.float32)
 
-    def rows(self) -> tuple[Ragged, np.ndarray, np.ndarray]:
+    def rows(self) -> tuple[Jagged, np.ndarray, np.ndarray]:
         """Packed tokens, mask and advantage of each token, as Tilth has them."""
-        tokens = Ragged.of([np.concatenate([p, c]) for p, c in zip(self.prompts, self.completions)])
+        tokens = Jagged.of([np.concatenate([p, c]) for p, c in zip(self.prompts, self.completions)])
         width = self.prompts.shape[1]
         mask = np.concatenate([np.r_[np.zeros(width), np.ones(n)] for n in self.lengths]).astype(np.uint8)
         return tokens, mask, np.repeat(self.advantages, tokens.lengths) * mask
@@ -69,7 +69,7 @@ def tilth_side(task: Task, batch: Batch) -> tuple[Tensor, float, dict[str, Tenso
     model = Decoder(loaded.config, DTYPES[task.precision])
     load_weights(model, loaded.tensors, str(loaded.source))
     tokens, mask, advantages = batch.rows()
-    loss, _ = Objective(Algorithm(AlgorithmSection(), task.longest)).of(mask, tokens)
+    loss, _ = Objective(Algorithm(AlgorithmConfig(), task.longest)).of(mask, tokens)
     total, found = 0.0, np.zeros(len(mask), np.float32)
     for index, micro in micros(tokens, mask, {"advantages": advantages}, 16_384, torch.device("cpu"), share=True):
         score(model, micro, model(*model_input(micro)), temperature=1.0, entropy=True)

@@ -119,7 +119,7 @@ def save_model(folder: Path, shape: str) -> None:
 
 def peak_bytes() -> int:
     """Greatest resident memory of this process plus that of its largest child."""
-    from tilth.flows.metrics import resident
+    from tilth.runs.metrics import resident
 
     return resident()[1] + 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 

@@ -15,9 +15,9 @@ from typing import Any
 from rl_task import CONTEXT, SHAPES, Task, cores, low_share, peak_bytes, print_of
 
 import tilth
-from tilth.flows.readers import read_metrics, read_trajectories
 from tilth.rollout.engine import Engine
 from tilth.rollout.request import Request
+from tilth.runs.readers import read_metrics, read_trajectories
 
 PARTS = {
     "generate": ("generate",),

@@ -28,9 +28,9 @@ import psutil
 
 from tilth.analysis.events import load
 from tilth.api import run_recipe
-from tilth.cluster import cluster as clusters
-from tilth.cluster.cluster import Cluster
-from tilth.cluster.context import Context
+from tilth.cluster.controller import cluster as clusters
+from tilth.cluster.controller.cluster import Cluster
+from tilth.cluster.worker.context import Context
 from tilth.config.load import load_recipe
 from tilth.core.layout import Mesh
 from tilth.flows import launch

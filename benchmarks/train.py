@@ -46,8 +46,8 @@ import torch.nn.functional as F
 from plain_model import PlainModel
 from torch import Tensor
 
-from tilth.config.schema import Optimizer
-from tilth.core.batch import Ragged
+from tilth.config.schema import OptimizerConfig
+from tilth.core.batch import Jagged
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.plan.flops import sequence_flops
@@ -134,14 +134,14 @@ def tilth_engine(setting: Setting, work: Work, compile: bool) -> Step:
     """Our engine on packed tokens."""
     model = Decoder(setting.config, setting.dtype)
     model.load_state_dict(setting.weights(), strict=False)
-    section = Optimizer(lr=LR, betas=BETAS, clip_norm=CLIP)
+    section = OptimizerConfig(lr=LR, betas=BETAS, clip_norm=CLIP)
     engine = TrainEngine(model.to(setting.device), section, total_steps=10**6, micro_tokens=16_384, compile=compile)
 
     def step(i: int) -> float:
         rows = work.batches[i % len(work.batches)]
         mask = np.concatenate([np.r_[0, np.ones(len(r) - 1)] for r in rows]).astype(np.uint8)
         loss = negative_log_likelihood(float(mask.sum()))
-        return engine.update(Ragged.of(rows), mask, {}, loss, entropy=False).loss
+        return engine.update(Jagged.of(rows), mask, {}, loss, entropy=False).loss
 
     return step
 
@@ -271,7 +271,7 @@ def peak_memory(label: dict[str, Any], case: str, name: str, device: str) -> flo
 
 def alone(one: dict[str, Any]) -> None:
     """The process that ``peak_memory`` starts."""
-    from tilth.flows.metrics import resident
+    from tilth.runs.metrics import resident
 
     torch.set_num_threads(one["threads"])
     setting = make_setting(one["model"], one["dtype"], one["device"])

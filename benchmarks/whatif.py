@@ -28,7 +28,7 @@ from pipeline_schedules import orders, synthetic, to_table
 
 from tilth.analysis.cause import diagnose
 from tilth.analysis.straggler_format import OPTYPES, Trace, read_study
-from tilth.analysis.whatif import Model, what_if
+from tilth.analysis.whatif import TraceModel, what_if
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "stragglers"
 SECONDS = {
@@ -50,7 +50,7 @@ def analyse(path: Path, repeats: int) -> dict[str, Any]:
         began, cpu = time.perf_counter(), time.process_time()
         trace = read_study(path)
         read = time.perf_counter() - began
-        model = Model(trace)
+        model = TraceModel(trace)
         found = what_if(trace, model)
         cause = diagnose(model, found)
         passes.append(time.perf_counter() - began)

@@ -16,8 +16,8 @@ from tests.flows import tiny
 from tilth import api
 from tilth.core.errors import DataError, RecipeError, RewardError
 from tilth.data.prompts import load_source
-from tilth.flows.readers import read_trajectories
-from tilth.flows.signals import Interrupted
+from tilth.runs.readers import read_trajectories
+from tilth.runs.signals import Interrupted
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tilth
-from tilth.flows.environment import DISTRIBUTION, environment, namesake
+from tilth.runs.environment import DISTRIBUTION, environment, namesake
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

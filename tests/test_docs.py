@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
-ROOMS = sorted((DOCS / "rooms").glob("*.md"))
+ROOMS = sorted((DOCS / "packages").glob("*.md"))
 SAID = re.compile(r"^\s*print\(.*\)  # (.*)$", re.M)
 
 
@@ -25,7 +25,7 @@ def test_every_room_has_a_page_and_the_design_links_it():
     rooms = {p.parent.name for p in source.glob("*/__init__.py")} - {"cli"}
     assert rooms <= {page.stem for page in ROOMS}
     design = (DOCS / "design.md").read_text()
-    assert all(f"(rooms/{page.name})" in design for page in ROOMS)
+    assert all(f"(packages/{page.name})" in design for page in ROOMS)
 
 
 @pytest.mark.parametrize("page", [DOCS / "design.md", DOCS / "metrics.md", *ROOMS], ids=lambda page: page.stem)

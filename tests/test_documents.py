@@ -37,7 +37,7 @@ ELSEWHERE = {
     "make test": "these tests are a part of it",
     "pip install": "it changes the environment",
     "python benchmarks/": "it takes minutes",
-    "export RAY_AUTH_MODE": "two machines; tests/cluster/test_ray.py starts two nodes in this way",
+    "export RAY_AUTH_MODE": "two machines; tests/cluster/backends/test_ray.py starts two nodes in this way",
     "ray ": "two machines",
     "mkdir -p ~/.ray": "two machines",
     "scp ": "two machines",
@@ -130,7 +130,7 @@ def scaled(words: list[str]) -> list[str]:
         return words
     begun = any(re.match(r"model\.path=.", word) for word in words)
     recipe = load_recipe(words[run]) if not words[run].startswith("my/") else load_recipe("addition-grpo")
-    more = [f"{key}={value}" for key, value in STEPS.items() if key != "critic.steps" or recipe.facts.critic]
+    more = [f"{key}={value}" for key, value in STEPS.items() if key != "critic.steps" or recipe.flow_spec.critic]
     more += {"addition": ["data.digits=1"], "sorting": ["data.length=2"]}.get(recipe.data.source, [])  # not a million
     return [*words[: run + 1], *([] if begun else SHAPE), *SMALL, *more, *words[run + 1 :]]
 
@@ -243,7 +243,7 @@ def test_what_is_not_run_is_there_and_why():
 
 def _of_a_room(block: Block) -> bool:
     """Whether tests/test_docs.py runs it, and compares what it prints."""
-    return block.language == "python" and block.page.startswith("docs/rooms/")
+    return block.language == "python" and block.page.startswith("docs/packages/")
 
 
 def handled(block: Block) -> bool:

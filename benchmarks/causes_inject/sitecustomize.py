@@ -185,7 +185,7 @@ def deal_unevenly(build: ModuleType) -> None:
 AFTER = {
     "torch.distributed.distributed_c10d": throttle,
     "torch._tensor": slow_tensor,
-    "tilth.cluster.host": follow,
+    "tilth.cluster.worker.executor": follow,
     "tilth.flows.build": deal_unevenly,
     "tilth.models.decoder": slow_model,
     "tilth.training.optim": slow_optimizer,

@@ -12,10 +12,10 @@ from tilth.core.errors import RecipeError, RewardError
 if TYPE_CHECKING:
     from tilth.data.given import Given
     from tilth.data.prompts import Brought, Key
-    from tilth.flows.build import Material
+    from tilth.flows.build import Dataset
     from tilth.flows.callbacks import Callback
     from tilth.flows.launch import RunResult
-    from tilth.roles.reward_pool import RewardPool
+    from tilth.rewards.process_pool import RewardPool
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
 Spec = Reward | str | Mapping[str, float]
@@ -27,7 +27,7 @@ def run_recipe(
     *,
     name: str,
     callbacks: Sequence["Callback"] = (),
-    prompts: "Material | None" = None,
+    prompts: "Dataset | None" = None,
     reward: Spec | None = None,
     allow: Sequence[str] = (),
     fallback: bool = False,
@@ -41,7 +41,7 @@ def run_recipe(
     Writes ``report.html`` at the end. Raises TilthError (bad input, a broken invariant) and Interrupted.
     """
     from tilth.flows.callbacks import checked
-    from tilth.rl.fingerprint import fingerprint
+    from tilth.rewards.fingerprint import fingerprint
     from tilth.ui.track import tracking
 
     callbacks = checked(callbacks, recipe.plugins)
@@ -66,20 +66,20 @@ def run_recipe(
     return result
 
 
-def _reward(recipe: Recipe, prompts: "Material | None", given: Spec | None) -> Spec | None:
+def _reward(recipe: Recipe, prompts: "Dataset | None", given: Spec | None) -> Spec | None:
     """What scores; None where nothing is generated: pre-training, and fine-tuning without a reward."""
-    if recipe.facts.learns == "documents" or recipe.facts.value:
+    if recipe.flow_spec.learns == "documents" or recipe.flow_spec.value:
         return None
-    from tilth.rl.rewards import of_plugins
+    from tilth.rewards.functions import of_plugins
 
     task = "" if prompts is not None or recipe.reward.model else _task(recipe)
     function = of_plugins(given or recipe.reward.function or task)
-    silent = not recipe.facts.samples or recipe.reward.model
+    silent = not recipe.flow_spec.samples or recipe.reward.model
     return function or (None if silent else _no_reward(recipe, prompts))
 
 
 def _pool(recipe: Recipe, function: Spec | None) -> "AbstractContextManager[RewardPool | None]":
-    from tilth.roles.reward_pool import RewardPool
+    from tilth.rewards.process_pool import RewardPool
 
     if function is None:
         return nullcontext()
@@ -88,17 +88,21 @@ def _pool(recipe: Recipe, function: Spec | None) -> "AbstractContextManager[Rewa
     return RewardPool(function, workers=how.workers, timeout=how.timeout, quiet=True, wait=False, start=here)
 
 
-def _material(recipe: Recipe, prompts: "Material | None", function: Spec | None) -> "Material":
+def _material(recipe: Recipe, prompts: "Dataset | None", function: Spec | None) -> "Dataset":
     """What is learned from; of prompts with answers that the reward can verify. Raises DataError."""
     from tilth.data.pairs import recipe_prompts
     from tilth.data.prompts import load_texts
-    from tilth.flows.build import Texts
-    from tilth.rl.rewards import check_answers
+    from tilth.flows.build import PretrainTexts
+    from tilth.rewards.functions import check_answers
 
-    if isinstance(prompts, Texts):
+    if isinstance(prompts, PretrainTexts):
         return prompts
-    if recipe.facts.learns == "documents":
-        return Texts(*load_texts(recipe.data)) if prompts is None else Texts.of(prompts, recipe.data.holdout)
+    if recipe.flow_spec.learns == "documents":
+        return (
+            PretrainTexts(*load_texts(recipe.data))
+            if prompts is None
+            else PretrainTexts.of(prompts, recipe.data.holdout)
+        )
     asked = prompts or recipe_prompts(recipe)
     if function and not (prompts is None and _task(recipe)):  # a task's are right, and a million are slow to check
         check_answers(function, asked)
@@ -175,16 +179,16 @@ def _sources(wanted: dict[str, Any], data: Any, heldout: Any) -> tuple[dict[str,
     return wanted | {"data": section}, brought
 
 
-def _given(recipe: Recipe, brought: "Brought") -> "Material":
+def _given(recipe: Recipe, brought: "Brought") -> "Dataset":
     """What the caller brought, with what the recipe names. Raises DataError."""
     from tilth.data.pairs import recipe_prompts
     from tilth.data.prompts import load_texts
 
-    if recipe.facts.learns != "documents":
+    if recipe.flow_spec.learns != "documents":
         return recipe_prompts(recipe, brought)
-    from tilth.flows.build import Texts
+    from tilth.flows.build import PretrainTexts
 
-    return Texts(*load_texts(recipe.data, brought))
+    return PretrainTexts(*load_texts(recipe.data, brought))
 
 
 def _with_keys(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,14 +204,14 @@ def _with_keys(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str
 
 def _task(recipe: Recipe) -> str:
     """The verifier of a task that is trained on, which has its name; empty for other data."""
-    from tilth.rl.verifiers import TASKS
+    from tilth.rewards.verifiers import TASKS
 
     return recipe.data.source if recipe.data.source in TASKS else ""
 
 
-def _no_reward(recipe: Recipe, prompts: "Material | None") -> NoReturn:
+def _no_reward(recipe: Recipe, prompts: "Dataset | None") -> NoReturn:
     from tilth.data.prompts import load_source
-    from tilth.rl.verifiers import SPECS
+    from tilth.rewards.verifiers import SPECS
 
     if prompts is None:
         load_source(recipe.data)  # a mistyped source is the error to tell first

@@ -5,7 +5,7 @@ import pytest
 from pipeline_schedules import by_type, orders, synthetic
 
 from tilth.analysis.cause import alikeness, diagnose, paused
-from tilth.analysis.whatif import Model, what_if
+from tilth.analysis.whatif import TraceModel, what_if
 
 USUAL = by_type(
     forward_compute=1.0, backward_compute=2.0, forward_send=0.02, forward_recv=0.02, backward_send=0.02,
@@ -21,7 +21,7 @@ def job(change, *, kind="1f1b", stages=2, dp=4, batches=6, chunks=1, steps=3, se
         change(trace, took, rng)
         return took
 
-    return Model(synthetic(orders(kind, stages, batches, chunks), durations, dp=dp, steps=steps))
+    return TraceModel(synthetic(orders(kind, stages, batches, chunks), durations, dp=dp, steps=steps))
 
 
 def verdict(model):

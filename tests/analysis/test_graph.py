@@ -9,7 +9,7 @@ from pipeline_schedules import by_type, orders, synthetic, to_table
 
 from tilth.analysis.graph import ACROSS, ALONE, TOGETHER, dependencies
 from tilth.analysis.straggler_format import OPTYPES, from_table
-from tilth.analysis.whatif import Model, what_if
+from tilth.analysis.whatif import TraceModel, what_if
 from tilth.core.errors import DataError
 
 USUAL = by_type(forward_compute=1.0, backward_compute=2.0, grads_reduce_scatter=0.5, optimizer=0.2)
@@ -157,7 +157,7 @@ def test_the_order_of_launch_is_taken_from_the_starts():
     order = [f + [("backward-compute", m, 0) for _, m, _ in f] for f in order]
     trace = synthetic(order, USUAL, dp=2)
     assert waits(trace, "backward-compute 0 @1") == ["forward-compute 2 @1"]
-    assert Model(trace).times(Model(trace).real) == pytest.approx(trace.seconds)
+    assert TraceModel(trace).times(TraceModel(trace).real) == pytest.approx(trace.seconds)
 
 
 def test_damaged_order_of_launch_is_an_error_or_another_schedule():

@@ -9,7 +9,7 @@ from tilth.analysis.events import from_table
 from tilth.analysis.profiled import profiled
 from tilth.analysis.run_cause import diagnose_run
 from tilth.analysis.run_graph import read_steps
-from tilth.analysis.run_replay import Model
+from tilth.analysis.run_replay import RunModel
 from tilth.analysis.run_whatif import what_if_run
 from tilth.analysis.time_breakdown import CONTROLLER, PROFILE, account
 from tilth.core.errors import DataError
@@ -69,7 +69,7 @@ def job(first, last, steps=10):
 
 
 def test_a_rank_that_was_profiled_is_not_slow():
-    model = Model(read_steps(job(3, 8)))
+    model = RunModel(read_steps(job(3, 8)))
     found = what_if_run(model)
     assert found.profiled == (3, 4, 5, 6, 7, 8) and found.steps.tolist() == [1, 2, 9, 10]
     assert found.slowdown == pytest.approx(1.0) and not diagnose_run(model, found).findings

@@ -7,7 +7,7 @@ from tests.analysis.run_jobs import Job
 from tilth.analysis.run_cause import LEAST, alikeness, blocks, diagnose_run, typical
 from tilth.analysis.run_graph import read_steps
 from tilth.analysis.run_rates import rates
-from tilth.analysis.run_replay import Model
+from tilth.analysis.run_replay import RunModel
 from tilth.analysis.run_whatif import what_if_run
 from tilth.analysis.time_breakdown import account
 
@@ -48,7 +48,7 @@ class Training:
 
 
 def found(job, steps=None):
-    model = Model(read_steps(job.events, steps))
+    model = RunModel(read_steps(job.events, steps))
     analysed = what_if_run(model)
     return analysed, diagnose_run(model, analysed)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.analysis.run_jobs import Job
 from tilth.analysis.events import from_table
 from tilth.analysis.run_graph import AWAIT, END, LAUNCH, MEET, REPLY, WORK, adopted, outermost, read_steps
-from tilth.analysis.run_replay import Model, numbered, quantiles
+from tilth.analysis.run_replay import RunModel, numbered, quantiles
 from tilth.analysis.run_whatif import analyse, what_if_run
 from tilth.core.errors import DataError
 
@@ -44,7 +44,7 @@ def pair(slow=1.0, steps=1, transfer=0.1, **job):
 
 def test_a_step_on_paper():
     job = pair(2.0, delay=0.01, reply=0.005)
-    model = Model(read_steps(job.events))
+    model = RunModel(read_steps(job.events))
     found = what_if_run(model)
     whole = 0.02 + 0.01 + 12 + 0.1 + 0.05 + 0.005 + 0.03
     assert job.seconds == pytest.approx([whole]) and found.recorded == pytest.approx([whole], **EXACT)
@@ -70,7 +70,7 @@ def test_delays_that_are_not_the_usual_ones_are_the_model_s_error():
             number = job.submit("policy.save", {0: [("save", 0.1)]})
             job.delay = 0.0
             job.wait(number)
-    found = what_if_run(Model(read_steps(job.events)))
+    found = what_if_run(RunModel(read_steps(job.events)))
     usual = 1.0 + 0.1 + 2 * 0.01 + 2 * 0.02
     assert found.replayed == pytest.approx(job.seconds, **EXACT)
     assert found.explained == pytest.approx([usual] * 5, **EXACT)
@@ -85,7 +85,7 @@ def test_delays_are_usual_for_calls_of_their_name():
             for name, delay in (("policy.update", 0.5), ("policy.save", 0.1), ("policy.save", 0.1)):
                 job.delay = delay
                 job.do(name, {0: [("update", 1.0)]})
-    assert what_if_run(Model(read_steps(job.events))).error == pytest.approx(0, abs=1e-8)
+    assert what_if_run(RunModel(read_steps(job.events))).error == pytest.approx(0, abs=1e-8)
 
 
 def test_nodes_of_a_step():
@@ -112,7 +112,7 @@ def test_two_pools_whose_lazy_calls_overlap():
             job.wait(b)
             job.wait(a)
             job.think(0.1)
-    model = Model(read_steps(job.events))
+    model = RunModel(read_steps(job.events))
     found = what_if_run(model)
     assert found.replayed == pytest.approx([3.1, 2.6], **EXACT) and found.recorded == pytest.approx([3.1, 2.6], **EXACT)
     assert found.ideal == pytest.approx([2.25 + 0.1, 2.6], **EXACT)  # the mean of 3 and 1.5 is still more than 2
@@ -128,7 +128,7 @@ def test_calls_queue_behind_each_other_on_a_rank():
         job.think(0.5)
         job.wait(second)
         job.wait(first)
-    model = Model(read_steps(job.events))
+    model = RunModel(read_steps(job.events))
     assert times(model, model.real) == pytest.approx([3.0], **EXACT)
     less = model.real.copy()
     less[:, model.steps.ops.index("logprobs")] = 0
@@ -141,7 +141,7 @@ def test_a_step_ends_when_calls_that_nobody_awaited_have_ended():
         job.think(0.2)
         job.submit("policy.update", {0: [("update", 1.0)], 1: [("update", 4.0)]})
         job.think(0.3)
-    model = Model(read_steps(job.events))
+    model = RunModel(read_steps(job.events))
     found = what_if_run(model)
     assert found.recorded == pytest.approx([4.2], **EXACT) and found.replayed == pytest.approx([4.2], **EXACT)
     assert found.ideal == pytest.approx([2.7], **EXACT)  # the controller waited, it did not work for 4 s
@@ -158,7 +158,7 @@ def test_an_answer_that_is_taken_a_step_later_or_twice():
         job.think(0.2)
         job.wait(number)
         job.do("policy.update", {0: [("update", 1.0)], 1: [("update", 2.0)]})
-    found = what_if_run(Model(read_steps(job.events)))
+    found = what_if_run(RunModel(read_steps(job.events)))
     assert found.recorded == pytest.approx([4.0, 2.23], **EXACT)
     assert found.replayed == pytest.approx([4.0, 2.23], **EXACT) and found.ideal == pytest.approx([2.5, 1.73], **EXACT)
 
@@ -169,7 +169,7 @@ def test_pauses_go_in_the_ideal_and_waiting_for_storage_stays():
     with job:
         job.do("policy.update", {0: [slow, ("all_reduce", 0.1)], 1: [("forward", 1.0), ("all_reduce", 0.1)]})
         job.think(0.4, "save.wait")
-    model = Model(read_steps(job.events))
+    model = RunModel(read_steps(job.events))
     found = what_if_run(model)
     assert found.replayed == pytest.approx([2.2], **EXACT) and found.ideal == pytest.approx([1.5], **EXACT)
     assert found.by_optype["gc"].mean == pytest.approx(2.2 / 1.5, **EXACT)
@@ -180,12 +180,12 @@ def test_an_ideal_communication_is_as_fast_as_the_fast_ones_of_the_run():
     for transfer in (0.1, 0.1, 0.5, 0.9):
         with job:
             job.do("policy.update", {r: update(0.25, transfer) for r in (0, 1)})
-    found = what_if_run(Model(read_steps(job.events)))
+    found = what_if_run(RunModel(read_steps(job.events)))
     assert found.ideal == pytest.approx(4 * [1.5 + 0.1 + 0.05], **EXACT)
     assert (
         found.m_c.share == pytest.approx(1) and found.m_w.share < 0.2
     )  # one rank's part: the other waits all the same
-    chosen = what_if_run(Model(read_steps(job.events, range(3, 5))))
+    chosen = what_if_run(RunModel(read_steps(job.events, range(3, 5))))
     assert chosen.steps.tolist() == [3, 4]
     assert chosen.ideal == pytest.approx(2 * [1.65], **EXACT)  # usual is what is usual in the whole run
 
@@ -199,7 +199,7 @@ def test_each_axis_of_the_mesh():
     for row in rows:
         if row["place"]:
             row["place"] = f"dp=0 fsdp={row['rank'] // 2} tp={row['rank'] % 2}"
-    found = what_if_run(Model(read_steps(from_table(pa.Table.from_pylist(rows, job.table().schema)))))
+    found = what_if_run(RunModel(read_steps(from_table(pa.Table.from_pylist(rows, job.table().schema)))))
     assert found.dp.tolist() == [0, 0, 1, 1] and list(found.by_axis) == ["fsdp", "tp"]
     slow = 12.15 / 9.15
     assert [s.mean for s in found.by_dp.values()] == pytest.approx([slow, slow], **EXACT)
@@ -210,7 +210,7 @@ def test_each_axis_of_the_mesh():
 def test_another_network():
     """4 MB took 0.1 s: 40 MB/s between two ranks. At twice that they take half as long."""
     job = pair(2.0, steps=4)
-    model = Model(read_steps(job.events))
+    model = RunModel(read_steps(job.events))
     assert what_if_run(model).other_network is None
     assert what_if_run(model, bandwidth=4e7).other_network == pytest.approx(np.mean(job.seconds), **EXACT)
     assert what_if_run(model, bandwidth=8e7).other_network == pytest.approx(np.mean(job.seconds) - 0.05, **EXACT)
@@ -222,7 +222,7 @@ def test_ranks_of_a_call_with_different_groups():
     job = Job(3)
     with job:
         job.do("policy.update", {0: [("forward", 1.0), ("all_reduce", 0.1), ("forward", 2.0)], 1: [("forward", 6.0)]})
-    found = what_if_run(Model(read_steps(job.events)))
+    found = what_if_run(RunModel(read_steps(job.events)))
     assert found.replayed == pytest.approx([6.0], **EXACT) and found.ideal == pytest.approx([4.6], **EXACT)
 
 
@@ -234,7 +234,7 @@ def test_members_that_were_never_in_it_together_do_not_meet():
             row["seq"] = 99
     steps = read_steps(from_table(pa.Table.from_pylist(rows, job.table().schema)))
     assert not (steps.kind == MEET).any()
-    assert what_if_run(Model(steps)).replayed == pytest.approx(job.seconds, **EXACT)
+    assert what_if_run(RunModel(steps)).replayed == pytest.approx(job.seconds, **EXACT)
 
 
 def test_communications_of_another_thread_are_those_of_the_call_that_was_open():
@@ -247,7 +247,7 @@ def test_communications_of_another_thread_are_those_of_the_call_that_was_open():
     whole = adopted(strays)
     assert (whole.parent == job.events.parent).all() and (whole.own == job.events.own).all()
     assert (whole.own >= 0).all() and (strays.own != whole.own).any()
-    one, other = (what_if_run(Model(read_steps(events))) for events in (strays, job.events))
+    one, other = (what_if_run(RunModel(read_steps(events))) for events in (strays, job.events))
     assert one.slowdown == other.slowdown and (one.exact == other.exact).all()
     for row in rows:
         row["start"] += 10**15 * (row["op"] == "all_reduce")  # while no call is open
@@ -262,7 +262,7 @@ def test_a_run_in_one_process_has_phases_and_no_workers():
             job.think(generate, "generate")
             job.think(0.5, "update")
             job.think(0.2, "gc")
-    found = what_if_run(Model(read_steps(job.events)))
+    found = what_if_run(RunModel(read_steps(job.events)))
     assert found.workers.size == 0 and found.by_dp == {} and found.worst == []
     assert found.recorded == pytest.approx([1.7, 2.7], **EXACT) and found.ideal == pytest.approx([1.5, 2.5], **EXACT)
 
@@ -277,7 +277,7 @@ def test_any_job_is_replayed_exactly_and_follows_its_times(data):
     for _ in range(data.draw(st.integers(1, 3))):
         with job:
             _draw_step(data, job, workers, seconds)
-    model = Model(read_steps(job.events))
+    model = RunModel(read_steps(job.events))
     replayed = times(model, model.real)
     assert replayed == pytest.approx(job.seconds, rel=1e-6, abs=1e-6)
     assert times(model, 2 * model.real) == pytest.approx(2 * replayed, **EXACT)
@@ -309,13 +309,13 @@ def _draw_step(data, job, workers, seconds):
 
 
 def test_all_even_is_ideal():
-    found = what_if_run(Model(read_steps(pair(1.0, steps=3).events)))
+    found = what_if_run(RunModel(read_steps(pair(1.0, steps=3).events)))
     assert found.slowdown == pytest.approx(1, **EXACT) and found.exact == pytest.approx([1, 1], **EXACT)
     assert found.m_w.share == 0 or abs(found.m_w.share) < 1.5  # of nothing
 
 
 def test_names_of_ranks_change_nothing():
-    one, other = (what_if_run(Model(read_steps(_swapped(pair(2.0, steps=2), by).events_))) for by in (0, 1))
+    one, other = (what_if_run(RunModel(read_steps(_swapped(pair(2.0, steps=2), by).events_))) for by in (0, 1))
     assert one.slowdown == pytest.approx(other.slowdown) and one.exact == pytest.approx(other.exact[::-1])
 
 
@@ -374,7 +374,7 @@ def test_of_too_many_events_the_newest_steps_are_looked_at():
     others, looked_at = steps.events.steps[:-5], steps.events.steps[-5:]
     assert len(steps.events) == 9 * each and looked_at == (16, 17, 18, 19, 20)
     assert [(step - 4) // 4 for step in others] == [-1, 0, 1, 2], "one of each four"
-    found = what_if_run(Model(steps))
+    found = what_if_run(RunModel(steps))
     assert found.recorded == pytest.approx(job.seconds[15:], **EXACT) and found.older == 15
     assert found.ideal == pytest.approx(5 * [2.05], **EXACT)
     chosen = read_steps(whole, range(2, 4), most=5 * each)

@@ -9,7 +9,7 @@ from pipeline_schedules import by_type, orders, synthetic, to_table
 from tilth.analysis.graph import ACROSS, ALONE, TOGETHER, Graph, dependencies
 from tilth.analysis.replay import schedule
 from tilth.analysis.straggler_format import OPTYPES, from_table
-from tilth.analysis.whatif import Model, what_if
+from tilth.analysis.whatif import TraceModel, what_if
 from tilth.core.errors import DataError
 
 PLAIN = by_type(forward_compute=1.0, backward_compute=2.0)
@@ -72,7 +72,7 @@ def test_a_recorded_step_is_replayed_to_the_second(kind, chunks, overlapped):
 
     trace = synthetic(orders(kind, 4, 8, chunks), durations, dp=3, steps=2, overlapped=overlapped)
     read = from_table(to_table(trace))
-    model = Model(read)
+    model = TraceModel(read)
     assert model.times(model.real) == pytest.approx(trace.seconds, rel=1e-12)
     rows = np.lexsort((trace.seq, trace.stage, trace.optype))  # the reader's order
     assert model.real == pytest.approx(drawn[0][rows][model.schedule.order], rel=1e-9, abs=1e-9)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeline_schedules import by_type, orders, synthetic, to_table
 
 from tilth.analysis.straggler_format import COLUMNS, from_table, read_meta, read_study
-from tilth.analysis.whatif import Model, what_if
+from tilth.analysis.whatif import TraceModel, what_if
 from tilth.core.errors import DataError
 
 USUAL = by_type(forward_compute=1.0, backward_compute=2.0, optimizer=0.5)
@@ -141,7 +141,7 @@ def test_transfers_that_belong_to_no_compute():
     names = np.array(column("optype").tolist())
     cut = made.filter(pa.array(~((names == "forward-send") & (column("seq_id") == 2))))
     with pytest.raises(DataError, match="stage 0 has 2 forward-send for 3 forward-compute that have a neighbour"):
-        Model(from_table(cut))
+        TraceModel(from_table(cut))
 
 
 @pytest.mark.parametrize("name", ["stage", "dp_rank", "seq_id"])

@@ -11,7 +11,7 @@ from pipeline_schedules import by_type, orders, synthetic
 
 from tilth.analysis.cause import alikeness, diagnose
 from tilth.analysis.straggler_format import from_table
-from tilth.analysis.whatif import Model, guilty, what_if
+from tilth.analysis.whatif import TraceModel, guilty, what_if
 
 USUAL = by_type(
     forward_compute=1.0, backward_compute=2.0, forward_send=0.02, forward_recv=0.02, backward_send=0.02,
@@ -109,7 +109,7 @@ CAUSES = {
 @pytest.mark.parametrize("kind", CAUSES)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_cause_that_was_put_in_comes_out_first(kind, seed):
-    model = Model(noisy(CAUSES[kind], seed))
+    model = TraceModel(noisy(CAUSES[kind], seed))
     found = what_if(model.trace, model)
     cause = diagnose(model, found)
     assert cause.findings[0].kind == kind, cause
@@ -123,13 +123,13 @@ def test_the_cause_that_was_put_in_comes_out_first(kind, seed):
 
 
 def test_an_even_job_has_no_cause():
-    model = Model(noisy(lambda *_: None))
+    model = TraceModel(noisy(lambda *_: None))
     cause = diagnose(model, what_if(model.trace, model))
     assert cause.findings == () and cause.text.startswith("no straggler: S is 1.0")
 
 
 def test_one_dp_rank_with_a_long_last_stage_is_no_slow_worker():
-    model = Model(noisy(slow_stage, dp=1))
+    model = TraceModel(noisy(slow_stage, dp=1))
     assert [f.kind for f in diagnose(model, what_if(model.trace, model)).findings] == ["stage-imbalance"]
 
 
@@ -140,7 +140,7 @@ def test_predicted_time_without_the_slow_worker_is_that_of_the_job_without_it():
 
 
 def test_exact_worker_scores_are_those_of_full_replays():
-    model = Model(noisy(lengths))
+    model = TraceModel(noisy(lengths))
     found = what_if(model.trace, model)
     for stage in range(4):
         for dp in range(4):
@@ -172,7 +172,7 @@ def test_scale_and_names_of_dp_ranks_do_not_matter(seed, scale):
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**31))
 def test_a_longer_operation_never_makes_a_step_shorter(seed):
-    model = Model(noisy(lengths, seed, stages=2, dp=2, batches=3, steps=1))
+    model = TraceModel(noisy(lengths, seed, stages=2, dp=2, batches=3, steps=1))
     before = model.times(model.real)
     longer = model.real.copy()
     longer[seed % len(longer), 0, seed % 2] += 0.5
@@ -196,4 +196,4 @@ def test_equal_scores_take_the_lower_rank():
 def test_clocks_that_differ_do_not_make_negative_transfers():
     trace = noisy(lambda *_: None)
     trace.start[trace.named("forward-recv")] += 1.0  # its clock is a second ahead: sends end before it was posted
-    assert Model(trace).real.min() > -0.01
+    assert TraceModel(trace).real.min() > -0.01

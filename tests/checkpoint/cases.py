@@ -6,9 +6,9 @@ import math
 import pytest
 from hypothesis import strategies as st
 
-from tilth.checkpoint import dealing, manifest, planning
+from tilth.checkpoint import balance, manifest, planning
 from tilth.checkpoint.planning import DTYPES, Spec
-from tilth.core.layout import Layout, Mesh, Ragged, Replicate, Shard
+from tilth.core.layout import Layout, Mesh, RaggedShard, Replicate, Shard
 
 NAMES = ("dp", "fsdp", "tp")
 SIZES = st.tuples(*[st.integers(1, 3)] * 3)
@@ -24,7 +24,7 @@ def least(nbytes):
 
     forget()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dealing, "LEAST", nbytes)
+        patch.setattr(balance, "LEAST", nbytes)
         yield
     forget()
 
@@ -50,11 +50,11 @@ def layouts(draw, mesh, shape):
     if math.prod(shape) and draw(st.booleans()):
         last = order[-1]
         units = draw(st.lists(st.integers(0, 3), min_size=mesh.sizes[last], max_size=mesh.sizes[last]))
-        placements[last] = Ragged(tuple(units))
+        placements[last] = RaggedShard(tuple(units))
         before = Layout(mesh, tuple(Replicate() if i == last else p for i, p in enumerate(placements)), shape, order)
         numels = {box.numel for rank in mesh.ranks for box in before.boxes(rank)}
         if not sum(units) or any(n % sum(units) for n in numels):
-            placements[last] = Ragged((1,) + (0,) * (mesh.sizes[last] - 1))
+            placements[last] = RaggedShard((1,) + (0,) * (mesh.sizes[last] - 1))
     return Layout(mesh, tuple(placements), shape, order)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tilth.checkpoint import Group, Saver, begin_save, commit_save, save
 from tilth.checkpoint.manifest import SAFETENSORS_NAMES
-from tilth.core.layout import Layout, Mesh, Ragged
+from tilth.core.layout import Layout, Mesh, RaggedShard
 from tilth.core.random import stream
 
 DTYPES = list(SAFETENSORS_NAMES)
@@ -41,7 +41,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def cut(whole: torch.Tensor, layout: Layout, rank: int, flat: bool = False) -> torch.Tensor:
     """What a rank holds of a tensor: a block, or (ragged, and where ``flat``) its boxes one after another."""
     boxes = layout.boxes(rank)
-    if flat or len(boxes) > 1 or any(isinstance(p, Ragged) for p in layout.placements):
+    if flat or len(boxes) > 1 or any(isinstance(p, RaggedShard) for p in layout.placements):
         return torch.cat([whole[b.slices].reshape(-1) for b in boxes] or [whole.new_empty(0)])
     return whole[boxes[0].slices].clone() if boxes else whole.new_empty((0, *layout.shape[1:]))
 

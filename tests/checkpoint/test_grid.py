@@ -15,10 +15,10 @@ from tests.checkpoint.cases import least
 from tests.checkpoint.make import cut, same, save_sharded, tensor
 from tests.checkpoint.test_processes import check
 from tests.parallel.layouts import CONFIG, Case, build
-from tilth.checkpoint.dealing import LEAST
+from tilth.checkpoint.balance import LEAST
 from tilth.checkpoint.read import Checkpoint, open_checkpoint
 from tilth.checkpoint.shards import state_layouts
-from tilth.core.layout import Layout, Mesh, Ragged, Replicate, Shard
+from tilth.core.layout import Layout, Mesh, RaggedShard, Replicate, Shard
 from tilth.plan.layout import layouts
 from tilth.plan.shape import parameter_shapes
 
@@ -76,7 +76,7 @@ class Spread:
         if units is None:
             return layout
         dp, _, tp = layout.placements
-        return Layout(layout.mesh, (dp, Ragged(units), tp), layout.shape, (0, 2, 1))
+        return Layout(layout.mesh, (dp, RaggedShard(units), tp), layout.shape, (0, 2, 1))
 
 
 def _without_fsdp(layout: Layout) -> Layout:
@@ -132,7 +132,7 @@ def test_the_layouts_are_what_their_names_say():
     assert isinstance(parameters[Spread(tp=4)][key].placements[2], Shard)
     assert parameters[Spread(tp=4)][key].placements[2].copies == 2
     ragged = parameters[Spread(fsdp=4, how="ragged")]
-    assert sum(isinstance(layout.placements[1], Ragged) for layout in ragged.values()) > len(ragged) / 2
+    assert sum(isinstance(layout.placements[1], RaggedShard) for layout in ragged.values()) > len(ragged) / 2
     assert any(len(layout.boxes(r)) > 1 for layout in ragged.values() for r in range(4))
     assert any(not layout.boxes(1) for layout in ragged.values())
     both = parameters[Spread(fsdp=2, tp=2, how="ragged")]

@@ -25,7 +25,7 @@ from tilth.checkpoint import begin_save, commit_save, newest_valid, open_checkpo
 from tilth.checkpoint.manifest import parse_manifest, parse_report
 from tilth.checkpoint.storage import storage_of
 from tilth.core.errors import CheckpointError
-from tilth.core.layout import Layout, Mesh, Ragged, Replicate, Shard
+from tilth.core.layout import Layout, Mesh, RaggedShard, Replicate, Shard
 
 MESH = Mesh(("fsdp", "tp"), (2, 2))
 MOST = 32 << 20
@@ -39,7 +39,7 @@ def whole():
 
 
 def layouts():
-    split = {"w": (Shard(0), Shard(1)), "b": (Ragged((2, 3)), Replicate()), "wide": (Replicate(), Shard(1))}
+    split = {"w": (Shard(0), Shard(1)), "b": (RaggedShard((2, 3)), Replicate()), "wide": (Replicate(), Shard(1))}
     made = {
         group: {name: Layout(MESH, split.get(name, (Replicate(),) * 2), tuple(t.shape)) for name, t in tensors.items()}
         for group, tensors in whole().items()

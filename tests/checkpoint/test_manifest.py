@@ -29,7 +29,7 @@ from tilth.checkpoint.manifest import (
 )
 from tilth.checkpoint.planning import DTYPES, Spec, plan_group
 from tilth.core.errors import CheckpointError
-from tilth.core.layout import Layout, Mesh, Ragged, Replicate, Shard
+from tilth.core.layout import Layout, Mesh, RaggedShard, Replicate, Shard
 
 SAVED = "2026-01-02T03:04:05+00:00"
 FOLDER = "step-000007.tmp-1"
@@ -126,7 +126,7 @@ def test_large_pieces_have_the_checksums_of_their_tiles():
     mesh = Mesh(("fsdp",), (3,))
     group = [
         Spec("wide", Layout(mesh, (Shard(0),), (70, 2048)), "float32"),
-        Spec("flat", Layout(mesh, (Ragged((5, 1, 0)),), (6, 64, 100)), "float16"),
+        Spec("flat", Layout(mesh, (RaggedShard((5, 1, 0)),), (6, 64, 100)), "float16"),
         Spec("none", Layout(mesh, (Shard(0),), (0, 9)), "int8"),
         Spec("all", Layout(mesh, (Replicate(),), (300_000,)), "int32"),
     ]

@@ -10,7 +10,7 @@ from tests.checkpoint.make import cut, group_of, groups, parts_of, same, save_sh
 from tests.checkpoint.test_crash import Trap, calls_of_a_save, die_at, holds
 from tilth.checkpoint import Group, Saver, abandon_save, begin_save, commit_save, latest, open_checkpoint, save
 from tilth.core.errors import CheckpointError, StorageError
-from tilth.core.layout import Layout, Mesh, Ragged, Replicate, Shard
+from tilth.core.layout import Layout, Mesh, RaggedShard, Replicate, Shard
 
 MESH = Mesh(("dp", "fsdp"), (2, 2))
 
@@ -160,7 +160,7 @@ def test_objects_that_json_would_change(begun):
             0,
             r"tensor g/x of rank 0 has shape \(4, 2\), its layout ",
         ),
-        ({"x": torch.ones(5)}, {"x": (Ragged((3, 1)), (4, 2))}, 0, r"has shape \(5,\), its layout says \[Box\("),
+        ({"x": torch.ones(5)}, {"x": (RaggedShard((3, 1)), (4, 2))}, 0, r"has shape \(5,\), its layout says \[Box\("),
         ({}, {"x": (Shard(0), (4, 2))}, 1, r"tensor g/x is not among those of rank 1, which is in its mesh"),
         ({"x": torch.ones(1)}, {}, 1, r"tensor g/x has no layout"),
         (

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from tests.checkpoint.cases import layouts, least, meshes, specs
-from tilth.checkpoint import covering, dealing, planning
+from tilth.checkpoint import balance, covering, planning
 from tilth.checkpoint.covering import tiling_problem
 from tilth.checkpoint.planning import (
     ALIGNMENT,
@@ -35,7 +35,7 @@ from tilth.checkpoint.planning import (
 )
 from tilth.checkpoint.shards import held
 from tilth.core.errors import CheckpointError
-from tilth.core.layout import Box, Layout, Mesh, Ragged, Replicate, Shard
+from tilth.core.layout import Box, Layout, Mesh, RaggedShard, Replicate, Shard
 
 quick = settings(max_examples=80, deadline=None)
 
@@ -54,7 +54,7 @@ def fresh(group):
 # ---- the plan ----
 
 
-@pytest.mark.parametrize("nbytes", [dealing.LEAST, 16, 1])
+@pytest.mark.parametrize("nbytes", [balance.LEAST, 16, 1])
 @quick
 @given(specs())
 def test_every_element_is_written_once_and_files_have_no_gaps(nbytes, group):
@@ -88,7 +88,7 @@ def check_files(group, plan):
     assert all(there[spec.name] >= 1 for spec in group)  # those without elements too
 
 
-@pytest.mark.parametrize("nbytes", [dealing.LEAST, 1])
+@pytest.mark.parametrize("nbytes", [balance.LEAST, 1])
 @quick
 @given(specs())
 def test_the_plan_of_each_rank_is_in_the_columns_of_all(nbytes, group):
@@ -230,7 +230,7 @@ def test_planning_for_thousands_of_ranks_takes_moments():
 def test_ragged_shards_of_many_ranks():
     mesh = Mesh(("fsdp",), (64,))
     units = tuple(random.Random(0).choices(range(5), k=64))
-    layout = Layout(mesh, (Ragged(units),), (sum(units), 3, 7))
+    layout = Layout(mesh, (RaggedShard(units),), (sum(units), 3, 7))
     plan = plan_group([Spec("w", layout, "bfloat16")])
     assert plan.nbytes == [2 * 21 * n for n in units] and plan.writes == [n > 0 for n in units]
 
@@ -305,8 +305,8 @@ def changed():
         "mesh ranks": lay(Mesh(("dp", "tp"), (2, 2), (0, 2, 1, 3))),
         "dimension": lay(placements=(Replicate(), Shard(0))),
         "copies": lay(placements=(Replicate(), Shard(1, 2))),
-        "ragged": lay(placements=(Replicate(), Ragged((1, 2)))),
-        "ragged units": lay(placements=(Replicate(), Ragged((2, 1)))),
+        "ragged": lay(placements=(Replicate(), RaggedShard((1, 2)))),
+        "ragged units": lay(placements=(Replicate(), RaggedShard((2, 1)))),
         "order": lay(order=(1, 0)),
         "less": [a],
         "sequence": [b, a],
@@ -391,15 +391,15 @@ PAIR = Mesh(("d",), (2,))
         ([Spec("__metadata__", Layout.single((2,)), "int8")], "tensor __metadata__: safetensors keeps this name"),
         ([Spec("w", Layout.single((2,)), "int8")] * 2, "tensor w is there twice"),
         (
-            [Spec("v", Layout.single((2,)), "int8"), Spec("w", Layout(PAIR, (Ragged((1, 2)),), (4,)), "int8")],
+            [Spec("v", Layout.single((2,)), "int8"), Spec("w", Layout(PAIR, (RaggedShard((1, 2)),), (4,)), "int8")],
             "tensor w cannot be planned: Ragged(units=(1, 2)) does not split 4 elements of Box(offset=(0,), size=(4,))",
         ),
         (
-            [Spec("w", Layout(Mesh(("d", "e"), (2, 2)), (Shard(0), Ragged((1, 2))), (9, 1), (0, 1)), "int8")],
+            [Spec("w", Layout(Mesh(("d", "e"), (2, 2)), (Shard(0), RaggedShard((1, 2))), (9, 1), (0, 1)), "int8")],
             "tensor w cannot be planned: Ragged(units=(1, 2)) does not split 5 elements of Box(offset=(0, 0), size=(5,",
         ),
         (
-            [Spec("w", Layout(Mesh(("d",), (2,)), (Ragged((1,)),), (4,)), "int8")],
+            [Spec("w", Layout(Mesh(("d",), (2,)), (RaggedShard((1,)),), (4,)), "int8")],
             "tensor w cannot be planned: Ragged(units=(1,)) does not split 4 elements",
         ),
         (

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from tests.checkpoint import hand
 from tests.checkpoint.make import DTYPES, cut, same, tensor
-from tilth.checkpoint import planning, read, storage, tiled
+from tilth.checkpoint import planning, read, storage, tile_reader
 from tilth.checkpoint.read import open_checkpoint
 from tilth.core.errors import CheckpointError, StorageError
-from tilth.core.layout import Box, Layout, Mesh, Ragged, Replicate, Shard
+from tilth.core.layout import Box, Layout, Mesh, RaggedShard, Replicate, Shard
 
 quick = settings(
     max_examples=60,
@@ -30,7 +30,7 @@ STEP = "step-000001"
 
 
 def forget():
-    for cache in (tiled._matrix, tiled._cut, planning._plan):
+    for cache in (tile_reader._matrix, tile_reader._cut, planning._plan):
         cache.cache_clear()
 
 
@@ -39,7 +39,7 @@ def smaller(step=256, small=64, tile=64):
     """Tiles, steps and blocks of a few bytes: small tensors then have many of each, of every kind."""
     changes = [
         (planning, {"SEGMENT": 8, "COLUMN_TILE": 32, "ROW_TILE": 32, "LARGEST_TILE": tile}),
-        (tiled, {"STEP": step, "SMALL": small, "BLOCK": 512}),
+        (tile_reader, {"STEP": step, "SMALL": small, "BLOCK": 512}),
     ]
     before = [(module, {name: getattr(module, name) for name in values}) for module, values in changes]
     for module, values in changes:
@@ -71,7 +71,7 @@ def splits(draw, shape):
     units = units and units[: mesh.sizes[1]]
     blocks = {b.numel for r in mesh.ranks for b in Layout(mesh, (placements[0], Replicate()), shape).boxes(r)}
     if units and sum(units) and math.prod(shape) and not any(n % sum(units) for n in blocks):
-        layout = Layout(mesh, (placements[0], Ragged(units)), shape)
+        layout = Layout(mesh, (placements[0], RaggedShard(units)), shape)
     return layout
 
 
@@ -127,7 +127,7 @@ def test_several_tensors_in_several_files_by_several_threads(tmp_path_factory, d
             for name in whole
             for want, piece in zip(checkpoint._pieces("g", name), [w.piece for w in wants if w.tensor == f"g/{name}"])
         ]
-        found = tiled.fetch(checkpoint._storage, filled, threads)
+        found = tile_reader.fetch(checkpoint._storage, filled, threads)
     assert not found.problems and all(same(into[n], t) for n, t in whole.items())
     assert found.nbytes == sum(t.nbytes for t in whole.values())
 
@@ -135,13 +135,13 @@ def test_several_tensors_in_several_files_by_several_threads(tmp_path_factory, d
 def test_threads_divide_the_bytes(tmp_path, monkeypatch):
     whole = {f"t{i}": torch.randn(300, 1000, generator=torch.Generator().manual_seed(i)) for i in range(8)}
     checkpoint, seen = saved(tmp_path, whole), []
-    original = tiled._Reader.read
+    original = tile_reader._Reader.read
 
     def reading(self, wants):
         seen.append((threading.current_thread().name, sum(want.piece.nbytes for want in wants)))
         original(self, wants)
 
-    monkeypatch.setattr(tiled._Reader, "read", reading)
+    monkeypatch.setattr(tile_reader._Reader, "read", reading)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     into = {n: torch.zeros_like(t) for n, t in whole.items()}
     checkpoint.restore("g", into)
@@ -239,7 +239,7 @@ def test_small_neighbours_are_read_together(tmp_path, monkeypatch):
     checkpoint.restore("g", into)
     assert all(same(into[n], t) for n, t in whole.items())
     total = sum(t.nbytes for t in whole.values())
-    assert sum(size for _, size in calls) == total and len(calls) == math.ceil(total / tiled.STEP)
+    assert sum(size for _, size in calls) == total and len(calls) == math.ceil(total / tile_reader.STEP)
     calls.clear()
     some = [f"t{i:04d}" for i in range(0, 1000, 2)]  # what is between is not read
     for name in some[:10]:
@@ -268,8 +268,8 @@ def test_a_large_tensor_goes_straight_into_its_memory(wide, monkeypatch):
     monkeypatch.setattr(storage._LocalRanges, "read_into", read_into)
     checkpoint.restore("g", {"x": into})
     assert same(into, whole)
-    assert [at for at, _ in places] == list(range(0, whole.nbytes, tiled.STEP))
-    assert {size for _, size in places} == {tiled.STEP}
+    assert [at for at, _ in places] == list(range(0, whole.nbytes, tile_reader.STEP))
+    assert {size for _, size in places} == {tile_reader.STEP}
 
 
 # ---- which pieces ----
@@ -360,13 +360,13 @@ def test_no_bit_of_a_wanted_element_can_change(tmp_path_factory, data):
 def test_tiles_larger_than_a_step_are_checked(tmp_path, monkeypatch):
     whole = torch.randn(64, 1024, generator=torch.Generator().manual_seed(2))
     checkpoint = saved(tmp_path, {"x": whole, "row": whole[:1], "column": whole[:, :1]})
-    monkeypatch.setattr(tiled, "STEP", 5000)  # a row has 4096 bytes
+    monkeypatch.setattr(tile_reader, "STEP", 5000)  # a row has 4096 bytes
     assert all(
         same(checkpoint.read("g", n), t) for n, t in (("x", whole), ("row", whole[:1]), ("column", whole[:, :1]))
     )
     box = Box((3, 100), (50, 600))
     assert same(checkpoint.read("g", "x", box), whole[box.slices])
-    monkeypatch.setattr(tiled, "STEP", 100)  # less than a row
+    monkeypatch.setattr(tile_reader, "STEP", 100)  # less than a row
     assert same(checkpoint.read("g", "x", box), whole[box.slices])
     flip(checkpoint, "x", (40, 333))
     with pytest.raises(CheckpointError, match="g/x is corrupt"):
@@ -419,7 +419,7 @@ def far_away(checkpoint, **options):
 
 
 def test_a_store_gets_few_large_requests_at_the_same_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiled, "BLOCK", MIB)
+    monkeypatch.setattr(tile_reader, "BLOCK", MIB)
     whole = {f"t{i:03d}": tensor((64, 1024), salt=str(i)) for i in range(40)}  # 10 MiB
     checkpoint = saved(tmp_path, whole)
     far = far_away(checkpoint, seconds=0.02)
@@ -427,7 +427,7 @@ def test_a_store_gets_few_large_requests_at_the_same_time(tmp_path, monkeypatch)
     checkpoint.restore("g", into)
     assert all(same(into[n], t) for n, t in whole.items())
     assert len(far.requests) == 10 and sum(size for *_, size in far.requests) == 10 * MIB
-    assert 2 <= far.most <= tiled.REQUESTS and checkpoint.bytes_read == 10 * MIB
+    assert 2 <= far.most <= tile_reader.REQUESTS and checkpoint.bytes_read == 10 * MIB
 
 
 def test_a_store_is_asked_for_what_lies_between_rather_than_twice(wide):
@@ -454,12 +454,12 @@ def test_files_of_a_store_are_read_ahead(tmp_path):
 
 def test_two_parts_of_one_tile_do_not_drop_what_was_asked_ahead(tmp_path, monkeypatch):
     """The boxes of an interval of the storage meet in a row: its tile is asked for twice, the files behind it once."""
-    monkeypatch.setattr(tiled, "BLOCK", 512)
+    monkeypatch.setattr(tile_reader, "BLOCK", 512)
     whole = {"x": tensor((40, 30))}
     layouts = {"x": Layout(Mesh(("d",), (4,)), (Shard(0),), (40, 30))}  # files of 1,200 bytes
     checkpoint = saved(tmp_path, whole, layouts)
     far = far_away(checkpoint)
-    ragged = Layout(Mesh(("d",), (2,)), (Ragged((7, 1193)),), (40, 30))
+    ragged = Layout(Mesh(("d",), (2,)), (RaggedShard((7, 1193)),), (40, 30))
     into = {"x": torch.zeros(1193)}
     checkpoint.restore("g", into, {"x": ragged}, 1)
     assert same(into["x"], whole["x"].view(-1)[7:])

@@ -17,8 +17,8 @@ from tests.checkpoint import hand
 from tests.checkpoint.hand import raw
 from tests.checkpoint.make import DTYPES, groups, same, save_step, tensor
 from tilth.checkpoint import latest, open_checkpoint, prune, save
-from tilth.checkpoint.image import Group
 from tilth.checkpoint.saver import Saver, begin_save
+from tilth.checkpoint.snapshot import Group
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import Box, Layout, Mesh
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.hand import tile_sums, write
 from tests.checkpoint.make import DTYPES, group_of, groups, same, tensor
-from tilth.checkpoint import Commit, Group, Saver, begin_save, image, latest, open_checkpoint, save, saver, stages
-from tilth.checkpoint.image import tile_checksums
+from tilth.checkpoint import Commit, Group, Saver, begin_save, latest, open_checkpoint, save, saver, snapshot, stages
+from tilth.checkpoint.snapshot import tile_checksums
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Layout, Mesh, Replicate, Shard
 from tilth.trace.spans import recorder
@@ -95,7 +95,7 @@ def test_checksums_of_tiles(sizes, dtype, wide):
 
 
 def test_checksums_of_bands_that_take_several_steps(monkeypatch):
-    monkeypatch.setattr(image, "_STEP", 5000)
+    monkeypatch.setattr(snapshot, "_STEP", 5000)
     values = tensor((700, 2048), torch.float16)
     assert tile_checksums(values.view(-1).view(torch.uint8).numpy(), (700, 2048), 2) == tile_sums(values)
     assert len(tile_sums(values)) > 8
@@ -178,7 +178,7 @@ def test_an_error_is_told_once_and_the_next_save_works(tmp_path, monkeypatch):
 
 
 def test_what_is_not_the_disks_fault_is_raised_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(image.Image, "entry", lambda self: 1 / 0)
+    monkeypatch.setattr(snapshot.FileImage, "entry", lambda self: 1 / 0)
     save = Saver()
     save.start(begin_save(tmp_path, 1), {"g": alone({"x": tensor((9,))})}, 0)
     with pytest.raises(ZeroDivisionError):
@@ -190,9 +190,9 @@ def test_what_is_not_the_disks_fault_is_raised_too(tmp_path, monkeypatch):
 
 def test_memory_and_plans_are_kept(tmp_path, monkeypatch):
     save, sizes, plans = Saver(), [], []
-    real, plan = image._allocate, image.plan_group
-    monkeypatch.setattr(image, "_allocate", lambda n, pinned: sizes.append(n) or real(n, pinned))
-    monkeypatch.setattr(image, "plan_group", lambda specs: plans.append(specs) or plan(specs))
+    real, plan = snapshot._allocate, snapshot.plan_group
+    monkeypatch.setattr(snapshot, "_allocate", lambda n, pinned: sizes.append(n) or real(n, pinned))
+    monkeypatch.setattr(snapshot, "plan_group", lambda specs: plans.append(specs) or plan(specs))
     tensors = {f"x{i}": tensor((64, 64)) for i in range(8)}
     for step in range(1, 4):
         committed(tmp_path, step, {"g": alone(dict(tensors))}, save=save)
@@ -221,7 +221,7 @@ def test_no_memory_for_a_snapshot(tmp_path, monkeypatch):
 
     save = Saver()
     with monkeypatch.context() as patch:
-        patch.setattr(image, "_allocate", none)
+        patch.setattr(snapshot, "_allocate", none)
         with pytest.raises(StorageError, match="stage snapshot of rank 0: Cannot allocate memory; there"):
             save.start(begin_save(tmp_path, 1), {"g": alone({"x": tensor((9,))})}, 0)
     committed(tmp_path, 1, {"g": alone({"x": tensor((9,))})}, save=save)

@@ -174,14 +174,14 @@ def test_layouts_of_optimizer_state():
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_real_optimizer_goes_from_one_process_to_four_and_back(tmp_path, name):
     from tests.parallel.layouts import CONFIG
-    from tilth.config.schema import Optimizer
+    from tilth.config.schema import OptimizerConfig
     from tilth.training.optim import Optimizers
 
     parameters = {
         "model.layers.0.mlp.up_proj.weight": torch.nn.Parameter(tensor((6, 4)).nan_to_num(0, 1, 1).clamp(-1, 1)),
         "model.norm.weight": torch.nn.Parameter(torch.ones(5)),
     }
-    optimizers = Optimizers(parameters, Optimizer(name=name), CONFIG.table)
+    optimizers = Optimizers(parameters, OptimizerConfig(name=name), CONFIG.table)
     for p in parameters.values():
         p.grad = torch.full_like(p, 0.5)
     optimizers.step(0.01)

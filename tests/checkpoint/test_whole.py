@@ -10,7 +10,7 @@ from tests.checkpoint.make import same, save_sharded
 from tests.roles import small
 from tilth.checkpoint import open_checkpoint, save, state_layouts
 from tilth.cli.main import app
-from tilth.core.layout import Layout, Mesh, Ragged, Replicate, Shard
+from tilth.core.layout import Layout, Mesh, RaggedShard, Replicate, Shard
 from tilth.flows.model import MODEL_FOLDER, load_model, save_shape
 from tilth.models.decoder import Decoder
 from tilth.models.hf import load_pretrained
@@ -22,7 +22,7 @@ VOCABULARY = small.config().vocab_size
 def layout(name, shape):
     """Vocabulary and heads over tp, then rows over fsdp; norms over fsdp in unequal parts of the flat storage."""
     if len(shape) == 1:
-        return Layout(MESH, (Ragged((1, 3)) if shape[0] % 4 == 0 else Shard(0), Replicate()), shape, (1, 0))
+        return Layout(MESH, (RaggedShard((1, 3)) if shape[0] % 4 == 0 else Shard(0), Replicate()), shape, (1, 0))
     columns = name.endswith(("o_proj.weight", "down_proj.weight"))
     return Layout(MESH, (Shard(0), Shard(1 if columns else 0)), shape, (1, 0))
 

@@ -10,9 +10,9 @@ from tilth.cli import capture
 from tilth.cli.main import app
 from tilth.config.load import from_dict
 from tilth.flows import profiling
-from tilth.flows.files import Lines
 from tilth.flows.profiling import FOLDER, LOG, REQUEST
-from tilth.flows.rundir import RunDir
+from tilth.runs.directory import RunDir
+from tilth.runs.files import Lines
 
 
 @pytest.fixture

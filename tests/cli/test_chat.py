@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tests.cli import speaking
 from tilth.cli import chat
-from tilth.cli.chat import Chat, Conversation, Voice, Wish
+from tilth.cli.chat import Chat, ChatOptions, Conversation, Voice
 from tilth.cli.main import app
 from tilth.core.trajectory import Trajectory
 from tilth.data.sources import Prompt
@@ -255,10 +255,10 @@ def test_nothing_said_steers_the_terminal(capsys):
 def test_streaming_changes_nothing(plain):
     """What was said while it was looked at, token by token, is what an engine says that nobody looks at."""
     folder, _, tokenizer = plain
-    wish = Wish(str(folder), temperature=1.0, max_tokens=40, seed=3)
+    wish = ChatOptions(str(folder), temperature=1.0, max_tokens=40, seed=3)
     talked = Chat(load_model(folder), wish)
     talked.turn("How are you?")
-    from tilth.cli.generate import Wish as Asked
+    from tilth.cli.generate import ChatOptions as Asked
     from tilth.cli.generate import complete
 
     (alone,), _ = complete(str(folder), "How are you?", Asked(max_tokens=40, seed=3))
@@ -270,7 +270,7 @@ def test_streaming_changes_nothing(plain):
 
 
 def test_ctrl_c_ends_this_answer_only(plain, monkeypatch, capsys):
-    talked = Chat(load_model(plain[0]), Wish(str(plain[0]), temperature=1.0, max_tokens=200))
+    talked = Chat(load_model(plain[0]), ChatOptions(str(plain[0]), temperature=1.0, max_tokens=200))
     before = signal.getsignal(signal.SIGINT)
     poll, steps = talked.engine.poll, []
 

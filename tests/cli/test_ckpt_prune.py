@@ -8,7 +8,7 @@ import pytest
 from tests.cli.kept import add, bare, call, make_run, names, objects, own, place_of, refused, said, upload
 from tilth.checkpoint import mark_best
 from tilth.checkpoint.directory import complete, quarantine
-from tilth.flows.files import Lock
+from tilth.runs.files import Lock
 
 
 @pytest.fixture

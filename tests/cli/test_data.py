@@ -10,7 +10,7 @@ from tokenizers import processors
 from typer.testing import CliRunner
 
 from tests.data.test_examples import pair_tokenizer
-from tilth.cli.data import Lengths, Shown, coloured, look, plain, runs
+from tilth.cli.data import Lengths, ShownExample, coloured, look, plain, runs
 from tilth.cli.main import app
 from tilth.config.load import from_dict
 from tilth.data.documents import Corpus
@@ -249,7 +249,7 @@ def test_json_has_everything(talks, tmp_path):
 
 
 def test_the_mask_is_seen_with_and_without_colour():
-    example = Shown(7, [1, 2, 3, 4], ["a", "\n", "b\x1b[2J", "<eos>"], [0, 0, 1, 1])
+    example = ShownExample(7, [1, 2, 3, 4], ["a", "\n", "b\x1b[2J", "<eos>"], [0, 0, 1, 1])
     assert plain(example) == ["\n[7] 4 tokens, 2 with loss", "  a·⏎", "+ b\\x1b[2J·<eos>"]
     text = coloured(example)
     assert text.plain == "\n[7] 4 tokens, 2 with loss\na⏎\nb\\x1b[2J<eos>"
@@ -258,7 +258,7 @@ def test_the_mask_is_seen_with_and_without_colour():
 
 
 def test_a_long_example_is_cut_and_says_so():
-    example = Shown(0, list(range(700)), ["x"] * 700, [0] * 650 + [1] * 50)
+    example = ShownExample(0, list(range(700)), ["x"] * 700, [0] * 650 + [1] * 50)
     assert sum(len(texts) for _, texts in runs(example)) == 600
     assert plain(example)[-1] == "  and 100 tokens more" and len(plain(example)) == 3
     assert coloured(example).plain.endswith("\n  and 100 tokens more")
@@ -266,7 +266,7 @@ def test_a_long_example_is_cut_and_says_so():
 
 @pytest.mark.parametrize("mask", [[], [0], [1], [0, 1, 1, 0, 1], [1, 0, 0]])
 def test_runs_are_the_mask(mask):
-    example = Shown(0, mask, [str(i) for i in range(len(mask))], mask)
+    example = ShownExample(0, mask, [str(i) for i in range(len(mask))], mask)
     found = list(runs(example))
     assert [m for m, texts in found for _ in texts] == mask
     assert [t for _, texts in found for t in texts] == example.texts

@@ -12,13 +12,13 @@ import tilth
 from tests.cli import speaking
 from tests.flows import tiny
 from tilth.cli import eval as command
-from tilth.cli.eval import Wish, plan, table
+from tilth.cli.eval import EvalOptions, plan, table
 from tilth.cli.main import app
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.evaluate import How, evaluate
 from tilth.flows.model import load_model
-from tilth.roles.reward_pool import RewardPool
+from tilth.rewards.process_pool import RewardPool
 from tilth.rollout.request import SamplingParams
 
 REWARD = """
@@ -240,14 +240,14 @@ def test_what_the_run_says_holds_unless_the_command_says_otherwise(place):
         "reward": {"function": "exact"},
     }
     made = model._replace(settings=settings, run=place)
-    how = plan(Wish("m"), made)
+    how = plan(EvalOptions("m"), made)
     assert (how.sampling.max_tokens, how.sampling.stop, how.template) == (7, ("+",), "model")
-    assert how.sampling.temperature == 0 and plan(Wish("m", n=2), made).sampling.temperature == 1
-    how = plan(Wish("m", max_tokens=3, stop=("=",), template="", temperature=0.5), made)
+    assert how.sampling.temperature == 0 and plan(EvalOptions("m", n=2), made).sampling.temperature == 1
+    how = plan(EvalOptions("m", max_tokens=3, stop=("=",), template="", temperature=0.5), made)
     assert (how.sampling.max_tokens, how.sampling.stop, how.template, how.sampling.temperature) == (3, ("=",), "", 0.5)
-    assert command.reward_of(Wish("m", "d.jsonl"), made) == "exact"
-    assert command.reward_of(Wish("m", "countdown"), made) == "countdown"
-    assert command.reward_of(Wish("m", reward=("exact", "gsm8k")), made) == {"exact": 1.0, "gsm8k": 1.0}
+    assert command.reward_of(EvalOptions("m", "d.jsonl"), made) == "exact"
+    assert command.reward_of(EvalOptions("m", "countdown"), made) == "countdown"
+    assert command.reward_of(EvalOptions("m", reward=("exact", "gsm8k")), made) == {"exact": 1.0, "gsm8k": 1.0}
 
 
 # ---- mistakes ----

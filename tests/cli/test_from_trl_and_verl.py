@@ -12,10 +12,10 @@ from tilth.config.elsewhere import LIBRARIES
 from tilth.config.errors import RecipeError
 from tilth.config.keys import keys, sections
 from tilth.config.load import from_dict, load_recipe
-from tilth.config.schema import Data, Recipe
+from tilth.config.schema import DataConfig, Recipe
 from tilth.data.prompts import load_source
 from tilth.flows.checks import check_algorithm
-from tilth.rl.rewards import check_answers, load_reward
+from tilth.rewards.functions import check_answers, load_reward
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-trl-and-verl.md").read_text()
 RECIPES = re.findall(r"```toml\n(.*?)```", PAGE, re.S)
@@ -187,7 +187,7 @@ def test_verl_s_own_records_are_read(tmp_path):
     }
     (tmp_path / "train.jsonl").write_text(json.dumps(record) + "\n")
     columns = tomllib.loads(RECIPES[1])["data"]["columns"]
-    prompts = load_source(Data(source=str(tmp_path / "train.jsonl"), columns=columns))
+    prompts = load_source(DataConfig(source=str(tmp_path / "train.jsonl"), columns=columns))
     assert dict(prompts[0].messages[0])["content"] == "How many are 40 and 32?"
     assert prompts[0].info["answer"] == "72"
     check_answers("gsm8k", prompts)

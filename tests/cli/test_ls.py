@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tests.flows import tiny
 from tilth.cli.main import app
-from tilth.ui import words
+from tilth.ui import format
 
 
 def call(*arguments, code=0):
@@ -77,4 +77,4 @@ def test_no_runs(tmp_path):
     [(0.4, "0 s"), (59.9, "59 s"), (60, "1 min"), (3599, "59 min"), (7200, "2 h"), (86_400, "1 day"), (9e5, "10 days")],
 )
 def test_ages(seconds, text):
-    assert words.ago(seconds) == text
+    assert format.ago(seconds) == text

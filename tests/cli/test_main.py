@@ -100,7 +100,7 @@ def failure(*arguments):
         (["run", "addition-grpo", "rollout.group=0"], "rollout.group = 0 is not an integer above 0"),
         (["run", "addition-grpo", "rollout.group"], "not of the form key=value"),
         (
-            ["run", "addition-grpo", "data.source=x.jsonl", "reward.function=tilth.rl.rewards:addition"],
+            ["run", "addition-grpo", "data.source=x.jsonl", "reward.function=tilth.rewards.functions:addition"],
             "neither a task nor a file",
         ),
         (["run", "addition-grpo", "data.tokenizer=none"], "no tokenizer at 'none'"),
@@ -121,7 +121,7 @@ def test_bad_input(arguments, message, tmp_path, monkeypatch):
 def test_empty_dataset(tmp_path):
     (tmp_path / "d.jsonl").write_text("")
     arguments = ["run", "addition-grpo", f"data.source={tmp_path}/d.jsonl", f"run.dir={tmp_path}/runs"]
-    assert "is empty" in failure(*arguments, "reward.function=tilth.rl.rewards:addition")
+    assert "is empty" in failure(*arguments, "reward.function=tilth.rewards.functions:addition")
 
 
 @pytest.mark.parametrize(

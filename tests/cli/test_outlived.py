@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.test_whole import ENVIRONMENT, SMALL, TILTH
 from tests.patience import patience
-from tilth.flows.readers import read_metrics
+from tilth.runs.readers import read_metrics
 
 LOST = "nobody reads"
 pytestmark = pytest.mark.usefixtures("hangups")

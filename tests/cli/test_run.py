@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from tilth.cli.main import app
 from tilth.cli.run import closing
-from tilth.cluster import launcher
+from tilth.cluster.controller import launcher
 from tilth.config.load import load_recipe
 from tilth.core.errors import StorageError
-from tilth.flows.signals import Interrupted
+from tilth.runs.signals import Interrupted
 
 SUMMARY = {
     "steps": 650,
@@ -228,14 +228,14 @@ def test_a_hangup_that_is_ignored_stays_so(behind, monkeypatch):
 STARTING = """
 import sys, time
 from types import ModuleType, SimpleNamespace
-from tilth.cluster.cluster import open_cluster
+from tilth.cluster.controller.cluster import open_cluster
 def run_recipe(*_, **__):
     with open_cluster("local", 2):
         raise AssertionError("it has started")
 api, live = ModuleType("tilth.api"), ModuleType("tilth.ui.live")
 api.run_recipe, live.Live = run_recipe, lambda recipe: SimpleNamespace(stop=lambda: None)
 sys.modules |= {"tilth.api": api, "tilth.ui.live": live}
-from tilth.cluster.local import LocalFleet
+from tilth.cluster.backends.local import LocalFleet
 def accept(self, door, timeout):
     print(*(process.pid for process in self._processes.values()), self._keeper.pid, flush=True)
     time.sleep(60)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from tilth.cli.main import app
 from tilth.cli.show import table
 from tilth.config.load import load_recipe
-from tilth.flows.rundir import RunDir, summarise
+from tilth.runs.directory import RunDir, summarise
 
 KEYS = (
     "state",

@@ -13,7 +13,7 @@ from tests.analysis.tree import s, table, two_workers
 from tilth.analysis.recent import dropped, recent
 from tilth.cli.main import app
 from tilth.config.load import load_recipe
-from tilth.flows.rundir import RunDir
+from tilth.runs.directory import RunDir
 from tilth.ui.report import write_report
 
 KEYS = [

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from tests.cluster.workers import HERE, LONG, Odd
-from tilth.cluster.cluster import open_cluster
-from tilth.cluster.fleet import Call, Reply
-from tilth.cluster.lazy import LazyBatch, LazyMap
-from tilth.cluster.leases import PAYLOAD
-from tilth.core.batch import Batch, Ragged, concat
+from tilth.cluster.backends.base import Call, Reply
+from tilth.cluster.controller.cluster import open_cluster
+from tilth.cluster.controller.lazy import LazyBatch, LazyMap
+from tilth.cluster.controller.leases import PAYLOAD
+from tilth.core.batch import Batch, Jagged, concat
 from tilth.core.errors import DataError, PayloadLeak, RecipeError, StaleGeneration, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
 from tilth.roles.experience import FINISHES
@@ -176,14 +176,14 @@ def test_a_read_of_the_controller_is_counted(cluster, echo):
         assert [tokens.row(i)[0] for i in range(10)] == list(range(10))
         handles = batch.payload["tokens"].handles
         assert cluster.traffic() == {(PAYLOAD, "received"): sum(h.nbytes for h in handles)}
-        own = cluster.store.put("own", Ragged.of([np.arange(3)]))
+        own = cluster.store.put("own", Jagged.of([np.arange(3)]))
         assert cluster.traffic() == {(PAYLOAD, "sent"): own.nbytes}
 
 
 def test_a_scope_frees_what_anyone_put_inside_it(cluster, echo):
     lease = cluster.store.lease("kept")
     with cluster.store.under(lease):
-        kept, own = echo.put([1]), cluster.store.put("own", Ragged.of([np.arange(3)]))
+        kept, own = echo.put([1]), cluster.store.put("own", Jagged.of([np.arange(3)]))
     before = cluster.store.nbytes
     with cluster.store.scope():
         echo.think(batch_of(10))  # nobody waits for it: the scope does
@@ -489,7 +489,7 @@ def test_control_messages_are_answered_while_a_call_runs_and_only_by_methods_tha
 def test_a_stopped_worker_is_lost_to_control_messages(backend, monkeypatch):
     if backend[0] == "inline":
         pytest.skip("a process does not ask itself when it is stopped")
-    monkeypatch.setattr("tilth.cluster.control.LIMIT", 0.5)
+    monkeypatch.setattr("tilth.cluster.backends.control.LIMIT", 0.5)
     with open_cluster(*backend, timeout=60.0) as cluster:
         group = cluster.group("generating", f"{HERE}:generating", {})
         pid = cluster.fleet.probe(0).pid

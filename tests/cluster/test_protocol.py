@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.cluster.workers import Echo, Metric
 from tilth.cluster.protocol import Deal, Transfer, deal, evenly, gather, offered, transfer_of
-from tilth.core.batch import Batch, Column, Handle, Ragged
+from tilth.core.batch import Batch, Column, Handle, Jagged
 from tilth.core.errors import AxisError
 from tilth.core.layout import Mesh
 
@@ -136,7 +136,7 @@ def test_a_part_refers_only_to_the_payload_that_it_needs():
     dealt = deal(ROWS, Mesh(("dp",), (2,)), evenly, [Batch({"id": np.arange(8)}, {"tokens": column})], {})
     first, second = (a.args[0].payload["tokens"] for a in dealt.arguments)
     assert first.handles == tuple(handles[:2]) and second.handles == tuple(handles[2:])
-    parts_of = [Ragged.of([np.array([10 * i]), np.array([10 * i + 1])]) for i in range(4)]
+    parts_of = [Jagged.of([np.array([10 * i]), np.array([10 * i + 1])]) for i in range(4)]
     assert second.assemble(parts_of[2:]).values.tolist() == [20, 21, 30, 31]
 
 
@@ -145,7 +145,7 @@ def test_payload_of_no_rows_still_has_its_kind():
     batch = Batch({"id": np.arange(2)}, {"tokens": column})
     dealt = deal(ROWS, Mesh(("dp",), (3,)), evenly, [batch], {})
     empty = dealt.arguments[2].args[0].payload["tokens"]
-    found = empty.assemble([Ragged.of([np.array([5], np.int32)])] * len(empty.handles))
+    found = empty.assemble([Jagged.of([np.array([5], np.int32)])] * len(empty.handles))
     assert len(found.offsets) == 1 and found.values.dtype == np.int32 and not len(found.values)
 
 

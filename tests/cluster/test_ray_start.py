@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tilth.cluster import ray as backend
-from tilth.cluster.ray import _knock, connect
+from tilth.cluster.backends import ray as backend
+from tilth.cluster.backends.ray import _knock, connect
 from tilth.core.errors import RecipeError
 
 
@@ -124,9 +124,9 @@ def test_a_ray_answers_to_the_knock(ray_here):
 
 
 BROKEN = """
-from tilth.cluster.ray import import_ray
+from tilth.cluster.backends.ray import import_ray
 from tilth.core.errors import RecipeError
-from tilth.cluster.cluster import open_cluster
+from tilth.cluster.controller.cluster import open_cluster
 import_ray()
 import ray._private.services
 ray._private.services.RAYLET_EXECUTABLE = "/bin/false"

@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 
 from tests.roles import small
-from tilth.cluster.inline import InlineStore
+from tilth.cluster.backends.inline import InlineStore
 from tilth.cluster.protocol import transfer_of
 from tilth.core.batch import concat
+from tilth.rewards.process_pool import Outcome
 from tilth.roles.critic import CriticWorker
 from tilth.roles.loader import DocumentLoader, PromptLoader
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.reference import ReferenceWorker
-from tilth.roles.relay import RelayWorker
 from tilth.roles.reward import RewardWorker
-from tilth.roles.reward_pool import Outcome
 from tilth.roles.rollout import RolloutWorker
 from tilth.roles.trajectory_writer import TrajectoryWriter
+from tilth.roles.weight_sync import WeightSyncWorker
 
 ROLES = (PolicyWorker, CriticWorker, ReferenceWorker, PromptLoader, DocumentLoader, TrajectoryWriter)
-ROLES += (RewardWorker, RolloutWorker, RelayWorker)
+ROLES += (RewardWorker, RolloutWorker, WeightSyncWorker)
 LOCAL = {"weights", "receive", "live", "groups", "table"}
 """Methods that a role keeps to its own process."""
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tilth.cluster.context import Context
 from tilth.cluster.protocol import transfer
-from tilth.core.batch import Batch, Column, Handle, Ragged
+from tilth.cluster.worker.context import Context
+from tilth.core.batch import Batch, Column, Handle, Jagged
 from tilth.core.errors import DataError, TilthError
 from tilth.trace.spans import span
 
@@ -93,7 +93,7 @@ class Echo:
         """Ragged payload of `length` tokens a row: id, id + 1, ..."""
         with span("think", tokens=int(batch["length"].sum())):
             rows = [np.arange(i, i + n) for i, n in zip(batch["id"].tolist(), batch["length"].tolist())]
-            data = Ragged.of(rows) if rows else Ragged(np.zeros(0, np.int64), np.zeros(1, np.int64))
+            data = Jagged.of(rows) if rows else Jagged(np.zeros(0, np.int64), np.zeros(1, np.int64))
             return batch.with_payload(tokens=Column.whole(self.context.store.put("tokens", data), len(batch)))
 
     @transfer("rows", "rows")
@@ -103,7 +103,7 @@ class Echo:
 
     @transfer("all", "first")
     def put(self, values: list[int]) -> Handle:
-        return self.context.store.put("loose", Ragged.of([np.array(values)]))
+        return self.context.store.put("loose", Jagged.of([np.array(values)]))
 
     @transfer("all", "first")
     def get(self, handle: Handle) -> list[int]:
@@ -129,7 +129,7 @@ class Echo:
 def generating(context: Context) -> object:
     """The rollout role, with answers of thousands of tokens."""
     from tests.roles import small
-    from tilth.config.schema import Rollout
+    from tilth.config.schema import RolloutConfig
     from tilth.models.decoder import Decoder
     from tilth.roles.rollout import RolloutWorker
     from tilth.rollout.engine import Engine
@@ -141,7 +141,7 @@ def generating(context: Context) -> object:
     engine.update_weights(model.named_parameters(), version=7)
     template = copy(small.TEMPLATE)
     template.stops = ()
-    return RolloutWorker(engine, template, small.PROMPTS, Rollout(max_tokens=LONG), context.store)
+    return RolloutWorker(engine, template, small.PROMPTS, RolloutConfig(max_tokens=LONG), context.store)
 
 
 class Faulty:

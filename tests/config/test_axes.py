@@ -20,17 +20,17 @@ from tests.analysis.run_jobs import Job
 from tests.parallel.layouts import Case, batch, build, engine_of, loss_of, weights
 from tilth.analysis.events import from_table
 from tilth.analysis.run_graph import read_steps
-from tilth.analysis.run_replay import Model
+from tilth.analysis.run_replay import RunModel
 from tilth.analysis.run_whatif import what_if_run
 from tilth.checkpoint.planning import Spec, plan_group
 from tilth.cluster.protocol import Transfer, deal, evenly
 from tilth.config import axes
 from tilth.config.axes import AXES, Axis
-from tilth.core.batch import Batch, Ragged
+from tilth.core.batch import Batch, Jagged
 from tilth.core.errors import AxisError
 from tilth.core.layout import Mesh, Shard
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.sharded import Sharded, shard
+from tilth.parallel.sharded import ShardedModel, shard
 from tilth.plan.layout import nested
 from tilth.rl import registry
 from tilth.rl.aggregation import Aggregation
@@ -148,7 +148,7 @@ def counted(rank, name):
     with invented():
         grid = ParallelDims.of(Mesh.of({name: 2}), rank)
         lengths = {"island": [[4], [5]], "ring": [[2, 2], [2, 3]]}[name][rank]
-        tokens = Ragged.with_lengths(np.arange(sum(lengths)), np.array(lengths))
+        tokens = Jagged.with_lengths(np.arange(sum(lengths)), np.array(lengths))
         aggregation = registry.build("aggregations", "token-mean", {}, Aggregation)
         found = global_denominator(aggregation, np.ones(sum(lengths), np.uint8), tokens, gather_data_ranks(grid))
         return {
@@ -178,12 +178,14 @@ def trained(rank, sizes):
     case = Case(double=True, micro_tokens=1000)
     with invented():
         sharded = (
-            shard(lambda: build(case), ParallelDims.of(Mesh.of(sizes), rank)) if sizes else Sharded.alone(build(case))
+            shard(lambda: build(case), ParallelDims.of(Mesh.of(sizes), rank))
+            if sizes
+            else ShardedModel.alone(build(case))
         )
         sharded.load_(weights(case))
         mesh, engine, (tokens, mask) = sharded.grid.mesh, engine_of(case, sharded), batch()
         rows = np.arange(len(tokens.lengths))[mesh.index(rank, *mesh.over("rows")) :: mesh.count("rows")]
-        own = Ragged(mask, tokens.offsets).take(rows).values.copy()
+        own = Jagged(mask, tokens.offsets).take(rows).values.copy()
         own[np.arange(len(own)) % mesh.count("tokens") != mesh.index(rank, *mesh.over("tokens"))] = 0
         for _ in range(2):
             done = engine.update(tokens.take(rows), own, {}, loss_of(case, mask), starts=tokens.offsets[rows])
@@ -260,7 +262,7 @@ def test_coordinates_in_the_trace(table):
         {**r, "place": r["place"] and f"dp=0 island={r['rank'] // 2} pipe={r['rank'] % 2}"}
         for r in job.table().to_pylist()
     ]
-    found = what_if_run(Model(read_steps(from_table(pa.Table.from_pylist(rows, job.table().schema)))))
+    found = what_if_run(RunModel(read_steps(from_table(pa.Table.from_pylist(rows, job.table().schema)))))
     assert list(found.by_axis) == ["island", "pipe"]
     assert found.dp.tolist() == [0, 0, 1, 1] and found.stage.tolist() == [0, 1, 0, 1]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tilth.config.checks import learners, pool_of, pools
 from tilth.config.errors import RecipeError
 from tilth.config.load import differences, digest, dump_toml, from_dict, load_recipe
-from tilth.config.schema import Layout, Recipe
+from tilth.config.schema import LayoutConfig, Recipe
 
 LOCAL, ADAMW = "cluster.backend=local", "optimizer.name=adamw"
 
@@ -25,19 +25,19 @@ def said(*overrides: str, recipe: str = "addition-grpo") -> str:
 def test_by_default_one_worker_in_this_process():
     recipe = Recipe()
     assert (recipe.cluster.backend, recipe.cluster.workers, pools(recipe)) == ("inline", 1, {"": 1})
-    assert recipe.policy.layout == recipe.critic.layout == recipe.rollout.layout == Layout(dp=0, fsdp=1, tp=1)
+    assert recipe.policy.layout == recipe.critic.layout == recipe.rollout.layout == LayoutConfig(dp=0, fsdp=1, tp=1)
 
 
 @pytest.mark.parametrize(
     ("overrides", "layout"),
     [
-        (["policy.layout.fsdp=2"], Layout(fsdp=2)),
-        (["policy.layout.fsdp=2", "policy.layout.tp=2"], Layout(fsdp=2, tp=2)),
-        (["policy.layout.fsdp=2", "policy.layout={tp=2}"], Layout(tp=2)),
-        (["policy.layout={tp=2, sp=true}"], Layout(tp=2, sp=True)),
-        (["policy.layout.tp=2", "policy.layout.sp=True"], Layout(tp=2, sp=True)),
-        (["policy={layout={fsdp=4}}"], Layout(fsdp=4)),
-        (["policy.layout.zero=2"], Layout(zero=2)),
+        (["policy.layout.fsdp=2"], LayoutConfig(fsdp=2)),
+        (["policy.layout.fsdp=2", "policy.layout.tp=2"], LayoutConfig(fsdp=2, tp=2)),
+        (["policy.layout.fsdp=2", "policy.layout={tp=2}"], LayoutConfig(tp=2)),
+        (["policy.layout={tp=2, sp=true}"], LayoutConfig(tp=2, sp=True)),
+        (["policy.layout.tp=2", "policy.layout.sp=True"], LayoutConfig(tp=2, sp=True)),
+        (["policy={layout={fsdp=4}}"], LayoutConfig(fsdp=4)),
+        (["policy.layout.zero=2"], LayoutConfig(zero=2)),
     ],
 )
 def test_layouts_by_entry_and_by_table(overrides, layout):

@@ -14,7 +14,7 @@ from tilth.config.checks import profiled
 from tilth.config.errors import RecipeError, TilthError
 from tilth.config.keys import keys
 from tilth.config.load import check_allowed, digest, dump_toml, from_dict, load_recipe, parse_overrides
-from tilth.config.schema import Layout, Recipe
+from tilth.config.schema import LayoutConfig, Recipe
 
 
 def problem(*overrides: str, recipe: str = "addition-grpo") -> str:
@@ -313,8 +313,8 @@ def test_dump_states_every_key_and_is_a_recipe_file(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(dump_toml(recipe))
     assert load_recipe(str(path)) == recipe
-    layouts = sum(key.field.annotation is Layout for key in keys().values())
-    assert path.read_text().count(" = ") == len(keys()) + layouts * len(Layout.model_fields)
+    layouts = sum(key.field.annotation is LayoutConfig for key in keys().values())
+    assert path.read_text().count(" = ") == len(keys()) + layouts * len(LayoutConfig.model_fields)
 
 
 def test_digest_ignores_only_where_the_run_is_kept():

@@ -131,7 +131,7 @@ def mine_alone(run):
 """
     path = write(tmp_path, text)
     recipe = from_dict({"plugins": [str(path)], "flow": "mine_alone"})
-    assert recipe.algorithm.advantage == "rloo" and recipe.facts.title == "Mine"
+    assert recipe.algorithm.advantage == "rloo" and recipe.flow_spec.title == "Mine"
     with pytest.raises(RecipeError, match="mine_alone"):
         from_dict({"flow": "mine_alon"})
 

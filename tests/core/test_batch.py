@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilth.core.batch import Batch, Column, Handle, Lease, Ragged, concat, concat_ragged
+from tilth.core.batch import Batch, Column, Handle, Jagged, Lease, concat, concat_ragged
 
 quick = settings(max_examples=100, deadline=None)
 rows_of_numbers = st.lists(st.lists(st.integers(-9, 9), max_size=5), max_size=6)
@@ -41,9 +41,9 @@ class ClosedStore(DictStore):
 
 def ragged(rows):
     return (
-        Ragged.of([np.array(r, np.int64) for r in rows])
+        Jagged.of([np.array(r, np.int64) for r in rows])
         if rows
-        else Ragged(np.zeros(0, np.int64), np.zeros(1, np.int64))
+        else Jagged(np.zeros(0, np.int64), np.zeros(1, np.int64))
     )
 
 
@@ -70,7 +70,7 @@ def test_ragged_take_is_indexing(rows, data):
 @given(rows_of_numbers)
 def test_ragged_of_and_with_lengths_agree(rows):
     data = ragged(rows)
-    again = Ragged.with_lengths(data.values, data.lengths)
+    again = Jagged.with_lengths(data.values, data.lengths)
     assert lists(again) == lists(data) == rows
     assert again.offsets.tolist() == data.offsets.tolist()
     assert data.lengths.tolist() == [len(r) for r in rows]
@@ -161,7 +161,7 @@ def test_bytes_per_row_are_flat_in_tokens(length):
     parts = []
     for first in (0, n):
         rows = {name: np.zeros(n, dtype) for name, dtype in ROWS.items()} | {"id": np.arange(first, first + n)}
-        data = Ragged.with_lengths(np.zeros(n * length, np.float32), np.full(n, length))
+        data = Jagged.with_lengths(np.zeros(n * length, np.float32), np.full(n, length))
         parts.append(Batch(rows, {c: Column.whole(store.put(c, data), n) for c in COLUMNS}))
     joined = concat(parts).select(np.arange(2 * n)[::-1])
     for batch in (*parts, joined):

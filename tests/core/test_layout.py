@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tilth.core.layout import Box, Layout, Mesh, Ragged, Replicate, Shard, interval_boxes, runs
+from tilth.core.layout import Box, Layout, Mesh, RaggedShard, Replicate, Shard, interval_boxes, runs
 from tilth.core.random import fill_normal_, stream
 
 quick = settings(max_examples=150, deadline=None)
@@ -123,12 +123,12 @@ def test_mesh_is_a_table():
         lambda: Mesh(("dp",), (2,)).rank((2,)),
         lambda: Layout(Mesh(("dp",), (2,)), (), (4,)),
         lambda: Layout(Mesh(("dp",), (2,)), (Shard(1),), (4,)),
-        lambda: Layout(Mesh(("dp", "tp"), (2, 2)), (Ragged((1, 1)), Shard(0)), (4,)),
+        lambda: Layout(Mesh(("dp", "tp"), (2, 2)), (RaggedShard((1, 1)), Shard(0)), (4,)),
         lambda: Layout(Mesh(("dp", "tp"), (2, 2)), (Shard(0), Shard(0)), (4,), (0, 0)),
-        lambda: Layout(Mesh(("dp",), (2,)), (Ragged((1, 2)),), (4,)).boxes(0),
-        lambda: Layout(Mesh(("dp",), (2,)), (Ragged((1, 1, 2)),), (4,)).boxes(0),
-        lambda: Layout(Mesh(("dp",), (2,)), (Ragged((0, 0)),), (4,)).boxes(0),
-        lambda: Layout(Mesh(("dp",), (2,)), (Ragged((-1, 2)),), (4,)).boxes(0),
+        lambda: Layout(Mesh(("dp",), (2,)), (RaggedShard((1, 2)),), (4,)).boxes(0),
+        lambda: Layout(Mesh(("dp",), (2,)), (RaggedShard((1, 1, 2)),), (4,)).boxes(0),
+        lambda: Layout(Mesh(("dp",), (2,)), (RaggedShard((0, 0)),), (4,)).boxes(0),
+        lambda: Layout(Mesh(("dp",), (2,)), (RaggedShard((-1, 2)),), (4,)).boxes(0),
         lambda: Layout(Mesh(("tp",), (4,)), (Shard(0, copies=3),), (4,)).boxes(0),
         lambda: Layout(Mesh(("tp",), (4,)), (Shard(0, copies=0),), (4,)).boxes(0),
     ],
@@ -153,7 +153,7 @@ def layouts(draw, ragged=True, ordered=True, copied=None):
     if ragged and draw(st.booleans()):
         units = tuple(draw(st.lists(st.integers(0, 3), min_size=sizes[order[-1]], max_size=sizes[order[-1]])))
         placements = [p if i in order[:0] else Replicate() for i, p in enumerate(placements)]
-        placements[order[-1]] = Ragged(units)
+        placements[order[-1]] = RaggedShard(units)
         assume(sum(units) and math.prod(shape) % sum(units) == 0)
     return Layout(mesh, tuple(placements), shape, order)
 
@@ -164,7 +164,7 @@ def shards(dimensions: int, parts: int, ragged: bool, copied: bool | None):
 
 
 def replicas(layout: Layout) -> int:
-    copies = {Replicate: lambda p, n: n, Shard: lambda p, n: p.copies, Ragged: lambda p, n: 1}
+    copies = {Replicate: lambda p, n: n, Shard: lambda p, n: p.copies, RaggedShard: lambda p, n: 1}
     return math.prod(copies[type(p)](p, n) for n, p in zip(layout.mesh.sizes, layout.placements))
 
 
@@ -202,7 +202,7 @@ def test_shards_of_a_random_fill_are_the_global_tensor(layout):
 def test_ragged_shards_are_flat_intervals_in_order(scale, units, rest):
     assume(sum(units))
     shape = (sum(units) * scale, *rest)
-    layout = Layout(Mesh(("dp",), (len(units),)), (Ragged(tuple(units)),), shape)
+    layout = Layout(Mesh(("dp",), (len(units),)), (RaggedShard(tuple(units)),), shape)
     flat = torch.arange(math.prod(shape)).view(shape)
     parts = [
         torch.cat([flat[b.slices].flatten() for b in layout.boxes(r)] or [flat.new_empty(0)]) for r in range(len(units))
@@ -212,7 +212,7 @@ def test_ragged_shards_are_flat_intervals_in_order(scale, units, rest):
 
 
 def test_ragged_inside_a_shard():
-    layout = Layout(Mesh(("tp", "dp"), (2, 3)), (Shard(1), Ragged((1, 0, 3))), (4, 4))
+    layout = Layout(Mesh(("tp", "dp"), (2, 3)), (Shard(1), RaggedShard((1, 0, 3))), (4, 4))
     assert layout.boxes(0) == [Box((0, 0), (1, 2))]
     assert layout.boxes(1) == []
     assert layout.boxes(5) == [Box((1, 2), (3, 2))]

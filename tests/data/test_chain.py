@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilth.config.schema import Data
+from tilth.config.schema import DataConfig
 from tilth.data.chain import Chain, Flaws, flaw
 from tilth.data.prompts import load_source
 from tilth.data.sources import text_hashes
-from tilth.rl.judging import question, steps, verdict
-from tilth.rl.verifiers import builtin
-from tilth.rl.verifiers_steps import first_wrong, problem_of
+from tilth.rewards.judging import question, steps, verdict
+from tilth.rewards.verifiers import builtin
+from tilth.rewards.verifiers_steps import first_wrong, problem_of
 
 SOME = range(0, 50_000, 97)
 TASKS = {digits: Chain(digits, 4, 0.0) for digits in (1, 2)}
@@ -93,5 +93,5 @@ def test_a_recipe_names_them(monkeypatch):
     monkeypatch.setattr(Chain, "MOST", 100)
     monkeypatch.setattr(Flaws, "MOST", 100)
     for name, lines in (("chain", 1), ("flaws", 6)):
-        prompts = load_source(Data(source=name, digits=1, length=3, flawed=0.0))
+        prompts = load_source(DataConfig(source=name, digits=1, length=3, flawed=0.0))
         assert prompts[5].text.count("\n") + 1 - (name == "flaws") == lines

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tilth.data.columns import Prompt
 from tilth.data.countdown import Countdown, _evaluate, _expression, _forms, _puzzles
 from tilth.data.sources import text_hashes
-from tilth.rl.verifiers import countdown
+from tilth.rewards.verifiers import countdown
 
 GOLDEN = ["54,6,22=70:54+22-6", "47,1,61,78=31:61+47+1-78", "94,77,19,46=44:46-19+94-77"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.data.test_examples import spaceless_tokenizer
 from tilth.config.load import from_dict
-from tilth.config.schema import Data
+from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
 from tilth.data.columns import Prompt
 from tilth.data.pairs import (
@@ -27,7 +27,7 @@ from tilth.data.pairs import (
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.template import Example, make_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.rl.rewards import load_reward
+from tilth.rewards.functions import load_reward
 
 ONE = {"prompt": "Is it?", "chosen": "Yes.", "rejected": "No."}
 
@@ -54,9 +54,9 @@ def test_columns_of_jsonl_and_parquet_give_the_same(tmp_path):
         {**ONE, "margin": 0.5, "source": "a"},
         {**ONE, "prompt": "So?", "chosen": "x", "rejected": "", "margin": 2.0, "source": "b"},
     ]
-    lines = load_pairs(Data(source=write(tmp_path, records)))
+    lines = load_pairs(DataConfig(source=write(tmp_path, records)))
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "pairs.parquet")
-    table = load_pairs(Data(source=str(tmp_path / "pairs.parquet")))
+    table = load_pairs(DataConfig(source=str(tmp_path / "pairs.parquet")))
     for found in (lines, table):
         assert [p.text for p in found] == ["Is it?", "So?"]
         assert [p.answer for p in found] == ["Yes.", "x"]
@@ -68,7 +68,7 @@ def test_columns_of_jsonl_and_parquet_give_the_same(tmp_path):
 def test_columns_have_the_names_that_the_recipe_gives(tmp_path):
     source = write(tmp_path, [{"q": "a", "best": {"text": "b"}, "worst": "c", "gap": 1.5}])
     columns = {"prompt": "Q: {q}", "chosen": "best.text", "rejected": "worst", "margin": "gap"}
-    found = load_pairs(Data(source=source, columns=columns))
+    found = load_pairs(DataConfig(source=source, columns=columns))
     assert found[0].text == "Q: a" and pairs_of(found, 0)[0][:3] == ("b", "c", 1.5)
 
 
@@ -132,25 +132,25 @@ def test_what_is_wrong_is_told_with_its_place(change, message):
 def test_of_a_file_the_place_is_its_line(tmp_path):
     source = write(tmp_path, [ONE, {**ONE, "rejected": "Yes."}])
     with pytest.raises(DataError, match=r"pairs\.jsonl:2: chosen and rejected are the same"):
-        load_pairs(Data(source=source))
+        load_pairs(DataConfig(source=source))
     with pytest.raises(DataError, match="a str, not an object with chosen and rejected"):
         pair_records(["text"])
     with pytest.raises(DataError, match="is empty"):
         pair_records([])
     with pytest.raises(DataError, match=r"data\.source = 'additon' is neither a task nor a file; did you mean"):
-        load_pairs(Data(source="additon"))
+        load_pairs(DataConfig(source="additon"))
     with pytest.raises(DataError, match="countdown has no pairs of answers; tasks that have are addition, sorting"):
-        load_pairs(Data(source="countdown"))
+        load_pairs(DataConfig(source="countdown"))
     with pytest.raises(DataError, match="has no pairs; give columns prompt, chosen and rejected"):
         pairs_of(PromptSet.of(["a"]), 0)
 
 
 def test_held_out_are_whole_prompts_and_a_source_of_its_own_keeps_its_pairs(tmp_path):
     records = [{"prompt": f"p{i % 40}", "chosen": f"a{i}", "rejected": "b"} for i in range(80)]
-    train, held = load_pairs(Data(source=write(tmp_path, records))).split(0.3)
+    train, held = load_pairs(DataConfig(source=write(tmp_path, records))).split(0.3)
     assert len(train) + len(held) == 40 and all(len(pairs_of(s, p.index)) == 2 for s in (train, held) for p in s)
     other = write(tmp_path, [{"prompt": "p1", "chosen": "x", "rejected": "y"}], "other.jsonl")
-    both = load_pairs(Data(source=write(tmp_path, records), heldout=other))
+    both = load_pairs(DataConfig(source=write(tmp_path, records), heldout=other))
     train, held = both.split(0.3)
     assert len(train) == 39 and both.copies == 1  # p1 is in both
     assert [pairs_of(held, p.index) for p in held] == [(Pair("x", "y", 0.0, f"{other}:1"),)]
@@ -167,7 +167,7 @@ def test_the_alphabet_and_the_fingerprint_know_both_answers():
 
 @pytest.mark.parametrize("name", ["addition", "sorting"])
 def test_a_tasks_chosen_answer_is_right_and_the_rejected_one_wrong_and_alike(name):
-    found = load_pairs(Data(source=name, digits=2, **({"length": 3} if name == "sorting" else {})))
+    found = load_pairs(DataConfig(source=name, digits=2, **({"length": 3} if name == "sorting" else {})))
     reward = load_reward(name)
     for i in range(0, len(found), max(1, len(found) // 200)):
         prompt, (pair,) = found[i], pairs_of(found, i)
@@ -181,7 +181,7 @@ def test_a_tasks_chosen_answer_is_right_and_the_rejected_one_wrong_and_alike(nam
 
 
 def test_a_tasks_split_is_that_of_the_flows_before():
-    data = Data(digits=2)
+    data = DataConfig(digits=2)
     mine, theirs = load_pairs(data).split(0.2), load_source(data).split(0.2)
     assert all(np.array_equal(a.rows, b.rows) for a, b in zip(mine, theirs))
     assert load_pairs(data).fingerprint() != load_source(data).fingerprint()
@@ -203,7 +203,7 @@ def test_a_recipes_flow_says_whether_it_reads_pairs():
 
 
 def test_both_answers_begin_with_the_very_tokens_of_the_prompt_and_end_with_its_end():
-    prompts = load_pairs(Data(digits=1))
+    prompts = load_pairs(DataConfig(digits=1))
     template = make_template("", Tokenizer.characters(prompts.alphabet()))
     asked = template.prompts([prompts[i] for i in (3, 47)])
     for ids, one in zip(asked, encode_pairs(prompts, [3, 47], template, 16), strict=True):

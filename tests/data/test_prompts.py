@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilth.config.schema import Data
+from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
 from tilth.core.random import stream
 from tilth.data.prompts import PromptSet, load_source, load_texts
@@ -17,7 +17,7 @@ from tilth.data.prompts import PromptSet, load_source, load_texts
 
 @pytest.fixture(scope="module")
 def addition():
-    return load_source(Data())
+    return load_source(DataConfig())
 
 
 def texts(prompts):
@@ -154,13 +154,13 @@ def test_the_longest_and_the_shortest():
 
 
 def test_task_with_digits():
-    assert next(iter(load_source(Data(digits=2)))).text == "00+00="
+    assert next(iter(load_source(DataConfig(digits=2)))).text == "00+00="
 
 
 def test_file(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text('{"prompt": "a"}\n')
-    assert [p.text for p in load_source(Data(source=str(path)))] == ["a"]
+    assert [p.text for p in load_source(DataConfig(source=str(path)))] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_file(tmp_path):
 )
 def test_neither_task_nor_file(source, hint):
     with pytest.raises(DataError) as caught:
-        load_source(Data(source=source))
+        load_source(DataConfig(source=source))
     assert str(caught.value).startswith(f"data.source = {source!r} is neither a task nor a file; {hint}")
 
 
@@ -185,7 +185,7 @@ def write(path, records):
 def two(tmp_path):
     train = write(tmp_path / "train.jsonl", [{"q": f"t{i}", "answer": str(i)} for i in range(20)])
     test = write(tmp_path / "test.jsonl", [{"q": "t3", "answer": "3"}, {"q": "new", "answer": "é"}, {"q": "t7"}])
-    return Data(source=train, heldout=test, columns={"prompt": "q"})
+    return DataConfig(source=train, heldout=test, columns={"prompt": "q"})
 
 
 def test_the_second_source_is_held_out_and_nothing_else(two):
@@ -220,7 +220,7 @@ def test_nothing_left_to_train_on(two):
 
 def test_a_task_may_be_held_out_from_files(tmp_path):
     train = write(tmp_path / "d.jsonl", [{"prompt": "1+1="}, {"prompt": "11+1="}])
-    left, held = load_source(Data(source=train, heldout="addition", digits=1)).split(0.0)
+    left, held = load_source(DataConfig(source=train, heldout="addition", digits=1)).split(0.0)
     assert len(held) == 100 and [p.text for p in left] == ["11+1="]
 
 
@@ -252,31 +252,34 @@ def test_a_mistyped_source_names_its_key(two, key):
 def test_documents_and_a_share_of_them(tmp_path):
     some = [f"document {i}" for i in range(200)]
     source = write(tmp_path / "d.jsonl", [{"text": text} for text in [*some, "", some[0]]])
-    train, held = load_texts(Data(source=source, holdout=0.2))
+    train, held = load_texts(DataConfig(source=source, holdout=0.2))
     assert sorted(train + held) == sorted([*some, some[0]]) and not set(train) & set(held)
     assert 15 < len(held) < 70 and train == [text for text in [*some, some[0]] if text in set(train)]
     backwards = write(tmp_path / "e.jsonl", [{"text": text} for text in some[::-1]])
-    assert set(load_texts(Data(source=backwards, holdout=0.2))[1]) == set(held)
-    assert load_texts(Data(source=source, holdout=0.0))[1] == []
+    assert set(load_texts(DataConfig(source=backwards, holdout=0.2))[1]) == set(held)
+    assert load_texts(DataConfig(source=source, holdout=0.0))[1] == []
 
 
 def test_documents_of_text_files(tmp_path):
     (tmp_path / "a.txt").write_text("one\n<|endoftext|>\ntwo")
     (tmp_path / "b.txt").write_text("three")
-    assert load_texts(Data(source=str(tmp_path), holdout=0.0)) == (["one", "two", "three"], [])
-    assert load_texts(Data(source=f"{tmp_path}/a.txt", heldout=f"{tmp_path}/b.txt")) == (["one", "two"], ["three"])
+    assert load_texts(DataConfig(source=str(tmp_path), holdout=0.0)) == (["one", "two", "three"], [])
+    assert load_texts(DataConfig(source=f"{tmp_path}/a.txt", heldout=f"{tmp_path}/b.txt")) == (
+        ["one", "two"],
+        ["three"],
+    )
 
 
 def test_held_out_documents_are_not_trained_on(tmp_path):
     train = write(tmp_path / "a.jsonl", [{"text": t} for t in "abcd"])
     held = write(tmp_path / "b.jsonl", [{"text": t} for t in "bx"])
-    assert load_texts(Data(source=train, heldout=held)) == (["a", "c", "d"], ["b", "x"])
+    assert load_texts(DataConfig(source=train, heldout=held)) == (["a", "c", "d"], ["b", "x"])
     with pytest.raises(DataError, match=r"data.heldout has all of data.source too and leaves none of 4 documents"):
-        load_texts(Data(source=train, heldout=train))
+        load_texts(DataConfig(source=train, heldout=train))
 
 
 def test_documents_of_a_task():
-    train, held = load_texts(Data(digits=1))
+    train, held = load_texts(DataConfig(digits=1))
     assert len(train) + len(held) == 100 and "1+2=03" in train + held
 
 
@@ -292,7 +295,7 @@ def test_documents_of_a_task():
 def test_mistakes_in_documents(tmp_path, content, message):
     (tmp_path / "d.jsonl").write_text(content)
     with pytest.raises(DataError, match=message):
-        load_texts(Data(source=str(tmp_path / "d.jsonl"), holdout=1.0))
+        load_texts(DataConfig(source=str(tmp_path / "d.jsonl"), holdout=1.0))
 
 
 def test_flows_of_one_file_hold_the_same_records_out(tmp_path):
@@ -301,10 +304,10 @@ def test_flows_of_one_file_hold_the_same_records_out(tmp_path):
     source = write(tmp_path / "d.jsonl", records)
     asked, unheard = (
         {p.text.strip() for p in side}
-        for side in load_source(Data(source=source, columns={"prompt": "question"})).split(0.2)
+        for side in load_source(DataConfig(source=source, columns={"prompt": "question"})).split(0.2)
     )
     assert 20 < len(unheard) < 60
-    grpo = load_source(Data(source=source, columns={"prompt": "{question}\n"}))
+    grpo = load_source(DataConfig(source=source, columns={"prompt": "{question}\n"}))
     assert {p.text.strip() for p in grpo.split(0.2)[1]} == unheard
     for columns in (
         {"text": "{question}\n{answer}"},
@@ -312,14 +315,14 @@ def test_flows_of_one_file_hold_the_same_records_out(tmp_path):
         {"prompt": "question", "text": "{answer}: {question}"},
         {"prompt": "{question}\n"},
     ):
-        train, held = load_texts(Data(source=source, holdout=0.2, columns=columns))
+        train, held = load_texts(DataConfig(source=source, holdout=0.2, columns=columns))
         assert len(train) == len(asked) and len(held) == len(unheard)
         assert all(any(question in text for question in unheard) for text in held), columns
 
 
 @pytest.mark.parametrize("task", ["addition", "countdown"])
 def test_documents_of_a_task_are_split_as_its_prompts(task):
-    data = Data(source=task, digits=2 if task == "addition" else 1, holdout=0.3)
+    data = DataConfig(source=task, digits=2 if task == "addition" else 1, holdout=0.3)
     _, held = load_source(data).split(0.3)
     assert load_texts(data)[1] == [p.text + p.answer for p in held]
 
@@ -327,7 +330,7 @@ def test_documents_of_a_task_are_split_as_its_prompts(task):
 def test_white_space_around_a_text_moves_it_nowhere(tmp_path):
     some = [f"document {i}" for i in range(100)]
     plain, spaced = (
-        load_texts(Data(source=write(tmp_path / name, [{"text": form.format(t)} for t in some]), holdout=0.4))
+        load_texts(DataConfig(source=write(tmp_path / name, [{"text": form.format(t)} for t in some]), holdout=0.4))
         for name, form in (("a.jsonl", "{}"), ("b.jsonl", " {}\n"))
     )
     assert plain[1] == [text.strip() for text in spaced[1]] and plain[1]
@@ -336,14 +339,14 @@ def test_white_space_around_a_text_moves_it_nowhere(tmp_path):
 def test_a_held_out_question_is_trained_on_in_no_form(tmp_path):
     train = write(tmp_path / "a.jsonl", [{"prompt": f"{t}\n", "answer": "1"} for t in "abc"])
     held = write(tmp_path / "b.jsonl", [{"prompt": "b", "answer": "2"}])
-    data = Data(source=train, heldout=held)
+    data = DataConfig(source=train, heldout=held)
     assert load_texts(data) == (["a\n1", "c\n1"], ["b2"])
     assert [p.text for p in load_source(data).split(0.0)[0]] == ["a\n", "c\n"]
 
 
 def test_conversations_as_documents(tmp_path):
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    data = Data(source=write(tmp_path / "a.jsonl", [{"messages": turns}]), holdout=0.0)
+    data = DataConfig(source=write(tmp_path / "a.jsonl", [{"messages": turns}]), holdout=0.0)
     with pytest.raises(DataError, match=r"a.jsonl:1: turns of a conversation are no document; set data.template"):
         load_texts(data)
     train, _ = load_texts(data.model_copy(update={"template": "chatml"}))
@@ -362,7 +365,7 @@ real = pytest.mark.skipif(
 
 @real
 def test_gsm8k():
-    data = Data(
+    data = DataConfig(
         source=str(GSM8K / "train.jsonl"), heldout=str(GSM8K / "test.jsonl"), columns={"prompt": "{question}\n"}
     )
     prompts = load_source(data)
@@ -378,7 +381,7 @@ def test_gsm8k():
 @real
 def test_gsm8k_without_its_columns():
     with pytest.raises(DataError) as caught:
-        load_source(Data(source=str(GSM8K / "train.jsonl")))
+        load_source(DataConfig(source=str(GSM8K / "train.jsonl")))
     assert str(caught.value).endswith(
         "train.jsonl:1: no column 'prompt'; there is 'question', 'answer'; try data.columns.prompt=question"
     )
@@ -388,7 +391,7 @@ def test_gsm8k_without_its_columns():
 def test_a_million_lines(tmp_path):
     with open(tmp_path / "d.jsonl", "w") as file:
         file.writelines(json.dumps({"prompt": f"p{i}", "answer": str(i), "level": i % 5}) + "\n" for i in range(10**6))
-    prompts = load_source(Data(source=str(tmp_path / "d.jsonl")))
+    prompts = load_source(DataConfig(source=str(tmp_path / "d.jsonl")))
     train, held = prompts.split(0.1)
     assert len(train) + len(held) == 10**6 and prompts[10**6 - 1].text == "p999999"
 

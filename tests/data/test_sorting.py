@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilth.config.schema import Data
+from tilth.config.schema import DataConfig
 from tilth.data.prompts import load_source
 from tilth.data.sorting import Sorting
 from tilth.data.sources import text_hashes
-from tilth.rl.verifiers import sorting
+from tilth.rewards.verifiers import sorting
 
 GOLDEN = ["58,67,8,60=", "68,28,78,16=", "13,25,88,87="]
 SIZES = [(1, 2), (1, 3), (2, 2), pytest.param(1, 6, marks=pytest.mark.slow)]
@@ -64,6 +64,6 @@ def test_nine_digits_and_long_lists_fit():
 
 
 def test_a_recipe_names_it():
-    prompts = load_source(Data(source="sorting", digits=1, length=3))
+    prompts = load_source(DataConfig(source="sorting", digits=1, length=3))
     assert len(prompts) == 1000 and prompts[123].text.count(",") == 2
-    assert prompts.fingerprint() != load_source(Data(source="sorting", digits=1, length=2)).fingerprint()
+    assert prompts.fingerprint() != load_source(DataConfig(source="sorting", digits=1, length=2)).fingerprint()

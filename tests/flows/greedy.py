@@ -2,8 +2,8 @@
 
 import torch
 
-from tilth.cluster.context import Context
 from tilth.cluster.protocol import transfer
+from tilth.cluster.worker.context import Context
 
 
 class Greedy:

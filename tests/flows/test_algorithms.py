@@ -15,11 +15,11 @@ from tilth.core.errors import RecipeError, RewardError
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import from_records
 from tilth.flows.checks import check_algorithm, replaced
-from tilth.flows.readers import read_trajectories
 from tilth.flows.run import Run
-from tilth.flows.signals import Interrupted
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.policy import PolicyWorker
+from tilth.runs.readers import read_trajectories
+from tilth.runs.signals import Interrupted
 
 SHORT = {"supervised": {"steps": 2}, "run": {"eval_every": 0}}
 

@@ -11,8 +11,8 @@ from tests.flows import tiny
 from tilth.api import run_recipe
 from tilth.checkpoint import latest
 from tilth.core.errors import PluginError, RecipeError
-from tilth.flows.readers import read_metrics
-from tilth.flows.signals import Interrupted
+from tilth.runs.readers import read_metrics
+from tilth.runs.signals import Interrupted
 
 SHOUT = """
 import json, tilth

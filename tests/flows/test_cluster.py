@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.flows import tiny
-from tilth.cluster.cluster import Cluster
-from tilth.cluster.local import LocalFleet
+from tilth.cluster.backends.local import LocalBackend
+from tilth.cluster.controller.cluster import Cluster
 from tilth.core.errors import RecipeError, WeightMismatch, WorkerError, WorkerLost
 from tilth.flows import launch
 from tilth.flows.model import load_model
-from tilth.flows.readers import read_metrics, read_state, read_trajectories
+from tilth.runs.readers import read_metrics, read_state, read_trajectories
 
 pytestmark = pytest.mark.dist
 LOCAL = {"backend": "local", "workers": 2}
@@ -40,7 +40,7 @@ def workers():
 
     def give():
         if not made or made[-1].dispatch.failed is not None:
-            made.append(Cluster(LocalFleet(2, timeout=60.0), 60.0))
+            made.append(Cluster(LocalBackend(2, timeout=60.0), 60.0))
         return made[-1]
 
     yield give

@@ -15,7 +15,7 @@ from tests.flows.test_resume_exact import benchmark
 from tilth.checkpoint import latest, open_checkpoint
 from tilth.checkpoint.directory import step_of
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.readers import read_metrics, read_state, read_trajectories
+from tilth.runs.readers import read_metrics, read_state, read_trajectories
 
 
 class Disk:

@@ -16,8 +16,8 @@ from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.evaluate import Evaluation, How, Sample, check_out, evaluate, write_completions
 from tilth.flows.model import load_model
+from tilth.rewards.process_pool import Outcome, RewardPool
 from tilth.rl.passk import avg_at_k, interval, pass_at_k
-from tilth.roles.reward_pool import Outcome, RewardPool
 from tilth.rollout.request import SamplingParams
 
 PROMPTS = PromptSet.of([{"prompt": f"{a}+{a + 3}=", "answer": str(2 * a + 3)} for a in range(12)])

@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-import tilth.flows.judged as judged
+import tilth.flows.step_judge as judged
 from tests.flows import tiny
 from tilth.config.load import from_dict
 from tilth.core.batch import Batch
 from tilth.core.errors import ModelError, RecipeError
 from tilth.data.prompts import PromptSet
 from tilth.flows import launch
-from tilth.flows.keep import can_differ
-from tilth.flows.named import identity
-from tilth.flows.readers import read_metrics, read_trajectories
-from tilth.flows.signals import Interrupted
-from tilth.rl.judging import question
+from tilth.flows.group_filters import can_differ
+from tilth.rewards.judging import question
 from tilth.roles.experience import is_right
 from tilth.roles.judge import JUDGED_BY, VERDICT, JudgeWorker
 from tilth.roles.policy import PolicyWorker
+from tilth.runs.model_refs import identity
+from tilth.runs.readers import read_metrics, read_trajectories
+from tilth.runs.signals import Interrupted
 
 TOLD = [
     {"prompt": question(f"{a}+{b}=", f"{a + b:02}", [f"{a + b:02}"]), "answer": f"#{'-1' if a > b else '0'}"}

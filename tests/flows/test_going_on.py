@@ -18,9 +18,9 @@ from tilth.core.layout import Box
 from tilth.core.random import stream
 from tilth.data.prompts import load_source
 from tilth.flows.model import load_model
-from tilth.flows.readers import read_metrics, read_state, read_trajectories
-from tilth.flows.signals import Interrupted
 from tilth.models.hf import save_pretrained
+from tilth.runs.readers import read_metrics, read_state, read_trajectories
+from tilth.runs.signals import Interrupted
 
 SAVING = {"save_every": 2, "keep": 9}
 

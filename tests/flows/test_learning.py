@@ -17,7 +17,7 @@ from tests.flows import tiny
 from tests.scripts import SCRIPTS, script
 from tilth.config.load import from_dict
 from tilth.flows.checks import check_algorithm
-from tilth.rl.verifiers import sorting
+from tilth.rewards.verifiers import sorting
 
 figures, runs, task, variants = (
     script(f"learning_{name}.py") for name in ("figures", "run", "task", "variants")

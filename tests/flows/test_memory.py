@@ -41,7 +41,7 @@ MEASURED = """
 import json, sys
 from tilth.api import run_recipe
 from tilth.config.load import load_recipe
-from tilth.flows.metrics import resident
+from tilth.runs.metrics import resident
 keys = json.loads(sys.argv[1])
 result = run_recipe(load_recipe("addition-grpo", keys), name="measured", callbacks=[])
 plan = json.loads((result.directory / "run.json").read_text())["plan"]

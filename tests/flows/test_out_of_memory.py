@@ -10,7 +10,7 @@ import pytest
 from tests.flows import tiny
 from tilth.core.errors import OutOfMemory, RecipeError
 from tilth.core.memory import Room
-from tilth.flows.readers import read_metrics
+from tilth.runs.readers import read_metrics
 
 LIMITED = """
 import resource, sys
@@ -77,7 +77,7 @@ def test_what_may_not_fit_is_told_at_once_and_stands_in_the_log(tmp_path, monkey
 
 @pytest.mark.parametrize("backend", ["inline", "local"])
 def test_a_role_that_finds_no_memory_is_named(tmp_path, monkeypatch, backend):
-    from tilth.cluster.cluster import open_cluster
+    from tilth.cluster.controller.cluster import open_cluster
     from tilth.core.layout import Mesh
 
     with open_cluster(backend, 1) as cluster, pytest.raises(OutOfMemory, match="role greedy, rank 0, take") as caught:

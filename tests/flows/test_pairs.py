@@ -20,12 +20,12 @@ from tilth.data.pairs import load_pairs, pairs_of
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.flows.model import load_model
-from tilth.flows.readers import read_metrics, read_trajectories
-from tilth.flows.signals import Interrupted
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.hf import save_pretrained
 from tilth.models.value import ValueModel
+from tilth.runs.readers import read_metrics, read_trajectories
+from tilth.runs.signals import Interrupted
 
 __all__ = ["shared", "workers"]
 FLOWS = ("dpo", "reward_model")
@@ -314,4 +314,4 @@ def test_pairs_that_do_not_fit_are_told_before_anything_starts(tmp_path):
 @pytest.mark.parametrize("name", ["dpo", "reward-model"])
 def test_the_recipes_that_ship_are_of_these_flows(name):
     recipe = load_recipe(name)
-    assert name in names() and recipe.facts.learns == "pairs" and recipe.data.source == "addition"
+    assert name in names() and recipe.flow_spec.learns == "pairs" and recipe.data.source == "addition"

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 import tilth.flows as flows
 from tests.flows import tiny
-from tilth.config.schema import Data
+from tilth.config.schema import DataConfig
 from tilth.core.batch import Batch
 from tilth.core.errors import RecipeError
 from tilth.data.prompts import PromptSet, load_source
 from tilth.flows.build import build
-from tilth.flows.keep import has_spread
-from tilth.flows.metrics import Metrics
-from tilth.flows.readers import read_metrics, read_trajectories
-from tilth.flows.run import EVALUATION_IDS, Progress, Run
-from tilth.flows.rundir import RunDir
-from tilth.flows.signals import Interrupted, StopRequest
-from tilth.roles.reward_pool import Outcome
+from tilth.flows.group_filters import has_spread
+from tilth.flows.run import EVALUATION_IDS, Run, RunState
+from tilth.rewards.process_pool import Outcome
 from tilth.roles.rollout import ask
+from tilth.runs.directory import RunDir
+from tilth.runs.metrics import Metrics
+from tilth.runs.readers import read_metrics, read_trajectories
+from tilth.runs.signals import Interrupted, StopRequest
 
 
 def test_no_module_of_flows_needs_one_that_needs_it():
@@ -115,7 +115,7 @@ class Position:
     """Of a ``Run`` only what ``minibatches`` reads."""
 
     def __init__(self, step=0, **sections):
-        self.recipe, self.at = tiny.recipe("runs", **sections), Progress(step=step)
+        self.recipe, self.at = tiny.recipe("runs", **sections), RunState(step=step)
 
     def parts(self, n):
         batch = Batch({"id": np.arange(n) + 100})
@@ -291,12 +291,12 @@ def test_what_has_been_graded_once_is_no_accuracy_later_either(new_run):
     found = [[r.get(f"{name}/heldout") for name in ("accuracy", "reward")] for r in read_metrics(run.directory.path)]
     assert found == [[0.0, 0.0], [None, -1.5], [None, -1.0], [None, 0.0]]
     assert run.at.graded and run.at.best == {"step": 4, "metric": "reward/heldout", "value": 0.0}
-    assert Progress(**json.loads(json.dumps(asdict(run.at)))) == run.at
+    assert RunState(**json.loads(json.dumps(asdict(run.at)))) == run.at
 
 
 def test_an_evaluation_without_any_reward_is_no_accuracy_and_all_missing(new_run):
     run = new_run(lambda id, text: None if id < 0 else 1.0)
-    run.publish(run.policy)
+    run.sync_weights(run.policy)
     run.collect(ask([0, 1], 2, 0))  # the reward has worked before, so this is no broken function
     run.enter("grpo", 1, 1e-3)
     assert run.at.accuracy_first is None and "accuracy/heldout" not in run.metrics.values()
@@ -307,15 +307,15 @@ def test_an_evaluation_without_any_reward_is_no_accuracy_and_all_missing(new_run
 
 
 def test_progress_survives_json():
-    at = Progress(7, "grpo", 3, ["warmup"], 9, 8, 0.25, 1.0)
-    assert Progress(**json.loads(json.dumps(asdict(at)))) == at
-    assert Progress(**json.loads(json.dumps(asdict(Progress())))) == Progress()
+    at = RunState(7, "grpo", 3, ["warmup"], 9, 8, 0.25, 1.0)
+    assert RunState(**json.loads(json.dumps(asdict(at)))) == at
+    assert RunState(**json.loads(json.dumps(asdict(RunState())))) == RunState()
 
 
 def test_the_state_of_a_run_is_its_progress(new_run):
     run = new_run()
     take(run, 2)
-    assert Progress(**json.loads(json.dumps(run.state()))["progress"]) == run.at
+    assert RunState(**json.loads(json.dumps(run.state()))["progress"]) == run.at
     assert (run.at.step, run.at.phase_step, run.at.finished) == (2, 2, ["grpo"])
 
 
@@ -327,7 +327,7 @@ def test_a_finished_phase_is_passed_over(new_run):
 
 def test_inside_a_phase_a_run_goes_on_where_it_was(new_run):
     run = new_run()
-    run.at = Progress(step=1, phase="grpo", phase_step=1, accuracy_first=0.5, accuracy_last=0.5, version=4)
+    run.at = RunState(step=1, phase="grpo", phase_step=1, accuracy_first=0.5, accuracy_last=0.5, version=4)
     assert len(take(run, 3)) == 2
     assert run.at.step == 3 and run.at.accuracy_first == 0.5
     assert not any(greedy for _, greedy in run.rollout.batches[:1])  # no first evaluation again
@@ -370,5 +370,5 @@ def test_given_data_travel_once_to_the_loader_and_files_to_nobody(tmp_path):
     assert {op: n for op, n in many.items() if n - few[op] > 64} == {"loader": many["loader"]}
     file = tmp_path / "sums.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    read = created(tmp_path, load_source(Data(source=str(file))))
+    read = created(tmp_path, load_source(DataConfig(source=str(file))))
     assert read["loader"] < few["loader"] / 10 and max(read.values()) < 50_000

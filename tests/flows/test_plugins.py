@@ -34,9 +34,9 @@ def my_reward(prompt, completion, info):
 @tilth.flow("my_flow")
 def my_flow(run):
     for batch in run.experience(group=run.recipe.rollout.group):
-        batch = run.policy.advantages(run.logprobs(batch), run.how)
-        run.learned(run.policy.update(batch, run.how))
-        run.publish(run.policy)
+        batch = run.policy.advantages(run.logprobs(batch), run.algo)
+        run.log_update(run.policy.update(batch, run.algo))
+        run.sync_weights(run.policy)
 """
 OWN = {"flow": "my_flow", "reward": {"function": "my_reward"}}
 OWN |= {"algorithm": {"advantage": "my_rloo", "loss": "my_clip", "options": {"clip": 0.2}, "drop_flat": False}}
@@ -126,7 +126,7 @@ def short_sighted(rewards, *, gamma: float = 0.9):
 
 
 def test_a_loop_with_several_updates_takes_its_ratio_to_the_policy_before_them(tmp_path):
-    text = MINE.replace("        run.learned(", "        for _ in range(2): run.learned(")
+    text = MINE.replace("        run.log_update(", "        for _ in range(2): run.log_update(")
     mine = run(tmp_path / "a", plugins=[str(write(tmp_path, text))], **OWN)
     later = [row for row in tiny.numbers(mine.directory) if row["phase"] == "my_flow"]
     assert max(row["approx_kl_k3"] for row in later) > 0

@@ -20,10 +20,10 @@ from tilth.flows import actor_critic as loops
 from tilth.flows import launch
 from tilth.flows.checks import check_algorithm
 from tilth.flows.model import load_model
-from tilth.flows.readers import read_metrics, read_state, read_trajectories
-from tilth.flows.signals import Interrupted
 from tilth.roles.critic import CriticWorker
 from tilth.roles.policy import PolicyWorker
+from tilth.runs.readers import read_metrics, read_state, read_trajectories
+from tilth.runs.signals import Interrupted
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,10 +16,20 @@ from tilth.analysis.profiled import profiled
 from tilth.config.load import from_dict
 from tilth.core.errors import DataError, PluginError
 from tilth.flows import profiling
-from tilth.flows.files import read_lines
-from tilth.flows.profiling import FOLDER, LOG, REQUEST, Profiling, Request, ask, follow, running_attempt, take_back
-from tilth.flows.rundir import RunDir
-from tilth.flows.signals import StopRequest
+from tilth.flows.profiling import (
+    FOLDER,
+    LOG,
+    REQUEST,
+    ProfileRequest,
+    Profiling,
+    ask,
+    follow,
+    running_attempt,
+    take_back,
+)
+from tilth.runs.directory import RunDir
+from tilth.runs.files import read_lines
+from tilth.runs.signals import StopRequest
 from tilth.trace import capture
 from tilth.trace.capture import Captured
 
@@ -281,7 +291,7 @@ def going(tmp_path):
 def test_a_request_is_there_as_a_whole_and_only_once(going):
     request = ask(going.path, 2, [1, 0, 1], memory=True)
     path = going.path / FOLDER / REQUEST
-    assert profiling._request(json.loads(path.read_text())) == request == Request(request.id, 2, (1, 0), True, 1)
+    assert profiling._request(json.loads(path.read_text())) == request == ProfileRequest(request.id, 2, (1, 0), True, 1)
     with pytest.raises(DataError, match="is asked for another capture already"):
         ask(going.path, 1, [0])
     assert [p.name for p in (going.path / FOLDER).iterdir()] == [REQUEST]
@@ -291,7 +301,7 @@ def test_a_request_is_there_as_a_whole_and_only_once(going):
 
 def test_another_ones_request_is_not_taken_back(going):
     request = ask(going.path, 1, [0])
-    assert not take_back(going.path, Request("another", 1, (0,)))
+    assert not take_back(going.path, ProfileRequest("another", 1, (0,)))
     assert take_back(going.path, request)
 
 

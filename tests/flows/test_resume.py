@@ -13,8 +13,8 @@ import pytest
 from tests.flows import tiny
 from tests.flows.killed import POINTS
 from tests.flows.test_resume_exact import benchmark
-from tilth.flows.readers import read_state
-from tilth.flows.signals import Interrupted
+from tilth.runs.readers import read_state
+from tilth.runs.signals import Interrupted
 
 ROOT = Path(__file__).parents[2]
 

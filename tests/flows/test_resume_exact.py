@@ -13,7 +13,7 @@ import torch
 from tests.flows import tiny
 from tests.scripts import script
 from tilth.checkpoint import latest, mark_best, open_checkpoint, save
-from tilth.flows.readers import read_metrics
+from tilth.runs.readers import read_metrics
 
 
 def benchmark():
@@ -156,7 +156,7 @@ LOOP = "flows/policy_gradient.py policy_gradient"
     [
         (["flows/launch.py _save"], "saving"),
         (["flows/run.py evaluate", "flows/run.py collect", "rollout/engine.py step"], "evaluating"),
-        (["flows/run.py evaluate", "flows/run.py publish", "roles/relay.py relay"], "publishing"),
+        (["flows/run.py evaluate", "flows/run.py publish", "roles/weight_sync.py relay"], "publishing"),
         ([LOOP, "flows/run.py collect"], "generating"),
         ([LOOP, "flows/run.py _settle"], "training"),
         (

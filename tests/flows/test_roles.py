@@ -17,12 +17,12 @@ from tilth.config.roles import ROLES, resolve
 from tilth.config.schema import Recipe
 from tilth.flows import launch
 from tilth.flows.model import load_model
-from tilth.flows.readers import read_trajectories
 from tilth.flows.roles import Roles
 from tilth.models.family import new_config
 from tilth.plan.layout import per_rank, place
 from tilth.plan.memory import Need
 from tilth.plan.shape import parameters
+from tilth.runs.readers import read_trajectories
 
 TEACHING = """
 import numpy as np
@@ -86,10 +86,10 @@ class Student(Learner):
 def taught(run):
     for batch in run.experience(group=run.recipe.rollout.group):
         batch = run.roles["scorer"].score(batch)
-        batch = run.policy.advantages(run.logprobs(batch), run.how)
-        run.learned(run.policy.update(batch, run.how))
+        batch = run.policy.advantages(run.logprobs(batch), run.algo)
+        run.log_update(run.policy.update(batch, run.algo))
         dict(run.roles["student"].imitate(batch))
-        run.publish(run.policy)
+        run.sync_weights(run.policy)
 """
 
 

@@ -23,11 +23,11 @@ from tilth.core.errors import (
 )
 from tilth.core.trajectory import Trajectory
 from tilth.data.prompts import PromptSet
-from tilth.flows.readers import read_state, read_trajectories
-from tilth.flows.signals import Interrupted
+from tilth.rewards.process_pool import RewardPool
 from tilth.roles.policy import PolicyWorker
-from tilth.roles.reward_pool import RewardPool
 from tilth.rollout.engine import Engine
+from tilth.runs.readers import read_state, read_trajectories
+from tilth.runs.signals import Interrupted
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from tilth.checkpoint import Group, Saver, latest, open_checkpoint, read_best, s
 from tilth.core.errors import StorageError
 from tilth.core.layout import Layout, Mesh
 from tilth.flows import saving
-from tilth.flows.metrics import Metrics
 from tilth.flows.saving import Saving
+from tilth.runs.metrics import Metrics
 
 ALONE = Mesh(("world",), (1,))
 

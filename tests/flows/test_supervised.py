@@ -19,11 +19,11 @@ from tilth.core.random import stream
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.build import CACHE, Texts, build
+from tilth.flows.build import CACHE, PretrainTexts, build
 from tilth.flows.model import load_model
-from tilth.flows.readers import read_metrics, read_trajectories
 from tilth.models.hf import save_pretrained
 from tilth.rollout.engine import Engine
+from tilth.runs.readers import read_metrics, read_trajectories
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_no_rollout_and_no_reward_role_is_built(tmp_path):
     made = tiny.recipe(tmp_path, flow="sft")
     assert build(made, PromptSet.of(tiny.SUMS), None, tiny.inline()).roles.rollout is None
     documents = tiny.recipe(tmp_path, flow="pretrain")
-    roles = build(documents, Texts(tiny.TEXTS[10:], tiny.TEXTS[:10]), None, tiny.inline()).roles
+    roles = build(documents, PretrainTexts(tiny.TEXTS[10:], tiny.TEXTS[:10]), None, tiny.inline()).roles
     assert roles.rollout is None and roles.reward is None and roles.reference is None
 
 
@@ -209,7 +209,7 @@ def test_loss_and_bits_per_byte_on_held_out_documents_are_those_of_transformers(
 
 def test_each_epoch_reads_every_piece_once_in_an_order_of_seed_and_epoch(tmp_path):
     made = tiny.recipe(tmp_path, flow="pretrain", model={"context": 24})
-    parts = build(made, Texts(tiny.TEXTS, []), None, tiny.inline())
+    parts = build(made, PretrainTexts(tiny.TEXTS, []), None, tiny.inline())
     n, base = len(parts.train), stream(3, "documents")
     first, second = parts.train.take(base, 0, n), parts.train.take(base, n, n)
     assert sorted(first) == sorted(second) == list(range(n)) and not np.array_equal(first, second)

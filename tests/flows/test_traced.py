@@ -6,10 +6,10 @@ import pytest
 
 from tests.flows import tiny
 from tilth.analysis.read import read_events
-from tilth.cluster.cluster import Cluster
-from tilth.cluster.host import Host
+from tilth.cluster.controller.cluster import Cluster
+from tilth.cluster.worker.executor import Executor
 from tilth.core.errors import PluginError, StorageError, WorkerLost
-from tilth.flows.readers import read_metrics, read_state
+from tilth.runs.readers import read_metrics, read_state
 from tilth.trace import Recorder, recorder
 from tilth.trace.writer import PartWriter
 
@@ -89,7 +89,7 @@ def test_a_trace_that_cannot_be_written_takes_no_result_away(tmp_path, monkeypat
 
 
 def test_nor_does_that_of_a_worker(tmp_path, monkeypatch):
-    monkeypatch.setattr(Host, "_end", lambda self: "the trace of this run has holes")
+    monkeypatch.setattr(Executor, "_end", lambda self: "the trace of this run has holes")
     made = tiny.run(tiny.recipe(tmp_path, **SECTIONS), callbacks=[watcher := tiny.Recorder()])
     assert watcher.ended == made.summary and watcher.messages[-1] == "rank 0: the trace of this run has holes"
     assert "rank 0: the trace" in (made.directory / "log.txt").read_text()

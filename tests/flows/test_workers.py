@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tilth.cluster.context import Context
-from tilth.cluster.inline import InlineStore
+from tilth.cluster.backends.inline import InlineStore
+from tilth.cluster.worker.context import Context
 from tilth.config.load import from_dict
 from tilth.core.errors import RecipeError
 from tilth.core.layout import Mesh
@@ -36,7 +36,7 @@ def test_a_worker_works_on_its_own_gpu_whatever_torch_takes_by_default(two_gpus,
     recipe = from_dict({"train": {"device": name}})
     assert workers.prepare(context(local_rank), recipe) == own
     assert two_gpus == [own]
-    assert workers.relay(context(local_rank), recipe, CONFIG, MESH, {"rollout": MESH}).device == own
+    assert workers.sync(context(local_rank), recipe, CONFIG, MESH, {"rollout": MESH}).device == own
 
 
 def test_a_worker_without_a_gpu_of_its_own_is_refused(two_gpus):

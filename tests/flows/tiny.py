@@ -10,12 +10,12 @@ import numpy as np
 
 import tests.flows
 from tilth.api import run_recipe
-from tilth.cluster.cluster import open_cluster
+from tilth.cluster.controller.cluster import open_cluster
 from tilth.config.load import from_dict
 from tilth.data.prompts import PromptSet
 from tilth.flows.callbacks import Callback
-from tilth.flows.progress import Progress
-from tilth.flows.readers import read_metrics
+from tilth.runs.readers import read_metrics
+from tilth.runs.state import RunState
 
 cloudpickle.register_pickle_by_value(tests.flows)  # the process of a reward does not import its test, and so no torch
 SHAPE = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32}
@@ -56,7 +56,7 @@ def worker(group):
 
 def stand_in(directory=Path("nowhere"), step=0, say=print, sample=None):
     """What a callback sees of a run, where there is none."""
-    return SimpleNamespace(directory=SimpleNamespace(path=directory), at=Progress(step), say=say, sample=sample)
+    return SimpleNamespace(directory=SimpleNamespace(path=directory), at=RunState(step), say=say, sample=sample)
 
 
 class Recorder(Callback):

@@ -141,7 +141,7 @@ def test_buckets_hold_their_sequences_and_waste_little(lengths: list[int], whole
 
 def test_equal_lengths_need_no_moves_and_far_lengths_make_groups() -> None:
     assert PackedContext([60] * 5)._source is None
-    assert PackedContext([60] * 5)._groups == [attention._Group(0, 5, 60)]
+    assert PackedContext([60] * 5)._groups == [attention._PaddedGroup(0, 5, 60)]
     groups = PackedContext([20] * 200 + [1000])._groups
     assert [(g.count, g.length) for g in groups] == [(200, 32), (1, 1000)]
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.parallel.layouts import CONFIG
-from tilth.config.schema import Optimizer
-from tilth.core.batch import Ragged
+from tilth.config.schema import OptimizerConfig
+from tilth.core.batch import Jagged
 from tilth.core.errors import ModelError
 from tilth.core.layout import Mesh
 from tilth.models.converters import CONVERTERS, converted
@@ -62,10 +62,10 @@ def trained(rank, sizes, sp=False, converters=("low_rank",)):
     grid = ParallelDims.of(Mesh(("dp", "fsdp", "tp"), sizes), rank)
     sharded = shard(lambda: Decoder(CONFIG, torch.float64).double(), grid, converters=converters, sp=sp)
     sharded.init_(3)
-    engine = TrainEngine(sharded, Optimizer(lr=1e-2), total_steps=9, micro_tokens=16)
+    engine = TrainEngine(sharded, OptimizerConfig(lr=1e-2), total_steps=9, micro_tokens=16)
     rows = [np.arange(i, i + n) % 33 for i, n in enumerate((5, 9, 4, 12))]
     part, parts = (grid.coordinate("dp") + grid.coordinate("fsdp")), grid.size("dp", "fsdp")
-    tokens = Ragged.of(rows[part::parts])
+    tokens = Jagged.of(rows[part::parts])
     mask = np.concatenate([[0] + [1] * (n - 1) for n in tokens.lengths]).astype(np.uint8)
     for _ in range(3):
         engine.update(tokens, mask, {}, negative_log_likelihood(26.0))

@@ -18,8 +18,8 @@ from tests.config.test_plugins import forget
 from tests.models.tiny import FAMILIES
 from tilth.checkpoint.read import open_checkpoint
 from tilth.config.load import from_dict
-from tilth.config.schema import Optimizer
-from tilth.core.batch import Ragged
+from tilth.config.schema import OptimizerConfig
+from tilth.core.batch import Jagged
 from tilth.core.errors import ModelError, PluginError
 from tilth.core.layout import Mesh
 from tilth.core.random import fill_normal_, stream
@@ -30,7 +30,7 @@ from tilth.models.family import ATTENTION, EMBEDDING, END, NORMS, Family, famili
 from tilth.models.hf import load_pretrained, open_tensors, save_pretrained
 from tilth.models.value import ValueModel
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.sharded import Sharded, shard
+from tilth.parallel.sharded import ShardedModel, shard
 from tilth.plan.flops import token_flops
 from tilth.plan.layout import layouts, per_rank
 from tilth.plan.rules import rule_of
@@ -123,15 +123,15 @@ def trained(rank, sizes=(1, 1, 1), sp=False, family="sandwich", table=TABLE, tie
     def build():
         return Decoder(shape, torch.float64).double()
 
-    sharded = Sharded.alone(build()) if len(mesh) == 1 else shard(build, ParallelDims.of(mesh, rank), sp=sp)
+    sharded = ShardedModel.alone(build()) if len(mesh) == 1 else shard(build, ParallelDims.of(mesh, rank), sp=sp)
     sharded.init_(3)
     names = list(sharded.parameters)
     start = {name: whole.clone() for name, whole in sharded.assemble(names).items()}
-    section = Optimizer(name=optimizer, lr=1e-3)
+    section = OptimizerConfig(name=optimizer, lr=1e-3)
     engine = TrainEngine(sharded, section, total_steps=9, micro_tokens=16)
     rows = [np.arange(i, i + n) % 33 for i, n in enumerate((5, 9, 4, 12))]
     part, parts = (sharded.grid.coordinate("dp") + sharded.grid.coordinate("fsdp")), sharded.grid.size("dp", "fsdp")
-    tokens = Ragged.of(rows[part::parts])
+    tokens = Jagged.of(rows[part::parts])
     mask = np.concatenate([[0] + [1] * (n - 1) for n in tokens.lengths]).astype(np.uint8)
     for _ in range(2):
         engine.update(tokens, mask, {}, negative_log_likelihood(26.0))
@@ -268,7 +268,7 @@ def test_memory_follows_the_table():
 
 
 def test_muon_takes_its_matrices_and_adamw_the_rest():
-    engine = TrainEngine(Decoder(config()), Optimizer(name="muon"), total_steps=1, micro_tokens=9)
+    engine = TrainEngine(Decoder(config()), OptimizerConfig(name="muon"), total_steps=1, micro_tokens=9)
     muon = {name.partition(".")[2] for name in engine.optimizers.state_tensors() if name.startswith("momentum_buffer")}
     ends = ("q_proj", "k_proj", "v_proj", "o_proj", "grow", "shrink")
     assert muon == {n for n in parameter_shapes(config()) if n.removesuffix(".weight").endswith(ends)}

@@ -10,8 +10,8 @@ from tests.models.tiny import decoder, shape, tokens
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder, RMSNorm
 from tilth.models.rope import Rope
-from tilth.models.value import Score, ValueModel
-from tilth.training.packed import Micro, appraise, model_input, score
+from tilth.models.value import ValueHead, ValueModel
+from tilth.training.packed import MicroBatch, appraise, model_input, score
 
 DOUBLE = torch.float64
 ROUNDED = 1e-9
@@ -73,7 +73,7 @@ def test_rope_tables_are_those_of_numpy() -> None:
 
 def test_norm_and_score() -> None:
     x = torch.randn(7, 16, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
-    norm, head = RMSNorm(1e-6), Score(16).to(DOUBLE)
+    norm, head = RMSNorm(1e-6), ValueHead(16).to(DOUBLE)
     norm.weight = torch.nn.Parameter(torch.linspace(0.3, 2, 16, dtype=DOUBLE))
     with torch.no_grad():
         head.weight.copy_(torch.linspace(-1, 1, 16, dtype=DOUBLE))
@@ -87,7 +87,7 @@ def test_norm_and_score() -> None:
 def test_scorers_pass_it_on() -> None:
     model, ids = double("qwen2"), tokens([5])
     for scorer, made in ((score, model), (appraise, ValueModel(model).to(DOUBLE))):
-        micro = Micro(ids, torch.tensor([5]), torch.tensor([0, 1, 1, 0, 1]), {})
+        micro = MicroBatch(ids, torch.tensor([5]), torch.tensor([0, 1, 1, 0, 1]), {})
         scorer(made, micro, made(*model_input(micro)), temperature=1.0, entropy=True)
         filled = [micro.logprobs, micro.entropy] if scorer is score else [micro.values]
         assert all(x.dtype == DOUBLE and len(x) == 5 for x in filled)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilth.core.batch import Ragged
+from tilth.core.batch import Jagged
 from tilth.models.attention import PackedContext, matmul_pays
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
@@ -44,7 +44,7 @@ def samples(prompts, completions, seed=0):
         groups.append(np.arange(len(rows), len(rows) + len(group)))
         rows += [np.concatenate([shared, rng.integers(0, 13, n)]) for n in group]
         lengths += [prompt] * len(group)
-    return Ragged.of(rows), np.array(lengths), groups
+    return Jagged.of(rows), np.array(lengths), groups
 
 
 def compare(made, tokens, prompts, groups):

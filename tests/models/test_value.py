@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models import tiny
-from tilth.core.batch import Ragged
+from tilth.core.batch import Jagged
 from tilth.core.errors import ModelError
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
@@ -34,7 +34,7 @@ def critic(config=SMALL, dtype=torch.float32, seed=0):
 def batch(samples):
     """(prompt, completion) pairs -> tokens, mask."""
     mask = [np.array([0] * len(p) + [1] * len(c), np.uint8) for p, c in samples]
-    return Ragged.of([np.array([*p, *c], np.int64) for p, c in samples]), np.concatenate(mask)
+    return Jagged.of([np.array([*p, *c], np.int64) for p, c in samples]), np.concatenate(mask)
 
 
 GROUPS = [([1, 2, 3, 4], [5]), ([1, 2, 3, 4], [6, 7]), ([1, 2, 3, 4], [5, 5, 0]), ([9], [1, 2]), ([9], [3, 1])]
@@ -209,7 +209,7 @@ def test_values_are_read_with_the_bits_that_an_update_begins_with():
 
 def test_nothing_chosen_is_no_value():
     model = critic()
-    tokens, mask = Ragged.of([np.array([1, 2, 3])]), np.zeros(3, np.uint8)
+    tokens, mask = Jagged.of([np.array([1, 2, 3])]), np.zeros(3, np.uint8)
     assert not packed_values(model, tokens, mask, max_tokens=100).any()
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.test_logprobs import LargestTensor
 from tests.models.tiny import decoder, shape
-from tilth.core.batch import Ragged
+from tilth.core.batch import Jagged
 from tilth.core.layout import Box, Mesh
 from tilth.models.attention import DropoutContext, PackedContext
 from tilth.models.decoder import Decoder
@@ -24,7 +24,7 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.tensor import TensorPlan, apply_tensor
 from tilth.parallel.vocabulary import Vocabulary, VocabularyHead
 from tilth.plan import kernels
-from tilth.training.packed import Micro, appraise, micros, model_input, score
+from tilth.training.packed import MicroBatch, appraise, micros, model_input, score
 
 SMALL = {"num_layers": 2, "hidden_size": 24, "head_dim": 8, "num_heads": 4, "intermediate_size": 32}
 
@@ -42,19 +42,19 @@ def one_device(family: str, changes: dict[str, Any], dtype: torch.dtype, value: 
     return model
 
 
-def sequences(vocab: int, trees: bool, lengths: tuple[int, ...] = (5, 1, 7, 4)) -> tuple[Ragged, np.ndarray]:
+def sequences(vocab: int, trees: bool, lengths: tuple[int, ...] = (5, 1, 7, 4)) -> tuple[Jagged, np.ndarray]:
     """Tokens and mask; trees: samples that share a prompt of five tokens, three of them, and one alone."""
     rng = np.random.default_rng(0)
     if not trees:
-        tokens = Ragged.of([rng.integers(0, vocab, n) for n in lengths])
+        tokens = Jagged.of([rng.integers(0, vocab, n) for n in lengths])
         mask = np.concatenate([np.arange(n) > 0 for n in lengths])
         return tokens, mask.astype(np.float32)
     prompt = rng.integers(0, vocab, 5)
     rows = [np.append(prompt, rng.integers(0, vocab, n)) for n in (2, 4, 3)] + [rng.integers(0, vocab, 4)]
-    return Ragged.of(rows), np.concatenate([np.arange(len(r)) >= min(5, len(r) - 1) for r in rows]).astype(np.float32)
+    return Jagged.of(rows), np.concatenate([np.arange(len(r)) >= min(5, len(r) - 1) for r in rows]).astype(np.float32)
 
 
-def loss(model: Decoder, micro: Micro, temperature: float = 0.8, parity: bool = False) -> Tensor:
+def loss(model: Decoder, micro: MicroBatch, temperature: float = 0.8, parity: bool = False) -> Tensor:
     """Log-probs and entropies, or values, with a weight of its own on each token."""
     dropout = None
     if model.config.dropout:

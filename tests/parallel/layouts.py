@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tilth.config.schema import Optimizer
-from tilth.core.batch import Ragged
+from tilth.config.schema import OptimizerConfig
+from tilth.core.batch import Jagged
 from tilth.core.layout import Mesh
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.sharded import Sharded, shard
+from tilth.parallel.sharded import ShardedModel, shard
 from tilth.training.engine import TrainEngine
 from tilth.training.losses import negative_log_likelihood
 from tilth.training.packed import appraise, packed_logprobs, packed_values, score
@@ -65,9 +65,9 @@ def build(case: Case) -> Decoder:
     return made.double() if case.double else made
 
 
-def spread(case: Case, rank: int = 0) -> Sharded:
+def spread(case: Case, rank: int = 0) -> ShardedModel:
     if case.ranks == 1:
-        return Sharded.alone(build(case))
+        return ShardedModel.alone(build(case))
     grid = ParallelDims.of(Mesh(("dp", "fsdp", "tp"), (case.dp, case.fsdp, case.tp)), rank)
     return shard(lambda: build(case), grid, sp=case.sp, zero=case.zero)
 
@@ -86,14 +86,14 @@ def weights(case: Case) -> dict[str, torch.Tensor]:
     return found
 
 
-def batch() -> tuple[Ragged, np.ndarray]:
+def batch() -> tuple[Jagged, np.ndarray]:
     rng = np.random.default_rng(0)
     lengths = np.array(LENGTHS)
-    tokens = Ragged.with_lengths(rng.integers(0, CONFIG.vocab_size, lengths.sum()), lengths)
+    tokens = Jagged.with_lengths(rng.integers(0, CONFIG.vocab_size, lengths.sum()), lengths)
     return tokens, np.concatenate([[0] + [1] * (n - 1) for n in lengths]).astype(np.uint8)
 
 
-def share(case: Case, sharded: Sharded) -> np.ndarray:
+def share(case: Case, sharded: ShardedModel) -> np.ndarray:
     """The rows of the batch that this rank has: of every n-th, or as the case says."""
     grid = sharded.grid
     part, parts = grid.coordinate("dp") * grid.size("fsdp") + grid.coordinate("fsdp"), grid.size("dp", "fsdp")
@@ -110,18 +110,18 @@ def loss_of(case: Case, mask: np.ndarray):
     return lambda micro: (((micro.values - micro.ids / 10) * micro.mask).square().sum() / total, {})
 
 
-def engine_of(case: Case, sharded: Sharded, **options) -> TrainEngine:
-    section = Optimizer(**{"lr": 3e-3, "clip_norm": 0.5, "weight_decay": 0.1, **options.pop("optimizer", {})})
+def engine_of(case: Case, sharded: ShardedModel, **options) -> TrainEngine:
+    section = OptimizerConfig(**{"lr": 3e-3, "clip_norm": 0.5, "weight_decay": 0.1, **options.pop("optimizer", {})})
     how = {"total_steps": 100, "micro_tokens": case.micro_tokens, "scorer": appraise if case.value else score}
     return TrainEngine(sharded, section, **{**how, **options})
 
 
-def rows_of(case: Case, sharded: Sharded):
+def rows_of(case: Case, sharded: ShardedModel):
     """This rank's tokens, mask and starts."""
     tokens, mask = batch()
     rows = share(case, sharded)
     own = tokens.take(rows)
-    return own, Ragged(mask, tokens.offsets).take(rows).values, tokens.offsets[rows]
+    return own, Jagged(mask, tokens.offsets).take(rows).values, tokens.offsets[rows]
 
 
 def train(rank: int, case: Case, steps: int = 1, init: bool = False, **options) -> dict:

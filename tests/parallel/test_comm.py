@@ -164,14 +164,14 @@ def check_copies(ranks: list[list[dict]]) -> None:
 
 def beside_training(rank: int, folder: str) -> list:
     """Weights go to a role on one of the workers of the policy, and two replicas give each other what they read."""
-    from tests.roles.test_relay import CASES, relay_of, roles_of
-    from tilth.checkpoint.exchange import Share, together
+    from tests.roles.test_weight_sync import CASES, relay_of, roles_of
+    from tilth.checkpoint.replica_read import Share, together
 
     case, group = CASES["partly shared"], ParallelDims.of(Mesh(("dp",), (2,)), rank).group("dp")
     relay = relay_of(case, rank, roles_of(case, rank), 2000)
     share, parts = Share.of_group(group, (0, 1), rank), {"w": [torch.zeros(9, 5)], "b": [torch.zeros(3)]}
     with Operators() as operators, recorder.to(folder, rank=rank), span("call", 3, where=("relay", f"at={rank}")):
-        relay.relay(case.role, 1)
+        relay.sync(case.role, 1)
         together(share, 1, parts, lambda mine: [parts[name][0].fill_(7.0) for name in mine])
     assert all((t == 7).all() for tensors in parts.values() for t in tensors)
     return operators.seen

@@ -24,7 +24,7 @@ from tilth.models.hf import load_pretrained, save_pretrained
 from tilth.models.value import ValueModel
 from tilth.parallel import sharded as room
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.sharded import Sharded, shard
+from tilth.parallel.sharded import ShardedModel, shard
 from tilth.training.packed import packed_logprobs
 
 pytestmark = pytest.mark.dist
@@ -131,11 +131,11 @@ def scores_twice(rank, case):
         sharded.blank()  # gathers, and without a reshard ...
         for p in sharded.parameters.values():
             p.mul_(1.25)
-        plain, room.Sharded.reshard = room.Sharded.reshard, lambda self: None
+        plain, room.ShardedModel.reshard = room.ShardedModel.reshard, lambda self: None
         try:
             found["stale"] = score()
         finally:
-            room.Sharded.reshard = plain
+            room.ShardedModel.reshard = plain
     return found
 
 
@@ -185,8 +185,8 @@ def test_bytes_of_parameters_gradients_and_optimizer_state_are_a_share(pool, cas
 
 def test_alone_is_the_model_itself():
     model = build(Case())
-    one = Sharded.alone(model)
-    assert one.model is model and Sharded.of(one) is one
+    one = ShardedModel.alone(model)
+    assert one.model is model and ShardedModel.of(one) is one
     assert all(one.parameters[n] is p for n, p in model.named_parameters())
     assert one.boxes("model.norm.weight") == [Box((0,), (20,))]
     assert one.agree(5) == 5 and one.agree(0) == 0
@@ -196,7 +196,7 @@ def test_alone_is_the_model_itself():
 def test_alone_initialises_as_the_decoder_does():
     a, b = build(Case()), build(Case())
     a.init_weights_(5)
-    Sharded.alone(b).init_(5)
+    ShardedModel.alone(b).init_(5)
     assert equal(a.state_dict(), b.state_dict())
 
 
@@ -218,11 +218,11 @@ def test_a_value_model_initialises_with_a_head_of_zero():
 def test_what_does_not_fit_is_named(change, said):
     tensors = {n: t for n, t in {**weights(Case()), **change}.items() if t is not None}
     with pytest.raises(ModelError, match=said):
-        Sharded.alone(build(Case())).load_(tensors)
+        ShardedModel.alone(build(Case())).load_(tensors)
 
 
 def test_a_decoders_head_is_no_part_of_a_value_model_that_begins_from_it():
-    critic = Sharded.alone(build(Case(value=True)))
+    critic = ShardedModel.alone(build(Case(value=True)))
     critic.init_(0)
     critic.load_({**weights(Case(tied=False))})
     assert not critic.parameters["score.weight"].any() and torch.equal(
@@ -237,7 +237,7 @@ def test_a_layout_that_is_not_the_models_is_refused():
     layouts = {n: Layout.single(p.shape) for n, p in model.named_parameters()}
     layouts["model.norm.weight"] = Layout.single((19,))
     with pytest.raises(ModelError, match=r"model\.norm\.weight"):
-        Sharded([model], ParallelDims.alone(), layouts)
+        ShardedModel([model], ParallelDims.alone(), layouts)
 
 
 def test_heads_that_do_not_divide_are_refused(pool):

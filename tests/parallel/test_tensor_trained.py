@@ -8,12 +8,12 @@ import torch
 
 from tests.models.tiny import lively_
 from tests.parallel.divided import SMALL, sequences
-from tilth.config.schema import Optimizer
+from tilth.config.schema import OptimizerConfig
 from tilth.core.layout import Mesh, Replicate
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.sharded import Sharded, shard
+from tilth.parallel.sharded import ShardedModel, shard
 from tilth.training.engine import TrainEngine
 from tilth.training.losses import negative_log_likelihood
 
@@ -32,9 +32,9 @@ def train(rank: int, sizes: dict[str, int], changes: dict[str, Any], steps: int,
         grid = ParallelDims.of(Mesh(tuple(sizes), tuple(sizes.values())), rank)
         sharded = shard(lambda: build(changes, dtype), grid, **options)
     else:
-        sharded = Sharded.alone(build(changes, dtype))
+        sharded = ShardedModel.alone(build(changes, dtype))
     sharded.load_({n: p.detach() for n, p in lively_(build(changes, dtype)).named_parameters()})
-    engine = TrainEngine(sharded, Optimizer(lr=3e-3), total_steps=100, micro_tokens=12)
+    engine = TrainEngine(sharded, OptimizerConfig(lr=3e-3), total_steps=100, micro_tokens=12)
     tokens, mask = sequences(min(33, changes.get("vocab_size", 33)), False, (5, 2, 7, 4, 6, 3))
     data = sharded.grid
     part, parts = data.coordinate("fsdp"), data.size("fsdp")

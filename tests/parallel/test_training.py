@@ -18,11 +18,11 @@ from tests.parallel.layouts import (
     train,
     weights,
 )  # fmt: skip
-from tilth.core.batch import Ragged
+from tilth.core.batch import Jagged
 from tilth.core.errors import NonFiniteError, RecipeError
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.parallel.sharded import Sharded
+from tilth.parallel.sharded import ShardedModel
 from tilth.training import engine as engine_room
 from tilth.training.engine import TrainEngine
 from tilth.training.losses import negative_log_likelihood
@@ -176,7 +176,7 @@ def no_rows(rank, case):
     sharded = spread(case, rank)
     sharded.load_(weights(case))
     before = copied(sharded.parameters)
-    none = Ragged.with_lengths(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    none = Jagged.with_lengths(np.zeros(0, np.int64), np.zeros(0, np.int64))
     engine = engine_of(case, sharded)
     result = engine.update(none, np.zeros(0, np.uint8), {}, negative_log_likelihood(1.0), starts=np.zeros(0, np.int64))
     return result, all(torch.equal(before[n], p) for n, p in sharded.parameters.items())
@@ -311,7 +311,7 @@ def test_scoring_with_any_number_of_rows_does_not_hang(pool):
 
 def test_one_device_makes_no_collective_and_no_copy(monkeypatch):
     case = Case()
-    sharded = Sharded.alone(Decoder(DecoderConfig(**{**CONFIG.__dict__})))
+    sharded = ShardedModel.alone(Decoder(DecoderConfig(**{**CONFIG.__dict__})))
     sharded.load_(weights(case))
 
     def never(*args, **kwargs):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tilth.config.errors import RecipeError
 from tilth.config.load import from_dict, load_recipe
-from tilth.config.schema import Model
+from tilth.config.schema import ModelConfig
 from tilth.core.layout import Mesh, Replicate, Shard
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
@@ -95,7 +95,7 @@ def test_every_rank_of_the_pool_stands_at_one_coordinate(dp, fsdp, tp, before):
 
 
 def shape_of(heads=4, kv_heads=4, ffn=384, layers=2, vocab=14, **more):
-    model = Model(heads=heads, kv_heads=kv_heads, head_dim=8, hidden=32, ffn=ffn, layers=layers, **more)
+    model = ModelConfig(heads=heads, kv_heads=kv_heads, head_dim=8, hidden=32, ffn=ffn, layers=layers, **more)
     return new_config(model, vocab)
 
 

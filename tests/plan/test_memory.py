@@ -3,7 +3,7 @@
 import pytest
 
 from tilth.config.load import load_recipe
-from tilth.config.schema import Supervised
+from tilth.config.schema import SupervisedConfig
 from tilth.models.family import new_config
 from tilth.plan.layout import per_rank
 from tilth.plan.memory import BASE, TOKEN, Memory, kv_tokens, micro_tokens
@@ -240,7 +240,7 @@ def test_value_pre_training_is_not_evaluated():
     ],
 )
 def test_steps_of_epochs(steps, epochs, examples, count):
-    asked = Supervised(steps=steps, epochs=epochs, batch=250)
+    asked = SupervisedConfig(steps=steps, epochs=epochs, batch=250)
     assert supervised_steps(asked, examples) == count
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilth.config.load import from_dict
-from tilth.config.schema import Model
+from tilth.config.schema import ModelConfig
 from tilth.models.config import DecoderConfig
 from tilth.models.family import new_config
 from tilth.plan.flops import attended, sequence_flops, token_flops
@@ -96,11 +96,11 @@ def test_kv_bytes():
 
 
 def test_new_config_resolves_zeros_and_the_family():
-    shape = new_config(Model(), 14)
+    shape = new_config(ModelConfig(), 14)
     assert (shape.num_kv_heads, shape.head_dim, shape.intermediate_size) == (4, 32, 384)
     assert shape.qk_norm and not shape.qkv_bias and shape.tie_embeddings
-    assert new_config(Model(family="qwen2"), 14).qkv_bias
-    asked = new_config(Model(ffn=100, kv_heads=2, head_dim=8, tied=False), 14)
+    assert new_config(ModelConfig(family="qwen2"), 14).qkv_bias
+    asked = new_config(ModelConfig(ffn=100, kv_heads=2, head_dim=8, tied=False), 14)
     assert (asked.intermediate_size, asked.num_kv_heads, asked.head_dim, asked.tie_embeddings) == (100, 2, 8, False)
 
 

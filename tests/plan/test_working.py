@@ -8,14 +8,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tilth.config.load import load_recipe
-from tilth.config.schema import Optimizer
-from tilth.core.batch import Ragged
+from tilth.config.schema import OptimizerConfig
+from tilth.core.batch import Jagged
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
 from tilth.plan.memory import judge_need, rollout_need
 from tilth.plan.shape import matrices, parameters
-from tilth.plan.working import Cut, logits_bytes, scoring, total, training
+from tilth.plan.working import ShardFactors, logits_bytes, scoring, total, training
 from tilth.rollout.engine import Engine
 from tilth.rollout.request import Request, SamplingParams
 from tilth.training.engine import TrainEngine
@@ -53,14 +53,14 @@ def decoder(config, recipe):
 
 
 def packed(rows, length, vocab):
-    tokens = Ragged(np.arange(rows * length) % vocab, np.arange(rows + 1) * length)
+    tokens = Jagged(np.arange(rows * length) % vocab, np.arange(rows + 1) * length)
     mask = np.ones((rows, length), np.uint8)
     mask[:, 0] = 0
     return tokens, mask.ravel()
 
 
 def whole(config):
-    return Cut(parameters(config), 0, config, matrices(config))
+    return ShardFactors(parameters(config), 0, config, matrices(config))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def whole(config):
 def test_a_step_of_training(tmp_path, vocab, rows, length, keys, more):
     recipe, config = recipe_of(rows, *keys), shape(vocab, **more)
     engine = TrainEngine(
-        decoder(config, recipe), Optimizer(name="adamw"), total_steps=9, micro_tokens=recipe.train.micro_tokens
+        decoder(config, recipe), OptimizerConfig(name="adamw"), total_steps=9, micro_tokens=recipe.train.micro_tokens
     )
     tokens, mask = packed(rows, length, vocab)
     loss = negative_log_likelihood(float(mask.sum()))
@@ -115,7 +115,7 @@ def test_logits_of_a_loss(tmp_path, vocab, rows, temperature):
 def test_a_critic_has_no_logits(tmp_path):
     recipe, config = recipe_of(64), shape(20_000)
     model = ValueModel(decoder(config, recipe))
-    engine = TrainEngine(model, Optimizer(name="adamw"), total_steps=9, micro_tokens=16_384, scorer=appraise)
+    engine = TrainEngine(model, OptimizerConfig(name="adamw"), total_steps=9, micro_tokens=16_384, scorer=appraise)
     tokens, mask = packed(64, 64, 20_000)
     alive = most_alive(
         lambda: engine.update(tokens, mask, {}, lambda micro: (micro.values.square().sum(), {}), entropy=False),
@@ -179,7 +179,7 @@ def test_a_cache_and_what_a_step_of_the_engine_needs(tmp_path, rows, group, prom
         for i in range(rows)
     ]
     alive = most_alive(lambda: engine.generate(requests), tmp_path)
-    need = rollout_need(recipe, Cut(0, 0, config, 0), prompt + new)
+    need = rollout_need(recipe, ShardFactors(0, 0, config, 0), prompt + new)
     held = {item.name: item.bytes for item in need.held}
     assert held["KV cache"] == pytest.approx(engine.kv_bytes, rel=0.2)
     assert 0.85 * alive <= held["KV cache"] + total(need.generation) <= 1.5 * alive
@@ -189,7 +189,7 @@ def test_a_judge_counts(tmp_path):
     """Its weights and its cache, by its own shape and not the policy's."""
     recipe = load_recipe("chain-fapo", ["judge.path=x", "judge.max_tokens=32", "rollout.prompts=4", "rollout.group=4"])
     config = shape(64, num_layers=2)
-    need = judge_need(recipe, Cut(0, 0, config, 0), 48)
+    need = judge_need(recipe, ShardFactors(0, 0, config, 0), 48)
     engine = Engine(config, max_rows=recipe.rollout.max_rows)
     engine.model.init_weights_(0)
     engine.model.fuse()

@@ -9,8 +9,8 @@ import tilth
 import tilth.rl as rl
 from tests.config.test_plugins import _nothing_left_behind  # noqa: F401  (a fixture)
 from tilth.core.errors import PluginError, RecipeError
-from tilth.rl.estimators import RowAdvantage
-from tilth.rl.objectives import PolicyLoss
+from tilth.rl.advantage_base import RowAdvantage
+from tilth.rl.loss_base import PolicyLoss
 
 
 def leave_one_out(rewards, groups, *, scale: float = 1.0):

@@ -10,7 +10,7 @@ from tests.rl.losing import ACTIVE, AGGREGATIONS, FIRST_PASS, LOSSES, columns, f
 from tests.rl.strategies import Drawn
 from tests.rl.test_golden import PACKINGS, close
 from tilth import rl
-from tilth.config.schema import AlgorithmSection, Recipe
+from tilth.config.schema import AlgorithmConfig, Recipe
 from tilth.core.errors import RecipeError, TokenCountError
 
 NAN = float("nan")
@@ -383,5 +383,5 @@ def test_a_recipe_has_the_clips_of_its_loss():
                 wanted["clip_high"] = high
             assert {k: getattr(found, k) for k in wanted} == wanted, (flow, name)
         assert Recipe(flow="dapo", algorithm={"loss": name, "clip_high": 0.01}).algorithm.clip_high == 0.01
-    assert Recipe(algorithm=AlgorithmSection(loss="gspo")).algorithm.clip_low == 3e-4
+    assert Recipe(algorithm=AlgorithmConfig(loss="gspo")).algorithm.clip_low == 3e-4
     assert Recipe(flow="dapo").algorithm.clip_high == 0.28

@@ -43,7 +43,7 @@ def test_shipped_recipes_differ_from_the_table_only_where_they_say_so(name):
     said = recipe.algorithm.model_fields_set
     for key in (key for key in facts if key in type(recipe.algorithm).model_fields):
         if key not in said and key not in ("aggregation", "drop_flat") and facts[key] not in (None, "likelihood"):
-            if recipe.facts.samples and not (said & {"advantage", "loss"}):
+            if recipe.flow_spec.samples and not (said & {"advantage", "loss"}):
                 assert facts[key] == (getattr(recipe.algorithm, key) or facts[key]), key
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from tilth.cluster.inline import InlineStore
-from tilth.config.schema import AlgorithmSection, Data, Optimizer, Rollout
+from tilth.cluster.backends.inline import InlineStore
+from tilth.config.schema import AlgorithmConfig, DataConfig, OptimizerConfig, RolloutConfig
 from tilth.core.batch import Batch
 from tilth.core.checksum import checksum
 from tilth.data.prompts import PromptSet, load_source
@@ -20,14 +20,14 @@ from tilth.rollout.engine import Engine
 from tilth.training.engine import TrainEngine
 
 CONTEXT = 16
-PROMPTS = load_source(Data(digits=1))
+PROMPTS = load_source(DataConfig(digits=1))
 TOKENIZER = Tokenizer.characters(PROMPTS.alphabet())
 TEMPLATE = make_template("", TOKENIZER)
 
 
 def algorithm(**keys) -> Algorithm:
     """The algorithm of these keys of [algorithm], resolved."""
-    return Algorithm(AlgorithmSection(**keys), norm_length=4)
+    return Algorithm(AlgorithmConfig(**keys), norm_length=4)
 
 
 HOW = algorithm(advantage="grpo_no_std")
@@ -41,7 +41,7 @@ def config(**changes) -> DecoderConfig:
 def policy(store=None, *, seed=1, dtype=torch.float32, micro_tokens=4096, temperature=1.0, lr=1e-2, **section):
     model = Decoder(config(), dtype=dtype)
     model.init_weights_(seed)
-    engine = TrainEngine(model, Optimizer(lr=lr, **section), total_steps=10, micro_tokens=micro_tokens, seed=seed)
+    engine = TrainEngine(model, OptimizerConfig(lr=lr, **section), total_steps=10, micro_tokens=micro_tokens, seed=seed)
     return PolicyWorker(engine, store or InlineStore(), temperature=temperature)
 
 
@@ -57,7 +57,7 @@ def asked(store, prompts, group: int, first_id: int) -> Batch:
 def rollout(store, *, dtype=torch.float32, model=None, **section) -> RolloutWorker:
     settings = {"max_tokens": 4, "max_rows": 8, **section}
     engine = Engine(model or config(), tokenizer=TOKENIZER, dtype=dtype, seed=1, max_rows=8, max_length=CONTEXT)
-    return RolloutWorker(engine, TEMPLATE, Rollout(**settings), store)
+    return RolloutWorker(engine, TEMPLATE, RolloutConfig(**settings), store)
 
 
 def experience(worker: PolicyWorker, prompts=(3, 8, 41), group=4, temperature=1.0) -> Batch:

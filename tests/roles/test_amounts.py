@@ -7,7 +7,7 @@ from tests.roles import small
 from tests.roles.test_documents import worker as documents
 from tests.roles.test_pairs import PROMPTS as PAIRS
 from tests.training.test_work import recorded
-from tilth.cluster.inline import InlineStore
+from tilth.cluster.backends.inline import InlineStore
 from tilth.core.batch import Batch
 from tilth.roles.experience import on_rows
 from tilth.rollout.request import Request, SamplingParams

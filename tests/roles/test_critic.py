@@ -8,7 +8,7 @@ import torch
 
 import tilth.rl as rl
 from tests.roles import small
-from tilth.config.schema import Optimizer
+from tilth.config.schema import OptimizerConfig
 from tilth.core.errors import TokenCountError, TokenIdentityError
 from tilth.models.attention import PackedContext
 from tilth.models.value import ValueModel
@@ -28,7 +28,7 @@ def critic(worker, *, clip=0.2, lr=1e-2, micro_tokens=4096, parity=False, knowin
             model.score.weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
     engine = TrainEngine(
         model,
-        Optimizer(lr=lr, **section),
+        OptimizerConfig(lr=lr, **section),
         total_steps=10,
         micro_tokens=micro_tokens,
         parity=parity,

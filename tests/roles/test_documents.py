@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tilth.cluster.inline import InlineStore
+from tilth.cluster.backends.inline import InlineStore
 from tilth.data.documents import Corpus
 from tilth.data.tokenizer import Tokenizer
 from tilth.roles.loader import DocumentLoader

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from tilth.cluster.inline import InlineStore
+from tilth.cluster.backends.inline import InlineStore
 from tilth.core.errors import TokenIdentityError
 from tilth.core.trajectory import Trajectory
 from tilth.roles.experience import check_identity, put_like, texts, to_batch

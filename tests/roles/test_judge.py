@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from tests.roles import small
-from tilth.cluster.inline import InlineStore
-from tilth.config.schema import Judge
+from tilth.cluster.backends.inline import InlineStore
+from tilth.config.schema import JudgeConfig
 from tilth.core.trajectory import Trajectory
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.models.config import DecoderConfig
-from tilth.rl.judging import question, steps
+from tilth.rewards.judging import question, steps
 from tilth.roles.experience import to_batch
 from tilth.roles.judge import JUDGED_BY, VERDICT, JudgeWorker
 from tilth.roles.loader import PromptLoader
@@ -59,7 +59,7 @@ def with_texts(store, batch):
 
 
 def judge(store, engine, **section):
-    return JudgeWorker(engine, make_template("", TOKENIZER), Judge(path="x", **section), store)
+    return JudgeWorker(engine, make_template("", TOKENIZER), JudgeConfig(path="x", **section), store)
 
 
 def verdicts(says, *texts, **section):

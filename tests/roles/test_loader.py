@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.roles import small
-from tilth.cluster.inline import InlineStore
-from tilth.config.schema import Data
+from tilth.cluster.backends.inline import InlineStore
+from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
 from tilth.data.documents import Corpus
 from tilth.data.prompts import PromptSet, load_source
@@ -73,7 +73,7 @@ def test_prompts_of_a_file_travel_as_its_description(tmp_path):
     for count in (10, 10_000):
         file = tmp_path / f"data-{count:05}.jsonl"
         file.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(count)))
-        prompts = load_source(Data(source=str(file)))
+        prompts = load_source(DataConfig(source=str(file)))
         sizes.append(len(pickle.dumps(prompts)))
         again = pickle.loads(pickle.dumps(prompts))
         assert again.fingerprint() == prompts.fingerprint() and again[7] == prompts[7]
@@ -84,7 +84,7 @@ def test_prompts_of_a_file_travel_as_its_description(tmp_path):
 
 @pytest.mark.parametrize("task", ["addition", "countdown", "sorting", "chain", "flaws"])
 def test_tasks_travel_without_what_is_computed_from_them(task):
-    prompts = load_source(Data(source=task, digits=2))
+    prompts = load_source(DataConfig(source=task, digits=2))
     prompts.split(0.1)  # computes a hash of each prompt
     assert len(pickle.dumps(prompts)) < 500
     assert pickle.loads(pickle.dumps(prompts)).fingerprint() == prompts.fingerprint()
@@ -93,7 +93,7 @@ def test_tasks_travel_without_what_is_computed_from_them(task):
 def test_a_file_that_changes_on_the_way_is_refused(tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    sent = pickle.dumps(load_source(Data(source=str(file))))
+    sent = pickle.dumps(load_source(DataConfig(source=str(file))))
     file.write_text('{"prompt": "1+1=", "answer": "3"}\n')
     with pytest.raises(DataError, match="changed"):
         pickle.loads(sent)

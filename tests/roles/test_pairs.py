@@ -10,15 +10,15 @@ import torch
 
 import tilth.rl as rl
 from tests.roles import small
-from tilth.cluster.inline import InlineStore
-from tilth.config.schema import Optimizer, Preference
+from tilth.cluster.backends.inline import InlineStore
+from tilth.config.schema import OptimizerConfig, PreferenceConfig
 from tilth.core.errors import TokenCountError, TokenIdentityError
 from tilth.data.pairs import pair_records
 from tilth.data.prompts import PromptSet
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
-from tilth.parallel.sharded import Sharded
+from tilth.parallel.sharded import ShardedModel
 from tilth.roles import pairs
 from tilth.roles.pairs import PairError, PairPolicyWorker, PairTable, RewardModelWorker
 from tilth.roles.rating import PART, RatingWorker
@@ -35,13 +35,13 @@ RECORDS = [
 ]
 PROMPTS = PromptSet(pair_records(RECORDS))
 LOSSES = [
-    Preference(beta=0.5),
-    Preference(beta=0.5, smoothing=0.1, average=True, sft=0.3),
-    Preference(loss="hinge", beta=0.5, margin=0.5),
-    Preference(loss="robust", beta=0.5),
-    Preference(loss="simpo", margin=0.5),
+    PreferenceConfig(beta=0.5),
+    PreferenceConfig(beta=0.5, smoothing=0.1, average=True, sft=0.3),
+    PreferenceConfig(loss="hinge", beta=0.5, margin=0.5),
+    PreferenceConfig(loss="robust", beta=0.5),
+    PreferenceConfig(loss="simpo", margin=0.5),
 ]
-TERRY = Preference(loss="bradley_terry", margin=0.1, centring=0.05)
+TERRY = PreferenceConfig(loss="bradley_terry", margin=0.1, centring=0.05)
 
 
 def decoder(seed=1):
@@ -61,13 +61,15 @@ def knowing(seed=1):
 
 def policy(store, *, micro_tokens=4096, seed=1, parity=False):
     engine = TrainEngine(
-        decoder(seed), Optimizer(lr=1e-2), total_steps=10, micro_tokens=micro_tokens, parity=parity, seed=1
+        decoder(seed), OptimizerConfig(lr=1e-2), total_steps=10, micro_tokens=micro_tokens, parity=parity, seed=1
     )
     return PairPolicyWorker(engine, store)
 
 
 def reward_model(store, *, micro_tokens=4096, model=None):
-    engine = TrainEngine(model or knowing(), Optimizer(lr=1e-2), total_steps=10, micro_tokens=micro_tokens, scorer=rate)
+    engine = TrainEngine(
+        model or knowing(), OptimizerConfig(lr=1e-2), total_steps=10, micro_tokens=micro_tokens, scorer=rate
+    )
     return RewardModelWorker(engine, store)
 
 
@@ -76,7 +78,7 @@ def batch_of(store, indices=(0, 1, 2)):
 
 
 def referred(batch, store, seed=2):
-    judge = ReferenceWorker(Sharded.of(decoder(seed)), store, temperature=1.0, micro_tokens=4096, parity=False)
+    judge = ReferenceWorker(ShardedModel.of(decoder(seed)), store, temperature=1.0, micro_tokens=4096, parity=False)
     return judge.logprobs(batch)
 
 
@@ -196,7 +198,7 @@ def test_the_order_of_answers_changes_nothing(order):
 def test_where_the_policy_begins_the_loss_is_log_2_to_the_last_bit():
     store = InlineStore()
     batch = referred(batch_of(store, (1, 2)), store, seed=1)  # those without margins
-    found = policy(store).prefers(batch, Preference())
+    found = policy(store).prefers(batch, PreferenceConfig())
     assert float(found["loss"]) == math.log(2) and float(found["rewards/accuracy"]) == 0.5
     assert float(found["rewards/chosen"]) == float(found["rewards/rejected"]) == 0
 
@@ -204,12 +206,12 @@ def test_where_the_policy_begins_the_loss_is_log_2_to_the_last_bit():
 def test_a_reward_model_that_has_learned_nothing_says_nothing():
     store = InlineStore()
     found = reward_model(store, model=ValueModel(decoder())).prefers(
-        batch_of(store, (1, 2)), Preference(loss="bradley_terry")
+        batch_of(store, (1, 2)), PreferenceConfig(loss="bradley_terry")
     )
     assert float(found["loss"]) == math.log(2)
 
 
-@pytest.mark.parametrize("make, how", [(policy, Preference(beta=0.5)), (reward_model, TERRY)])
+@pytest.mark.parametrize("make, how", [(policy, PreferenceConfig(beta=0.5)), (reward_model, TERRY)])
 def test_updates_put_chosen_answers_ahead(make, how):
     store = InlineStore()
     batch = referred(batch_of(store), store, seed=1)
@@ -327,7 +329,9 @@ def test_a_part_that_weighs_too_little_is_seen(monkeypatch):
 
 
 def rated(batch, store, *, weight=1.0, alone=True, model=None, micro_tokens=4096):
-    worker = RatingWorker(Sharded.of(model or knowing()), store, weight=weight, micro_tokens=micro_tokens, parity=False)
+    worker = RatingWorker(
+        ShardedModel.of(model or knowing()), store, weight=weight, micro_tokens=micro_tokens, parity=False
+    )
     return worker.rate(batch, alone=alone)
 
 

@@ -6,15 +6,15 @@ import torch
 
 import tilth.rl as rl
 from tests.roles import small
-from tilth.cluster.inline import InlineStore
-from tilth.config.schema import Optimizer
-from tilth.core.batch import Ragged
+from tilth.cluster.backends.inline import InlineStore
+from tilth.config.schema import OptimizerConfig
+from tilth.core.batch import Jagged
 from tilth.core.errors import TokenCountError, TokenIdentityError
 from tilth.core.layout import Mesh
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.sharded import Sharded, shard
+from tilth.parallel.sharded import ShardedModel, shard
 from tilth.rl.metrics import Metric
 from tilth.roles import policy as roles_policy
 from tilth.roles.objective import Objective
@@ -38,7 +38,7 @@ def column(worker, batch, name):
     return batch.read(worker.store, name)[name]
 
 
-def dense_logprobs(model, tokens: Ragged, temperature=1.0):
+def dense_logprobs(model, tokens: Jagged, temperature=1.0):
     """The reference: one sequence at a time, whole logits, float64 softmax."""
     found = np.zeros(len(tokens.values))
     for i, start in enumerate(tokens.offsets[:-1]):
@@ -54,7 +54,7 @@ def with_dropout(store, p: float) -> PolicyWorker:
     """A policy whose model drops while it learns from given text; the same weights whatever p is."""
     model = Decoder(small.config(dropout=p))
     model.init_weights_(1)
-    engine = TrainEngine(model, Optimizer(lr=1e-2), total_steps=10, micro_tokens=64, seed=1)
+    engine = TrainEngine(model, OptimizerConfig(lr=1e-2), total_steps=10, micro_tokens=64, seed=1)
     return PolicyWorker(engine, store)
 
 
@@ -209,7 +209,7 @@ def divided(rank: int, own: bool) -> str:
     model = shard(lambda: Decoder(small.config()), ParallelDims.of(mesh, rank))
     model.init_(1)
     store = InlineStore()
-    worker = PolicyWorker(TrainEngine(model, Optimizer(), total_steps=1, micro_tokens=64), store)
+    worker = PolicyWorker(TrainEngine(model, OptimizerConfig(), total_steps=1, micro_tokens=64), store)
     batch = small.experience(small.policy(store))
     part = batch.with_rows(row=np.arange(len(batch))).select(np.arange(len(batch)) % 3 == rank)  # 4 rows each
     if own:
@@ -273,7 +273,7 @@ def test_options_are_the_recipe_s_keys_that_the_entry_has():
 
 
 def reference(worker) -> ReferenceWorker:
-    sharded = Sharded.alone(Decoder(small.config()).requires_grad_(False))
+    sharded = ShardedModel.alone(Decoder(small.config()).requires_grad_(False))
     settings = {"temperature": worker.temperature, "micro_tokens": worker.engine.micro_tokens, "parity": False}
     found = ReferenceWorker(sharded, worker.store, **settings)
     found.receive(worker.weights(), 0)

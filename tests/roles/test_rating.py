@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.roles.test_experience import trajectory
-from tilth.cluster.inline import InlineStore
+from tilth.cluster.backends.inline import InlineStore
 from tilth.roles import rating
 from tilth.roles.experience import to_batch
 from tilth.roles.rating import PART, RatingWorker

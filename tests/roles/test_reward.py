@@ -7,10 +7,10 @@ import pytest
 
 from tests.roles import small
 from tests.roles.test_experience import trajectory
-from tilth.cluster.inline import InlineStore
+from tilth.cluster.backends.inline import InlineStore
+from tilth.rewards.process_pool import Outcome, RewardPool
 from tilth.roles.experience import to_batch
 from tilth.roles.reward import RewardWorker
-from tilth.roles.reward_pool import Outcome, RewardPool
 
 
 class Table:

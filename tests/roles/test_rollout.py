@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.roles import small
-from tilth.cluster.inline import InlineStore
+from tilth.cluster.backends.inline import InlineStore
 from tilth.core.errors import ModelError
 from tilth.roles.experience import texts
 from tilth.roles.rollout import ask

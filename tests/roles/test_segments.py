@@ -15,7 +15,7 @@ from tests.roles import small
 from tilth.core.trajectory import Segment, Trajectory
 from tilth.models.attention import PackedContext
 from tilth.rl import registry
-from tilth.rl.correction import Correction, Rule, Sampled
+from tilth.rl.rollout_correction import Correction, CorrectionRule, Sampled
 from tilth.roles.experience import to_batch
 from tilth.rollout.request import Request, SamplingParams
 
@@ -128,7 +128,7 @@ def test_versions_reach_a_loss_that_asks_for_them():
 def test_versions_reach_a_correction_that_asks_for_them(monkeypatch):
     seen = []
 
-    class Newest(Rule):
+    class Newest(CorrectionRule):
         @property
         def needs(self):
             return ("versions",)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tilth
-from tilth.cluster.cluster import open_cluster
+from tilth.cluster.controller.cluster import open_cluster
 from tilth.roles.trajectory_writer import SHOWN
 
 ROWS = 64

@@ -9,7 +9,7 @@ import pytest
 
 from tests.roles import small
 from tests.roles.test_experience import trajectory
-from tilth.cluster.inline import InlineStore, pickled_size
+from tilth.cluster.backends.inline import InlineStore, pickled_size
 from tilth.core.trajectory import Segment
 from tilth.data.prompts import PromptSet
 from tilth.data.trajectories import COLUMNS, conform, read_trajectories

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from tests.rollout.reference import CONFIG, make_model
 from tilth.models.attention import PackedContext, matmul_attention
 from tilth.models.config import DecoderConfig
-from tilth.rollout.cache import CachedContext, PrefixStore, Slab, _runs, fused_attention
+from tilth.rollout.cache import CachedContext, KVCache, PrefixStore, _runs, fused_attention
 
 CPU = torch.device("cpu")
 
 
 def slab_of(rows, capacity, seed=0):
-    slab = Slab(CONFIG, torch.float32, CPU)
+    slab = KVCache(CONFIG, torch.float32, CPU)
     slab.layout(rows, capacity)
     generator = torch.Generator().manual_seed(seed)
     for tensor in [*slab.keys, *slab.values]:

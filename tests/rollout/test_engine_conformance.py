@@ -16,14 +16,14 @@ from tests.flows import tiny
 from tests.models.tiny import reference
 from tests.roles import small
 from tests.rollout.reference import CONFIG, make_model, make_requests
-from tilth.cluster.inline import InlineStore
+from tilth.cluster.backends.inline import InlineStore
 from tilth.config.plugins import ENGINES, engine, load_plugins
 from tilth.core.errors import DataError, LogprobMismatch, PluginError, RecipeError, WeightMismatch
 from tilth.data.prompts import PromptSet
 from tilth.flows.evaluate import How, evaluate
 from tilth.flows.model import load_model
 from tilth.flows.run import Run
-from tilth.roles.reward_pool import RewardPool
+from tilth.rewards.process_pool import RewardPool
 from tilth.rollout.engine import Engine
 from tilth.rollout.protocol import EngineError, make_engine
 from tilth.rollout.request import Request, SamplingParams

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from tests.rollout.reference import CONFIG
 from tilth.plan.kernels import KEYS, limit_for, round_up, slots_for
-from tilth.rollout.cache import Slab
-from tilth.rollout.lanes import Lane
-from tilth.rollout.request import Answer, Request, SamplingParams
+from tilth.rollout.cache import KVCache
+from tilth.rollout.lanes import LengthBucket
+from tilth.rollout.request import Request, SamplingParams, SequenceState
 from tilth.rollout.stops import StopStrings
 
 
 def new_slab():
-    return Slab(CONFIG, torch.float32, torch.device("cpu"))
+    return KVCache(CONFIG, torch.float32, torch.device("cpu"))
 
 
 def draw(ids, starts, count):
@@ -24,7 +24,7 @@ def draw(ids, starts, count):
 
 
 def answer(i, length, more=50, **params):
-    return Answer.start(Request(i, np.full(length, i), SamplingParams(max_tokens=more, **params)))
+    return SequenceState.start(Request(i, np.full(length, i), SamplingParams(max_tokens=more, **params)))
 
 
 def staged(answers):
@@ -67,7 +67,7 @@ def verify(lane):
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_random_comings_and_goings(data):
-    lane, other, ids = Lane(32, new_slab(), 40), Lane(64, new_slab(), 40), iter(range(1, 10_000))
+    lane, other, ids = LengthBucket(32, new_slab(), 40), LengthBucket(64, new_slab(), 40), iter(range(1, 10_000))
     for _ in range(data.draw(st.integers(1, 25))):
         live = int(lane.columns.live.sum())
         if live < 30 and data.draw(st.booleans()):
@@ -102,7 +102,7 @@ def test_random_comings_and_goings(data):
 
 
 def test_holes_are_filled_before_rows_move():
-    lane = Lane(64, new_slab(), 64)
+    lane = LengthBucket(64, new_slab(), 64)
     place(lane, [answer(i, 5) for i in range(1, 17)])
     step(lane)
     moves = []
@@ -123,7 +123,7 @@ def test_holes_are_filled_before_rows_move():
 
 
 def test_ends():
-    lane = Lane(64, new_slab(), 8)
+    lane = LengthBucket(64, new_slab(), 8)
     place(lane, [answer(1, 4, more=3), answer(2, 4, stop_tokens=(5, 7)), answer(3, 9, stop_tokens=(9,))])
     ended = []
     for _ in range(3):
@@ -148,7 +148,7 @@ def test_slots():
 
 
 def test_shape_follows_the_longest_row():
-    lane = Lane(256, new_slab(), 8)
+    lane = LengthBucket(256, new_slab(), 8)
     place(lane, [answer(1, 20, more=200), answer(2, 3)])
     assert (lane.slab.rows, lane.slab.capacity) == (8, 32)
     for _ in range(100):

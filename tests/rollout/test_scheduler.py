@@ -3,8 +3,8 @@
 import numpy as np
 
 from tilth.rollout.blocks import BlockManager
-from tilth.rollout.prefill import Prompt
-from tilth.rollout.request import Answer, Request, SamplingParams
+from tilth.rollout.prefill import PrefillJob
+from tilth.rollout.request import Request, SamplingParams, SequenceState
 from tilth.rollout.scheduler import Scheduler
 
 
@@ -13,7 +13,7 @@ def scheduler(blocks=100, rows=100):
 
 
 def answers(*prompts, first=0):
-    made = [Answer.start(Request(first + i, p, SamplingParams(max_tokens=4))) for i, p in enumerate(prompts)]
+    made = [SequenceState.start(Request(first + i, p, SamplingParams(max_tokens=4))) for i, p in enumerate(prompts)]
     return made
 
 
@@ -108,4 +108,4 @@ def test_removed_wherever_it_waits():
 
 
 def test_remaining_counts_what_is_not_cached():
-    assert Prompt(text(10), answers(text(10)), computed=3).remaining == 7
+    assert PrefillJob(text(10), answers(text(10)), computed=3).remaining == 7

@@ -15,12 +15,12 @@ from tilth.analysis.read import read_events
 from tilth.trace import buffer as buffer_module
 from tilth.trace import recorder, span
 from tilth.trace import spans as spans_module
-from tilth.trace.buffer import CHUNK, FORMAT, FULL, NONE, OTHERS, SIZE, Buffer, Codes
+from tilth.trace.buffer import CHUNK, FORMAT, FULL, NONE, OTHERS, SIZE, Codes, EventBuffer
 from tilth.trace.collector import collector
 from tilth.trace.writer import PACKED
 
 
-def put(buffer: Buffer, number: int, written: bool = True) -> int:
+def put(buffer: EventBuffer, number: int, written: bool = True) -> int:
     """One event, as a span adds it; its place. Not written: only its place is taken."""
     chunk = buffer.chunk if buffer.chunk.used < FULL else buffer.grow()
     at = chunk.used
@@ -37,7 +37,7 @@ def ids(taken: bytes) -> list[int]:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3 * CHUNK), max_size=8))
 def test_what_goes_in_comes_out_once_and_in_order(counts):
-    buffer, number, seen = Buffer(), 0, []
+    buffer, number, seen = EventBuffer(), 0, []
     for count in counts:
         for _ in range(count):
             number += 1
@@ -49,7 +49,7 @@ def test_what_goes_in_comes_out_once_and_in_order(counts):
 
 
 def test_numbers_are_where_the_reader_of_the_packed_form_has_them():
-    buffer = Buffer()
+    buffer = EventBuffer()
     put(buffer, 9)
     row = np.frombuffer(buffer.take(), PACKED)[0]
     assert row.tolist() == (9, *range(8), 0.5, *range(5), 0)
@@ -57,7 +57,7 @@ def test_numbers_are_where_the_reader_of_the_packed_form_has_them():
 
 @pytest.mark.parametrize("before", [0, 5, CHUNK - 1, CHUNK, CHUNK + 1])
 def test_an_event_that_is_being_written_waits_and_so_do_those_behind_it(before):
-    buffer = Buffer()
+    buffer = EventBuffer()
     for number in range(1, before + 1):
         put(buffer, number)
     at = put(buffer, before + 1, written=False)
@@ -70,7 +70,7 @@ def test_an_event_that_is_being_written_waits_and_so_do_those_behind_it(before):
 
 
 def test_a_chunk_that_a_collection_made_meanwhile_is_kept(monkeypatch):
-    buffer = Buffer()
+    buffer = EventBuffer()
     put(buffer, 1)
     plain = buffer_module.Chunk
 
@@ -245,7 +245,7 @@ def test_a_thread_that_ended_with_nothing_but_dropped_events_is_counted(tmp_path
 @given(st.lists(st.integers(-1, CHUNK + 1), max_size=12))
 def test_what_waits_is_counted(counts):
     """-1: all is taken."""
-    buffer, waiting = Buffer(), 0
+    buffer, waiting = EventBuffer(), 0
     for count in counts:
         for number in range(max(count, 0)):
             put(buffer, number + 1)

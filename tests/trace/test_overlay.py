@@ -13,7 +13,7 @@ import torch
 from tilth.core.errors import DataError
 from tilth.trace import overlay
 from tilth.trace.capture import Capture
-from tilth.trace.overlay import Mark, head_with_spans
+from tilth.trace.overlay import ClockMark, head_with_spans
 from tilth.trace.spans import recorder, span
 
 BASE = 1_700_000_000_000_000_000
@@ -127,7 +127,7 @@ def test_times_are_those_of_the_system_clock_as_it_was_at_the_mark(events):
     with span("forward") as made:
         pass
     start = made.start + recorder.epoch
-    since = Mark(start + hour - 1, hour)
+    since = ClockMark(start + hour - 1, hour)
     recorder.flush()
     for path in events.iterdir():
         os.utime(path, ns=(since.at, since.at))
@@ -144,11 +144,11 @@ def test_files_that_were_written_before_are_not_even_read(events):
     (path,) = events.iterdir()
     path.write_bytes(b"torn")
     os.utime(path, ns=(0, 0))
-    assert spans(json.loads(head_with_spans(HEAD, events, 3, Mark.now()))) == []
+    assert spans(json.loads(head_with_spans(HEAD, events, 3, ClockMark.now()))) == []
 
 
 def test_the_rest_of_the_trace_is_as_it_was(events):
-    since = Mark.now()
+    since = ClockMark.now()
     for _ in range(3):
         with span("forward", step=np.int64(7)):
             pass
@@ -160,10 +160,10 @@ def test_the_rest_of_the_trace_is_as_it_was(events):
 @pytest.mark.parametrize("head", [b"", b"{}", b'{"traceEvents": [', b'{"baseTimeNanoseconds": 5, "events": []}'])
 def test_a_trace_of_another_form_is_refused(tmp_path, head):
     with pytest.raises(DataError, match="does not begin as expected"):
-        head_with_spans(head, tmp_path, 0, Mark(0, 0))
+        head_with_spans(head, tmp_path, 0, ClockMark(0, 0))
 
 
 def test_the_mark_is_as_far_from_the_recorders_clock_as_the_clocks_have_drifted(events, monkeypatch):
-    assert abs(Mark.now().shift) < 50_000_000
+    assert abs(ClockMark.now().shift) < 50_000_000
     monkeypatch.setattr(overlay.time, "time_ns", lambda: BASE)
-    assert Mark.now().at == BASE
+    assert ClockMark.now().at == BASE

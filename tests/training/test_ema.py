@@ -3,14 +3,14 @@ import pytest
 import torch
 
 from tests.training.test_engine import batch, model, nan_loss, weights
-from tilth.config.schema import Optimizer
+from tilth.config.schema import OptimizerConfig
 from tilth.training.ema import Average
 from tilth.training.engine import TrainEngine
 from tilth.training.losses import negative_log_likelihood
 
 
 def engine(ema=0.9, **more):
-    return TrainEngine(model(), Optimizer(lr=0.02), total_steps=20, micro_tokens=1000, ema=ema, **more)
+    return TrainEngine(model(), OptimizerConfig(lr=0.02), total_steps=20, micro_tokens=1000, ema=ema, **more)
 
 
 def flat(e):

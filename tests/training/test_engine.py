@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 
 import tilth.training.packed as packed
-from tilth.config.schema import Optimizer
-from tilth.core.batch import Ragged
+from tilth.config.schema import OptimizerConfig
+from tilth.core.batch import Jagged
 from tilth.core.errors import NonFiniteError, TokenCountError
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
@@ -27,7 +27,7 @@ def model(config=CONFIG, dtype=torch.float32):
 
 
 def engine(micro_tokens=10_000, nonfinite="stop", seed=0, config=CONFIG, **optimizer):
-    section = Optimizer(**{"lr": 0.01, **optimizer})
+    section = OptimizerConfig(**{"lr": 0.01, **optimizer})
     return TrainEngine(
         model(config), section, total_steps=10, micro_tokens=micro_tokens, nonfinite=nonfinite, seed=seed
     )
@@ -36,7 +36,7 @@ def engine(micro_tokens=10_000, nonfinite="stop", seed=0, config=CONFIG, **optim
 def batch(lengths=(5, 3, 9, 4, 7), seed=0):
     rng = np.random.default_rng(seed)
     lengths = np.array(lengths)
-    tokens = Ragged.with_lengths(rng.integers(0, 11, lengths.sum()), lengths)
+    tokens = Jagged.with_lengths(rng.integers(0, 11, lengths.sum()), lengths)
     mask = np.concatenate([[0, 0] + [1] * (n - 2) for n in lengths]).astype(np.uint8)
     return tokens, mask
 
@@ -166,7 +166,7 @@ def test_a_batch_with_nothing_to_learn_makes_no_step():
     start = weights(e).clone()
     tokens, mask = batch()
     assert e.update(tokens, np.zeros_like(mask), {}, negative_log_likelihood(0.0)).skipped
-    empty = Ragged.with_lengths(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    empty = Jagged.with_lengths(np.zeros(0, np.int64), np.zeros(0, np.int64))
     assert e.update(empty, np.zeros(0, np.uint8), {}, negative_log_likelihood(0.0)).skipped
     assert torch.equal(weights(e), start)
 
@@ -258,7 +258,7 @@ def test_checkpointing_of_activations_changes_no_bit():
 
 def test_bf16_activations_train_fp32_parameters():
     tokens, mask = batch()
-    e = TrainEngine(model(dtype=torch.bfloat16), Optimizer(lr=0.01), total_steps=30, micro_tokens=100)
+    e = TrainEngine(model(dtype=torch.bfloat16), OptimizerConfig(lr=0.01), total_steps=30, micro_tokens=100)
     loss = negative_log_likelihood(float(mask.sum()))
     losses = [e.update(tokens, mask, {}, loss).loss for _ in range(30)]
     assert losses[-1] < 0.5 * losses[0]
@@ -270,7 +270,7 @@ def test_compiled_training_equals_eager_and_tells_its_warm_up():
     tokens, mask = batch()
     loss = negative_log_likelihood(float(mask.sum()))
     eager = engine()
-    compiled = TrainEngine(model(), Optimizer(lr=0.01), total_steps=10, micro_tokens=10_000, compile=True)
+    compiled = TrainEngine(model(), OptimizerConfig(lr=0.01), total_steps=10, micro_tokens=10_000, compile=True)
     a, b = eager.update(tokens, mask, {}, loss), compiled.update(tokens, mask, {}, loss)
     assert a.loss == pytest.approx(b.loss, rel=1e-5)
     assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-4)

@@ -10,7 +10,7 @@ from tilth.core.errors import ScheduleError
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.sharded import Sharded
+from tilth.parallel.sharded import ShardedModel
 from tilth.plan.layout import nested
 from tilth.training.micro_schedule import SCHEDULES, Pass, passes
 
@@ -85,7 +85,7 @@ def in_two_parts(case, cut):
     first.forward = held[0].forward
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     grid = ParallelDims.alone()
-    return Sharded([first, model], grid, {n: nested(grid.mesh, s, {}) for n, s in shapes.items()})
+    return ShardedModel([first, model], grid, {n: nested(grid.mesh, s, {}) for n, s in shapes.items()})
 
 
 @pytest.mark.parametrize("order", ["sequential", "all_forward_first"])
@@ -95,7 +95,7 @@ def test_a_model_in_two_parts_learns_as_one(order, cut):
     parts = in_two_parts(case, cut)
     parts.load_(weights(case))
     ids = torch.arange(9)
-    whole = Sharded.alone(Decoder(CONFIG))
+    whole = ShardedModel.alone(Decoder(CONFIG))
     whole.load_(weights(case))
     ctx = PackedContext([9])
     assert torch.equal(parts.forward(ids, ctx), whole.forward(ids, ctx))

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tests.training.test_engine import batch, model, nan_loss, weights
 from tests.training.test_packed import batch as samples
 from tests.training.test_packed import group
-from tilth.config.schema import Optimizer
-from tilth.flows.metrics import Metrics
+from tilth.config.schema import OptimizerConfig
 from tilth.rl.metrics import Metric
+from tilth.runs.metrics import Metrics
 from tilth.training.engine import TrainEngine
 from tilth.training.losses import negative_log_likelihood
 from tilth.training.noise import NoiseScale, estimate
@@ -18,7 +18,7 @@ WATCH = ("noise_scale",)
 
 
 def engine(watch=WATCH, micro_tokens=9, **more):
-    return TrainEngine(model(), Optimizer(lr=0.02), total_steps=9, micro_tokens=micro_tokens, watch=watch, **more)
+    return TrainEngine(model(), OptimizerConfig(lr=0.02), total_steps=9, micro_tokens=micro_tokens, watch=watch, **more)
 
 
 def learn(e, seed=0, lengths=(5, 3, 9, 4, 7)):

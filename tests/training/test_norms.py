@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.training.test_engine import CONFIG, batch, model, nan_loss, weights
-from tilth.config.schema import Optimizer
-from tilth.flows.metrics import Metrics
+from tilth.config.schema import OptimizerConfig
 from tilth.models.config import DecoderConfig
+from tilth.runs.metrics import Metrics
 from tilth.training.engine import TrainEngine
 from tilth.training.losses import negative_log_likelihood
 from tilth.training.norms import LayerNorms, layer_of
@@ -16,7 +16,7 @@ UNTIED = DecoderConfig(**{**CONFIG.__dict__, "tie_embeddings": False, "num_layer
 
 
 def engine(watch=("layer_norms",), config=TIED, clip=0.01, **more):
-    section = Optimizer(lr=0.02, clip_norm=clip)
+    section = OptimizerConfig(lr=0.02, clip_norm=clip)
     return TrainEngine(model(config), section, total_steps=9, micro_tokens=12, watch=watch, **more)
 
 

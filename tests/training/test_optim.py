@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tilth.config.schema import Optimizer
+from tilth.config.schema import OptimizerConfig
 from tilth.core.errors import ModelError
 from tilth.models.family import family_of
 from tilth.training.optim import Optimizers
@@ -47,13 +47,13 @@ def run(model, optimizers, steps, lr=0.01, first=0):
 def test_muon_refuses_a_matrix_of_a_layer_that_it_does_not_know():
     names = Toy().names() | {"model.layers.0.mlp.router.weight": nn.Parameter(torch.ones(4, 6))}
     with pytest.raises(ModelError, match="router"):
-        Optimizers(names, Optimizer(name="muon"), TABLE)
+        Optimizers(names, OptimizerConfig(name="muon"), TABLE)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_adamw_equals_torch_with_decay_on_matrices_only(decay):
     ours, theirs = Toy(), Toy()
-    optimizers = Optimizers(ours.names(), Optimizer(name="adamw", lr=0.01, weight_decay=decay), TABLE)
+    optimizers = Optimizers(ours.names(), OptimizerConfig(name="adamw", lr=0.01, weight_decay=decay), TABLE)
     matrices = [p for p in theirs.parameters() if p.ndim > 1]
     vectors = [p for p in theirs.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -69,7 +69,7 @@ def test_adamw_equals_torch_with_decay_on_matrices_only(decay):
 
 def test_muon_takes_the_block_matrices_and_adamw_the_rest():
     ours, theirs = Toy(), Toy()
-    optimizers = Optimizers(ours.names(), Optimizer(name="muon", lr=0.01, muon_lr_ratio=3.0), TABLE)
+    optimizers = Optimizers(ours.names(), OptimizerConfig(name="muon", lr=0.01, muon_lr_ratio=3.0), TABLE)
     block = theirs.layers[0].mlp.up_proj.weight
     rest = [p for p in theirs.parameters() if p is not block]
     muon = torch.optim.Muon([block], lr=0.03, weight_decay=0.0)
@@ -86,7 +86,7 @@ def test_muon_takes_the_block_matrices_and_adamw_the_rest():
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_restored_state_continues_bit_for_bit(name):
-    section = Optimizer(name=name, lr=0.01)
+    section = OptimizerConfig(name=name, lr=0.01)
     whole = Toy()
     optimizers = Optimizers(whole.names(), section, TABLE)
     run(whole, optimizers, 3)
@@ -103,17 +103,17 @@ def test_restored_state_continues_bit_for_bit(name):
 
 def test_fresh_state_does_not_continue_the_same_way():
     whole = Toy()
-    optimizers = Optimizers(whole.names(), Optimizer(lr=0.01), TABLE)
+    optimizers = Optimizers(whole.names(), OptimizerConfig(lr=0.01), TABLE)
     run(whole, optimizers, 3)
     forgetful = copy.deepcopy(whole)
     run(whole, optimizers, 1, first=3)
-    run(forgetful, Optimizers(forgetful.names(), Optimizer(lr=0.01), TABLE), 1, first=3)
+    run(forgetful, Optimizers(forgetful.names(), OptimizerConfig(lr=0.01), TABLE), 1, first=3)
     assert not torch.equal(whole.embed_tokens.weight, forgetful.embed_tokens.weight)
 
 
 def test_clip_scales_to_the_bound_and_reports_the_norm_before():
     model = Toy()
-    optimizers = Optimizers(model.names(), Optimizer(), TABLE)
+    optimizers = Optimizers(model.names(), OptimizerConfig(), TABLE)
     fill_grads(model, 1)
     before = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
     assert optimizers.clip(0.5) == pytest.approx(float(before))
@@ -123,7 +123,7 @@ def test_clip_scales_to_the_bound_and_reports_the_norm_before():
 
 def test_clip_with_no_bound_only_measures():
     model = Toy()
-    optimizers = Optimizers(model.names(), Optimizer(), TABLE)
+    optimizers = Optimizers(model.names(), OptimizerConfig(), TABLE)
     fill_grads(model, 1)
     grads = [p.grad.clone() for p in model.parameters()]
     optimizers.clip(0.0)

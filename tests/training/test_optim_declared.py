@@ -6,8 +6,8 @@ from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401 
 from tests.flows import tiny
 from tilth.config.load import load_recipe
 from tilth.core.errors import PluginError, RecipeError
-from tilth.flows.signals import Interrupted
 from tilth.plan.memory import FP32, _optimizer
+from tilth.runs.signals import Interrupted
 
 MINE = """
 import tilth, torch

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilth.config.schema import Optimizer
-from tilth.core.batch import Ragged
+from tilth.config.schema import OptimizerConfig
+from tilth.core.batch import Jagged
 from tilth.core.errors import LossMaskError
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
@@ -35,7 +35,7 @@ def group(prompt, completions):
 def batch(samples):
     rows = [np.array(p + c, np.int64) for p, c in samples]
     mask = [np.array([0] * len(p) + [1] * len(c), np.uint8) for p, c in samples]
-    return Ragged.of(rows), np.concatenate(mask) if mask else np.zeros(0, np.uint8)
+    return Jagged.of(rows), np.concatenate(mask) if mask else np.zeros(0, np.uint8)
 
 
 SAMPLES = st.lists(
@@ -54,7 +54,7 @@ def model(seed=0):
 @given(SAMPLES)
 def test_prompt_lengths_equal_a_loop(samples):
     tokens, mask = batch(samples)
-    found = prompt_lengths(Ragged(mask, tokens.offsets))
+    found = prompt_lengths(Jagged(mask, tokens.offsets))
     assert found.tolist() == [len(p) for p, _ in samples]
 
 
@@ -180,7 +180,7 @@ def test_a_first_token_in_the_mask_is_refused_and_never_read_from_its_neighbour(
         lambda: packed_logprobs(model(), tokens, mask, max_tokens=100, parity=parity),
         lambda: packed_squares(model(), tokens, mask, max_tokens=3, parity=parity),
         lambda: list(micros(tokens, mask, {}, 100, CPU, share=True)),
-        lambda: TrainEngine(model(), Optimizer(), total_steps=1, micro_tokens=100, parity=parity).update(
+        lambda: TrainEngine(model(), OptimizerConfig(), total_steps=1, micro_tokens=100, parity=parity).update(
             tokens, mask, {}, negative_log_likelihood(3.0)
         ),
     ):
@@ -194,7 +194,7 @@ def test_only_a_first_token_in_the_mask_is_refused(samples, data):
     tokens, _ = batch(samples)
     rows = [tokens.row(i)[: data.draw(st.integers(0, len(tokens.row(i))))] for i in range(len(samples))]
     mask = [np.array([data.draw(st.integers(0, 1)) for _ in row], np.uint8) for row in rows]
-    cut, masked = Ragged.of(rows), np.concatenate([*mask, np.zeros(0, np.uint8)])
+    cut, masked = Jagged.of(rows), np.concatenate([*mask, np.zeros(0, np.uint8)])
     if any(len(m) and m[0] for m in mask):
         with pytest.raises(LossMaskError):
             plan_micros(cut, masked, 8, share=True)

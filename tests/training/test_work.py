@@ -13,7 +13,7 @@ from tests.training.test_engine import CONFIG, batch, engine, model
 from tests.training.test_packed import SAMPLES, group
 from tests.training.test_packed import batch as packed
 from tilth.analysis.read import read_events
-from tilth.core.batch import Ragged
+from tilth.core.batch import Jagged
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
@@ -21,7 +21,7 @@ from tilth.models.value import ValueModel
 from tilth.plan.flops import Flops, attended, pass_flops, sequence_flops
 from tilth.trace import recorder, span
 from tilth.training.losses import negative_log_likelihood
-from tilth.training.packed import Work, micros, packed_logprobs, packed_values
+from tilth.training.packed import WorkAmounts, micros, packed_logprobs, packed_values
 
 CPU = torch.device("cpu")
 SHAPE = DecoderConfig(vocab_size=10, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2)
@@ -53,7 +53,7 @@ def test_work_is_what_one_counts(samples, most, share):
     tokens, mask = packed(samples)
     total = 0
     for _, micro in micros(tokens, mask, {}, most, CPU, share=share):
-        work, pairs = Work.of(MODEL, micro), looked_at(micro)
+        work, pairs = WorkAmounts.of(MODEL, micro), looked_at(micro)
         assert micro.pairs == pairs and work.tokens == micro.computed
         assert work.squares == 2 * pairs - work.tokens
         assert work.flops == pass_flops(SHAPE, work.tokens, pairs)
@@ -65,7 +65,7 @@ def test_work_is_what_one_counts(samples, most, share):
 def test_squares_of_a_shared_prompt():
     """A prompt of 6 and four samples of 1: 36 and four times 7^2 - 6^2."""
     tokens, mask = packed(group([1, 2, 3, 4, 5, 6], [[7], [8], [9], [7]]))
-    works = {s: [Work.of(MODEL, m) for _, m in micros(tokens, mask, {}, 100, CPU, share=s)] for s in (0, 1)}
+    works = {s: [WorkAmounts.of(MODEL, m) for _, m in micros(tokens, mask, {}, 100, CPU, share=s)] for s in (0, 1)}
     assert [(w.tokens, w.squares) for w in works[0]] == [(28, 4 * 49)]
     assert [(w.tokens, w.squares) for w in works[1]] == [(10, 36 + 4 * 13)]
 
@@ -114,7 +114,7 @@ def test_passes_of_an_update_say_how_much_they_are(tmp_path):
 
 
 def test_an_update_on_nothing_is_no_work():
-    tokens = Ragged.with_lengths(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    tokens = Jagged.with_lengths(np.zeros(0, np.int64), np.zeros(0, np.int64))
     found = engine().update(tokens, np.zeros(0, np.uint8), {}, negative_log_likelihood(1.0))
     assert (found.flops, found.computed) == (0, 0)
 

@@ -11,7 +11,7 @@ from tests.analysis.tree import s, table
 from tilth.config.load import from_dict
 from tilth.core.batch import Batch
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.rundir import RunDir
+from tilth.runs.directory import RunDir
 
 ENVIRONMENT = {
     "python": "3.12.3", "platform": "Linux-6.8-x86_64", "packages": {"tilth": "0.1.0", "torch": "2.13.0"},

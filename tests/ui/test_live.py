@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.flows.tiny import stand_in
 from tilth.config.load import from_dict
 from tilth.ui import live as live_module
-from tilth.ui.live import LEVELS, Live, Progress, Series, _times, line, picture, sparkline
+from tilth.ui.live import LEVELS, Live, LiveState, Series, _times, line, picture, sparkline
 
 RECIPE = from_dict({"supervised": {"steps": 20}, "algorithm": {"steps": 100}})
 SAMPLE = {"prompt": "123+456=", "text": "0579", "answer": "0579", "reward": 1.0}
@@ -185,7 +185,7 @@ def test_an_end_without_a_step():
 
 
 def test_time_left_is_that_of_the_phase():
-    p = Progress(RECIPE)
+    p = LiveState(RECIPE)
     for step in range(1, 5):
         p.take(record(step, "warmup"), 2.0)
     assert p.left == pytest.approx(32.0) and "at most 0:32 left of it" in line(p)
@@ -196,7 +196,7 @@ def test_time_left_is_that_of_the_phase():
 
 
 def test_an_unknown_phase_and_empty_records():
-    p = Progress(RECIPE)
+    p = LiveState(RECIPE)
     p.take({"step": 1, "phase": "other"}, 1.0)
     console = Console(file=io.StringIO(), width=80)
     console.print(picture(p, None, 80))
@@ -251,7 +251,7 @@ def test_supervised_flows_have_one_phase_of_as_many_steps_as_the_record_says():
     from tilth.config.load import from_dict
 
     recipe = from_dict({"flow": "pretrain", "supervised": {"epochs": 2.0}})
-    progress = Progress(recipe)
+    progress = LiveState(recipe)
     assert progress.planned == {"pretrain": 0}  # how many pieces there are is not known to the recipe
     record = {"step": 3, "phase": "pretrain", "phase_step": 3, "phase_steps": 40, "loss/heldout": 5.25, "loss": 5.5}
     progress.take(record, 2.0)

@@ -11,7 +11,7 @@ import pytest
 from tests.flows.tiny import Recorder, recipe, run, stand_in
 from tilth.config.load import from_dict
 from tilth.core.errors import RecipeError
-from tilth.flows.metrics import METRICS, declaration, schema
+from tilth.runs.metrics import METRICS, declaration, schema
 from tilth.ui import prometheus
 from tilth.ui.prometheus import HOST, POSITION, Endpoint, exposed
 from tilth.ui.track import tracking

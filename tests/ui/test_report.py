@@ -14,8 +14,8 @@ from markupsafe import Markup
 
 from tests.ui.fake import PLAN, fake_run, recipe
 from tilth.core.errors import DataError, StorageError
-from tilth.flows.readers import read_metrics, summarise
-from tilth.flows.rundir import RunDir
+from tilth.runs.directory import RunDir
+from tilth.runs.readers import read_metrics, summarise
 from tilth.ui.html import embed, render, text_of
 from tilth.ui.report import headline, write_report
 from tilth.ui.samples import BOUNDS, TOKENS, groups_of, moments_of

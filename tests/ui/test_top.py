@@ -18,9 +18,9 @@ from tests.ui.fake import fake_run
 from tilth.cli.main import app
 from tilth.cli.top import _follow, _lines
 from tilth.config.load import load_recipe
-from tilth.flows.rundir import RunDir
+from tilth.runs.directory import RunDir
 from tilth.ui import top as ui
-from tilth.ui.top import Tail, Watch, as_dict, drawn, last_line, shares
+from tilth.ui.top import RunWatcher, Tail, as_dict, drawn, last_line, shares
 
 RECORD = {"phase": "grpo", "phase_steps": 250, "reward/mean": 0.5, "loss": 0.25, "time/step": 2.0, "memory/peak": 4e8}
 
@@ -42,7 +42,7 @@ def directory(tmp_path):
 
 
 def test_a_look_follows_the_run(directory):
-    watch = Watch(directory.path)
+    watch = RunWatcher(directory.path)
     look = watch.look()
     assert look.running and look.recent is None and look.silent is None and look.progress.record == {}
     assert "running" in shown(look)
@@ -78,7 +78,7 @@ def test_json_is_what_is_on_disk(directory):
 
 def test_unchanged_files_are_not_read_again(directory, monkeypatch):
     keep(directory.events, *two_workers())
-    watch, read = Watch(directory.path), []
+    watch, read = RunWatcher(directory.path), []
     monkeypatch.setattr(ui, "recent", lambda folder: read.append(folder) or (None, range(0)))
     watch.look(), watch.look()
     assert len(read) == 1
@@ -89,7 +89,7 @@ def test_unchanged_files_are_not_read_again(directory, monkeypatch):
 
 def test_a_torn_file_of_events_is_no_end(directory):
     (directory.events / "attempt-1-rank-0-000001.parquet").write_bytes(b"PAR1")
-    assert Watch(directory.path).look().recent is None
+    assert RunWatcher(directory.path).look().recent is None
 
 
 def test_of_a_long_run_only_the_end_is_read(tmp_path):
@@ -105,7 +105,7 @@ def test_of_a_long_run_only_the_end_is_read(tmp_path):
 def test_a_run_that_was_set_back_begins_anew(directory):
     for step in (1, 2, 3):
         directory.commit_step({"step": step, "phase_step": step, **RECORD})
-    watch = Watch(directory.path)
+    watch = RunWatcher(directory.path)
     assert watch.look().progress.record["step"] == 3
     directory.rewind(1)
     look = watch.look()
@@ -136,27 +136,27 @@ def test_last_line(tmp_path):
 def test_silence_is_told(directory):
     directory.commit_step({"step": 1, "phase_step": 1, **RECORD})
     os.utime(directory.path / "metrics.jsonl", (0, 0))
-    assert "no step for" in shown(Watch(directory.path).look())
+    assert "no step for" in shown(RunWatcher(directory.path).look())
 
 
 @pytest.mark.parametrize("width", [40, 80, 110])
 def test_it_fits_any_width_and_marks_are_whole(directory, width):
     keep(directory.events, *two_workers())
     directory.commit_step({"step": 1, "phase_step": 1, **RECORD})
-    lines = shown(Watch(directory.path).look(), width).splitlines()
+    lines = shown(RunWatcher(directory.path).look(), width).splitlines()
     assert max(map(len, lines)) <= width
     assert not [line for line in lines if line.rstrip().endswith("■")]
 
 
 def test_hostile_text_stays_text(directory):
     directory.log("[bold]not markup[/bold] [/nothing]")
-    assert "[bold]not markup[/bold] [/nothing]" in shown(Watch(directory.path).look())
+    assert "[bold]not markup[/bold] [/nothing]" in shown(RunWatcher(directory.path).look())
 
 
 def test_many_ranks(tmp_path):
     calls = [s("call", 0, 10 + r, rank=r, step=1, seq=r) for r in range(40)]
     run = make(tmp_path, s("step", 0, 60, rank=40, step=1), *calls, records=[{"step": 1}])
-    look = Watch(run).look()
+    look = RunWatcher(run).look()
     assert "and 24 more" in shown(look) and len(as_dict(look)["recent"]["ranks"]) == 40
     assert shares(look.recent, 0)["waiting"] == pytest.approx(50 / 60)
 
@@ -171,7 +171,7 @@ def test_an_ended_run_is_shown_once(tmp_path):
 
 def test_without_a_terminal_a_line_and_the_end(directory):
     directory.commit_step({"step": 1, "phase_step": 1, **RECORD})
-    watch, console = Watch(directory.path), Console(width=200, record=True, file=open(os.devnull, "w"))
+    watch, console = RunWatcher(directory.path), Console(width=200, record=True, file=open(os.devnull, "w"))
     following = threading.Thread(target=_lines, args=(watch, watch.look(), console, 0.01))
     following.start()
     directory.commit_step({"step": 2, "phase_step": 2, **RECORD})
@@ -185,7 +185,7 @@ def test_without_a_terminal_a_line_and_the_end(directory):
 def test_in_a_terminal_the_last_picture_stays(directory):
     directory.commit_step({"step": 1, "phase_step": 1, **RECORD})
     screen = io.StringIO()
-    watch, console = Watch(directory.path), Console(width=90, force_terminal=True, file=screen)
+    watch, console = RunWatcher(directory.path), Console(width=90, force_terminal=True, file=screen)
     following = threading.Thread(target=_follow, args=(watch, watch.look(), console, 0.01))
     following.start()
     directory.commit_step({"step": 2, "phase_step": 2, **RECORD})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tilth.analysis.straggler_format import Trace
-from tilth.analysis.whatif import LOCAL, Model, WhatIf, replaced
+from tilth.analysis.whatif import LOCAL, TraceModel, WhatIf, replaced
 
 STRAGGLING = 1.1
 """S from which the study calls a job straggling."""
@@ -46,7 +46,7 @@ class Cause:
     evidence: dict[str, float]
 
 
-def diagnose(model: Model, found: WhatIf) -> Cause:
+def diagnose(model: TraceModel, found: WhatIf) -> Cause:
     """Why a job is slow."""
     alike, spread = alikeness(model.trace)
     pauses, count = paused(model)
@@ -177,7 +177,7 @@ def pearson(f: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     return float(x @ y / size) if size > tiny else 0.0, float(f.std() / f.mean())
 
 
-def paused(model: Model) -> tuple[np.ndarray, int]:
+def paused(model: TraceModel) -> tuple[np.ndarray, int]:
     """float64 [n, s, d] in the order of the schedule: durations with forwards that held a pause set to their worker's
     median in the step; and how many there were. Pauses of Python hold up forwards only: backwards are launched by C++.
     """

@@ -26,7 +26,7 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
 @dataclass(frozen=True)
-class Meetings:
+class CompleteMeetings:
     """The m rows of communications whose members are all there."""
 
     rows: np.ndarray
@@ -38,18 +38,18 @@ class Meetings:
     transfer: np.ndarray
     """int64 [m]: ns from the arrival of the last member to this one's end; 0 where it ended before."""
 
-    def select(self, chosen: np.ndarray) -> "Meetings":
+    def select(self, chosen: np.ndarray) -> "CompleteMeetings":
         """Some of the rows, bool [m]."""
-        return Meetings(self.rows[chosen], self.number[chosen], self.ranks[chosen], self.transfer[chosen])
+        return CompleteMeetings(self.rows[chosen], self.number[chosen], self.ranks[chosen], self.transfer[chosen])
 
 
-def meetings(events: Events) -> Meetings:
+def meetings(events: Events) -> CompleteMeetings:
     """The communications of a run (those whose members are all there, as ``Spans.grouped`` has them)."""
     rows = np.flatnonzero(events.kind.is_("communication"))
     number, ranks = events.spans.grouped(rows)
     rows, number, ranks = rows[number >= 0], number[number >= 0], ranks[number >= 0]
     last = last_start(events, rows, number)
-    return Meetings(rows, number, ranks, np.maximum(events.end[rows] - last[number], 0))
+    return CompleteMeetings(rows, number, ranks, np.maximum(events.end[rows] - last[number], 0))
 
 
 def last_start(events: Events, rows: np.ndarray, number: np.ndarray) -> np.ndarray:
@@ -59,7 +59,7 @@ def last_start(events: Events, rows: np.ndarray, number: np.ndarray) -> np.ndarr
     return last
 
 
-def links(events: Events, met: Meetings | None = None) -> list[Link]:
+def links(events: Events, met: CompleteMeetings | None = None) -> list[Link]:
     """A link for each operation and size of group, fitted on transfers; the error is of every fifth step, by a fit on
     the others."""
     met = met or meetings(events)
@@ -76,7 +76,7 @@ def _kinds(op: Coded, ranks: np.ndarray) -> Iterator[tuple[str, int, np.ndarray]
         yield op.names[code], size, np.flatnonzero(key == kind)
 
 
-def _samples(events: Events, met: Meetings, mine: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _samples(events: Events, met: CompleteMeetings, mine: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rows = met.rows[mine]
     return events.bytes[rows], met.transfer[mine] * 1e-9, events.step[rows]
 

@@ -14,7 +14,7 @@ import numpy as np
 from tilth.analysis.cause import Cause, Finding, Place, pearson
 from tilth.analysis.run_graph import MEET, WORK, Steps
 from tilth.analysis.run_rates import Rates, rates
-from tilth.analysis.run_replay import BLOCK, Model, alike, fast, numbered, quantiles
+from tilth.analysis.run_replay import BLOCK, RunModel, alike, fast, numbered, quantiles
 from tilth.analysis.run_whatif import RunWhatIf, coordinates, place_among
 
 LEAST = 0.05
@@ -38,7 +38,7 @@ class _Candidate:
     plausible: bool
 
 
-def diagnose_run(model: Model, found: RunWhatIf) -> Cause:
+def diagnose_run(model: RunModel, found: RunWhatIf) -> Cause:
     """Why the steps are slow, and how long they would be without each cause."""
     steps, work = model.steps, rates(model.steps)
     candidates = [_pauses(steps), _controller(steps)]

@@ -22,7 +22,7 @@ CACHE = 32_000_000
 """Bytes of one array of a replay."""
 
 
-class Model:
+class RunModel:
     """Steps made ready for replay. n nodes in the order of the schedule, k operations, s steps."""
 
     def __init__(self, steps: Steps, retimed: np.ndarray | None = None) -> None:

@@ -16,7 +16,7 @@ from tilth.analysis.cause import Cause
 from tilth.analysis.events import Events
 from tilth.analysis.network import assumed, retimed
 from tilth.analysis.run_graph import Steps, read_steps
-from tilth.analysis.run_replay import Model
+from tilth.analysis.run_replay import RunModel
 from tilth.analysis.run_trace import open_run
 from tilth.analysis.whatif import GUILTY, Replayed, Slowdown, mended, timed
 from tilth.config.axes import Split, over
@@ -25,7 +25,7 @@ from tilth.core.errors import DataError
 
 @dataclass(frozen=True)
 class RunWhatIf(Replayed):
-    """Findings of a run. ``explained``: a replay whose delays of dispatch are the usual ones (``Model.usual_delays``);
+    """Findings of a run. ``explained``: a replay whose delays of dispatch are the usual ones (``RunModel.usual_delays``);
     with the delays that were recorded the error is 0 by construction."""
 
     by_axis: dict[str, dict[int, Slowdown]]
@@ -46,7 +46,7 @@ class RunWhatIf(Replayed):
 
 def analyse(
     run: str | Path, steps: range | None = None, latency: float | None = None, bandwidth: float | None = None
-) -> tuple[Model, RunWhatIf, Cause]:
+) -> tuple[RunModel, RunWhatIf, Cause]:
     """Everything about a run, of the attempt that ``open_run`` takes.
 
     steps: only these; what is usual is taken from the whole run all the same. latency, bandwidth: seconds and bytes a
@@ -61,16 +61,16 @@ def analyse(
 
 def analyse_events(
     events: Events, steps: range | None = None, latency: float | None = None, bandwidth: float | None = None
-) -> tuple[Model, RunWhatIf, Cause]:
+) -> tuple[RunModel, RunWhatIf, Cause]:
     """The same of events that were read already. DataError: no whole step, none of these steps."""
     from tilth.analysis.run_cause import diagnose_run
 
-    model = Model(read_steps(events, steps))
+    model = RunModel(read_steps(events, steps))
     found = what_if_run(model, latency, bandwidth)
     return model, found, diagnose_run(model, found)
 
 
-def what_if_run(model: Model, latency: float | None = None, bandwidth: float | None = None) -> RunWhatIf:
+def what_if_run(model: RunModel, latency: float | None = None, bandwidth: float | None = None) -> RunWhatIf:
     """All numbers of a run."""
     steps = model.steps
     everything = np.ones((len(model.order), 1), bool)
@@ -101,7 +101,7 @@ def what_if_run(model: Model, latency: float | None = None, bandwidth: float | N
     )  # fmt: skip
 
 
-def _told(model: Model, name: str) -> bool:
+def _told(model: RunModel, name: str) -> bool:
     """Frames that spend nothing by themselves say nothing."""
     return bool(model.real[:, model.steps.ops.index(name)].sum() > 1e-3 * model.sum_real.sum())
 
@@ -109,7 +109,7 @@ def _told(model: Model, name: str) -> bool:
 def _elsewhere(steps: Steps, latency: float | None, bandwidth: float | None) -> float | None:
     if latency is None and bandwidth is None:
         return None
-    model = Model(steps, retimed(steps.events, latency, bandwidth, steps.steps))
+    model = RunModel(steps, retimed(steps.events, latency, bandwidth, steps.steps))
     return float(model.times(model.sum_real[:, None]).mean())
 
 

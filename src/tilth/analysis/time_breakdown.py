@@ -86,7 +86,7 @@ class Account:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class EventParts:
     """What each of n events belongs to."""
 
     names: tuple[str, ...]
@@ -146,7 +146,7 @@ def places(events: Events, bounds: np.ndarray, known: np.ndarray) -> np.ndarray:
     return np.where(events.step < 0, by_time, np.where(known[said] == events.step, said, -1))
 
 
-def parts_of(events: Events) -> Parts:
+def parts_of(events: Events) -> EventParts:
     """The part, thread and call of every event."""
     phase, call = _around(events)
     told = _phases_of_calls(events, phase)
@@ -165,7 +165,7 @@ def parts_of(events: Events) -> Parts:
         here = events.kind.is_(kind) & ((phase < 0) | (kind != "data"))
         code[here] = names.index(name)
     code[events.op.is_(PROFILE)] = names.index(PROFILE)
-    return Parts(names, code, main)
+    return EventParts(names, code, main)
 
 
 def _around(events: Events) -> tuple[np.ndarray, np.ndarray]:

@@ -160,7 +160,7 @@ class Replays(Protocol):
         """float64 [s]: time of each step where what ``keep`` chooses is as recorded and all else ideal."""
 
 
-class Model:
+class TraceModel:
     """A trace made ready for replay: durations as recorded and ideal, in the order of the schedule."""
 
     def __init__(self, trace: Trace) -> None:
@@ -240,12 +240,12 @@ def ideal(trace: Trace, real: np.ndarray) -> np.ndarray:
     return result
 
 
-def what_if(trace: Trace, model: Model | None = None) -> WhatIf:
+def what_if(trace: Trace, model: TraceModel | None = None) -> WhatIf:
     """All findings of a trace. DataError where its operations do not fit together or take no time.
 
     model: that of the trace, if it is there already.
     """
-    model = model or Model(trace)
+    model = model or TraceModel(trace)
     everything = np.ones(len(model.optype), bool)
     replayed, best = timed(model, everything)
 
@@ -282,13 +282,13 @@ def timed(model: Replays, everything: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return replayed, best
 
 
-def _types(model: Model) -> dict[str, np.ndarray]:
+def _types(model: TraceModel) -> dict[str, np.ndarray]:
     """bool [n] for each type, sends and receives of one direction together."""
     names = np.array([MERGED.get(name, name) for name in OPTYPES])[model.optype]
     return {str(name): names == name for name in dict.fromkeys(names)}
 
 
-def _workers(model: Model, workers: list[tuple[int, int]]) -> np.ndarray:
+def _workers(model: TraceModel, workers: list[tuple[int, int]]) -> np.ndarray:
     """bool [n, d]: the operations of these (dp rank, stage)."""
     mine = np.zeros((len(model.stage), model.trace.dp), bool)
     for dp, stage in workers:
@@ -317,13 +317,13 @@ def mended_by(fixed: np.ndarray, added: np.ndarray, replayed: np.ndarray, best: 
     return Mended(float(gain * scale), float(fixed.mean()), float(loss * scale), float(added.mean()))
 
 
-def replaced(model: Model, even: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
+def replaced(model: TraceModel, even: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
     """What is gained where operations take the durations ``even``, [n, s, d], instead of the recorded ones."""
     only = model.ideal[:, None, None] + model.real - even
     return mended_by(model.times(even), model.times(np.maximum(only, 0)), replayed, best)
 
 
-def levelled(model: Model) -> np.ndarray:
+def levelled(model: TraceModel) -> np.ndarray:
     """float64 [n, s, d]: durations where each compute takes the mean of its type on its stage in that step."""
     even = model.real.copy()
     for stage in range(model.trace.stages):

@@ -1,11 +1,11 @@
 """How state survives: checkpoints of safetensors and JSON that are complete or absent, and checked when read."""
 
 from tilth.checkpoint.directory import complete, latest, listing, mark_best, note_best, prune, quarantine, read_best
-from tilth.checkpoint.exchange import Share
-from tilth.checkpoint.image import Group
 from tilth.checkpoint.read import Checkpoint, newest_valid, open_checkpoint
+from tilth.checkpoint.replica_read import Share
 from tilth.checkpoint.saver import Commit, Saver, Snapshot, abandon_save, begin_save, commit_save
 from tilth.checkpoint.shards import state_layouts
+from tilth.checkpoint.snapshot import Group
 from tilth.checkpoint.storage import Location
 from tilth.checkpoint.write import save
 

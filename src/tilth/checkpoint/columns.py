@@ -17,7 +17,7 @@ _COLUMNS = ("offset", "size", "file", "byte0")
 _LONG = 64
 
 
-class Row(NamedTuple):
+class TensorRow(NamedTuple):
     """A tensor as the file has it. B: boxes, D: dimensions."""
 
     shape: Shape
@@ -32,10 +32,10 @@ class Row(NamedTuple):
     """int64 [B]: from the start of the file's data section."""
 
 
-class Table:
+class TensorTable:
     """The tensors of a group."""
 
-    def __init__(self, rows: dict[str, Row]) -> None:
+    def __init__(self, rows: dict[str, TensorRow]) -> None:
         self.rows = rows
 
     @cached_property
@@ -47,7 +47,7 @@ class Table:
         """
         known: dict[tuple[str, bytes], bytes] = {}
 
-        def line(name: str, row: Row) -> Iterator[bytes]:
+        def line(name: str, row: TensorRow) -> Iterator[bytes]:
             yield f'{{"shape": {json.dumps(row.shape)}, "dtype": "{row.dtype}"'.encode()
             for column in _COLUMNS:
                 yield f', "{column}": '.encode()
@@ -94,7 +94,7 @@ class Pieces:
     """All int64 [N]."""
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> "Pieces":
+    def of(cls, rows: Sequence[TensorRow]) -> "Pieces":
         known: dict[tuple[bytes, int], np.ndarray] = {}
         counts, nbytes = [], []
         for row in rows:
@@ -138,14 +138,14 @@ class WrongField(Exception):
     """Where and what."""
 
 
-def rows_of(group: str, tensors: Mapping[str, Any], files: int, boxes: int) -> dict[str, Row]:
+def rows_of(group: str, tensors: Mapping[str, Any], files: int, boxes: int) -> dict[str, TensorRow]:
     """The rows of a group from its JSON. WrongField, also for boxes that do not tile a tensor.
 
     boxes: all tensors have at most so many. A column can stand for those of any number of tensors, so without a bound
     a short text could be a table that no memory holds.
     """
     known: dict[str, dict[str, np.ndarray]] = {}
-    found: dict[str, Row] = {}
+    found: dict[str, TensorRow] = {}
     for name, entry in tensors.items():
         row = found[name] = _row(f"{group}.{name}", name, entry, files, known)
         boxes -= len(row.file)
@@ -161,7 +161,7 @@ def rows_of(group: str, tensors: Mapping[str, Any], files: int, boxes: int) -> d
     return found
 
 
-def _row(where: str, name: str, entry: Any, files: int, known: dict[str, dict[str, np.ndarray]]) -> Row:
+def _row(where: str, name: str, entry: Any, files: int, known: dict[str, dict[str, np.ndarray]]) -> TensorRow:
     """known: columns of the tensors before it; its own are added."""
     fields = ("shape", "dtype", *_COLUMNS)
     if not isinstance(entry, dict) or sorted(entry) != sorted(fields):
@@ -182,7 +182,7 @@ def _row(where: str, name: str, entry: Any, files: int, known: dict[str, dict[st
         raise WrongField(f"{where}.file: there is no file number {columns['file'].max()}, only {files} files")
     offset, size = (columns[c].reshape(boxes, len(shape)) for c in ("offset", "size"))
     _check_sizes(where, shape, size, DTYPES[entry["dtype"]].itemsize)
-    return Row(tuple(shape.tolist()), entry["dtype"], offset, size, columns["file"], columns["byte0"])
+    return TensorRow(tuple(shape.tolist()), entry["dtype"], offset, size, columns["file"], columns["byte0"])
 
 
 def _check_sizes(where: str, shape: np.ndarray, size: np.ndarray, itemsize: int) -> None:

@@ -51,7 +51,7 @@ def step_of(path: Location) -> int | None:
 # ---- what is there ----
 
 
-class Entry(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """Something under a root that is a checkpoint, was one or was to become one."""
 
     path: Location
@@ -61,7 +61,7 @@ class Entry(NamedTuple):
     """Why it is damaged."""
 
 
-def listing(root: Location) -> list[Entry]:
+def listing(root: Location) -> list[FoundCheckpoint]:
     """All that is there, by step and name. ``replaced``: an old one whose successor of the same step is in place."""
     storage = storage_of(root)
     taken = set(_complete(storage).values())
@@ -70,7 +70,7 @@ def listing(root: Location) -> list[Entry]:
         if match := _ANY.fullmatch(name):
             state = _state(storage, name, match, taken)
             reason = _reason(storage, name) if state == "damaged" else ""
-            found.append(Entry(join(root, name), int(match[1]), state, reason))
+            found.append(FoundCheckpoint(join(root, name), int(match[1]), state, reason))
     return sorted(found, key=lambda entry: (entry.step, str(entry.path)))
 
 

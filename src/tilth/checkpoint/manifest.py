@@ -20,7 +20,7 @@ import torch
 import xxhash
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from tilth.checkpoint.columns import Pieces, Row, Table, WrongField, json_object, rows_of
+from tilth.checkpoint.columns import Pieces, TensorRow, TensorTable, WrongField, json_object, rows_of
 from tilth.checkpoint.planning import (
     DTYPES,
     MOST,
@@ -157,7 +157,7 @@ class TensorEntry:
     size: np.ndarray
     """int64 [B, D]."""
     _manifest: "Manifest"
-    _row: Row
+    _row: TensorRow
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -208,7 +208,7 @@ class Manifest:
     layout: dict[str, Any]
     """``mesh``: that of the writers."""
     files: dict[str, FileEntry]
-    tables: Mapping[str, Table]
+    tables: Mapping[str, TensorTable]
     objects: dict[str, Any]
     """Whatever JSON the controller keeps."""
     total_bytes: int
@@ -300,12 +300,12 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     return manifest
 
 
-def _tables(head: _Head) -> dict[str, Table]:
+def _tables(head: _Head) -> dict[str, TensorTable]:
     """Each box has a checksum at least, but for the one of a tensor without elements. WrongField."""
     boxes = sum(entry.tiles for entry in head.files.values()) + sum(map(len, head.groups.values()))
-    tables: dict[str, Table] = {}
+    tables: dict[str, TensorTable] = {}
     for group, tensors in head.groups.items():
-        tables[group] = Table(rows_of(group, tensors, len(head.files), boxes))
+        tables[group] = TensorTable(rows_of(group, tensors, len(head.files), boxes))
         boxes -= sum(len(row.file) for row in tables[group].rows.values())
     return tables
 
@@ -416,7 +416,7 @@ def assemble(
     for report in reports:
         groups.setdefault(report.group, []).append(report)
     files: dict[str, FileEntry] = {}
-    tables: dict[str, Table] = {}
+    tables: dict[str, TensorTable] = {}
     for group, members in groups.items():
         members.sort(key=lambda report: report.rank)
         raise_problems(folder, _wrong_ranks(group, members, None if expected is None else expected.get(group, ())))
@@ -501,11 +501,11 @@ def _wrong_files(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[str]:
 
 
 @lru_cache(maxsize=8)
-def _planned_table(plan: GroupPlan, files: int) -> Table:
+def _planned_table(plan: GroupPlan, files: int) -> TensorTable:
     """The tensors of a plan whose files come behind so many others; with its text made once."""
     number = files + np.cumsum(plan.writes) - 1
     rows = {
-        spec.name: Row(spec.layout.shape, spec.dtype, c.offset, c.size, number[c.writer], c.byte0)
+        spec.name: TensorRow(spec.layout.shape, spec.dtype, c.offset, c.size, number[c.writer], c.byte0)
         for spec, c in zip(plan.specs, plan.columns())
     }
-    return Table(rows)
+    return TensorTable(rows)

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 import xxhash
 
+from tilth.checkpoint.balance import Dealt, Held, cuttable, deal
 from tilth.checkpoint.covering import tiling_problem
-from tilth.checkpoint.dealing import Dealt, Held, cuttable, deal
 from tilth.core.errors import CheckpointError
-from tilth.core.layout import Box, Layout, Mesh, Ragged, Shape, Shard, interval_boxes
+from tilth.core.layout import Box, Layout, Mesh, RaggedShard, Shape, Shard, interval_boxes
 
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -84,7 +84,7 @@ class Planned(NamedTuple):
     dtype: str
 
 
-class Columns(NamedTuple):
+class TensorBoxes(NamedTuple):
     """All boxes of a tensor, sorted by offset. B: boxes, D: dimensions."""
 
     offset: np.ndarray
@@ -300,14 +300,14 @@ def _held(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                 start = np.minimum(length, part * chunk)
                 offset[:, dim] += start
                 size[:, dim] = np.minimum(length, start + chunk) - start
-            case Ragged():
+            case RaggedShard():
                 place, offset, size = _ragged(placement, coordinates[i], offset, size)
     some = size.prod(1) > 0
     return place[some], offset[some], size[some]
 
 
 def _ragged(
-    ragged: Ragged, part: np.ndarray, offset: np.ndarray, size: np.ndarray
+    ragged: RaggedShard, part: np.ndarray, offset: np.ndarray, size: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The last split: an interval of the flat block of each place, as boxes."""
     ends = [0, *accumulate(ragged.units)]
@@ -497,13 +497,13 @@ class GroupPlan:
         """
         return safetensors_header(self.pieces(rank))
 
-    def columns(self) -> list[Columns]:
+    def columns(self) -> list[TensorBoxes]:
         """Where all boxes of all tensors lie in the files of all ranks; in the order of the specs."""
         end = np.zeros(len(self.ranks), np.int64)
-        found: dict[int, Columns] = {}
+        found: dict[int, TensorBoxes] = {}
         for i in self._file_order:
             dealt = self._dealt[i]
-            found[i] = Columns(dealt.offset, dealt.size, dealt.writer, end[dealt.writer] + dealt.before)
+            found[i] = TensorBoxes(dealt.offset, dealt.size, dealt.writer, end[dealt.writer] + dealt.before)
             end[dealt.writers] += dealt.nbytes
         return [found[i] for i in range(len(self.specs))]
 

@@ -14,11 +14,11 @@ import xxhash
 from torch import Tensor
 
 from tilth.checkpoint.directory import complete, quarantine, step_of
-from tilth.checkpoint.exchange import Share, together
 from tilth.checkpoint.manifest import Manifest, Piece, TensorEntry, load_manifest, raise_problems
+from tilth.checkpoint.replica_read import Share, together
 from tilth.checkpoint.shards import held, views
 from tilth.checkpoint.storage import Location, Storage, is_url, storage_of
-from tilth.checkpoint.tiled import REQUESTS, Want, fetch
+from tilth.checkpoint.tile_reader import REQUESTS, Want, fetch
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Box, Layout
 

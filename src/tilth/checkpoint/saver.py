@@ -16,9 +16,9 @@ from threading import Event, Thread
 from typing import Any, NamedTuple
 
 from tilth.checkpoint.directory import Attempt, complete, step_of
-from tilth.checkpoint.image import Buffer, Group, Image, Part, specs_of
 from tilth.checkpoint.manifest import FileEntry, Report, assemble, parse_report, raise_problems, report_of
 from tilth.checkpoint.read import damaged_files
+from tilth.checkpoint.snapshot import FileImage, Group, HostBuffer, RankPart, specs_of
 from tilth.checkpoint.stages import StageError, failed, staged
 from tilth.checkpoint.storage import Location, join, storage_of
 from tilth.core.errors import CheckpointError, StorageError, TilthError
@@ -47,8 +47,8 @@ class Saver:
     """Writes what one process has of each group. One save at a time; its memory and its plans are kept."""
 
     def __init__(self) -> None:
-        self._buffer = Buffer()
-        self._parts: dict[str, Part] = {}
+        self._buffer = HostBuffer()
+        self._parts: dict[str, RankPart] = {}
         self._thread: _Background | None = None
 
     def start(
@@ -100,12 +100,12 @@ class Saver:
             events = self._buffer.copy(zip(images, sources))
         return partial(_write, attempt, images, rank, part, events), nbytes
 
-    def _part(self, name: str, group: Group, rank: int) -> Part:
+    def _part(self, name: str, group: Group, rank: int) -> RankPart:
         """As prepared for the save before, where all is the same."""
         _check_name("group", name)
         specs, known = specs_of(name, group, rank), self._parts.get(name)
         if known is None or known.specs != specs or known.rank != rank:
-            known = self._parts[name] = Part(name, specs, rank)
+            known = self._parts[name] = RankPart(name, specs, rank)
         return known
 
     def wait(self) -> None:
@@ -162,7 +162,7 @@ class _Background(Thread):
 # ---- a worker's thread ----
 
 
-def _write(attempt: Attempt, images: Sequence[Image], rank: int, part: str, events: Sequence[Any]) -> list[Report]:
+def _write(attempt: Attempt, images: Sequence[FileImage], rank: int, part: str, events: Sequence[Any]) -> list[Report]:
     """Make the files of the images durable and report them; a failure is reported too, where that is possible."""
     try:
         with _told(attempt, rank), span("save.background", step=attempt.step):
@@ -175,7 +175,7 @@ def _write(attempt: Attempt, images: Sequence[Image], rank: int, part: str, even
         raise
 
 
-def _write_image(attempt: Attempt, image: Image, rank: int, part: str) -> Report:
+def _write_image(attempt: Attempt, image: FileImage, rank: int, part: str) -> Report:
     group, file, entry = image.part.group, "", None
     if image.part.pieces:
         file = attempt.file(group, part)
@@ -187,7 +187,7 @@ def _write_image(attempt: Attempt, image: Image, rank: int, part: str) -> Report
     return report
 
 
-def _write_file(attempt: Attempt, image: Image, path: str) -> FileEntry:
+def _write_file(attempt: Attempt, image: FileImage, path: str) -> FileEntry:
     """Checksums and writes; of a large file at the same time, since a disk that writes leaves the processor alone."""
     checksum = partial(_checksum, image, f"{attempt.root}/{path}")
     if len(image.data) < _LARGE:
@@ -204,7 +204,7 @@ def _write_file(attempt: Attempt, image: Image, path: str) -> FileEntry:
     return entry
 
 
-def _checksum(image: Image, place: str) -> FileEntry:
+def _checksum(image: FileImage, place: str) -> FileEntry:
     with staged("checksum", place, len(image.data)):
         return image.entry()
 

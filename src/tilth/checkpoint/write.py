@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tilth.checkpoint.image import Group, check_tensor
 from tilth.checkpoint.saver import Saver, abandon_save, begin_save, check_objects, commit_save
+from tilth.checkpoint.snapshot import Group, check_tensor
 from tilth.checkpoint.storage import Location
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import Layout, Mesh

@@ -8,8 +8,8 @@ import typer
 
 from tilth.analysis.events import parse_ranks
 from tilth.core.errors import StorageError
-from tilth.flows.profiling import Request, ask, follow, steps_in_words, take_back
-from tilth.ui import words
+from tilth.flows.profiling import ProfileRequest, ask, follow, steps_in_words, take_back
+from tilth.ui import format
 
 
 def capture(run: Path, steps: int, ranks: str, *, memory: bool, as_json: bool) -> None:
@@ -33,7 +33,7 @@ def capture(run: Path, steps: int, ranks: str, *, memory: bool, as_json: bool) -
         typer.echo("\n".join(_told(line)))
 
 
-def _await(run: Path, request: Request, *, silent: bool) -> dict[str, Any]:
+def _await(run: Path, request: ProfileRequest, *, silent: bool) -> dict[str, Any]:
     if not silent:
         typer.echo(_asked(run, request))
     line: dict[str, Any] = {}
@@ -43,12 +43,12 @@ def _await(run: Path, request: Request, *, silent: bool) -> dict[str, Any]:
     return line
 
 
-def _asked(run: Path, request: Request) -> str:
+def _asked(run: Path, request: ProfileRequest) -> str:
     what = "its next step" if request.steps == 1 else f"its next {request.steps} steps"
     return f"asked {run} for {what}; Ctrl-C takes that back"
 
 
 def _told(line: dict[str, Any]) -> list[str]:
-    lines = [f"{made['path']}  {words.size(made['bytes'])}" for made in line["files"].values()]
+    lines = [f"{made['path']}  {format.size(made['bytes'])}" for made in line["files"].values()]
     lines += [f"rank {rank}: nothing: {error}" for rank, error in line["errors"].items()]
     return [*lines, "they open at https://ui.perfetto.dev, or in chrome://tracing"]

@@ -29,7 +29,7 @@ _OPEN = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
-class Wish:
+class ChatOptions:
     """What is asked for, as on the command line."""
 
     model: str
@@ -42,7 +42,7 @@ class Wish:
     seed: int = 0
 
 
-def talk(wish: Wish) -> None:
+def talk(wish: ChatOptions) -> None:
     """Answer line by line until there are no more. Answers go to standard output, all else to standard error."""
     loaded = load_model(wish.model)
     chat = Chat(loaded, wish)
@@ -150,7 +150,7 @@ class Conversation:
 class Chat:
     """A model, an engine of one row, and the conversation."""
 
-    def __init__(self, loaded: LoadedModel, wish: Wish) -> None:
+    def __init__(self, loaded: LoadedModel, wish: ChatOptions) -> None:
         self.wish, self.config = wish, loaded.config
         self.tokenizer = wants_tokenizer(loaded)
         template = make_template(_template(loaded, self.tokenizer, wish), self.tokenizer)
@@ -197,7 +197,7 @@ class Chat:
         return said
 
 
-def _template(loaded: LoadedModel, tokenizer: Tokenizer, wish: Wish) -> str:
+def _template(loaded: LoadedModel, tokenizer: Tokenizer, wish: ChatOptions) -> str:
     if wish.template is not None:
         return wish.template
     if loaded.run is not None:

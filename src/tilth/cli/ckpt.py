@@ -14,13 +14,23 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from tilth.checkpoint import latest, open_checkpoint, read_best
-from tilth.checkpoint.directory import BEST, MISSING, Entry, bare, complete, discard, listing, step_of, superfluous
+from tilth.checkpoint.directory import (
+    BEST,
+    MISSING,
+    FoundCheckpoint,
+    bare,
+    complete,
+    discard,
+    listing,
+    step_of,
+    superfluous,
+)
 from tilth.checkpoint.storage import Location, is_url, join, split, storage_of
 from tilth.cli.tables import new_table
 from tilth.cli.tables import show as show_tables
 from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
-from tilth.flows.files import Lock, to_json
-from tilth.flows.named import (
+from tilth.runs.files import Lock, to_json
+from tilth.runs.model_refs import (
     find_checkpoint,
     foreign,
     is_checkpoint,
@@ -31,14 +41,14 @@ from tilth.flows.named import (
     run_settings,
     split_spec,
 )
-from tilth.flows.readers import read_state
-from tilth.ui import words
+from tilth.runs.readers import read_state
+from tilth.ui import format
 
 _DAMAGED_ANYWHERE = ("damaged", "replaced")
 _DAMAGED = (*_DAMAGED_ANYWHERE, "unfinished")
 
 
-class Place(NamedTuple):
+class CheckpointFolder(NamedTuple):
     """A folder of checkpoints."""
 
     root: Location
@@ -56,7 +66,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckpointRow:
     """A checkpoint, or what is left of one, as ``tilth ckpt ls --json`` says it."""
 
     run: str | None
@@ -107,7 +117,7 @@ class Verdict:
 # ---- where ----
 
 
-def places(where: str) -> list[Place]:
+def places(where: str) -> list[CheckpointFolder]:
     """The folders of checkpoints that a text means: a run's, of all runs in a folder, a folder or URL itself.
 
     DataError if there is no such thing.
@@ -116,15 +126,15 @@ def places(where: str) -> list[Place]:
     if which:
         named = find_checkpoint(where)
         if named is not None:
-            return [Place(split(named.path)[0], named.run, named.path)]
+            return [CheckpointFolder(split(named.path)[0], named.run, named.path)]
     with reaching(place):
         if is_run(place):
-            return [Place(root_of(Path(place)), Path(place))]
+            return [CheckpointFolder(root_of(Path(place)), Path(place))]
         if is_checkpoint(place):
             named = find_checkpoint(where)
-            return [Place(split(place)[0], named.run if named else None, place)]
+            return [CheckpointFolder(split(place)[0], named.run if named else None, place)]
         if listing(place):
-            return [Place(place, _run_above(place))]
+            return [CheckpointFolder(place, _run_above(place))]
         found = list(_below(place)) or list(_alone(place))
     if not found:
         raise DataError(f"{where!r} is neither a run nor a checkpoint, and no folder of those; runs lie in runs/")
@@ -139,32 +149,32 @@ def _run_above(folder: Location) -> Path | None:
     return next((above for path in (named, real) for above in path.parents if is_run(above)), None)
 
 
-def _alone(folder: Location) -> Iterator[Place]:
+def _alone(folder: Location) -> Iterator[CheckpointFolder]:
     """What was a checkpoint until its manifest went."""
     root = split(folder)[0]
     if any(_same(folder, path) for path in bare(root)):
-        yield Place(root, _run_above(root), folder)
+        yield CheckpointFolder(root, _run_above(root), folder)
 
 
-def _below(folder: Location) -> Iterator[Place]:
+def _below(folder: Location) -> Iterator[CheckpointFolder]:
     """The runs in a folder, and the places in a store that ``run.checkpoints`` gave to several."""
     for name in storage_of(folder).names():
         inside = join(folder, name)
         if is_run(inside):
             yield _of_run(Path(inside))
         elif listing(inside):
-            yield Place(inside)
+            yield CheckpointFolder(inside)
 
 
-def _of_run(run: Path) -> Place:
+def _of_run(run: Path) -> CheckpointFolder:
     """One of several: what is wrong with it is not to hide the others."""
     try:
-        return Place(root_of(run), run)
+        return CheckpointFolder(root_of(run), run)
     except TilthError as error:
-        return Place(run / "checkpoints", run, problem=str(error))
+        return CheckpointFolder(run / "checkpoints", run, problem=str(error))
 
 
-def _known(where: str) -> list[Place]:
+def _known(where: str) -> list[CheckpointFolder]:
     """As ``places``. DataError if one of them is not known."""
     found = places(where)
     for problem in (place.problem for place in found if place.problem):
@@ -190,7 +200,7 @@ def ls(where: str, *, as_json: bool) -> None:
     raise typer.Exit(int(wrong))
 
 
-def _looked(place: Place, *, alone: bool) -> tuple[list[Row], str]:
+def _looked(place: CheckpointFolder, *, alone: bool) -> tuple[list[CheckpointRow], str]:
     """What is there; and, where that is nothing, what is wrong. An error is one of the command where it is all."""
     if place.problem:
         return [], place.problem
@@ -203,13 +213,13 @@ def _looked(place: Place, *, alone: bool) -> tuple[list[Row], str]:
     return found, "" if found else lost(place.run, place.root)
 
 
-def _wrong(place: Place, problem: str) -> dict[str, Any]:
+def _wrong(place: CheckpointFolder, problem: str) -> dict[str, Any]:
     """A run of which there is no checkpoint to be listed, in the place of a row."""
-    row = Row(str(place.run) if place.run else None, str(place.root), 0, "missing", problem, False, False, 0)
+    row = CheckpointRow(str(place.run) if place.run else None, str(place.root), 0, "missing", problem, False, False, 0)
     return {**asdict(row), "step": None}
 
 
-def rows(place: Place) -> list[Row]:
+def rows(place: CheckpointFolder) -> list[CheckpointRow]:
     """All checkpoints and leftovers of a place, the oldest first."""
     with reaching(place.root):
         entries, newest, best = listing(place.root), latest(place.root), read_best(place.root)
@@ -226,10 +236,10 @@ def _same(a: Location, b: Location) -> bool:
     return a == b or (not is_url(a) and Path(a).resolve() == Path(b).resolve())
 
 
-def _row(place: Place, entry: Entry, *, newest: bool, best: bool) -> Row:
+def _row(place: CheckpointFolder, entry: FoundCheckpoint, *, newest: bool, best: bool) -> CheckpointRow:
     who = str(place.run) if place.run else None
     best = best and entry.state == "complete"
-    row = Row(who, str(entry.path), entry.step, entry.state, entry.reason, newest, best, _nbytes(entry.path))
+    row = CheckpointRow(who, str(entry.path), entry.step, entry.state, entry.reason, newest, best, _nbytes(entry.path))
     row = _with(row, reason=_without_place(entry.reason, entry.path))
     if entry.state == "unfinished" or entry.reason == MISSING:
         return row
@@ -243,14 +253,14 @@ def _row(place: Place, entry: Entry, *, newest: bool, best: bool) -> Row:
     return _with(row, reason=reason, saved=manifest.saved, layout=sizes(manifest.layout), tensors=tensors)
 
 
-def _foreign(place: Place, objects: Mapping[str, Any]) -> str:
+def _foreign(place: CheckpointFolder, objects: Mapping[str, Any]) -> str:
     """That another run made it, if so. run.json of old runs does not say which checkpoints are theirs."""
     known = read_state(place.run).get("digests") if place.run is not None else None
     return foreign(objects, known) if known else ""
 
 
-def _with(row: Row, **changes: Any) -> Row:
-    return Row(**{**asdict(row), **changes})
+def _with(row: CheckpointRow, **changes: Any) -> CheckpointRow:
+    return CheckpointRow(**{**asdict(row), **changes})
 
 
 def sizes(layout: dict[str, Any]) -> dict[str, int]:
@@ -276,14 +286,14 @@ def _without_place(text: str, path: Location) -> str:
     return text
 
 
-def _listed(found: list[Row]) -> Table:
+def _listed(found: list[CheckpointRow]) -> Table:
     made = new_table("step", "saved (UTC)", "layout", "tensors", "size", "state", right=("step", "tensors", "size"))
     for row in found:
         state = ", ".join([row.state, *(["best"] if row.best else []), *(["newest"] if row.newest else [])])
         saved = "–" if row.saved is None else row.saved[:19].replace("T", " ")
         tensors = "–" if row.tensors is None else f"{row.tensors:,}"
         reason = f": {row.reason}" if row.reason else ""
-        made.add_row(f"{row.step:,}", saved, mesh_text(row.layout), tensors, words.size(row.bytes), state + reason)
+        made.add_row(f"{row.step:,}", saved, mesh_text(row.layout), tensors, format.size(row.bytes), state + reason)
     return made
 
 
@@ -304,7 +314,7 @@ def verify(where: str, *, everything: bool, as_json: bool) -> None:
     """Compare every byte with its checksum; exit code 1 if something is damaged, 2 if there is nothing to look at."""
     there = _known(where)
     found = [(place, path) for place in there for path in _chosen(place, everything)]
-    verdicts = list[tuple[Place, Verdict]]()
+    verdicts = list[tuple[CheckpointFolder, Verdict]]()
     with bar() as progress:
         for place, path in found:
             verdict = examine(place, path, progress)
@@ -324,7 +334,7 @@ def verify(where: str, *, everything: bool, as_json: bool) -> None:
     raise typer.Exit(0 if all(verdict.good for _, verdict in verdicts) else 1)
 
 
-def _chosen(place: Place, everything: bool) -> list[Location]:
+def _chosen(place: CheckpointFolder, everything: bool) -> list[Location]:
     if place.only is not None:
         return [place.only]
     with reaching(place.root):
@@ -332,7 +342,7 @@ def _chosen(place: Place, everything: bool) -> list[Location]:
     return there if everything else there[-1:]
 
 
-def _gone(place: Place, path: Location) -> bool:
+def _gone(place: CheckpointFolder, path: Location) -> bool:
     """Whether a process that writes the run has removed or replaced it: then what could not be read is no damage."""
     with reaching(place.root):
         there = any(_same(path, one) for one in (*complete(place.root), *bare(place.root)))
@@ -343,7 +353,7 @@ Told = Callable[[str, int, int], None]
 """What is being read; bytes so far; bytes in all."""
 
 
-def examine(place: Place, path: Location, told: Told) -> Verdict:
+def examine(place: CheckpointFolder, path: Location, told: Told) -> Verdict:
     """Read and check one checkpoint."""
     start, read, problems, foreign = time.monotonic(), 0, list[str](), ""
     try:
@@ -386,12 +396,12 @@ def bar() -> Iterator[Told]:
 
 def _said(verdict: Verdict) -> list[str]:
     if verdict.intact:
-        start = f"{verdict.checkpoint}: intact, {words.size(verdict.bytes)} read and compared"
+        start = f"{verdict.checkpoint}: intact, {format.size(verdict.bytes)} read and compared"
         return [start, *(f"  {problem}" for problem in verdict.problems)]
     return [f"{verdict.checkpoint}: damaged", *(f"  {problem}" for problem in verdict.problems)]
 
 
-def _advice(verdicts: list[tuple[Place, Verdict]]) -> str:
+def _advice(verdicts: list[tuple[CheckpointFolder, Verdict]]) -> str:
     good = {verdict.checkpoint for _, verdict in verdicts if verdict.good}
     bad = next(place for place, verdict in verdicts if not verdict.good)
     older = [path for path in complete(bad.root) if str(path) in good]
@@ -437,14 +447,14 @@ def prune(where: str, *, keep: int | None, every: int | None, dry: bool, damaged
         typer.echo(to_json({"dry_run": dry, "removed": rows, "bytes": freed, "kept": stay}))
         return
     for row in removed:
-        typer.echo(f"{'would remove' if dry else 'removed'} {row.checkpoint} ({row.state}, {words.size(row.bytes)})")
+        typer.echo(f"{'would remove' if dry else 'removed'} {row.checkpoint} ({row.state}, {format.size(row.bytes)})")
     verb = "would be freed" if dry else "freed"
-    typer.echo(f"{len(removed)} of {len(removed) + len(stay)}, {words.size(freed)} {verb}; {len(stay)} stay")
+    typer.echo(f"{len(removed)} of {len(removed) + len(stay)}, {format.size(freed)} {verb}; {len(stay)} stay")
     if left:
         typer.echo(f"unfinished and left: {left}; only by its run's name is it known that no process is writing there")
 
 
-def _check_best(place: Place) -> None:
+def _check_best(place: CheckpointFolder) -> None:
     """The best may not go, so it must be known."""
     try:
         with reaching(place.root):
@@ -463,7 +473,7 @@ def _lock(run: Path) -> Lock:
     return Lock(run / "run.lock")
 
 
-def _retention(place: Place, keep: int | None, every: int | None) -> tuple[int, int]:
+def _retention(place: CheckpointFolder, keep: int | None, every: int | None) -> tuple[int, int]:
     """As asked, else as the run keeps them itself."""
     own = run_settings(place.run).get("run", {}) if place.run is not None else {}
     if keep is None and place.run is None:
@@ -471,7 +481,7 @@ def _retention(place: Place, keep: int | None, every: int | None) -> tuple[int, 
     return own.get("keep", 2) if keep is None else keep, own.get("keep_every", 0) if every is None else every
 
 
-def _superfluous(place: Place, keep: int, every: int, *, damaged: bool) -> list[Removal]:
+def _superfluous(place: CheckpointFolder, keep: int, every: int, *, damaged: bool) -> list[Removal]:
     """What goes; those to keep are chosen of those that open and are the run's own. Without such the newest stays.
 
     Of a place whose run is not known nothing goes that is unfinished: a process may be at it, and no lock would tell.

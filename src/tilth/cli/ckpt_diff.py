@@ -12,12 +12,12 @@ from rich.table import Table
 from torch import Tensor
 
 from tilth.cli.ckpt import Told, bar
-from tilth.cli.ckpt_source import MODEL, Source, dtype_name, flattened, open_source
+from tilth.cli.ckpt_source import MODEL, TensorSource, dtype_name, flattened, open_source
 from tilth.cli.tables import new_table, show
 from tilth.core.errors import DataError
 from tilth.core.layout import Box, Shape
-from tilth.flows.files import to_json
-from tilth.ui import words
+from tilth.runs.files import to_json
+from tilth.ui import format
 
 BLOCK = 1 << 22
 """Elements that are compared at once: what bounds memory."""
@@ -106,7 +106,7 @@ def diff(a: str, b: str, *, tolerance: float | None, as_json: bool) -> None:
 # ---- what differs ----
 
 
-def compare(a: Source, b: Source, tolerance: float | None, told: Told | None = None) -> Comparison:
+def compare(a: TensorSource, b: TensorSource, tolerance: float | None, told: Told | None = None) -> Comparison:
     """Read both, a block of one tensor at a time. tolerance: greatest difference that is none; None: bit for bit."""
     found = Comparison(a.name, b.name, tolerance=tolerance)
     groups = list(dict.fromkeys([*a.groups(), *b.groups()]))
@@ -134,14 +134,14 @@ def compare(a: Source, b: Source, tolerance: float | None, told: Told | None = N
     return found
 
 
-def _all(a: Source, b: Source, groups: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _all(a: TensorSource, b: TensorSource, groups: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Group and name of every tensor of both."""
     for group in groups:
         names = [name for side in (a, b) if group in side.groups() for name in side.names(group)]
         yield from ((group, name) for name in dict.fromkeys(names))
 
 
-def _pairs(a: Source, b: Source, groups: Sequence[str], found: Comparison) -> Iterator[tuple[str, str]]:
+def _pairs(a: TensorSource, b: TensorSource, groups: Sequence[str], found: Comparison) -> Iterator[tuple[str, str]]:
     """Those whose values can be compared; of the others it is written down why not."""
     there = [
         {(g, n) for g in groups if g in side.groups() for n in side.names(g)} for side in (a, b)
@@ -165,7 +165,7 @@ def _nbytes(shape: Shape, dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _tensor(a: Source, b: Source, group: str, name: str, tolerance: float | None) -> Difference:
+def _tensor(a: TensorSource, b: TensorSource, group: str, name: str, tolerance: float | None) -> Difference:
     shape, dtype = a.kind(group, name)
     other = b.kind(group, name)[1]
     count, most, relative, first = 0, 0.0, 0.0, None
@@ -275,7 +275,7 @@ def _said(found: Comparison) -> list[Any]:
         parts += ["", f"{len(kept)} tensors have another dtype and {values}, as {kept[0].name}: {_what(kept[0])}"]
     parts += _listed(found.objects, _objects)
     parts += ["", *_summed(found)]
-    what = f"{found.compared} tensors compared ({words.size(found.bytes)} read), {_alike(found, len(kept))}"
+    what = f"{found.compared} tensors compared ({format.size(found.bytes)} read), {_alike(found, len(kept))}"
     count = len(found.objects)
     others = f"; {count} {'value beside them differs' if count == 1 else 'values beside them differ'}" if count else ""
     return [*parts, what + others + (": no difference" if found.equal else "")]

@@ -11,19 +11,19 @@ from rich.table import Table
 
 from tilth.cli.ckpt import mesh_text, sizes
 from tilth.cli.ckpt_diff import abridged
-from tilth.cli.ckpt_source import DirectorySource, Source, StoredSource, dtype_name, flattened, open_source
+from tilth.cli.ckpt_source import DirectorySource, StoredSource, TensorSource, dtype_name, flattened, open_source
 from tilth.cli.tables import new_table
 from tilth.cli.tables import show as show_tables
 from tilth.core.errors import DataError
-from tilth.flows.files import to_json
-from tilth.ui import words
+from tilth.runs.files import to_json
+from tilth.ui import format
 
 _SHOWN = 40
 """Files and values in the tables; ``--json`` has all."""
 
 
 @dataclass(frozen=True)
-class Part:
+class ShownBox:
     """A box of a tensor and where it lies."""
 
     offset: list[int]
@@ -35,7 +35,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownTensor:
     """A tensor."""
 
     group: str
@@ -44,7 +44,7 @@ class Shown:
     dtype: str
     bytes: int
     files: list[str]
-    boxes: list[Part] = field(default_factory=list)
+    boxes: list[ShownBox] = field(default_factory=list)
     """With ``--boxes``."""
 
 
@@ -64,7 +64,7 @@ def show(spec: str, *, pattern: str | None, boxes: bool, as_json: bool) -> None:
         show_tables("", _tensors(listed, boxes=boxes))
 
 
-def tensors(source: Source, pattern: str | None, *, boxes: bool) -> Iterator[Shown]:
+def tensors(source: TensorSource, pattern: str | None, *, boxes: bool) -> Iterator[ShownTensor]:
     """Those whose name, with or without its group, is like the pattern."""
     for group in source.groups() if pattern is not None else ():
         for name in source.names(group):
@@ -72,21 +72,21 @@ def tensors(source: Source, pattern: str | None, *, boxes: bool) -> Iterator[Sho
                 yield _shown(source, group, name, boxes=boxes)
 
 
-def _shown(source: Source, group: str, name: str, *, boxes: bool) -> Shown:
+def _shown(source: TensorSource, group: str, name: str, *, boxes: bool) -> ShownTensor:
     shape, dtype = source.kind(group, name)
-    parts: list[Part] = []
+    parts: list[ShownBox] = []
     if isinstance(source, StoredSource):
         pieces = source.checkpoint.entry(group, name).boxes
         files = list(dict.fromkeys(piece.file for piece in pieces))
         if boxes:
-            parts = [Part(list(p.offset), list(p.size), p.file, p.byte0, p.nbytes) for p in pieces]
+            parts = [ShownBox(list(p.offset), list(p.size), p.file, p.byte0, p.nbytes) for p in pieces]
     else:
         files = [source.tensors.files[name]] if isinstance(source, DirectorySource) else []
     nbytes = math.prod(shape) * dtype.itemsize
-    return Shown(group, name, list(shape), dtype_name(dtype), nbytes, files, parts)
+    return ShownTensor(group, name, list(shape), dtype_name(dtype), nbytes, files, parts)
 
 
-def summary(source: Source) -> dict[str, Any]:
+def summary(source: TensorSource) -> dict[str, Any]:
     """All but single tensors, as plain data."""
     groups = [_group(source, group) for group in source.groups()]
     if not isinstance(source, StoredSource):
@@ -106,7 +106,7 @@ def summary(source: Source) -> dict[str, Any]:
     }
 
 
-def _group(source: Source, group: str) -> dict[str, Any]:
+def _group(source: TensorSource, group: str) -> dict[str, Any]:
     kinds = [source.kind(group, name) for name in source.names(group)]
     return {
         "group": group,
@@ -123,11 +123,11 @@ def _group(source: Source, group: str) -> dict[str, Any]:
 def _head(head: dict[str, Any]) -> Iterator[Any]:
     yield head["path"]
     if "step" in head:
-        when, nbytes = head["saved"][:19].replace("T", " "), words.size(head["bytes"])
+        when, nbytes = head["saved"][:19].replace("T", " "), format.size(head["bytes"])
         files = f"{len(head['files'])} file{'s' if len(head['files']) != 1 else ''}"
         yield f"step {head['step']:,}, saved {when} UTC, by {mesh_text(head['layout'])}, {nbytes} in {files}"
     else:
-        yield f"a directory of Hugging Face, {words.size(head['bytes'])}"
+        yield f"a directory of Hugging Face, {format.size(head['bytes'])}"
     yield ""
     yield _groups(head["groups"])
     if "step" in head:
@@ -140,7 +140,7 @@ def _head(head: dict[str, Any]) -> Iterator[Any]:
 def _groups(groups: list[dict[str, Any]]) -> Table:
     made = new_table("group", "tensors", "elements", "size", "dtype", right=("tensors", "elements", "size"))
     for one in groups:
-        size = words.size(one["bytes"])
+        size = format.size(one["bytes"])
         made.add_row(one["group"], f"{one['tensors']:,}", f"{one['elements']:,}", size, ", ".join(one["dtypes"]))
     return made
 
@@ -148,7 +148,7 @@ def _groups(groups: list[dict[str, Any]]) -> Table:
 def _files(files: list[dict[str, Any]]) -> Table:
     made = new_table("file", "group", "size", right=("size",))
     for one in files[:_SHOWN]:
-        made.add_row(one["name"], one["group"], words.size(one["bytes"]))
+        made.add_row(one["name"], one["group"], format.size(one["bytes"]))
     return made
 
 
@@ -163,14 +163,14 @@ def _objects(values: dict[str, Any]) -> Iterator[Any]:
         yield f"and {len(values) - _SHOWN} more; --json has all"
 
 
-def _tensors(listed: list[Shown], *, boxes: bool) -> Table:
+def _tensors(listed: list[ShownTensor], *, boxes: bool) -> Table:
     made = new_table("tensor", "shape", "dtype", "size", "files", right=("size",))
     for one in listed:
         what = f"{one.group}/{one.name}"
-        made.add_row(what, str(one.shape), one.dtype, words.size(one.bytes), _some(one.files))
+        made.add_row(what, str(one.shape), one.dtype, format.size(one.bytes), _some(one.files))
         for part in one.boxes if boxes else ():
             where = ", ".join(f"{start}:{start + size}" for start, size in zip(part.offset, part.size))
-            made.add_row(f"  [{where}]", str(part.size), "", words.size(part.bytes), f"{part.file} @{part.byte0:,}")
+            made.add_row(f"  [{where}]", str(part.size), "", format.size(part.bytes), f"{part.file} @{part.byte0:,}")
     return made
 
 

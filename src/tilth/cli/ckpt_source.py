@@ -10,12 +10,12 @@ from torch import Tensor
 from tilth.checkpoint import Checkpoint, open_checkpoint
 from tilth.core.errors import ModelError
 from tilth.core.layout import Box, Shape
-from tilth.flows.named import EMA, Named, explained, find_checkpoint
+from tilth.runs.model_refs import EMA, Named, explained, find_checkpoint
 
 MODEL = "model"
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Tensors by group and name, read by boxes."""
 
     name: str
@@ -52,20 +52,20 @@ class StoredSource:
             raise ModelError(f"{checkpoint.path} has no group {named.group}; its groups are: {there}")
 
     def groups(self) -> list[str]:
-        """As in ``Source``; of ``RUN@ema`` the average is the model."""
+        """As in ``TensorSource``; of ``RUN@ema`` the average is the model."""
         return self.checkpoint.groups if self.named.group != EMA else [MODEL]
 
     def names(self, group: str) -> list[str]:
-        """As in ``Source``."""
+        """As in ``TensorSource``."""
         return self.checkpoint.names(self._own(group))
 
     def kind(self, group: str, name: str) -> tuple[Shape, torch.dtype]:
-        """As in ``Source``."""
+        """As in ``TensorSource``."""
         entry = self.checkpoint.entry(self._own(group), name)
         return entry.shape, entry.torch_dtype
 
     def read(self, group: str, name: str, box: Box) -> Tensor:
-        """As in ``Source``. CheckpointError where it is damaged."""
+        """As in ``TensorSource``. CheckpointError where it is damaged."""
         with explained(self.named):
             return self.checkpoint.read(self._own(group), name, box)
 
@@ -84,24 +84,24 @@ class DirectorySource:
         self.name, self.tensors = str(directory), open_tensors(directory)
 
     def groups(self) -> list[str]:
-        """As in ``Source``."""
+        """As in ``TensorSource``."""
         return [MODEL]
 
     def names(self, group: str) -> list[str]:
-        """As in ``Source``."""
+        """As in ``TensorSource``."""
         return list(self.tensors)
 
     def kind(self, group: str, name: str) -> tuple[Shape, torch.dtype]:
-        """As in ``Source``."""
+        """As in ``TensorSource``."""
         shape = self.tensors.shape(name)
         return shape, self.tensors.part(name, tuple(slice(0, 0) for _ in shape)).dtype
 
     def read(self, group: str, name: str, box: Box) -> Tensor:
-        """As in ``Source``. ModelError where a file is damaged."""
+        """As in ``TensorSource``. ModelError where a file is damaged."""
         return self.tensors.part(name, box.slices)
 
 
-def open_source(spec: str) -> Source:
+def open_source(spec: str) -> TensorSource:
     """What a text names: any checkpoint, or a directory of Hugging Face. ModelError, CheckpointError."""
     named = find_checkpoint(spec)
     if named is None:

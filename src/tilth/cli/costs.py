@@ -40,7 +40,7 @@ def _about(run: Path) -> dict[str, Any]:
     """Recipe, model and machine of a run's folder; of a folder of events nothing is known but its name."""
     if not (run / "run.json").is_file():
         return {"run": run.name}
-    from tilth.flows.readers import read_state
+    from tilth.runs.readers import read_state
 
     state = read_state(run)
     machine = state.get("environment", {})

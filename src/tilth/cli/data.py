@@ -24,7 +24,7 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.flows.build import CACHE
 from tilth.flows.model import choose_tokenizer, load_model
 from tilth.plan.packing import micro_batches
-from tilth.rl.rewards import check_answers
+from tilth.rewards.functions import check_answers
 from tilth.ui.terminal import Terminal
 
 MOST = 20_000
@@ -52,7 +52,7 @@ class Lengths(NamedTuple):
         return cls(len(lengths), int(lengths.min()), median, p95, int(lengths.max()))
 
 
-class Packing(NamedTuple):
+class PackingReport(NamedTuple):
     """What becomes of the batches of some steps. fill: tokens over room; padding: its share if rows were padded."""
 
     rows: int
@@ -63,7 +63,7 @@ class Packing(NamedTuple):
 
 
 @dataclass
-class Shown:
+class ShownExample:
     """One example. texts: of each token; mask: 1 where the loss is taken; of a prompt without an answer all 0."""
 
     index: int
@@ -93,11 +93,11 @@ class View:
     loss_share: float | None = None
     stable: str = ""
     """Verdict on the template."""
-    packing: Packing | None = None
+    packing: PackingReport | None = None
     problems: list[str] = field(default_factory=list)
     """What would stop the run."""
     notes: list[str] = field(default_factory=list)
-    examples: list[Shown] = field(default_factory=list)
+    examples: list[ShownExample] = field(default_factory=list)
 
 
 def show(name: str, overrides: Sequence[str], n: int, *, as_json: bool) -> None:
@@ -145,7 +145,7 @@ def _prompts(recipe: Recipe, n: int) -> View:
         view.problems.append(
             f"{view.longer['prompt']:,} prompts are longer than the {room} tokens that model.context leaves them"
         )
-    pairs = recipe.facts.learns == "pairs"
+    pairs = recipe.flow_spec.learns == "pairs"
     if pairs:
         _compared(recipe, view, template, prompts, [p.index for p in some])
     else:
@@ -167,7 +167,7 @@ def _refused(recipe: Recipe, prompts: PromptSet, template: Template) -> Iterator
     checks: list[Callable[[], object]] = []
     if _generates(recipe):
         checks.append(lambda: check_prompts(prompts, template, context - recipe.rollout.max_tokens))
-    if recipe.facts.learns == "pairs":
+    if recipe.flow_spec.learns == "pairs":
         checks.append(lambda: check_pairs(prompts, template, context))
     elif recipe.flow == "sft":
         checks.append(lambda: check_examples(prompts, template, context))
@@ -177,7 +177,7 @@ def _refused(recipe: Recipe, prompts: PromptSet, template: Template) -> Iterator
         checks.append(lambda: check_answers(reward, prompts))
     if (recipe.data.holdout or recipe.data.heldout) and not len(heldout):
         yield f"data.holdout={recipe.data.holdout} of {len(prompts)} prompts leaves none to evaluate on"
-    if reward is None and recipe.facts.samples:
+    if reward is None and recipe.flow_spec.samples:
         yield "the data has no reward of its own; set reward.function"
     for check in checks:
         try:
@@ -236,7 +236,7 @@ def _compared(recipe: Recipe, view: View, template: Template, prompts: PromptSet
     view.notes.append(f"{len(found):,} pairs of {len(indices):,} prompts; of each pair the chosen answer comes first")
 
 
-def _both(prompts: PromptSet, index: int, template: Template, tokenizer: Tokenizer) -> list[Shown]:
+def _both(prompts: PromptSet, index: int, template: Template, tokenizer: Tokenizer) -> list[ShownExample]:
     """The first pair of a prompt."""
     first = encode_pairs(prompts, [index], template, sys.maxsize)[0]
     sides = (first.chosen, first.rejected)
@@ -264,16 +264,16 @@ def _last(examples: Sequence[Example]) -> np.ndarray:
     return np.array([int(np.argmin(e.mask[::-1])) if not e.mask.all() else len(e.mask) for e in examples])
 
 
-def _shown(prompt: Prompt, template: Template, tokenizer: Tokenizer) -> Shown:
+def _shown(prompt: Prompt, template: Template, tokenizer: Tokenizer) -> ShownExample:
     made = _examples(template, [prompt])[0] if prompt.answer is not None else []
     ids = made[0].tokens.tolist() if made else template.prompts([prompt])[0]
     return _spelled(prompt.index, ids, made[0].mask.tolist() if made else [0] * len(ids), tokenizer)
 
 
 def _generates(recipe: Recipe) -> bool:
-    if recipe.facts.value:
+    if recipe.flow_spec.value:
         return False
-    return recipe.facts.samples or bool(recipe.reward.function) or recipe.data.source in TASKS
+    return recipe.flow_spec.samples or bool(recipe.reward.function) or recipe.data.source in TASKS
 
 
 # ---- documents ----
@@ -342,7 +342,7 @@ def _chunks(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
     return (prompts[at : at + CHUNK] for at in range(0, len(prompts), CHUNK))
 
 
-def _packed(recipe: Recipe, lengths: np.ndarray) -> Packing:
+def _packed(recipe: Recipe, lengths: np.ndarray) -> PackingReport:
     """Batches of some steps in an order by chance, packed as the trainer does."""
     batch, room = min(recipe.supervised.batch, len(lengths)), recipe.train.micro_tokens
     order = np.asarray(stream(recipe.seed, "data show").permutation(len(lengths)))[: batch * STEPS]
@@ -350,13 +350,13 @@ def _packed(recipe: Recipe, lengths: np.ndarray) -> Packing:
     made = sum(len(micro_batches(step, room)) for step in steps)
     tokens = sum(int(step.sum()) for step in steps)
     padded = sum(len(step) * int(step.max()) for step in steps)
-    return Packing(batch, made / len(steps), room, tokens / (made * room), 1 - tokens / padded)
+    return PackingReport(batch, made / len(steps), room, tokens / (made * room), 1 - tokens / padded)
 
 
-def _spelled(index: int, ids: list[int], mask: list[int], tokenizer: Tokenizer) -> Shown:
+def _spelled(index: int, ids: list[int], mask: list[int], tokenizer: Tokenizer) -> ShownExample:
     texts = [tokenizer.decode([i], special=True) for i in ids]
     whole = [text if "\ufffd" not in text else tokenizer.token(i) for text, i in zip(texts, ids)]  # part of a character
-    return Shown(index, ids, whole, mask)
+    return ShownExample(index, ids, whole, mask)
 
 
 # ---- for people ----
@@ -398,14 +398,14 @@ def _lengths(view: View, name: str) -> str:
     return text + (f"; {longer:,} too long" if longer else "")
 
 
-def _packing(packing: Packing) -> str:
+def _packing(packing: PackingReport) -> str:
     return (
         f"{packing.rows:,} a step in {packing.micro_batches:.1f} micro-batches of {packing.room:,} tokens, "
         f"{packing.fill:.0%} full; padded rows would be {packing.padding:.0%} padding"
     )
 
 
-def runs(example: Shown, most: int = SHOWN) -> Iterator[tuple[int, list[str]]]:
+def runs(example: ShownExample, most: int = SHOWN) -> Iterator[tuple[int, list[str]]]:
     """Neighbouring tokens with the same mask: (mask, their texts)."""
     at = 0
     for i in range(1, min(len(example.tokens), most) + 1):
@@ -414,14 +414,14 @@ def runs(example: Shown, most: int = SHOWN) -> Iterator[tuple[int, list[str]]]:
             at = i
 
 
-def plain(example: Shown) -> list[str]:
+def plain(example: ShownExample) -> list[str]:
     """Tokens divided by a dot; ``+`` before those with loss."""
     text = [_title(example)]
     text += [f"{'+' if mask else ' '} {_visible('·'.join(texts))}" for mask, texts in runs(example)]
     return [*text, *_rest(example)]
 
 
-def coloured(example: Shown) -> Text:
+def coloured(example: ShownExample) -> Text:
     """Tokens with loss in green, the others in grey; every other token underlined."""
     text = Text(f"{_title(example)}\n", style="bold")
     count = 0
@@ -434,11 +434,11 @@ def coloured(example: Shown) -> Text:
     return text
 
 
-def _title(example: Shown) -> str:
+def _title(example: ShownExample) -> str:
     return f"\n[{example.index}] {len(example.tokens):,} tokens, {sum(example.mask):,} with loss"
 
 
-def _rest(example: Shown) -> list[str]:
+def _rest(example: ShownExample) -> list[str]:
     left = len(example.tokens) - SHOWN
     return [f"  and {left:,} tokens more"] if left > 0 else []
 

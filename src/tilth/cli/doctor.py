@@ -18,7 +18,7 @@ from tilth.api import run_recipe
 from tilth.config.load import load_recipe
 from tilth.core.errors import TilthError
 from tilth.core.random import stream
-from tilth.flows.environment import DISTRIBUTION, namesake
+from tilth.runs.environment import DISTRIBUTION, namesake
 
 GIGA = 1e9
 _SIZE = 1024

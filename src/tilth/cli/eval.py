@@ -13,20 +13,20 @@ import typer
 from tilth.cli.reward import own_option
 from tilth.config.load import from_dict, load_recipe
 from tilth.config.plugins import load_plugins
-from tilth.config.schema import Data
+from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError, RewardError, TilthError
 from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import PromptSet, load_source
 from tilth.flows.evaluate import Evaluation, How, Progress, Sample, check_out, evaluate, write_completions
-from tilth.flows.files import to_json
 from tilth.flows.model import LoadedModel, load_model
-from tilth.flows.readers import read_state
+from tilth.rewards.functions import Reward, check_answers, of_plugins
+from tilth.rewards.process_pool import RewardPool
+from tilth.rewards.verifiers import SPECS, TASKS
 from tilth.rl.passk import Interval
-from tilth.rl.rewards import Reward, check_answers, of_plugins
-from tilth.rl.verifiers import SPECS, TASKS
-from tilth.roles.reward_pool import RewardPool
 from tilth.rollout.request import SamplingParams
-from tilth.ui import words
+from tilth.runs.files import to_json
+from tilth.runs.readers import read_state
+from tilth.ui import format
 
 MAX_TOKENS = 512
 SHOWN = 2
@@ -38,7 +38,7 @@ _EVERY, _EVERY_LINE = 0.5, 30.0
 
 
 @dataclass(frozen=True)
-class Wish:
+class EvalOptions:
     """What is asked for, as on the command line; None and empty: as the run did, or the default."""
 
     model: str
@@ -62,7 +62,7 @@ class Wish:
     as_json: bool = False
 
 
-def judge(wish: Wish) -> None:
+def judge(wish: EvalOptions) -> None:
     """Evaluate and print the numbers."""
     if wish.out is not None:
         check_out(wish.out)
@@ -85,7 +85,7 @@ def judge(wish: Wish) -> None:
     typer.echo(to_json(summary) if wish.as_json else "\n".join([*table(summary), *examples(found)]))
 
 
-def plan(wish: Wish, loaded: LoadedModel) -> How:
+def plan(wish: EvalOptions, loaded: LoadedModel) -> How:
     """Numbers and sampling. Without a word on them: greedy for one sample, temperature 1 for several."""
     k = _whole_numbers(wish.k)
     rollout = loaded.settings.get("rollout", {})
@@ -108,7 +108,7 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def reward_of(wish: Wish, loaded: LoadedModel) -> str | Mapping[str, float] | Reward:
+def reward_of(wish: EvalOptions, loaded: LoadedModel) -> str | Mapping[str, float] | Reward:
     """What judges: as asked, else the task's own, else the run's."""
     if loaded.run is not None:
         load_plugins(loaded.settings.get("plugins", ()))  # which may declare rewards
@@ -124,7 +124,7 @@ def reward_of(wish: Wish, loaded: LoadedModel) -> str | Mapping[str, float] | Re
     return of_plugins(found)
 
 
-def prompts_of(wish: Wish, loaded: LoadedModel) -> PromptSet:
+def prompts_of(wish: EvalOptions, loaded: LoadedModel) -> PromptSet:
     """The prompts of the data, or those that the run held out; ``limit`` of them, those of least hash."""
     if wish.data:
         with own_option():
@@ -138,7 +138,7 @@ def prompts_of(wish: Wish, loaded: LoadedModel) -> PromptSet:
     return prompts.subset(wish.limit) if wish.limit else prompts
 
 
-def trained_on(wish: Wish, loaded: LoadedModel, prompts: PromptSet) -> int | None:
+def trained_on(wish: EvalOptions, loaded: LoadedModel, prompts: PromptSet) -> int | None:
     """How many of these prompts have a text that the run trained on; None: unknown, where its data cannot be read."""
     if loaded.run is None:
         return None
@@ -174,7 +174,7 @@ def _own(run: Path) -> tuple[PromptSet, PromptSet] | None:
     return (train, held) if same else None
 
 
-def _data(wish: Wish, settings: Mapping[str, Any]) -> Data:
+def _data(wish: EvalOptions, settings: Mapping[str, Any]) -> DataConfig:
     """DATA as a recipe would have it; its columns and sizes are the run's unless named."""
     columns = dict(settings.get("columns", {}))
     for pair in wish.columns:
@@ -225,15 +225,15 @@ def table(s: Mapping[str, Any]) -> list[str]:
         f"{'':<12}{'pass@k':<28}avg@k",
     ]
     for k in s["pass"]:
-        mean = _ranged(s["avg"][k], words.number if s["graded"] else words.share)
+        mean = _ranged(s["avg"][k], format.number if s["graded"] else format.share)
         lines.append(f"{'k = ' + k:<12}{_ranged(s['pass'][k]):<28}{mean:<28}".rstrip())
-    lines += ["", *(f"{name:<12}{_ranged(found, words.number)}" for name, found in s["parts"].items())]
+    lines += ["", *(f"{name:<12}{_ranged(found, format.number)}" for name, found in s["parts"].items())]
     return [*lines, *_costs(s), "", "In brackets: 95 % intervals over prompts. " + _note(s), *_seen(s), *_missing(s)]
 
 
 def _costs(s: Mapping[str, Any]) -> list[str]:
     length, seconds = s["length"], s["seconds"]
-    cut = f"{words.share(length['cut'])} cut at {s['sampling']['max_tokens']}"
+    cut = f"{format.share(length['cut'])} cut at {s['sampling']['max_tokens']}"
     return [
         f"{'length':<12}mean {length['mean']:.1f}, longest {length['max']} tokens; {cut}",
         f"{'speed':<12}{s['tokens_per_second']:,.0f} tokens/s: {s['tokens']:,} tokens in {seconds['generate']:.1f} s, "
@@ -270,7 +270,7 @@ def _missing(s: Mapping[str, Any]) -> list[str]:
     return [f"{said}{prompts}. The first reason: {s['missing_reason']}"]
 
 
-def _ranged(found: Mapping[str, Any], told: Callable[[float], str] = words.share) -> str:
+def _ranged(found: Mapping[str, Any], told: Callable[[float], str] = format.share) -> str:
     value, low, high = (found[name] for name in Interval._fields)
     if math.isnan(value):
         return "–"

@@ -17,7 +17,7 @@ MAX_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Wish:
+class GenerateOptions:
     """What is asked for, as on the command line."""
 
     n: int = 1
@@ -32,7 +32,7 @@ class Wish:
     """None: as the run made prompts of texts; "": the text as it stands."""
 
 
-def speak(model: str, prompt: str, wish: Wish, *, logprobs: bool, as_json: bool) -> None:
+def speak(model: str, prompt: str, wish: GenerateOptions, *, logprobs: bool, as_json: bool) -> None:
     """Print the completions: their text, the tokens with their log-probs, or JSON."""
     found, tokenizer = complete(model, prompt, wish)
     for trajectory in found:
@@ -44,7 +44,7 @@ def speak(model: str, prompt: str, wish: Wish, *, logprobs: bool, as_json: bool)
                 typer.echo(f"  {logprob:8.4f}  {token!r}")
 
 
-def complete(model: str, prompt: str, wish: Wish) -> tuple[list[Trajectory], Tokenizer]:
+def complete(model: str, prompt: str, wish: GenerateOptions) -> tuple[list[Trajectory], Tokenizer]:
     """``wish.n`` completions of a prompt by the model that ``load_model`` finds."""
     loaded = load_model(model)
     tokenizer = wants_tokenizer(loaded)

@@ -25,13 +25,13 @@ from tilth.models.config import DecoderConfig
 from tilth.models.family import new_config
 from tilth.models.hf import read_config
 from tilth.models.hub import fetched
-from tilth.plan.fit import Place, places
-from tilth.plan.layout import Placed, Seat, Worker, per_rank, place
+from tilth.plan.fit import MemoryUse, places
+from tilth.plan.layout import Placed, RankPlan, Seat, per_rank, place
 from tilth.plan.shape import DecoderShape, parameters
 from tilth.plan.steps import size
 from tilth.plan.traffic import Talk, tokens_of_rank, traffic, work
 from tilth.plan.working import total
-from tilth.rl.verifiers import TASKS
+from tilth.rewards.verifiers import TASKS
 from tilth.ui.terminal import Terminal
 
 MOST = 20_000
@@ -51,9 +51,9 @@ class Plan:
     vocabulary: str
     """Where its size comes from."""
     placed: dict[str, Placed]
-    workers: list[Worker]
+    workers: list[RankPlan]
     talks: list[Talk]
-    places: list[Place]
+    places: list[MemoryUse]
     """The memories of this machine, with what they would hold."""
     told: list[str]
     """Of those that would not do, and what would help."""
@@ -91,9 +91,9 @@ def look(recipe: Recipe) -> Plan:
 
 def generating(recipe: Recipe) -> bool:
     """Whether the run has an engine and something that scores: fine-tuning has them where it can be evaluated."""
-    if recipe.facts.value:
+    if recipe.flow_spec.value:
         return False
-    if recipe.facts.learns in ("answers", "pairs"):
+    if recipe.flow_spec.learns in ("answers", "pairs"):
         return bool(recipe.reward.function) or recipe.data.source in TASKS
     return recipe.flow != "pretrain"
 
@@ -112,7 +112,7 @@ def _model(recipe: Recipe) -> tuple[DecoderShape, int, str]:
     prompts = recipe_prompts(recipe)
     tokenizer = choose_tokenizer(recipe, prompts, loaded)
     longest = context  # of what is only read, answers are of any length
-    if recipe.facts.samples:
+    if recipe.flow_spec.samples:
         longest = min(context, _longest_prompt(recipe, prompts, tokenizer) + recipe.rollout.max_tokens)
     if loaded is not None:
         return loaded.config, longest, str(loaded.source)
@@ -160,7 +160,7 @@ def _role(plan: Plan, placed: Placed) -> dict[str, Any]:
     return {"pool": placed.pool, "ranks": list(placed.ranks), **sizes, "tokens_per_rank": tokens}
 
 
-def _worker(worker: Worker) -> dict[str, Any]:
+def _worker(worker: RankPlan) -> dict[str, Any]:
     return {
         "rank": worker.rank,
         "roles": [_seat(seat) for seat in worker.seats],
@@ -201,7 +201,7 @@ def tables(plan: Plan) -> list[Table | str]:
     return [*parts, "", _talks(plan) if plan.talks else "no rank talks with another about tensors"]
 
 
-def _place(place: Place) -> str:
+def _place(place: MemoryUse) -> str:
     seen = f"{size(place.needed)} predicted, {size(place.room.free)} free of {size(place.room.total)}"
     return f"{place.what} of {place.room.where}: {seen}: {'does NOT fit' if place.tight else 'fits'}"
 

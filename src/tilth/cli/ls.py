@@ -50,8 +50,8 @@ def look(folder: Path) -> list[dict[str, Any]]:
 
 
 def _row(run: Path) -> dict[str, Any]:
-    from tilth.flows.named import run_settings
-    from tilth.flows.readers import summarise
+    from tilth.runs.model_refs import run_settings
+    from tilth.runs.readers import summarise
 
     files = [file for name in ("run.json", "metrics.jsonl") if (file := run / name).exists()]
     age = round(max(time.time() - max(file.stat().st_mtime for file in files), 0.0), 1)
@@ -68,19 +68,19 @@ def _row(run: Path) -> dict[str, Any]:
 
 def _print(rows: list[dict[str, Any]]) -> None:
     from tilth.cli.tables import new_table, show
-    from tilth.ui import words
+    from tilth.ui import format
 
     table = new_table("run", "flow", "state", "step", "", "written", right=("step",))
     for row in rows:
         step = "" if row["step"] is None else f"{row['step']:,}"
         value = "" if row["metric"] is None else _value(row["metric"], row["value"])
         state = f"{row['state']}: {row['error']}" if row["error"] else row["state"]
-        table.add_row(row["run"], row["flow"] or "", state, step, value, f"{words.ago(row['age'])} ago")
+        table.add_row(row["run"], row["flow"] or "", state, step, value, f"{format.ago(row['age'])} ago")
     show(table)
 
 
 def _value(metric: str, value: float) -> str:
-    from tilth.ui import words
+    from tilth.ui import format
 
     share = metric in ("accuracy", "pairs in order")
-    return f"{metric} {words.share(value) if share else words.number(value)}"
+    return f"{metric} {format.share(value) if share else format.number(value)}"

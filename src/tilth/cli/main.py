@@ -118,9 +118,9 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a completion")] = False,
 ) -> None:
     """Continue a text by a trained model."""
-    from tilth.cli.generate import Wish, speak
+    from tilth.cli.generate import GenerateOptions, speak
 
-    wish = Wish(n, temperature, top_p, top_k, max_tokens, tuple(stop or ()), seed, template)
+    wish = GenerateOptions(n, temperature, top_p, top_k, max_tokens, tuple(stop or ()), seed, template)
     speak(model, prompt, wish, logprobs=logprobs, as_json=as_json)
 
 
@@ -141,9 +141,9 @@ def chat(
     Each line is a turn. /reset begins anew, /quit or Ctrl-D ends, Ctrl-C ends the current answer only. Lines may also
     come from a pipe.
     """
-    from tilth.cli.chat import Wish, talk
+    from tilth.cli.chat import ChatOptions, talk
 
-    talk(Wish(model, system, temperature, top_p, max_tokens, template, seed))
+    talk(ChatOptions(model, system, temperature, top_p, max_tokens, template, seed))
 
 
 @app.command("eval")
@@ -182,9 +182,9 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="all numbers as one JSON object")] = False,
 ) -> None:
     """Say how good a model is at a dataset: pass@k, avg@k, how sure that is."""
-    from tilth.cli.eval import Wish, judge
+    from tilth.cli.eval import EvalOptions, judge
 
-    wish = Wish(
+    wish = EvalOptions(
         model, data, tuple(reward or ()), k, n, temperature, top_p, top_k, max_tokens, tuple(stop or ()), template,
         tuple(columns or ()), limit, seed, max_rows, workers, timeout, out, as_json,
     )  # fmt: skip
@@ -256,9 +256,9 @@ def reward_try(
     The answer of each record, another record's, and an empty one are scored in a process with a time limit, as in a
     run. Says what they earn, what fails and why, and how long it takes. Exit code 1: the verdict is "broken".
     """
-    from tilth.cli.reward import Wish, columns_of, try_reward
+    from tilth.cli.reward import RewardOptions, columns_of, try_reward
 
-    wish = Wish(columns_of(columns or []), n, completion, timeout, digits)
+    wish = RewardOptions(columns_of(columns or []), n, completion, timeout, digits)
     try_reward(function, data, wish, as_json=as_json)
 
 
@@ -419,7 +419,7 @@ def trace_run(
 ) -> None:
     """Say where the time of a run went, and what would be gained if the worst were mended; also while it goes on.
 
-    Roles beside those of the recipe: relay carries the policy's weights to its copies, loader turns what is learned
+    Roles beside those of the recipe: weight_sync carries the policy's weights to its copies, loader turns what is learned
     from into rows. S: how many times as long a step takes as it would if ranks and communications were as their peers.
 
     Keys of --json: run, state, attempt, steps (first, last, count), seconds, step (mean, median, longest, longest_at),

@@ -13,12 +13,12 @@ import numpy as np
 import typer
 from pydantic import ValidationError
 
-from tilth.config.schema import Data
+from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError, RecipeError
-from tilth.rl.rewards import check_answers
-from tilth.rl.verifiers import TASKS, Gsm8k, builtin, said_number
-from tilth.roles.reward_pool import Outcome, RewardPool
-from tilth.ui import words
+from tilth.rewards.functions import check_answers
+from tilth.rewards.process_pool import Outcome, RewardPool
+from tilth.rewards.verifiers import TASKS, Gsm8k, builtin, said_number
+from tilth.ui import format
 
 if TYPE_CHECKING:
     from tilth.data.prompts import Prompt, PromptSet
@@ -37,7 +37,7 @@ SHOWN = 48
 
 
 @dataclass(frozen=True)
-class Wish:
+class RewardOptions:
     """What is asked for, as on the command line."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Trial:
         return sorted({name for o in self.outcomes() for name in o.parts})
 
 
-def try_reward(reward: str, source: str, wish: Wish, *, as_json: bool) -> None:
+def try_reward(reward: str, source: str, wish: RewardOptions, *, as_json: bool) -> None:
     """Print what a reward does with some records of a source. Exit code 1 for one that is broken."""
     trial = examine(reward, source, wish)
     typer.echo(json.dumps(as_object(trial)) if as_json else "\n".join(lines(trial)))
@@ -103,7 +103,7 @@ def try_reward(reward: str, source: str, wish: Wish, *, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def examine(reward: str, source: str, wish: Wish) -> Trial:
+def examine(reward: str, source: str, wish: RewardOptions) -> Trial:
     """Score the own answer (twice), another record's, an empty and a given completion for each of some records.
 
     Raises RewardError or DataError for what cannot be loaded, and for answers that a verifier cannot read.
@@ -161,9 +161,9 @@ def _spec(reward: str) -> str | dict[str, float]:
     return found
 
 
-def _data(source: str, wish: Wish) -> Data:
+def _data(source: str, wish: RewardOptions) -> DataConfig:
     try:
-        return Data(source=source, columns=dict(wish.columns), digits=wish.digits)  # type: ignore[arg-type]
+        return DataConfig(source=source, columns=dict(wish.columns), digits=wish.digits)  # type: ignore[arg-type]
     except ValidationError:
         wrong = ", ".join(sorted(set(wish.columns) - {"prompt", "answer", "messages", "text"}))
         raise RecipeError(f"--columns {wrong}: there is prompt, answer, messages, text") from None
@@ -250,7 +250,7 @@ def _telling(trial: Trial) -> Said:
             said.append((2 if few else 1 if most else 0, f"The right answer earns more than {name} in {count}{equal}."))
     values = {o.value for o in trial.outcomes() if o.value is not None}
     if len(values) == 1:
-        said.append((2, f"Every call gave {words.number(values.pop())}: a reward that never differs teaches nothing."))
+        said.append((2, f"Every call gave {format.number(values.pop())}: a reward that never differs teaches nothing."))
     return said
 
 
@@ -334,7 +334,7 @@ def _cases(trial: Trial) -> list[list[str]]:
         means = [_mean([o.parts[p] for o in found if p in o.parts]) for p in parts]
         times = [f"{1000 * f([o.seconds for o in found]):,.3f}" for f in (median, max)]
         missing = sum(o.value is None for o in found)
-        rows.append([label, str(len(found)), str(missing), *map(words.number, [*ends, *means]), *times])
+        rows.append([label, str(len(found)), str(missing), *map(format.number, [*ends, *means]), *times])
     return rows
 
 
@@ -353,7 +353,7 @@ def _rows(trial: Trial) -> list[list[str]]:
 
 
 def _said(outcome: Outcome | None) -> str:
-    return "" if outcome is None else words.number(outcome.value) if outcome.value is not None else outcome.status
+    return "" if outcome is None else format.number(outcome.value) if outcome.value is not None else outcome.status
 
 
 def _short(text: str) -> str:

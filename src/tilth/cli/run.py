@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from tilth.cluster.launcher import entered, launched
+from tilth.cluster.controller.launcher import entered, launched
 from tilth.config.checks import pools
 from tilth.config.load import check_allowed, load_recipe, recipe_name
 from tilth.config.schema import Recipe
-from tilth.flows.signals import Interrupted, ends
-from tilth.ui import words
+from tilth.runs.signals import Interrupted, ends
+from tilth.ui import format
 from tilth.ui.output import outlived
 
 if TYPE_CHECKING:
@@ -93,20 +93,20 @@ def _watched(recipe: Recipe, name: str, allow: Sequence[str], *, fallback: bool)
 
 def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Path, report: Path) -> list[str]:
     """What was learned, what it took, where to look, what to try. name: of the recipe, as on the command line."""
-    best = words.best(summary.get("best"))
+    best = format.best(summary.get("best"))
     lines = [*_learned(summary), *([best] if best else []), _took(summary), f"report: {report}", "", "next:"]
     run = shlex.quote(str(directory))
-    held = None if recipe.facts.value or recipe.flow == "pretrain" else _heldout(recipe)
-    question = "" if recipe.facts.value else _question(recipe, held)
+    held = None if recipe.flow_spec.value or recipe.flow == "pretrain" else _heldout(recipe)
+    question = "" if recipe.flow_spec.value else _question(recipe, held)
     if question:
         lines.append(f"  tilth generate {run} {shlex.quote(question)} --temperature 0")
-    if recipe.facts.samples:
+    if recipe.flow_spec.samples:
         limit = f" --limit {ENOUGH}" if held is not None and len(held) > ENOUGH else ""
         lines.append(f"  tilth eval {run} --k 1,8{limit}")
     if recipe.data.template:
         lines.append(f"  tilth chat {run}")
     lines.append(f"  tilth show {run}")
-    if recipe.facts.value:
+    if recipe.flow_spec.value:
         export = f"  tilth export {shlex.quote(f'{directory}@best')} my-model --group reward_model"
         return [*lines, export, f"  tilth run RECIPE {shlex.quote(f'reward.model={directory}@best')}"]
     lines.append(f"  tilth export {run} my-model")
@@ -118,16 +118,16 @@ def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Pa
 def _learned(s: Mapping[str, Any]) -> list[str]:
     """What each phase came to; of a run that was not asked for answers, one sentence."""
     if not s.get("phases"):
-        return [_learned_text(s, f"{s['steps']:,} steps and {words.timed(s['seconds'])}")]
+        return [_learned_text(s, f"{s['steps']:,} steps and {format.timed(s['seconds'])}")]
     first = s["phases"][0]
     metric = first["metric"]
     rows = [] if first["first"] is None else [("before the first step", first["first"])]
     for phase in s["phases"]:
-        took = f"{words.count(phase['steps'], 'step')}, {words.timed(phase['seconds'])}"
-        rows.append((f"after {words.phase_name(phase['phase'])} ({took})", phase["last"]))
+        took = f"{format.count(phase['steps'], 'step')}, {format.timed(phase['seconds'])}"
+        rows.append((f"after {format.phase_name(phase['phase'])} ({took})", phase["last"]))
     width = max(len(name) for name, _ in rows)
-    told = [f"  {name:<{width}}  {words.figure(metric, value)}" for name, value in rows]
-    return [f"{words.MEASURES[metric].capitalize()} on problems it never trained on:", *told]
+    told = [f"  {name:<{width}}  {format.figure(metric, value)}" for name, value in rows]
+    return [f"{format.MEASURES[metric].capitalize()} on problems it never trained on:", *told]
 
 
 def _learned_text(s: Mapping[str, Any], spent: str) -> str:
@@ -135,7 +135,7 @@ def _learned_text(s: Mapping[str, Any], spent: str) -> str:
     first, last, bits = s.get("loss_heldout_first"), s.get("loss_heldout_last"), s.get("bits_per_byte")
     pairs = s.get("pairs_heldout_last")
     if pairs is not None:
-        return f"In {spent}, it came to put {words.share(pairs)} of the pairs it never trained on in their order."
+        return f"In {spent}, it came to put {format.share(pairs)} of the pairs it never trained on in their order."
     if first is None or last is None:
         return f"Done in {spent}."
     also = f" ({bits:.3f} bits per byte)" if bits else ""
@@ -143,14 +143,14 @@ def _learned_text(s: Mapping[str, Any], spent: str) -> str:
 
 
 def _took(s: Mapping[str, Any]) -> str:
-    parts = [f"{s['steps']:,} steps in {words.timed(s['seconds'])}"] if s.get("phases") else []
+    parts = [f"{s['steps']:,} steps in {format.timed(s['seconds'])}"] if s.get("phases") else []
     if s.get("tokens_per_second_generate"):
         parts.append(f"{s['tokens_per_second_generate']:,.0f} tokens/s generated")
     if s.get("tokens_per_second_train"):
         parts.append(f"{s['tokens_per_second_train']:,.0f} tokens/s trained on")
     if s.get("memory_peak"):
-        predicted = f" (predicted {words.size(s['memory_predicted'])})" if s.get("memory_predicted") else ""
-        parts.append(f"memory at most {words.size(s['memory_peak'])}{predicted}")
+        predicted = f" (predicted {format.size(s['memory_predicted'])})" if s.get("memory_predicted") else ""
+        parts.append(f"memory at most {format.size(s['memory_peak'])}{predicted}")
     if s.get("mismatch_max") is not None:
         parts.append(f"log-prob mismatch at most {s['mismatch_max']:.1e}")
     return "; ".join(parts)

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from tilth.core.errors import DataError
-from tilth.ui import words
+from tilth.ui import format
 
 Lines = list[tuple[str, str]]
 
@@ -16,7 +16,7 @@ Lines = list[tuple[str, str]]
 def show_run(run: Path, *, as_json: bool) -> None:
     """Print the summary of a run's directory."""
     _check(run)
-    from tilth.flows.readers import summarise
+    from tilth.runs.readers import summarise
 
     summary = summarise(run)
     if as_json:
@@ -39,7 +39,7 @@ def write(run: Path) -> None:
 def write_table(run: Path, path: Path) -> None:
     """Write the metrics of all steps as Parquet and print where they are."""
     _check(run)
-    from tilth.flows.columns import write_metrics
+    from tilth.runs.columns import write_metrics
 
     typer.echo(str(write_metrics(run, path)))
 
@@ -51,11 +51,11 @@ def table(summary: Mapping[str, Any]) -> Lines:
         ("run", f"{s['run']} ({s['recipe']})"),
         ("state", str(s["state"]) + (f": {s['error']}" if s.get("error") else "")),
         *[("warning", f"after step {said['step']:,}: {said['text']}") for said in s.get("warnings") or []],
-        ("steps", f"{s['steps']} in {words.duration(s['seconds'])}"),
+        ("steps", f"{s['steps']} in {format.duration(s['seconds'])}"),
         *_phases(s),
         ("reward's parts", _parts(s)),
         ("held-out loss", _loss(s)),
-        ("best", words.best(s.get("best")).removeprefix("best ")),
+        ("best", format.best(s.get("best")).removeprefix("best ")),
         ("generation", _rate(s["tokens_per_second_generate"], s.get("tokens_generated"))),
         ("training", _rate(s["tokens_per_second_train"], s.get("tokens_trained"))),
         ("log-prob mismatch", _number(s["mismatch_max"], "greatest {:.2g}")),
@@ -81,15 +81,15 @@ def _phases(s: Mapping[str, Any]) -> Lines:
     if not found:
         return []
     metric, begin = found[0]["metric"], found[0]["first"]
-    ends = [] if begin is None else [words.figure(metric, begin)]
+    ends = [] if begin is None else [format.figure(metric, begin)]
     for phase in found:
-        took = f"{words.count(phase['steps'], 'step')} of {words.phase_name(phase['phase'])}"
-        ends.append(f"{words.figure(metric, phase['last'])} ({took})")
-    return [(f"held-out {words.MEASURES[metric]}", " -> ".join(ends))]
+        took = f"{format.count(phase['steps'], 'step')} of {format.phase_name(phase['phase'])}"
+        ends.append(f"{format.figure(metric, phase['last'])} ({took})")
+    return [(f"held-out {format.MEASURES[metric]}", " -> ".join(ends))]
 
 
 def _parts(s: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {words.number(value)}" for name, value in (s.get("parts_heldout") or {}).items())
+    return ", ".join(f"{name} {format.number(value)}" for name, value in (s.get("parts_heldout") or {}).items())
 
 
 def _loss(s: Mapping[str, Any]) -> str:
@@ -106,4 +106,4 @@ def _rate(rate: float | None, tokens: int | None) -> str:
 def _memory(peak: int | None, predicted: int | None) -> str:
     if peak is None:
         return ""
-    return f"peak {words.size(peak)}" + (f", predicted {words.size(predicted)}" if predicted else "")
+    return f"peak {format.size(peak)}" + (f", predicted {format.size(predicted)}" if predicted else "")

@@ -12,14 +12,14 @@ from rich.text import Text
 from tilth.core.errors import DataError
 from tilth.ui.live import PLAIN_EVERY, line
 from tilth.ui.terminal import Terminal
-from tilth.ui.top import Look, Watch, as_dict, drawn
+from tilth.ui.top import Look, RunWatcher, as_dict, drawn
 
 
 def top(run: Path, every: float, *, once: bool, as_json: bool) -> None:
     """Show how a run stands, until it ends. every: seconds between two looks. once: a single look."""
     if not run.is_dir():
         raise DataError(f"no run at {str(run)!r}; runs lie in the folder runs/ unless run.dir says otherwise")
-    watch, console = Watch(run), Terminal(highlight=False)
+    watch, console = RunWatcher(run), Terminal(highlight=False)
     look = watch.look()
     if as_json:
         typer.echo(json.dumps(as_dict(look), allow_nan=False))
@@ -32,7 +32,7 @@ def top(run: Path, every: float, *, once: bool, as_json: bool) -> None:
             return
 
 
-def _follow(watch: Watch, look: Look, console: Console, every: float) -> None:
+def _follow(watch: RunWatcher, look: Look, console: Console, every: float) -> None:
     if not console.is_terminal:
         _lines(watch, look, console, every)
         return
@@ -43,7 +43,7 @@ def _follow(watch: Watch, look: Look, console: Console, every: float) -> None:
             live.update(drawn(look, console.width), refresh=True)
 
 
-def _lines(watch: Watch, look: Look, console: Console, every: float) -> None:
+def _lines(watch: RunWatcher, look: Look, console: Console, every: float) -> None:
     """Where there is no terminal: a line every few seconds, if there was a step, and how it ended."""
     shown, after = 0, 0.0
     while True:

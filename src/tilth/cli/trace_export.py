@@ -12,9 +12,9 @@ from tilth.analysis.events import Events, parse_ranks, parse_steps
 from tilth.analysis.perfetto import Counter, Written, export
 from tilth.analysis.run_trace import open_run
 from tilth.core.errors import DataError
-from tilth.flows.metrics import declaration
-from tilth.flows.readers import read_metrics
-from tilth.ui import words
+from tilth.runs.metrics import declaration
+from tilth.runs.readers import read_metrics
+from tilth.ui import format
 
 FILE = "perfetto.json.gz"
 SHOWN = re.compile(r"tokens_per_second/.*|memory/.*|mfu|loss|reward/mean|(accuracy|reward)/heldout|grad_norm|entropy")
@@ -45,7 +45,7 @@ def write(run: Path, path: Path | None, steps: str, ranks: str, attempt: int | N
 def told(found: Written, events: Events) -> str:
     """What was written, and what to do with it."""
     said = [
-        f"{found.path}: {found.spans:,} spans of {words.count(len(events.ranks), 'rank')}, {found.arrows:,} arrows, "
+        f"{found.path}: {found.spans:,} spans of {format.count(len(events.ranks), 'rank')}, {found.arrows:,} arrows, "
         f"{found.counters} counters, {found.bytes / 1e6:,.2f} MB{_clocks(events)}",
         "open it at https://ui.perfetto.dev (the file stays on your machine)",
     ]

@@ -19,7 +19,7 @@ from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEER
 from tilth.cli.tables import WIDTH
 from tilth.cli.trace_whatif import about
 from tilth.core.errors import DataError
-from tilth.ui import words
+from tilth.ui import format
 
 SHOWN = 4
 """Most ranks with a line of their own; of more the two with most work and the two with least."""
@@ -96,7 +96,7 @@ def gain(events: Events, found: Account) -> Found | None:
 
 def _state(run: Path) -> str | None:
     """None: not a run's folder, but that of its events."""
-    from tilth.flows.readers import read_state
+    from tilth.runs.readers import read_state
 
     return str(read_state(run)["state"]) if (run / "run.json").exists() else None
 
@@ -128,7 +128,7 @@ def _talk(found: Account) -> dict[str, float]:
 
 def _rates(run: Path, found: Account) -> dict[str, float | None]:
     """From the metrics of these steps; None where they have none."""
-    from tilth.flows.readers import rate, read_metrics
+    from tilth.runs.readers import rate, read_metrics
 
     first, last = int(found.steps[0]), int(found.steps[-1])
     records = [r for r in read_metrics(run) if first <= r["step"] <= last]
@@ -173,7 +173,7 @@ def _wrapped(name: str, parts: Sequence[str]) -> list[str]:
 
 
 def _share(seconds: float, whole: float) -> str:
-    return words.part(seconds / whole)
+    return format.part(seconds / whole)
 
 
 def _steps(said: Found) -> list[str]:
@@ -184,9 +184,9 @@ def _steps(said: Found) -> list[str]:
         f"{steps['first']} to {steps['last']}" if several else str(steps["first"]),
         f"attempt {said['attempt']}",
         *([state] if state else []),
-        words.timed(said["seconds"]) if said["seconds"] >= 60 else words.brief(said["seconds"]),
-        *([f"{words.brief(step['median'])} a step (median)"] if several else []),
-        *([f"step {step['longest_at']} the longest with {words.brief(step['longest'])}"] if several else []),
+        format.timed(said["seconds"]) if said["seconds"] >= 60 else format.brief(said["seconds"]),
+        *([f"{format.brief(step['median'])} a step (median)"] if several else []),
+        *([f"step {step['longest_at']} the longest with {format.brief(step['longest'])}"] if several else []),
     ]
 
 
@@ -262,7 +262,7 @@ def _speeds(rates: Mapping[str, float | None]) -> list[str]:
         if inside
     ]
     if rates["mfu"] is not None and rates["mfu_overall"] is not None:
-        found.append(f"MFU {words.part(rates['mfu'])} of updates ({words.part(rates['mfu_overall'])} of all time)")
+        found.append(f"MFU {format.part(rates['mfu'])} of updates ({format.part(rates['mfu_overall'])} of all time)")
     return found
 
 
@@ -270,10 +270,10 @@ def _gain(gain: Found | None, *, inline: bool) -> list[str]:
     if gain is None:
         return ["not known: one process has no peers to be compared with"] if inline else []
     return [
-        f"{words.brief(gain['ideal_step'])} a step instead of {words.brief(gain['step'])} (means) if ranks and "
+        f"{format.brief(gain['ideal_step'])} a step instead of {format.brief(gain['step'])} (means) if ranks and "
         f"communications were as their peers: S {gain['slowdown']:.3f}",
-        f"error of the model {words.part(abs(gain['error']))}",
-        *([f"without {words.count(gain['earlier'], 'earlier step')}"] if gain["earlier"] else []),
+        f"error of the model {format.part(abs(gain['error']))}",
+        *([f"without {format.count(gain['earlier'], 'earlier step')}"] if gain["earlier"] else []),
     ]
 
 

@@ -17,10 +17,10 @@ from tilth.analysis.network import parse_bandwidth, parse_seconds
 from tilth.analysis.run_trace import hint, open_run
 from tilth.analysis.run_whatif import RunWhatIf, analyse_events
 from tilth.analysis.straggler_format import Trace, read_study
-from tilth.analysis.whatif import Model, Replayed, Slowdown, WhatIf, what_if
+from tilth.analysis.whatif import Replayed, Slowdown, TraceModel, WhatIf, what_if
 from tilth.cli.tables import WIDTH, new_table, show
 from tilth.core.errors import DataError, StorageError
-from tilth.ui import words
+from tilth.ui import format
 from tilth.ui.heat import HIGH, LOW, colour, heat_map
 from tilth.ui.terminal import Terminal
 
@@ -33,7 +33,7 @@ def whatif_of_file(file: Path, meta: Path | None, svg: Path | None, *, as_json: 
     """Analyse a trace in the straggler study's format and print what was found."""
     trace = read_study(file, meta)
     try:
-        model = Model(trace)
+        model = TraceModel(trace)
         found = what_if(trace, model)
     except DataError as error:
         raise DataError(f"{file}: {error}") from error
@@ -138,9 +138,9 @@ def _summary(found: Replayed, over: str) -> list[str]:
 def _print_file(file: Path, trace: Trace, found: WhatIf, cause: Cause) -> None:
     lost = trace.dropped
     show(
-        f"{file}: {words.count(len(found.by_worker), 'worker')} (stages {trace.stages}, dp {trace.dp}), "
-        + words.count(len(found.steps), "step")
-        + (f"; {words.count(len(lost), 'step')} left out: operations are missing" if lost else ""),
+        f"{file}: {format.count(len(found.by_worker), 'worker')} (stages {trace.stages}, dp {trace.dp}), "
+        + format.count(len(found.steps), "step")
+        + (f"; {format.count(len(lost), 'step')} left out: operations are missing" if lost else ""),
         *_summary(found, "replayed"),
         f"M_W {found.m_w.share:.4f} (worst 3 % of workers mended), M_S {found.m_s.share:.4f} (last stage mended)",
         f"forwards against backwards r = {cause.evidence['forward_backward_correlation']:.3f}, forwards vary by "
@@ -163,11 +163,13 @@ def _print_file(file: Path, trace: Trace, found: WhatIf, cause: Cause) -> None:
 
 def _print_run(run: Path, found: RunWhatIf, cause: Cause) -> None:
     steps, count = found.steps, len(found.by_worker)
-    who = words.count(count, "worker") if count else "inline: one process, so there are no peers to compare it with"
+    who = format.count(count, "worker") if count else "inline: one process, so there are no peers to compare it with"
     which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-    left = f"; {words.count(len(found.dropped), 'step')} left out: calls are missing" if found.dropped else ""
-    left += f"; {words.count(len(found.profiled), 'step')} left out: they were profiled" if found.profiled else ""
-    left += f"; {words.count(found.older, 'earlier step')} left out: --steps A:B looks at others" if found.older else ""
+    left = f"; {format.count(len(found.dropped), 'step')} left out: calls are missing" if found.dropped else ""
+    left += f"; {format.count(len(found.profiled), 'step')} left out: they were profiled" if found.profiled else ""
+    left += (
+        f"; {format.count(found.older, 'earlier step')} left out: --steps A:B looks at others" if found.older else ""
+    )
     show(
         f"{run}: {who}; {which}{left}",
         *_summary(found, "a replay with usual delays of dispatch"),

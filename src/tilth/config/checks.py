@@ -12,7 +12,7 @@ from tilth.config.axes import AXES, MODEL, over
 from tilth.config.errors import RecipeError
 from tilth.config.flows import FLOWS, OPTIONAL
 from tilth.config.roles import ROLES, SHIPPED_ROLES, RoleSpec, resolve, roles_of
-from tilth.config.schema import AlgorithmSection, Layout, Recipe
+from tilth.config.schema import AlgorithmConfig, LayoutConfig, Recipe
 
 KV_BLOCK = 16
 """Tokens of a block of the rollout engine's cache."""
@@ -52,7 +52,7 @@ def _shape(recipe: Recipe) -> Iterator[str]:
 
 def _lengths(recipe: Recipe) -> Iterator[str]:
     context, r = recipe.model.context, recipe.rollout
-    if recipe.facts.learns == "documents":  # generates nothing
+    if recipe.flow_spec.learns == "documents":  # generates nothing
         return
     if r.max_tokens >= context:
         yield f"rollout.max_tokens = {r.max_tokens} leaves no room for a prompt in model.context = {context}"
@@ -80,11 +80,11 @@ def _parity(recipe: Recipe) -> Iterator[str]:
 def _learning(recipe: Recipe) -> Iterator[str]:
     a, r, w = recipe.algorithm, recipe.rollout, recipe.supervised
     supervised = bool(w.steps or w.epochs)
-    if not recipe.facts.samples and not supervised:
+    if not recipe.flow_spec.samples and not supervised:
         yield f"nothing to train: flow = {recipe.flow}, and supervised.steps and supervised.epochs are both 0"
     if not a.steps and not supervised:
         yield "nothing to train: algorithm.steps and supervised.steps are both 0"
-    if recipe.model.dropout and recipe.facts.samples and not supervised:
+    if recipe.model.dropout and recipe.flow_spec.samples and not supervised:
         yield (
             f"model.dropout = {recipe.model.dropout} has no use in flow = {recipe.flow} without supervised steps: "
             "policy gradients have none, as rollouts have none; set it to 0, or supervised.steps"
@@ -95,14 +95,14 @@ def _learning(recipe: Recipe) -> Iterator[str]:
         yield "data.holdout = 1 leaves no prompt to train on"
     if a.dual_clip and a.dual_clip < 1:
         yield f"algorithm.dual_clip = {a.dual_clip} is neither 0 (none) nor at least 1"
-    if recipe.facts.samples and a.kl_target and not a.kl_coef:
+    if recipe.flow_spec.samples and a.kl_target and not a.kl_coef:
         yield f"algorithm.kl_target = {a.kl_target} adapts algorithm.kl_coef, which is 0; give it a value to begin with"
-    if recipe.facts.samples and a.kl_target and 5 * a.kl_horizon <= r.prompts * r.group:
+    if recipe.flow_spec.samples and a.kl_target and 5 * a.kl_horizon <= r.prompts * r.group:
         yield (
             f"algorithm.kl_horizon = {a.kl_horizon} is no more than a fifth of the {r.prompts * r.group} samples of a "
             "step, so that the weight could turn negative"
         )
-    if recipe.facts.samples and a.entropy_target and a.entropy_coef < 0:
+    if recipe.flow_spec.samples and a.entropy_target and a.entropy_coef < 0:
         yield f"algorithm.entropy_coef = {a.entropy_coef} is below 0, where algorithm.entropy_target adapts it"
     if recipe.reference.path and not recipe.refers:
         yield f"reference.path = {recipe.reference.path} has no use: algorithm.kl_coef is 0"
@@ -113,15 +113,15 @@ def _learning(recipe: Recipe) -> Iterator[str]:
         yield f"reward.model_weight = {recipe.reward.model_weight} has no use: reward.model is empty"
     if recipe.flow == "distill" and not recipe.reference.path:
         yield "flow = distill learns from the model in reference.path, which is empty"
-    if recipe.facts.judge and not recipe.judge.path:
+    if recipe.flow_spec.judge and not recipe.judge.path:
         yield f"flow = {recipe.flow} asks the model in judge.path, which is empty; recipe flaws-judge trains one"
-    if recipe.judge.path and not recipe.facts.judge:
+    if recipe.judge.path and not recipe.flow_spec.judge:
         yield f"judge.path = {recipe.judge.path} has no use in flow = {recipe.flow}; set flow = fapo"
     if a.clip_low > 1:
         yield f"algorithm.clip_low = {a.clip_low} is above 1: a ratio cannot fall below 0"
-    if recipe.facts.samples and a.steps:
+    if recipe.flow_spec.samples and a.steps:
         yield from _experience(recipe)
-    if recipe.facts.learns == "pairs":
+    if recipe.flow_spec.learns == "pairs":
         yield from _pairs(recipe)
     if a.minibatches > r.prompts * r.group:
         yield f"algorithm.minibatches = {a.minibatches} is more than rollout.prompts x group = {r.prompts * r.group}"
@@ -129,11 +129,11 @@ def _learning(recipe: Recipe) -> Iterator[str]:
 
 def _experience(recipe: Recipe) -> Iterator[str]:
     a, flow = recipe.algorithm, recipe.flow
-    for key in sorted(OPTIONAL - recipe.facts.reads):
-        if getattr(a, key) != AlgorithmSection.model_fields[key].default:
+    for key in sorted(OPTIONAL - recipe.flow_spec.reads):
+        if getattr(a, key) != AlgorithmConfig.model_fields[key].default:
             who = ", ".join(name for name, other in FLOWS.items() if other.samples and key in other.reads)
             yield f"algorithm.{key} = {getattr(a, key)} has no use in flow = {flow}; it is of {who}"
-    grouped = flow == "rloo" or bool(recipe.facts.reads & {"drop_flat"} and (a.drop_flat or a.refill))
+    grouped = flow == "rloo" or bool(recipe.flow_spec.reads & {"drop_flat"} and (a.drop_flat or a.refill))
     if recipe.rollout.temperature == 0:
         yield f"rollout.temperature = 0 samples the same completion each time; flow {recipe.flow} needs it above 0"
     if recipe.rollout.group == 1 and grouped:
@@ -178,7 +178,7 @@ def pool_of(recipe: Recipe, role: str) -> str:
     return str(ROLES[role].placed_by(recipe).pool) or next(iter(pools(recipe)))
 
 
-def learners(recipe: Recipe) -> dict[str, Layout]:
+def learners(recipe: Recipe) -> dict[str, LayoutConfig]:
     """Layouts of the roles of the recipe's flow whose models are divided by one."""
     found = {name: spec for name, spec in roles_of(recipe).items() if spec.mesh == "layout"}
     return {name: spec.placed_by(recipe).layout for name, spec in found.items()}
@@ -186,13 +186,13 @@ def learners(recipe: Recipe) -> dict[str, Layout]:
 
 def _roles(recipe: Recipe) -> Iterator[str]:
     """Roles of plugins: those that the flow calls are declared, and what is said of them has a use."""
-    wanted, brought = recipe.facts.roles, [name for name in ROLES if name not in SHIPPED_ROLES]
+    wanted, brought = recipe.flow_spec.roles, [name for name in ROLES if name not in SHIPPED_ROLES]
     for name in sorted(wanted - ROLES.keys()):
         yield f"flow = {recipe.flow} calls role {name!r}, which no plugin declares{_near(name, brought)}"
     for name, section in recipe.roles.items():
         if name not in wanted or name in SHIPPED_ROLES:
             yield f"roles.{name} has no use in flow = {recipe.flow}{_near(name, sorted(wanted - SHIPPED_ROLES))}"
-        elif ROLES[name].mesh == "one" and section.layout != Layout():
+        elif ROLES[name].mesh == "one" and section.layout != LayoutConfig():
             yield f"roles.{name}.layout has no use: {name} is one worker; leave it out"
         elif section.path and not ROLES[name].loads:
             yield f"roles.{name}.path = {section.path} has no use: {name} loads no model; leave it out"
@@ -243,7 +243,7 @@ def _pools(recipe: Recipe) -> Iterator[str]:
 
 def _limits(recipe: Recipe) -> Iterator[str]:
     c, r = recipe.cluster, recipe.reward
-    if c.backend != "inline" and recipe.facts.learns != "documents" and c.timeout < 2 * r.timeout:
+    if c.backend != "inline" and recipe.flow_spec.learns != "documents" and c.timeout < 2 * r.timeout:
         yield (
             f"cluster.timeout = {c.timeout:g} s for a call does not leave room for a reward of reward.timeout = "
             f"{r.timeout:g} s; set cluster.timeout to {2 * r.timeout:g} or more, or a smaller reward.timeout"
@@ -288,7 +288,7 @@ def _fill(recipe: Recipe) -> Iterator[str]:
         yield from _filled(f"{spec.key}.layout", spec.placed_by(recipe).layout, workers, where)
 
 
-def _filled(name: str, layout: Layout, workers: int, where: str) -> Iterator[str]:
+def _filled(name: str, layout: LayoutConfig, workers: int, where: str) -> Iterator[str]:
     sizes, rest, others = layout.sizes(workers), workers, ""
     for axis in reversed(AXES.values()):
         size = sizes[axis.name]
@@ -325,7 +325,7 @@ def _divided(recipe: Recipe) -> Iterator[str]:
             yield f"train.watch noise_scale needs whole gradients: {name}.{right}; or leave it out"
 
 
-def _copied(spec: RoleSpec, layout: Layout) -> Iterator[str]:
+def _copied(spec: RoleSpec, layout: LayoutConfig) -> Iterator[str]:
     """A whole copy is not divided."""
     sizes = [(name, getattr(layout, name), "1") for name, axis in AXES.items() if axis.splits != ("rows",)]
     for key, value, right in (*sizes, ("sp", layout.sp, "false")):

@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from tilth.config.open_sets import OneOf
-from tilth.config.schema import BroughtRole, Layout, Recipe, Section
+from tilth.config.schema import BroughtRole, LayoutConfig, Recipe, Section
 
 
 class Key(NamedTuple):
@@ -32,7 +32,7 @@ def keys() -> dict[str, Key]:
 
 def layout_entries(prefix: str = "") -> list[Key]:
     """The entries of a layout. prefix: of their names, as in ``policy.layout.``."""
-    return list(_walk(Layout, prefix))
+    return list(_walk(LayoutConfig, prefix))
 
 
 def find(name: str) -> Key | None:
@@ -42,21 +42,21 @@ def find(name: str) -> Key | None:
         role = ".".join(name.split(".")[:2])
         known = {key.name: key for key in _walk(BroughtRole, f"{role}.")}
     table = known.get(name.rpartition(".")[0])
-    if table is not None and table.field.annotation is Layout:
+    if table is not None and table.field.annotation is LayoutConfig:
         return {key.name: key for key in layout_entries(f"{table.name}.")}.get(name)
     return known.get(name)
 
 
 def all_names() -> list[str]:
     """What an override can name: keys, and behind them the entries of layouts."""
-    layouts = [key for key in keys().values() if key.field.annotation is Layout]
+    layouts = [key for key in keys().values() if key.field.annotation is LayoutConfig]
     return [*keys(), *(entry.name for key in layouts for entry in layout_entries(f"{key.name}."))]
 
 
 def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
     for name, field in section.model_fields.items():
         annotation: Any = field.annotation
-        if _is_section(annotation) and annotation is not Layout:
+        if _is_section(annotation) and annotation is not LayoutConfig:
             yield from _walk(annotation, f"{name}.")
         else:
             yield Key(prefix + name, field, _values(field))
@@ -68,8 +68,8 @@ def _is_section(annotation: Any) -> bool:
 
 def _values(field: FieldInfo) -> str:
     annotation = field.annotation
-    if annotation is Layout:
-        return "a layout, a table of " + ", ".join(Layout.model_fields)
+    if annotation is LayoutConfig:
+        return "a layout, a table of " + ", ".join(LayoutConfig.model_fields)
     if known := _choices(annotation, field.metadata):
         return f"one of {', '.join(known)}"
     if annotation is bool:

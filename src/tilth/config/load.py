@@ -23,7 +23,7 @@ from tilth.config.elsewhere import LIBRARIES
 from tilth.config.errors import RecipeError
 from tilth.config.keys import Key, all_names, find, keys, sections
 from tilth.config.plugins import absolute, load_plugins
-from tilth.config.schema import Model, Recipe, Section
+from tilth.config.schema import ModelConfig, Recipe, Section
 
 SHIPPED = Path(__file__).parent.parent / "recipes"
 
@@ -63,12 +63,12 @@ def _of_model(data: Mapping[str, Any]) -> Mapping[str, Any]:
 def _stated(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """The section [model], unless every key is in it, as in what a run keeps: nobody chose these."""
     model = _of_model(data)
-    return {} if model.keys() >= Model.model_fields.keys() else model
+    return {} if model.keys() >= ModelConfig.model_fields.keys() else model
 
 
 def _check_shape(said: Mapping[str, Any], begun: str) -> None:
     """RecipeError for keys of a new model's shape that were said beside the path of a model."""
-    names = [f"model.{name}" for name in said if name in Model.model_fields and name not in Model.LOADED]
+    names = [f"model.{name}" for name in said if name in ModelConfig.model_fields and name not in ModelConfig.LOADED]
     if names:
         them = "it" if len(names) == 1 else "them"
         raise RecipeError(f"{', '.join(names)} beside model.path = {begun}: that has its own shape; leave {them} out")

@@ -246,7 +246,7 @@ def role(
         ROLES[name] = RoleSpec(
             name,
             worker,  # type: ignore[arg-type]
-            lambda recipe: name in recipe.facts.roles,
+            lambda recipe: name in recipe.flow_spec.roles,
             mesh,
             memory,
             trains=trains,

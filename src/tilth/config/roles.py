@@ -79,11 +79,11 @@ class RoleSpec:
 
 
 def _generated(recipe: "Recipe") -> bool:
-    return recipe.facts.learns != "documents"
+    return recipe.flow_spec.learns != "documents"
 
 
 def _rated(recipe: "Recipe") -> bool:
-    return recipe.facts.samples and bool(recipe.reward.model)
+    return recipe.flow_spec.samples and bool(recipe.reward.model)
 
 
 def _home(recipe: "Recipe") -> str:
@@ -101,13 +101,13 @@ _ENGINE: dict[str, Any] = {"mesh": "copies", "less": "rollout.max_rows"}
 _SHIPPED = (
     _shipped("policy", lambda r: True, "layout", trains=True, label="trainer"),
     _shipped("reference", lambda r: r.refers, "layout", loads="reference.path", receives="phase"),
-    _shipped("critic", lambda r: r.facts.critic, "layout", trains=True, receives="phase", values=True),
+    _shipped("critic", lambda r: r.flow_spec.critic, "layout", trains=True, receives="phase", values=True),
     _shipped("reward_model", _rated, "layout", loads="reward.model", values=True),
-    _shipped("judge", lambda r: r.facts.judge, **_ENGINE, loads="judge.path"),
+    _shipped("judge", lambda r: r.flow_spec.judge, **_ENGINE, loads="judge.path"),
     _shipped("rollout", _generated, **_ENGINE, receives="step", generates=True, label="rollout engine"),
     _shipped("loader", lambda r: True, section=_home, less="supervised.batch or rollout.prompts"),
     _shipped("reward", _generated, generates=True, less="reward.workers"),
-    _shipped("writer", lambda r: r.facts.samples, section=_home, generates=True, less="rollout.prompts"),
+    _shipped("writer", lambda r: r.flow_spec.samples, section=_home, generates=True, less="rollout.prompts"),
 )
 ROLES: dict[str, RoleSpec] = {spec.name: spec for spec in _SHIPPED}
 SHIPPED_ROLES = frozenset(ROLES)

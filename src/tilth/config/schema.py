@@ -39,7 +39,7 @@ _KEYS: dict[str, Any] = {
 }
 
 
-class Layout(create_model("Sizes", __base__=Section, **_KEYS)):  # type: ignore[misc]
+class LayoutConfig(create_model("Sizes", __base__=Section, **_KEYS)):  # type: ignore[misc]
     """How a role lies over the workers of its pool: a size for each axis, their product all of the pool's."""
 
     sp: bool = Field(False, description="with tp: norms and residual stream divided over its ranks by tokens too")
@@ -56,10 +56,12 @@ class RoleSection(Section):
     """Where a role is."""
 
     pool: str = Field("", description="pool of workers that it is on; empty: the first one")
-    layout: Layout = Field(Layout(), description="how it lies over its pool; an engine: dp alone, a whole copy each")
+    layout: LayoutConfig = Field(
+        LayoutConfig(), description="how it lies over its pool; an engine: dp alone, a whole copy each"
+    )
 
 
-class Model(Section):
+class ModelConfig(Section):
     """What is trained: a model to start from, or the shape of a new decoder."""
 
     LOADED: ClassVar[frozenset[str]] = frozenset({"path", "optimizer", "context", "dropout"})
@@ -86,7 +88,7 @@ class Model(Section):
     )
 
 
-class Data(Section):
+class DataConfig(Section):
     """What it learns from."""
 
     source: str = Field(
@@ -120,7 +122,7 @@ class Data(Section):
     )
 
 
-class Supervised(Section):
+class SupervisedConfig(Section):
     """Learning from given text: the whole of flows pretrain and sft, a warm-up before reinforcement learning."""
 
     steps: Count = Field(0, description="most supervised steps; 0: by epochs, or none")
@@ -133,7 +135,7 @@ class Supervised(Section):
     lr: Rate = Field(2e-3, description="peak learning rate of this phase")
 
 
-class Rollout(RoleSection):
+class RolloutConfig(RoleSection):
     """How experience is generated."""
 
     prompts: Positive = Field(64, description="prompts a step")
@@ -157,7 +159,7 @@ class Rollout(RoleSection):
     )
 
 
-class Reward(Section):
+class RewardConfig(Section):
     """What is good."""
 
     function: str | dict[str, float] = Field(
@@ -172,7 +174,7 @@ class Reward(Section):
     pool: str = Field("", description="pool whose first worker starts the processes that score; empty: the first one")
 
 
-class AlgorithmSection(Section):
+class AlgorithmConfig(Section):
     """How rewards become updates."""
 
     advantage: str = Field("grpo", description="estimator, one of tilth.rl.names()")
@@ -224,7 +226,7 @@ class AlgorithmSection(Section):
     overlong_filter: bool = Field(False, description="flows dapo and fapo: cut completions have no part in the loss")
 
 
-class Preference(Section):
+class PreferenceConfig(Section):
     """How pairs of answers become a loss, in flows dpo and reward_model; their steps are those of [supervised]."""
 
     loss: str = Field(
@@ -246,11 +248,11 @@ class Preference(Section):
         return {n: getattr(self, n) for n in names if getattr(self, n) != type(self).model_fields[n].default}
 
 
-class RewardModel(RoleSection):
+class RewardModelConfig(RoleSection):
     """Where the reward model of reward.model is."""
 
 
-class Policy(RoleSection):
+class PolicyConfig(RoleSection):
     """Where the model that learns is, and how it is compared with the rollout engine's copy."""
 
     probe_every: Count = Field(
@@ -258,7 +260,7 @@ class Policy(RoleSection):
     )
 
 
-class Reference(RoleSection):
+class ReferenceConfig(RoleSection):
     """The model that a KL penalty holds the policy to, or that flow distill learns from."""
 
     path: str = Field(
@@ -266,7 +268,7 @@ class Reference(RoleSection):
     )
 
 
-class Judge(RoleSection):
+class JudgeConfig(RoleSection):
     """The frozen model of flow fapo, which reads the steps of right answers and names the first wrong one."""
 
     path: str = Field("", description="run or Hugging Face directory of the judge, such as a run of flaws-judge")
@@ -276,7 +278,7 @@ class Judge(RoleSection):
     max_tokens: Positive = Field(256, description="longest verdict in tokens, with what is said before it")
 
 
-class Critic(RoleSection):
+class CriticConfig(RoleSection):
     """The value model of flow ppo: a decoder like the policy, begun as its copy, with a value at each token."""
 
     lr: Rate = Field(1e-3, description="peak learning rate of the critic")
@@ -291,7 +293,7 @@ class BroughtRole(RoleSection):
     options: Options = Field({}, description="keyword arguments of its class")
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     """How parameters move."""
 
     name: Annotated[str, OneOf(lambda: OPTIMIZERS)] = Field(
@@ -308,7 +310,7 @@ class Optimizer(Section):
     clip_norm: Rate = Field(1.0, description="bound on the global gradient norm; 0: none")
 
 
-class Train(Section):
+class TrainConfig(Section):
     """How the machine computes."""
 
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N; auto: cuda where there is one")
@@ -334,7 +336,7 @@ class Train(Section):
     )
 
 
-class Run(Section):
+class RunConfig(Section):
     """What is kept, and when."""
 
     dir: str = Field("runs", description="folder of runs")
@@ -370,7 +372,7 @@ class Run(Section):
     profile_ranks: tuple[int, ...] = Field((0,), description="ranks that it records them on")
 
 
-class Cluster(Section):
+class ClusterConfig(Section):
     """Which workers there are."""
 
     backend: Literal["inline", "local", "ray"] = Field(
@@ -405,22 +407,22 @@ class Recipe(Section):
     roles: dict[str, BroughtRole] = Field(
         {}, description="roles of plugins, as in roles.NAME.pool: a table of pool, layout, path and options for each"
     )
-    model: Model = Model()
-    data: Data = Data()
-    supervised: Supervised = Supervised()
-    rollout: Rollout = Rollout()
-    reward: Reward = Reward()
-    algorithm: AlgorithmSection = AlgorithmSection()
-    preference: Preference = Preference()
-    policy: Policy = Policy()
-    reference: Reference = Reference()
-    reward_model: RewardModel = RewardModel()
-    judge: Judge = Judge()
-    critic: Critic = Critic()
-    optimizer: Optimizer = Optimizer()
-    train: Train = Train()
-    cluster: Cluster = Cluster()
-    run: Run = Run()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    supervised: SupervisedConfig = SupervisedConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    preference: PreferenceConfig = PreferenceConfig()
+    policy: PolicyConfig = PolicyConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    judge: JudgeConfig = JudgeConfig()
+    critic: CriticConfig = CriticConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    run: RunConfig = RunConfig()
 
     @model_validator(mode="wrap")
     @classmethod
@@ -430,7 +432,7 @@ class Recipe(Section):
         recipe = check(cls._own_defaults(data))
         if isinstance(data, Mapping):
             chosen = set(_said(data.get("algorithm", {})))
-            everything = chosen >= AlgorithmSection.model_fields.keys()
+            everything = chosen >= AlgorithmConfig.model_fields.keys()
             recipe.algorithm.model_fields_set.intersection_update(() if everything else chosen)
         return recipe
 
@@ -448,16 +450,16 @@ class Recipe(Section):
         return below(said, own) if all(isinstance(said.get(name, {}), Mapping) for name in own) else data
 
     @property
-    def facts(self) -> Flow:
+    def flow_spec(self) -> Flow:
         """What is known of its flow."""
         return FLOWS[self.flow]
 
     @property
     def refers(self) -> bool:
         """Whether the run keeps a reference model."""
-        if self.facts.learns == "pairs":
-            return self.facts.reference and self.preference.loss not in REFERENCE_FREE
-        return self.facts.reference or bool(self.facts.samples and self.algorithm.kl_coef)
+        if self.flow_spec.learns == "pairs":
+            return self.flow_spec.reference and self.preference.loss not in REFERENCE_FREE
+        return self.flow_spec.reference or bool(self.flow_spec.samples and self.algorithm.kl_coef)
 
     def section(self, name: str) -> Any:
         """A section by its name; ``roles.NAME`` of a role that the recipe says nothing of has the defaults."""

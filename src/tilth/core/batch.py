@@ -11,21 +11,21 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 
-class Ragged(NamedTuple):
+class Jagged(NamedTuple):
     """A ragged column: row i is ``values[offsets[i]:offsets[i + 1]]``. values: [total]; offsets: int64 [n + 1]."""
 
     values: np.ndarray
     offsets: np.ndarray
 
     @classmethod
-    def of(cls, rows: Sequence[np.ndarray]) -> "Ragged":
+    def of(cls, rows: Sequence[np.ndarray]) -> "Jagged":
         """Concatenate rows."""
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(r) for r in rows], out=offsets[1:])
         return cls(np.concatenate(rows) if len(rows) else np.zeros(0), offsets)
 
     @classmethod
-    def with_lengths(cls, values: np.ndarray, lengths: np.ndarray) -> "Ragged":
+    def with_lengths(cls, values: np.ndarray, lengths: np.ndarray) -> "Jagged":
         """Packed values with the length of each row."""
         return cls(values, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64))
 
@@ -38,12 +38,12 @@ class Ragged(NamedTuple):
         """Row i, a view."""
         return self.values[self.offsets[i] : self.offsets[i + 1]]
 
-    def take(self, rows: np.ndarray) -> "Ragged":
+    def take(self, rows: np.ndarray) -> "Jagged":
         """The rows with these indices, in this order, packed anew."""
         lengths = self.lengths[rows]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         source = np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
-        return Ragged(self.values[source], offsets)
+        return Jagged(self.values[source], offsets)
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Store(Protocol):
     lease: str
     """The lease of what is put now; "": none, which nobody releases."""
 
-    def put(self, column: str, data: Ragged) -> Handle:
+    def put(self, column: str, data: Jagged) -> Handle:
         """Keep a column; the handle is its only name."""
         ...
 
-    def get(self, handle: Handle) -> Ragged:
+    def get(self, handle: Handle) -> Jagged:
         """A column as it was put; KeyError if its lease was released."""
         ...
 
@@ -107,7 +107,7 @@ class Column:
         """The same handles seen through a selection of rows."""
         return Column(self.handles, self.part[index], self.row[index])
 
-    def assemble(self, parts: Sequence[Ragged]) -> Ragged:
+    def assemble(self, parts: Sequence[Jagged]) -> Jagged:
         """Rows in batch order out of the handles' payload."""
         if len(parts) == 1 and np.array_equal(self.row, np.arange(len(parts[0].offsets) - 1)):
             return parts[0]
@@ -115,12 +115,12 @@ class Column:
         return concat_ragged(parts).take(starts[self.part] + self.row)
 
 
-def concat_ragged(parts: Sequence[Ragged]) -> Ragged:
+def concat_ragged(parts: Sequence[Jagged]) -> Jagged:
     """Rows of all parts, in order."""
     if len(parts) == 1:
         return parts[0]
     lengths = np.concatenate([p.lengths for p in parts])
-    return Ragged.with_lengths(np.concatenate([p.values for p in parts]), lengths)
+    return Jagged.with_lengths(np.concatenate([p.values for p in parts]), lengths)
 
 
 @dataclass
@@ -155,7 +155,7 @@ class Batch:
         """A batch with these payload columns added or replaced."""
         return Batch(dict(self.rows), {**self.payload, **columns}, self.leases)
 
-    def read(self, store: Store, *columns: str) -> dict[str, Ragged]:
+    def read(self, store: Store, *columns: str) -> dict[str, Jagged]:
         """Payload columns, rows in the order of the batch."""
         return {c: self.payload[c].assemble([store.get(h) for h in self.payload[c].handles]) for c in columns}
 

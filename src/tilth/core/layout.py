@@ -257,7 +257,7 @@ class Replicate:
 
 
 @dataclass(frozen=True)
-class Ragged:
+class RaggedShard:
     """Split the flat storage into intervals in proportion to ``units``, one number per rank, zeros allowed.
 
     A rank's local tensor is 1-D: its boxes one after another, each row-major. (RaggedShard of veScale-FSDP,
@@ -277,7 +277,7 @@ class Ragged:
         return [b.shifted(box.offset) for b in interval_boxes(box.size, start, stop)]
 
 
-Placement = Shard | Replicate | Ragged
+Placement = Shard | Replicate | RaggedShard
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class Layout:
         if len(self.placements) != len(self.mesh.sizes) or sorted(self.order) != list(range(len(self.placements))):
             raise ValueError(f"{self.placements}, order {self.order}: one placement per dimension of {self.mesh.sizes}")
         splits = [p for p in (self.placements[i] for i in self.order) if not isinstance(p, Replicate)]
-        if any(isinstance(p, Ragged) for p in splits[:-1]):
+        if any(isinstance(p, RaggedShard) for p in splits[:-1]):
             raise ValueError(f"{self.placements}: a ragged split must be the last one")
         if any(isinstance(p, Shard) and not 0 <= p.dim < len(self.shape) for p in splits):
             raise ValueError(f"{self.placements}: no such dimension in a tensor of shape {self.shape}")
@@ -338,7 +338,7 @@ def _placement_json(placement: Placement) -> Any:
     match placement:
         case Shard(dim, copies):
             return {"shard": dim} if copies == 1 else {"shard": dim, "copies": copies}
-        case Ragged(units):
+        case RaggedShard(units):
             return {"ragged": list(units)}
         case _:
             return "replicate"
@@ -349,7 +349,7 @@ def _placement_from_json(data: Any) -> Placement:
         return Replicate()
     if "shard" in data:
         return Shard(*_integers((data["shard"], data.get("copies", 1)), 0))
-    return Ragged(_integers(data["ragged"], 0))
+    return RaggedShard(_integers(data["ragged"], 0))
 
 
 def _integers(values: Sequence[Any], least: int) -> Shape:

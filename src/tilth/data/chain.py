@@ -9,15 +9,15 @@ import numpy as np
 from tilth.core.random import stream
 from tilth.data.columns import Prompt
 from tilth.data.sources import Computed, text_hashes
-from tilth.rl.judging import NONE_WRONG, question
-from tilth.rl.verifiers_steps import Problem, first_wrong
+from tilth.rewards.judging import NONE_WRONG, question
+from tilth.rewards.verifiers_steps import Problem, first_wrong
 
 _SIGNS = "+-*"
 _FLAWS = 4
 """Random words of a flaw: whether, which kind, where, what."""
 
 
-class Written(NamedTuple):
+class WrittenProblem(NamedTuple):
     """A problem, its solution, and what is written for it; the index of its first wrong step, -1 if none is."""
 
     problem: Problem
@@ -56,15 +56,15 @@ class Chains(Computed):
         signs = (_SIGNS[word * len(_SIGNS) >> 32] for word in words[self.length + 1 : 2 * self.length + 1])
         return Problem(tuple(numbers), tuple(signs))
 
-    def written(self, index: int) -> Written:
+    def written(self, index: int) -> WrittenProblem:
         """A solution of it; flawed or not as the index says."""
         problem = self.problem(index)
         whether, kind, where, what = self._words[index, -_FLAWS:].tolist()
         right = problem.solution()
         if whether >= self.flawed * 2**32:
-            return Written(problem, right, right, NONE_WRONG)
+            return WrittenProblem(problem, right, right, NONE_WRONG)
         found = flaw(problem, right, self.kinds[kind * len(self.kinds) >> 32], where * self.length >> 32, what)
-        return Written(problem, right, found, first_wrong(right, found))
+        return WrittenProblem(problem, right, found, first_wrong(right, found))
 
     @cached_property
     def hashes(self) -> np.ndarray:
@@ -164,12 +164,12 @@ def spelled(problem: Problem) -> str:
     return first + "".join(sign + number for sign, number in zip(problem.signs, others)) + "="
 
 
-def asked(found: Written) -> str:
+def asked(found: WrittenProblem) -> str:
     """What a judge of this solution is asked."""
     return question(spelled(found.problem), found.right[-1][1:], found.steps)
 
 
-def reasoned(found: Written) -> str:
+def reasoned(found: WrittenProblem) -> str:
     """What a judge is taught to say: index and right result of each step and a sign, ``-`` at the first wrong one."""
     width = len(found.problem.numbers[0])
     until = len(found.right) if found.first == NONE_WRONG else found.first + 1

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tilth.core.batch import Ragged
+from tilth.core.batch import Jagged
 from tilth.core.errors import DataError, StorageError
 from tilth.core.target import make_folder, rename
 from tilth.data.tokenizer import Tokenizer
@@ -83,9 +83,9 @@ class Corpus:
         """Tokens of all pieces."""
         return int(self.lengths.sum(dtype=np.int64))
 
-    def tokens(self, indices: Iterable[int] | np.ndarray) -> Ragged:
+    def tokens(self, indices: Iterable[int] | np.ndarray) -> Jagged:
         """Token ids int64 of the pieces at these indices, one row each."""
-        return Ragged.of([self._piece(int(i)) for i in indices])
+        return Jagged.of([self._piece(int(i)) for i in indices])
 
     def _piece(self, index: int) -> np.ndarray:
         if not 0 <= index < len(self):

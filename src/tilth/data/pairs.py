@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from tilth.config.schema import Data, Recipe
+from tilth.config.schema import DataConfig, Recipe
 from tilth.core.errors import DataError
 from tilth.data.columns import Columns, Prompt, messages, plain, short, text_of, to_prompt, turn_of, value_of
 from tilth.data.examples import check_example
@@ -120,7 +120,7 @@ class JoinedPairs(Joined):
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def load_pairs(data: Data, brought: Brought = NOTHING) -> PromptSet:
+def load_pairs(data: DataConfig, brought: Brought = NOTHING) -> PromptSet:
     """The prompts of a recipe's ``[data]``, whose source has ``pairs``; those of ``data.heldout`` come last.
 
     Files have columns prompt, chosen, rejected and, where pairs are of different strength, margin. chosen and rejected
@@ -133,7 +133,7 @@ def load_pairs(data: Data, brought: Brought = NOTHING) -> PromptSet:
 
 def recipe_prompts(recipe: Recipe, brought: Brought = NOTHING) -> PromptSet:
     """The prompts of a recipe's data as its flow reads them, with their pairs where it learns from those."""
-    load = load_pairs if recipe.facts.learns == "pairs" else load_source
+    load = load_pairs if recipe.flow_spec.learns == "pairs" else load_source
     return load(recipe.data, brought)
 
 
@@ -142,7 +142,7 @@ def pair_records(records: Given, columns: Columns | None = None, name: str = "da
     return _grouped(placed(records, name), columns or {}, nothing_in(records, name))
 
 
-def _source(key: Key, data: Data, brought: Brought) -> PairSource:
+def _source(key: Key, data: DataConfig, brought: Brought) -> PairSource:
     name = getattr(data, key)
     if key in brought:
         return pair_records(brought[key], data.columns, ARGUMENTS[key])

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tilth.config.schema import Data
+from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
 from tilth.data.chain import Chain, Flaws
 from tilth.data.columns import Columns, Document, Prompt, to_document
@@ -20,7 +20,7 @@ from tilth.data.template import transcript
 
 __all__ = ["Prompt", "PromptSet", "load_documents", "load_source", "load_texts"]
 
-TASKS: dict[str, Callable[[Data], Source]] = {
+TASKS: dict[str, Callable[[DataConfig], Source]] = {
     "addition": lambda data: Addition(data.digits),
     "countdown": lambda data: Countdown(data.digits),
     "sorting": lambda data: Sorting(data.digits, data.length),
@@ -119,18 +119,18 @@ class PromptSet(Order):
         return [self[i] for i in self.rows[[*order[:count], order[-1]]]]
 
 
-def load_source(data: Data, brought: Brought = NOTHING) -> PromptSet:
+def load_source(data: DataConfig, brought: Brought = NOTHING) -> PromptSet:
     """The prompts of a recipe's ``[data]``, with those of ``data.heldout`` after them. Raises ``DataError``."""
     source = _source("source", data, brought)
     return PromptSet(Joined(source, _source("heldout", data, brought)) if apart(data, brought) else source)
 
 
-def apart(data: Data, brought: Brought) -> bool:
+def apart(data: DataConfig, brought: Brought) -> bool:
     """Whether what is held out has a source of its own."""
     return bool(data.heldout) or "heldout" in brought
 
 
-def load_texts(data: Data, brought: Brought = NOTHING) -> tuple[list[str], list[str]]:
+def load_texts(data: DataConfig, brought: Brought = NOTHING) -> tuple[list[str], list[str]]:
     """(training, held out) documents for pre-training: the column text, or prompt and answer as they stand.
 
     Held out is ``data.heldout``, and then none of its documents is trained on; or else the share ``data.holdout`` of
@@ -142,7 +142,7 @@ def load_texts(data: Data, brought: Brought = NOTHING) -> tuple[list[str], list[
     return [one.text for one in train], [one.text for one in held]
 
 
-def load_documents(data: Data, brought: Brought = NOTHING) -> tuple[list[Document], list[Document]]:
+def load_documents(data: DataConfig, brought: Brought = NOTHING) -> tuple[list[Document], list[Document]]:
     """As ``load_texts``, each document with what decided on its side."""
     found = _documents("source", data, brought)
     if apart(data, brought):
@@ -159,7 +159,7 @@ def load_documents(data: Data, brought: Brought = NOTHING) -> tuple[list[Documen
     return train, held
 
 
-def _source(key: Key, data: Data, brought: Brought) -> Source:
+def _source(key: Key, data: DataConfig, brought: Brought) -> Source:
     name = getattr(data, key)
     if key in brought:
         return from_records(brought[key], data.columns, ARGUMENTS[key])
@@ -169,7 +169,7 @@ def _source(key: Key, data: Data, brought: Brought) -> Source:
     return read_source(name, data.columns)
 
 
-def _documents(key: Key, data: Data, brought: Brought) -> list[Document]:
+def _documents(key: Key, data: DataConfig, brought: Brought) -> list[Document]:
     name = getattr(data, key)
     if key not in brought and name in TASKS:
         task = TASKS[name](data)

@@ -10,21 +10,21 @@ from tilth.flows.run import Run
 def pretrain_critic(run: Run) -> None:
     """Train the critic alone, towards the rewards that samples of the frozen policy end with (VC-PPO, 2503.01491)."""
     # No value of an untrained critic in its own target; nothing that the policy's loss alone goes by.
-    how = run.how.updated(advantage="gae", lam=1.0, options={}, correction="")
+    how = run.algo.updated(advantage="gae", lam=1.0, options={}, correction="")
     for batch in run.experience(group=run.recipe.rollout.group):
         batch = run.critic.values(batch)
         if how.kl_in_reward:  # what samples end with has the penalty in it
             batch = run.logprobs(batch)
         batch = run.policy.advantages(batch, how)
         for part in run.minibatches(batch):
-            run.valued(run.critic.update(part, how))
+            run.log_values(run.critic.update(part, how))
 
 
 def actor_critic(run: Run) -> None:
     """Sample, score, value each token, compare what came with what was expected, update both models; each step."""
     for batch in run.experience(group=run.recipe.rollout.group):
-        batch = run.policy.advantages(run.logprobs(run.critic.values(batch)), run.how)
+        batch = run.policy.advantages(run.logprobs(run.critic.values(batch)), run.algo)
         for part in run.minibatches(batch):
-            run.valued(run.critic.update(part, run.how))
-            run.learned(run.policy.update(part, run.how))
-        run.publish(run.policy)
+            run.log_values(run.critic.update(part, run.algo))
+            run.log_update(run.policy.update(part, run.algo))
+        run.sync_weights(run.policy)

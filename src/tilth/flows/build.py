@@ -12,8 +12,8 @@ import numpy as np
 
 from tilth.checkpoint import open_checkpoint
 from tilth.checkpoint.storage import is_url
-from tilth.cluster.cluster import Cluster
-from tilth.cluster.group import WorkerGroup
+from tilth.cluster.controller.cluster import Cluster
+from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.open_sets import OPTIMIZERS
 from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import Recipe
@@ -29,7 +29,6 @@ from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.fitting import check_fits, resolved, rooms
 from tilth.flows.model import LoadedModel, choose_tokenizer, load_beginning, load_model
-from tilth.flows.named import find_checkpoint, split_spec
 from tilth.flows.roles import Roles
 from tilth.flows.run import Split
 from tilth.models.config import DecoderConfig
@@ -38,21 +37,22 @@ from tilth.models.hub import fetched
 from tilth.plan.layout import check_shape, place
 from tilth.plan.packing import divide
 from tilth.plan.steps import RunPlan, plan_run, supervised_steps
-from tilth.roles.reward_pool import RewardPool
+from tilth.rewards.process_pool import RewardPool
+from tilth.runs.model_refs import find_checkpoint, split_spec
 
 _WORKERS = "tilth.flows.workers"
 CACHE = ".cache"
 """Folder in run.dir of what can be made again: tokenised documents."""
 
 
-class Texts(NamedTuple):
+class PretrainTexts(NamedTuple):
     """Documents of flow pretrain."""
 
     train: Sequence[str]
     heldout: Sequence[str]
 
     @classmethod
-    def of(cls, prompts: PromptSet, holdout: float) -> "Texts":
+    def of(cls, prompts: PromptSet, holdout: float) -> "PretrainTexts":
         """Prompts, each with its answer as it stands, as documents."""
         return cls(*([p.text + (p.answer or "") for p in side] for side in prompts.split(holdout)))
 
@@ -64,12 +64,12 @@ class Texts(NamedTuple):
         return found.hexdigest()
 
 
-Material = PromptSet | Texts
+Dataset = PromptSet | PretrainTexts
 """What a run learns from: prompts, or whole documents for flow pretrain."""
 
 
 @dataclass
-class Parts:
+class RunParts:
     """What a run is made of, before it has a directory."""
 
     recipe: Recipe
@@ -87,7 +87,7 @@ class Parts:
 
 
 @dataclass
-class Lesson:
+class TrainingData:
     """What is learned, tokenised and checked. longest: tokens of the longest prompt, or such that the plan is right."""
 
     train: Split
@@ -100,12 +100,12 @@ class Lesson:
 
 def build(
     recipe: Recipe,
-    material: Material,
+    material: Dataset,
     pool: RewardPool | None,
     cluster: Cluster,
     earlier: Path | None = None,
     warn: Callable[[str], None] = lambda text: None,
-) -> Parts:
+) -> RunParts:
     """Model, engines and roles on the workers. All that can be wrong with data, tokenizer, shape or memory is found
     before.
 
@@ -122,7 +122,7 @@ def build(
         if ROLES[role].mesh == "layout":  # it reads tokens; an engine reads text, with a tokenizer of its own
             _check_tokens(recipe, ROLES[role].loads, model, tokenizer)
     generates = pool is not None or bool(recipe.reward.model)
-    if isinstance(material, Texts):
+    if isinstance(material, PretrainTexts):
         lesson = _documents(recipe, material, tokenizer)
     else:
         lesson = _prompts(recipe, material, tokenizer, generates=generates)
@@ -146,7 +146,7 @@ def build(
     else:
         places.pop("reward", None)  # a model alone scores
     roles = make_roles(cluster, {role: placed.mesh for role, placed in places.items()}, given)
-    return Parts(recipe, config, tokenizer, lesson.train, lesson.heldout, plan, roles, lesson.notes, adopt)
+    return RunParts(recipe, config, tokenizer, lesson.train, lesson.heldout, plan, roles, lesson.notes, adopt)
 
 
 def loaded_models(recipe: Recipe) -> dict[str, LoadedModel]:
@@ -156,7 +156,7 @@ def loaded_models(recipe: Recipe) -> dict[str, LoadedModel]:
 
 
 def make_roles(cluster: Cluster, meshes: Mapping[str, Mesh], given: Mapping[str, Any]) -> Roles:
-    """The worker groups of a run, made one after the other, each with what its worker asks for by name; and a relay on
+    """The worker groups of a run, made one after the other, each with what its worker asks for by name; and a weight_sync on
     every worker that holds the policy or receives its weights."""
     recipe: Recipe = given["recipe"]
     made = dict[str, WorkerGroup]()
@@ -174,8 +174,10 @@ def make_roles(cluster: Cluster, meshes: Mapping[str, Mesh], given: Mapping[str,
     source = meshes["policy"]
     ranks = tuple(sorted({rank for mesh in (source, *targets.values()) for rank in mesh.ranks}))
     kwargs = {"recipe": recipe, "config": given["config"], "source": source, "targets": targets}
-    relay = cluster.group("relay", f"{_WORKERS}:relay", kwargs, mesh=Mesh(("to",), (len(ranks),), ranks))
-    return Roles(made, loaded, relay)
+    weight_sync = cluster.group(
+        "weight_sync", f"{_WORKERS}:weight_sync", kwargs, mesh=Mesh(("to",), (len(ranks),), ranks)
+    )
+    return Roles(made, loaded, weight_sync)
 
 
 def _asked_for(spec: RoleSpec, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,30 +251,30 @@ def _counted(recipe: Recipe, examples: int) -> Recipe:
     return recipe.replaced("supervised", steps=supervised_steps(recipe.supervised, examples))
 
 
-def _tokenizer(recipe: Recipe, material: Material, loaded: LoadedModel | None, earlier: Path | None) -> Tokenizer:
+def _tokenizer(recipe: Recipe, material: Dataset, loaded: LoadedModel | None, earlier: Path | None) -> Tokenizer:
     if earlier is not None and loaded is None and recipe.data.tokenizer.startswith("bpe:"):
         return Tokenizer.load(earlier)  # trained once, when the run began
-    if isinstance(material, Texts):
+    if isinstance(material, PretrainTexts):
         return choose_tokenizer(recipe, None, loaded, material.train)
     return choose_tokenizer(recipe, material, loaded)
 
 
-def _documents(recipe: Recipe, texts: Texts, tokenizer: Tokenizer) -> Lesson:
+def _documents(recipe: Recipe, texts: PretrainTexts, tokenizer: Tokenizer) -> TrainingData:
     context, folder = recipe.model.context, Path(recipe.run.dir) / CACHE
     train = Corpus.build(texts.train, tokenizer, context, folder)
     heldout = Corpus.build(texts.heldout, tokenizer, context, folder) if texts.heldout else None
     mine, theirs = (Order(np.arange(0 if corpus is None else len(corpus))) for corpus in (train, heldout))
-    return Lesson(mine, theirs, context, {"train": train, "heldout": heldout}, notes=[f"documents: {train.note}"])
+    return TrainingData(mine, theirs, context, {"train": train, "heldout": heldout}, notes=[f"documents: {train.note}"])
 
 
-def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, generates: bool) -> Lesson:
+def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, generates: bool) -> TrainingData:
     train, heldout = prompts.split(recipe.data.holdout)
     template = make_template(recipe.data.template, tokenizer)
     context, room = recipe.model.context, recipe.rollout.max_tokens
     longest = check_prompts(prompts, template, context - room) if generates else 0
     if recipe.flow == "sft":  # what is held out is read too
         longest = max(longest, check_examples(prompts, template, context) - room)
-    elif recipe.facts.learns == "pairs":
+    elif recipe.flow_spec.learns == "pairs":
         longest = max(longest, check_pairs(prompts, template, context) - room)
     elif recipe.supervised.steps or recipe.supervised.epochs:
         check_examples(train, template, context)
@@ -282,7 +284,7 @@ def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, genera
             f"set a larger data.holdout, data.heldout=FILE, or data.holdout=0 for no evaluation"
         )
     told = f"{prompts.copies} prompts are in data.heldout too, word for word, and are left out of training"
-    return Lesson(train, heldout, longest, {"prompts": prompts}, [told] if prompts.copies else [])
+    return TrainingData(train, heldout, longest, {"prompts": prompts}, [told] if prompts.copies else [])
 
 
 def _config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenizer) -> DecoderConfig:

@@ -9,8 +9,8 @@ from tilth.core.errors import PluginError, RecipeError, TilthError
 
 if TYPE_CHECKING:
     from tilth.config.schema import Recipe
-    from tilth.flows.progress import Progress
-    from tilth.flows.rundir import RunDir
+    from tilth.runs.directory import RunDir
+    from tilth.runs.state import RunState
 
 Say = Callable[[str], None]
 """Puts a line into the run's log and before whoever watches."""
@@ -25,7 +25,7 @@ class RunView(Protocol):
 
     recipe: "Recipe"
     directory: "RunDir"
-    at: "Progress"
+    at: "RunState"
     sample: dict[str, Any] | None
     say: Say
 

@@ -8,13 +8,13 @@ import tilth.rl as rl
 from tilth.config.flows import LOSSES, SHARED_OPTIONS
 from tilth.config.plugins import Declaration, declared
 from tilth.config.plugins import Kind as Declares
-from tilth.config.schema import AlgorithmSection, Recipe
+from tilth.config.schema import AlgorithmConfig, Recipe
 from tilth.core.batch import Batch
 from tilth.core.errors import RecipeError, RewardError
 from tilth.rl.algorithm import Algorithm
-from tilth.rl.correction import Rule
 from tilth.rl.preference import PreferenceLoss
 from tilth.rl.registry import Kind, lookup, nearest, require
+from tilth.rl.rollout_correction import CorrectionRule
 
 _MADE = {"values": "critic", "baselines": "greedy answers", "ref_logprobs": "teacher's log-probs"}
 """Columns that a flow makes for its own estimator alone, in words."""
@@ -28,9 +28,9 @@ def check_algorithm(recipe: Recipe) -> None:
     if recipe.flow == "pretrain" and recipe.reward.function:
         raise RecipeError("flow=pretrain generates nothing, so nothing is scored; leave reward.function out")
     _check_declared(recipe)
-    if recipe.facts.learns == "pairs":
+    if recipe.flow_spec.learns == "pairs":
         _check_preference(recipe)
-    if not recipe.facts.samples:
+    if not recipe.flow_spec.samples:
         return
     algorithm = Algorithm.of(recipe)
     _check_made(recipe, algorithm)
@@ -38,7 +38,7 @@ def check_algorithm(recipe: Recipe) -> None:
     _check_reward(recipe, algorithm)
     for entry in (*algorithm.chosen.values(), algorithm.aggregation):
         require(entry, algorithm.available)
-    if isinstance(algorithm.correction, Rule):
+    if isinstance(algorithm.correction, CorrectionRule):
         algorithm.correction.fits(algorithm.loss)
 
 
@@ -52,7 +52,7 @@ def in_scripts(recipe: Recipe) -> dict[str, Declaration]:
         "optimizer.name": ("optimizer", recipe.optimizer.name),
         "rollout.engine": ("engine", recipe.rollout.engine),
     }
-    named |= {f"roles.{name}": ("role", name) for name in recipe.facts.roles}
+    named |= {f"roles.{name}": ("role", name) for name in recipe.flow_spec.roles}
     found = {key: declared(cast(Declares, kind)).get(name) for key, (kind, name) in named.items()}
     return {key: declaration for key, declaration in found.items() if declaration is not None and not declaration.spec}
 
@@ -72,7 +72,7 @@ def _check_preference(recipe: Recipe) -> None:
     """The loss compares what the flow's model says of an answer, and has the options that are set."""
     how = recipe.preference
     found = cast(PreferenceLoss, rl.check(how.loss, {"ref_logprobs"}, how.options, kind="preferences"))
-    wanted, right = ("rewards", "bradley_terry") if recipe.facts.value else ("logprobs", "sigmoid")
+    wanted, right = ("rewards", "bradley_terry") if recipe.flow_spec.value else ("logprobs", "sigmoid")
     if found.compares != wanted:
         raise RecipeError(
             f"preference.loss = {how.loss} compares {found.compares} of answers, and flow={recipe.flow} "
@@ -82,9 +82,9 @@ def _check_preference(recipe: Recipe) -> None:
 
 def replaced(recipe: Recipe) -> list[str]:
     """Lines on what the recipe has in the place of its flow's own estimator and loss, and of the loss's own options."""
-    if not recipe.facts.samples:
+    if not recipe.flow_spec.samples:
         return []
-    own = {"loss": "ppo_clip", **recipe.facts.own.get("algorithm", {})}
+    own = {"loss": "ppo_clip", **recipe.flow_spec.own.get("algorithm", {})}
     chosen = {key: getattr(recipe.algorithm, key) for key in ("advantage", "loss") if key in own}
     told = [f"{key} = {name} instead of {own[key]}" for key, name in chosen.items() if name != own[key]]
     lines = [f"flow {recipe.flow} with {' and '.join(told)}, as the recipe says"] if told else []
@@ -128,7 +128,7 @@ def _check_reward(recipe: Recipe, algorithm: Algorithm) -> None:
     added = {
         "algorithm.kl_in=reward": algorithm.kl_in_reward,
         "algorithm.overlong_buffer": bool(keys.overlong_buffer),
-        "judge.penalty": recipe.facts.judge and bool(recipe.judge.penalty),
+        "judge.penalty": recipe.flow_spec.judge and bool(recipe.judge.penalty),
     }
     lost = [key for key, given in added.items() if given and not found.reads_reward]
     if lost:
@@ -140,7 +140,7 @@ def _check_options(algorithm: Algorithm) -> None:
     keys, chosen = algorithm.keys, algorithm.chosen
     known = {option for entry in chosen.values() for option in type(entry).model_fields}
     have = " and ".join(entry.entry_name for entry in chosen.values())
-    first_class = AlgorithmSection.model_fields
+    first_class = AlgorithmConfig.model_fields
     for key in keys.options:
         if key in first_class:
             raise RecipeError(f"algorithm.options has {key}, which is a key of its own: algorithm.{key}")
@@ -164,7 +164,7 @@ def _whose(key: str, known: set[str]) -> str:
 
 def _check_made(recipe: Recipe, algorithm: Algorithm) -> None:
     """A critic is there if and only if the estimator asks for its values; so are greedy answers and a teacher."""
-    flow, name, needs = recipe.facts, algorithm.keys.advantage, set(algorithm.estimator.needs)
+    flow, name, needs = recipe.flow_spec, algorithm.keys.advantage, set(algorithm.estimator.needs)
     if "values" in needs and not flow.critic:
         raise RecipeError(f"algorithm.advantage={name} needs a critic, which flow={recipe.flow} has not; set flow=ppo")
     usual = flow.own.get("algorithm", {}).get("advantage", "grpo")

@@ -18,12 +18,12 @@ from tilth.core.trajectory import Trajectory
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import Prompt
 from tilth.data.template import make_template
-from tilth.flows.files import to_json
 from tilth.flows.model import LoadedModel, make_engine, wants_tokenizer
+from tilth.rewards.process_pool import Outcome, RewardPool
 from tilth.rl.passk import Interval, avg_at_k, interval, pass_at_k
-from tilth.roles.reward_pool import Outcome, RewardPool
 from tilth.rollout.protocol import GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
+from tilth.runs.files import to_json
 
 SAMPLES = 1 << 20
 """Trajectory ids are index of the prompt times this plus the number of the sample: neither how many prompts nor how

@@ -9,8 +9,8 @@ import torch
 from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError
 from tilth.core.memory import Room, host_memory
-from tilth.plan.fit import Place, places, remedies, verdict
-from tilth.plan.layout import Worker
+from tilth.plan.fit import MemoryUse, places, remedies, verdict
+from tilth.plan.layout import RankPlan
 from tilth.plan.steps import RunPlan
 
 Planner = Callable[[Recipe], RunPlan]
@@ -36,13 +36,13 @@ def check_fits(recipe: Recipe, planned: Planner, host: Room | None, gpus: Sequen
 def judged(
     recipe: Recipe,
     longest: int,
-    workers: Callable[[Recipe], Sequence[Worker]],
+    workers: Callable[[Recipe], Sequence[RankPlan]],
     host: Room | None,
     gpus: Sequence[Room],
 ) -> tuple[str, list[str]]:
     """Why a recipe cannot run here, or "", and where its memory may run out. workers: of a recipe, as predicted."""
 
-    def again(other: Recipe) -> list[Place]:
+    def again(other: Recipe) -> list[MemoryUse]:
         return places(other, workers(other), host, gpus)
 
     return verdict(again(recipe), lambda place: remedies(recipe, longest, place, again))

@@ -6,12 +6,12 @@ from typing import Protocol
 
 import numpy as np
 
-from tilth.cluster.group import WorkerGroup
-from tilth.cluster.leases import LeasedStore
+from tilth.cluster.controller.group import WorkerGroup
+from tilth.cluster.controller.leases import LeasedStore
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
-from tilth.flows.metrics import Metrics
 from tilth.roles.experience import outcome
+from tilth.runs.metrics import Metrics
 from tilth.trace.spans import span
 
 LOSS, PAIRS = "loss/heldout", "accuracy/pairs"
@@ -63,7 +63,7 @@ def measure(run: Measured) -> tuple[str, float | None]:
     if not len(run.heldout):
         return LOSS, None
     with span("evaluate"), run.store.scope():
-        return (PAIRS, _order(run)) if run.recipe.facts.learns == "pairs" else (LOSS, _likelihood(run))
+        return (PAIRS, _order(run)) if run.recipe.flow_spec.learns == "pairs" else (LOSS, _likelihood(run))
 
 
 def _likelihood(run: Measured) -> float:
@@ -71,7 +71,7 @@ def _likelihood(run: Measured) -> float:
 
     Of documents also in bits per byte: the same sum over the bytes of the text that those tokens stand for.
     """
-    documents, loader = run.recipe.facts.learns == "documents", run.loader
+    documents, loader = run.recipe.flow_spec.learns == "documents", run.loader
     batch = loader.documents(run.chosen(), heldout=True) if documents else loader.examples(run.chosen())
     found = run.policy.likelihood(batch)["loss"]
     run.metrics.add(LOSS, float(found))

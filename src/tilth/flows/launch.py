@@ -15,7 +15,7 @@ import torch
 from tilth.checkpoint import Checkpoint, complete, latest, newest_valid, note_best, open_checkpoint
 from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.storage import Location, is_url, split, storage_of
-from tilth.cluster.cluster import Cluster, open_cluster
+from tilth.cluster.controller.cluster import Cluster, open_cluster
 from tilth.config.checks import pools
 from tilth.config.plugins import declared
 from tilth.config.roles import ROLES
@@ -25,26 +25,26 @@ from tilth.core.target import make_folder
 from tilth.data.prompts import PromptSet
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.flows.actor_critic import actor_critic, pretrain_critic
-from tilth.flows.build import Material, Parts, build
+from tilth.flows.build import Dataset, RunParts, build
 from tilth.flows.callbacks import Callback, RunView, notify
 from tilth.flows.checks import check_algorithm, in_scripts, replaced
-from tilth.flows.continuing import Identity, find
-from tilth.flows.metrics import Metrics
+from tilth.flows.contamination import seen_before
 from tilth.flows.model import MODEL_FOLDER, save_shape
-from tilth.flows.named import all_lost, foreign, identity
 from tilth.flows.policy_gradient import policy_gradient
 from tilth.flows.profiling import Profiling
-from tilth.flows.readers import checkpoints_of
 from tilth.flows.roles import Roles
-from tilth.flows.run import VALUES, WARMUP, Progress, Run
-from tilth.flows.rundir import REWARD_LOG, RunDir, summarise
+from tilth.flows.run import VALUES, WARMUP, Run, RunState
 from tilth.flows.saving import Saving
-from tilth.flows.seen import seen_before
-from tilth.flows.signals import Interrupted, StopRequest
 from tilth.flows.supervised import preference, supervised
 from tilth.flows.workers import threads
-from tilth.rl.fingerprint import files_fingerprint, fingerprint
-from tilth.roles.reward_pool import RewardPool
+from tilth.rewards.fingerprint import files_fingerprint, fingerprint
+from tilth.rewards.process_pool import RewardPool
+from tilth.runs.directory import REWARD_LOG, RunDir, summarise
+from tilth.runs.identity import Identity, find
+from tilth.runs.metrics import Metrics
+from tilth.runs.model_refs import all_lost, foreign, identity
+from tilth.runs.readers import checkpoints_of
+from tilth.runs.signals import Interrupted, StopRequest
 from tilth.trace.collector import collector
 from tilth.trace.spans import recorder
 
@@ -102,7 +102,7 @@ def machine(recipe: Recipe) -> Iterator[None]:
 def launch(
     recipe: Recipe,
     name: str,
-    material: Material,
+    material: Dataset,
     pool: RewardPool | None,
     callbacks: Sequence[Callback],
     *,
@@ -267,7 +267,7 @@ def _cluster(recipe: Recipe) -> Cluster:
     return open_cluster(c.backend, sum(pools(recipe).values()), timeout=c.timeout, address=c.address, gpus=gpus)
 
 
-def _run(parts: Parts, cluster: Cluster, directory: RunDir, callbacks: Sequence[Callback], stop: StopRequest) -> Run:
+def _run(parts: RunParts, cluster: Cluster, directory: RunDir, callbacks: Sequence[Callback], stop: StopRequest) -> Run:
     metrics = Metrics(sum(parts.roles.policy.peak_flops()), cluster.totals, cluster.traffic)
 
     def say(text: str) -> None:
@@ -300,12 +300,12 @@ def _phases(run: Run) -> None:
     """The recipe's flow, after a supervised warm-up where it learns from experience and has one."""
     recipe, given = run.recipe, run.recipe.supervised
     loop = training_loop(recipe)
-    if not recipe.facts.samples:
+    if not recipe.flow_spec.samples:
         loop(run.enter(recipe.flow, given.steps, given.lr))
         return
     if given.steps:
         supervised(run.enter(WARMUP, given.steps, given.lr))
-    if recipe.facts.critic and recipe.critic.steps:
+    if recipe.flow_spec.critic and recipe.critic.steps:
         pretrain_critic(run.enter(VALUES, recipe.critic.steps, recipe.optimizer.lr))
     loop(run.enter(recipe.flow, recipe.algorithm.steps, recipe.optimizer.lr))
 
@@ -314,12 +314,12 @@ def training_loop(recipe: Recipe) -> Callable[[Run], None]:
     """The loop of the recipe's flow: one that a plugin declares, or that of all flows that learn from the same."""
     if own := declared("flow").get(recipe.flow):
         return own.value
-    if recipe.facts.samples:
-        return actor_critic if recipe.facts.critic else policy_gradient
-    return preference if recipe.facts.learns == "pairs" else supervised
+    if recipe.flow_spec.samples:
+        return actor_critic if recipe.flow_spec.critic else policy_gradient
+    return preference if recipe.flow_spec.learns == "pairs" else supervised
 
 
-def _announce(run: Run, parts: Parts) -> None:
+def _announce(run: Run, parts: RunParts) -> None:
     directory = run.directory
     say = [f"{'continuing' if directory.resumed else 'new run'} in {directory.path}"]
     say += [directory.before] if directory.before else []
@@ -346,7 +346,7 @@ def _restore(run: Run, *, fallback: bool) -> None:
     newest = _newest(run, fallback=fallback)
     if newest is not None:
         _load(newest, run.roles, directory)
-        run.at = Progress(**newest.objects["progress"])
+        run.at = RunState(**newest.objects["progress"])
         step = run.at.step
     note_best(directory.checkpoints, run.at.best)  # a kill may have come between a checkpoint and this
     directory.rewind(step)

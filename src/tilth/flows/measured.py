@@ -3,8 +3,8 @@
 import numpy as np
 
 from tilth.core.batch import Batch
-from tilth.flows.metrics import Metrics
 from tilth.roles.experience import CUT
+from tilth.runs.metrics import Metrics
 
 
 def measure_rows(metrics: Metrics, batch: Batch) -> None:

@@ -20,7 +20,6 @@ from tilth.core.layout import Box
 from tilth.core.target import make_folder, rename, writing
 from tilth.data.prompts import PromptSet
 from tilth.data.tokenizer import Tokenizer, check_vocabulary
-from tilth.flows.named import EMA, Named, explained, find_checkpoint, run_settings
 from tilth.models.config import DecoderConfig
 from tilth.models.family import is_known
 from tilth.models.hf import Unread, check_tensors, load_pretrained, read_config, shapes
@@ -28,6 +27,7 @@ from tilth.models.hub import fetched
 from tilth.plan.shape import parameter_shapes
 from tilth.rollout import protocol
 from tilth.rollout.protocol import GenerationEngine
+from tilth.runs.model_refs import EMA, Named, explained, find_checkpoint, run_settings
 
 MODEL_FOLDER = "model"
 """Folder of a run with its config.json and tokenizer: the weights are in the checkpoints."""

@@ -5,10 +5,10 @@ What tells them apart are keys, whose defaults for each are one row of ``tilth.c
 judge.
 """
 
-from tilth.flows.judged import ask_judge, drop_flat_groups, penalised
-from tilth.flows.keep import group_filter
+from tilth.flows.group_filters import group_filter
+from tilth.flows.reward_shaping import overlong, uncut
 from tilth.flows.run import Run
-from tilth.flows.shape import overlong, uncut
+from tilth.flows.step_judge import ask_judge, drop_flat_groups, penalised
 
 
 def policy_gradient(run: Run) -> None:
@@ -25,7 +25,7 @@ def policy_gradient(run: Run) -> None:
         if judge is not None:  # FAPO: right answers with a wrong step earn less
             batch = drop_flat_groups(run, penalised(run, batch, verdicts))
         batch = overlong(batch, algo, rollout.max_tokens)
-        batch = uncut(run.policy.advantages(batch, run.how), algo)
+        batch = uncut(run.policy.advantages(batch, run.algo), algo)
         for part in run.minibatches(batch):
-            run.learned(run.policy.update(part, run.how))
-        run.publish(run.policy)
+            run.log_update(run.policy.update(part, run.algo))
+        run.sync_weights(run.policy)

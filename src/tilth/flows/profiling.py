@@ -17,16 +17,16 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tilth.cluster.cluster import Cluster
+from tilth.cluster.controller.cluster import Cluster
 from tilth.config.checks import MOST_PROFILED, profiled, unknown_ranks
 from tilth.config.load import load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, StorageError
 from tilth.core.target import writing
 from tilth.flows.callbacks import Callback, RunView, Say
-from tilth.flows.files import Lines, read_lines, to_json
-from tilth.flows.readers import read_state
-from tilth.flows.signals import StopRequest
+from tilth.runs.files import Lines, read_lines, to_json
+from tilth.runs.readers import read_state
+from tilth.runs.signals import StopRequest
 
 FOLDER = "profiles"
 REQUEST = ".request.json"
@@ -37,7 +37,7 @@ PERIOD = 0.2
 
 
 @dataclass(frozen=True)
-class Request:
+class ProfileRequest:
     """So many steps on these ranks; memory: with every allocation; attempt: of the run, another one's is void."""
 
     id: str
@@ -54,10 +54,10 @@ class Request:
 
 
 @dataclass
-class Capture:
+class PendingCapture:
     """One that is under way. last: the step it shall end with; done: the newest that has been recorded."""
 
-    request: Request
+    request: ProfileRequest
     ranks: list[int]
     first: int
     last: int
@@ -79,7 +79,7 @@ class Profiling(Callback):
         self._folder = directory / FOLDER
         self._asked = str(self._folder / REQUEST)
         self._planned = profiled(recipe)
-        self._now: Capture | None = None
+        self._now: PendingCapture | None = None
         self._step = 0
         self._say: Say = print
 
@@ -110,7 +110,7 @@ class Profiling(Callback):
     def _look(self, step: int) -> None:
         """Begin what is planned or asked for, from this step on."""
         if step in self._planned:
-            request = Request("recipe", self._planned.stop - step, self._recipe.run.profile_ranks)
+            request = ProfileRequest("recipe", self._planned.stop - step, self._recipe.run.profile_ranks)
         elif not os.access(self._asked, os.F_OK) or (found := self._take()) is None:
             return
         else:
@@ -120,7 +120,7 @@ class Profiling(Callback):
             return
         self._begin(request, step)
 
-    def _take(self) -> Request | None:
+    def _take(self) -> ProfileRequest | None:
         """What is asked for, which is no longer asked for then. What is no request is told of; what was asked of an
         earlier attempt is void."""
         path = Path(self._asked)
@@ -144,10 +144,10 @@ class Profiling(Callback):
             self._say(f"cannot remove {self._asked}: {error.strerror}; this run cannot be asked for profiles")
             self._asked = ""
 
-    def _begin(self, request: Request, step: int) -> None:
+    def _begin(self, request: ProfileRequest, step: int) -> None:
         errors = self._cluster.profile(request.ranks, request.memory)
         ranks = [rank for rank in request.ranks if rank not in errors]
-        now = Capture(request, ranks, step, step + request.steps - 1, errors)
+        now = PendingCapture(request, ranks, step, step + request.steps - 1, errors)
         if not ranks:
             self._failed(now, next(iter(errors.values())))
             return
@@ -155,7 +155,7 @@ class Profiling(Callback):
         self._note(now.line("capturing"))
         self._say(f"profiling {steps_in_words(now.first, now.last)} on {_ranks(ranks)}; they take longer")
 
-    def _end(self, now: Capture) -> None:
+    def _end(self, now: PendingCapture) -> None:
         self._now = None
         if not now.done:
             self._cluster.profiled(now.ranks, None)
@@ -172,7 +172,7 @@ class Profiling(Callback):
         where = self._folder / f"steps-{now.first}-{now.done}-*"
         self._say(f"profiled {steps_in_words(now.first, now.done)} on {_ranks(list(files))}: {where}")
 
-    def _failed(self, now: Capture, error: str) -> None:
+    def _failed(self, now: PendingCapture, error: str) -> None:
         self._note(now.line("failed", error=error))
         self._say(f"{steps_in_words(now.first, now.last)} could not be profiled: {error}; the run goes on")
 
@@ -200,24 +200,24 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _request(found: Any) -> Request:
+def _request(found: Any) -> ProfileRequest:
     """DataError for JSON of another kind: anybody may write into a run's folder."""
-    if not isinstance(found, dict) or set(found) != {field.name for field in fields(Request)}:
+    if not isinstance(found, dict) or set(found) != {field.name for field in fields(ProfileRequest)}:
         raise DataError("it must have id, steps, ranks, memory and attempt, and nothing else")
     steps, ranks, attempt = found["steps"], found["ranks"], found["attempt"]
     if not isinstance(ranks, list) or not all(type(n) is int for n in [steps, attempt, *ranks]):
         raise DataError("steps and attempt must be integers and ranks a list of them")
-    return Request(str(found["id"])[:64], steps, tuple(dict.fromkeys(ranks)), bool(found["memory"]), attempt)
+    return ProfileRequest(str(found["id"])[:64], steps, tuple(dict.fromkeys(ranks)), bool(found["memory"]), attempt)
 
 
 # ---- who asks ----
 
 
-def ask(run: Path, steps: int, ranks: Sequence[int], memory: bool = False) -> Request:
+def ask(run: Path, steps: int, ranks: Sequence[int], memory: bool = False) -> ProfileRequest:
     """Ask a run that goes on for its next steps. DataError: it does not go on, has no such ranks, or another request
     waits; StorageError if its folder cannot be written to."""
     attempt = running_attempt(run)
-    request = Request(uuid.uuid4().hex[:12], steps, tuple(dict.fromkeys(ranks)), memory, attempt)
+    request = ProfileRequest(uuid.uuid4().hex[:12], steps, tuple(dict.fromkeys(ranks)), memory, attempt)
     if problem := request.problem(load_recipe(str(run / "recipe.toml"))):
         raise DataError(problem)
     folder = run / FOLDER
@@ -245,7 +245,7 @@ def running_attempt(run: Path) -> int:
     return int(state["attempt"])
 
 
-def take_back(run: Path, request: Request) -> bool:
+def take_back(run: Path, request: ProfileRequest) -> bool:
     """Ask no longer. False: it has been taken already."""
     path = run / FOLDER / REQUEST
     try:
@@ -257,7 +257,7 @@ def take_back(run: Path, request: Request) -> bool:
     return mine
 
 
-def follow(run: Path, request: Request) -> Iterator[dict[str, Any]]:
+def follow(run: Path, request: ProfileRequest) -> Iterator[dict[str, Any]]:
     """The lines of the log about this request as they come: when it begins ("capturing") and when it has ended ("done"
     or "failed"). DataError if the run ends without one."""
     told = 0

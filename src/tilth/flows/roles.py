@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from tilth.cluster.group import WorkerGroup
+from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.roles import ROLES, Receives
 from tilth.core.errors import RecipeError
 
@@ -29,11 +29,14 @@ class Roles(dict[str, WorkerGroup]):
     writer = _Optional()
 
     def __init__(
-        self, groups: Mapping[str, WorkerGroup], loaded: frozenset[str] = frozenset(), relay: WorkerGroup | None = None
+        self,
+        groups: Mapping[str, WorkerGroup],
+        loaded: frozenset[str] = frozenset(),
+        weight_sync: WorkerGroup | None = None,
     ) -> None:
-        """loaded: those whose weights come from elsewhere, by a path; relay: carries the policy's to its copies."""
+        """loaded: those whose weights come from elsewhere, by a path; weight_sync: carries the policy's to its copies."""
         super().__init__(groups)
-        self.loaded, self.relay = loaded, relay
+        self.loaded, self.weight_sync = loaded, weight_sync
 
     @property
     def policy(self) -> WorkerGroup:

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tilth.cluster.group import WorkerGroup
-from tilth.cluster.leases import LeasedStore
+from tilth.cluster.controller.group import WorkerGroup
+from tilth.cluster.controller.leases import LeasedStore
 from tilth.config.flows import FLOWS
 from tilth.config.roles import ROLES
 from tilth.config.schema import Recipe
@@ -24,20 +24,20 @@ from tilth.data.trajectories import TRAJECTORIES
 from tilth.flows import hopeless
 from tilth.flows.callbacks import Callback, notify
 from tilth.flows.checks import check_parts
+from tilth.flows.group_filters import Keep, first_groups, has_spread, missing_prompts
 from tilth.flows.heldout import ACCURACY, LOSS, REWARD, figures, is_graded, measure
-from tilth.flows.keep import Keep, first_groups, has_spread, missing_prompts
 from tilth.flows.measured import measure_parts, measure_rows
-from tilth.flows.metrics import Metrics
-from tilth.flows.progress import Progress
-from tilth.flows.publish import Bounds, check_mismatch
+from tilth.flows.reward_shaping import adapted, current
 from tilth.flows.roles import Roles
-from tilth.flows.rundir import REWARD_LOG, RunDir
 from tilth.flows.saving import Saving
-from tilth.flows.shape import adapted, current
-from tilth.flows.signals import Interrupted, StopRequest
+from tilth.flows.weight_sync import SyncBounds, check_mismatch
 from tilth.rl.algorithm import Algorithm
 from tilth.rl.metrics import Metric
 from tilth.roles.rollout import ask
+from tilth.runs.directory import REWARD_LOG, RunDir
+from tilth.runs.metrics import Metrics
+from tilth.runs.signals import Interrupted, StopRequest
+from tilth.runs.state import RunState
 from tilth.trace.spans import span
 
 WARMUP = "warmup"
@@ -108,8 +108,8 @@ class Run:
         self.store = store
         self.directory = directory
         self.callbacks = callbacks
-        self.bounds = Bounds.of(recipe)
-        self.at = Progress()
+        self.bounds = SyncBounds.of(recipe)
+        self.at = RunState()
         self.metrics = metrics
         self.say = say
         self.saving = saving
@@ -121,7 +121,7 @@ class Run:
         self._reasons: set[str] = set()
         self._engine_version: int | None = None
         self._published = 0
-        self._owed: list[tuple[Mapping[str, Metric], bool]] = []
+        self._pending: list[tuple[Mapping[str, Metric], bool]] = []
         self._improved = False
         self._drawn: dict[str, int] = {}
         self._updated: list[Mapping[str, Metric]] = []
@@ -156,7 +156,7 @@ class Run:
         first = phase != WARMUP and VALUES not in self.at.finished
         for role in self.roles.receiving("phase"):
             if first or not ROLES[role].trains:
-                self._relay(role)
+                self._sync(role)
         if self._judges(phase):
             self.critic.begin(self.recipe.critic.lr, self._updates(phase, steps))
 
@@ -169,7 +169,7 @@ class Run:
 
     def _judges(self, phase: str) -> bool:
         """Whether a critic learns in it."""
-        return self.recipe.facts.critic and phase != WARMUP
+        return self.recipe.flow_spec.critic and phase != WARMUP
 
     def _updates(self, phase: str, steps: int) -> int:
         """Optimizer steps of a phase."""
@@ -179,12 +179,12 @@ class Run:
     def _publish_for(self, phase: str) -> None:
         """Experience comes from the engine; supervised phases need it for their evaluations only."""
         if not is_supervised(phase):
-            self.publish(self.policy)
+            self.sync_weights(self.policy)
 
     def _assess_first(self, phase: str) -> None:
         """Where the phase begins. The weights are those of the last evaluation, if there was one."""
         if is_supervised(phase):
-            self.assess()
+            self.evaluate_heldout()
         elif self.at.accuracy_last is None:
             self.at.accuracy_last = self.evaluate()
         else:
@@ -282,7 +282,7 @@ class Run:
     # ---- parts of a step ----
 
     @property
-    def how(self) -> Algorithm:
+    def algo(self) -> Algorithm:
         """The run's algorithm, with the weights that are adapted as they are now."""
         return self.algorithm.updated(**current(self.recipe.algorithm, self.at.weights))
 
@@ -318,7 +318,7 @@ class Run:
         missing = float(np.isnan(scored["reward"]).sum())
         self.metrics.add(f"{prefix or (REWARD if greedy else 'reward')}/missing", missing)
         self.metrics.add("reward/timeout", float(sum(o["status"] == "timeout" for o in failures.values())))
-        if self.recipe.facts.samples:
+        if self.recipe.flow_spec.samples:
             check_parts(self.algorithm, scored)
         return scored
 
@@ -367,17 +367,17 @@ class Run:
             self.metrics.add("groups/gradient", spread / groups, groups)
         return scored.select(kept)
 
-    def learned(self, metrics: Mapping[str, Metric]) -> None:
+    def log_update(self, metrics: Mapping[str, Metric]) -> None:
         """One optimizer step of the policy: its metrics are taken, and checked, when they are there."""
-        self._owed.append((metrics, True))
+        self._pending.append((metrics, True))
 
-    def valued(self, metrics: Mapping[str, Metric]) -> None:
+    def log_values(self, metrics: Mapping[str, Metric]) -> None:
         """One optimizer step of the critic; the policy stays as it is."""
-        self._owed.append((metrics, False))
+        self._pending.append((metrics, False))
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         """Wait for the step's updates, which roles in different pools make at the same time, and take their metrics."""
-        owed, self._owed = self._owed, []
+        owed, self._pending = self._pending, []
         self._updated += [metrics for metrics, policy in owed if policy]
         for metrics, policy in owed:
             if policy:
@@ -386,23 +386,23 @@ class Run:
                 check_mismatch(metrics, self.bounds, self.at.step)
             self.metrics.take(metrics)
 
-    def publish(self, policy: WorkerGroup) -> None:
+    def sync_weights(self, policy: WorkerGroup) -> None:
         """Bring the policy's weights to the rollout engines; each checks what arrived against what was meant."""
         if self.rollout is None:
             return
-        self._settle()
-        unseen = any([self._relay(role) for role in self.roles.receiving("step")])
+        self._flush()
+        unseen = any([self._sync(role) for role in self.roles.receiving("step")])
         self._engine_version = self.at.version
         every = self.recipe.policy.probe_every
         if unseen or (every and self._published % every == 0):
             self._probe(policy)
         self._published += 1
 
-    def _relay(self, target: str) -> bool:
+    def _sync(self, target: str) -> bool:
         """Copy the policy's weights to a role; True if only what it computes can tell whether they arrived."""
-        if self.roles.relay is None:
+        if self.roles.weight_sync is None:
             raise RecipeError(f"flow={self.recipe.flow} has no {target} to bring weights to")
-        return any(delivery.probe for delivery in self.roles.relay.relay(target, self.at.version))
+        return any(delivery.probe for delivery in self.roles.weight_sync.sync(target, self.at.version))
 
     def _probe(self, policy: WorkerGroup) -> None:
         """Let the engines answer a few prompts and the policy say what it thinks of each token: they must agree."""
@@ -415,7 +415,7 @@ class Run:
 
     # ---- what is held out ----
 
-    def assess(self) -> None:
+    def evaluate_heldout(self) -> None:
         """Measure what is held out as this phase can: answers where there is a reward, loss where text is given.
 
         The best evaluation is remembered, on ties the earlier one; the commit of its step keeps its checkpoint.
@@ -441,7 +441,7 @@ class Run:
         if self.rollout is None or not len(self.heldout):
             return None
         if self._engine_version != self.at.version:
-            self.publish(self.policy)
+            self.sync_weights(self.policy)
         with span("evaluate"), self.store.scope():
             batch = self.collect(ask(self.chosen().tolist(), 1, EVALUATION_IDS), greedy=True)
             known = batch.select(~np.isnan(batch["reward"]))
@@ -485,7 +485,7 @@ class Run:
         self._drawn, self._updated = {}, []
         with span("step", step=self.at.step + 1), self.store.scope():
             yield self.at.step
-            self._settle()
+            self._flush()
             self.at.step += 1
             self.at.drawn |= self._drawn
             how, samples = self.recipe.algorithm, self.recipe.rollout.prompts * self.recipe.rollout.group
@@ -495,7 +495,7 @@ class Run:
                     self.metrics.add(name, self.at.weights[name])
             self.at.phase_step += 1
             if self._due():
-                self.assess()
+                self.evaluate_heldout()
             self._collect(self.at.step)
         self._commit()
 

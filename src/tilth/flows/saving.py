@@ -14,12 +14,12 @@ from tilth.checkpoint import Commit, abandon_save, begin_save, latest, note_best
 from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.stages import StageError
 from tilth.checkpoint.storage import Location
-from tilth.cluster.group import WorkerGroup
+from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.schema import Recipe
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Mesh
-from tilth.flows.metrics import Metrics
-from tilth.flows.rundir import RunDir
+from tilth.runs.directory import RunDir
+from tilth.runs.metrics import Metrics
 from tilth.trace.spans import span
 
 Say = Callable[[str], None]

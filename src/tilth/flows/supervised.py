@@ -6,8 +6,8 @@ from tilth.flows.run import Run
 def supervised(run: Run) -> None:
     """Maximise the likelihood of given answers (sft, warm-ups), or of every token of whole documents (pretrain)."""
     count = run.recipe.supervised.batch
-    for batch in run.documents(count) if run.recipe.facts.learns == "documents" else run.examples(count):
-        run.learned(run.policy.imitate(batch))
+    for batch in run.documents(count) if run.recipe.flow_spec.learns == "documents" else run.examples(count):
+        run.log_update(run.policy.imitate(batch))
 
 
 def preference(run: Run) -> None:
@@ -18,4 +18,4 @@ def preference(run: Run) -> None:
     for batch in run.pairs(run.recipe.supervised.batch):
         if run.reference is not None:
             batch = run.reference.logprobs(batch)
-        run.learned(run.policy.prefer(batch, run.recipe.preference))
+        run.log_update(run.policy.prefer(batch, run.recipe.preference))

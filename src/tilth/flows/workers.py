@@ -7,9 +7,9 @@ from typing import Any
 import psutil
 import torch
 
-from tilth.cluster.context import Context
+from tilth.cluster.worker.context import Context
 from tilth.config.roles import ROLES, resolve
-from tilth.config.schema import Optimizer, Recipe
+from tilth.config.schema import OptimizerConfig, Recipe
 from tilth.core.errors import RecipeError
 from tilth.core.layout import Mesh
 from tilth.data.documents import Corpus
@@ -17,12 +17,13 @@ from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.model import REWARD_MODEL, load_beginning, load_model, wants_tokenizer
-from tilth.flows.publish import DTYPES
+from tilth.flows.weight_sync import DTYPES
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.parallel.dims import ParallelDims, join
-from tilth.parallel.sharded import Sharded, shard
+from tilth.parallel.sharded import ShardedModel, shard
 from tilth.plan.shape import parameter_shapes
+from tilth.rewards.process_pool import RewardPool
 from tilth.roles.critic import CriticWorker
 from tilth.roles.judge import JudgeWorker
 from tilth.roles.loader import DocumentLoader, PromptLoader
@@ -30,11 +31,10 @@ from tilth.roles.pairs import PairPolicyWorker, RewardModelWorker
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.rating import RatingWorker
 from tilth.roles.reference import ReferenceWorker
-from tilth.roles.relay import RelayWorker
 from tilth.roles.reward import RewardWorker
-from tilth.roles.reward_pool import RewardPool
 from tilth.roles.rollout import RolloutWorker
 from tilth.roles.trajectory_writer import TrajectoryWriter
+from tilth.roles.weight_sync import WeightSyncWorker
 from tilth.rollout.protocol import make_engine
 from tilth.training.engine import TrainEngine
 from tilth.training.packed import appraise, rate
@@ -44,7 +44,7 @@ VALUES = ("value_head",)
 
 def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWorker | RewardModelWorker:
     """The model that learns, begun from ``model.path`` or new; in flow reward_model that is a reward model."""
-    value, more = recipe.facts.value, {"ema": recipe.train.ema, "watch": recipe.train.watch}
+    value, more = recipe.flow_spec.value, {"ema": recipe.train.ema, "watch": recipe.train.watch}
     sharded = shard_model(context, recipe, config, converters=VALUES if value else ())
     if recipe.model.path:
         sharded.load_(load_beginning(recipe).tensors)
@@ -53,7 +53,7 @@ def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWor
     if value:
         return RewardModelWorker(train_engine(recipe, sharded, recipe.optimizer, scorer=rate, **more), context.store)
     engine = train_engine(recipe, sharded, recipe.optimizer, **more)
-    kind = PairPolicyWorker if recipe.facts.learns == "pairs" else PolicyWorker
+    kind = PairPolicyWorker if recipe.flow_spec.learns == "pairs" else PolicyWorker
     return kind(engine, context.store, temperature=_temperature(recipe))
 
 
@@ -99,7 +99,7 @@ def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> Refere
 
 
 def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> RolloutWorker:
-    """One engine in each worker; it gets its weights by the relay."""
+    """One engine in each worker; it gets its weights by the weight_sync."""
     r, device = recipe.rollout, prepare(context, recipe)
     engine = make_engine(
         r.engine,
@@ -175,13 +175,13 @@ def brought(context: Context, recipe: Recipe, given: Mapping[str, Any]) -> Any:
     return resolve(ROLES[context.role].worker)(context, **given, **recipe.section(ROLES[context.role].key).options)
 
 
-def relay(
+def weight_sync(
     context: Context, recipe: Recipe, config: DecoderConfig, source: Mesh, targets: dict[str, Mesh]
-) -> RelayWorker:
+) -> WeightSyncWorker:
     """What carries the policy's weights to its copies: an engine's in its dtype, the others' as they are."""
     device, engine = prepare(context, recipe), DTYPES[recipe.train.precision]
     dtypes = {name: engine if ROLES[name].mesh == "copies" else torch.float32 for name in targets}
-    return RelayWorker(context, parameter_shapes(config), dtypes, source, targets, device=device)
+    return WeightSyncWorker(context, parameter_shapes(config), dtypes, source, targets, device=device)
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -223,7 +223,9 @@ def threads(recipe: Recipe, workers: int) -> int:
     return min(wanted, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else wanted
 
 
-def shard_model(context: Context, recipe: Recipe, config: DecoderConfig, *, converters: Sequence[str] = ()) -> Sharded:
+def shard_model(
+    context: Context, recipe: Recipe, config: DecoderConfig, *, converters: Sequence[str] = ()
+) -> ShardedModel:
     """This rank's part of a decoder of this shape, after ``models.converters``, by the role's own layout."""
     layout, device = ROLES[context.role].placed_by(recipe).layout, prepare(context, recipe)
 
@@ -238,10 +240,10 @@ def shard_model(context: Context, recipe: Recipe, config: DecoderConfig, *, conv
 
 def _temperature(recipe: Recipe) -> float:
     """Of log-probs: that of sampling; of answers that are given, 1."""
-    return recipe.rollout.temperature or 1.0 if recipe.facts.samples else 1.0
+    return recipe.rollout.temperature or 1.0 if recipe.flow_spec.samples else 1.0
 
 
-def train_engine(recipe: Recipe, sharded: Sharded, section: Optimizer, **more: Any) -> TrainEngine:
+def train_engine(recipe: Recipe, sharded: ShardedModel, section: OptimizerConfig, **more: Any) -> TrainEngine:
     """What trains a model as [train] says. section: its optimizer."""
     return TrainEngine(
         sharded,

@@ -131,7 +131,7 @@ def bucket_lengths(lengths: np.ndarray, whole: bool = False) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _PaddedGroup:
     """Sequences padded to one length: slots ``start`` to ``start + count * length`` of the padded layout."""
 
     start: int
@@ -165,7 +165,7 @@ class PackedContext:
         place = np.arange(self.tokens + spare) - np.repeat(starts, self._lengths)
         self.positions = self._tensor(place)
         self.extents = self._tensor(np.repeat(self._lengths, self._lengths))
-        self._masks: dict[tuple[_Group, int | None, torch.dtype], Tensor] = {}
+        self._masks: dict[tuple[_PaddedGroup, int | None, torch.dtype], Tensor] = {}
         self._plan(starts, place)
 
     def _tensor(self, values: np.ndarray) -> Tensor:
@@ -174,14 +174,14 @@ class PackedContext:
     def _plan(self, starts: np.ndarray, place: np.ndarray) -> None:
         """Groups, and where each slot of the padded layout comes from (``_source``) and each token goes (``_slot``)."""
         padded = bucket_lengths(self._lengths, self.parity)
-        self._groups: list[_Group] = []
+        self._groups: list[_PaddedGroup] = []
         sources, slot_start, at = [], np.zeros(len(padded), np.int64), 0
         for length in np.unique(padded):
             members = np.flatnonzero(padded == length)
             inside = np.minimum(np.arange(length), self._lengths[members, None] - 1)
             sources.append((starts[members, None] + inside).ravel())
             slot_start[members] = at + np.arange(len(members)) * length
-            self._groups.append(_Group(at, len(members), int(length)))
+            self._groups.append(_PaddedGroup(at, len(members), int(length)))
             at += len(members) * int(length)
         aligned = len(self._groups) == 1 and at == len(place)
         self._source = None if aligned or not sources else self._tensor(np.concatenate(sources))
@@ -218,7 +218,7 @@ class PackedContext:
         found = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(left, 0))
         return found if isinstance(found, Tensor) else found[0]
 
-    def _attend_group(self, group: _Group, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def _attend_group(self, group: _PaddedGroup, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         b, t, kv_heads, hd = group.count, group.length, k.shape[1], k.shape[2]
         window = None if window is None or window >= t else window
         heads_first = q.view(b, t, kv_heads, -1, hd).permute(0, 2, 3, 1, 4)
@@ -237,12 +237,12 @@ class PackedContext:
         """Whether a token sees all before it in its sequence, so that kernels need no mask."""
         return window is None
 
-    def _mask(self, group: _Group, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _mask(self, group: _PaddedGroup, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive [1 or sequences of the group, 1, 1, length, length], made once for all layers."""
         key = (group, window, dtype)
         if key not in self._masks:
             self._masks[key] = self._make_mask(group, window, dtype)
         return self._masks[key]
 
-    def _make_mask(self, group: _Group, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _make_mask(self, group: _PaddedGroup, window: int | None, dtype: torch.dtype) -> Tensor:
         return causal_mask(group.length, window, dtype, self.device)

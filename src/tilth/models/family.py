@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from tilth.config.plugins import Declaration, declared, shipped_families
-from tilth.config.schema import Model
+from tilth.config.schema import ModelConfig
 from tilth.core.errors import ModelError, PluginError
 from tilth.models.config import DecoderConfig, check, need, rope_from_hf
 from tilth.plan.rules import Parameter, Table
@@ -103,7 +103,7 @@ class Family:
     name: str = ""
     """That it is declared by: ``model.family`` in a recipe, ``model_type`` in config.json."""
 
-    def new(self, model: Model, vocab_size: int) -> DecoderConfig:
+    def new(self, model: ModelConfig, vocab_size: int) -> DecoderConfig:
         """The config of a new model: a recipe's ``[model]`` with its zeros resolved."""
         return self.config(
             vocab_size=vocab_size,
@@ -212,7 +212,7 @@ def family_of(name: str) -> Family:
     return known[name]
 
 
-def new_config(model: Model, vocab_size: int) -> DecoderConfig:
+def new_config(model: ModelConfig, vocab_size: int) -> DecoderConfig:
     """The shape that a recipe's ``[model]`` asks for."""
     return family_of(model.family).new(model, vocab_size)
 

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tilth.config.schema import Run
+from tilth.config.schema import RunConfig
 from tilth.core.errors import ModelError
 
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -19,7 +19,7 @@ def is_hub_id(spec: str) -> bool:
     Nor is it the folder that runs lie in by default, so that a mistyped run is not asked for over the network.
     """
     first = spec.partition("/")[0]
-    return bool(_ID.fullmatch(spec)) and first != Run().dir and not Path(first).exists()
+    return bool(_ID.fullmatch(spec)) and first != RunConfig().dir and not Path(first).exists()
 
 
 @cache

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class _Gather(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     """``x[index]``; ``inverse[i]`` is the one slot of the result whose gradient belongs to row i."""
 
     @staticmethod
@@ -59,7 +59,7 @@ def pad_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 
     The gradient of a filler slot is dropped: nothing may depend on it.
     """
-    return _Gather.apply(x, index, inverse)
+    return _GatherRows.apply(x, index, inverse)
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilth.core.batch import Ragged
+from tilth.core.batch import Jagged
 from tilth.models.attention import DropoutContext, bucket_lengths, matmul_attention, matmul_pays, sdpa_attention
 from tilth.models.rows import pad_rows, spread_rows, take_rows
 
 
-class Trees(NamedTuple):
+class PrefixTrees(NamedTuple):
     """How packed sequences lie in trees. N: packed tokens, M <= N: tokens of the trees, which stand tree after tree."""
 
     source: np.ndarray
@@ -33,7 +33,7 @@ class Trees(NamedTuple):
     """int64 [M]: place of the token in its own sequence."""
 
 
-def plant(tokens: Ragged, prompts: np.ndarray, groups: Sequence[np.ndarray]) -> Trees:
+def plant(tokens: Jagged, prompts: np.ndarray, groups: Sequence[np.ndarray]) -> PrefixTrees:
     """Put each group of rows, which share their first ``prompts[row]`` tokens, into one tree.
 
     tokens: n sequences; prompts: int [n], tokens of each prompt; groups: row indices, every row in exactly one group.
@@ -59,7 +59,7 @@ def plant(tokens: Ragged, prompts: np.ndarray, groups: Sequence[np.ndarray]) -> 
         positions += places
         lengths.append(at - begin)
     join = np.concatenate
-    return Trees(join(sources), slot, np.array(lengths), join(branches), join(positions))
+    return PrefixTrees(join(sources), slot, np.array(lengths), join(branches), join(positions))
 
 
 class _Segments(NamedTuple):
@@ -75,7 +75,7 @@ class _Segments(NamedTuple):
     """Tokens of that prompt; 0 for a prompt itself."""
 
 
-def _segments(trees: Trees) -> _Segments:
+def _segments(trees: PrefixTrees) -> _Segments:
     tree = np.repeat(np.arange(len(trees.lengths)), trees.lengths)
     start = np.flatnonzero(np.diff(tree, prepend=-1) | np.diff(trees.branch, prepend=-1))
     own = np.diff(np.append(start, len(tree)))
@@ -106,7 +106,7 @@ class TreeContext:
 
     dropout: DropoutContext | None = None
 
-    def __init__(self, trees: Trees, device: torch.device | str = "cpu") -> None:
+    def __init__(self, trees: PrefixTrees, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self.positions = self._tensor(trees.position)
         ends = np.zeros(len(trees.lengths), np.int64)

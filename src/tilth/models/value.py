@@ -20,7 +20,7 @@ HEAD = "score."
 OUTPUT = "lm_head."
 
 
-class Score(nn.Module):
+class ValueHead(nn.Module):
     """hidden -> one value, computed in fp32 whatever the residual stream is. Begins at 0 everywhere."""
 
     def __init__(self, width: int) -> None:
@@ -44,7 +44,7 @@ class ValueModel(Decoder):
     def __init__(self, decoder: Decoder) -> None:
         """A copy of ``decoder``'s body, its compute dtype and device; the head is zero, so every value is."""
         super().__init__(replace(decoder.config, tie_embeddings=True), decoder.dtype)  # tied: no output head of its own
-        self.score = Score(decoder.config.hidden_size)
+        self.score = ValueHead(decoder.config.hidden_size)
         self.table += VALUE_HEAD
         self.to(next(decoder.parameters()).device)
         self.checkpointing = decoder.checkpointing

@@ -88,7 +88,7 @@ def broadcast(x: Tensor, source: int, group: Group) -> None:
 # What torch's FSDP issues
 
 
-class _Gather(DefaultAllGather):
+class _GatherModule(DefaultAllGather):
     """Of the parameters of a module."""
 
     def __call__(
@@ -98,7 +98,7 @@ class _Gather(DefaultAllGather):
             return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
-class _Scatter(DefaultReduceScatter):
+class _ScatterModule(DefaultReduceScatter):
     """Of the gradients of a module."""
 
     def __init__(self) -> None:
@@ -130,8 +130,8 @@ class _Scatter(DefaultReduceScatter):
 
 def watch(module: FSDPModule, copies: Group | None) -> None:
     """The communications of a module become spans; copies: over which its shards are summed too."""
-    scatter = _Scatter()
-    module.set_custom_all_gather(_Gather())
+    scatter = _ScatterModule()
+    module.set_custom_all_gather(_GatherModule())
     module.set_custom_reduce_scatter(scatter)
     if copies is not None:
         module.set_all_reduce_hook(scatter.summed(copies))

@@ -46,7 +46,7 @@ def shard(
     sp: bool = False,
     zero: Zero = 3,
     device: str = "cpu",
-) -> "Sharded":
+) -> "ShardedModel":
     """The model that ``build`` makes, spread over the grid; uninitialised until ``init_`` or ``load_``.
 
     ``build`` and then ``converters`` run on the meta device: no full tensor is ever allocated. sp:
@@ -62,7 +62,7 @@ def shard(
         _fully_shard(model, grid, zero, device)
     model.to_empty(device=device)
     layouts = {name: nested(grid.mesh, shape, {"tp": plan.placements[name]}) for name, shape in shapes.items()}
-    return Sharded([model], grid, layouts, plan.partial, zero)
+    return ShardedModel([model], grid, layouts, plan.partial, zero)
 
 
 def _fully_shard(model: Decoder, grid: ParallelDims, zero: Zero, device: str) -> None:
@@ -79,7 +79,7 @@ def _fully_shard(model: Decoder, grid: ParallelDims, zero: Zero, device: str) ->
         watch(module, grid.group(*grid.mesh.copies))
 
 
-class Sharded:
+class ShardedModel:
     """A model on one rank of a grid: ``parts`` (one today), each of which takes what the one before it gives.
 
     ``model`` is the last one, which has the head: called like the one-device model it was built as.
@@ -106,15 +106,15 @@ class Sharded:
             raise ModelError(f"{wrong[0]}: the layout says {self.boxes(wrong[0])}, the model has another part of it")
 
     @classmethod
-    def alone(cls, model: Decoder) -> "Sharded":
+    def alone(cls, model: Decoder) -> "ShardedModel":
         """A model on one device, as it is."""
         grid = ParallelDims.alone()
         return cls([model], grid, {n: nested(grid.mesh, tuple(p.shape), {}) for n, p in model.named_parameters()})
 
     @classmethod
-    def of(cls, model: "Decoder | Sharded") -> "Sharded":
+    def of(cls, model: "Decoder | ShardedModel") -> "ShardedModel":
         """Itself, or a model on one device."""
-        return model if isinstance(model, Sharded) else cls.alone(model)
+        return model if isinstance(model, ShardedModel) else cls.alone(model)
 
     def boxes(self, name: str) -> list[Box]:
         """What this rank holds of a parameter; nothing if its share is empty."""

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tilth.config.axes import MODEL, over
-from tilth.config.schema import Layout, Recipe
+from tilth.config.schema import LayoutConfig, Recipe
 from tilth.core.memory import Room
-from tilth.plan.layout import Worker
+from tilth.plan.layout import RankPlan
 from tilth.plan.memory import BASE, micro_tokens
 from tilth.plan.working import on_gpu
 
@@ -16,7 +16,7 @@ FEWEST_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryUse:
     """One memory and what is predicted to be in it. Bytes."""
 
     what: str
@@ -37,29 +37,31 @@ class Place:
         return self.needed > self.room.free
 
 
-def places(recipe: Recipe, workers: Sequence[Worker], host: Room | None, gpus: Sequence[Room] = ()) -> list[Place]:
+def places(
+    recipe: Recipe, workers: Sequence[RankPlan], host: Room | None, gpus: Sequence[Room] = ()
+) -> list[MemoryUse]:
     """Each memory that the workers of one machine share, and each GPU, which has one worker.
 
     host: None where the workers are on machines that are not known.
     """
     gpu = on_gpu(recipe)
     found = [
-        Place(f"memory of GPU {i}", worker.memory.on_gpu(), worker.memory.certain(gpu=True), room)
+        MemoryUse(f"memory of GPU {i}", worker.memory.on_gpu(), worker.memory.certain(gpu=True), room)
         for i, (worker, room) in enumerate(zip(workers, gpus))
     ]
     if host is None:
         return found
     needed = beside(recipe) + sum(w.memory.peak - (w.memory.on_gpu() if gpu else 0) for w in workers)
     certain = 0 if gpu else sum(w.memory.certain(gpu=False) for w in workers)
-    return [Place("memory", needed, certain, host), *found]
+    return [MemoryUse("memory", needed, certain, host), *found]
 
 
 def beside(recipe: Recipe) -> int:
     """Bytes of processes that are no workers: the controller, and those that score."""
-    return BASE * (recipe.cluster.backend != "inline") + SCORER * recipe.reward.workers * recipe.facts.samples
+    return BASE * (recipe.cluster.backend != "inline") + SCORER * recipe.reward.workers * recipe.flow_spec.samples
 
 
-def verdict(found: Sequence[Place], remedy: Callable[[Place], str]) -> tuple[str, list[str]]:
+def verdict(found: Sequence[MemoryUse], remedy: Callable[[MemoryUse], str]) -> tuple[str, list[str]]:
     """Why the run is refused, or "", and what is to be said of it otherwise. remedy: what would help."""
     for place in found:
         if place.impossible:
@@ -73,7 +75,7 @@ def verdict(found: Sequence[Place], remedy: Callable[[Place], str]) -> tuple[str
     ]
 
 
-def remedies(recipe: Recipe, longest: int, place: Place, again: Callable[[Recipe], Sequence[Place]]) -> str:
+def remedies(recipe: Recipe, longest: int, place: MemoryUse, again: Callable[[Recipe], Sequence[MemoryUse]]) -> str:
     """Keys with which it would fit, by prediction; where none is enough, those that come nearest."""
     tried = []
     for steps in _keys(recipe, longest):
@@ -108,7 +110,7 @@ def _keys(recipe: Recipe, longest: int) -> Iterator[list[tuple[str, Recipe]]]:
     ]
     layout = recipe.policy.layout
     if recipe.cluster.workers > 1 and all(getattr(layout, n) == 1 for n in over(*MODEL)) and not recipe.cluster.pools:
-        split = Layout(fsdp=recipe.cluster.workers, zero=layout.zero)
+        split = LayoutConfig(fsdp=recipe.cluster.workers, zero=layout.zero)
         yield [(f"policy.layout.fsdp={recipe.cluster.workers}", recipe.replaced("policy", layout=split))]
 
 

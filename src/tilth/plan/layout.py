@@ -9,14 +9,14 @@ from tilth.config.axes import MODEL
 from tilth.config.checks import check_cluster, learners, pool_of, pools
 from tilth.config.errors import AxisError, RecipeError
 from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
-from tilth.config.schema import Layout as Wanted
+from tilth.config.schema import LayoutConfig as Wanted
 from tilth.config.schema import Recipe
 from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from tilth.core.layout import Shape as Sizes
 from tilth.plan.memory import BASE, Memory, Need, together
 from tilth.plan.rules import VALUE_HEAD, along_tp, rule_of
 from tilth.plan.shape import DecoderShape, parameter_shapes
-from tilth.plan.working import Cut
+from tilth.plan.working import ShardFactors
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Worker:
+class RankPlan:
     """All roles of one rank, and the memory that they need together; Tilth's roles of one worker take turns."""
 
     rank: int
@@ -158,7 +158,7 @@ def per_rank(
     *,
     generates: bool = True,
     loaded: Mapping[str, DecoderShape] | None = None,
-) -> list[Worker]:
+) -> list[RankPlan]:
     """Predicted memory of each worker, where a sequence has at most ``longest`` tokens.
 
     generates: whether the run has a rollout engine. loaded: role -> shape of its model where that is another one than
@@ -171,7 +171,7 @@ def per_rank(
     workers = []
     for rank in range(sum(pools(recipe).values())):
         mine = tuple(seats[role][rank] for role, p in placed.items() if rank in seats[role])
-        workers.append(Worker(rank, mine, together(recipe, [seat.need for seat in mine], shape.vocab_size, base)))
+        workers.append(RankPlan(rank, mine, together(recipe, [seat.need for seat in mine], shape.vocab_size, base)))
     return workers
 
 
@@ -182,17 +182,17 @@ def _seats(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longe
     def need(rank: int) -> tuple[int, Need]:
         if spec.memory is None:
             return 0, Need(())
-        part = Cut(0, 0, shape, 0) if spec.mesh == "one" else cut(recipe, role, placed, shape, rank)
+        part = ShardFactors(0, 0, shape, 0) if spec.mesh == "one" else cut(recipe, role, placed, shape, rank)
         return part.elements, resolve(spec.memory)(recipe, part, longest)
 
     mesh = placed.mesh  # copies need the same
     return {rank: Seat(role, mesh.at(rank), *need(mesh.along(rank, *mesh.copies)[0])) for rank in placed.ranks}
 
 
-def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: int) -> Cut:
+def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: int) -> ShardFactors:
     """What of the model of a role is on one of its ranks."""
     wanted: Wanted = ROLES[role].placed_by(recipe).layout
-    values = ROLES[role].values or (role == "policy" and recipe.facts.value)
+    values = ROLES[role].values or (role == "policy" and recipe.flow_spec.value)
     mesh, table = placed.mesh, shape.table + VALUE_HEAD
     model = mesh.over(*MODEL)
     own = layouts(shape, mesh.part(rank, *model), value=values)
@@ -207,7 +207,7 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: in
     tp, tokens = mesh.size("tp"), mesh.count("tokens")
     spread = tp if wanted.sp else 1
     copies = mesh.size(*mesh.copies)
-    return Cut(here, gathered, _part(shape, tp), blocks, spread, placed.data_ranks, copies, tokens)
+    return ShardFactors(here, gathered, _part(shape, tp), blocks, spread, placed.data_ranks, copies, tokens)
 
 
 def _at_once(name: str) -> bool:

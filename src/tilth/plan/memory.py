@@ -9,9 +9,9 @@ from tilth.plan.kernels import BLOCK, round_up
 from tilth.plan.shape import DecoderShape, parameters
 from tilth.plan.working import (
     FP32,
-    Asked,
-    Cut,
+    EngineDemand,
     Item,
+    ShardFactors,
     element_of,
     generation,
     kv_cache,
@@ -86,9 +86,9 @@ def together(recipe: Recipe, needs: Sequence[Need], vocab: int, base: int = BASE
     return Memory(tuple(held), working, speaking, max((need.gradients for need in needs), default=0))
 
 
-def policy_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
+def policy_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     """Of the policy's part on one rank."""
-    own, head = cut.elements * FP32, not recipe.facts.value
+    own, head = cut.elements * FP32, not recipe.flow_spec.value
     held = [Item("parameters", own), Item("optimizer state", _optimizer(recipe, cut))]
     if recipe.train.ema:
         held.append(Item("average of the weights", own))
@@ -98,12 +98,12 @@ def policy_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
     return Need(tuple(held), own, training(recipe, cut, longest, head=head))
 
 
-def _saved_copy(cut: Cut, state: Sequence[Item], name: str) -> Item:
+def _saved_copy(cut: ShardFactors, state: Sequence[Item], name: str) -> Item:
     """The host memory from which a checkpoint is written, kept from save to save."""
     return Item(name, total(tuple(state)) // cut.copies, host=True)
 
 
-def critic_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
+def critic_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     """Of the critic's part on one rank. cut: of the value model, which has no logits."""
     own = cut.elements * FP32
     held = [Item("critic's parameters", own), Item("critic's optimizer state", _optimizer(recipe, cut))]
@@ -111,29 +111,29 @@ def critic_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
     return Need((*held, copy), own, training(recipe, cut, longest, head=False))
 
 
-def reference_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
+def reference_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     """Of the reference's part on one rank, which scores and never learns. One with a path is not saved."""
     held = [Item("reference model", cut.elements * FP32)]
     copy = [] if recipe.reference.path else [_saved_copy(cut, held, "reference's copy being saved")]
     return Need((*held, *copy), training=scoring(recipe, cut, longest))
 
 
-def reward_model_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
+def reward_model_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     """Of a reward model's part on one rank, which scores and never learns; it has no logits and is not saved."""
     return Need((Item("reward model", cut.elements * FP32),), training=scoring(recipe, cut, longest, head=False))
 
 
-def rollout_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
+def rollout_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     """Of an engine with a whole copy of the model, one of those that divide the rows."""
     r, context, ranks = recipe.rollout, recipe.model.context, cut.ranks
     evaluated = -(-recipe.run.eval_prompts // ranks)
-    wanted = [(evaluated, 1)] + ([(-(-r.prompts * r.group // ranks), r.group)] if recipe.facts.samples else [])
+    wanted = [(evaluated, 1)] + ([(-(-r.prompts * r.group // ranks), r.group)] if recipe.flow_spec.samples else [])
     most = [_asked(recipe, rows, group, longest, r.max_tokens, context, kv_tokens(recipe)) for rows, group in wanted]
     needs = [_engine_need(recipe, cut.shape, asked, "engine's copy of the weights", "KV cache") for asked in most]
     return max(needs, key=lambda need: total((*need.held, *need.generation)))
 
 
-def judge_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
+def judge_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     """Of a judge, an engine of its own model. Its questions are taken to have twice the tokens of what they are about,
     which they repeat step by step."""
     positions = getattr(cut.shape, "max_positions", recipe.model.context)
@@ -144,12 +144,12 @@ def judge_need(recipe: Recipe, cut: Cut, longest: int) -> Need:
     return _engine_need(recipe, cut.shape, asked, "judge's weights", "judge's KV cache")
 
 
-def _asked(recipe: Recipe, rows: int, group: int, longest: int, new: int, context: int, capacity: int) -> Asked:
+def _asked(recipe: Recipe, rows: int, group: int, longest: int, new: int, context: int, capacity: int) -> EngineDemand:
     most = min(rows, recipe.rollout.max_rows, recipe.rollout.step_tokens, max(1, capacity // BLOCK))
-    return Asked(most, -(-rows // group), group, max(1, longest - new), longest, context, capacity)
+    return EngineDemand(most, -(-rows // group), group, max(1, longest - new), longest, context, capacity)
 
 
-def _engine_need(recipe: Recipe, shape: DecoderShape, asked: Asked, weights: str, cache: str) -> Need:
+def _engine_need(recipe: Recipe, shape: DecoderShape, asked: EngineDemand, weights: str, cache: str) -> Need:
     element = element_of(recipe)
     held, besides = kv_cache(shape, asked, element, fixed=on_gpu(recipe))
     working = generation(recipe, shape, asked, element)
@@ -167,13 +167,13 @@ def kv_tokens(recipe: Recipe) -> int:
 
 def micro_tokens(recipe: Recipe, longest: int, ranks: int = 1) -> int:
     """Most tokens of one micro-batch: what the budget allows, and what a step can have on one of so many ranks."""
-    w, samples = recipe.supervised, recipe.facts.samples and recipe.algorithm.steps > 0
+    w, samples = recipe.supervised, recipe.flow_spec.samples and recipe.algorithm.steps > 0
     rows = recipe.rollout.prompts * recipe.rollout.group if samples else 0
-    rows = -(-max(rows, w.batch * recipe.facts.rows if w.steps or w.epochs else 0) // ranks)
+    rows = -(-max(rows, w.batch * recipe.flow_spec.rows if w.steps or w.epochs else 0) // ranks)
     return max(longest, min(recipe.train.micro_tokens, rows * longest))
 
 
-def _optimizer(recipe: Recipe, cut: Cut) -> int:
+def _optimizer(recipe: Recipe, cut: ShardFactors) -> int:
     """Tensors of the optimizer's state; Muon's are of the matrices of the blocks, the rest is AdamW's."""
     name = recipe.optimizer.name
     own = cut.blocks if name == "muon" else cut.elements

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tilth.config.schema import Recipe, Supervised
+from tilth.config.schema import Recipe, SupervisedConfig
 from tilth.plan.flops import token_flops
-from tilth.plan.layout import Worker, per_rank
+from tilth.plan.layout import RankPlan, per_rank
 from tilth.plan.memory import Memory
 from tilth.plan.shape import DecoderShape, parameters
 
@@ -40,7 +40,7 @@ class RunPlan:
     evaluations: int
     flops: float
     """Model FLOPs of all training passes, every sequence as long as it can be."""
-    workers: tuple[Worker, ...]
+    workers: tuple[RankPlan, ...]
     pieces: bool = False
     """What is trained on are pieces of documents, not prompts."""
 
@@ -80,7 +80,7 @@ class RunPlan:
         return ", ".join(f"{item.name} {size(item.bytes)}" for item in greatest)
 
 
-def supervised_steps(supervised: Supervised, examples: int) -> int:
+def supervised_steps(supervised: SupervisedConfig, examples: int) -> int:
     """Steps of the supervised phase over so many prompts or pieces: as stated, or what ``epochs`` passes take."""
     return supervised.steps or math.ceil(round(supervised.epochs * examples / supervised.batch, 9))
 
@@ -101,16 +101,16 @@ def plan_run(
     rollout engine. loaded: as in ``per_rank``.
     """
     a, r, w = recipe.algorithm, recipe.rollout, recipe.supervised
-    critic, pretrain = recipe.facts.critic, recipe.facts.learns == "documents"
-    steps = a.steps if recipe.facts.samples else 0
+    critic, pretrain = recipe.flow_spec.critic, recipe.flow_spec.learns == "documents"
+    steps = a.steps if recipe.flow_spec.samples else 0
     values = recipe.critic.steps if critic else 0
     warm = supervised_steps(w, train_prompts)
     longest = recipe.model.context if pretrain else min(recipe.model.context, longest_prompt + r.max_tokens)
     rows, updates = r.prompts * r.group, a.epochs * a.minibatches
-    given, learned = w.batch * recipe.facts.rows, rows * a.epochs
+    given, learned = w.batch * recipe.flow_spec.rows, rows * a.epochs
     policy_rows, critic_rows = warm * given + steps * learned, critic * (steps + values) * learned
     seen = (longest + 1) / 2
-    at_first = warm == 0 or not recipe.facts.samples  # the end of a warm-up is the beginning of what follows
+    at_first = warm == 0 or not recipe.flow_spec.samples  # the end of a warm-up is the beginning of what follows
     flops = policy_rows * token_flops(shape, seen).both + critic_rows * token_flops(shape, seen, head=False).both
     counted = recipe.replaced("run", eval_prompts=min(recipe.run.eval_prompts, heldout_prompts))
     return RunPlan(

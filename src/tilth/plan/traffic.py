@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tilth.config.axes import MODEL
 from tilth.config.checks import learners
 from tilth.config.roles import ROLES
-from tilth.config.schema import Layout as Wanted
+from tilth.config.schema import LayoutConfig as Wanted
 from tilth.config.schema import Recipe
 from tilth.core.layout import Mesh
 from tilth.plan.layout import Placed, cut, place
@@ -30,7 +30,7 @@ class Talk:
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """What one rank of a role does in a step, at most."""
 
     rows: int
@@ -46,17 +46,17 @@ class Work:
     scored_micros: int
 
 
-def work(recipe: Recipe, role: str, ranks: int, longest: int) -> Work:
+def work(recipe: Recipe, role: str, ranks: int, longest: int) -> RankWork:
     """Of a learner's rank, where ``ranks`` of them divide the rows."""
-    a, samples = recipe.algorithm, recipe.facts.samples and recipe.algorithm.steps > 0
-    rows = recipe.rollout.prompts * recipe.rollout.group if samples else recipe.supervised.batch * recipe.facts.rows
+    a, samples = recipe.algorithm, recipe.flow_spec.samples and recipe.algorithm.steps > 0
+    rows = recipe.rollout.prompts * recipe.rollout.group if samples else recipe.supervised.batch * recipe.flow_spec.rows
     own = -(-rows // ranks) * longest
     updates = a.epochs * a.minibatches if samples else 1
-    scores = role != "policy" or (samples and updates > 1) or recipe.facts.learns == "pairs"
+    scores = role != "policy" or (samples and updates > 1) or recipe.flow_spec.learns == "pairs"
     learns = ROLES[role].trains
     budget = micro_tokens(recipe, longest, ranks)
     one = -(-own // (a.minibatches if samples else 1))
-    return Work(
+    return RankWork(
         rows=rows,
         updates=updates * learns,
         tokens=own * (a.epochs if samples else 1) * learns,

@@ -53,7 +53,7 @@ class Item(NamedTuple):
     """In host memory wherever the model is."""
 
 
-class Cut(NamedTuple):
+class ShardFactors(NamedTuple):
     """What of a model one rank has; in elements."""
 
     elements: int
@@ -74,7 +74,7 @@ class Cut(NamedTuple):
     """Ranks that the tokens of each row are divided over."""
 
 
-class Micro(NamedTuple):
+class LargestMicroBatch(NamedTuple):
     """The largest micro-batch of a phase, in tokens."""
 
     computed: int
@@ -106,26 +106,26 @@ def on_gpu(recipe: Recipe) -> bool:
 # ---- micro-batches ----
 
 
-def micro_batches_of(recipe: Recipe, longest: int, cut: Cut) -> Iterator[Micro]:
+def micro_batches_of(recipe: Recipe, longest: int, cut: ShardFactors) -> Iterator[LargestMicroBatch]:
     """The largest micro-batch of each phase that the recipe has, on one rank."""
     for micro in _whole_rows(recipe, longest, cut.ranks):
         computed, seen, chosen = (-(-count // cut.tokens) for count in micro[:3])
         yield micro._replace(computed=computed, seen=seen, chosen=chosen)
 
 
-def _whole_rows(recipe: Recipe, longest: int, ranks: int) -> Iterator[Micro]:
+def _whole_rows(recipe: Recipe, longest: int, ranks: int) -> Iterator[LargestMicroBatch]:
     w, budget = recipe.supervised, recipe.train.micro_tokens
     if w.steps or w.epochs:
-        rows = -(-w.batch * recipe.facts.rows // ranks)
+        rows = -(-w.batch * recipe.flow_spec.rows // ranks)
         tokens = max(longest, min(budget, rows * longest))
-        yield Micro(tokens, tokens, tokens, rows * longest > budget, 1.0)
-    if recipe.facts.samples and recipe.algorithm.steps:
+        yield LargestMicroBatch(tokens, tokens, tokens, rows * longest > budget, 1.0)
+    if recipe.flow_spec.samples and recipe.algorithm.steps:
         yield _of_samples(recipe, longest, ranks)
     elif not (w.steps or w.epochs):
-        yield Micro(longest, longest, longest, False, 1.0)
+        yield LargestMicroBatch(longest, longest, longest, False, 1.0)
 
 
-def _of_samples(recipe: Recipe, longest: int, ranks: int) -> Micro:
+def _of_samples(recipe: Recipe, longest: int, ranks: int) -> LargestMicroBatch:
     r, how = recipe.rollout, recipe.algorithm
     rows = -(-r.prompts * r.group // (ranks * how.minibatches))
     share, new = _shared(recipe, longest), min(r.max_tokens, longest)
@@ -133,7 +133,7 @@ def _of_samples(recipe: Recipe, longest: int, ranks: int) -> Micro:
     seen = max(longest, min(int(computed / share), rows * longest))
     chosen = -(-seen * new // longest)
     several = rows * longest * share > recipe.train.micro_tokens
-    return Micro(computed, seen, chosen, several, r.temperature or 1.0)
+    return LargestMicroBatch(computed, seen, chosen, several, r.temperature or 1.0)
 
 
 def _shared(recipe: Recipe, longest: int) -> float:
@@ -148,7 +148,7 @@ def _shared(recipe: Recipe, longest: int) -> float:
 # ---- layers ----
 
 
-def layer_bytes(recipe: Recipe, cut: Cut, longest: int, micro: Micro) -> int:
+def layer_bytes(recipe: Recipe, cut: ShardFactors, longest: int, micro: LargestMicroBatch) -> int:
     """That one layer keeps of a micro-batch for its backward pass."""
     element, shape = element_of(recipe), cut.shape
     kept = micro.computed * _saved(recipe, shape, longest, cut.spread, shared=micro.seen > micro.computed)
@@ -178,7 +178,7 @@ def _saved(recipe: Recipe, shape: DecoderShape, longest: int, spread: int, *, sh
 # ---- the output head ----
 
 
-def logits_bytes(recipe: Recipe, cut: Cut, rows: int, temperature: float, *, learns: bool) -> int:
+def logits_bytes(recipe: Recipe, cut: ShardFactors, rows: int, temperature: float, *, learns: bool) -> int:
     """Of logits, and what is made of them, at the peak: they go through the head in chunks of rows.
 
     A chunk is there as logits, as log-probs and, but for temperature 1, divided; going forward, so are the log-probs of
@@ -202,7 +202,7 @@ def logits_bytes(recipe: Recipe, cut: Cut, rows: int, temperature: float, *, lea
 # ---- a step of training ----
 
 
-def training(recipe: Recipe, cut: Cut, longest: int, *, head: bool = True) -> tuple[Item, ...]:
+def training(recipe: Recipe, cut: ShardFactors, longest: int, *, head: bool = True) -> tuple[Item, ...]:
     """Working set, gradients included, of the moment of a step that needs most. head: whether there are logits."""
     moments = [
         moment for m in micro_batches_of(recipe, longest, cut) for moment in _moments(recipe, cut, longest, m, head)
@@ -210,7 +210,9 @@ def training(recipe: Recipe, cut: Cut, longest: int, *, head: bool = True) -> tu
     return max(moments, key=total)
 
 
-def _moments(recipe: Recipe, cut: Cut, longest: int, micro: Micro, head: bool) -> Iterator[tuple[Item, ...]]:
+def _moments(
+    recipe: Recipe, cut: ShardFactors, longest: int, micro: LargestMicroBatch, head: bool
+) -> Iterator[tuple[Item, ...]]:
     """The loss; the first layer that goes backward; the embedding; the optimizer.
 
     The gradient of the head exists from the loss on: beside that of earlier micro-batches, and, where it is the
@@ -236,7 +238,7 @@ def _moments(recipe: Recipe, cut: Cut, longest: int, micro: Micro, head: bool) -
     yield Item("gradients", own), Item("scratch of the optimizer", scratch), *inside
 
 
-def _kept(recipe: Recipe, cut: Cut, micro: Micro, layer: int) -> tuple[int, int]:
+def _kept(recipe: Recipe, cut: ShardFactors, micro: LargestMicroBatch, layer: int) -> tuple[int, int]:
     """What all layers keep of a micro-batch, and the allocator's slack."""
     made = cut.shape.num_layers * layer
     if not recipe.train.checkpointing:
@@ -253,7 +255,7 @@ def _cast(recipe: Recipe, shape: DecoderShape) -> int:
     return matrices(shape) * element_of(recipe) // (shape.num_layers if recipe.train.checkpointing else 1)
 
 
-def scoring(recipe: Recipe, cut: Cut, longest: int, *, head: bool = True) -> tuple[Item, ...]:
+def scoring(recipe: Recipe, cut: ShardFactors, longest: int, *, head: bool = True) -> tuple[Item, ...]:
     """Working set of a pass without gradients. head: whether there are logits."""
     found = []
     for micro in micro_batches_of(recipe, longest, cut):
@@ -268,7 +270,7 @@ def scoring(recipe: Recipe, cut: Cut, longest: int, *, head: bool = True) -> tup
 # ---- the rollout engine ----
 
 
-class Asked(NamedTuple):
+class EngineDemand(NamedTuple):
     """What an engine is asked for at once, at most."""
 
     rows: int
@@ -291,7 +293,7 @@ class Asked(NamedTuple):
         return min(self.prompts, -(-self.rows // self.group), max(1, PASS // self.prompt))
 
 
-def kv_cache(shape: DecoderShape, asked: Asked, element: int, *, fixed: bool) -> tuple[int, int]:
+def kv_cache(shape: DecoderShape, asked: EngineDemand, element: int, *, fixed: bool) -> tuple[int, int]:
     """Bytes of the KV cache when all sequences are long, and of what is there besides while it grows for the last time.
 
     Rows of each lane that a sequence goes through, prompts on their way into them, and the store of shared prefixes;
@@ -311,7 +313,7 @@ def kv_cache(shape: DecoderShape, asked: Asked, element: int, *, fixed: bool) ->
     return int((held + staged + stored) * token * spare), int(besides * token * spare)
 
 
-def generation(recipe: Recipe, shape: DecoderShape, asked: Asked, element: int) -> tuple[Item, ...]:
+def generation(recipe: Recipe, shape: DecoderShape, asked: EngineDemand, element: int) -> tuple[Item, ...]:
     """Working set of a step of the engine, which computes prompts or decodes; ``besides`` of its cache left out."""
     chunk = PROMPT_CHUNK if asked.prompt > PROMPT_CHUNK else asked.computed * asked.prompt
     tokens = max(asked.rows, min(recipe.rollout.step_tokens, chunk))
@@ -324,7 +326,7 @@ def generation(recipe: Recipe, shape: DecoderShape, asked: Asked, element: int) 
     )
 
 
-def _choice(recipe: Recipe, vocab: int, asked: Asked) -> int:
+def _choice(recipe: Recipe, vocab: int, asked: EngineDemand) -> int:
     """Logits while tokens are chosen: of the rows that decode; or of first tokens, beside those of their prompts.
 
     Logits, log-probs and these filled up to groups of tokens; one more where a filter is, five where the vocabulary

@@ -1,6 +1,6 @@
 """What is good: advantages, policy losses, KL, aggregation (pure functions of packed columns) and reward functions.
 
-Names are loaded on first use, so that ``tilth.rl.rewards`` and the processes that score never import torch.
+Names are loaded on first use, so that ``tilth.rewards.functions`` and the processes that score never import torch.
 """
 
 from importlib import import_module
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from tilth.rl.advantages import Estimate, estimate, estimate_rows
     from tilth.rl.aggregation import aggregate, denominator, row_denominator
     from tilth.rl.catalog import check, names, options
-    from tilth.rl.correction import Correction, bypasses, correct
     from tilth.rl.entropy import adapt_entropy, entropy_bonus
-    from tilth.rl.gap import mismatch
     from tilth.rl.kl import adapt, kl_penalty, penalise
     from tilth.rl.losses import LossResult, PolicyLoss, loss_entry, policy_loss, thresholds
     from tilth.rl.metrics import Metric, merge_metrics
+    from tilth.rl.mismatch import mismatch
     from tilth.rl.packing import keep_rows, token_counts
     from tilth.rl.preference import PreferenceResult, pair_weights, preference_loss
     from tilth.rl.registry import register
+    from tilth.rl.rollout_correction import Correction, bypasses, correct
     from tilth.rl.values import Explained, explained_variance, value_loss
 
 _HOME = {

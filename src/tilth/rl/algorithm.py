@@ -5,13 +5,13 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from tilth.config.flows import FLOWS, Flow
-from tilth.config.schema import AlgorithmSection, Recipe
+from tilth.config.schema import AlgorithmConfig, Recipe
+from tilth.rl.advantage_base import Advantage
 from tilth.rl.aggregation import Aggregation
 from tilth.rl.catalog import build, lookup
-from tilth.rl.correction import Corrector, Rule
-from tilth.rl.estimators import Advantage
-from tilth.rl.objectives import PolicyLoss
+from tilth.rl.loss_base import PolicyLoss
 from tilth.rl.registry import Entry, Kind
+from tilth.rl.rollout_correction import CorrectionRule, Corrector
 
 OF_POLICY = {"logprobs", "old_logprobs", "sum_pi_squared"}
 """Columns that the policy computes before its updates, where something needs them."""
@@ -39,14 +39,14 @@ class Algorithm:
     travels as these three, and is made there: an entry that is a user's function has no name to be pickled by.
     """
 
-    keys: AlgorithmSection
+    keys: AlgorithmConfig
     norm_length: int = 1
     flow: Flow = FLOWS["grpo"]
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Algorithm":
         """The algorithm of a recipe."""
-        return cls(recipe.algorithm, recipe.rollout.max_tokens, recipe.facts)
+        return cls(recipe.algorithm, recipe.rollout.max_tokens, recipe.flow_spec)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.keys, self.norm_length, self.flow)
@@ -58,7 +58,7 @@ class Algorithm:
     def options(self, kind: Kind, name: str) -> dict[str, Any]:
         """Those keys of [algorithm], and of its ``options``, that are options of this entry."""
         known = lookup(kind, name).model_fields
-        own = {key: getattr(self.keys, key) for key in known if key in AlgorithmSection.model_fields}
+        own = {key: getattr(self.keys, key) for key in known if key in AlgorithmConfig.model_fields}
         own |= {key: value for key, value in self.keys.options.items() if key in known}
         if kind == "losses" and self.keys.kl_in == "reward":
             own["kl_coef"] = 0.0  # it is in the reward already
@@ -85,9 +85,9 @@ class Algorithm:
         return build("aggregations", name, {"norm_length": self.norm_length} if fixed else {}, Aggregation)
 
     @cached_property
-    def correction(self) -> Rule | None:
+    def correction(self) -> CorrectionRule | None:
         """What corrects for an engine that differs from the trainer; None: nothing."""
-        return self._entry("corrections", self.keys.correction, Rule) if self.keys.correction else None
+        return self._entry("corrections", self.keys.correction, CorrectionRule) if self.keys.correction else None
 
     @property
     def chosen(self) -> dict[Kind, Entry]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from tilth.core.errors import RecipeError
-from tilth.rl import advantages, aggregation, correction, distilled, kl, losses, preference  # noqa: F401  (they register their entries)
+from tilth.rl import advantages, aggregation, distillation, kl, losses, preference, rollout_correction  # noqa: F401  (they register their entries)
 from tilth.rl.registry import Entry, Kind, build, lookup, nearest, registered, require
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tilth.config.flows import SHARED_OPTIONS
 from tilth.config.plugins import Declaration, describe
-from tilth.config.schema import AlgorithmSection
+from tilth.config.schema import AlgorithmConfig
 from tilth.core.errors import PluginError, TilthError
-from tilth.rl.estimators import Advantage, RowAdvantage, Rows, Tokens
-from tilth.rl.objectives import PolicyLoss, Step, TokenLosses
+from tilth.rl.advantage_base import Advantage, RowAdvantage, Rows, Tokens
+from tilth.rl.loss_base import LossInputs, PolicyLoss, TokenLosses
 from tilth.rl.registry import Entry, nearest
 
 ROW_COLUMNS = ("rewards", "groups", "counts", "baselines")
@@ -145,7 +145,7 @@ class _LossFunction(_Function, PolicyLoss):
         """Whether it asks for the old policy."""
         return "old_logprobs" in self.columns
 
-    def tokens(self, step: Step) -> TokenLosses:
+    def tokens(self, step: LossInputs) -> TokenLosses:
         """Its result for the tokens that count; 0 elsewhere, whatever its arguments are there."""
         mask, columns = step.packing.mask, {**step.columns, "logprobs": step.logprobs}
         given = {name: step.packing.counts if name == "lengths" else columns[name][mask] for name in self.columns}
@@ -176,7 +176,7 @@ def _arguments(declaration: Declaration, columns: Iterable[str]) -> tuple[tuple[
             if name not in columns and not name.startswith(PART):
                 raise PluginError(f"{declaration.title}: no column {name!r}{nearest(name, columns)}")
             needs.append(name.replace(PART, "part/", 1) if name.startswith(PART) else name)
-        elif name in AlgorithmSection.model_fields and name not in SHARED_OPTIONS:
+        elif name in AlgorithmConfig.model_fields and name not in SHARED_OPTIONS:
             raise PluginError(
                 f"{declaration.title}: option {name!r} is a key of its own, algorithm.{name}; rename yours"
             )

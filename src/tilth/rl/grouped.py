@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from tilth.core.errors import RecipeError
-from tilth.rl.estimators import RowAdvantage, Rows
+from tilth.rl.advantage_base import RowAdvantage, Rows
 from tilth.rl.packing import Groups, whiten_rows
 from tilth.rl.registry import register
 
@@ -121,7 +121,7 @@ class Opo(_Grouped):
 
 
 @register("advantages", "gpg")
-class Gpg(_Grouped):
+class GpgAdvantage(_Grouped):
     """Group policy gradient (arXiv 2504.02546): alpha * (score - mean) / norm.
 
     alpha makes up for samples that teach nothing: rows of the batch / rows that count. The paper counts the rows of

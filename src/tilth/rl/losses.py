@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from tilth.core.errors import RecipeError
-from tilth.rl import ratio, selected, sequence  # noqa: F401  (importing them registers their entries)
+from tilth.rl import covariance_clip, sequence_losses, token_losses  # noqa: F401  (importing them registers their entries)
 from tilth.rl.aggregation import Aggregation, reduce_tokens
-from tilth.rl.gap import Gap
 from tilth.rl.kl import kl_penalty
+from tilth.rl.loss_base import LossInputs, PolicyLoss
 from tilth.rl.metrics import Metric
-from tilth.rl.objectives import PolicyLoss, Step
+from tilth.rl.mismatch import Gap
 from tilth.rl.packing import Gather, Packing, Reduce, alone, rows_alone
 from tilth.rl.registry import build, lookup, nearest, require
 
-__all__ = ["LossResult", "PolicyLoss", "Step", "loss_entry", "policy_loss", "thresholds"]
+__all__ = ["LossInputs", "LossResult", "PolicyLoss", "loss_entry", "policy_loss", "thresholds"]
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def loss_entry(name: str, **options: Any) -> PolicyLoss:
 
 
 def _found(
-    entry: PolicyLoss, step: Step, found: Mapping[str, float] | None, denominator: float | None
+    entry: PolicyLoss, step: LossInputs, found: Mapping[str, float] | None, denominator: float | None
 ) -> Mapping[str, float]:
     """What the first pass found, made here where this call sees the whole batch."""
     if found is not None or not entry.first_pass:
@@ -162,8 +162,8 @@ def _found(
     return entry.thresholds(constant, alone, rows_alone)
 
 
-def _step(packing: Packing, columns: dict[str, Tensor]) -> Step:
-    return Step(columns["logprobs"], columns["old_logprobs"], columns["advantages"], packing, columns)
+def _step(packing: Packing, columns: dict[str, Tensor]) -> LossInputs:
+    return LossInputs(columns["logprobs"], columns["old_logprobs"], columns["advantages"], packing, columns)
 
 
 def _entries(
@@ -193,7 +193,7 @@ def _column(packing: Packing, name: str, values: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _metrics(step: Step, means: Mapping[str, Tensor]) -> dict[str, Metric]:
+def _metrics(step: LossInputs, means: Mapping[str, Tensor]) -> dict[str, Metric]:
     log_ratio = step.log_ratio
     columns = {"ratio": step.ratio, "approx_kl_k1": -log_ratio, "approx_kl_k3": step.ratio - 1 - log_ratio, **means}
     count = step.packing.mask.sum()

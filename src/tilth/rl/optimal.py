@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from tilth.rl.estimators import Advantage, Everyone, Tokens
+from tilth.rl.advantage_base import Advantage, Everyone, Tokens
 from tilth.rl.packing import Gather, Packing, discounted_sums, segment_sum
 from tilth.rl.registry import Scope, register
 from tilth.rl.returns import ahead

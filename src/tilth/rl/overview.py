@@ -32,7 +32,7 @@ def overview(flows: Sequence[str] = (), keys: Mapping[str, Any] | None = None) -
 
 def _facts(recipe: Recipe) -> dict[str, Any]:
     """What the recipe's algorithm is."""
-    flow, keys = recipe.facts, recipe.algorithm
+    flow, keys = recipe.flow_spec, recipe.algorithm
     found: dict[str, Any] = {"title": flow.title, "learns": flow.learns, "critic": flow.critic, "judge": flow.judge}
     found |= {"reference": recipe.refers, "advantage": None, "loss": "likelihood", "aggregation": None}
     found |= {"clip_low": None, "clip_high": None, "dual_clip": None, "correction": None, **dict.fromkeys(_KEYS)}

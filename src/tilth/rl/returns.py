@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from tilth.rl.estimators import Advantage, Tokens
+from tilth.rl.advantage_base import Advantage, Tokens
 from tilth.rl.packing import Reduce, discounted_sums, whiten
 from tilth.rl.registry import Scope, register
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import tilth.rl as rl
 from tilth.cluster.protocol import transfer
-from tilth.core.batch import Batch, Ragged, Store
+from tilth.core.batch import Batch, Jagged, Store
 from tilth.core.checksum import checksum
 from tilth.core.errors import ModelError
 from tilth.models.value import HEAD, OUTPUT, ValueModel
@@ -19,7 +19,7 @@ from tilth.roles.scoring import forward
 from tilth.roles.shares import Gather, alone, check_weight, gather_data_ranks, global_denominator, is_first_data_rank
 from tilth.roles.state import Learner, whole_tensors
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
-from tilth.training.packed import Micro, packed_values
+from tilth.training.packed import MicroBatch, packed_values
 
 Metrics = dict[str, rl.Metric]
 
@@ -91,12 +91,12 @@ class CriticWorker(Learner):
 
 
 def value_loss(
-    aggregation: Aggregation, mask: np.ndarray, tokens: Ragged, clip: float, gather: Gather = alone
+    aggregation: Aggregation, mask: np.ndarray, tokens: Jagged, clip: float, gather: Gather = alone
 ) -> tuple[Loss, float]:
     """The value loss with the denominator of the whole batch, and the weight that all of its tokens have in it."""
     shared = global_denominator(aggregation, mask, tokens, gather)
 
-    def loss(micro: Micro) -> tuple[Tensor, Metrics]:
+    def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
         found = rl.value_loss(
             micro.values,
             micro.columns["values"],

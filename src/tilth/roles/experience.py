@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tilth.core.batch import Batch, Column, Ragged, Store
+from tilth.core.batch import Batch, Column, Jagged, Store
 from tilth.core.errors import TokenIdentityError
 from tilth.core.trajectory import ROLES, Trajectory
 from tilth.trace.spans import span
@@ -43,7 +43,7 @@ def to_batch(trajectories: Sequence[Trajectory], store: Store) -> Batch:
         "segments": [np.array(_coded(t), np.int32) for t in trajectories],
         "text": [np.frombuffer(t.text.encode(), np.uint8) for t in trajectories],
     }
-    payload = {k: Column.whole(store.put(k, Ragged.of(v)), len(trajectories)) for k, v in columns.items()}
+    payload = {k: Column.whole(store.put(k, Jagged.of(v)), len(trajectories)) for k, v in columns.items()}
     return Batch(rows, payload)
 
 
@@ -75,7 +75,7 @@ def identity(tokens: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(tokens, np.int64).tobytes())
 
 
-def check_identity(batch: Batch, tokens: Ragged) -> None:
+def check_identity(batch: Batch, tokens: Jagged) -> None:
     """Raise TokenIdentityError unless these are the very ids that the rollout engine produced."""
     for i, expected in enumerate(batch["identity"]):
         if identity(tokens.row(i)) != expected:
@@ -85,12 +85,12 @@ def check_identity(batch: Batch, tokens: Ragged) -> None:
             )
 
 
-def texts(column: Ragged) -> list[str]:
+def texts(column: Jagged) -> list[str]:
     """Strings of a text column."""
     return [column.row(i).tobytes().decode() for i in range(len(column.offsets) - 1)]
 
 
-def put_like(batch: Batch, store: Store, name: str, values: np.ndarray, like: Ragged) -> Batch:
+def put_like(batch: Batch, store: Store, name: str, values: np.ndarray, like: Jagged) -> Batch:
     """Add a payload column with the same row lengths as another one."""
-    handle = store.put(name, Ragged(values, like.offsets))
+    handle = store.put(name, Jagged(values, like.offsets))
     return batch.with_payload(**{name: Column.whole(handle, len(batch))})

@@ -3,12 +3,12 @@
 import numpy as np
 
 from tilth.cluster.protocol import transfer
-from tilth.config.schema import Judge as JudgeSection
+from tilth.config.schema import JudgeConfig as JudgeSection
 from tilth.core.batch import Batch, Store
 from tilth.core.errors import DataError
 from tilth.data.columns import Prompt
 from tilth.data.template import Template
-from tilth.rl.judging import question, steps, verdict
+from tilth.rewards.judging import question, steps, verdict
 from tilth.roles.experience import texts
 from tilth.rollout.protocol import GenerationEngine
 from tilth.rollout.request import Request, SamplingParams

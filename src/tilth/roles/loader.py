@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tilth.cluster.protocol import transfer
-from tilth.core.batch import Batch, Column, Ragged, Store
+from tilth.core.batch import Batch, Column, Jagged, Store
 from tilth.data.documents import Corpus
 from tilth.data.examples import supervised
 from tilth.data.pairs import encode_pairs, pairs_of
@@ -61,7 +61,7 @@ class PromptLoader:
         return batch.with_payload(**{name: self._shared(name, rows, place) for name, rows in columns.items()})
 
     def _shared(self, name: str, rows: Sequence[np.ndarray], place: np.ndarray) -> Column:
-        return Column.whole(self.store.put(name, Ragged.of(rows)), len(rows)).take(place)
+        return Column.whole(self.store.put(name, Jagged.of(rows)), len(rows)).take(place)
 
     @transfer(split="all", gather="first")
     def pairs(self, indices: Sequence[int]) -> Batch:
@@ -123,7 +123,7 @@ class DocumentLoader:
         }
         if heldout:
             rows["bytes"] = np.array([self._bytes(int(i), piece) for i, piece in zip(indices, pieces)], np.int64)
-        payload = {"tokens": tokens, "mask": Ragged(mask, tokens.offsets)}
+        payload = {"tokens": tokens, "mask": Jagged(mask, tokens.offsets)}
         return Batch(rows, {k: Column.whole(self.store.put(k, v), len(pieces)) for k, v in payload.items()})
 
     def _bytes(self, index: int, piece: np.ndarray) -> int:
@@ -135,4 +135,4 @@ class DocumentLoader:
 
 
 def _put(store: Store, payload: Mapping[str, Sequence[np.ndarray]]) -> dict[str, Column]:
-    return {name: Column.whole(store.put(name, Ragged.of(rows)), len(rows)) for name, rows in payload.items()}
+    return {name: Column.whole(store.put(name, Jagged.of(rows)), len(rows)) for name, rows in payload.items()}

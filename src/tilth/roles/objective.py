@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import tilth.rl as rl
-from tilth.core.batch import Ragged
+from tilth.core.batch import Jagged
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.shares import Gather, GlobalDenominator, alone, global_denominator
 from tilth.training.engine import Loss
-from tilth.training.packed import Micro
+from tilth.training.packed import MicroBatch
 
 Metrics = dict[str, rl.Metric]
 RIGHT = "right"
@@ -27,7 +27,7 @@ class Objective:
     gather: Gather = alone
     found: Mapping[str, float] | None = None
 
-    def of(self, mask: np.ndarray, tokens: Ragged, right: np.ndarray | None = None) -> tuple[Loss, float]:
+    def of(self, mask: np.ndarray, tokens: Jagged, right: np.ndarray | None = None) -> tuple[Loss, float]:
         """The loss with the denominator of the whole batch, and the weight that all of its tokens have in it.
 
         mask: [N] of this worker's rows; right: [N], 1 at the tokens of right answers, where their likelihood counts.
@@ -36,7 +36,7 @@ class Objective:
         shared = global_denominator(how.aggregation, mask, tokens, self.gather)
         rights = 0.0 if right is None else max(float(self.gather(np.array([(right * mask).sum()])).sum()), 1.0)
 
-        def loss(micro: Micro) -> tuple[Tensor, Metrics]:
+        def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
             found = self._policy(micro, shared)
             total, metrics = found.loss, found.metrics | shared.weight(micro)
             if how.keys.entropy_coef:
@@ -50,7 +50,7 @@ class Objective:
 
         return loss, shared.whole
 
-    def _policy(self, micro: Micro, shared: GlobalDenominator) -> rl.LossResult:
+    def _policy(self, micro: MicroBatch, shared: GlobalDenominator) -> rl.LossResult:
         how, columns = self.how, micro.columns
         return rl.policy_loss(
             how.loss,
@@ -70,7 +70,7 @@ class Objective:
         )
 
 
-def _likelihood(micro: Micro) -> tuple[Tensor, Metrics]:
+def _likelihood(micro: MicroBatch) -> tuple[Tensor, Metrics]:
     """Sum of -log p over the tokens of right answers (VAPO 2504.05118, section 4.3), and their mean as a metric."""
     right = (micro.columns[RIGHT] != 0) & (micro.mask != 0)
     losses = torch.where(right, -micro.logprobs, 0.0)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import tilth.rl as rl
 from tilth.cluster.protocol import transfer
-from tilth.config.schema import Preference
-from tilth.core.batch import Batch, Ragged, Store
+from tilth.config.schema import PreferenceConfig
+from tilth.core.batch import Batch, Jagged, Store
 from tilth.core.errors import TilthError
 from tilth.parallel.dims import ParallelDims
 from tilth.rl.packing import Gather
@@ -28,7 +28,7 @@ from tilth.roles.shares import account, check_weight, is_first_data_rank
 from tilth.roles.state import Learner
 from tilth.training.engine import Loss, TrainEngine
 from tilth.training.noise import WEIGHT
-from tilth.training.packed import Micro, packed_logprobs, packed_ratings
+from tilth.training.packed import MicroBatch, packed_logprobs, packed_ratings
 
 Metrics = dict[str, rl.Metric]
 SLOPE, SHARE = "slope", "share"
@@ -85,7 +85,7 @@ class PairTable:
         """Of each pair, float64 [m]: see ``rl.pair_weights``."""
         return rl.pair_weights(self.sides("prompt")[0])
 
-    def loss(self, how: Preference) -> PreferenceResult:
+    def loss(self, how: PreferenceConfig) -> PreferenceResult:
         """The recipe's loss of all pairs."""
         chosen, rejected = self.sides("score")
         return rl.preference_loss(
@@ -115,16 +115,16 @@ class Prefers:
     what: str
     """What a micro-batch has that scores are made of: logprobs or values."""
 
-    def _scores(self, tokens: Ragged, mask: np.ndarray) -> np.ndarray:
+    def _scores(self, tokens: Jagged, mask: np.ndarray) -> np.ndarray:
         """The score of each answer, float64 [n]; no gradient."""
         raise NotImplementedError
 
-    def _slopes(self, tokens: Ragged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+    def _slopes(self, tokens: Jagged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
         """Derivative of the loss by each token's number in ``what``, from those by the scores [n]: float32 [N]."""
         raise NotImplementedError
 
     @transfer(split="rows", gather="merge")
-    def prefer(self, batch: Batch, how: Preference) -> Metrics:
+    def prefer(self, batch: Batch, how: PreferenceConfig) -> Metrics:
         """One optimizer step of the preference loss on the whole batch of pairs."""
         with on_rows("update", batch) as spent:
             tokens, mask, table = self._read(batch)
@@ -143,11 +143,11 @@ class Prefers:
         return account(done, self.grid) | self._measured(found)
 
     @transfer(split="rows", gather="merge")
-    def prefers(self, batch: Batch, how: Preference) -> Metrics:
+    def prefers(self, batch: Batch, how: PreferenceConfig) -> Metrics:
         """What ``prefer`` says of the loss and the pairs, without learning from them."""
         return self._measured(self._read(batch)[2].loss(how))
 
-    def _read(self, batch: Batch) -> tuple[Ragged, np.ndarray, PairTable]:
+    def _read(self, batch: Batch) -> tuple[Jagged, np.ndarray, PairTable]:
         columns = batch.read(self.store, "tokens", "mask", *(c for c in ("ref_logprobs",) if c in batch.payload))
         tokens, mask = columns["tokens"], columns["mask"].values
         check_identity(batch, tokens)
@@ -174,10 +174,10 @@ class PairPolicyWorker(Prefers, PolicyWorker):
 
     what = "logprobs"
 
-    def _scores(self, tokens: Ragged, mask: np.ndarray) -> np.ndarray:
+    def _scores(self, tokens: Jagged, mask: np.ndarray) -> np.ndarray:
         return _row_sums(forward(self.engine, packed_logprobs, tokens, mask), tokens)
 
-    def _slopes(self, tokens: Ragged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+    def _slopes(self, tokens: Jagged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
         return (np.repeat(slopes, tokens.lengths) * (mask != 0)).astype(np.float32)
 
 
@@ -191,14 +191,14 @@ class RewardModelWorker(Prefers, Learner):
         super().__init__(engine, "reward_model", "optimizer")
         self.store = store
 
-    def _scores(self, tokens: Ragged, mask: np.ndarray) -> np.ndarray:
+    def _scores(self, tokens: Jagged, mask: np.ndarray) -> np.ndarray:
         return ratings(self.engine, tokens, mask)
 
-    def _slopes(self, tokens: Ragged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+    def _slopes(self, tokens: Jagged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
         return _at(_last(tokens, mask), slopes, len(mask))
 
 
-def ratings(owner: Scores, tokens: Ragged, mask: np.ndarray) -> np.ndarray:
+def ratings(owner: Scores, tokens: Jagged, mask: np.ndarray) -> np.ndarray:
     """What a reward model says of each sequence: its value after the last token in the mask, float64 [n].
 
     NaN where the mask has no token. owner: of a value model.
@@ -211,20 +211,20 @@ def ratings(owner: Scores, tokens: Ragged, mask: np.ndarray) -> np.ndarray:
 def linear(what: str) -> Loss:
     """The sum of a micro-batch's numbers, each times its slope: the gradient of what the slopes are derivatives of."""
 
-    def loss(micro: Micro) -> tuple[Tensor, Metrics]:
+    def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
         value = (getattr(micro, what) * micro.columns[SLOPE]).sum()
         return value, {WEIGHT: rl.Metric(float(micro.columns[SHARE].sum(dtype=torch.float64)), 1, "sum")}
 
     return loss
 
 
-def _row_sums(values: np.ndarray, tokens: Ragged) -> np.ndarray:
+def _row_sums(values: np.ndarray, tokens: Jagged) -> np.ndarray:
     """Sum over each row of a column [N] that is 0 where it does not count: float64 [n]."""
     rows = zip(tokens.offsets, tokens.offsets[1:])
     return np.array([values[a:b].sum(dtype=np.float64) for a, b in rows], np.float64)
 
 
-def _last(tokens: Ragged, mask: np.ndarray) -> np.ndarray:
+def _last(tokens: Jagged, mask: np.ndarray) -> np.ndarray:
     """Index of the last token in the mask of each row, int64 [n]; -1 where there is none."""
     places = np.where(mask != 0, np.arange(len(mask)), -1)
     return np.array([places[a:b].max(initial=-1) for a, b in zip(tokens.offsets, tokens.offsets[1:])], np.int64)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 import tilth.rl as rl
 from tilth.cluster.protocol import transfer
-from tilth.core.batch import Batch, Ragged, Store
+from tilth.core.batch import Batch, Jagged, Store
 from tilth.core.random import stream
 from tilth.rl.algorithm import Algorithm
-from tilth.rl.correction import Corrector, Rule
+from tilth.rl.rollout_correction import CorrectionRule, Corrector
 from tilth.roles.experience import NOT_BY_TOKEN, check_identity, is_right, on_rows, put_like
 from tilth.roles.objective import RIGHT, Objective
 from tilth.roles.scoring import forward, scored
@@ -64,13 +64,13 @@ class PolicyWorker(Learner):
             if found.returns is not None:
                 batch = put_like(batch, self.store, "returns", found.returns.numpy(), tokens)
             if not torch.equal(found.mask, mask != 0):  # rows that lack what the estimator needs are out of the loss
-                columns["mask"] = Ragged(found.mask.numpy().astype(np.uint8), tokens.offsets)
+                columns["mask"] = Jagged(found.mask.numpy().astype(np.uint8), tokens.offsets)
                 batch = put_like(batch, self.store, "mask", columns["mask"].values, tokens)
-            columns["advantages"] = Ragged(found.advantages.numpy(), tokens.offsets)
+            columns["advantages"] = Jagged(found.advantages.numpy(), tokens.offsets)
             batch = put_like(batch, self.store, "advantages", columns["advantages"].values, tokens)
             return self._corrected(batch, how, columns, tokens)
 
-    def _corrected(self, batch: Batch, how: Algorithm, columns: Mapping[str, Ragged], tokens: Ragged) -> Batch:
+    def _corrected(self, batch: Batch, how: Algorithm, columns: Mapping[str, Jagged], tokens: Jagged) -> Batch:
         """With what the recipe's correction makes of the whole batch, once: ``weights`` and ``kept``, the mask without
         rejected tokens, which the policy's loss goes by. What it measured is told with the next update."""
         self._moved = False
@@ -155,7 +155,7 @@ class PolicyWorker(Learner):
             return {name: metric for name, metric in metrics.items() if not name.startswith("mismatch/")}
         return metrics
 
-    def _correction(self, rule: Rule, per_token: Mapping[str, np.ndarray], tokens: Ragged) -> rl.Correction:
+    def _correction(self, rule: CorrectionRule, per_token: Mapping[str, np.ndarray], tokens: Jagged) -> rl.Correction:
         """Before there are advantages, what needs them (``reject_negative``) is left out: it changes no weight."""
         names = ("old_logprobs", "advantages", "versions")
         known = {name: _tensor(per_token[name]) for name in names if name in per_token}
@@ -173,7 +173,7 @@ class PolicyWorker(Learner):
         )
 
     def _first_pass(
-        self, batch: Batch, how: Algorithm, mask: np.ndarray, tokens: Ragged, per_token: dict[str, np.ndarray]
+        self, batch: Batch, how: Algorithm, mask: np.ndarray, tokens: Jagged, per_token: dict[str, np.ndarray]
     ) -> dict[str, float] | None:
         """What a loss that chooses among all tokens of the batch must know of them before the split; None: nothing.
 
@@ -197,7 +197,7 @@ class PolicyWorker(Learner):
             gather=self.grid.gather_rows,
         )
 
-    def _uniforms(self, batch: Batch, tokens: Ragged) -> np.ndarray:
+    def _uniforms(self, batch: Batch, tokens: Jagged) -> np.ndarray:
         """In [0, 1), float32 [N]."""
         numbers = stream(self.engine.seed, "chosen", self.engine.updates)
         starts = batch.rows.get("start", tokens.offsets[:-1])

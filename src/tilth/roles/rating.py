@@ -4,8 +4,8 @@ import numpy as np
 
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Store
-from tilth.parallel.sharded import Sharded
-from tilth.rl.rewards import LARGEST
+from tilth.parallel.sharded import ShardedModel
+from tilth.rewards.functions import LARGEST
 from tilth.roles.experience import OUTCOME, check_identity, on_rows
 from tilth.roles.pairs import ratings
 
@@ -16,7 +16,7 @@ PART = "part/model"
 class RatingWorker:
     """A reward model that never changes: it is loaded from where the recipe says, also when a run goes on."""
 
-    def __init__(self, sharded: Sharded, store: Store, *, weight: float, micro_tokens: int, parity: bool) -> None:
+    def __init__(self, sharded: ShardedModel, store: Store, *, weight: float, micro_tokens: int, parity: bool) -> None:
         """sharded: of a value model; weight: of its score in the reward."""
         self.sharded = sharded
         self.store = store

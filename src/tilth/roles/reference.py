@@ -8,17 +8,19 @@ from tilth.checkpoint import Group
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Store
 from tilth.core.checksum import checksum
-from tilth.parallel.sharded import Sharded
+from tilth.parallel.sharded import ShardedModel
 from tilth.roles.scoring import scored
-from tilth.roles.state import Groups, Keeper, whole_tensors
+from tilth.roles.state import Groups, Stateful, whole_tensors
 
 
-class ReferenceWorker(Keeper):
+class ReferenceWorker(Stateful):
     """A frozen copy of the policy as it was when the phase began, for the KL penalty."""
 
     tolerance: float | None = 0.0
 
-    def __init__(self, sharded: Sharded, store: Store, *, temperature: float, micro_tokens: int, parity: bool) -> None:
+    def __init__(
+        self, sharded: ShardedModel, store: Store, *, temperature: float, micro_tokens: int, parity: bool
+    ) -> None:
         super().__init__(sharded)
         self.store = store
         self.temperature = temperature

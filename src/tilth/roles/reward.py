@@ -9,8 +9,8 @@ import numpy as np
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Store
 from tilth.data.prompts import PromptSet
+from tilth.rewards.process_pool import Outcome, RewardPool
 from tilth.roles.experience import OUTCOME, texts
-from tilth.roles.reward_pool import Outcome, RewardPool
 from tilth.trace.spans import span
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from tilth.cluster.protocol import control, transfer
-from tilth.config.schema import Rollout as RolloutSection
+from tilth.config.schema import RolloutConfig as RolloutSection
 from tilth.core.batch import Batch, Store
 from tilth.core.checksum import relative_error, sketch
 from tilth.core.errors import WeightMismatch

@@ -5,8 +5,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from tilth.core.batch import Batch, Ragged, Store
-from tilth.parallel.sharded import Sharded
+from tilth.core.batch import Batch, Jagged, Store
+from tilth.parallel.sharded import ShardedModel
 from tilth.roles.experience import on_rows, put_like
 from tilth.training.packed import packed_logprobs
 
@@ -16,12 +16,12 @@ Found = TypeVar("Found")
 class Scores(Protocol):
     """What scoring needs to know of its model."""
 
-    sharded: Sharded
+    sharded: ShardedModel
     micro_tokens: int
     parity: bool
 
 
-def forward(owner: Scores, run: Callable[..., Found], tokens: Ragged, mask: np.ndarray, **more: Any) -> Found:
+def forward(owner: Scores, run: Callable[..., Found], tokens: Jagged, mask: np.ndarray, **more: Any) -> Found:
     """Run one of ``training.packed.packed_*`` with the owner's model, micro-batches and parity."""
     return run(owner.sharded, tokens, mask, max_tokens=owner.micro_tokens, parity=owner.parity, **more)
 

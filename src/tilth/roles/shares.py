@@ -9,13 +9,13 @@ from torch import Tensor
 
 import tilth.rl as rl
 from tilth.config.axes import DATA
-from tilth.core.batch import Ragged
+from tilth.core.batch import Jagged
 from tilth.core.errors import TokenCountError
 from tilth.parallel.dims import ParallelDims
 from tilth.rl.aggregation import Aggregation
 from tilth.training.engine import UpdateResult
 from tilth.training.noise import WEIGHT
-from tilth.training.packed import Micro
+from tilth.training.packed import MicroBatch
 
 WEIGHT_TOLERANCE = 1e-5
 """Relative; above the rounding of float32 sums (tokens that are lost one by one are counted by the engine)."""
@@ -38,7 +38,7 @@ class GlobalDenominator:
     denominator: float
     whole: float
 
-    def add_up(self, values: Tensor, micro: Micro) -> Tensor:
+    def add_up(self, values: Tensor, micro: MicroBatch) -> Tensor:
         """Share of a micro-batch's token values [N] in the whole batch's one number."""
         return rl.aggregate(
             self.aggregation,
@@ -48,14 +48,14 @@ class GlobalDenominator:
             denominator=self.denominator,
         )
 
-    def weight(self, micro: Micro) -> dict[str, rl.Metric]:
+    def weight(self, micro: MicroBatch) -> dict[str, rl.Metric]:
         """What this micro-batch weighs in the loss; ``check_weight`` wants the sum of them to be ``whole``."""
         ones = torch.ones(len(micro.ids), device=micro.ids.device)
         return {WEIGHT: rl.Metric(float(self.add_up(ones, micro)), 1, "sum")}
 
 
 def global_denominator(
-    aggregation: Aggregation, mask: np.ndarray, tokens: Ragged, gather: Gather = alone
+    aggregation: Aggregation, mask: np.ndarray, tokens: Jagged, gather: Gather = alone
 ) -> GlobalDenominator:
     """Count the tokens of the whole batch; on several workers a collective call. mask: [N] over this worker's rows."""
     lengths = torch.from_numpy(np.ascontiguousarray(tokens.lengths))

@@ -12,7 +12,7 @@ from tilth.checkpoint.storage import storage_of
 from tilth.cluster.protocol import transfer
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.sharded import Sharded
+from tilth.parallel.sharded import ShardedModel
 from tilth.training.engine import TrainEngine
 from tilth.training.peak import measured_flops
 
@@ -20,10 +20,10 @@ Groups = dict[str, Group]
 """Groups of tensors of a checkpoint: this worker's pieces, and where they belong."""
 
 
-class Keeper:
+class Stateful:
     """A role with a state that a checkpoint holds. Its methods are called on all ranks of its group together."""
 
-    def __init__(self, sharded: Sharded) -> None:
+    def __init__(self, sharded: ShardedModel) -> None:
         self.sharded = sharded
         self.grid = sharded.grid
         self._saver = Saver()
@@ -67,7 +67,7 @@ class Keeper:
         read_state(path, self.groups(), self.sharded)
 
 
-class Learner(Keeper):
+class Learner(Stateful):
     """A role with a train engine: weights, optimizer state and, where there is one, the average of the weights."""
 
     def __init__(self, engine: TrainEngine, model: str, optimizer: str) -> None:
@@ -124,7 +124,7 @@ class Learner(Keeper):
         return self.engine.compile_seconds
 
 
-def read_state(path: str, groups: Groups, sharded: Sharded) -> None:
+def read_state(path: str, groups: Groups, sharded: ShardedModel) -> None:
     """Fill tensors of a model, in place, from a checkpoint of any layout; a collective call. CheckpointError."""
     grid = sharded.grid
     share = replicas(grid) if storage_of(path).remote or not _one_machine(grid) else None
@@ -150,7 +150,7 @@ def _one_machine(grid: ParallelDims) -> bool:
     return grid.most(name) == -grid.most(-name)
 
 
-def whole_tensors(sharded: Sharded) -> Iterator[tuple[str, Tensor]]:
+def whole_tensors(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
     """One tensor after the other, put together; a collective call of its replica."""
     with torch.no_grad():
         for name in sharded.layouts:

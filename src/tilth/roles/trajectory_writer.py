@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from tilth.cluster.protocol import transfer
-from tilth.core.batch import Batch, Ragged, Store
+from tilth.core.batch import Batch, Jagged, Store
 from tilth.core.trajectory import ROLES
 from tilth.data.prompts import PromptSet
 from tilth.data.trajectories import TrajectoryFiles
@@ -97,6 +97,6 @@ def _segments(coded: np.ndarray) -> list[dict[str, Any]]:
     return [{"role": ROLES[role], "start": start} for role, start in coded.reshape(-1, 2).tolist()]
 
 
-def _lists(column: Ragged, dtype: type) -> pa.ListArray:
+def _lists(column: Jagged, dtype: type) -> pa.ListArray:
     offsets = pa.array(column.offsets.astype(np.int32))
     return pa.ListArray.from_arrays(offsets, pa.array(column.values.astype(dtype)))

@@ -23,7 +23,7 @@ class BlockError(TilthError):
 
 
 @dataclass(eq=False, slots=True)
-class Table:
+class BlockTable:
     """The blocks of one sequence, in order. ``cached`` tokens came with their KV when the table was opened."""
 
     blocks: list[int] = field(default_factory=list)
@@ -76,7 +76,7 @@ class BlockManager:
             found.append((parent, part))
         return found
 
-    def open(self, tokens: np.ndarray, salt: int, spare: int = 0) -> Table | None:
+    def open(self, tokens: np.ndarray, salt: int, spare: int = 0) -> BlockTable | None:
         """A table for tokens, the longest registered beginning shared; None if under ``spare`` blocks would be left.
 
         At least one token is left to compute, since its logits are wanted.
@@ -87,7 +87,7 @@ class BlockManager:
             return None
         for block in shared:
             self._take(block)
-        table = Table(shared, len(shared) * self.block_size)
+        table = BlockTable(shared, len(shared) * self.block_size)
         table.blocks.extend(self._fresh() for _ in range(need))
         return table
 
@@ -102,19 +102,19 @@ class BlockManager:
             found.append(block)
         return found
 
-    def fork(self, table: Table, tokens: int) -> Table | None:
+    def fork(self, table: BlockTable, tokens: int) -> BlockTable | None:
         """A second table of this many tokens: full blocks shared, a fresh one for the rest; None if none is free."""
         full = tokens // self.block_size
         if tokens % self.block_size and not self.free:
             return None
         for block in table.blocks[:full]:
             self._take(block)
-        copy = Table(table.blocks[:full], tokens)
+        copy = BlockTable(table.blocks[:full], tokens)
         if tokens % self.block_size:
             copy.blocks.append(self._fresh())
         return copy
 
-    def extend(self, table: Table, tokens: int) -> bool:
+    def extend(self, table: BlockTable, tokens: int) -> bool:
         """Make the table cover this many tokens; False, and nothing changes, if too few blocks are free."""
         need = self.blocks_for(tokens) - len(table.blocks)
         if need > self.free:
@@ -122,7 +122,7 @@ class BlockManager:
         table.blocks.extend(self._fresh() for _ in range(need))
         return True
 
-    def register(self, table: Table, tokens: np.ndarray, computed: int, salt: int) -> list[tuple[int, int]]:
+    def register(self, table: BlockTable, tokens: np.ndarray, computed: int, salt: int) -> list[tuple[int, int]]:
         """Name the full blocks whose KV is computed; (index in the table, slot) of those to be copied to the store.
 
         Call it after the KV of the first ``computed`` tokens exists, never before.
@@ -147,11 +147,11 @@ class BlockManager:
             return self._slots_used - 1
         return self._slots.pop() if self._slots or self._forget_oldest() else None
 
-    def slots(self, table: Table) -> list[int]:
+    def slots(self, table: BlockTable) -> list[int]:
         """Store slots of the blocks that came with their KV."""
         return [self._blocks[b].slot for b in table.blocks[: table.cached // self.block_size]]
 
-    def close(self, table: Table) -> None:
+    def close(self, table: BlockTable) -> None:
         """Give the blocks back, the deepest first."""
         for index in reversed(table.blocks):
             block = self._blocks[index]
@@ -201,7 +201,7 @@ class BlockManager:
         self._slots.append(block.slot)
         block.digest, block.tokens, block.slot = None, b"", -1
 
-    def check(self, tables: list[Table]) -> None:
+    def check(self, tables: list[BlockTable]) -> None:
         """Raise BlockError unless the accounting agrees with exactly these open tables. O(blocks), for tests."""
         refs = [0] * len(self._blocks)
         for table in tables:

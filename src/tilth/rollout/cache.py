@@ -20,7 +20,7 @@ QUERY_MULTIPLE = 4
 """Parity: attention sees query rows in multiples of this."""
 
 
-class Slab:
+class KVCache:
     """KV of ``rows`` sequences of up to ``capacity`` tokens each: dense, in buffers that are laid out anew to grow.
 
     Dense, because batched matmul on a CPU copies whatever is not (measured: 8 times slower on a slice of the slots).
@@ -62,7 +62,7 @@ class Slab:
         self.keys, self.values = found[: self._layers], found[self._layers :]
         self.rows, self.capacity, self.layouts = rows, capacity, self.layouts + 1
 
-    def copy(self, to: Sequence[int], source: "Slab", rows: Sequence[int], length: int) -> None:
+    def copy(self, to: Sequence[int], source: "KVCache", rows: Sequence[int], length: int) -> None:
         """Rows ``to`` get the first ``length`` tokens of ``rows`` of another slab (or of this one, if disjoint)."""
         for there, here, count, step in _runs(to, rows):
             for mine, other in zip([*self.keys, *self.values], [*source.keys, *source.values]):
@@ -91,7 +91,7 @@ class PrefixStore:
     def __init__(
         self, config: DecoderConfig, block_size: int, dtype: torch.dtype, device: torch.device, most: int
     ) -> None:
-        self._slab = Slab(config, dtype, device)
+        self._slab = KVCache(config, dtype, device)
         self._block_size, self._most = block_size, most
 
     @property
@@ -99,7 +99,7 @@ class PrefixStore:
         """Bytes held now."""
         return self._slab.nbytes
 
-    def save(self, blocks: Sequence[tuple[int, int]], slab: Slab, row: int) -> None:
+    def save(self, blocks: Sequence[tuple[int, int]], slab: KVCache, row: int) -> None:
         """Keep blocks (index in the sequence, slot) of a row."""
         if blocks:
             self._grow(max(slot for _, slot in blocks) + 1)
@@ -108,14 +108,14 @@ class PrefixStore:
             for mine, other in self._pairs(slab):
                 mine[slot].copy_(other[row, :, some])
 
-    def load(self, slots: Sequence[int], slab: Slab, row: int) -> None:
+    def load(self, slots: Sequence[int], slab: KVCache, row: int) -> None:
         """Write the blocks of these slots to the beginning of a row."""
         for index, slot in enumerate(slots):
             some = slice(index * self._block_size, (index + 1) * self._block_size)
             for mine, other in self._pairs(slab):
                 other[row, :, some].copy_(mine[slot])
 
-    def _pairs(self, slab: Slab) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self, slab: KVCache) -> list[tuple[Tensor, Tensor]]:
         return list(zip([*self._slab.keys, *self._slab.values], [*slab.keys, *slab.values]))
 
     def _grow(self, rows: int) -> None:
@@ -124,7 +124,7 @@ class PrefixStore:
             self._slab.layout(min(self._most, max(rows, 2 * have)), self._block_size, have, self._block_size)
 
 
-class SlabView(NamedTuple):
+class KVCacheView(NamedTuple):
     """The tensors of a slab, as compiled code is given them."""
 
     keys: list[Tensor]
@@ -143,7 +143,7 @@ class CachedContext:
 
     def __init__(
         self,
-        slab: Slab | SlabView,
+        slab: KVCache | KVCacheView,
         start: Tensor,
         width: int,
         length: int,

@@ -14,11 +14,11 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder, not_finite
 from tilth.plan.kernels import BLOCK, CHOICE_ELEMENTS, LEAST_ROWS, PASS, PROMPT_WIDTH, ROWS, limit_for, round_up
 from tilth.rollout.blocks import BlockManager
-from tilth.rollout.cache import PrefixStore, Slab
-from tilth.rollout.lanes import Lane
-from tilth.rollout.prefill import PARITY_WIDTH, Batch, Prompt
+from tilth.rollout.cache import KVCache, PrefixStore
+from tilth.rollout.lanes import LengthBucket
+from tilth.rollout.prefill import PARITY_WIDTH, PrefillBatch, PrefillJob
 from tilth.rollout.protocol import EngineError, GenerationEngine
-from tilth.rollout.request import Answer, Request, SamplingParams
+from tilth.rollout.request import Request, SamplingParams, SequenceState
 from tilth.rollout.runner import Runner
 from tilth.rollout.sampling import Chosen, Rules, choose, choose_from
 from tilth.rollout.scheduler import Scheduler
@@ -78,7 +78,7 @@ class Engine(GenerationEngine):
         count = self.kv_tokens // self._block_size
         self._blocks = BlockManager(count, self._block_size, count // 4)
         self._scheduler = Scheduler(self._blocks, self._max_rows)
-        self._lanes: dict[int, Lane] = {}
+        self._lanes: dict[int, LengthBucket] = {}
         self._store, self._staging = self._new_store(), self._new_slab()
         self._known: set[int] = set()
         self._done: list[Trajectory] = []
@@ -128,7 +128,7 @@ class Engine(GenerationEngine):
 
         ``max_tokens`` is never cut: a prompt whose longest completion exceeds the context is refused.
         """
-        answers = [Answer.start(r) for r in requests]
+        answers = [SequenceState.start(r) for r in requests]
         seen: set[int] = set()
         for answer in answers:
             self._check(answer, seen)
@@ -137,13 +137,13 @@ class Engine(GenerationEngine):
 
     def resume(self, trajectory: Trajectory, params: SamplingParams) -> None:
         """Go on with a partial trajectory where it ended: same positions, same random numbers. Raises DataError."""
-        answer = Answer.resume(trajectory, params)
+        answer = SequenceState.resume(trajectory, params)
         if answer.end <= len(answer.tokens):
             raise DataError(f"trajectory {trajectory.id} already has max_tokens={params.max_tokens} tokens")
         self._check(answer, set())
         self._enqueue(answer)
 
-    def _check(self, answer: Answer, seen: set[int]) -> None:
+    def _check(self, answer: SequenceState, seen: set[int]) -> None:
         r = answer.request
         what = f"request {r.id}"
         if r.id in self._known or r.id in seen:
@@ -163,7 +163,7 @@ class Engine(GenerationEngine):
         if r.params.stop and self.tokenizer is None:
             raise DataError(f"{what}: stop strings need an engine with a tokenizer")
 
-    def _enqueue(self, answer: Answer) -> None:
+    def _enqueue(self, answer: SequenceState) -> None:
         params = answer.request.params
         if params.stop and self.tokenizer is not None:
             answer.stops = StopStrings(params.stop, self.tokenizer, self._special)
@@ -241,7 +241,7 @@ class Engine(GenerationEngine):
                 self._decode_lane(lane, rows, done)
         return total
 
-    def _decode_lane(self, lane: Lane, rows: int, done: list[Trajectory]) -> None:
+    def _decode_lane(self, lane: LengthBucket, rows: int, done: list[Trajectory]) -> None:
         c, every = lane.columns, np.arange(rows)
         at, live = c.position[:rows], c.live[:rows].copy()
         seen = at[live]
@@ -257,7 +257,7 @@ class Engine(GenerationEngine):
         self._stats.decoded(rows, decoding.tokens, decoding.seconds, sampling.seconds)
         self._end_rows(lane, ended.tolist(), tokens, done)
 
-    def _end_rows(self, lane: Lane, ended: list[int], tokens: np.ndarray, done: list[Trajectory]) -> None:
+    def _end_rows(self, lane: LengthBucket, ended: list[int], tokens: np.ndarray, done: list[Trajectory]) -> None:
         """Take finished rows out; only these, and rows with stop strings, are looked at one by one."""
         said = {row for row in lane.watched if lane.watch(row, int(tokens[row]))}
         for row in sorted({*ended, *said}):
@@ -266,7 +266,7 @@ class Engine(GenerationEngine):
             stopped = row in said or int(tokens[row]) in answer.request.params.stop_tokens
             done.append(self._finish(answer, "stop" if stopped else "length"))
 
-    def _finish(self, answer: Answer, reason: Finish) -> Trajectory:
+    def _finish(self, answer: SequenceState, reason: Finish) -> Trajectory:
         self._known.discard(answer.request.id)
         self._stats.finished += 1
         if answer.stops is not None and answer.stops.found:
@@ -286,17 +286,17 @@ class Engine(GenerationEngine):
             prompts = scheduler.admit(min(budget, PASS), self.running, self.version)
             if not prompts:
                 return 0
-            scheduler.batch = Batch(prompts, self._staging, PARITY_WIDTH if self._parity else PROMPT_WIDTH)
+            scheduler.batch = PrefillBatch(prompts, self._staging, PARITY_WIDTH if self._parity else PROMPT_WIDTH)
             self._load_prefixes(prompts)
         return self._prefill_chunk(scheduler.batch, budget)
 
-    def _load_prefixes(self, prompts: list[Prompt]) -> None:
+    def _load_prefixes(self, prompts: list[PrefillJob]) -> None:
         for prompt in prompts:
             self._store.load(self._blocks.slots(prompt.table), self._staging, prompt.row)
             self._stats.cached_tokens += prompt.computed
             self._stats.shared_tokens += (len(prompt.answers) - 1) * len(prompt.tokens)
 
-    def _prefill_chunk(self, batch: Batch, budget: int) -> int:
+    def _prefill_chunk(self, batch: PrefillBatch, budget: int) -> int:
         chunk = batch.chunk(budget)
         ids, start, length = batch.inputs(chunk)
         ending = [row for row, p in enumerate(batch.prompts) if chunk[row] == p.remaining]
@@ -327,7 +327,7 @@ class Engine(GenerationEngine):
             rows = max(1, CHOICE_ELEMENTS // self.config.vocab_size)
             for i in range(0, len(placed), rows):
                 self._first_tokens(placed[i : i + rows])
-            going: dict[int, list[tuple[Prompt, Answer]]] = {}
+            going: dict[int, list[tuple[PrefillJob, SequenceState]]] = {}
             for prompt, answer in placed:
                 if (reason := self._ended(answer)) is not None:
                     self._blocks.close(answer.table)
@@ -339,7 +339,7 @@ class Engine(GenerationEngine):
         self._stats.decoded_tokens += len(placed)
         self._stats.place_seconds += spent.seconds
 
-    def _first_tokens(self, placed: Sequence[tuple[Prompt, Answer]]) -> None:
+    def _first_tokens(self, placed: Sequence[tuple[PrefillJob, SequenceState]]) -> None:
         logits = torch.cat([p.logits for p, _ in placed if p.logits is not None])
         answers = [a for _, a in placed]
         uniform = self._draw([a.request.id for a in answers], [len(a.tokens) for a in answers], 1)[:, 0]
@@ -352,7 +352,7 @@ class Engine(GenerationEngine):
             answer.stale = False
             answer.append(tokens[some], logprobs[some], None if sampling is None else sampling[some])
 
-    def _ended(self, answer: Answer) -> Finish | None:
+    def _ended(self, answer: SequenceState) -> Finish | None:
         """Why an answer ends with its newest token, if it does."""
         token = int(answer.tokens[-1])
         if (answer.stops is not None and answer.stops.push([token])) or token in answer.request.params.stop_tokens:
@@ -386,7 +386,7 @@ class Engine(GenerationEngine):
         self._scheduler.requeue([self._vacate(lane, row)])
         self._stats.preemptions += 1
 
-    def _vacate(self, lane: Lane, row: int) -> Answer:
+    def _vacate(self, lane: LengthBucket, row: int) -> SequenceState:
         """Take an unfinished row out; its full blocks stay in the prefix store as long as there is room."""
         computed = int(lane.columns.position[row])
         answer = lane.take(row)
@@ -447,9 +447,9 @@ class Engine(GenerationEngine):
             self._stats = Stats()
         return found
 
-    def _lane(self, limit: int) -> Lane:
+    def _lane(self, limit: int) -> LengthBucket:
         if limit not in self._lanes:
-            self._lanes[limit] = Lane(
+            self._lanes[limit] = LengthBucket(
                 limit,
                 self._new_slab(),
                 self._max_rows,
@@ -458,8 +458,8 @@ class Engine(GenerationEngine):
             )
         return self._lanes[limit]
 
-    def _new_slab(self) -> Slab:
-        return Slab(self.config, self.dtype, self.device)
+    def _new_slab(self) -> KVCache:
+        return KVCache(self.config, self.dtype, self.device)
 
     def _new_store(self) -> PrefixStore:
         return PrefixStore(self.config, self._block_size, self.dtype, self.device, self._blocks.max_cached)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tilth.plan.kernels import KEYS, ROWS, round_up, slots_for
-from tilth.rollout.cache import Slab
-from tilth.rollout.request import Answer
+from tilth.rollout.cache import KVCache
+from tilth.rollout.request import SequenceState
 from tilth.rollout.sampling import Rules
 
 Draw = Callable[[Sequence[int], Sequence[int], int], np.ndarray]
@@ -22,7 +22,7 @@ Draw = Callable[[Sequence[int], Sequence[int], int], np.ndarray]
 
 
 @dataclass
-class Columns:
+class RowState:
     """State of the rows of a lane: [rows] or [rows, columns]; a hole has the values of ``blank``."""
 
     live: np.ndarray
@@ -43,7 +43,7 @@ class Columns:
     filtered: np.ndarray
 
     @classmethod
-    def blank(cls, rows: int, limit: int, stops: int) -> "Columns":
+    def blank(cls, rows: int, limit: int, stops: int) -> "RowState":
         """Holes only."""
         long, real = (rows, limit), np.float32
         return cls(
@@ -63,7 +63,7 @@ class Columns:
             filtered=np.zeros(rows, bool),
         )
 
-    def copy(self, to: np.ndarray, source: "Columns", rows: np.ndarray) -> None:
+    def copy(self, to: np.ndarray, source: "RowState", rows: np.ndarray) -> None:
         """Rows ``to`` become ``rows`` of columns that are no wider."""
         for f in fields(self):
             mine, other = getattr(self, f.name), getattr(source, f.name)
@@ -73,14 +73,14 @@ class Columns:
                 mine[to, : other.shape[1]] = other[rows]
 
 
-class Lane:
+class LengthBucket:
     """Rows of up to ``limit`` tokens, in a slab that grows with their number and length."""
 
-    def __init__(self, limit: int, slab: Slab, most: int, fixed: bool = False, multiple: int = ROWS) -> None:
+    def __init__(self, limit: int, slab: KVCache, most: int, fixed: bool = False, multiple: int = ROWS) -> None:
         self.limit, self.slab, self._multiple = limit, slab, multiple
         self._most, self._fixed = most, fixed
-        self.columns = Columns.blank(0, limit, 1)
-        self.answers: list[Answer | None] = []
+        self.columns = RowState.blank(0, limit, 1)
+        self.answers: list[SequenceState | None] = []
         self.watched: set[int] = set()
         """Rows with stop strings."""
 
@@ -102,7 +102,7 @@ class Lane:
         if rows <= have and stops <= old.stops.shape[1]:
             return
         total = max(have, min(round_up(self._most, m), max(round_up(rows, m), 2 * have)) if rows > have else have)
-        self.columns = Columns.blank(total, self.limit, max(stops, old.stops.shape[1]))
+        self.columns = RowState.blank(total, self.limit, max(stops, old.stops.shape[1]))
         self.columns.copy(np.arange(have), old, np.arange(have))
         self.answers.extend([None] * (total - have))
 
@@ -119,7 +119,7 @@ class Lane:
         if rows > slab.rows or want > slab.capacity or narrow:
             slab.layout(rows, want, keep, min(used, slab.capacity))
 
-    def place(self, answers: Sequence[Answer], slab: Slab, rows: Sequence[int], draw: Draw) -> None:
+    def place(self, answers: Sequence[SequenceState], slab: KVCache, rows: Sequence[int], draw: Draw) -> None:
         """Add answers whose newest token is not computed; the KV before it is in these rows of a slab."""
         to = self._holes(len(answers), max(len(a.request.params.stop_tokens) for a in answers))
         lengths = [len(a.tokens) for a in answers]
@@ -137,7 +137,7 @@ class Lane:
         self.reserve(int(self.columns.live.sum()) + count, stops)
         return np.flatnonzero(~self.columns.live)[:count]
 
-    def _set(self, row: int, answer: Answer) -> None:
+    def _set(self, row: int, answer: SequenceState) -> None:
         c, p = self.columns, answer.request.params
         length = len(answer.tokens)
         c.live[row], c.position[row], c.end[row] = True, length - 1, answer.end
@@ -151,7 +151,7 @@ class Lane:
         if answer.stops is not None:
             self.watched.add(row)
 
-    def take(self, row: int) -> Answer:
+    def take(self, row: int) -> SequenceState:
         """Remove a row and give its answer all that it made here."""
         answer = self.settle(row)
         self._clear(row)
@@ -165,7 +165,7 @@ class Lane:
         self.answers[row] = None
         self.watched.discard(row)
 
-    def settle(self, row: int) -> Answer:
+    def settle(self, row: int) -> SequenceState:
         """Give the answer all that it made here so far; the row goes on."""
         c, answer = self.columns, self.answers[row]
         assert answer is not None
@@ -202,7 +202,7 @@ class Lane:
         c = self.columns
         return np.flatnonzero(c.live & (c.position + 1 >= self.limit))
 
-    def adopt(self, other: "Lane", rows: np.ndarray, draw: Draw) -> None:
+    def adopt(self, other: "LengthBucket", rows: np.ndarray, draw: Draw) -> None:
         """Take rows over from a smaller lane, state, KV and all."""
         to = self._holes(len(rows), other.columns.stops.shape[1])
         self.fit(other.limit)

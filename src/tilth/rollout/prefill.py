@@ -8,9 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from tilth.plan.kernels import KEYS, PROMPT_WIDTH, round_up
-from tilth.rollout.blocks import Table
-from tilth.rollout.cache import Slab
-from tilth.rollout.request import Answer
+from tilth.rollout.blocks import BlockTable
+from tilth.rollout.cache import KVCache
+from tilth.rollout.request import SequenceState
 
 CHUNK = 512
 """Most tokens of one prompt in one forward pass; bounds the attention scores in memory."""
@@ -21,12 +21,12 @@ _WASTE = 16
 
 
 @dataclass(eq=False)
-class Prompt:
+class PrefillJob:
     """Tokens that one or more answers begin with (for an answer that was interrupted, all that it has so far)."""
 
     tokens: np.ndarray
-    answers: deque[Answer]
-    table: Table = field(default_factory=Table)
+    answers: deque[SequenceState]
+    table: BlockTable = field(default_factory=BlockTable)
     computed: int = 0
     """Tokens with KV in row ``row`` of the batch's slab."""
     row: int = 0
@@ -40,10 +40,10 @@ class Prompt:
         return len(self.tokens) - self.computed
 
 
-class Batch:
+class PrefillBatch:
     """Prompts of similar length that are computed together, a row each. One too long for the budget is alone."""
 
-    def __init__(self, prompts: list[Prompt], slab: Slab, multiple: int = PROMPT_WIDTH) -> None:
+    def __init__(self, prompts: list[PrefillJob], slab: KVCache, multiple: int = PROMPT_WIDTH) -> None:
         self.prompts, self.slab, self._multiple = prompts, slab, multiple
         # A row is padded to the widest chunk, so it may reach beyond its own end.
         reach = max(p.computed for p in prompts) + max(p.remaining for p in prompts) + multiple
@@ -72,7 +72,7 @@ class Batch:
         return ids, start, round_up(int(start.max()) + width, KEYS)
 
 
-def similar(prompts: Sequence[Prompt], other: Prompt) -> bool:
+def similar(prompts: Sequence[PrefillJob], other: PrefillJob) -> bool:
     """Whether another prompt may join these without much padding."""
     lengths = [p.remaining for p in prompts] + [other.remaining]
     return max(lengths) <= CHUNK and max(lengths) - min(lengths) <= max(_WASTE, max(lengths) // 4)

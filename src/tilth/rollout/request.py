@@ -8,7 +8,7 @@ import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.core.trajectory import Finish, Segment, Trajectory
-from tilth.rollout.blocks import Table
+from tilth.rollout.blocks import BlockTable
 from tilth.rollout.stops import StopStrings
 
 
@@ -74,7 +74,7 @@ class Request:
 
 
 @dataclass(eq=False, slots=True)
-class Answer:
+class SequenceState:
     """A trajectory in the making. Columns as in ``Trajectory``; while it decodes, the newest tokens are in its lane."""
 
     request: Request
@@ -88,14 +88,14 @@ class Answer:
     end: int
     """Length in tokens at which it ends for want of room."""
     stops: StopStrings | None = None
-    table: Table = field(default_factory=Table)
+    table: BlockTable = field(default_factory=BlockTable)
     order: int = -1
     """Rank of its admission; the highest is preempted first."""
     stale: bool = False
     """Whether its KV was made by other weights than those that generate now."""
 
     @classmethod
-    def start(cls, request: Request) -> "Answer":
+    def start(cls, request: Request) -> "SequenceState":
         """From the prompt."""
         tokens = np.asarray(request.prompt, np.int64)
         n = len(tokens)
@@ -105,7 +105,7 @@ class Answer:
         return cls(request, tokens, np.zeros(n, np.uint8), np.zeros(n, np.float32), sampling, segments, [], end)
 
     @classmethod
-    def resume(cls, t: Trajectory, params: SamplingParams) -> "Answer":
+    def resume(cls, t: Trajectory, params: SamplingParams) -> "SequenceState":
         """From a partial trajectory: its last assistant segment, or a new one where another role spoke last.
 
         ``max_tokens`` counts the tokens that the segment has already.

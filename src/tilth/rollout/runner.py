@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilth.models.decoder import Decoder
-from tilth.rollout.cache import CachedContext, Slab, SlabView
+from tilth.rollout.cache import CachedContext, KVCache, KVCacheView
 from tilth.rollout.sampling import group_mass, log_softmax
 
 Forward = Callable[[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
@@ -33,19 +33,19 @@ class Runner:
         elif compile:
             self._compiled = CompiledDecode(model, device)
 
-    def forward_rows(self, slab: Slab | SlabView, ids: Tensor, start: Tensor, length: int) -> Tensor:
+    def forward_rows(self, slab: KVCache | KVCacheView, ids: Tensor, start: Tensor, length: int) -> Tensor:
         """New tokens ids int64 [B, C] of the first B rows from positions start [B]: hidden [B * C, hidden].
 
         length: slots of the slab to look at. A row with fewer than C tokens is padded at its end.
         """
         return self.model(ids.flatten(), CachedContext(slab, start, ids.shape[1], length, self._parity))
 
-    def prefill(self, slab: Slab, ids: Tensor, start: Tensor, length: int, last: Tensor) -> Tensor:
+    def prefill(self, slab: KVCache, ids: Tensor, start: Tensor, length: int, last: Tensor) -> Tensor:
         """Logits float32 [rows, V] after the tokens with these flat indices of [B * C] (perhaps none)."""
         return self.model.logits(self.forward_rows(slab, ids, start, length)[last])
 
     def decode(
-        self, slab: Slab, ids: Tensor, start: Tensor, length: int, temperature: Tensor, unit: bool
+        self, slab: KVCache, ids: Tensor, start: Tensor, length: int, temperature: Tensor, unit: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs float32 [B, V] of rows 0 .. B - 1, whose newest token ids [B] is at positions start [B].
 
@@ -60,7 +60,7 @@ class Runner:
             logits = self.model.logits(self.forward_rows(slab, ids[:, None], start, length))
         return log_softmax(logits, None if unit else temperature), None
 
-    def warm_up(self, slab: Slab) -> None:
+    def warm_up(self, slab: KVCache) -> None:
         """Compile what is to be compiled, with the help of an empty slab."""
         if self._compiled is not None and not self.compile_seconds:
             begin = time.perf_counter()
@@ -77,7 +77,7 @@ class CompiledDecode:
         def forward(
             ids: Tensor, start: Tensor, temperature: Tensor, keys: list[Tensor], values: list[Tensor]
         ) -> tuple[Tensor, Tensor]:
-            context = CachedContext(SlabView(keys, values), start, 1, keys[0].shape[2], fused=True)
+            context = CachedContext(KVCacheView(keys, values), start, 1, keys[0].shape[2], fused=True)
             logp = log_softmax(model.logits(model(ids, context)), temperature)
             return logp, group_mass(logp)
 
@@ -86,10 +86,10 @@ class CompiledDecode:
         options: dict[str, Any] = {"guard_filter_fn": _argument_guards, "cpp_wrapper": True}
         self._forward: Forward = torch.compile(forward, dynamic=True, fullgraph=True, options=options)
 
-    def __call__(self, slab: Slab, ids: Tensor, start: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, slab: KVCache, ids: Tensor, start: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         return self._forward(ids, start, temperature, slab.keys, slab.values)
 
-    def warm_up(self, slab: Slab) -> None:
+    def warm_up(self, slab: KVCache) -> None:
         """Compile for sizes that differ from one another, or equal ones would be taken for always equal."""
         taken, size = set(slab.keys[0].shape), 24
         sizes: list[int] = []
@@ -117,10 +117,10 @@ class Graphs:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._graphs: WeakKeyDictionary[Slab, dict[tuple[int, int, int], Captured]] = WeakKeyDictionary()
+        self._graphs: WeakKeyDictionary[KVCache, dict[tuple[int, int, int], Captured]] = WeakKeyDictionary()
         self._pool: Any = None
 
-    def decode(self, slab: Slab, ids: Tensor, start: Tensor, length: int) -> Tensor:
+    def decode(self, slab: KVCache, ids: Tensor, start: Tensor, length: int) -> Tensor:
         """Replay the smallest graph that holds the rows; unused rows are holes of the slab, computed at position 0."""
         rows = ids.shape[0]
         bucket = min(slab.rows, next(b for b in (8, 16, 32, 64, 128, 256, slab.rows) if b >= rows))
@@ -136,7 +136,7 @@ class Graphs:
         graph.replay()
         return logits[:rows].clone()
 
-    def _capture(self, slab: Slab, rows: int, length: int) -> Captured:
+    def _capture(self, slab: KVCache, rows: int, length: int) -> Captured:
         begin = time.perf_counter()
         ids, start = (torch.zeros(rows, dtype=torch.int64, device=slab.keys[0].device) for _ in range(2))
         logits = self._step(slab, ids, start, length)  # allocates work spaces outside the graph
@@ -149,5 +149,5 @@ class Graphs:
         self._runner.compile_seconds += time.perf_counter() - begin
         return graph, ids, start, logits
 
-    def _step(self, slab: Slab, ids: Tensor, start: Tensor, length: int) -> Tensor:
+    def _step(self, slab: KVCache, ids: Tensor, start: Tensor, length: int) -> Tensor:
         return self._runner.model.logits(self._runner.forward_rows(slab, ids[:, None], start, length))

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from tilth.rollout.blocks import BlockManager, Table
-from tilth.rollout.prefill import Batch, Prompt, similar
-from tilth.rollout.request import Answer
+from tilth.rollout.blocks import BlockManager, BlockTable
+from tilth.rollout.prefill import PrefillBatch, PrefillJob, similar
+from tilth.rollout.request import SequenceState
 
 
 class Scheduler:
@@ -20,9 +20,9 @@ class Scheduler:
     def __init__(self, blocks: BlockManager, max_rows: int) -> None:
         self.blocks = blocks
         self.max_rows = max_rows
-        self.waiting: deque[Answer] = deque()
-        self.batch: Batch | None = None
-        self.ready: deque[Prompt] = deque()
+        self.waiting: deque[SequenceState] = deque()
+        self.batch: PrefillBatch | None = None
+        self.ready: deque[PrefillJob] = deque()
         self._order = itertools.count()
         self._watermark = max(1, blocks.num_blocks // 100)
 
@@ -31,15 +31,15 @@ class Scheduler:
         """Answers that have no row yet."""
         return len(self.waiting) + sum(len(p.answers) for p in self._prompts())
 
-    def _prompts(self) -> list[Prompt]:
+    def _prompts(self) -> list[PrefillJob]:
         return [*self.ready, *(self.batch.prompts if self.batch else [])]
 
-    def admit(self, budget: int, running: int, version: int) -> list[Prompt]:
+    def admit(self, budget: int, running: int, version: int) -> list[PrefillJob]:
         """Prompts to compute next, taken off the queue: similar in length, ``budget`` tokens in sum or one alone.
 
         running: rows in use. Blocks for all tokens of each prompt are taken, beyond a small reserve while others run.
         """
-        found: list[Prompt] = []
+        found: list[PrefillJob] = []
         rows = self.max_rows - running
         while self.waiting and rows > 0 and budget > 0:
             prompt = self._open(version, spare=self._watermark if running or found else 0)
@@ -55,18 +55,18 @@ class Scheduler:
             budget -= prompt.remaining
         return found
 
-    def _open(self, version: int, spare: int) -> Prompt | None:
+    def _open(self, version: int, spare: int) -> PrefillJob | None:
         """The prompt at the head of the queue with all answers behind it that begin with the same tokens."""
         tokens = self.waiting[0].tokens
         table = self.blocks.open(tokens, version, spare)
         if table is None:
             return None
         same = itertools.takewhile(lambda a: np.array_equal(a.tokens, tokens), self.waiting)
-        return Prompt(tokens, deque(same), table, table.cached)
+        return PrefillJob(tokens, deque(same), table, table.cached)
 
-    def place(self, running: int) -> list[tuple[Prompt, Answer]]:
+    def place(self, running: int) -> list[tuple[PrefillJob, SequenceState]]:
         """Answers of computed prompts that get a row now, each with a table of its own."""
-        found: list[tuple[Prompt, Answer]] = []
+        found: list[tuple[PrefillJob, SequenceState]] = []
         while self.ready and running + len(found) < self.max_rows:
             prompt = self.ready[0]
             alone = not running and not found
@@ -83,7 +83,7 @@ class Scheduler:
             found.append((prompt, answer))
         return found
 
-    def _share(self, prompt: Prompt, spare: int) -> Table | None:
+    def _share(self, prompt: PrefillJob, spare: int) -> BlockTable | None:
         """A table for the next answer of a prompt, the prompt's own for the last; None if blocks are short."""
         if len(prompt.answers) == 1:
             self.ready.popleft()
@@ -112,19 +112,19 @@ class Scheduler:
             return False
         return True
 
-    def _requeue(self, prompt: Prompt) -> None:
+    def _requeue(self, prompt: PrefillJob) -> None:
         self.blocks.close(prompt.table)
         self.requeue(prompt.answers)
 
-    def requeue(self, answers: Iterable[Answer]) -> None:
+    def requeue(self, answers: Iterable[SequenceState]) -> None:
         """Put answers in front of the queue, in this order."""
         self.waiting.extendleft(reversed(list(answers)))
 
-    def answers(self) -> Iterator[Answer]:
+    def answers(self) -> Iterator[SequenceState]:
         """Those that have no row yet."""
         return itertools.chain(self.waiting, *(p.answers for p in self._prompts()))
 
-    def remove(self, trajectory: int) -> Answer | None:
+    def remove(self, trajectory: int) -> SequenceState | None:
         """Take out an answer that has no row yet; None if there is none of this id."""
         for queue in [self.waiting, *(p.answers for p in self._prompts())]:
             for answer in queue:

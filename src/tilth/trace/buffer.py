@@ -47,7 +47,7 @@ NONE = Chunk(0)
 """What a thread has before its first event: no room."""
 
 
-class Buffer:
+class EventBuffer:
     """The events of one thread: that thread alone adds, one other takes."""
 
     __slots__ = ("_before", "_taken", "chunk", "dropped", "full")
@@ -118,7 +118,7 @@ class Codes(Generic[T]):
         return {code: text for text, code in list(self._codes.items())}
 
 
-class Texts(NamedTuple):
+class EventNames(NamedTuple):
     """What the numbers of events stand for."""
 
     op: Mapping[int, str]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilth.core.target import make_folder, rename
-from tilth.trace.overlay import Mark, head_with_spans
+from tilth.trace.overlay import ClockMark, head_with_spans
 from tilth.trace.spans import recorder
 
 SUFFIX = ".json.gz"
@@ -32,13 +32,13 @@ class Capture:
 
     def __init__(self) -> None:
         self._profiler: Any = None
-        self._since: Mark | None = None
+        self._since: ClockMark | None = None
 
     def start(self, memory: bool = False) -> str:
         """Record every operation, with its shapes, from now on; memory: each allocation too. "" or what went wrong."""
         if self._profiler is not None:
             return "this process is being profiled already"
-        self._since = Mark.now() if recorder.recording else None
+        self._since = ClockMark.now() if recorder.recording else None
         try:
             self._profiler = _started(memory)
         except Exception as error:  # noqa: BLE001 - whatever torch raises (another profiler is running, no CUPTI)
@@ -86,7 +86,7 @@ def _started(memory: bool) -> Any:
     return found.__enter__()
 
 
-def _write(profiler: Any, target: Path, spans: tuple[Path, int, Mark] | None) -> int:
+def _write(profiler: Any, target: Path, spans: tuple[Path, int, ClockMark] | None) -> int:
     """The trace as a compressed file; its size in bytes."""
     plain, packed = (target.with_name(f".{target.name}.{kind}") for kind in ("json", "tmp"))
     make_folder(target.parent)

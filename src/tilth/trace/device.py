@@ -18,7 +18,7 @@ LOOKS, PAUSE = 50, 1e-4
 """How often, and after how many seconds each, the writer looks whether an event comes to pass."""
 
 
-class Mark(Protocol):
+class CudaEvent(Protocol):
     """What is used of ``torch.cuda.Event``."""
 
     def record(self) -> None: ...
@@ -27,7 +27,7 @@ class Mark(Protocol):
 
     def synchronize(self) -> None: ...
 
-    def elapsed_time(self, end: "Mark", /) -> float: ...
+    def elapsed_time(self, end: "CudaEvent", /) -> float: ...
 
 
 class DeviceClock:
@@ -39,31 +39,31 @@ class DeviceClock:
 
     def __init__(
         self,
-        make: Callable[[], Mark],
+        make: Callable[[], CudaEvent],
         unfit: Callable[[], bool] = lambda: False,
         now: Callable[[], int] = time.perf_counter_ns,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._make, self._unfit, self._now, self._pause = make, unfit, now, pause
-        self._new: deque[tuple[int, Mark, Mark]] = deque()
-        self._open: list[tuple[int, Mark, Mark]] = []
+        self._new: deque[tuple[int, CudaEvent, CudaEvent]] = deque()
+        self._open: list[tuple[int, CudaEvent, CudaEvent]] = []
         self._anchor = make()
         self._anchor.record()
         self._anchor.synchronize()
         self._at = now()
 
-    def begin(self) -> Mark | None:
+    def begin(self) -> CudaEvent | None:
         """A mark before the work of a span; None if it shall not be timed."""
         if len(self._new) + len(self._open) >= MOST or self._unfit():
             return None
         return self._marked()
 
-    def end(self, span: int, begun: Mark) -> None:
+    def end(self, span: int, begun: CudaEvent) -> None:
         """And one behind it."""
         if not self._unfit():
             self._new.append((span, begun, self._marked()))
 
-    def _marked(self) -> Mark:
+    def _marked(self) -> CudaEvent:
         mark = self._make()
         mark.record()
         return mark
@@ -86,10 +86,10 @@ class DeviceClock:
             return {}, frozenset()
         return known, frozenset(span for span, _, _ in self._open)
 
-    def _times(self, begun: Mark, ended: Mark) -> tuple[int, int]:
+    def _times(self, begun: CudaEvent, ended: CudaEvent) -> tuple[int, int]:
         return self._host(begun), round(1e6 * begun.elapsed_time(ended))
 
-    def _host(self, mark: Mark) -> int:
+    def _host(self, mark: CudaEvent) -> int:
         return self._at + round(1e6 * self._anchor.elapsed_time(mark))
 
     def _tie(self) -> None:

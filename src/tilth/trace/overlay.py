@@ -1,7 +1,7 @@
 """The spans of this process laid over a profile of it: which phase, micro-batch and call an operation belongs to.
 
 Both give times since the Unix epoch: the profiler by the system's clock when it began, the spans by the same clock when
-the recorder began and the steady one since then. ``Mark`` holds how far these two are apart.
+the recorder began and the steady one since then. ``ClockMark`` holds how far these two are apart.
 """
 
 import json
@@ -24,20 +24,20 @@ _SHOWN = ("step", "micro_batch", "tokens", "bytes", "flops", "detail", "role")
 _NONE = (-1, 0, "", None)
 
 
-class Mark(NamedTuple):
+class ClockMark(NamedTuple):
     """A moment: ns since the Unix epoch, and what to add to a span's start for the system's clock of that moment."""
 
     at: int
     shift: int
 
     @classmethod
-    def now(cls) -> "Mark":
+    def now(cls) -> "ClockMark":
         """This moment."""
         at, steady = time.time_ns(), time.perf_counter_ns()
         return cls(at, at - steady - recorder.epoch)
 
 
-def head_with_spans(head: bytes, folder: Path, rank: int, since: Mark) -> bytes:
+def head_with_spans(head: bytes, folder: Path, rank: int, since: ClockMark) -> bytes:
     """The beginning of a Chrome trace with the spans of this process since then before its other events.
 
     head: of torch's trace, to behind the bracket that opens its events. folder: where the recorder writes, as ``rank``.
@@ -50,7 +50,7 @@ def head_with_spans(head: bytes, folder: Path, rank: int, since: Mark) -> bytes:
     return head[: opened.end()] + b"\n" + lines.encode() + head[opened.end() :]
 
 
-def _events(folder: Path, rank: int, since: Mark, base: int) -> Iterator[dict[str, Any]]:
+def _events(folder: Path, rank: int, since: ClockMark, base: int) -> Iterator[dict[str, Any]]:
     """Chrome events of the spans that have begun since then; times in us since ``base``."""
     process, lanes = os.getpid(), dict[str, int]()
     for row in _spans(folder, rank, since):
@@ -69,7 +69,7 @@ def _meta(what: str, process: int, lane: int, args: dict[str, Any]) -> dict[str,
     return {"ph": "M", "name": what, "pid": process, "tid": lane, "ts": 0, "args": args}
 
 
-def _spans(folder: Path, rank: int, since: Mark) -> list[dict[str, Any]]:
+def _spans(folder: Path, rank: int, since: ClockMark) -> list[dict[str, Any]]:
     """Rows of the event table; only files that were written since then are read."""
     import pyarrow.parquet as pq  # takes a third of a second
 

@@ -25,8 +25,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from tilth.core.errors import StorageError
-from tilth.trace.buffer import FORMAT, FULL, OTHERS, SIZE, Buffer, Codes, Taken, Texts
-from tilth.trace.device import DeviceClock, Mark, device_clock
+from tilth.trace.buffer import FORMAT, FULL, OTHERS, SIZE, Codes, EventBuffer, EventNames, Taken
+from tilth.trace.device import CudaEvent, DeviceClock, device_clock
 from tilth.trace.ops import ON_DEVICE, PHASES
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Total:
     """Their tokens."""
 
 
-class _Thread(Buffer):
+class _Thread(EventBuffer):
     """What one thread keeps: the innermost open span, by name the sums that ``Total`` shows (times in ns), those that
     were told, and the events that wait."""
 
@@ -329,11 +329,11 @@ class Recorder:
         self._totals_lock = threading.Lock()
         self._error: StorageError | None = None
 
-    def begin(self) -> Mark | None:
+    def begin(self) -> CudaEvent | None:
         """The device's work of a span begins; None if it is not timed."""
         return self._device.begin() if self._device is not None else None
 
-    def end(self, span: int, begun: Mark) -> None:
+    def end(self, span: int, begun: CudaEvent) -> None:
         """It ends."""
         if self._device is not None:
             self._device.end(span, begun)
@@ -443,7 +443,7 @@ class Recorder:
             times, waiting = self._device.take()
             now, later = writer.without(now, waiting if self.recording else frozenset())
         if now:
-            writer.write(now, Texts(_ops.texts(), _details.texts(), _places.texts()), self.dropped, times)
+            writer.write(now, EventNames(_ops.texts(), _details.texts(), _places.texts()), self.dropped, times)
         self._held = later
 
     def flush(self) -> None:

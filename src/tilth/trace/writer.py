@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from tilth.core.errors import StorageError
 from tilth.core.target import make_folder, written_whole
-from tilth.trace.buffer import SIZE, Taken, Texts
+from tilth.trace.buffer import SIZE, EventNames, Taken
 
 VERSION = "3"
 EVENTS = pa.schema(
@@ -83,7 +83,7 @@ class PartWriter:
             later += [(name, rows[wait].tobytes())] if wait.any() else []
         return now, later
 
-    def write(self, taken: Taken, texts: Texts, dropped: int, times: Times | None = None) -> Path:
+    def write(self, taken: Taken, texts: EventNames, dropped: int, times: Times | None = None) -> Path:
         """One part out of packed events (start on the steady clock), in order of their ends.
 
         times: start and duration of work on a device, ns of the same clock, by the id of its span.
@@ -95,7 +95,7 @@ class PartWriter:
         self.part += 1
         return target
 
-    def _table(self, taken: Taken, texts: Texts, dropped: int, times: Times) -> pa.Table:
+    def _table(self, taken: Taken, texts: EventNames, dropped: int, times: Times) -> pa.Table:
         rows = _rows(taken)
         columns = {name: pa.array(np.ascontiguousarray(rows[name])) for name in EVENTS.names if name in FROM}
         columns |= {

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from tilth.config.axes import DATA, MODEL
-from tilth.config.schema import Optimizer as OptimizerSection
-from tilth.core.batch import Ragged
+from tilth.config.schema import OptimizerConfig as OptimizerSection
+from tilth.core.batch import Jagged
 from tilth.core.errors import NonFiniteError, RecipeError, TokenCountError
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.decoder import Decoder, not_finite
 from tilth.parallel.comm import lent
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.sharded import Sharded
+from tilth.parallel.sharded import ShardedModel
 from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
 from tilth.training.ema import Average
@@ -31,11 +31,11 @@ from tilth.training.micro_schedule import passes
 from tilth.training.noise import WEIGHT, NoiseScale
 from tilth.training.norms import LayerNorms
 from tilth.training.optim import Optimizers
-from tilth.training.packed import Micro, Scorer, Work, cut, model_input, plan_micros, score, shares_prompts
+from tilth.training.packed import MicroBatch, Scorer, WorkAmounts, cut, model_input, plan_micros, score, shares_prompts
 from tilth.training.schedule import lr_factor
 
 Metrics = dict[str, Metric]
-Loss = Callable[[Micro], tuple[Tensor, Metrics]]
+Loss = Callable[[MicroBatch], tuple[Tensor, Metrics]]
 """From a micro-batch to its share of the loss and its metrics (merged over micro-batches)."""
 
 
@@ -70,7 +70,7 @@ class InFlight:
         self,
         x: Tensor,
         ctx: AttentionContext,
-        work: Work | None,
+        work: WorkAmounts | None,
         loss: Callable[[Tensor], tuple[Tensor, Metrics, float]],
     ) -> None:
         """x, ctx: for the first part; work: None of a blank; loss: of what the last part gives."""
@@ -115,7 +115,7 @@ class TrainEngine:
 
     def __init__(
         self,
-        model: Decoder | Sharded,
+        model: Decoder | ShardedModel,
         optimizer: OptimizerSection,
         *,
         total_steps: int,
@@ -134,7 +134,7 @@ class TrainEngine:
         ema: decay of an average of the weights; 0: none. watch: further metrics, as in the recipe's train.watch.
         RecipeError for what cannot work on parts of parameters.
         """
-        self.sharded = Sharded.of(model)
+        self.sharded = ShardedModel.of(model)
         self.grid = self.sharded.grid
         self.model = model = self.sharded.model
         _check_layout(self.grid, watch)
@@ -188,7 +188,7 @@ class TrainEngine:
 
     def update(
         self,
-        tokens: Ragged,
+        tokens: Jagged,
         mask: np.ndarray,
         columns: Mapping[str, np.ndarray],
         loss: Loss,
@@ -216,7 +216,7 @@ class TrainEngine:
 
         def begin() -> Iterator[InFlight]:
             for index, micro in every:
-                work = Work.of(self.model, micro)
+                work = WorkAmounts.of(self.model, micro)
                 given = model_input(micro, self.parity, self._dropout(places[index]) if drops else None)
                 used[index] += 1
                 yield InFlight(*given, work, partial(self._score, micro, loss, temperature, entropy))
@@ -329,7 +329,7 @@ class TrainEngine:
         return {f"norm/{kind}/{layer}": norm for kind, found in measured.items() for layer, norm in found.items()}
 
     def _score(
-        self, micro: Micro, loss: Loss, temperature: float, entropy: bool, hidden: Tensor
+        self, micro: MicroBatch, loss: Loss, temperature: float, entropy: bool, hidden: Tensor
     ) -> tuple[Tensor, dict[str, Metric], float]:
         """Loss and metrics of a micro-batch, and its weight in the batch, given what the last part makes of it."""
         self.scorer(self.model, micro, hidden, temperature=temperature, entropy=entropy)
@@ -343,7 +343,7 @@ class TrainEngine:
         return DropoutContext(self.seed, self.updates, torch.from_numpy(index).to(self.device))
 
 
-def _places(tokens: Ragged, starts: np.ndarray | None) -> np.ndarray:
+def _places(tokens: Jagged, starts: np.ndarray | None) -> np.ndarray:
     """Index of each token in the whole batch: int64 [N]."""
     own = np.arange(len(tokens.values), dtype=np.int64)
     return own if starts is None else own + np.repeat(starts - tokens.offsets[:-1], tokens.lengths)

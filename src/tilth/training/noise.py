@@ -21,7 +21,7 @@ DECAY = 0.98
 """Of the averages over steps: one step's estimate is far too noisy to divide by."""
 
 
-class Estimate(NamedTuple):
+class NoiseEstimate(NamedTuple):
     """Of one step or averaged over steps. Both are unbiased, so ``signal`` may come out negative by chance."""
 
     trace: float
@@ -30,7 +30,7 @@ class Estimate(NamedTuple):
     """Squared norm of the true gradient."""
 
 
-def estimate(squares: Sequence[float], weights: Sequence[float], whole: float, sequences: int) -> Estimate | None:
+def estimate(squares: Sequence[float], weights: Sequence[float], whole: float, sequences: int) -> NoiseEstimate | None:
     """From squared norms of the gradients of a batch's parts, and of the ``whole`` batch's, which is their sum.
 
     weights: each part's share of the loss, in any unit. A batch of B sequences is the mean of B draws G + noise, so a
@@ -47,7 +47,7 @@ def estimate(squares: Sequence[float], weights: Sequence[float], whole: float, s
     total = sum(w for _, w in parts)
     between = sum(s * total / w for s, w in parts) - whole
     trace = sequences * between / (len(parts) - 1)
-    return Estimate(trace, whole - trace / sequences)
+    return NoiseEstimate(trace, whole - trace / sequences)
 
 
 class NoiseScale:
@@ -93,7 +93,7 @@ class NoiseScale:
         for old, p in zip(before, parameters):
             p.grad = p.grad if old is None else old
 
-    def take(self, norm: float, sequences: int, gather: Gather | None = None) -> Estimate | None:
+    def take(self, norm: float, sequences: int, gather: Gather | None = None) -> NoiseEstimate | None:
         """The step's parts have become a gradient of this norm: average them in. None before the first estimate.
 
         gather: brings the parts of all data ranks together.
@@ -107,7 +107,7 @@ class NoiseScale:
             self._seen = self.decay * self._seen + 1 - self.decay
             self._trace = self.decay * self._trace + (1 - self.decay) * found.trace
             self._signal = self.decay * self._signal + (1 - self.decay) * found.signal
-        return Estimate(self._trace / self._seen, self._signal / self._seen) if self._seen else None
+        return NoiseEstimate(self._trace / self._seen, self._signal / self._seen) if self._seen else None
 
     def forget(self) -> None:
         """Drop the parts of the step under way."""

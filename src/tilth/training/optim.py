@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from tilth.config.open_sets import OPTIMIZERS
 from tilth.config.plugins import Declaration, declared, describe
-from tilth.config.schema import Optimizer as OptimizerSection
+from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.core.errors import PluginError
-from tilth.parallel.sharded import Sharded, buckets
+from tilth.parallel.sharded import ShardedModel, buckets
 from tilth.plan.rules import Table, rule_of
 
 
@@ -23,7 +23,7 @@ class ShardedMuon(torch.optim.Muon):
     Every rank does so for all of them, by torch's own Muon, and takes its part of the result.
     """
 
-    def __init__(self, sharded: Sharded, names: Sequence[str], lr: float, weight_decay: float) -> None:
+    def __init__(self, sharded: ShardedModel, names: Sequence[str], lr: float, weight_decay: float) -> None:
         super().__init__([sharded.parameters[n] for n in names], lr=lr, weight_decay=weight_decay)
         self.sharded = sharded
         self.names = list(names)
@@ -75,7 +75,7 @@ class Optimizers:
         parameters: Mapping[str, nn.Parameter],
         section: OptimizerSection,
         table: Table,
-        sharded: Sharded | None = None,
+        sharded: ShardedModel | None = None,
     ) -> None:
         """table: what each parameter is; sharded: whose parts the parameters are; None: they are whole."""
         self.parameters = dict(parameters)

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilth.core.batch import Ragged
+from tilth.core.batch import Jagged
 from tilth.core.errors import LossMaskError
 from tilth.models.attention import AttentionContext, DropoutContext, PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.rows import take_rows
-from tilth.models.tree import TreeContext, Trees, plant
+from tilth.models.tree import PrefixTrees, TreeContext, plant
 from tilth.models.value import ValueModel
-from tilth.parallel.sharded import Sharded
+from tilth.parallel.sharded import ShardedModel
 from tilth.plan.flops import Flops, attended, pass_flops
 from tilth.plan.packing import micro_batches
 from tilth.trace.spans import span
@@ -37,7 +37,7 @@ def shares_prompts(config: DecoderConfig, parity: bool) -> bool:
 
 
 @dataclass
-class Micro:
+class MicroBatch:
     """One micro-batch, packed: per-token tensors [N] over ``len(lengths)`` sequences.
 
     ``logprobs``, ``entropy`` and ``squares`` (sums over the vocabulary of p squared, if wanted) are of the current
@@ -49,7 +49,7 @@ class Micro:
     lengths: Tensor
     mask: Tensor
     columns: dict[str, Tensor]
-    trees: Trees | None = None
+    trees: PrefixTrees | None = None
     logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
     entropy: Tensor = field(default_factory=lambda: torch.zeros(0))
     values: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -66,7 +66,7 @@ class Micro:
         return attended(self.lengths.numpy()) if self.trees is None else int((self.trees.position + 1).sum())
 
 
-class Work(NamedTuple):
+class WorkAmounts(NamedTuple):
     """How much a pass over a micro-batch is: what its spans say of it."""
 
     tokens: int
@@ -75,7 +75,7 @@ class Work(NamedTuple):
     flops: Flops
 
     @classmethod
-    def of(cls, model: Decoder, micro: Micro) -> "Work":
+    def of(cls, model: Decoder, micro: MicroBatch) -> "WorkAmounts":
         """Model FLOPs, with the output head at every token; a value model has none."""
         tokens, pairs = micro.computed, micro.pairs
         head = not isinstance(model, ValueModel)
@@ -83,7 +83,7 @@ class Work(NamedTuple):
 
 
 def micros(
-    tokens: Ragged,
+    tokens: Jagged,
     mask: np.ndarray,
     columns: Mapping[str, np.ndarray],
     max_tokens: int,
@@ -91,7 +91,7 @@ def micros(
     *,
     share: bool = False,
     several: bool = False,
-) -> Iterator[tuple[np.ndarray, Micro]]:
+) -> Iterator[tuple[np.ndarray, MicroBatch]]:
     """Split into micro-batches of at most ``max_tokens``; yields (indices into the packed columns [N], micro-batch).
 
     share: sequences that begin with the same prompt become trees, where that saves enough. several: what would be one
@@ -105,10 +105,10 @@ Parts = list[tuple[list[np.ndarray], bool]]
 
 
 def cut(
-    tokens: Ragged, mask: np.ndarray, columns: Mapping[str, np.ndarray], plan: Parts, device: torch.device
-) -> Iterator[tuple[np.ndarray, Micro]]:
+    tokens: Jagged, mask: np.ndarray, columns: Mapping[str, np.ndarray], plan: Parts, device: torch.device
+) -> Iterator[tuple[np.ndarray, MicroBatch]]:
     """The micro-batches of a plan; otherwise as ``micros``."""
-    every = Ragged(np.arange(len(mask)), tokens.offsets)
+    every = Jagged(np.arange(len(mask)), tokens.offsets)
 
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
@@ -119,15 +119,15 @@ def cut(
         index = part.values
         trees = None
         if shared:
-            prompts = prompt_lengths(Ragged(mask[index], part.offsets))
+            prompts = prompt_lengths(Jagged(mask[index], part.offsets))
             marks = np.split(np.arange(len(rows)), np.cumsum([len(g) for g in groups])[:-1])
-            trees = plant(Ragged(tokens.values[index], part.offsets), prompts, marks)
+            trees = plant(Jagged(tokens.values[index], part.offsets), prompts, marks)
         own = {name: tensor(values[index]) for name, values in columns.items()}
         lengths = torch.from_numpy(part.lengths)
-        yield index, Micro(tensor(tokens.values[index]), lengths, tensor(mask[index]), own, trees)
+        yield index, MicroBatch(tensor(tokens.values[index]), lengths, tensor(mask[index]), own, trees)
 
 
-def plan_micros(tokens: Ragged, mask: np.ndarray, most: int, *, share: bool = False, several: bool = False) -> Parts:
+def plan_micros(tokens: Jagged, mask: np.ndarray, most: int, *, share: bool = False, several: bool = False) -> Parts:
     """Which rows make up each micro-batch; arguments as in ``micros``. No rows: no micro-batch.
 
     Raises LossMaskError for a mask that has the first token of a row: packed, the state before it is its neighbour's.
@@ -140,7 +140,7 @@ def plan_micros(tokens: Ragged, mask: np.ndarray, most: int, *, share: bool = Fa
     return plan
 
 
-def _check_mask(tokens: Ragged, mask: np.ndarray) -> None:
+def _check_mask(tokens: Jagged, mask: np.ndarray) -> None:
     rows = np.flatnonzero(tokens.lengths)
     wrong = rows[mask[tokens.offsets[rows]] != 0]
     if len(wrong):
@@ -150,7 +150,7 @@ def _check_mask(tokens: Ragged, mask: np.ndarray) -> None:
         )
 
 
-def _split(tokens: Ragged, mask: np.ndarray, most: int, share: bool) -> Parts:
+def _split(tokens: Jagged, mask: np.ndarray, most: int, share: bool) -> Parts:
     groups = prompt_groups(tokens, mask, most) if share else []
     shared = [g for g in groups if len(g) > 1]
     sizes = _tree_sizes(tokens, mask, shared)
@@ -163,16 +163,16 @@ def _split(tokens: Ragged, mask: np.ndarray, most: int, share: bool) -> Parts:
     return trees + [([alone[rows]], False) for rows in micro_batches(tokens.lengths[alone], most)]
 
 
-def prompt_lengths(mask: Ragged) -> np.ndarray:
+def prompt_lengths(mask: Jagged) -> np.ndarray:
     """Tokens before the first one that the policy chose: int64 [n]; the whole length where it chose none."""
     chosen = np.append(np.flatnonzero(mask.values), len(mask.values))
     first = chosen[np.searchsorted(chosen, mask.offsets[:-1])]
     return np.minimum(first, mask.offsets[1:]) - mask.offsets[:-1]
 
 
-def prompt_groups(tokens: Ragged, mask: np.ndarray, most: int) -> list[np.ndarray]:
+def prompt_groups(tokens: Jagged, mask: np.ndarray, most: int) -> list[np.ndarray]:
     """Rows that begin with the same prompt, as many together as make a tree of at most ``most`` tokens."""
-    prompts = prompt_lengths(Ragged(mask, tokens.offsets))
+    prompts = prompt_lengths(Jagged(mask, tokens.offsets))
     groups: list[list[int]] = []
     newest: dict[bytes, tuple[int, int]] = {}  # prompt -> (its open group, tokens of that tree)
     for row, (start, length, prompt) in enumerate(zip(tokens.offsets, tokens.lengths, prompts)):
@@ -186,8 +186,8 @@ def prompt_groups(tokens: Ragged, mask: np.ndarray, most: int) -> list[np.ndarra
     return [np.array(g, np.int64) for g in groups]
 
 
-def _tree_sizes(tokens: Ragged, mask: np.ndarray, groups: list[np.ndarray]) -> np.ndarray:
-    prompts = prompt_lengths(Ragged(mask, tokens.offsets))
+def _tree_sizes(tokens: Jagged, mask: np.ndarray, groups: list[np.ndarray]) -> np.ndarray:
+    prompts = prompt_lengths(Jagged(mask, tokens.offsets))
     sizes = [int(tokens.lengths[g].sum() - (len(g) - 1) * prompts[g[0]]) for g in groups]
     return np.array(sizes, np.int64)
 
@@ -195,11 +195,11 @@ def _tree_sizes(tokens: Ragged, mask: np.ndarray, groups: list[np.ndarray]) -> n
 class Scorer(Protocol):
     """Fills in what a loss needs of a micro-batch, given the hidden states of ``model_input``: ``score``, ..."""
 
-    def __call__(self, model: Any, micro: Micro, hidden: Tensor, *, temperature: float, entropy: bool) -> None: ...
+    def __call__(self, model: Any, micro: MicroBatch, hidden: Tensor, *, temperature: float, entropy: bool) -> None: ...
 
 
 def model_input(
-    micro: Micro, parity: bool = False, dropout: DropoutContext | None = None
+    micro: MicroBatch, parity: bool = False, dropout: DropoutContext | None = None
 ) -> tuple[Tensor, AttentionContext]:
     """What goes into the first part of a model: token ids, and who sees whom."""
     device = micro.ids.device
@@ -208,7 +208,7 @@ def model_input(
     return micro.ids[torch.from_numpy(micro.trees.source).to(device)], TreeContext(micro.trees, device)
 
 
-def score(model: Decoder, micro: Micro, hidden: Tensor, *, temperature: float, entropy: bool) -> None:
+def score(model: Decoder, micro: MicroBatch, hidden: Tensor, *, temperature: float, entropy: bool) -> None:
     """Fill in log-probs (and entropy) of the tokens in the mask; only their logits are ever computed."""
     chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
     found, entropies = model.token_logprobs(
@@ -220,7 +220,9 @@ def score(model: Decoder, micro: Micro, hidden: Tensor, *, temperature: float, e
         micro.entropy = blank.index_copy(0, chosen, entropies)
 
 
-def score_squares(model: Decoder, micro: Micro, hidden: Tensor, *, temperature: float, entropy: bool = False) -> None:
+def score_squares(
+    model: Decoder, micro: MicroBatch, hidden: Tensor, *, temperature: float, entropy: bool = False
+) -> None:
     """Fill in log-probs, the same bits as ``score``, and sums of squared probabilities; no gradient, no entropy."""
     chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
     before = _states(micro, hidden, chosen)
@@ -230,7 +232,7 @@ def score_squares(model: Decoder, micro: Micro, hidden: Tensor, *, temperature: 
 
 
 def appraise(
-    model: ValueModel, micro: Micro, hidden: Tensor, *, temperature: float = 1.0, entropy: bool = False
+    model: ValueModel, micro: MicroBatch, hidden: Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> None:
     """Fill in the values of the states in which the tokens in the mask were chosen: the scorer of a value model.
 
@@ -241,7 +243,9 @@ def appraise(
     micro.values = found.new_zeros(len(micro.ids)).index_copy(0, chosen, found)
 
 
-def rate(model: ValueModel, micro: Micro, hidden: Tensor, *, temperature: float = 1.0, entropy: bool = False) -> None:
+def rate(
+    model: ValueModel, micro: MicroBatch, hidden: Tensor, *, temperature: float = 1.0, entropy: bool = False
+) -> None:
     """Fill in, as ``values``, those of the states after the tokens in the mask: the scorer of a reward model.
 
     What a reward model says of a sequence is the value after its last token.
@@ -251,7 +255,7 @@ def rate(model: ValueModel, micro: Micro, hidden: Tensor, *, temperature: float 
     micro.values = found.new_zeros(len(micro.ids)).index_copy(0, chosen, found)
 
 
-def _states(micro: Micro, hidden: Tensor, chosen: Tensor) -> Tensor:
+def _states(micro: MicroBatch, hidden: Tensor, chosen: Tensor) -> Tensor:
     """Hidden states [chosen, hidden] of the tokens that come just before the chosen ones (int64 packed indices)."""
     if micro.trees is None:
         return take_rows(hidden, chosen - 1)
@@ -259,7 +263,7 @@ def _states(micro: Micro, hidden: Tensor, chosen: Tensor) -> Tensor:
     return hidden.index_select(0, slot[chosen - 1])  # the end of a prompt comes before several tokens
 
 
-def packed_logprobs(model: Decoder | Sharded, tokens: Ragged, mask: np.ndarray, **how: Any) -> np.ndarray:
+def packed_logprobs(model: Decoder | ShardedModel, tokens: Jagged, mask: np.ndarray, **how: Any) -> np.ndarray:
     """Log-prob of each masked-in token under ``model``, float32 [N]; 0 elsewhere. No gradient.
 
     how: ``max_tokens`` of a micro-batch, and perhaps ``temperature`` and ``parity``. All ranks of a sharded model call
@@ -269,7 +273,7 @@ def packed_logprobs(model: Decoder | Sharded, tokens: Ragged, mask: np.ndarray, 
 
 
 def packed_squares(
-    model: Decoder | Sharded, tokens: Ragged, mask: np.ndarray, **how: Any
+    model: Decoder | ShardedModel, tokens: Jagged, mask: np.ndarray, **how: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """What ``packed_logprobs`` gives, the same bits, and beside it the sum over the vocabulary of pi squared.
 
@@ -280,12 +284,12 @@ def packed_squares(
     return logprobs, squares
 
 
-def packed_values(model: ValueModel | Sharded, tokens: Ragged, mask: np.ndarray, **how: Any) -> np.ndarray:
+def packed_values(model: ValueModel | ShardedModel, tokens: Jagged, mask: np.ndarray, **how: Any) -> np.ndarray:
     """Value of the state before each masked-in token, float32 [N]; 0 elsewhere. No gradient; as ``packed_logprobs``."""
     return _without_gradient(appraise, ("values",), model, tokens, mask, **how)[0]
 
 
-def packed_ratings(model: ValueModel | Sharded, tokens: Ragged, mask: np.ndarray, **how: Any) -> np.ndarray:
+def packed_ratings(model: ValueModel | ShardedModel, tokens: Jagged, mask: np.ndarray, **how: Any) -> np.ndarray:
     """Value of the state after each masked-in token, float32 [N]; 0 elsewhere. No gradient; as ``packed_logprobs``."""
     return _without_gradient(rate, ("values",), model, tokens, mask, **how)[0]
 
@@ -294,8 +298,8 @@ def packed_ratings(model: ValueModel | Sharded, tokens: Ragged, mask: np.ndarray
 def _without_gradient(
     scorer: Scorer,
     what: tuple[str, ...],
-    model: Decoder | Sharded,
-    tokens: Ragged,
+    model: Decoder | ShardedModel,
+    tokens: Jagged,
     mask: np.ndarray,
     *,
     max_tokens: int,
@@ -304,13 +308,13 @@ def _without_gradient(
 ) -> np.ndarray:
     """What the scorer fills in, over the micro-batches that an update on the same batch would have: float32 [k, N]."""
     found = np.zeros((len(what), len(mask)), np.float32)
-    sharded = Sharded.of(model)
+    sharded = ShardedModel.of(model)
     decoder = sharded.model
     device = next(iter(sharded.parameters.values())).device
     plan = plan_micros(tokens, mask, max_tokens, share=shares_prompts(decoder.config, parity))
     rounds = sharded.agree(len(plan))
     for i, (index, micro) in enumerate(cut(tokens, mask, {}, plan, device)):
-        work = Work.of(decoder, micro)
+        work = WorkAmounts.of(decoder, micro)
         with span("infer", -1, i, work.tokens, flops=work.flops.forward, squares=work.squares):
             hidden = sharded.forward(*model_input(micro, parity))
             scorer(decoder, micro, hidden, temperature=temperature, entropy=False)

@@ -11,8 +11,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from tilth.flows.readers import ACCURACY, REWARD, told_by
-from tilth.ui import words
+from tilth.runs.readers import ACCURACY, REWARD, told_by
+from tilth.ui import format
 from tilth.ui.html import render
 
 Record = Mapping[str, Any]
@@ -124,7 +124,7 @@ def charts(records: Sequence[Record]) -> list[tuple[Chart, list[Curve]]]:
         lines = [one for line in chart.lines for one in _members(line, records)]
         apart = chart.title == "Loss" and len(phases) > 1
         for phase in phases if apart else [""]:
-            title = f"{chart.title}, {words.phase_name(phase)}" if phase else chart.title
+            title = f"{chart.title}, {format.phase_name(phase)}" if phase else chart.title
             shown = Chart(title, chart.lines, chart.form, chart.note, chart.log, phase, chart.dots, chart.hero)
             curves = [c for line in lines if (c := curve(shown, line, records)).points]
             if curves and not (chart.title in DULL_AT_ZERO and all(y == 0 for c in curves for _, y in c.points)):
@@ -272,4 +272,4 @@ def _share(value: float) -> str:
     return f"{100 * value:.3g} %"
 
 
-FORMS: dict[str, Callable[[float], str]] = {"share": _share, "number": _short, "count": _short, "size": words.size}
+FORMS: dict[str, Callable[[float], str]] = {"share": _share, "number": _short, "count": _short, "size": format.size}

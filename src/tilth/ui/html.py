@@ -8,7 +8,7 @@ from importlib.resources import files
 from jinja2 import BaseLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from tilth.ui import words
+from tilth.ui import format
 
 
 class _Templates(BaseLoader):
@@ -27,7 +27,7 @@ def text_of(name: str) -> str:
 @cache
 def _environment() -> Environment:
     found = Environment(loader=_Templates(), autoescape=True, undefined=StrictUndefined)
-    found.filters |= {"part": words.part, "share": words.share, "number": words.number, "g": "{:g}".format}
+    found.filters |= {"part": format.part, "share": format.share, "number": format.number, "g": "{:g}".format}
     found.globals["zip"] = zip
     return found
 

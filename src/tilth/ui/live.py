@@ -19,9 +19,9 @@ from rich.text import Text
 
 from tilth.config.schema import Recipe
 from tilth.flows.callbacks import Callback, RunView, Say
-from tilth.flows.metrics import KEYS
-from tilth.flows.readers import ACCURACY, REWARD
-from tilth.ui import words
+from tilth.runs.metrics import KEYS
+from tilth.runs.readers import ACCURACY, REWARD
+from tilth.ui import format
 from tilth.ui.output import Outlived
 
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -83,14 +83,14 @@ def sparkline(values: list[float], width: int) -> str:
     return "".join(LEVELS[round((m - low) / (high - low) * top) if high > low else top // 2] for m in means)
 
 
-class Progress:
+class LiveState:
     """Where the run is, from its records: phase, steps in it, time, and what each metric has been."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.planned: dict[str, int] = {recipe.flow: recipe.supervised.steps}
-        if recipe.facts.samples:
+        if recipe.flow_spec.samples:
             self.planned = {"warmup": recipe.supervised.steps}
-            if recipe.facts.critic:
+            if recipe.flow_spec.critic:
                 self.planned["values"] = recipe.critic.steps
             self.planned[recipe.flow] = recipe.algorithm.steps
         self.until = recipe.supervised.until
@@ -154,7 +154,7 @@ class Live(Callback):
         self._out = sys.stdout if isinstance(sys.stdout, Outlived) else sys.stdout and Outlived(sys.stdout)
         self.console = console or Console(file=cast(Any, self._out))
         self._say: Say | None = None
-        self.progress = Progress(recipe)
+        self.progress = LiveState(recipe)
         self.sample: dict[str, Any] | None = None
         self._live: RichLive | None = None
         self._wanted = self.console.is_terminal and not self.console.is_jupyter
@@ -219,28 +219,28 @@ class Live(Callback):
         self._next = began + max(FASTEST, took / COST)
 
 
-def line(p: Progress) -> str:
+def line(p: LiveState) -> str:
     """The state of a run in one plain line."""
-    parts = [f"{words.phase_name(p.phase)} {p.done}/{p.steps or '?'}"]
+    parts = [f"{format.phase_name(p.phase)} {p.done}/{p.steps or '?'}"]
     shown = (("reward/mean", "reward"), ("loss", "loss"), ("entropy", "entropy"), ("length/mean", "length"))
     for name, label in ((ACCURACY, "accuracy"), (REWARD, "held-out reward")):
         if name in p.latest:
-            parts.append(f"{label} {words.figure(name, p.latest[name])}")
+            parts.append(f"{label} {format.figure(name, p.latest[name])}")
     if "accuracy/pairs" in p.latest:
-        parts.append(f"held-out pairs {words.share(p.latest['accuracy/pairs'])}")
+        parts.append(f"held-out pairs {format.share(p.latest['accuracy/pairs'])}")
     if "loss/heldout" in p.latest:
-        parts.append(f"held-out loss {words.number(p.latest['loss/heldout'])}")
-    parts += [f"{label} {words.number(p.record[name])}" for name, label in shown if p.record.get(name) is not None]
+        parts.append(f"held-out loss {format.number(p.latest['loss/heldout'])}")
+    parts += [f"{label} {format.number(p.record[name])}" for name, label in shown if p.record.get(name) is not None]
     parts += [f"{label} {p.record[n]:,.0f} tokens/s" for n, label in RATES if p.record.get(n)]
     if p.record.get("mismatch/max") is not None:
         parts.append(f"mismatch {p.record['mismatch/max']:.1e}")
     if p.missing:
         parts.append(f"rewards missing {p.missing}")
     left = f", {_left(p)}" if p.left is not None else ""
-    return "  ".join(parts) + f"  {words.duration(p.seconds)}{left}"
+    return "  ".join(parts) + f"  {format.duration(p.seconds)}{left}"
 
 
-def picture(p: Progress, sample: dict[str, Any] | None, width: int, *, times: bool = True) -> RenderableType:
+def picture(p: LiveState, sample: dict[str, Any] | None, width: int, *, times: bool = True) -> RenderableType:
     """The whole view, for a terminal of this width. times: also where the time of the recent step went."""
     width = min(width, 110)
     parts: list[RenderableType] = [Text(), _head(p, width), _bar(p, width), Text(), _curves(p, width), Text()]
@@ -250,12 +250,12 @@ def picture(p: Progress, sample: dict[str, Any] | None, width: int, *, times: bo
     return Group(*parts, Text())
 
 
-def _left(p: Progress) -> str:
+def _left(p: LiveState) -> str:
     last = p.phase == list(p.planned)[-1] or not p.planned.get(list(p.planned)[-1])
-    return f"{words.duration(p.left or 0)} left" if last else f"at most {words.duration(p.left or 0)} left of it"
+    return f"{format.duration(p.left or 0)} left" if last else f"at most {format.duration(p.left or 0)} left of it"
 
 
-def _head(p: Progress, width: int) -> RenderableType:
+def _head(p: LiveState, width: int) -> RenderableType:
     grid = Table.grid(expand=False)
     grid.width = width
     grid.add_column(justify="left", no_wrap=True)
@@ -267,14 +267,14 @@ def _head(p: Progress, width: int) -> RenderableType:
         current = phase == p.phase
         over = list(p.planned).index(phase) < list(p.planned).index(p.phase) if p.phase in p.planned else False
         title.append(
-            f" {words.phase_name(phase)}{' ✓' if over else ''} ", "bold white on dark_green" if current else "dim"
+            f" {format.phase_name(phase)}{' ✓' if over else ''} ", "bold white on dark_green" if current else "dim"
         )
     grid.add_row(title, Text(f"step {p.done:,} of {p.steps:,}" if p.steps else f"step {p.done:,}", "bold"))
     return grid
 
 
-def _bar(p: Progress, width: int) -> RenderableType:
-    when = Text(f"  {words.duration(p.seconds)}" + (f", {_left(p)}" if p.left is not None else ""), "dim")
+def _bar(p: LiveState, width: int) -> RenderableType:
+    when = Text(f"  {format.duration(p.seconds)}" + (f", {_left(p)}" if p.left is not None else ""), "dim")
     grid = Table.grid()
     bar = ProgressBar(
         p.steps or 1, min(p.done, p.steps or p.done), width=max(width - when.cell_len, 8),
@@ -284,7 +284,7 @@ def _bar(p: Progress, width: int) -> RenderableType:
     return grid
 
 
-def _curves(p: Progress, width: int) -> RenderableType:
+def _curves(p: LiveState, width: int) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     wide = width >= NARROW
     room = width - LABEL - (VALUE if wide else 18) - 6
@@ -303,28 +303,28 @@ def _curves(p: Progress, width: int) -> RenderableType:
     return grid
 
 
-def _value(p: Progress, name: str) -> str:
+def _value(p: LiveState, name: str) -> str:
     value = p.latest[name]
     if name in (ACCURACY, REWARD, "accuracy/pairs"):
         first = p.first.get(name, value)
-        return words.figure(name, value) + (f" from {words.figure(name, first)}" if first != value else "")
+        return format.figure(name, value) + (f" from {format.figure(name, first)}" if first != value else "")
     if name == "length/mean":
         cut = p.record.get("length/cut")
         return f"{value:.1f} tokens" + (f", {cut:.0%} cut" if cut else "")
-    return f"{value:.4f}" if abs(value) < 10 else words.number(value)
+    return f"{value:.4f}" if abs(value) < 10 else format.number(value)
 
 
-def _rates(p: Progress) -> RenderableType:
+def _rates(p: LiveState) -> RenderableType:
     text = Text()
     for name, label in RATES:
         if p.record.get(name):
             text.append(f"{label} ", "dim").append(f"{p.record[name]:,.0f} tokens/s   ")
     if p.record.get("memory/rss"):
-        text.append("memory ", "dim").append(words.size(p.record["memory/rss"]))
+        text.append("memory ", "dim").append(format.size(p.record["memory/rss"]))
     return text
 
 
-def _times(p: Progress, width: int) -> RenderableType:
+def _times(p: LiveState, width: int) -> RenderableType:
     """Where the time of the recent step went: one bar, split, and its legend."""
     coloured = list(zip(p.times, itertools.chain(COLOURS, itertools.repeat(REST))))
     legend = Text()
@@ -345,9 +345,9 @@ def split_bar(parts: Sequence[tuple[float, str]], width: int) -> Text:
 
 
 def _sample(sample: dict[str, Any], width: int) -> RenderableType:
-    kind = words.verdict(sample)
+    kind = format.verdict(sample)
     mark, colour = VERDICTS[kind]
-    reward = "reward missing" if kind == "missing" else f"reward {words.number(sample['reward'])}"
+    reward = "reward missing" if kind == "missing" else f"reward {format.number(sample['reward'])}"
     text = Text(no_wrap=width >= NARROW, overflow="ellipsis")
     text.append("a sampled answer  ", "dim").append(_one_line(sample.get("prompt"), width // 2))
     text.append(_one_line(sample.get("text"), width // 2), f"bold {colour}")

@@ -9,13 +9,13 @@ from typing import Any
 
 from tilth.core.errors import RecipeError
 from tilth.flows.callbacks import Callback, RunView
-from tilth.flows.metrics import KEYS, METRICS, Metric, declaration
+from tilth.runs.metrics import KEYS, METRICS, MetricSpec, declaration
 
 HOST = "127.0.0.1"
 """Loopback alone: metrics tell of the data, and the endpoint asks nobody who they are."""
 POSITION = {
-    "step": Metric("step", "steps", "last", "the newest committed step"),
-    "seconds": Metric("seconds", "s", "last", "run time until then"),
+    "step": MetricSpec("step", "steps", "last", "the newest committed step"),
+    "seconds": MetricSpec("seconds", "s", "last", "run time until then"),
 }
 """Fields of a record that say how far it is, as metrics."""
 OF_ONE_STEP = "time/"
@@ -24,7 +24,7 @@ _WORDS = {"s": "seconds", "bytes": "bytes"}
 """Units that Prometheus wants at the end of a name."""
 
 
-def exposed(metric: Metric) -> str:
+def exposed(metric: MetricSpec) -> str:
     """The metric's name in Prometheus: ``memory/rss`` in bytes is tilth_memory_rss_bytes; a family ``time/*`` is
     tilth_time_seconds, whose label ``name`` says which. A family beside a metric of the same name ends in _by_name."""
     name = metric.name.removesuffix("/*")

@@ -22,10 +22,10 @@ from tilth.analysis.recent import told
 from tilth.analysis.run_trace import open_run
 from tilth.analysis.time_breakdown import account
 from tilth.core.errors import DataError
-from tilth.flows.files import read_lines, replace
-from tilth.flows.readers import curve as points
-from tilth.flows.readers import read_metrics, read_state, summarise
-from tilth.ui import words
+from tilth.runs.files import read_lines, replace
+from tilth.runs.readers import curve as points
+from tilth.runs.readers import read_metrics, read_state, summarise
+from tilth.ui import format
 from tilth.ui.charts import MEMORY, Chart, Curve, Phase, charts, curve, draw
 from tilth.ui.health import chosen, health
 from tilth.ui.html import embed, render, text_of
@@ -88,18 +88,18 @@ def headline(summary: Mapping[str, Any]) -> Markup:
     if not summary["steps"]:
         return Markup("No step has been committed yet.")
     if not summary.get("phases"):
-        return _text_headline(summary, f"{summary['steps']:,} steps, {words.timed(summary['seconds'])}")
+        return _text_headline(summary, f"{summary['steps']:,} steps, {format.timed(summary['seconds'])}")
     clauses = [_clause(phase, told=i > 0) for i, phase in enumerate(summary["phases"])]
     metric = summary["phases"][0]["metric"]
-    return Markup("Held-out {} {}.").format(words.MEASURES[metric], Markup(", then ").join(clauses))
+    return Markup("Held-out {} {}.").format(format.MEASURES[metric], Markup(", then ").join(clauses))
 
 
 def _clause(phase: Mapping[str, Any], *, told: bool) -> Markup:
     """``rose from 12.5 % to 97.1 % in 250 steps of GRPO``. told: the phase before has said where it begins."""
     metric, first, last = phase["metric"], phase["first"], phase["last"]
-    name = words.phase_name(phase["phase"]).replace("-", "\N{NON-BREAKING HYPHEN}")
-    took = f" in {words.count(phase['steps'], 'step')} of {name}"
-    begin, end = words.figure(metric, first), words.figure(metric, last)
+    name = format.phase_name(phase["phase"]).replace("-", "\N{NON-BREAKING HYPHEN}")
+    took = f" in {format.count(phase['steps'], 'step')} of {name}"
+    begin, end = format.figure(metric, first), format.figure(metric, last)
     if first is None:
         return Markup('reached <b class="from">{}</b>{}').format(end, took)
     if begin == end:
@@ -116,7 +116,7 @@ def _text_headline(summary: Mapping[str, Any], spent: str) -> Markup:
     pairs = summary.get("pairs_heldout_last")
     if pairs is not None:
         said = Markup("It puts <b>{}</b> of the held-out pairs in their order after {}.")
-        return said.format(words.share(pairs), spent)
+        return said.format(format.share(pairs), spent)
     if first is None or last is None:
         return Markup("Trained for {}.").format(spent)
     also = f" ({bits:.3f} bits per byte)" if bits else ""
@@ -159,14 +159,14 @@ def _tiles(seen: Seen) -> list[tuple[str, str, str]]:
         for name, key in (("Generation", "tokens_per_second_generate"), ("Training", "tokens_per_second_train"))
         if s[key]
     ]
-    predicted = f"{words.size(s['memory_predicted'])} predicted" if s["memory_predicted"] else ""
+    predicted = f"{format.size(s['memory_predicted'])} predicted" if s["memory_predicted"] else ""
     mismatch = s["mismatch_max"]
     tiles = [
         ("Steps", f"{s['steps']:,}", _steps(seen)),
         _best(s["best"]) if s.get("best") else None,
-        ("Time", words.timed(s["seconds"]), f"attempt {s['attempts']}" if (s["attempts"] or 1) > 1 else ""),
+        ("Time", format.timed(s["seconds"]), f"attempt {s['attempts']}" if (s["attempts"] or 1) > 1 else ""),
         *rates,
-        ("Memory, peak", words.size(s["memory_peak"]), predicted) if s["memory_peak"] else None,
+        ("Memory, peak", format.size(s["memory_peak"]), predicted) if s["memory_peak"] else None,
         ("Log-prob mismatch", _mismatch(mismatch), "nats at most") if mismatch is not None else None,
         _missing_tile(seen),
     ]
@@ -175,7 +175,7 @@ def _tiles(seen: Seen) -> list[tuple[str, str, str]]:
 
 def _steps(seen: Seen) -> str:
     """Steps of each phase, or of how many at most."""
-    spent = Counter(words.phase_name(r.get("phase", "")) for r in seen.records)
+    spent = Counter(format.phase_name(r.get("phase", "")) for r in seen.records)
     if len(spent) > 1:
         return ", ".join(f"{count:,} {name}" for name, count in spent.items())
     most = sum(seen.plan.get(name, 0) for name in ("supervised_steps", "value_steps", "steps"))
@@ -186,8 +186,8 @@ def _best(found: Mapping[str, Any]) -> tuple[str, str, str]:
     value, step = found["value"], f"at step {found['step']:,}"
     if found["metric"] == "loss/heldout":
         return "Best held-out loss", f"{value:.4f}", f"nats a token, {step}"
-    name = {"accuracy/pairs": "order of pairs"} | words.MEASURES
-    return f"Best {name[found['metric']]}", words.figure(found["metric"], value), f"held out, {step}"
+    name = {"accuracy/pairs": "order of pairs"} | format.MEASURES
+    return f"Best {name[found['metric']]}", format.figure(found["metric"], value), f"held out, {step}"
 
 
 def _missing_tile(seen: Seen) -> tuple[str, str, str] | None:
@@ -195,7 +195,7 @@ def _missing_tile(seen: Seen) -> tuple[str, str, str] | None:
     missing, samples = seen.summary["rewards_missing"], sum(v for _, v in points(seen.records, "samples"))
     if not any("reward/missing" in r for r in seen.records):
         return None
-    scored = f"of {words.count(int(samples), 'sample')}" if samples else ""
+    scored = f"of {format.count(int(samples), 'sample')}" if samples else ""
     return "Missing rewards", f"{missing:,}", "left out, never 0" if missing else scored
 
 
@@ -215,7 +215,7 @@ def _phases(seen: Seen) -> list[Phase]:
     names = dict.fromkeys(r.get("phase", "") for r in seen.records)
     starts = [min(r["step"] for r in seen.records if r.get("phase", "") == name) for name in names]
     ends = [*starts[1:], seen.steps[1]]
-    return [(words.phase_name(name), a, b) for name, a, b in zip(names, starts, ends)]
+    return [(format.phase_name(name), a, b) for name, a, b in zip(names, starts, ends)]
 
 
 # ---- time ----
@@ -259,7 +259,7 @@ def _measured(seen: Seen) -> list[Markup]:
     spent: Counter[str] = Counter()
     for record in seen.records:
         spent.update({k[5:]: v for k, v in record.items() if k.startswith("time/") and k != "time/step" and v})
-    bar = _bar([(name, seconds, words.duration(seconds)) for name, seconds in spent.most_common()])
+    bar = _bar([(name, seconds, format.duration(seconds)) for name, seconds in spent.most_common()])
     return [bar] if bar else []
 
 
@@ -300,8 +300,8 @@ def _memory(seen: Seen) -> tuple[Record | None, list[Record]]:
     items = seen.plan.get("memory") or {}
     if not (predicted or peak):
         return None, []
-    parts = sorted(((k, float(v), words.size(v)) for k, v in items.items()), key=lambda item: -item[1])
-    pairs = [("predicted", words.size(predicted)), ("measured peak", words.size(peak))]
+    parts = sorted(((k, float(v), format.size(v)) for k, v in items.items()), key=lambda item: -item[1])
+    pairs = [("predicted", format.size(predicted)), ("measured peak", format.size(peak))]
     found = curve(MEMORY, MEMORY.lines[0], seen.records)
     figure, data = _drawn(seen, MEMORY, [found]) if found.points else ("", None)
     return {"pairs": pairs, "bar": _bar(parts) or "", "figure": figure}, [data] if data else []
@@ -314,7 +314,7 @@ def _environment(seen: Seen) -> list[tuple[str, Any]]:
     packages = ", ".join(f"{name} {version}" for name, version in (env.get("packages") or {}).items())
     cores = f"{env.get('cores')} cores, {env.get('threads') or '?'} threads"
     return [
-        ("machine", env.get("cpu")), ("cores", cores), ("memory", words.size(env.get("memory"))),
+        ("machine", env.get("cpu")), ("cores", cores), ("memory", format.size(env.get("memory"))),
         ("accelerator", env.get("accelerator")), ("system", env.get("platform")), ("Python", env.get("python")),
         ("packages", packages), ("recipe digest", seen.state.get("digest")), ("attempts", _attempts(seen)),
     ]  # fmt: skip

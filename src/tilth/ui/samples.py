@@ -9,8 +9,8 @@ import numpy as np
 from markupsafe import Markup
 
 from tilth.core.errors import DataError
-from tilth.flows.readers import read_trajectories, steps_of
-from tilth.ui import words
+from tilth.runs.readers import read_trajectories, steps_of
+from tilth.ui import format
 from tilth.ui.html import render
 
 MOMENTS, GROUPS, SAMPLES, TOKENS = 5, 2, 4, 250
@@ -87,7 +87,7 @@ def _varied(group: Sequence[Row]) -> list[Row]:
 
 def _moment(step: int, rows: Sequence[Row], pieces: Pieces) -> Row:
     rewards = [r["reward"] for r in rows if r["reward"] is not None]
-    mean = f", mean reward {words.number(sum(rewards) / len(rewards))}" if rewards else ""
+    mean = f", mean reward {format.number(sum(rewards) / len(rewards))}" if rewards else ""
     return {"step": step, "count": len(rows), "mean": mean, "groups": [_group(g, pieces) for g in groups_of(rows)]}
 
 
@@ -101,14 +101,14 @@ def _group(rows: Sequence[Row], pieces: Pieces) -> Row:
 
 
 def _sample(row: Row, pieces: Pieces) -> Row:
-    reward = "missing" if row["reward"] is None else words.number(row["reward"])
-    parts = "".join(f", {name} {words.number(value)}" for name, value in row.get("parts") or [])
+    reward = "missing" if row["reward"] is None else format.number(row["reward"])
+    parts = "".join(f", {name} {format.number(value)}" for name, value in row.get("parts") or [])
     start = row["prompt_length"] or 0
     ids = (row["tokens"] or [])[start:]
     shown = ids[:TOKENS] if row["logprobs"] else []
     tokens = zip(pieces(shown), shown, (row["logprobs"] or [])[start:])
     return {
-        "kind": words.verdict(row), "reward": reward, "title": f"reward {reward}{parts}",
+        "kind": format.verdict(row), "reward": reward, "title": f"reward {reward}{parts}",
         "tokens": [_token(*token) for token in tokens], "more": len(ids) - len(shown),
         "text": _cut(row["text"] or "", 1500), "cut": row["finish"] == "length",
     }  # fmt: skip

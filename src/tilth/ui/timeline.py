@@ -23,7 +23,7 @@ from tilth.analysis.time_breakdown import (
     parts_of,
     periods,
 )
-from tilth.ui import words
+from tilth.ui import format
 from tilth.ui.charts import HEIGHT, WIDTH, nice
 from tilth.ui.html import render
 
@@ -52,7 +52,7 @@ Band = tuple[str, str, str]
 
 
 @dataclass(frozen=True, eq=False)
-class Lane:
+class TimelineRow:
     """One row of a timeline: the code of the part at each of its columns (int64 [COLUMNS]), BLANK where none is."""
 
     name: str
@@ -74,7 +74,7 @@ def typical(found: Account, among: np.ndarray | None = None) -> tuple[int, int]:
     return int(found.steps[usual]), int(found.steps[rows[took.argmax()]])
 
 
-def lanes(events: Events, step: int, ranks: Collection[int]) -> tuple[list[Lane], tuple[str, ...], float]:
+def lanes(events: Events, step: int, ranks: Collection[int]) -> tuple[list[TimelineRow], tuple[str, ...], float]:
     """What these ranks did in a step, until the next began: lanes, names of the parts, and its seconds.
 
     The controller's lane, where it is a process of its own, shows when it did not wait for answers.
@@ -93,11 +93,11 @@ def lanes(events: Events, step: int, ranks: Collection[int]) -> tuple[list[Lane]
         rows = np.flatnonzero(shown & (events.rank == r))
         line = _painted(events, rows, *window)
         _paint(line, events.start[rows], np.minimum(waits, events.duration)[rows], low, high, len(names) - 1)
-        made.append(Lane(f"rank {r}", _coarse(line)))
+        made.append(TimelineRow(f"rank {r}", _coarse(line)))
     if events.controller not in events.workers:
         mine = np.flatnonzero(shown & (events.rank == events.controller))
         own = np.where(window[2] == BLANK, BLANK, names.index(OTHER))
-        made.insert(0, Lane("controller", _coarse(_painted(events, mine, low, high, own))))
+        made.insert(0, TimelineRow("controller", _coarse(_painted(events, mine, low, high, own))))
     return made, names, (high - low) * 1e-9
 
 
@@ -140,11 +140,11 @@ def timeline(events: Events, step: int, title: str, ranks: Collection[int] | Non
     pale = "; communication is pale until the last member is there" if waits else ""
     return render(
         "lanes.html", title=title, note=f"step {step:,}{more}{pale}", lanes=[(m.name, _bands(m, names)) for m in made],
-        wide=COLUMNS, tall=TALL, ends=("0", words.brief(seconds)), grid="",
+        wide=COLUMNS, tall=TALL, ends=("0", format.brief(seconds)), grid="",
     )  # fmt: skip
 
 
-def _bands(lane: Lane, names: Sequence[str]) -> list[Band]:
+def _bands(lane: TimelineRow, names: Sequence[str]) -> list[Band]:
     colours = hues(names)
     stretches: dict[str, list[str]] = {}
     for code, first, count in runs(lane.codes):
@@ -173,7 +173,7 @@ def stack(found: Account) -> Markup:
     return render(
         "lanes.html", title="Steps", note="seconds of a step, the mean over ranks", lanes=[], bands=bands,
         wide=f"{WIDTH:g}", tall=f"{HEIGHT:g}",
-        labels=[(100 * (1 - t / ticks[-1]), words.brief(t)) for t in ticks],
+        labels=[(100 * (1 - t / ticks[-1]), format.brief(t)) for t in ticks],
         grid="".join(f"M0 {_y(t, ticks[-1])}H{WIDTH:g}" for t in ticks),
         ends=(f"step {found.steps[0]:,}", f"{found.steps[-1]:,}"),
     )  # fmt: skip

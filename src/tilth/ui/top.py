@@ -20,9 +20,9 @@ from tilth.analysis.recent import recent
 from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, Account, account
 from tilth.config.load import load_recipe
 from tilth.core.errors import DataError
-from tilth.flows.readers import ACCURACY, REWARD, read_state
-from tilth.ui import words
-from tilth.ui.live import COLOURS, REST, Progress, picture, split_bar
+from tilth.runs.readers import ACCURACY, REWARD, read_state
+from tilth.ui import format
+from tilth.ui.live import COLOURS, REST, LiveState, picture, split_bar
 
 TAIL = 1 << 18
 """Bytes at the end of the metrics that are read at first: some hundred steps."""
@@ -77,7 +77,7 @@ class Look:
 
     run: Path
     state: Mapping[str, Any]
-    progress: Progress
+    progress: LiveState
     recent: Account | None
     """Where the time of the newest steps went; None before the first events are written."""
     message: str
@@ -91,7 +91,7 @@ class Look:
         return bool(self.state["state"] == "running")
 
 
-class Watch:
+class RunWatcher:
     """Looks at a run again and again; what did not change on disk is not read again. DataError: not a run."""
 
     def __init__(self, run: Path) -> None:
@@ -99,7 +99,7 @@ class Watch:
         self._tail = Tail(run / "metrics.jsonl")
         read_state(run)
         self._recipe = load_recipe(str(run / "recipe.toml"))
-        self._progress, self._before = Progress(self._recipe), 0.0
+        self._progress, self._before = LiveState(self._recipe), 0.0
         self._files: frozenset[str] = frozenset()
         self._recent: Account | None = None
 
@@ -108,7 +108,7 @@ class Watch:
         state = read_state(self.run)
         records, again = self._tail.new()
         if again:
-            self._progress, self._before = Progress(self._recipe), 0.0
+            self._progress, self._before = LiveState(self._recipe), 0.0
         for record in records:
             self._take(record)
         self._events()
@@ -209,10 +209,10 @@ def _title(look: Look) -> Text:
         text.append(f"  attempt {look.state['attempt']}", "dim")
     peak, memory = look.progress.record.get("memory/peak"), look.state.get("memory") or {}
     if peak:
-        predicted = f" (predicted {words.size(memory['predicted'])})" if memory.get("predicted") else ""
-        text.append(f"  memory at most {words.size(peak)}{predicted}", "dim")
+        predicted = f" (predicted {format.size(memory['predicted'])})" if memory.get("predicted") else ""
+        text.append(f"  memory at most {format.size(peak)}{predicted}", "dim")
     if look.running and look.silent is not None and look.silent > _usual(look):
-        text.append(f"  no step for {words.timed(look.silent)}", "bold yellow")
+        text.append(f"  no step for {format.timed(look.silent)}", "bold yellow")
     if look.state.get("error"):
         text.append(f"  {look.state['error']}", "red")
     return text
@@ -230,7 +230,7 @@ def _divided(found: Account, width: int) -> RenderableType:
     phases = iter(COLOURS)
     parts = [(n, s / found.whole, FIXED.get(n) or next(phases, REST)) for n, s in found.parts.items()]
     keys = [
-        Text.assemble(("■ ", colour), (f"{name} {words.part(part)}   ", "dim"))
+        Text.assemble(("■ ", colour), (f"{name} {format.part(part)}   ", "dim"))
         for name, part, colour in parts
         if part >= LEAST
     ]
@@ -256,7 +256,7 @@ def _ranks(found: Account, width: int) -> RenderableType:
     room = max(width - 70, 8)
     for i, rank in enumerate(found.ranks[:RANKS]):
         part = shares(found, i)
-        told = [f"{name} {words.part(v)}" for name, v in part.items() if v >= 0.0005]
+        told = [f"{name} {format.part(v)}" for name, v in part.items() if v >= 0.0005]
         bar = split_bar([(part[name], colour) for name, colour in METER.items()], room)
         grid.add_row(Text(f"rank {rank}", "dim"), bar, Text("  ".join(told), "dim"))
     if len(found.ranks) > RANKS:

@@ -26,7 +26,7 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import PluginError, RecipeError
 from tilth.core.target import written_whole
 from tilth.flows.callbacks import Callback, RunView
-from tilth.flows.metrics import KEYS, declaration, schema
+from tilth.runs.metrics import KEYS, declaration, schema
 from tilth.ui.prometheus import Endpoint
 
 SAMPLE_EVERY = 25

@@ -22,8 +22,8 @@ from tests.flows import tiny
 from tests.flows.test_cluster import COUNTED, NEAR, Lent
 from tests.rl.conformance.cell import Cell, Subject
 from tilth import rl
-from tilth.cluster.cluster import Cluster
-from tilth.cluster.local import LocalFleet
+from tilth.cluster.backends.local import LocalBackend
+from tilth.cluster.controller.cluster import Cluster
 from tilth.config.flows import FLOWS
 from tilth.config.load import from_dict
 from tilth.config.schema import Recipe
@@ -32,13 +32,13 @@ from tilth.core.errors import RecipeError
 from tilth.data.pairs import load_pairs
 from tilth.data.prompts import load_source
 from tilth.flows import launch
-from tilth.flows.readers import read_metrics
+from tilth.rewards.process_pool import RewardPool
 from tilth.rl.advantages import Advantage
-from tilth.rl.correction import Corrector, Rule
 from tilth.rl.registry import build
+from tilth.rl.rollout_correction import CorrectionRule, Corrector
 from tilth.roles.experience import to_batch
-from tilth.roles.reward_pool import RewardPool
 from tilth.rollout.request import Trajectory
+from tilth.runs.readers import read_metrics
 
 MADE = {"remax": "baselines", "distill": "ref_logprobs"}
 """Flows that make a column which their estimator must look at; as an advantage nobody else has a use for it."""
@@ -93,7 +93,7 @@ _EVERY = (
 
 def _fits(correction: str, loss: str) -> bool:
     try:
-        build("corrections", correction, {}, Rule).fits(rl.loss_entry(loss))
+        build("corrections", correction, {}, CorrectionRule).fits(rl.loss_entry(loss))
     except RecipeError:
         return False
     return True
@@ -115,7 +115,7 @@ def mix(flow: str, wanted: list[Subject]) -> Mix:
     correction = _take("corrections", flow, wanted)
     loss = _take("losses", flow, wanted, lambda name: not correction or _fits(correction, name))
     if correction and not _fits(correction, loss):
-        loss = build("corrections", correction, {}, Rule).made_for or "reinforce"
+        loss = build("corrections", correction, {}, CorrectionRule).made_for or "reinforce"
     entries = {"corrections": correction, "losses": loss}
     for kind in ("advantages", "aggregations", "kl", *(["value"] if facts.critic else [])):
         # Of few samples grpo_passk has a gradient at one in three: those that a correction may reject.
@@ -206,7 +206,7 @@ class Runs:
     def of_two(self, made: Mix) -> list[dict[str, Any]]:
         """The same on two worker processes, which all these runs share."""
         if not hasattr(self, "_cluster") or self._cluster.dispatch.failed is not None:
-            self._cluster = Cluster(LocalFleet(2, timeout=120.0), 120.0)
+            self._cluster = Cluster(LocalBackend(2, timeout=120.0), 120.0)
             self._open.callback(self._cluster.close)
         with mock.patch.object(launch, "open_cluster", lambda *_, **__: Lent(self._cluster)):
             return self._run(made, cluster={"backend": "local", "workers": 2})
@@ -222,7 +222,7 @@ class Runs:
 
     def _launch(self, made: Mix, name: str, **more: Any) -> Path:
         asked = recipe(made, self.folder, self._teacher, **more)
-        pairs = asked.facts.learns == "pairs"
+        pairs = asked.flow_spec.learns == "pairs"
         material = load_pairs(asked.data) if pairs else load_source(asked.data)
         with _pool(asked, self._pool) as pool:
             return launch.launch(asked, name, material, None if pairs else pool, []).directory
@@ -278,7 +278,7 @@ def wrong(made: Mix, record: dict[str, Any]) -> str:
         number = record.get(name, math.nan)
         if not math.isfinite(number) or (number <= 0 and name in ("samples/trained", "grad_norm")):
             return f"{name} = {number}"
-    chosen = build("corrections", made.entries["corrections"], {}, Rule) if _corrects(made) else None
+    chosen = build("corrections", made.entries["corrections"], {}, CorrectionRule) if _corrects(made) else None
     if not isinstance(chosen, Corrector):
         return ""
     if chosen.weighted and record.get("correction/weight", 1.0) == 1:
@@ -335,7 +335,7 @@ def _blame(found: dict[Subject, dict[str, Cell]], runs: Runs, made: Mix, column:
             alone = replace(made, entries={subject.kind: subject.name})
             alone = alone if subject.kind == "kl" else replace(alone, kl_in="loss")
             if subject.kind == "corrections":
-                loss = build("corrections", subject.name, {}, Rule).made_for if subject.name != "none" else ""
+                loss = build("corrections", subject.name, {}, CorrectionRule).made_for if subject.name != "none" else ""
                 alone = replace(alone, entries=alone.entries | {"losses": loss or "ppo_clip"})
             said = check(runs, alone)
             guilty |= {subject: said} if said else {}

@@ -1,0 +1,138 @@
+"""Replicas that restore the same parts of a checkpoint read disjoint tensors of it and give them to each other.
+
+Together they ask the storage for each byte once (section 4.1 of ByteCheckpoint, arXiv 2407.20143).
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilth.checkpoint.tile_reader import as_bytes
+from tilth.core.errors import CheckpointError, TilthError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+Parts = Mapping[str, Sequence[Tensor]]
+"""What is to be filled, by the tensor's name."""
+MESSAGE = 1 << 24
+"""Bytes of small tensors that travel together."""
+_TOLD = 1024
+
+
+@dataclass(frozen=True)
+class Share:
+    """Ranks that restore the same parts of the same tensors, at the same time."""
+
+    ranks: tuple[int, ...]
+    """In one order on all of them."""
+    me: int
+    """Which of them this process is."""
+    broadcast: Callable[[Tensor, int], None]
+    """Fill a contiguous uint8 tensor with what it holds on that rank; called on all ranks in the same order."""
+
+    @classmethod
+    def of_group(cls, group: "ProcessGroup", ranks: Sequence[int], me: int) -> "Share":
+        """The ranks of a process group, by their numbers in the world."""
+        from tilth.parallel import comm
+
+        def broadcast(tensor: Tensor, source: int) -> None:
+            comm.broadcast(tensor, source, group)
+
+        return cls(tuple(ranks), me, broadcast)
+
+    def each(self, work: Callable[[], T], wanted: int = 0) -> T:
+        """What ``work`` gives on this rank, if it came to its end on all of them; they all call this.
+
+        wanted: a checksum of what it is about, the same on all ranks. What it raises on one rank is raised there as it
+        is, and on the others as a CheckpointError that says which rank and what: nobody waits for what will not come.
+        """
+        problem = "it ended before its part was read"
+        try:
+            found = work()
+            problem = ""
+        except TilthError as error:
+            problem = str(error)
+            raise
+        finally:
+            others = self._others(wanted, problem)
+        if others:
+            raise CheckpointError(others)
+        return found
+
+    def _others(self, wanted: int, problem: str) -> str:
+        """Tell the others what this rank wants and what went wrong (empty: nothing); what was wrong with them."""
+        told = {rank: self._tell(rank, wanted, problem) for rank in self.ranks}
+        others = [(rank, *told[rank]) for rank in self.ranks if rank != self.me]
+        failed = [f"rank {rank}, which reads for rank {self.me} too: {text}" for rank, _, text in others if text]
+        failed += [
+            f"rank {rank} restores other parts than rank {self.me}" for rank, what, _ in others if what != wanted
+        ]
+        return "; ".join(failed[:1])
+
+    def _tell(self, rank: int, wanted: int, problem: str) -> tuple[int, str]:
+        board = torch.zeros(_TOLD, dtype=torch.uint8)
+        if rank == self.me:
+            text = wanted.to_bytes(8, "little") + problem.encode()[: _TOLD - 8]
+            board[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.broadcast(board, rank)
+        raw = board.numpy().tobytes()
+        return int.from_bytes(raw[:8], "little"), raw[8:].rstrip(b"\0").decode(errors="ignore")
+
+
+def together(share: Share, wanted: int, parts: Parts, read: Callable[[Collection[str]], None]) -> None:
+    """Fill ``parts`` on all ranks of the share: each fills some by ``read``, and gets the others' from them.
+
+    wanted: a checksum of what is restored, the same on all ranks. What fails on one fails on all, as in ``Share.each``.
+    """
+    owners = divided(parts, share.ranks)
+    mine = {name for name, owner in owners.items() if owner == share.me}
+    share.each(lambda: read(mine), wanted)
+    for rank in share.ranks:
+        for message in _messages([t for name in parts if owners[name] == rank for t in parts[name]]):
+            _send(share, message, rank)
+
+
+def divided(parts: Parts, ranks: Sequence[int]) -> dict[str, int]:
+    """Who reads which tensor: the large ones first, each to the rank with the fewest bytes so far."""
+    nbytes = {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}
+    load, owners = dict.fromkeys(ranks, 0), {}
+    for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
+        owners[name] = min(ranks, key=load.__getitem__)
+        load[owners[name]] += nbytes[name]
+    return owners
+
+
+def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors that travel together: of one dtype, up to ``MESSAGE`` bytes or a larger one alone."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        message, nbytes = list[Tensor](), 0
+        for tensor in alike:
+            if message and nbytes + tensor.nbytes > MESSAGE:
+                yield message
+                message, nbytes = [], 0
+            message.append(tensor)
+            nbytes += tensor.nbytes
+        yield message
+
+
+def _send(share: Share, message: list[Tensor], rank: int) -> None:
+    if len(message) == 1 and message[0].is_contiguous():
+        share.broadcast(as_bytes(message[0]), rank)
+        return
+    if rank == share.me:
+        flat = torch.cat([tensor.reshape(-1) for tensor in message])
+    else:
+        flat = message[0].new_empty(sum(tensor.numel() for tensor in message))
+    share.broadcast(as_bytes(flat), rank)
+    if rank != share.me:
+        for tensor, part in zip(message, flat.split([tensor.numel() for tensor in message])):
+            tensor.copy_(part.view(tensor.shape))

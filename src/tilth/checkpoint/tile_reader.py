@@ -1,0 +1,509 @@
+"""Bytes of stored pieces into memory: only the tiles that are wanted, each checked while it is in a core's cache.
+
+A piece is read as the matrix of its rows (``planning.tiles``). What a reader wants of it are some rows and a range of
+columns; the tiles that meet those are read in steps of about ``STEP`` bytes: straight into the target where that is the
+same memory, else into a scratch buffer and from there to its place.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from itertools import groupby, pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from tilth.checkpoint.manifest import Piece
+from tilth.checkpoint.planning import tiles
+from tilth.checkpoint.storage import Ranges, Storage
+from tilth.core.layout import Box, Shape, interval_boxes, runs
+
+STEP = 1 << 19
+"""Bytes that are read and checked at a time: they and the copy that is hashed fit into a core's second level cache."""
+SMALL = 1 << 16
+"""Neighbours of at most so many bytes each are read from a disk together."""
+BLOCK = 1 << 23
+"""Bytes of one request to a remote store."""
+REQUESTS = 8
+"""Requests to a remote store at the same time."""
+
+
+class Want(NamedTuple):
+    """Some of a stored piece."""
+
+    tensor: str
+    piece: Piece
+    itemsize: int
+    common: Box
+    """What is wanted, in the coordinates of the piece."""
+    target: Tensor | None
+    """Where it goes: of the size of ``common``, on any device, with any strides; None: it is only checked."""
+
+
+class Fetched(NamedTuple):
+    """What came of reading."""
+
+    problems: list[str]
+    """A line for each tensor that is corrupt, with its file."""
+    nbytes: int
+    """Read from storage."""
+
+
+Progress = Callable[[int], None]
+"""Told how many bytes more have been read."""
+
+
+def fetch(storage: Storage, wants: Sequence[Want], threads: int = 1, progress: Progress | None = None) -> Fetched:
+    """Read and check all of this. Damage is told when everything was read; StorageError if a store fails.
+
+    threads: of a local disk, each with its share of the bytes. A remote store gets several requests at a time anyway.
+    """
+    ordered = sorted(wants, key=lambda want: (want.piece.file, want.piece.byte0))
+    parts = [ordered] if storage.remote or threads == 1 else _shares(ordered, threads)
+    readers = [_Reader(storage, progress) for _ in parts]
+    if len(parts) == 1:
+        readers[0].read(parts[0])
+    else:
+        with ThreadPoolExecutor(len(parts), "tilth-read") as pool:
+            for done in [pool.submit(reader.read, part) for reader, part in zip(readers, parts)]:
+                done.result()
+    problems = dict.fromkeys(problem for reader in readers for problem in reader.problems)
+    return Fetched(list(problems), sum(reader.nbytes for reader in readers))
+
+
+def _shares(wants: Sequence[Want], parts: int) -> list[Sequence[Want]]:
+    """Neighbours in as many runs of about the same number of bytes; fewer where there is little to read."""
+    ends = np.cumsum([want.common.numel * want.itemsize for want in wants])
+    total = int(ends[-1]) if len(ends) else 0
+    parts = max(1, min(parts, total // (4 * STEP)))
+    cuts = [0, *np.searchsorted(ends, [total * i // parts for i in range(1, parts)]).tolist(), len(wants)]
+    return [wants[i:j] for i, j in pairwise(cuts)]
+
+
+# ---- which tiles ----
+
+
+class _Matrix(NamedTuple):
+    """A piece as rows: of a piece that is one row every element is one, so that its tiles are bands of rows too."""
+
+    leading: Shape
+    width: int
+    rows: Sequence[int]
+    columns: Sequence[int]
+    """Cuts of the tiles, from 0 to the end."""
+    is_row: bool
+    """It is one row, or a single number."""
+
+
+@lru_cache(maxsize=4096)
+def _matrix(size: Shape, itemsize: int) -> _Matrix:
+    cut, last = tiles(size, itemsize), size[-1] if size else 1
+    if math.prod(size[:-1]) == 1:
+        return _Matrix((last,), 1, cut.columns, (0, 1), True)
+    return _Matrix(size[:-1], last, cut.rows, cut.columns, False)
+
+
+class _PieceCut(NamedTuple):
+    """What is wanted of a piece, and the tiles that hold it."""
+
+    matrix: _Matrix
+    wanted: Box
+    """Rows, as a box of ``matrix.leading``."""
+    interval: tuple[int, int]
+    """The first row and the one behind the last, where they are neighbours; else (0, 0)."""
+    left: int
+    right: int
+    """Columns that are wanted."""
+    first: int
+    last: int
+    """Bands of columns [first, last) that hold them."""
+    bands: list[tuple[int, int]]
+    """Runs of bands of rows."""
+    itemsize: int
+
+    @property
+    def edges(self) -> tuple[int, int]:
+        """Columns that are read."""
+        return self.matrix.columns[self.first], self.matrix.columns[self.last]
+
+    @property
+    def start(self) -> int:
+        """First column that is read."""
+        return self.matrix.columns[self.first]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row that are read."""
+        return (self.matrix.columns[self.last] - self.start) * self.itemsize
+
+    @property
+    def stride(self) -> int:
+        """Bytes from a row to the next."""
+        return self.matrix.width * self.itemsize
+
+
+@lru_cache(maxsize=4096)
+def _cut(size: Shape, itemsize: int, common: Box) -> _PieceCut:
+    matrix = _matrix(size, itemsize)
+    if matrix.is_row:
+        wanted, left, right = Box(common.offset[-1:] or (0,), common.size[-1:] or (1,)), 0, 1
+    else:
+        wanted, left = Box(common.offset[:-1], common.size[:-1]), common.offset[-1]
+        right = left + common.size[-1]
+    first, last = bisect_right(matrix.columns, left) - 1, bisect_left(matrix.columns, right)
+    found = runs(wanted, matrix.leading)
+    interval = (found.starts[0], found.starts[0] + found.length) if len(found.starts) == 1 else (0, 0)
+    bands: list[tuple[int, int]] = []
+    for start in found.starts:
+        i, j = bisect_right(matrix.rows, start) - 1, bisect_left(matrix.rows, start + found.length)
+        if bands and i <= bands[-1][1]:
+            i = bands.pop()[0]
+        bands.append((i, j))
+    return _PieceCut(matrix, wanted, interval, left, right, first, last, bands, itemsize)
+
+
+class _Step(NamedTuple):
+    """Rows that are read at a time: ``bands`` whole bands of the same height, or some rows of one (0)."""
+
+    first: int
+    """Number of the band, or of the first."""
+    bands: int
+    start: int
+    stop: int
+
+
+def _steps(cut: _PieceCut) -> Iterator[_Step]:
+    rows, nbytes = cut.matrix.rows, cut.nbytes
+    for i, end in cut.bands:
+        while i < end:
+            start, height = rows[i], rows[i + 1] - rows[i]
+            if height * nbytes > STEP and height > 1:
+                some = max(1, STEP // nbytes)
+                yield from (_Step(i, 0, s, min(s + some, rows[i + 1])) for s in range(start, rows[i + 1], some))
+                i += 1
+                continue
+            count = 1
+            most = min(end - i, max(1, STEP // max(1, height * nbytes)))
+            while count < most and rows[i + count + 1] - rows[i + count] == height:
+                count += 1
+            yield _Step(i, count, start, rows[i + count])
+            i += count
+
+
+# ---- one thread's reading ----
+
+
+class _Reader:
+    """Reads wants, file after file, with buffers of its own."""
+
+    def __init__(self, storage: Storage, progress: Progress | None) -> None:
+        self.problems: list[str] = []
+        self.nbytes = 0
+        self._storage, self._progress = storage, progress
+        self._scratch = torch.empty(2 * STEP, dtype=torch.uint8)
+        self._copy = np.empty(2 * STEP, np.uint8)
+
+    def read(self, wants: Sequence[Want]) -> None:
+        """All of them, in order; those of a file are neighbours."""
+        files = [(file, list(group)) for file, group in groupby(wants, lambda want: want.piece.file)]
+        with torch.no_grad():
+            if self._storage.remote:
+                with _Far(self._storage, files) as far:
+                    for file, some in files:
+                        far.file = file
+                        self._read_all(far, some)
+                return
+            for file, some in files:
+                with self._storage.ranges(file) as ranges:
+                    self._read_all(_Near(ranges, some, self._storage.gap), some)
+
+    def _read_all(self, source: "_Source", wants: list[Want]) -> None:
+        """All that is wanted of a file."""
+        for want in wants:
+            before = source.bytes_read
+            sound = self._one_tile(source, want) if _is_one_tile(want) else self._tiles(source, want)
+            if not sound:
+                self.problems.append(f"tensor {want.tensor} is corrupt in file {want.piece.file}")
+            self.nbytes += source.bytes_read - before
+            if self._progress:
+                self._progress(source.bytes_read - before)
+
+    def _one_tile(self, source: "_Source", want: Want) -> bool:
+        """A small piece that is wanted whole: most tensors of a model are."""
+        piece, target = want.piece, want.target
+        direct = _memory(target)
+        into = self._room(piece.nbytes) if direct is None else direct
+        source.read_into(piece.byte0, into)
+        if target is not None and direct is None:
+            target.copy_(self._scratch[: piece.nbytes].view(target.dtype).view(piece.size))
+        return xxh3_64_intdigest(into) == piece.checksums[0]
+
+    def _tiles(self, source: "_Source", want: Want) -> bool:
+        """Any part of any piece; whether the tiles that hold it are what was saved."""
+        cut = _cut(want.piece.size, want.itemsize, want.common)
+        straight = _memory(want.target) if (cut.left, cut.right) == cut.edges else None
+        hashers: list[xxh3_64] = []
+        found: list[int] = []
+        for step in _steps(cut):
+            rows = slice(step.start, step.stop)
+            into = _rows(straight, cut, rows)
+            direct = into is not None
+            if into is None:
+                into = self._room((step.stop - step.start) * cut.nbytes)
+            self._fill(source, want.piece, cut, rows, into)
+            if step.bands:
+                found += self._digests(into, step.bands, cut)
+            else:
+                hashers = hashers or [xxh3_64() for _ in range(cut.first, cut.last)]
+                self._update(hashers, into, cut)
+                if step.stop == cut.matrix.rows[step.first + 1]:
+                    found, hashers = found + [h.intdigest() for h in hashers], []
+            if want.target is not None and not direct:
+                _place(want.target, self._scratch, cut, rows)
+        return found == _expected(want.piece, cut)
+
+    def _fill(self, source: "_Source", piece: Piece, cut: _PieceCut, rows: slice, into: memoryview) -> None:
+        stride, nbytes = cut.stride, cut.nbytes
+        at = piece.byte0 + rows.start * stride + cut.start * cut.itemsize
+        if stride == nbytes:
+            source.read_into(at, into)
+        else:
+            source.read_rows(at, stride, nbytes, into)
+
+    def _digests(self, into: memoryview, count: int, cut: _PieceCut) -> list[int]:
+        """Checksums of the tiles of ``count`` bands of rows of the same height."""
+        columns, whole = cut.last - cut.first, len(into)
+        if columns > 1:
+            into = self._by_columns(into, count, columns, cut)
+        size = whole // (count * columns)
+        return [xxh3_64_intdigest(into[i : i + size]) for i in range(0, whole, size)]
+
+    def _update(self, hashers: Sequence[xxh3_64], into: memoryview, cut: _PieceCut) -> None:
+        """Some more rows of a band whose tiles are larger than a step."""
+        columns, whole = len(hashers), len(into)
+        if columns > 1:
+            into = self._by_columns(into, 1, columns, cut)
+        for i, hasher in enumerate(hashers):
+            hasher.update(into[i * whole // columns : (i + 1) * whole // columns])
+
+    def _by_columns(self, into: memoryview, count: int, columns: int, cut: _PieceCut) -> memoryview:
+        """The rows of each tile one after another: [bands of rows, bands of columns, height, bytes]."""
+        if len(self._copy) < len(into):
+            self._copy = np.empty(len(into), np.uint8)
+        shape = (count, len(into) // (count * cut.nbytes), columns, cut.nbytes // columns)
+        source = np.frombuffer(into, np.uint8).reshape(shape).swapaxes(1, 2)
+        copy = self._copy[: len(into)]
+        np.copyto(copy.reshape(source.shape), source)
+        return copy.data
+
+    def _room(self, nbytes: int) -> memoryview:
+        if len(self._scratch) < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
+        return self._scratch.numpy().data[:nbytes]
+
+
+def _is_one_tile(want: Want) -> bool:
+    return len(want.piece.checksums) == 1 and want.common.size == want.piece.size
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's bytes: a view, uint8 [nbytes]. Of a single element ``view`` would keep a stride."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _memory(target: Tensor | None) -> memoryview | None:
+    """The bytes of a tensor, if they lie in this process's memory one after another."""
+    if target is None or not target.is_contiguous() or target.device.type != "cpu":
+        return None
+    return as_bytes(target).numpy().data
+
+
+def _rows(straight: memoryview | None, cut: _PieceCut, rows: slice) -> memoryview | None:
+    """Where some rows of a piece lie in the target, if all that is read of them is wanted."""
+    start, stop = cut.interval
+    if straight is None or rows.start < start or rows.stop > stop:
+        return None
+    return straight[(rows.start - start) * cut.nbytes : (rows.stop - start) * cut.nbytes]
+
+
+def _place(target: Tensor, scratch: Tensor, cut: _PieceCut, rows: slice) -> None:
+    """Copy what is wanted of some rows from the scratch buffer to its place."""
+    target = target.reshape(*cut.wanted.size, cut.right - cut.left)  # a view: at most ones are left out
+    width = cut.nbytes // cut.itemsize
+    read = scratch[: (rows.stop - rows.start) * cut.nbytes].view(target.dtype).view(-1, width)
+    columns, at = slice(cut.left - cut.start, cut.right - cut.start), 0
+    for box in interval_boxes(cut.matrix.leading, rows.start, rows.stop):
+        common = box.intersect(cut.wanted)
+        if common:
+            block = read[at : at + box.numel].view(*box.size, width)
+            target[common.within(cut.wanted).slices].copy_(block[(*common.within(box).slices, columns)])
+        at += box.numel
+
+
+def _expected(piece: Piece, cut: _PieceCut) -> list[int]:
+    columns = len(cut.matrix.columns) - 1
+    bands = (band for i, j in cut.bands for band in range(i, j))
+    if cut.last - cut.first == columns and len(cut.bands) == 1:
+        return list(piece.checksums[cut.bands[0][0] * columns : cut.bands[0][1] * columns])
+    return [c for band in bands for c in piece.checksums[band * columns + cut.first : band * columns + cut.last]]
+
+
+# ---- requests ----
+
+
+class _Source(Protocol):
+    """Ranges of a file, asked for in the order of ``_extents``; another order costs more requests."""
+
+    @property
+    def bytes_read(self) -> int: ...
+
+    def read_into(self, offset: int, into: memoryview) -> None: ...
+
+    def read_rows(self, offset: int, stride: int, nbytes: int, into: memoryview) -> None:
+        """Ranges of so many bytes, one after another in ``into``, which begin ``stride`` bytes apart in the file."""
+        ...
+
+
+def _extents(wants: Iterable[Want], gap: int) -> Iterator[tuple[int, int]]:
+    """Intervals of a file that will be read, in order; of rows that are nearer than ``gap`` what is between, too."""
+    for want in wants:
+        start = want.piece.byte0
+        if _is_one_tile(want):
+            yield start, start + want.piece.nbytes
+            continue
+        cut = _cut(want.piece.size, want.itemsize, want.common)
+        rows, left = cut.matrix.rows, start + cut.start * cut.itemsize
+        for i, j in cut.bands:
+            if cut.stride - cut.nbytes <= gap:
+                yield left + rows[i] * cut.stride, left + (rows[j] - 1) * cut.stride + cut.nbytes
+            else:
+                begins = (left + row * cut.stride for row in range(rows[i], rows[j]))
+                yield from ((begin, begin + cut.nbytes) for begin in begins)
+
+
+def _joined(extents: Iterable[tuple[int, int]], gap: int, most: int) -> Iterator[tuple[int, int]]:
+    """Neighbours as one, up to so many bytes."""
+    first, last = -1, -1
+    for start, stop in extents:
+        if first >= 0 and start - last <= gap and stop - first <= most:
+            last = max(stop, last)
+            continue
+        if first >= 0:
+            yield first, last
+        first, last = start, stop
+    if first >= 0:
+        yield first, last
+
+
+class _Near:
+    """A local file: small neighbours are read together, all else straight to where it is wanted."""
+
+    def __init__(self, ranges: Ranges, wants: list[Want], gap: int) -> None:
+        self._ranges = ranges
+        small = (extent for extent in _small(wants) if extent[1] - extent[0] <= SMALL)
+        self._blocks = _joined(small, gap, STEP)
+        self._data = np.empty(STEP, np.uint8).data
+        self._start, self._stop = next(self._blocks, _NONE)
+        self._loaded = False
+
+    @property
+    def bytes_read(self) -> int:
+        return self._ranges.bytes_read
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        while offset >= self._stop:
+            (self._start, self._stop), self._loaded = next(self._blocks, _NONE), False
+        start, stop = self._start, self._stop
+        if offset < start or offset + len(into) > stop or stop - start == len(into):
+            self._ranges.read_into(offset, into)
+            return
+        if not self._loaded:
+            self._ranges.read_into(start, self._data[: stop - start])
+            self._loaded = True
+        into[:] = self._data[offset - start : offset - start + len(into)]
+
+    def read_rows(self, offset: int, stride: int, nbytes: int, into: memoryview) -> None:
+        self._ranges.read_rows(offset, stride, nbytes, into)
+
+
+_NONE = (1 << 63, 1 << 63)
+
+
+def _small(wants: Iterable[Want]) -> Iterator[tuple[int, int]]:
+    """Extents of the pieces that may have neighbours near enough."""
+    return _extents((want for want in wants if want.piece.nbytes <= SMALL), 0)
+
+
+class _BlockRead(NamedTuple):
+    """A request to a store, and what has come of it."""
+
+    file: str
+    start: int
+    stop: int
+    data: "Future[memoryview]"
+
+
+class _Far:
+    """Files of a store: ranges that are near each other in one request, several requests at a time, ahead of use."""
+
+    def __init__(self, storage: Storage, files: Sequence[tuple[str, list[Want]]]) -> None:
+        self.file = ""
+        """The one that is read now."""
+        self.bytes_read = 0
+        self._storage = storage
+        self._pool = ThreadPoolExecutor(REQUESTS, "tilth-read")
+        self._later = ((file, *block) for file, wants in files for block in _requests(wants, storage.gap))
+        self._coming: deque[_BlockRead] = deque()
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        while len(into):
+            block = self._block(offset)
+            if block is None:
+                self.bytes_read += len(into)
+                into[:] = self._request(self.file, offset, offset + len(into))
+                return
+            part = block.data.result()[offset - block.start :][: len(into)]
+            into[: len(part)] = part
+            into, offset = into[len(part) :], offset + len(part)
+
+    def read_rows(self, offset: int, stride: int, nbytes: int, into: memoryview) -> None:
+        for i in range(len(into) // nbytes):
+            self.read_into(offset + i * stride, into[i * nbytes : (i + 1) * nbytes])
+
+    def _block(self, offset: int) -> _BlockRead | None:
+        """The first request that has this byte of the file; those before it were for earlier reads, and go."""
+        self._ask()
+        for i, block in enumerate(self._coming):
+            if block.file == self.file and block.start <= offset < block.stop:
+                for _ in range(i):
+                    self._coming.popleft()
+                return block
+        return None
+
+    def _ask(self) -> None:
+        while len(self._coming) < 2 * REQUESTS and (request := next(self._later, None)):
+            self.bytes_read += request[2] - request[1]
+            self._coming.append(_BlockRead(*request, self._pool.submit(self._request, *request)))
+
+    def _request(self, file: str, start: int, stop: int) -> memoryview:
+        data = memoryview(bytearray(stop - start))
+        with self._storage.ranges(file) as ranges:
+            ranges.read_into(start, data)
+        return data
+
+    def __enter__(self) -> "_Far":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _requests(wants: list[Want], gap: int) -> Iterator[tuple[int, int]]:
+    for start, stop in _joined(_extents(wants, gap), gap, BLOCK):
+        yield from ((at, min(stop, at + BLOCK)) for at in range(start, stop, BLOCK))

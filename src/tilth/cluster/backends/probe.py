@@ -1,0 +1,65 @@
+"""A look at the workers of one machine from outside: right for one that is stopped or holds the GIL."""
+
+import faulthandler
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+from tilth.cluster.backends.base import Probe
+from tilth.cluster.backends.session_dir import SessionDir
+from tilth.cluster.backends.status import StatusBoard
+
+STACK = 1.0
+"""Seconds that a worker has to write its stacks: a signal handler does it, so only a stopped one takes longer."""
+TAIL = 4000
+"""Bytes of a lost worker's log that its error shows."""
+
+
+def show_stacks(path: Path) -> None:
+    """In a worker: append the stacks of all threads to this file on each SIGUSR1, whatever Python does."""
+    stack = open(path, "w")  # noqa: SIM115 - it stays open: the signal handler writes to it
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+
+
+class NodeProbe:
+    """What the operating system, the phase board and the workers' signal handlers say."""
+
+    def __init__(self, folder: SessionDir, workers: int) -> None:
+        self.folder = folder
+        self.board = StatusBoard.create(folder.board, workers)
+
+    def probe(self, rank: int, pid: int) -> Probe:
+        """Look at a worker; takes at most about a second."""
+        try:
+            state = psutil.Process(pid).status()
+        except psutil.NoSuchProcess:
+            return Probe(rank, pid, "gone", self.board.read(rank), "")
+        alive = state not in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
+        return Probe(rank, pid, state, self.board.read(rank), self._stack(rank, pid) if alive else "")
+
+    def _stack(self, rank: int, pid: int) -> str:
+        """What the worker's handler of SIGUSR1 adds to its file. It ends with the main thread's frames."""
+        path, until = self.folder.stack(rank), time.monotonic() + STACK
+        before = size = path.stat().st_size
+        os.kill(pid, signal.SIGUSR1)
+        while time.monotonic() < until:
+            time.sleep(0.02)  # a file of another process, written in one go: nothing to wait on
+            size, last = path.stat().st_size, size
+            if size == last > before:
+                break
+        return path.read_bytes()[before:].decode(errors="replace")
+
+    def ending(self, rank: int, pid: int, how: str) -> str:
+        """A lost worker in words: how it ended, what it was in, the end of its log."""
+        phase = self.board.read(rank)
+        doing = f"while in {phase}" if phase else "between calls"
+        return f"the worker (process {pid}) {how} {doing}{self.log_end(rank)}"
+
+    def log_end(self, rank: int) -> str:
+        """The last lines that a worker printed, as the rest of a sentence; "" if there are none."""
+        path = self.folder.log(rank)
+        text = path.read_bytes()[-TAIL:].decode(errors="replace").strip() if path.exists() else ""
+        return "; its log ends:\n" + "\n".join(f"    {line}" for line in text.splitlines()) if text else ""

@@ -1,0 +1,383 @@
+"""The ``ray`` backend: an actor a worker, on as many machines as the Ray cluster has.
+
+Ray starts processes, carries bytes and says when an actor is dead; order, limits and reports are those of every other
+backend. Ray is imported when a fleet is made, never before (extra ``tilth-train[ray]``).
+"""
+
+import os
+import pickle
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple, NoReturn
+
+from tilth.cluster.backends.base import Call, Probe, Reply, place_of, settle
+from tilth.cluster.backends.capacity import check_room, patience
+from tilth.cluster.backends.ray_actors import NodeAgent, RayStore, RayWorker
+from tilth.core.errors import RecipeError, TilthError, WorkerError, WorkerLost
+
+START = 120.0
+"""Seconds in which all workers must run, on a machine at rest (``patience``)."""
+LOOK = 5.0
+"""Seconds that a machine has to answer a question about a worker."""
+INLINE = 64 * 1024
+"""Bytes of a call above which it is put into the object store once, not sent with each message."""
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+RIGHT = "it is HOST:PORT, as in 10.0.0.1:6379, or auto on a node of the cluster"
+"""What ``cluster.address`` may be."""
+QUIET = {"log_to_driver": False, "configure_logging": False}
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""What a client of HTTP/2 begins with: the preface and empty settings."""
+THREADS = 16
+"""Of a Machine: questions that it answers at once."""
+
+
+class Node(NamedTuple):
+    """A machine of the Ray cluster."""
+
+    id: str
+    address: str
+    room: int
+    """Workers that it has CPUs (and GPUs) for."""
+
+
+class RayBackend:
+    """Workers as actors. address: of a Ray cluster; "": the one that this process is connected to, else a new one on
+    this machine, which listens on the loopback interface only, with a token, and goes with the fleet."""
+
+    def __init__(self, workers: int, *, timeout: float = 600.0, address: str = "", gpus: bool = False) -> None:
+        if workers < 1:
+            raise RecipeError(f"cluster.workers = {workers}: at least 1 is needed")
+        self.workers = workers
+        self._ray = import_ray(address)
+        self._machines: list[Any] = []
+        self._actors: list[Any] = []
+        self._pids: list[int] = []
+        self._encoded: tuple[Call | None, int, Any] = None, 0, b""
+        self._closed = False
+        self._started = connect(self._ray, workers, address)
+        try:
+            self._nodes, self._on = self._places(gpus)
+            self._machines = [self._machine(node) for node in self._nodes]
+            self.store = RayStore(self._machines, 0, "controller")
+            self._begin(timeout, gpus)
+        except BaseException:  # also for an interrupt while they start: no process may be left
+            self.close(kill=True)
+            raise
+
+    def _places(self, gpus: bool) -> tuple[list[Node], list[int]]:
+        """The nodes that get workers, the controller's own first if it does, and the node of each rank."""
+        here = self._ray.get_runtime_context().get_node_id()
+        nodes = sorted(nodes_of(self._ray.nodes(), gpus), key=lambda node: (node.id != here, node.address, node.id))
+        on = spread([node.room for node in nodes], self.workers, "GPUs" if gpus else "CPUs")
+        used = sorted(set(on))
+        return [nodes[i] for i in used], [used.index(i) for i in on]
+
+    def _actor(self, kind: type, node: Node, *args: Any, **options: Any) -> Any:
+        there = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node.id, soft=False)
+        actor = self._ray.remote(kind).options(scheduling_strategy=there, max_restarts=0, **options)
+        return actor.remote(*args)
+
+    def _machine(self, node: Node) -> Any:
+        return self._actor(NodeAgent, node, self.workers, num_cpus=0, max_concurrency=THREADS)
+
+    def _begin(self, timeout: float, gpus: bool) -> None:
+        folders = self._told([machine.folder.remote() for machine in self._machines])
+        init_method = self._init_method(folders)
+        for rank, at in enumerate(self._on):
+            local = 0 if gpus else self._on[:rank].count(at)  # Ray shows each worker its own GPU alone
+            store = RayStore(self._machines, at, str(rank))
+            arguments = rank, self.workers, local, init_method, timeout, folders[at], store
+            options = {"num_cpus": 1, "num_gpus": int(gpus), "max_task_retries": 0}
+            self._actors.append(self._actor(RayWorker, self._nodes[at], *arguments, **options))
+        self._pids = self._told([actor.pid.remote() for actor in self._actors])
+
+    def _init_method(self, folders: Sequence[str]) -> str:
+        """Where torch.distributed meets: a file if all are on one machine, else a port of the first."""
+        if self.workers == 1:
+            return ""
+        if len(self._nodes) == 1:
+            return f"file://{folders[0]}/meeting"
+        port = self._told([self._machines[0].free_port.remote()])[0]
+        return f"tcp://{self._nodes[0].address}:{port}"
+
+    def _told(self, references: Sequence[Any]) -> list[Any]:
+        """Answers of actors that are starting. RecipeError if Ray does not start them, WorkerLost if one dies."""
+        limit = patience(START)
+        try:
+            answers: list[Any] = self._ray.get(list(references), timeout=limit)
+        except self._ray.exceptions.GetTimeoutError:
+            raise RecipeError(
+                f"cluster.workers = {self.workers}: Ray has not started them within {limit:g} s; is the cluster "
+                "busy with another job? (ray status)"
+            ) from None
+        except self._ray.exceptions.RayError as error:
+            raise WorkerLost(f"a worker could not start: {str(error).strip()}") from None
+        return answers
+
+    def submit(self, rank: int, call: Call) -> Future[Reply]:
+        """Send a call. The same Call for several ranks, one after the other, is encoded once."""
+        if self._encoded[0] is not call:
+            data = pickle.dumps(call, protocol=5)
+            self._encoded = call, len(data), self._ray.put(data) if len(data) > INLINE else data
+        future: Future[Reply] = Future()
+        _, sent, message = self._encoded
+        answer = self._actors[rank].answer.remote(message).future()
+        answer.add_done_callback(partial(self._land, rank, call, sent, future))
+        return future
+
+    def _land(self, rank: int, call: Call, sent: int, future: Future[Reply], answer: Future[bytes]) -> None:
+        """Runs in Ray's own thread, which must not wait for Ray: a death is looked into by another one."""
+        error = answer.exception()
+        if error is not None:
+            look = threading.Thread(target=self._fail, args=(rank, call, future, error), daemon=True)
+            look.start()
+            return
+        settle(future, call, rank, sent, answer.result())
+
+    def _fail(self, rank: int, call: Call, future: Future[Reply], error: BaseException) -> None:
+        where = place_of(call, rank)
+        if isinstance(error, self._ray.exceptions.RayActorError):
+            future.set_exception(WorkerLost(f"{where}: {self._ending(rank)}"))
+        else:
+            future.set_exception(WorkerError(f"{where}: {type(error).__name__}: {error}"))
+
+    def _ending(self, rank: int) -> str:
+        """How a worker was lost, as its machine tells; that one may be lost too."""
+        pid, at = self._pids[rank], self._on[rank]
+        if not self._closed:
+            with suppress(self._ray.exceptions.RayError):
+                told: str = self._ray.get(self._machines[at].ending.remote(rank, pid, "has died"), timeout=LOOK)
+                return told
+        return f"the worker (process {pid}) has died with its machine {self._nodes[at].address}"
+
+    def control(self, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Ask through the worker's machine; an actor's own methods wait for the call that runs."""
+        machine = self._machines[self._on[rank]]
+        try:
+            return self._ray.get(machine.control.remote(rank, role, method, arguments), timeout=2 * LOOK)
+        except self._ray.exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, TilthError) else WorkerError(str(error))) from None
+        except self._ray.exceptions.RayError as error:
+            raise WorkerLost(f"role {role}, rank {rank}, {method}: {str(error).strip()}") from None
+
+    def probe(self, rank: int) -> Probe:
+        """What the worker's machine sees of it."""
+        pid, machine = self._pids[rank], self._machines[self._on[rank]]
+        try:
+            found: Probe = self._ray.get(machine.probe.remote(rank, pid), timeout=LOOK)
+        except self._ray.exceptions.RayError:
+            return Probe(rank, pid, "gone", "", f"machine {self._nodes[self._on[rank]].address} does not answer")
+        return found
+
+    def close(self, kill: bool) -> None:
+        """End workers and machines with all payload; Ray too, if it was started here. (The workers have nothing left
+        to do: either they have answered ``end``, or they are to be killed.)"""
+        if self._closed:
+            return
+        self._closed = True
+        if not kill:
+            self._kill(self._actors)
+        ends = [machine.end.remote(self._pids_on(at), kill) for at, machine in enumerate(self._machines)]
+        if ends:
+            self._ray.wait(ends, num_returns=len(ends), timeout=4 * LOOK)
+        self._kill([*self._actors, *self._machines])
+        if self._started:
+            self._ray.shutdown()
+
+    def _kill(self, actors: Sequence[Any]) -> None:
+        """What Ray does itself, in good order; a process that is stopped does not hear of it."""
+        for actor in actors:
+            self._ray.kill(actor)
+
+    def _pids_on(self, at: int) -> list[int]:
+        return [pid for pid, place in zip(self._pids, self._on) if place == at]
+
+
+def import_ray(address: str = "") -> ModuleType:
+    """The module; RecipeError if it is not there. Imported for a cluster of its own, it keeps to the loopback interface
+    (Ray reads that once, at import)."""
+    if not address and "ray" not in sys.modules:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    with _loopback(not address):
+        try:
+            import ray
+            import ray.util.scheduling_strategies
+        except ImportError:
+            raise RecipeError(
+                "cluster.backend = 'ray': Ray is not installed; in Tilth's folder: pip install '.[ray]'; "
+                "or use cluster.backend=local"
+            ) from None
+    return ray
+
+
+@contextmanager
+def _loopback(wanted: bool) -> Iterator[None]:
+    """Ray's own switch for machines whose firewall asks: every part of it listens on 127.0.0.1 only. Its processes
+    inherit it; later ones of ours that join a real cluster must not."""
+    if not wanted or LOOPBACK in os.environ:
+        yield
+        return
+    os.environ[LOOPBACK] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[LOOPBACK]
+
+
+class _Late(BaseException):
+    """Ray has taken too long. No Exception: Ray tries again after any of those."""
+
+
+def _late(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Late
+
+
+@contextmanager
+def _our_signals() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM, which Ray replaces; _Late after START seconds. Processes that are started
+    inside ignore SIGHUP, which a closed terminal sends to all: the controller saves and ends them.
+
+    Only the main thread can set signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours = {signal.SIGTERM: signal.getsignal(signal.SIGTERM), signal.SIGHUP: signal.SIG_IGN, signal.SIGALRM: _late}
+    before = {number: signal.signal(number, handler) for number, handler in ours.items()}
+    signal.setitimer(signal.ITIMER_REAL, START)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def connect(ray: ModuleType, workers: int, address: str) -> bool:
+    """Connect this process to a Ray cluster; True if it was started for it. RecipeError if there is none at the
+    address, if it does not let us in, or if it runs another version; without an address if this machine has no room for
+    so many workers, or if Ray does not start; if either takes too long."""
+    if ray.is_initialized():
+        return False
+    if address.startswith("ray://"):
+        raise RecipeError(
+            f"cluster.address = {address!r}: a Ray client cannot be the controller; run tilth on a node of the "
+            "cluster, with cluster.address=auto"
+        )
+    if address:
+        _check_address(address)
+        _join(ray, address)
+        return False
+    check_room(workers)
+    _start(ray, workers)
+    return True
+
+
+def _start(ray: ModuleType, workers: int) -> None:
+    """A Ray of our own."""
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    cpus = max(workers, os.cpu_count() or 1)
+    try:
+        with _loopback(True), _our_signals():
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **QUIET)
+    except (Exception, _Late) as error:  # noqa: BLE001 - of Ray's own start; it raises plain Exceptions
+        ray.shutdown()
+        why = f"not within {START:g} s" if isinstance(error, _Late) else _first(error)
+        raise RecipeError(
+            f"cluster.backend = 'ray': Ray does not start on this machine: {why}; is it busy, or short of memory? Its "
+            "logs are in /tmp/ray/session_latest/logs; cluster.backend=local does without Ray"
+        ) from None
+
+
+def _join(ray: ModuleType, address: str) -> None:
+    """The Ray cluster at an address."""
+    key = f"cluster.address = {address!r}"
+    try:
+        with _our_signals():
+            ray.init(address=address, **QUIET)
+    except RuntimeError as error:  # its own sentence: which versions meet, what it cannot reach
+        raise RecipeError(f"{key}: {_first(error)}") from None
+    except ValueError as error:
+        raise RecipeError(f"{key}: {_first(error)}; {RIGHT}") from None
+    except (ConnectionError, ray.exceptions.RayError) as error:
+        raise RecipeError(
+            f"{key}: the Ray cluster does not take this process: {_first(error)}; set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to what its nodes were started with"
+        ) from None
+    except (Exception, _Late) as error:  # noqa: BLE001 - Ray raises plain Exceptions where it waits in vain
+        why = f"no answer within {START:g} s" if isinstance(error, _Late) else _first(error)
+        raise RecipeError(
+            f"{key}: the Ray cluster cannot be joined: {why}; see whether it is up (ray status), and with ray stop and "
+            "ray start put it up again"
+        ) from None
+
+
+def _check_address(address: str) -> None:
+    """RecipeError unless it is "auto" or a HOST:PORT at which Ray answers."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise RecipeError(f"cluster.address = {address!r} is not the address of a Ray cluster; {RIGHT}")
+    _knock(address)
+
+
+def _knock(address: str) -> None:
+    """See whether anybody listens at "host:port" who speaks gRPC: Ray itself takes minutes to find out.
+
+    A server of HTTP/2 answers with its settings, a frame of type 4, before it is asked for anything (RFC 9113, 3.4).
+    """
+    host, _, port = address.rpartition(":")
+    answer = b""
+    try:
+        with socket.create_connection((host, int(port)), LOOK) as door:
+            if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+                return
+            door.sendall(HELLO)
+            while len(answer) < 4 and (more := door.recv(4 - len(answer))):
+                answer += more
+    except OSError as error:
+        raise RecipeError(f"cluster.address = {address!r}: no Ray cluster answers there: {error}") from None
+    if answer[3:] != b"\x04":
+        raise RecipeError(f"cluster.address = {address!r}: what answers there is no Ray cluster; {RIGHT}")
+
+
+def nodes_of(table: Sequence[Mapping[str, Any]], gpus: bool) -> list[Node]:
+    """The living nodes out of ``ray.nodes()``. A worker takes a CPU and, with ``gpus``, a GPU."""
+    found = []
+    for row in table:
+        if row["Alive"]:
+            has = row["Resources"]
+            room = min(has.get("CPU", 0), has.get("GPU", 0)) if gpus else has.get("CPU", 0)
+            found.append(Node(row["NodeID"], row["NodeManagerAddress"], int(room)))
+    return found
+
+
+def spread(room: Sequence[int], workers: int, what: str = "CPUs") -> list[int]:
+    """The node of each rank: every node gets as equal a share as its room allows, neighbouring ranks share a node.
+
+    room: places on each node. RecipeError if they are too few.
+    """
+    if sum(room) < workers:
+        raise RecipeError(
+            f"cluster.workers = {workers}: the Ray cluster has {sum(room)} {what} on {len(room)} "
+            f"node{'s' * (len(room) != 1)} and each worker takes one; use cluster.workers={sum(room)} or add nodes"
+        )
+    shares = [0] * len(room)
+    for _ in range(workers):
+        free = [i for i, places in enumerate(room) if shares[i] < places]
+        shares[min(free, key=lambda i: shares[i])] += 1
+    return [i for i, share in enumerate(shares) for _ in range(share)]
+
+
+def _first(error: BaseException) -> str:
+    return " ".join(str(error).split("\n\n")[0].split())

@@ -1,0 +1,80 @@
+"""The payload store of the local backend: one file a column in the private folder, mapped where it is read.
+
+The files belong to no process: what a rank has put outlives it. In /dev/shm they are shared memory.
+"""
+
+import itertools
+import mmap
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+
+from tilth.cluster.backends.capacity import advice
+from tilth.core.batch import Handle, Jagged
+from tilth.core.errors import StorageError
+from tilth.trace.spans import span
+
+HEADER = 64
+"""Bytes: the values' dtype (numpy's string, padded to 48), the number of offsets (int64), the number of values (int64);
+then the offsets (int64) and the values follow as they are in memory."""
+_NAME = 48
+
+
+class FolderStore:
+    """Columns as files of a folder that all processes of one machine share. ``writer`` makes the keys unique."""
+
+    def __init__(self, folder: Path, writer: str) -> None:
+        self.folder = folder
+        self.lease = ""
+        self._writer = writer
+        self._numbers = itertools.count()
+
+    def put(self, column: str, data: Jagged) -> Handle:
+        """Write a column. StorageError if there is no room; ValueError for values that are not numbers in one row."""
+        values, offsets = np.ascontiguousarray(data.values), np.ascontiguousarray(data.offsets, np.int64)
+        if values.ndim != 1 or values.dtype.hasobject:
+            raise ValueError(f"column {column!r}: payload is one row of numbers, not {values.dtype} of {values.shape}")
+        handle = Handle(
+            f"{self.lease}~{quote(column, safe='')}-{self._writer}-{next(self._numbers)}",
+            values.nbytes + offsets.nbytes,
+        )
+        sizes = np.array([len(offsets), len(values)], np.int64)
+        try:
+            with span("payload.put", bytes=handle.nbytes), open(self.folder / handle.key, "xb") as file:
+                file.write(values.dtype.str.encode().ljust(_NAME) + sizes.tobytes())
+                file.write(offsets.data)
+                file.write(values.data)
+        except OSError as error:
+            raise _no_room(self.folder, column, handle.nbytes, error) from None
+        return handle
+
+    def get(self, handle: Handle) -> Jagged:
+        """A column as it was put: a private map, of which only what is read takes memory. KeyError if it is gone."""
+        try:
+            with span("payload.get", bytes=handle.nbytes), open(self.folder / handle.key, "rb") as file:
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except FileNotFoundError:
+            raise KeyError(handle.key) from None
+        count, length = np.frombuffer(data, np.int64, 2, _NAME).tolist()
+        dtype = np.dtype(data[:_NAME].decode().strip())
+        offsets = np.frombuffer(data, np.int64, count, HEADER)
+        return Jagged(np.frombuffer(data, dtype, length, HEADER + offsets.nbytes), offsets)
+
+    def release(self, lease: str) -> None:
+        """Remove everything that any process has put under a lease; maps of it stay valid."""
+        for key in self.held():
+            if key.startswith(f"{lease}~"):
+                (self.folder / key).unlink(missing_ok=True)
+
+    def held(self) -> dict[str, int]:
+        """Key -> bytes of all columns; none where the folder is gone: a failure has ended the workers, and is what must
+        be told."""
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        return {path.name: path.stat().st_size - HEADER for path in found}
+
+
+def _no_room(folder: Path, column: str, size: int, error: OSError) -> StorageError:
+    return StorageError(
+        f"payload column {column!r} of {size} bytes could not be put in {folder}: {error.strerror}{advice(error)}"
+    )

@@ -1,0 +1,219 @@
+"""The controller's side of every backend: sends calls, waits for answers, and asks a policy what a failure does.
+
+A failure is raised, with the role, the rank and the method that caused it, wherever the controller waits next.
+"""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn, Protocol
+
+from tilth.cluster.backends.base import Backend, Call, Probe, Reply
+from tilth.cluster.controller.report import absence_report, absent, timeout_report
+from tilth.cluster.controller.totals import Totals, Traffic
+from tilth.core.batch import Lease
+from tilth.core.errors import CallTimeout, TilthError, WorkerError, WorkerLost
+from tilth.trace.spans import in_phase
+
+GRACE = 0.5
+"""Seconds that later failures are collected for: a peer's broken collective may be told before the death that broke
+it. And what an answer that is on its way gets when a limit ends."""
+
+
+class FailurePolicy(Protocol):
+    """What becomes of the cluster when a call fails."""
+
+    def ends(self, error: BaseException) -> bool:
+        """True: all workers are killed, and nothing can be called any more. False: they stay, and calls go on."""
+        ...
+
+
+class Abort:
+    """The first failure ends all: a collective that has lost a rank never ends."""
+
+    def ends(self, error: BaseException) -> bool:
+        """Always."""
+        return True
+
+
+ABORT = Abort()
+
+
+@dataclass(eq=False)
+class PendingCall:
+    """A call that was sent."""
+
+    rank: int
+    call: Call
+    future: Future[Reply]
+    covered: bool
+    """Whether it was made inside a phase of the step."""
+    leases: tuple[Lease, ...] = ()
+    """Those that it reads from or puts under."""
+    landed: bool = False
+
+
+class Dispatch:
+    """Calls on a fleet, each limited to ``timeout`` seconds (or its own ``least``) from the time when its worker can
+    begin with it."""
+
+    def __init__(self, fleet: Backend, timeout: float, policy: FailurePolicy = ABORT) -> None:
+        self.fleet = fleet
+        self.timeout = timeout
+        self.policy = policy
+        self.totals = Totals(fleet.workers)
+        self.traffic = Traffic()
+        self.lease: Lease | None = None
+        """That of calls that are made now."""
+        self.failed: BaseException | None = None
+        self._changed = threading.Condition()
+        self._flying: list[deque[PendingCall]] = [deque() for _ in range(fleet.workers)]
+        self._since = [0.0] * fleet.workers
+        self._failures: list[BaseException] = []
+        self._waited: dict[int, tuple[Call, WorkerError]] = {}
+        """By rank, what failed because another rank did not come."""
+
+    def submit(self, rank: int, call: Call, leases: tuple[Lease, ...] = ()) -> PendingCall:
+        """Send a call to one worker. Raises what failed before, if anything did."""
+        if self.failed is not None:
+            raise self.failed
+        try:
+            flight = PendingCall(rank, call, self.fleet.submit(rank, call), in_phase(), leases)
+        except TimeoutError:
+            self._give_up(self._timeout_error([(rank, call)]))
+        with self._changed:
+            if not self._flying[rank]:
+                self._since[rank] = time.monotonic()
+            self._flying[rank].append(flight)
+        flight.future.add_done_callback(partial(self._land, flight))
+        return flight
+
+    def _land(self, flight: PendingCall, future: Future[Reply]) -> None:
+        error = future.exception()
+        with self._changed:
+            self._flying[flight.rank].remove(flight)
+            self._since[flight.rank] = time.monotonic()
+            flight.landed = True
+            if error is not None:
+                self._failures.append(error)
+                if isinstance(error, WorkerError) and error.collective == "timeout":
+                    self._waited[flight.rank] = flight.call, error
+            self._changed.notify_all()
+        if error is None:
+            reply = future.result()
+            self.traffic.add(flight.call.operation, reply.sent, reply.received)
+            self.totals.add(flight.rank, reply.sums, flight.call.answer, flight.covered)
+
+    def wait(self, flights: Sequence[PendingCall]) -> list[Reply]:
+        """The replies, when all have come. On a failure of any worker, or when one exceeds its limit: does what the
+        policy says and raises a TilthError of the worker's class, WorkerError, WorkerLost or CallTimeout."""
+        if self.failed is not None:
+            raise self.failed
+        with self._changed:
+            while not self._failures and not all(flight.landed for flight in flights):
+                if not self._changed.wait(max(0.0, self._limit() - time.monotonic())):
+                    self._changed.wait(GRACE)
+                    if self._limit() <= time.monotonic() and not self._failures:
+                        break
+            first = self._first_failure()
+        if self._waited and _of_a_collective(first):
+            first = self._absence() or first
+        if first is None and not all(flight.landed for flight in flights):
+            first = self._timeout_error(self._overdue())
+        if first is not None:
+            self._give_up(first)
+        return [flight.future.result() for flight in flights]
+
+    def idle(self) -> bool:
+        """Whether no call is in flight, and none has failed."""
+        with self._changed:
+            return self.failed is None and not self._failures and not any(self._flying)
+
+    def drain(self, lease: Lease | None = None) -> None:
+        """Wait for all calls that nobody waited for: those that need a lease, or all."""
+        with self._changed:
+            flights = [flight for queue in self._flying for flight in queue]
+        self.wait([flight for flight in flights if lease is None or lease in flight.leases])
+
+    def end(self, seconds: float) -> bool:
+        """Let the roles of idle workers close. False, and no error, if a call has failed or is in flight, or if not all
+        workers have answered within ``seconds``."""
+        if not self.idle():
+            return False
+        call = Call("", "end")
+        try:
+            flights = [self.submit(rank, call) for rank in range(self.fleet.workers)]
+        except TilthError:
+            return False
+        with self._changed:
+            self._changed.wait_for(lambda: self._failures or all(flight.landed for flight in flights), seconds)
+            return not self._failures and all(flight.landed for flight in flights)
+
+    def _limit(self) -> float:
+        """When the first of the calls that are being executed is overdue. (Called with the lock.)"""
+        return min((self._due(rank) for rank, queue in enumerate(self._flying) if queue), default=math.inf)
+
+    def _due(self, rank: int) -> float:
+        """When the call that this rank is executing is overdue. (Called with the lock.)"""
+        return self._since[rank] + max(self.timeout, self._flying[rank][0].call.least)
+
+    def _first_failure(self) -> BaseException | None:
+        """The failure that caused the others: a death, else what is not of a collective, else what was told first.
+        (Called with the lock.)"""
+        until = time.monotonic() + GRACE
+        while self._failures and not any(isinstance(e, WorkerLost) for e in self._failures) and any(self._flying):
+            if not self._changed.wait(max(0.0, until - time.monotonic())):
+                break
+        lost = [error for error in self._failures if isinstance(error, WorkerLost)]
+        own = [error for error in self._failures if not _of_a_collective(error)]
+        return next(iter([*lost, *own, *self._failures]), None)
+
+    def _overdue(self) -> list[tuple[int, Call]]:
+        with self._changed:
+            now = time.monotonic()
+            return [(rank, q[0].call) for rank, q in enumerate(self._flying) if q and self._due(rank) <= now]
+
+    def _timeout_error(self, late: Iterable[tuple[int, Call]]) -> CallTimeout:
+        return CallTimeout(timeout_report(dict(late), self._probes(), self.timeout))
+
+    def _absence(self) -> CallTimeout | None:
+        """The error that names who did not come to a collective, where others have failed because they waited for it:
+        of the ranks that have the same call still to answer, or else any call, those that do not wait themselves."""
+        with self._changed:
+            calls = {(call.number, call.name) for call, _ in self._waited.values()}
+            flying = {
+                rank: list(queue) for rank, queue in enumerate(self._flying) if queue and rank not in self._waited
+            }
+        same = {
+            rank: flight.call
+            for rank, queue in flying.items()
+            for flight in queue
+            if (flight.call.number, flight.call.name) in calls
+        }
+        waited, probes = {rank: str(error) for rank, (_, error) in self._waited.items()}, self._probes()
+        for late in (same, {rank: queue[0].call for rank, queue in flying.items()}):
+            if absent(late, probes):
+                return CallTimeout(absence_report(late, probes, waited))
+        return None
+
+    def _probes(self) -> list[Probe]:
+        with ThreadPoolExecutor(min(16, self.fleet.workers)) as pool:
+            return list(pool.map(self.fleet.probe, range(self.fleet.workers)))
+
+    def _give_up(self, error: BaseException) -> NoReturn:
+        if self.policy.ends(error):
+            self.failed = error
+            self.fleet.close(kill=True)
+        with self._changed:
+            self._failures.clear()
+            self._waited.clear()
+        raise error
+
+
+def _of_a_collective(error: BaseException | None) -> bool:
+    return isinstance(error, WorkerError) and bool(error.collective)

@@ -1,0 +1,107 @@
+"""The controller's handle on the ranks of one role."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from tilth.cluster.backends.base import Call
+from tilth.cluster.backends.inline import InlineBackend
+from tilth.cluster.controller.dispatch import Dispatch, PendingCall
+from tilth.cluster.controller.lazy import LazyBatch, LazyMap, resolved
+from tilth.cluster.protocol import Deal, Divide, Transfer, deal, evenly, gather
+from tilth.core.batch import Batch, Lease
+from tilth.core.errors import StaleGeneration
+from tilth.core.layout import Mesh
+from tilth.trace.spans import current_step, span
+
+call_numbers = itertools.count()
+"""Of all calls of this controller."""
+
+
+class WorkerGroup:
+    """Calls on a role. ``group.update(batch)`` is split, sent and gathered as the method's ``transfer`` declares.
+
+    Answers that are gathered as "rows" or "merge" are lazy (LazyBatch, LazyMap): the call returns when it is sent. The
+    others wait. With the inline backend every answer is there at once and plain.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        factory: str,
+        kwargs: Mapping[str, Any],
+        mesh: Mesh,
+        dispatch: Dispatch,
+        divide: Divide | None = None,
+    ) -> None:
+        """What ``Cluster.make`` makes the role from, now and again."""
+        self.role, self.factory, self.kwargs, self.mesh = role, factory, kwargs, mesh
+        self.generation = -1
+        self.methods: Mapping[str, Transfer] = {}
+        self._dispatch = dispatch
+        self._divide = divide or evenly
+        self._inline = isinstance(dispatch.fleet, InlineBackend)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.mesh)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        how = self.methods.get(name)
+        if how is None:
+            raise AttributeError(
+                f"role {self.role} has no method {name!r}; it offers {', '.join(sorted(self.methods))}"
+            )
+        return partial(self._control, name) if how.control else partial(self._call, name, how)
+
+    def _control(self, method: str, /, **arguments: Any) -> list[Any]:
+        """Send a control message to every rank. Raises WorkerError or WorkerLost; the calls in flight go on."""
+        with ThreadPoolExecutor(min(16, len(self.mesh))) as pool:
+            control = self._dispatch.fleet.control
+            return list(pool.map(lambda rank: control(rank, self.role, method, arguments), self.mesh.ranks))
+
+    def _call(self, method: str, how: Transfer, /, *args: Any, **kwargs: Any) -> Any:
+        plain = [resolved(a) for a in args], {k: resolved(a) for k, a in kwargs.items()}
+        dealt = deal(how, self.mesh, self._divide, *plain)
+        given = [lease for a in (*args, *kwargs.values()) if isinstance(a, Batch) for lease in a.leases]
+        leases = tuple(dict.fromkeys([*given, *filter(None, [self._dispatch.lease])]))
+        flights = self._send(method, dealt, leases)
+        resolve = partial(self._gather, how, dealt, flights, leases)
+        if how.gather in ("first", "all") or self._inline:
+            return resolve()
+        return LazyBatch(resolve, leases) if how.gather == "rows" else LazyMap(resolve)
+
+    def _send(self, method: str, dealt: Deal, leases: tuple[Lease, ...]) -> list[PendingCall]:
+        """Ranks with the same arguments share one Call, which a backend then has to encode only once."""
+        calls: dict[tuple[int, bool], Call] = {}
+        put = self._dispatch.lease
+        at = current_step(), next(call_numbers), "" if put is None else put.key
+        for arguments, answer in zip(dealt.arguments, dealt.answers):
+            key = id(arguments), answer
+            given = arguments.args, arguments.kwargs, answer
+            calls.setdefault(key, Call(self.role, method, *given, *at, generation=self.generation))
+        keys = zip(map(id, dealt.arguments), dealt.answers)
+        with self._traced("submit", at[1], method):
+            return [self._dispatch.submit(rank, calls[key], leases) for rank, key in zip(self.mesh.ranks, keys)]
+
+    def _gather(self, how: Transfer, dealt: Deal, flights: list[PendingCall], leases: tuple[Lease, ...]) -> Any:
+        call = flights[0].call
+        if call.generation != self.generation:
+            raise StaleGeneration(
+                f"role {self.role}, {call.method}: an answer of generation {call.generation}, and the role was made "
+                f"again since: it is at {self.generation}"
+            )
+        with self._traced("await", call.number, call.method) as spent:
+            replies = self._dispatch.wait(flights)
+            if spent is not None:
+                spent.set(bytes=sum(reply.sent + reply.received for reply in replies))
+        found = gather(how, dealt, [reply.value for reply in replies])
+        return Batch(found.rows, found.payload, leases) if isinstance(found, Batch) else found
+
+    def _traced(self, op: str, number: int, method: str) -> AbstractContextManager[Any]:
+        """A span of the controller's side. Inline there is one side only, and its span is that of the call."""
+        return nullcontext() if self._inline else span(op, detail=f"{self.role}.{method}", seq=number)

@@ -1,0 +1,138 @@
+"""Processes that torchrun or Slurm started: one becomes the controller, the others its workers (backend local).
+
+Every process runs the same command. The one with rank 0 controls and starts worker 0 itself; the others connect to its
+private folder, whose name follows from the job alone, so nobody has to be told anything.
+"""
+
+import hashlib
+import os
+import stat
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tilth.cluster.backends.local import LocalBackend, environment
+from tilth.cluster.backends.session_dir import SessionDir
+from tilth.cluster.worker import local_worker
+from tilth.core.errors import RecipeError, StorageError
+
+WAIT = 600.0
+"""Seconds that a worker waits for its controller, which reads the data first."""
+LOOK = 0.1
+"""Seconds between two looks for a folder that another process will make."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process of a job. launcher: how it calls itself in errors."""
+
+    launcher: str
+    job: str
+    rank: int
+    size: int
+    nodes: int
+
+    @property
+    def name(self) -> str:
+        """Of the private folder: the same in all processes of the job, and in no other job of this user."""
+        return "job-" + hashlib.blake2s(f"{self.launcher} {self.job}".encode(), digest_size=10).hexdigest()
+
+
+_waiting: list[Launch] = []
+"""The job whose workers wait for a fleet of this process; empty if this process was not launched so."""
+
+
+def launch_of(env: Mapping[str, str]) -> Launch | None:
+    """What the environment says; None where it speaks of one process only."""
+    if "TORCHELASTIC_RUN_ID" in env:
+        job = " ".join(env.get(k, "") for k in ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
+        size = int(env["WORLD_SIZE"])
+        nodes = -(-size // int(env.get("LOCAL_WORLD_SIZE", size)))
+        found = Launch("torchrun", job, int(env["RANK"]), size, nodes)
+    elif "SLURM_STEP_ID" in env:
+        size = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
+        job = f"{env.get('SLURM_JOB_ID', '')} {env['SLURM_STEP_ID']} {env.get('SLURM_RESTART_COUNT', '0')}"
+        nodes = int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")))
+        found = Launch("srun", job, int(env.get("SLURM_PROCID", "0")), size, nodes)
+    else:
+        return None
+    return found if found.size > 1 else None
+
+
+def launched(env: Mapping[str, str] = os.environ) -> int:
+    """Processes of the job that this one belongs to: as many workers as a recipe gets that leaves their number out."""
+    launch = launch_of(env)
+    return launch.size if launch else 1
+
+
+def entered(backend: str, workers: int, timeout: float, env: Mapping[str, str] = os.environ) -> None:
+    """Call this first in every process of a job, with the number of workers of the recipe: that of the job's processes.
+
+    A process that is to be a worker does not come back: it serves until the controller is done and exits with 0, or
+    with ``local_worker.GONE`` if that has died. RecipeError if the recipe does not fit the job.
+    """
+    launch = launch_of(env)
+    if launch is None:
+        return
+    _check(launch, backend, workers)
+    if launch.rank == 0:
+        _waiting.append(launch)
+        return
+    _serve(launch, timeout)
+    sys.exit(0)
+
+
+def _check(launch: Launch, backend: str, workers: int) -> None:
+    started = f"{launch.launcher} started {launch.size} processes"
+    if launch.nodes > 1 or backend == "ray":
+        where = f" on {launch.nodes} nodes" if launch.nodes > 1 else ""
+        raise RecipeError(
+            f"cluster.backend = {backend!r}: {started}{where}; on several machines use cluster.backend=ray and "
+            "start tilth once, on one of them"
+        )
+    if backend != "local":
+        raise RecipeError(f"cluster.backend = {backend!r}: {started}; use cluster.backend=local, or start one")
+    if workers != launch.size:
+        raise RecipeError(
+            f"cluster.workers = {workers}: {started}; use cluster.workers={launch.size}, or start {workers} processes"
+        )
+
+
+def local_fleet(workers: int, timeout: float, gpus: bool) -> LocalBackend:
+    """The fleet of this process: with the workers that a launcher has started, else with its own."""
+    if not _waiting:
+        return LocalBackend(workers, timeout, gpus)
+    return LocalBackend(workers, timeout, gpus, folder=SessionDir.create(_waiting.pop().name), start=[0])
+
+
+def _serve(launch: Launch, timeout: float) -> None:
+    """Be a worker. What the terminal or the launcher sends to all processes is the controller's to handle, once there
+    is one: before all workers have come it ends at once too, and who waited for it would wait in vain."""
+    os.environ.update(environment(launch.size))
+    folder, controller = _controller(launch)
+    local_worker.leave_to_controller()
+    with controller:
+        local_worker.serve(controller, folder, launch.rank, launch.size, timeout)
+
+
+def _controller(launch: Launch) -> tuple[SessionDir, Connection]:
+    until = time.monotonic() + WAIT
+    while time.monotonic() < until:
+        folder = SessionDir.find(launch.name)
+        if folder is not None:
+            _check_private(folder.path)
+            with suppress(FileNotFoundError, ConnectionRefusedError):  # being made, or left behind by a dead controller
+                return folder, local_worker.connect(folder)
+        time.sleep(LOOK)
+    raise StorageError(f"{launch.launcher}, rank {launch.rank}: no controller (rank 0) within {WAIT:g} s")
+
+
+def _check_private(path: Path) -> None:
+    """A folder under a name that can be foretold is trusted only if nobody else can have made it or can write to it."""
+    found = path.lstat()
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077 or not stat.S_ISDIR(found.st_mode):
+        raise StorageError(f"{path} is not a folder of this user alone (mode 0700); remove it")

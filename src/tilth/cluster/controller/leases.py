@@ -1,0 +1,88 @@
+"""Who owns payload, and until when: leases, and the store as the controller sees it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+
+from tilth.cluster.controller.dispatch import Dispatch
+from tilth.core.batch import Handle, Jagged, Lease, Store
+from tilth.core.errors import PayloadLeak
+
+PAYLOAD = "controller.payload"
+"""Operation under which columns that the controller itself reads or puts are counted."""
+
+
+class LeasedStore:
+    """The controller's view of the store: what it reads and puts is counted, and everything that any process puts
+    belongs to the lease under which the controller has called it."""
+
+    def __init__(self, store: Store, dispatch: Dispatch) -> None:
+        self._store = store
+        self._dispatch = dispatch
+        self._numbers = count()
+        self._open: dict[str, Lease] = {}
+
+    def lease(self, name: str) -> Lease:
+        """A new lease, for ``under``. Its payload must be released before the cluster closes."""
+        lease = Lease(name, str(next(self._numbers)), self.release)
+        self._open[lease.key] = lease
+        return lease
+
+    @contextmanager
+    def under(self, lease: Lease) -> Iterator[None]:
+        """Calls made in the block put under this lease, and the batches that they answer share it."""
+        before, self._dispatch.lease = self._dispatch.lease, lease
+        try:
+            yield
+        finally:
+            self._dispatch.lease = before
+
+    @contextmanager
+    def scope(self, name: str = "") -> Iterator[None]:
+        """A lease that is released at the end of the block; waits for the calls made under it first, unless the block
+        raises."""
+        lease = self.lease(name)
+        try:
+            with self.under(lease):
+                yield
+            self._dispatch.drain(lease)
+        finally:
+            self._free(lease)
+
+    def put(self, column: str, data: Jagged) -> Handle:
+        """Keep a column, counted; the handle is its only name."""
+        self._store.lease = "" if self._dispatch.lease is None else self._dispatch.lease.key
+        handle = self._store.put(column, data)
+        self._dispatch.traffic.add(PAYLOAD, sent=handle.nbytes)
+        return handle
+
+    def get(self, handle: Handle) -> Jagged:
+        """A column as it was put, counted."""
+        found = self._store.get(handle)
+        self._dispatch.traffic.add(PAYLOAD, received=handle.nbytes)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload held now."""
+        return sum(self._store.held().values())
+
+    def release(self, lease: Lease) -> None:
+        """Wait for the calls made under a lease, then free everything that was put under it."""
+        self._dispatch.drain(lease)
+        self._free(lease)
+
+    def _free(self, lease: Lease) -> None:
+        self._open.pop(lease.key, None)
+        self._store.release(lease.key)
+
+    def check_released(self) -> None:
+        """Raise PayloadLeak if anything is still held, with whose it is."""
+        held = self._store.held()
+        if held:
+            keys = {key.rpartition("/")[2].partition("~")[0] for key in held}
+            owners = sorted(repr(self._open[key].name) if key in self._open else "no lease" for key in keys)
+            raise PayloadLeak(
+                f"{len(held)} payload columns ({sum(held.values()):,} bytes) are still held at the end, by "
+                f"{', '.join(owners)}: release the batches, or call inside a scope of the store"
+            )

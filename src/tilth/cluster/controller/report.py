@@ -1,0 +1,134 @@
+"""A call over its limit in words: the facts first, then of every rank as much of its stacks as can help."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import psutil
+
+from tilth.cluster.backends.base import Call, Probe, place_of
+
+FRAMES = 6
+"""Innermost frames of the main thread that are shown of a rank that is not late."""
+_IDLE = re.compile(
+    r'/cluster/worker/local_worker\.py", line \d+ in _receive$'
+    r'|/socketserver\.py", line \d+ in serve_forever$'
+    r'|/trace/spans\.py", line \d+ in _run$'
+    r'|\A  File "[^"]*/concurrent/futures/thread\.py", line \d+ in _worker$',
+    re.MULTILINE,
+)
+"""Frames that only helpers which wait for work have: the receive loop, the control
+loop, the trace's writer, a thread pool's idle worker
+(one that works has frames inside ``_worker``)."""
+
+
+_IMPORT = '  File "<frozen importlib.'
+"""Beginning of the frames of Python's own import machinery: five for each module that imports another."""
+
+
+_FILE = re.compile(r'  File "([^"]*)"')
+
+
+def timeout_report(late: Mapping[int, Call], probes: Sequence[Probe], limit: float) -> str:
+    """Which calls have exceeded ``limit`` seconds, then a paragraph a rank: stopped ones, late ones, the others.
+
+    late: by rank, the call that is overdue. Named are those of them that the others wait for, if there are such.
+    limit: ``cluster.timeout``; calls may have more (``Call.least``).
+    """
+    least = max((call.least for call in late.values()), default=0.0)
+    within = f"{limit:g} s (cluster.timeout)" if limit >= least else f"{least:g} s"
+    named = absent(late, probes) or list(late)
+    waiting = [rank for rank in late if rank not in named]
+    more = f"; {_waited_for(waiting, named)} in a collective" if waiting else ""
+    return "\n".join([f"{_places(late, named)}: no answer within {within}{more}", *_paragraphs(late, probes, named)])
+
+
+def absence_report(late: Mapping[int, Call], probes: Sequence[Probe], waited: Mapping[int, str]) -> str:
+    """Which ranks did not come to a collective that ran out of time for others, then a paragraph a rank.
+
+    late: by rank, the call that is not over; some of them are ``absent``. waited: by rank, the error of those that did
+    come, whose first line is told.
+    """
+    named = absent(late, probes)
+    told = [f"  {error.splitlines()[0]}" for error in waited.values()]
+    head = (
+        f"{_places(late, named)}: did not come to a collective; {_waited_for(waited, named)} until it ran out of time"
+    )
+    return "\n".join([head, *_paragraphs(late, probes, named), *told])
+
+
+def absent(late: Mapping[int, Call], probes: Iterable[Probe]) -> list[int]:
+    """Those of the late ranks that do not wait in a collective themselves: a stopped one, or one that does something
+    else."""
+    return [p.rank for p in probes if p.rank in late and (_stopped(p) or not _waits(p))]
+
+
+def in_collective(files: Sequence[str]) -> bool:
+    """Whether this is where a thread waits for other ranks. files: of its frames, the innermost first."""
+    inner = next((file for file in files if not file.endswith("/torch/_ops.py")), "")
+    return "/torch/distributed/" in inner
+
+
+def _waits(probe: Probe) -> bool:
+    """Whether a thread is in a collective. (Modules of torch.distributed are imported, too.)"""
+    stacks = [] if _IMPORT in probe.stack else _threads(probe.stack)
+    return any(in_collective(_FILE.findall("\n".join(frames))) for frames in stacks)
+
+
+def _places(late: Mapping[int, Call], ranks: Iterable[int]) -> str:
+    return "; ".join(place_of(late[rank], rank) for rank in ranks)
+
+
+def _waited_for(ranks: Iterable[int], missed: Sequence[int]) -> str:
+    names = [str(rank) for rank in ranks]
+    return f"rank{'s' * (len(names) > 1)} {', '.join(names)} waited for {'it' if len(missed) == 1 else 'them'}"
+
+
+def _paragraphs(late: Mapping[int, Call], probes: Sequence[Probe], named: Sequence[int]) -> list[str]:
+    order = sorted(probes, key=lambda p: (not _stopped(p), p.rank not in named, p.rank not in late, p.rank))
+    return [_paragraph(probe, late.get(probe.rank)) for probe in order]
+
+
+def _paragraph(probe: Probe, late: Call | None) -> str:
+    facts = [f"in {probe.phase}"] if probe.phase else []
+    if late is not None and not probe.phase.startswith(f"{late.name} ("):
+        facts.append(f"has not begun {late.name}")
+    if _IMPORT in probe.stack:
+        facts.append("still importing modules")
+    if _stopped(probe):
+        facts.append(f"stopped by a signal; kill -CONT {probe.pid} lets it go on")
+    head = f"  rank {probe.rank} (process {probe.pid}, {probe.state}): {'; '.join(facts) or 'between calls'}"
+    lines = _all_at_work(probe.stack) if late is not None else _main_thread(probe.stack)
+    return "\n".join([head, *(f"    {line}" for line in lines)])
+
+
+def _stopped(probe: Probe) -> bool:
+    return probe.state == psutil.STATUS_STOPPED
+
+
+def _threads(stack: str) -> list[list[str]]:
+    """Frames of each thread, the innermost first; the main thread is the last. (faulthandler's text.) Of imports only
+    the files that import are kept."""
+    found: list[list[str]] = []
+    for line in stack.splitlines():
+        if line.startswith(("Thread ", "Current thread ")):
+            found.append([])
+        elif line.strip() and found and not line.startswith(_IMPORT):
+            found[-1].append(line)
+    return found
+
+
+def _main_thread(stack: str) -> list[str]:
+    threads = _threads(stack)
+    if not threads:
+        return stack.splitlines()  # no stack: what was found instead of one
+    more = len(threads[-1]) - FRAMES
+    return [*threads[-1][:FRAMES], *([f"  ... and {more} frames that called these"] if more > 0 else [])]
+
+
+def _all_at_work(stack: str) -> list[str]:
+    threads = _threads(stack)
+    if not threads:
+        return stack.splitlines()
+    *others, main = threads
+    busy = [frames for frames in others if not _IDLE.search("\n".join(frames))]
+    return [*main, *(line for frames in busy for line in ["another thread:", *frames])]

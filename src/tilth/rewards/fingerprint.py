@@ -1,0 +1,382 @@
+"""Fingerprint of a reward: tells a function from any other, with what it imports of the user's own and what it reads.
+
+A function is known as it travels to the process that calls it. One that is imported there (``FILE.py:function``,
+``module:function``, a function of a module) is known by its file and, transitively, the files that this imports. One
+that is sent by value (a lambda, a function of a script or notebook) is known by its code, defaults, closure and the
+globals that it reads; those may be functions and classes in turn. Of other objects counts what pickle would send.
+
+The user's own are files outside of the standard library, of site-packages and of this package. Not covered: files
+that are read, names that are imported by computing them, services, installed packages, and objects that cannot be
+pickled, of which only the type counts. By value, code is bytecode: another minor version of Python makes it another
+function.
+"""
+
+import ast
+import copyreg
+import dis
+import functools
+import hashlib
+import importlib
+import importlib.util
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from tilth.rewards.functions import Reward, is_importable
+from tilth.rewards.verifiers import builtin
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
+_DESCRIPTORS = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
+
+
+def fingerprint(spec: str | Mapping[str, float] | Reward) -> str:
+    """16 hex digits, the same in every process, for what ``load_reward`` takes."""
+    importlib.invalidate_caches()
+    found = _Fingerprint()
+    found.add(dict(spec) if isinstance(spec, Mapping) else spec)
+    for name in [spec] if isinstance(spec, str) else spec if isinstance(spec, Mapping) else ():
+        found.imports.spec(name)
+    return found.digest()
+
+
+def files_fingerprint(plugins: Iterable[str]) -> str:
+    """16 hex digits for the contents of files (ending in .py) and modules, and of the user's own that they import.
+
+    Where a file lies does not count.
+    """
+    importlib.invalidate_caches()
+    found = []
+    for name in plugins:
+        imports = Imports()
+        if name.endswith(".py"):
+            imports.search(str(Path(name).parent))
+            imports.file("", Path(name))
+        else:
+            imports.search(os.getcwd())
+            imports.module(name)
+        found.append(sorted(imports.found.items()))
+    return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
+
+
+# ---- files ----
+
+
+class Imports:
+    """Modules of the user's own that some code imports, and those that they import in turn. Nothing is executed."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+        """Name of a module, or of a file -> hash of its bytes."""
+        self._specs: dict[str, ModuleSpec | None] = {}
+        self._folders: list[str] = []
+
+    def spec(self, name: str) -> None:
+        """The file or module of ``FILE.py:function`` or ``module:function``; nothing of a built-in verifier."""
+        where = name.rpartition(":")[0]
+        if builtin(name) is not None or not where:
+            return
+        if not where.endswith(".py"):
+            self.search(os.getcwd())  # as load_reward does
+            self.module(where)
+        elif (file := Path(where).expanduser().resolve()).is_file():
+            self.search(str(file.parent))
+            self.file(where, file)
+
+    def module(self, name: str) -> None:
+        """A module by its full name, with the packages that it is in, as far as they are the user's own."""
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            spec = self._find(".".join(parts[:end]), parts[:end])
+            if spec is None or not _is_own(spec):
+                return
+            if spec.origin is not None and spec.has_location:
+                self.file(spec.name, Path(spec.origin), spec.name if spec.submodule_search_locations else spec.parent)
+
+    def file(self, name: str, file: Path, package: str | None = "") -> None:
+        """A file and what it imports; package: in which relative imports begin."""
+        if name in self.found:
+            return
+        try:
+            source = file.read_bytes()
+        except OSError:  # in an archive, or gone: importing it says so
+            return
+        self.found[name] = hashlib.blake2b(source, digest_size=8).hexdigest()
+        for imported in _imported(source, package or "") if file.suffix == ".py" else ():
+            self.module(imported)
+
+    def search(self, folder: str) -> None:
+        """Search here too, last."""
+        self._folders.append(folder)
+        self._specs.clear()
+
+    def _find(self, name: str, parts: Sequence[str]) -> ModuleSpec | None:
+        if name not in self._specs:
+            above = self._specs.get(".".join(parts[:-1]))
+            path = None if above is None else above.submodule_search_locations
+            if len(parts) > 1 and path is None:
+                self._specs[name] = None  # no package
+            else:
+                found = (finder.find_spec(name, path) for finder in sys.meta_path)
+                first = next((spec for spec in found if spec is not None), None)
+                self._specs[name] = first or PathFinder.find_spec(name, self._folders if path is None else path)
+        return self._specs[name]
+
+
+def _is_own(spec: ModuleSpec) -> bool:
+    if spec.origin in ("built-in", "frozen"):
+        return False
+    places = [spec.origin] if spec.has_location and spec.origin else list(spec.submodule_search_locations or ())
+    return any(not _is_installed(Path(place).resolve()) for place in places)
+
+
+def _is_installed(file: Path) -> bool:
+    if {"site-packages", "dist-packages"} & set(file.parts):
+        return True
+    return any(file.is_relative_to(folder) for folder in _installed())
+
+
+@functools.cache
+def _installed() -> list[Path]:
+    paths = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).parents[1])]
+    return [Path(path).resolve() for path in paths]
+
+
+def _imported(source: bytes, package: str) -> Iterator[str]:
+    """Full names of what a source may import; of ``from a import b`` both a and a.b."""
+    try:
+        todo: list[ast.AST] = [ast.parse(source)]
+    except (SyntaxError, ValueError):  # importing it says so
+        return
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and _called(node.test) == "TYPE_CHECKING":
+            todo += node.orelse
+            continue
+        todo += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from _names(node.module or "", node.level, [alias.name for alias in node.names], package)
+        elif isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__"):
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield first.value
+
+
+def _called(node: ast.expr) -> str:
+    """The last word of a name; empty for what is none."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _names(module: str, level: int, names: Iterable[str], package: str) -> Iterator[str]:
+    """Full names of ``from module import names``."""
+    try:
+        whole = importlib.util.resolve_name("." * level + module, package) if level else module
+    except ImportError:  # beyond the top: importing it says so
+        return
+    yield whole
+    yield from (f"{whole}.{name}" for name in names if name != "*")
+
+
+# ---- values ----
+
+
+class _Fingerprint:
+    """Takes in values one after another. What it has seen it knows by the number of its turn, so that cycles end."""
+
+    def __init__(self, imports: Imports | None = None, open_sets: tuple[int, ...] = ()) -> None:
+        self.imports = imports or Imports()
+        self._hash = hashlib.blake2b(digest_size=8)
+        self._seen: dict[int, tuple[int, Any]] = {}  # the objects too, so that no other one gets the same id
+        self._open_sets = open_sets
+
+    def digest(self) -> str:
+        """Of all that was taken in, files last."""
+        self._put(*(f"{name} {content}" for name, content in sorted(self.imports.found.items())))
+        return self._hash.hexdigest()
+
+    def _put(self, *texts: object) -> None:
+        for text in texts:
+            data = text if isinstance(text, bytes) else str(text).encode("utf-8", "surrogatepass")
+            self._hash.update(len(data).to_bytes(8, "little") + data)
+
+    def add(self, value: Any) -> None:
+        """Any value."""
+        kind = type(value)
+        if kind in _PLAIN:
+            # Not decimal: the digits of a large integer have a limit.
+            self._put(kind.__name__, f"{value:x}" if kind is int else value if kind in (str, bytes) else repr(value))
+        elif kind is tuple:
+            self._all("tuple", value)
+        elif kind in (set, frozenset):
+            self._set(value)
+        elif kind is CodeType:
+            self._code(value)
+        elif id(value) in self._seen:
+            self._put("seen", self._seen[id(value)][0])
+        else:
+            self._seen[id(value)] = (len(self._seen), value)
+            self._object(value)
+
+    def _all(self, kind: str, values: Iterable[Any]) -> None:
+        found = list(values)
+        self._put(kind, len(found))
+        for value in found:
+            self.add(value)
+
+    def _set(self, value: Any) -> None:
+        """Elements in the order of their fingerprints: a set has another order in every process."""
+        if id(value) in self._open_sets:
+            self._put("set above", len(self._open_sets) - self._open_sets.index(id(value)))
+            return
+        digests = []
+        for element in value:
+            one = _Fingerprint(self.imports, (*self._open_sets, id(value)))
+            one.add(element)
+            digests.append(one._hash.hexdigest())
+        self._put(type(value).__name__, *sorted(digests))
+
+    def _object(self, value: Any) -> None:
+        if isinstance(value, list) and type(value) is list:
+            self._all("list", value)
+        elif type(value) is dict:
+            self._all("dict", (part for item in value.items() for part in item))
+        elif isinstance(value, ModuleType):
+            self._module(value)
+        elif _is_reference(value):
+            self._put("reference", value.__module__, value.__qualname__)
+            self.imports.module(value.__module__)
+        elif isinstance(value, FunctionType):
+            self._function(value)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, MethodType):
+            self._all("method", (value.__func__, value.__self__))
+        elif isinstance(value, BuiltinFunctionType):
+            owner = value.__self__
+            self._put("builtin", value.__qualname__)
+            self.add(owner.__name__ if isinstance(owner, ModuleType) else owner)
+        elif isinstance(value, property):
+            self._all("property", (value.fget, value.fset, value.fdel))
+        elif isinstance(value, functools.cached_property):
+            self._all("cached property", (value.func,))
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._all(type(value).__name__, (value.__func__,))
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._all("cached", (value.__wrapped__, value.cache_parameters()))
+        elif value is os.environ:
+            self._put("environ")  # of this very shell
+        elif "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
+            self._tensor(value)
+        else:
+            self._reduced(value)
+
+    def _tensor(self, value: Any) -> None:
+        from tilth.core.checksum import checksum  # torch is there already
+
+        self._put("tensor", value.dtype, tuple(value.shape), checksum(value))
+
+    def _reduced(self, value: Any) -> None:
+        """What pickle would send."""
+        kind = type(value)
+        try:
+            reduce = copyreg.dispatch_table.get(kind)
+            reduced = reduce(value) if reduce is not None else value.__reduce_ex__(4)
+        except Exception:  # noqa: BLE001 - it runs the user's code, and whatever it raises: it cannot be pickled
+            self._put("opaque", kind.__module__, kind.__qualname__)
+            return
+        if isinstance(reduced, str):
+            self._put("global", kind.__module__, reduced)
+            return
+        make, arguments, state, elements, items = (*reduced, None, None, None)[:5]
+        self._all(f"object {kind.__qualname__}", (make, arguments, state))
+        self._all("elements", elements or ())
+        self._all("items", (part for item in items or () for part in item))
+
+    def _function(self, value: FunctionType) -> None:
+        closed = tuple(_content(cell) for cell in value.__closure__ or ())
+        own = {name: item for name, item in vars(value).items() if name != "__wrapped__"}
+        self._all("function", (value.__code__, value.__defaults__, value.__kwdefaults__, closed, own))
+        for name in sorted(_read(value.__code__, self.imports, value.__globals__)):
+            if name in value.__globals__ and not _is_special(name):
+                self._put("global", name)
+                self.add(value.__globals__[name])
+
+    def _code(self, code: CodeType) -> None:
+        arguments = code.co_argcount + code.co_kwonlyargcount
+        self._put("code", code.co_code, code.co_exceptiontable, code.co_flags, code.co_posonlyargcount)
+        self._all("names", (code.co_names, code.co_varnames[:arguments], code.co_argcount, code.co_consts))
+
+    def _class(self, value: type) -> None:
+        self._all("class", (value.__bases__, type(value)))
+        for name, item in vars(value).items():
+            kept = isinstance(item, _DESCRIPTORS) and name != "__annotate__" if _is_special(name) else True
+            if kept and name != "_abc_impl" and type(item).__name__ not in ("member_descriptor", "getset_descriptor"):
+                self._put("attribute", name)
+                self.add(item)
+
+    def _module(self, value: ModuleType) -> None:
+        self._put("module", value.__name__)
+        self.imports.module(value.__name__)
+        file = getattr(value, "__file__", None)
+        if file and value.__name__ not in self.imports.found and not _is_installed(Path(file).resolve()):
+            self.imports.file(value.__name__, Path(file))  # loaded from a path
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _is_reference(value: Any) -> bool:
+    """Whether another process finds the function or class by importing it, as cloudpickle decides it."""
+    name, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(name, str) or not isinstance(path, str) or name == "__main__" or isinstance(value, MethodType):
+        return False
+    found: Any = sys.modules.get(name)
+    if found is None or not is_importable(name):
+        return False
+    for attribute in path.split("."):
+        found = getattr(found, attribute, None)
+    return found is value
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return "empty cell"
+
+
+def _read(code: CodeType, imports: Imports, names: Mapping[str, Any]) -> set[str]:
+    """Names of the globals that code reads, functions inside it too; takes in the modules that it imports."""
+    found, before = set[str](), list[Any]()
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
+            found.add(step.argval)
+        elif step.opname == "IMPORT_NAME":
+            level, taken = before
+            for name in _names(step.argval, level, taken or (), str(names.get("__package__") or "")):
+                imports.module(name)
+        if step.opname != "EXTENDED_ARG":
+            before = [*before[-1:], step.argval]
+    for name in found:
+        if isinstance(package := names.get(name), ModuleType):
+            _take_submodules(package.__name__, set(code.co_names), imports)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            found |= _read(inner, imports, names)
+    return found
+
+
+def _take_submodules(package: str, words: set[str], imports: Imports) -> None:
+    """Those that are imported already and may be meant: of ``import a.b`` the global that code reads is a."""
+    for name in list(sys.modules):
+        if name.startswith(f"{package}.") and words.issuperset(name[len(package) + 1 :].split(".")):
+            imports.module(name)

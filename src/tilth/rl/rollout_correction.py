@@ -1,0 +1,373 @@
+"""Corrections for samples of another policy than the one that learns: weights, and a mask of what to leave out.
+
+mu is the rollout engine's policy, which sampled; old the trainer's at the start of the update; theta what it becomes.
+Decoupled (three policies): the loss takes its ratio theta / old and each token is weighted with old / mu. Bypass (two):
+the loss takes its ratio to mu. All is computed once for a batch, in float64, and is constant.
+
+Presets are those of verl's rollout correction (Liu et al. 2025, "When Speed Kills Stability"), over one set of options.
+Weights: truncated (TIS), zero outside of an interval (IcePop), tokens or sequences left out (masked, MIS). Rejection by
+statistics of k1, k2, k3, and of sequences with a negative advantage, after the mask of DeepSeek-V3.2 (2512.02556).
+
+That mask compares mu with theta at each optimizer step, so it also leaves out what the policy has moved away from
+since; ``reject_negative`` compares mu with old, once, so it sees the gap to the engine (and staleness) alone. The two
+are the same at the first step on a batch. Denominators, which have to be known before the first micro-batch, are why.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_type_hints
+
+import torch
+from pydantic import Field, create_model
+from torch import Tensor
+
+from tilth.core.errors import RecipeError
+from tilth.rl.loss_base import PolicyLoss
+from tilth.rl.metrics import Metric
+from tilth.rl.mismatch import STATISTICS, EffectiveShare, Gap
+from tilth.rl.packing import Packing, Reduce, alone
+from tilth.rl.registry import Entry, Scope, build, nearest, register, require
+
+Threshold = float | tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What ``correct`` found. A constant: nothing here has a gradient."""
+
+    weights: Tensor | None
+    """[total], to be multiplied with the loss of each token, 0 where the given mask is; None: 1 everywhere."""
+    mask: Tensor
+    """bool [total]: the given mask without the tokens that were rejected. Denominators of the loss are made of it."""
+    bypass: bool
+    """The loss takes its ratio to ``rollout_logprobs`` instead of ``old_logprobs``."""
+    metrics: dict[str, Metric]
+    """``mismatch/...`` and ``correction/...``; parts that add up over workers and micro-batches."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a correction sees. gap: None where the trainer's log-probs are not there; advantages: float64 [total];
+    versions: integers [total], of the policy that chose each token."""
+
+    packing: Packing
+    gap: Gap | None
+    advantages: Tensor | None
+    dtype: torch.dtype
+    reduce: Reduce
+    versions: Tensor | None = None
+
+
+class CorrectionRule(Entry):
+    """A correction: which weights, which tokens are left out, which policy the ratio is taken to."""
+
+    def apply(self, sampled: Sampled) -> Correction:
+        """The correction of one worker's rows."""
+        raise NotImplementedError
+
+    def fits(self, loss: PolicyLoss) -> None:
+        """RecipeError unless this correction can be used with this policy loss, as ``loss_entry`` makes it."""
+
+
+@register("corrections", "none")
+class Uncorrected(CorrectionRule):
+    """Nothing is corrected; the gap is measured."""
+
+    def apply(self, sampled: Sampled) -> Correction:
+        """Every token, weight 1."""
+        return Correction(None, sampled.packing.mask, False, sampled.gap.metrics() if sampled.gap else {})
+
+
+class Corrector(CorrectionRule):
+    """All options. A preset is this with other defaults, and takes all of them too."""
+
+    level: Annotated[
+        Literal["none", "token", "sequence", "geometric"],
+        Field(description="weight: rho = old / mu of each token, product over the sequence, or its geometric mean"),
+    ] = "none"
+    max_weight: Annotated[float, Field(ge=0, description="upper bound of weights; 0: none")] = 2.0
+    min_weight: Annotated[float, Field(ge=0, description="lower bound of weights; 0: none")] = 0.0
+    beyond: Annotated[
+        Literal["clip", "zero", "reject"],
+        Field(description="weights out of bounds: moved to them (TIS), 0 (IcePop), or their tokens left out (MIS)"),
+    ] = "clip"
+    normalise: Annotated[
+        bool,
+        Field(
+            description="divide weights by their mean over the global batch, without those that "
+            "beyond=reject leaves out"
+        ),
+    ] = False
+    reject: Annotated[
+        dict[str, Threshold],
+        Field(
+            description="statistics and their bounds, all of which a token has to meet: k1 [lowest, highest] of "
+            "mu / old (one number x: [1/x, x]), k2, k3 and binary a highest distance",
+        ),
+    ] = {}  # noqa: RUF012 - pydantic copies defaults
+    reject_negative: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            description="leave out sequences of negative advantage whose mean log(mu / old) is above this "
+            "(DeepSeek-V3.2's mask takes the policy that moves in place of old)",
+        ),
+    ] = None
+    denominators: Annotated[
+        Literal["kept", "all"],
+        Field(description="the loss divides by the tokens and rows that are kept, or by all (the others weigh 0)"),
+    ] = "kept"
+    bypass: Annotated[bool, Field(description="two policies: the loss takes its ratio to mu, not to old")] = False
+    made_for: Annotated[str, Field(description="the policy loss it is made for; empty: any")] = ""
+
+    def model_post_init(self, context: Any) -> None:
+        """Options that contradict each other, and bounds that nothing could meet, are named before the run starts."""
+        idle = self.model_fields_set & {"max_weight", "min_weight", "beyond", "normalise"}
+        if self.level == "none" and idle:
+            raise RecipeError(
+                f"{self.entry_name}: {min(idle)} is for weights, but level is none; set level=token, or sequence"
+            )
+        if self.max_weight and self.min_weight > self.max_weight:
+            raise RecipeError(
+                f"{self.entry_name}: min_weight = {self.min_weight}: it must be at most max_weight = {self.max_weight}"
+            )
+        for statistic, threshold in self.reject.items():
+            _check_threshold(self.entry_name, statistic, threshold)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether it makes importance weights."""
+        return self.level != "none"
+
+    @property
+    def rejects(self) -> bool:
+        """Whether it may leave tokens out."""
+        return bool(self.reject) or self.reject_negative is not None or (self.weighted and self.beyond == "reject")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Log-probs of mu; of old too, but for a bypass that neither weighs nor rejects."""
+        measured = self.weighted or self.rejects or not self.bypass
+        needed = ("rollout_logprobs", "old_logprobs") if measured else ("rollout_logprobs",)
+        return needed if self.reject_negative is None else (*needed, "advantages")
+
+    @property
+    def scope(self) -> Scope:
+        """The mean of the weights is that of the global batch; all else is of a row."""
+        return "global moments" if self.normalise else "token-local"
+
+    def fits(self, loss: PolicyLoss) -> None:
+        """RecipeError: made for another loss, or the loss's ratio and the weights would both correct for mu."""
+        name = loss.entry_name
+        if self.made_for and name != self.made_for:
+            raise RecipeError(f"{self.entry_name} is made for algorithm.loss={self.made_for}, not {name}")
+        if self.bypass and self.weighted and loss.takes_ratio:
+            raise RecipeError(
+                f"{self.entry_name}: the ratio of algorithm.loss={name} is taken to the sampling policy already, and "
+                "weights would correct twice; set level=none, bypass=false, or algorithm.loss=reinforce without cap"
+            )
+
+    def apply(self, sampled: Sampled) -> Correction:
+        """Weights first, over all tokens of the given mask; then what is rejected, each statistic over all of them."""
+        given, gap = sampled.packing.mask, sampled.gap
+        if gap is None:
+            return Correction(None, given, self.bypass, {})
+        metrics, kept, weights = gap.metrics(), given, None
+        if self.weighted:
+            weights, inside, found = self._weigh(gap, sampled.reduce)
+            kept, metrics = kept & inside, metrics | found
+        for name, passes in self._tests(gap, sampled.advantages).items():
+            kept = kept & passes
+            metrics[f"correction/rejected/{name}"] = _share(given & ~passes, given)
+        metrics["correction/rejected"] = _share(given & ~kept, given)
+        of_rows = gap.packing.sum((~kept).double()) > 0
+        metrics["correction/rejected_rows"] = _share(of_rows[gap.rows], gap.rows)
+        if self.denominators == "all" and self.rejects:
+            weights = torch.ones_like(gap.ours) if weights is None else weights
+            weights, kept = torch.where(kept, weights, 0.0), given
+        if weights is not None:
+            weights = gap.packing.masked(weights).to(sampled.dtype)
+        return Correction(weights, kept, self.bypass, metrics)
+
+    def _weigh(self, gap: Gap, reduce: Reduce) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+        """Weights [total], tokens that ``beyond`` does not reject (bool [total]), metrics."""
+        rho = gap.ratio(self.level)
+        above, below = rho > (self.max_weight or torch.inf), rho < self.min_weight
+        if self.beyond == "clip":
+            bounded = rho.clamp(self.min_weight, self.max_weight or None)
+        else:
+            bounded = torch.where(above | below, 0.0, rho)
+        kept = ~(above | below) if self.beyond == "reject" else torch.ones_like(above)
+        spread = (lambda c: c) if self.level == "token" else gap.packing.spread
+        mask, weights = gap.packing.mask, spread(bounded)
+        metrics = {
+            "weight": Metric(gap.packing.masked(weights).sum(), mask.sum(), "mean"),
+            "effective": EffectiveShare.of_weights(weights, mask),
+            "above": _share(mask & spread(above), mask),
+            "below": _share(mask & spread(below), mask),
+        }
+        if self.normalise:
+            scale = _mean(bounded[kept & (mask if self.level == "token" else gap.rows)], reduce)
+            weights = weights / scale
+            metrics["scale"] = Metric(scale, 1, "mean")
+        return weights, spread(kept), {f"correction/{name}": metric for name, metric in metrics.items()}
+
+    def _tests(self, gap: Gap, advantages: Tensor | None) -> dict[str, Tensor]:
+        """Which tokens meet each condition, bool [total]. A NaN meets it: it belongs to the loss, which tells of it."""
+        found = {}
+        for name, threshold in self.reject.items():
+            low, high = _bounds(name, threshold)
+            values = gap.statistic(name)
+            found[name] = ~((values < low) | (values > high))
+        if self.reject_negative is not None and advantages is not None:
+            far = gap.mean(-gap.log_ratio) > self.reject_negative
+            found["negative"] = ~gap.packing.spread(far & (gap.mean(advantages) < 0))
+        return found
+
+
+def _interval(statistic: str, threshold: Threshold) -> tuple[float, float]:
+    """Lowest and highest: of the ratio mu / old for k1, else of the statistic."""
+    if isinstance(threshold, tuple):
+        return threshold
+    lowest = -torch.inf if not statistic.endswith("_k1") else 1 / threshold if threshold else torch.inf
+    return lowest, threshold
+
+
+def _check_threshold(title: str, statistic: str, threshold: Threshold) -> None:
+    if statistic not in STATISTICS:
+        raise RecipeError(f"{title}: reject: no statistic {statistic!r}{nearest(statistic, STATISTICS)}")
+    low, high = _interval(statistic, threshold)
+    if statistic.endswith("_k1"):
+        right, what = 0 < low < high, "[lowest, highest] of mu / old, above 0, or one number above 1"
+    else:
+        right, what = not isinstance(threshold, tuple) and high > 0, "one number above 0, the highest distance"
+    if not right:
+        raise RecipeError(f"{title}: reject.{statistic} = {threshold}: it must be {what}")
+
+
+def _bounds(statistic: str, threshold: Threshold) -> tuple[float, float]:
+    """Lowest and highest value of the statistic itself, which for k1 is the logarithm of the ratio."""
+    low, high = _interval(statistic, threshold)
+    return (math.log(low), math.log(high)) if statistic.endswith("_k1") else (low, high)
+
+
+def _mean(values: Tensor, reduce: Reduce) -> Tensor:
+    """Mean of all workers' weights; 1 where none is above 0, so that it can divide."""
+    total, count = reduce(torch.stack([values.sum(), values.new_tensor(float(len(values)))]))
+    mean = total / count.clamp(min=1)
+    return torch.where(mean > 1e-8, mean, 1.0)
+
+
+def _share(chosen: Tensor, given: Tensor) -> Metric:
+    return Metric(chosen.sum().double(), given.sum(), "mean")
+
+
+_TOKEN, _SEQUENCE = {"level": "token"}, {"level": "sequence"}
+_ICEPOP = {"level": "token", "min_weight": 0.5, "max_weight": 5.0, "beyond": "zero"}
+_GEO, _K3 = {"reject": {"seq_mean_k1": (0.999, 1.001)}}, {"reject": {"seq_mean_k3": 0.01}}
+_CLIP, _PG = {"bypass": True, "made_for": "ppo_clip"}, {"bypass": True, "made_for": "reinforce"}
+_PRESETS: dict[str, tuple[dict[str, Any], str]] = {
+    "custom": ({}, "Nothing but what its options say."),
+    "decoupled_token_is": (_TOKEN, "Truncated weights of tokens (TIS)."),
+    "decoupled_seq_is": (_SEQUENCE, "Truncated weights of sequences."),
+    "decoupled_token_icepop": (_ICEPOP, "Weights of tokens, 0 outside of an interval (IcePop)."),
+    "decoupled_seq_is_rs": (
+        _SEQUENCE | {"reject": {"seq_sum_k1": (0.5, 2.0)}},
+        "Truncated weights of sequences; those whose product is outside of an interval are left out.",
+    ),
+    "decoupled_geo_rs": (_GEO, "Sequences whose geometric mean of mu / old is outside of an interval are left out."),
+    "decoupled_geo_rs_seq_tis": (_GEO | _SEQUENCE, "decoupled_geo_rs with truncated weights of sequences."),
+    "decoupled_geo_rs_token_tis": (_GEO | _TOKEN, "decoupled_geo_rs with truncated weights of tokens."),
+    "decoupled_k3_rs": (_K3, "Sequences whose mean k3 is above a bound are left out."),
+    "decoupled_k3_rs_seq_tis": (_K3 | _SEQUENCE, "decoupled_k3_rs with truncated weights of sequences."),
+    "decoupled_k3_rs_token_tis": (_K3 | _TOKEN, "decoupled_k3_rs with truncated weights of tokens."),
+    "decoupled_seq_mis": (
+        _SEQUENCE | {"beyond": "reject"},
+        "Weights of sequences; those above the bound are left out (masked importance sampling, MIS). Not in verl.",
+    ),
+    "decoupled_negative": (
+        {"reject_negative": 0.5},
+        "Sequences of negative advantage that mu finds far likelier than old are left out (after DeepSeek-V3.2, whose "
+        "mask compares mu with the policy that moves; the same at the first step on a batch). Not in verl.",
+    ),
+    "bypass_ppo_clip": (_CLIP, "Two policies: the clipped ratio is taken to mu."),
+    "bypass_ppo_clip_geo_rs": (_CLIP | _GEO, "bypass_ppo_clip without the sequences that decoupled_geo_rs leaves out."),
+    "bypass_ppo_clip_k3_rs": (_CLIP | _K3, "bypass_ppo_clip without the sequences that decoupled_k3_rs leaves out."),
+    "bypass_pg_is": (_PG | _SEQUENCE, "REINFORCE with truncated weights of sequences."),
+    "bypass_pg_token_icepop": (_PG | _ICEPOP, "REINFORCE with weights of tokens, 0 outside of an interval."),
+    "bypass_pg_geo_rs": (_PG | _GEO, "REINFORCE without the sequences that decoupled_geo_rs leaves out."),
+    "bypass_pg_geo_rs_seq_tis": (_PG | _GEO | _SEQUENCE, "bypass_pg_geo_rs with truncated weights of sequences."),
+    "bypass_pg_geo_rs_token_tis": (_PG | _GEO | _TOKEN, "bypass_pg_geo_rs with truncated weights of tokens."),
+}
+"""Name -> what it sets, and its description. But for three they are verl's, with its names and thresholds."""
+
+
+def _preset(name: str, defaults: dict[str, Any], description: str) -> type[Corrector]:
+    """A class like ``Corrector`` with these defaults; what a field may be stays as it was."""
+    hints = get_type_hints(Corrector, include_extras=True)
+    fields: dict[str, Any] = {field: (hints[field], value) for field, value in defaults.items()}
+    return create_model(name, __base__=Corrector, __module__=__name__, __doc__=description, **fields)
+
+
+for _name, _what in _PRESETS.items():
+    register("corrections", _name)(_preset(_name, *_what))
+
+
+def bypasses(name: str, **options: Any) -> bool:
+    """Whether it can do without the trainer's log-probs of before the update; RecipeError as in ``correct``."""
+    return "old_logprobs" not in build("corrections", name, options, CorrectionRule).needs
+
+
+@torch.no_grad()
+def correct(
+    name: str | CorrectionRule,
+    *,
+    rollout_logprobs: Tensor | None,
+    old_logprobs: Tensor | None,
+    mask: Tensor,
+    lengths: Tensor,
+    advantages: Tensor | None = None,
+    versions: Tensor | None = None,
+    reduce: Reduce = alone,
+    **options: Any,
+) -> Correction:
+    """Weights and mask for samples of one policy that another one learns from, and metrics of the gap between the two.
+
+    It is called once for a worker's rows of a batch, before they are split into micro-batches: the loss's denominators
+    are made of ``Correction.mask`` (with ``denominators="all"`` that is the given mask, and what is rejected weighs 0).
+    For a bypass, "old" is the trainer's policy at the start of the update too; verl takes the policy that moves, which
+    is the same for the first optimizer step on a batch.
+
+    Args:
+        name: one of ``names()["corrections"]``.
+        rollout_logprobs, old_logprobs: [total], of the sampling policy mu and of the trainer's at the start of the
+            update. What they hold at masked positions does not matter. Without ``old_logprobs`` (``needs`` of the
+            entry says whether it can be) there are no metrics.
+        mask: [total], not 0 where the token counts. lengths: integers [n].
+        advantages: [total], for ``reject_negative``; a sequence's is the mean over its tokens.
+        versions: [total], of the policy that chose each token, for rules that ask for them.
+        reduce: sum over all workers, for ``normalise``; all workers must call then, those without rows too.
+        options: see ``options("corrections", name)``. Bounds of k1 are of mu / old, the inverse of the weight (verl).
+
+    Where both log-probs are -inf, rho is 1; NaN at a token that counts passes through to weights and metrics, so that
+    the loss tells of it.
+
+    Metrics, besides those of ``mismatch``: correction/weight, mean over tokens, and correction/effective, effective
+    sample size over tokens, of bounded weights before ``normalise``; correction/above, correction/below, shares of
+    tokens with a ratio out of bounds; correction/scale, what ``normalise`` divided by; correction/rejected, share of
+    tokens left out; correction/rejected/STATISTIC, by each; correction/rejected_rows, share of rows that lost a token.
+
+    Raises: RecipeError (unknown name or option, missing column), TokenCountError (a column of another size).
+    """
+    entry = build("corrections", name, options, CorrectionRule)
+    given = {"rollout_logprobs": rollout_logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
+    given["versions"] = versions
+    require(entry, [column for column, values in given.items() if values is not None])
+    packing = Packing.of(lengths, mask)
+    gap = None
+    if old_logprobs is not None and rollout_logprobs is not None:
+        gap = Gap.of(packing, old_logprobs, rollout_logprobs)
+    if advantages is not None:
+        advantages = packing.masked(packing.column("advantages", advantages)).to(torch.float64)
+    dtype = torch.float64 if old_logprobs is not None and old_logprobs.dtype == torch.float64 else torch.float32
+    return entry.apply(Sampled(packing, gap, advantages, dtype, reduce, versions))

@@ -1,0 +1,120 @@
+"""The journal of rewards: what became of each sample, so that a step that runs again has the rewards that it had.
+
+    rewards.jsonl  one line for each missing reward, with its reason
+    scores.jsonl   one line for each call, with the rewards that it gave; of steps since the last checkpoint but one
+
+A reward may be chance: a time-out, an error of a service, the answer of a judge that samples. An entry is used again
+for the very sample and the very reward only: it holds step, trajectory, a checksum of the token ids of prompt and
+completion, and the identity of the reward (``continuing.Identity.reward``).
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tilth.core.batch import Batch
+from tilth.rewards.process_pool import CORRECT
+from tilth.roles.experience import OUTCOME
+from tilth.runs.files import Lines, iterate_lines, replace, to_json
+
+PART = "part/"
+Known = dict[tuple[int, int], dict[str, Any]]
+"""(trajectory, checksum) -> fields of an ``Outcome``."""
+
+
+class Journal:
+    """The journal of one run while this process writes it."""
+
+    def __init__(self, path: Path, reward: str, replay: bool = True) -> None:
+        """reward: identity of the one that scores now. replay: False: what is on disk is not used again."""
+        self._reward, self._replay = reward, replay
+        self._missing, self._scores = Lines(path / "rewards.jsonl"), Lines(path / "scores.jsonl")
+        self._known: dict[int, Known] = {}
+
+    def known(self, step: int, batch: Batch) -> dict[int, dict[str, Any]]:
+        """Fields of the outcomes of these samples of a step by trajectory id, as far as an earlier attempt got."""
+        known = self._known.get(step, {})
+        return {row[0]: known[row] for row in _samples(batch) if row in known}
+
+    def write(self, step: int, scored: Batch, failures: Mapping[int, dict[str, Any]]) -> None:
+        """Write down, durably, what is not known yet, before it is used.
+
+        scored: rows with ``reward``, ``outcome`` and parts; failures: fields of the outcome of each missing reward by
+        trajectory id.
+        """
+        known = self._known.setdefault(step, {})
+        about = {"step": step, "reward": self._reward}
+        lost = {row: failures[row[0]] for row in _samples(scored) if row not in known and row[0] in failures}
+        if lost:
+            entries = [about | {"trajectory": i, "checksum": c, "outcome": o} for (i, c), o in lost.items()]
+            self._missing.append("\n".join(map(to_json, entries)), sync=True)
+            known.update(lost)
+        # An infinite reward is not JSON: it is scored again.
+        fresh = np.array([row not in known for row in _samples(scored)], bool) & np.isfinite(scored["reward"])
+        if fresh.any():
+            entry = about | _entry(scored.select(fresh))
+            self._scores.append(to_json(entry), sync=True)
+            known.update(_outcomes(entry))
+
+    def forget(self, step: int) -> None:
+        """A step was committed: what is earlier is not asked for again before a rewind."""
+        for earlier in [s for s in self._known if s < step - 1]:
+            del self._known[earlier]
+
+    def rewind(self, step: int) -> None:
+        """Read again what is known of this step and later ones."""
+        self._known = {}
+        if not self._replay:
+            return
+        for entry in iterate_lines(self._missing.path):
+            if self._concerns(entry, step):
+                known = self._known.setdefault(entry["step"], {})
+                known.setdefault((entry["trajectory"], entry["checksum"]), entry["outcome"])
+        for entry in iterate_lines(self._scores.path):
+            if self._concerns(entry, step):
+                self._known[entry["step"]] = _outcomes(entry) | self._known.get(entry["step"], {})
+
+    def _concerns(self, entry: Mapping[str, Any], step: int) -> bool:
+        return entry.get("reward") == self._reward and bool(entry["step"] >= step)
+
+    def trim(self, step: int) -> None:
+        """Drop the scores of steps before this one. Those that are missing stay, for people to see why."""
+        kept = [entry for entry in iterate_lines(self._scores.path) if entry["step"] >= step]
+        self._scores.close()
+        replace(self._scores.path, "".join(to_json(entry) + "\n" for entry in kept).encode())
+        self._scores = Lines(self._scores.path)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._missing.close()
+        self._scores.close()
+
+
+def _samples(batch: Batch) -> list[tuple[int, int]]:
+    """(trajectory, checksum) of each row."""
+    return list(zip(batch["id"].tolist(), batch["identity"].tolist()))
+
+
+def _entry(scored: Batch) -> dict[str, Any]:
+    columns = {n: c.tolist() for n, c in scored.rows.items() if n in ("reward", OUTCOME) or n.startswith(PART)}
+    return {"trajectory": scored["id"].tolist(), "checksum": scored["identity"].tolist(), "columns": columns}
+
+
+def _outcomes(entry: Mapping[str, Any]) -> Known:
+    """Value and parts of each outcome of an entry, such that the reward role makes the same columns of them.
+
+    A null part is NaN, or the function did not return it for this sample. Only of ``correct`` that makes a difference:
+    without it the verdict is the reward.
+    """
+    columns = entry["columns"]
+    parts = {name.removeprefix(PART): values for name, values in columns.items() if name.startswith(PART)}
+    found: Known = {}
+    for row, sample in enumerate(zip(entry["trajectory"], entry["checksum"])):
+        said = {name: math.nan if values[row] is None else values[row] for name, values in parts.items()}
+        if math.isnan(said.get(CORRECT, 0.0)) and columns[OUTCOME][row] is not None:
+            del said[CORRECT]
+        found[sample] = {"value": columns["reward"][row], "parts": said}
+    return found

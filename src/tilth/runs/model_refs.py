@@ -1,0 +1,227 @@
+"""Checkpoints by name: a run, one of its checkpoints, a checkpoint itself, a folder of them; those two also by URL."""
+
+import hashlib
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from tilth.checkpoint import open_checkpoint, read_best
+from tilth.checkpoint.directory import complete, step_of
+from tilth.checkpoint.manifest import NAME as MANIFEST
+from tilth.checkpoint.storage import Location, is_url, split, storage_of
+from tilth.core.errors import CheckpointError, ModelError, StorageError
+from tilth.models.hub import fetched
+from tilth.runs.checkpoint_owner import original
+from tilth.runs.readers import checkpoints_of, read_state
+
+EMA = "ema"
+
+
+class Named(NamedTuple):
+    """A checkpoint that somebody named."""
+
+    path: Location
+    group: str = "model"
+    """The tensors that are meant where a model is wanted."""
+    run: Path | None = None
+    """Directory of its run, where that is known."""
+
+    def __str__(self) -> str:
+        step = step_of(self.path)
+        return str(self.path) if self.run is None or step is None else f"{self.run}@{step}"
+
+
+def find_checkpoint(spec: str) -> Named | None:
+    """The checkpoint that a text names; None for a path that is neither run nor checkpoint (a Hugging Face directory).
+
+    ``RUN``: its newest; ``RUN@best``: the best by evaluation; ``RUN@STEP``: the one of a step; ``RUN@ema``: the newest,
+    of it the moving average of the weights. A folder of checkpoints, or its URL, stands in place of RUN as well.
+    ModelError in one line if there is no such one, with what there is; StorageError where a store cannot be reached.
+    """
+    where, which = split_spec(spec)
+    with reaching(where):
+        if is_run(where):
+            run = Path(where)
+            return _chosen(root_of(run), which, run, f"run {run}")
+        if is_checkpoint(where) and not which:
+            return Named(where, run=_run_of(where))
+        if not is_checkpoint(where) and complete(where):
+            return _chosen(where, which, None, str(where))
+    if which:
+        raise ModelError(f"{str(where)!r} is no run, so it has no @{which}")
+    if is_url(where):
+        raise ModelError(f"{where} is neither a checkpoint nor a folder of checkpoints")
+    return None
+
+
+def identity(spec: str) -> str:
+    """The model that a text leads to as things stand, and what tells its weights from any others, in words.
+
+    Of a checkpoint by its manifest, which has the checksums of all tensors; of a directory by the bytes of its files.
+    """
+    named = find_checkpoint(spec)
+    if named is not None:
+        with explained(named):
+            checkpoint = open_checkpoint(named.path)
+        said = hashlib.blake2b(checkpoint.manifest.dump(), digest_size=8).hexdigest()
+        return f"{named} (step {checkpoint.step}, weights {said})"
+    files = sorted(file for pattern in ("*.safetensors", "*.json") for file in Path(fetched(spec)).glob(pattern))
+    with reaching(spec):
+        listed = " ".join(f"{file.name} {_bytes_hash(file)}" for file in files)
+    return f"{spec} (files {hashlib.blake2b(listed.encode(), digest_size=8).hexdigest()})"
+
+
+def _bytes_hash(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
+
+
+def split_spec(spec: str) -> tuple[Location, str]:
+    """Place and what follows its last ``@``; a folder that has one in its name is that folder."""
+    before, at, which = spec.rpartition("@")
+    if not at or "/" in which or (not is_url(spec) and Path(spec).exists()):
+        return _place(spec), ""
+    if not which:
+        raise ModelError(f"model {spec!r} ends in @; after it comes best, ema or a step, as in {before}@best")
+    return _place(before), which
+
+
+def is_run(where: Location) -> bool:
+    """Whether it is the directory of a run."""
+    return not is_url(where) and (Path(where) / "run.json").is_file()
+
+
+def is_checkpoint(where: Location) -> bool:
+    """Whether it is one checkpoint."""
+    return storage_of(where).size(MANIFEST) is not None
+
+
+def root_of(run: Path) -> Location:
+    """Where the checkpoints of a run are; a path as short as the run's own if they are in it.
+
+    ModelError for a copy of a run whose checkpoints are elsewhere: they are that one's. StorageError.
+    """
+    found, own = checkpoints_of(run), run / "checkpoints"
+    if found == str(own.resolve()):
+        return own
+    with reaching(found):
+        owner = original(run, found)
+    if owner:
+        raise ModelError(f"{run} is a copy of {owner}, whose checkpoints are in {found}; name that one")
+    return _place(found)
+
+
+def lost(run: Path | None, root: Location) -> str:
+    """Of a run that has saved, where no checkpoint is: which one is missing and where it was; empty for any other."""
+    saved = read_state(run).get("saved") if run is not None else None
+    return "" if not saved or str(root).startswith("memory://") else all_lost(root, saved)
+
+
+def all_lost(root: Location, saved: int) -> str:
+    """What is said where the checkpoints of a run, which has saved up to this step, are not to be found."""
+    return f"there is no valid checkpoint in {root}, but this run saved one of step {saved} there: is its disk mounted?"
+
+
+def run_settings(run: Path) -> dict[str, Any]:
+    """The run's recipe as it stands, also one whose other keys have changed their names since."""
+    file = run / "recipe.toml"
+    try:
+        return tomllib.loads(file.read_text("utf-8")) if file.is_file() else {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from None
+
+
+@contextmanager
+def reaching(where: Location) -> Iterator[None]:
+    """A store that does not answer, or whose client is not installed, is a StorageError in one line."""
+    try:
+        yield
+    except (OSError, ImportError) as error:
+        raise StorageError(f"cannot read {where}: {error}") from error
+
+
+@contextmanager
+def explained(named: Named) -> Iterator[None]:
+    """To an error of a damaged checkpoint: which command says more, and which one could be taken in its place."""
+    try:
+        with reaching(named.path):
+            yield
+    except CheckpointError as error:
+        more = f"'tilth ckpt verify {named}' says all that is wrong with it"
+        raise CheckpointError(f"{error}; {more}; {_instead(named)}") from error
+
+
+def _instead(named: Named) -> str:
+    older = one_before(named.path)
+    return "there is none before it" if older is None else f"the one before it is {named._replace(path=older)}"
+
+
+def one_before(checkpoint: Location) -> Location | None:
+    """The complete checkpoint before this one, under the same root."""
+    step = step_of(checkpoint)
+    older = [path for path in complete(split(checkpoint)[0]) if step is not None and (step_of(path) or 0) < step]
+    return older[-1] if older else None
+
+
+def foreign(objects: Mapping[str, Any], digests: Collection[str]) -> str:
+    """What is to be told of a checkpoint with these objects if a run with these digests did not make it; else empty."""
+    digest = objects.get("digest")
+    return "" if digest in digests else f"is not of this run: it was made by one of other work (digest {digest})"
+
+
+def _place(text: str) -> Location:
+    return text.rstrip("/") if is_url(text) else Path(text)
+
+
+def _run_of(checkpoint: Location) -> Path | None:
+    """The run in whose folder a checkpoint lies."""
+    if is_url(checkpoint):
+        return None
+    root = Path(checkpoint).resolve().parent
+    run = root.parent
+    return _as_said(Path(checkpoint), run) if root.name == "checkpoints" and is_run(run) else None
+
+
+def _as_said(checkpoint: Path, run: Path) -> Path:
+    """A path as a person would write it: without what they did not say, where that names the same."""
+    said = checkpoint.parent.parent
+    return said if said.resolve() == run else run
+
+
+def _chosen(root: Location, which: str, run: Path | None, who: str) -> Named:
+    """The checkpoint that is meant of those under a root."""
+    kept = {step_of(path) or 0: path for path in complete(root)}
+    if not kept:
+        if told := lost(run, root):
+            raise ModelError(told)
+        gone = "has none: checkpoints in memory:// are gone when their process ends"
+        yet = "has no checkpoint yet; let it reach its first save (run.save_every)"
+        raise ModelError(f"{who} {gone if str(root).startswith('memory://') else yet}")
+    newest = list(kept.values())[-1]
+    if which in ("", EMA):
+        return Named(newest, which or "model", run)
+    if which == "best":
+        return Named(kept[_best_step(root, kept, who)], run=run)
+    if not which.isdecimal():
+        raise ModelError(f"{who.removeprefix('run ')}@{which}: after the @ comes best, ema or a step ({_steps(kept)})")
+    if int(which) not in kept:
+        raise ModelError(f"{who} keeps no checkpoint of step {int(which)}; it has {_steps(kept)} (run.keep)")
+    return Named(kept[int(which)], run=run)
+
+
+def _best_step(root: Location, kept: Mapping[int, Location], who: str) -> int:
+    best = read_best(root)
+    if best is None:
+        raise ModelError(f"{who} has no best checkpoint: none was evaluated yet (run.eval_every); say no @best")
+    step = int(best["step"])
+    if step not in kept:
+        raise ModelError(f"the best checkpoint of {who}, step {step}, is gone; it has {_steps(kept)}")
+    return step
+
+
+def _steps(kept: Iterable[int]) -> str:
+    return "steps " + ", ".join(map(str, kept))

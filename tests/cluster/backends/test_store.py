@@ -1,0 +1,123 @@
+"""Payload files, the phase board and the private folder."""
+
+import errno
+import os
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tilth.cluster.backends.status import SLOT, StatusBoard
+from tilth.cluster.backends.store import FolderStore, _no_room
+from tilth.core.batch import Handle, Jagged
+from tilth.core.errors import StorageError
+from tilth.trace import recorder
+
+KINDS = ["<i8", "<i4", "<i2", "|u1", "|i1", "|b1", "<f4", "<f8", "<f2"]
+
+
+@given(
+    st.sampled_from(KINDS).flatmap(lambda kind: hnp.arrays(kind, st.integers(0, 40))),
+    st.lists(st.integers(0, 9), max_size=9),
+    st.text(max_size=20),
+)
+def test_a_column_comes_back_bit_for_bit(tmp_path_factory, values, lengths, name):
+    folder = tmp_path_factory.mktemp("payload")
+    data = Jagged(values, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+    handle = FolderStore(folder, "0").put(name, data)
+    found = FolderStore(folder, "1").get(handle)
+    assert found.values.dtype == values.dtype and found.values.tobytes() == values.tobytes()
+    assert found.offsets.dtype == np.int64 and np.array_equal(found.offsets, data.offsets)
+    assert handle.nbytes == values.nbytes + data.offsets.nbytes == FolderStore(folder, "2").held()[handle.key]
+
+
+def ragged(*values):
+    return Jagged.of([np.array(values)])
+
+
+def test_a_reader_may_write_in_its_own_view(tmp_path):
+    store = FolderStore(tmp_path, "0")
+    handle = store.put("x", ragged(1, 2, 3))
+    store.get(handle).values[:] = 0
+    assert store.get(handle).values.tolist() == [1, 2, 3]
+
+
+def test_a_view_stays_valid_when_the_column_is_freed(tmp_path):
+    store = FolderStore(tmp_path, "0")
+    handle = store.put("x", ragged(1, 2, 3))
+    view = store.get(handle)
+    FolderStore(tmp_path, "1").release("")
+    assert view.values.tolist() == [1, 2, 3] and store.held() == {}
+    with pytest.raises(KeyError):
+        store.get(handle)
+
+
+def test_writers_of_one_folder_do_not_collide(tmp_path):
+    stores = [FolderStore(tmp_path, str(rank)) for rank in range(3)]
+    handles = [store.put("tokens", ragged(i)) for i in range(4) for store in stores]
+    assert len({h.key for h in handles}) == 12
+    assert [stores[0].get(h).values[0] for h in handles] == [i for i in range(4) for _ in stores]
+
+
+@pytest.mark.parametrize("bad", [np.array(["a", None], object), np.zeros((2, 2))])
+def test_what_is_not_a_row_of_numbers_is_refused(tmp_path, bad):
+    with pytest.raises(ValueError, match="column 'x': payload is one row of numbers"):
+        FolderStore(tmp_path, "0").put("x", Jagged(bad, np.array([0, 2])))
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_room_names_the_column_its_size_and_the_way_out():
+    store = FolderStore(__import__("pathlib").Path("/dev/full-of-nothing"), "0")
+    with pytest.raises(
+        StorageError, match="column 'tokens' of 32 bytes could not be put in /dev/full-of-nothing: No such"
+    ):
+        store.put("tokens", ragged(1, 2))
+
+
+def test_a_full_disk_says_what_to_do(tmp_path):
+    error = _no_room(tmp_path, "x", 10, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert "No space left on device; free memory there or set TMPDIR to a larger place" in str(error)
+
+
+def test_an_unknown_handle_is_a_key_error(tmp_path):
+    with pytest.raises(KeyError):
+        FolderStore(tmp_path, "0").get(Handle("never", 8))
+
+
+def test_the_board_shows_each_worker_to_every_process(tmp_path):
+    board = StatusBoard.create(tmp_path / "board", 3)
+    assert [board.read(rank) for rank in range(3)] == ["", "", ""]
+    StatusBoard(tmp_path / "board").mark(1, "policy.update")
+    time.sleep(0.11)
+    assert board.read(1).startswith("policy.update (for 0.") and board.read(0) == board.read(2) == ""
+    board.mark(1, "")
+    assert board.read(1) == ""
+    board.close()
+
+
+@given(st.text(max_size=300))
+def test_any_name_fits_into_its_own_slot(tmp_path_factory, name):
+    board = StatusBoard.create(tmp_path_factory.mktemp("board") / "board", 3)
+    for rank in range(3):
+        board.mark(rank, f"{rank}{name}")
+    for rank in range(3):
+        shown = board.read(rank).rsplit(" (for ", 1)[0]
+        cut = f"{rank}{name}".encode()[: SLOT - 10].decode(errors="replace")
+        assert shown == cut
+    board.close()
+
+
+def test_what_goes_in_and_out_is_told_with_its_bytes_also_where_it_fails(tmp_path):
+    shop, data = FolderStore(tmp_path, "r0"), Jagged.of([np.arange(3), np.arange(2)])
+    recorder.totals()
+    handle = shop.put("tokens", data)
+    shop.get(handle)
+    shop.release("")
+    with pytest.raises(KeyError):
+        shop.get(handle)
+    told = {op: (total.count, total.bytes) for op, total in recorder.totals().items()}
+    assert handle.nbytes == (5 + 3) * 8
+    assert told == {"payload.put": (1, 64), "payload.get": (2, 2 * 64)}

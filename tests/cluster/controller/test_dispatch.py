@@ -1,0 +1,374 @@
+"""The controller's side without processes: a fleet whose answers the test gives by hand."""
+
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from tilth.cluster.backends.base import Call, Failure, PickledKwargs, Probe, Reply, place_of
+from tilth.cluster.backends.inline import InlineStore
+from tilth.cluster.controller import dispatch
+from tilth.cluster.controller.cluster import Cluster
+from tilth.cluster.controller.dispatch import Dispatch
+from tilth.cluster.controller.totals import Totals, together
+from tilth.cluster.worker.executor import failure
+from tilth.core.errors import CallTimeout, DataError, TilthError, WorkerError, WorkerLost
+from tilth.trace.spans import Total, span, total_of
+
+
+class ByHand:
+    """Keeps what is submitted; the test completes it."""
+
+    def __init__(self, workers=2):
+        self.workers, self.store = workers, InlineStore()
+        self.sent, self.closed = [], []
+
+    def submit(self, rank, call):
+        future = Future()
+        self.sent.append(future)
+        return future
+
+    def probe(self, rank):
+        return Probe(rank, 100 + rank, "running", "policy.update (for 3.1 s)" if rank else "", "File one\nFile two")
+
+    def close(self, kill):
+        self.closed.append(kill)
+
+
+CALL = Call("policy", "update")
+
+
+def total(seconds=1.0, tokens=0, phase=0.0):
+    return total_of(sums(seconds, tokens, phase))
+
+
+def sums(seconds=1.0, tokens=0, phase=0.0):
+    return [seconds * 1e9, seconds * 1e9, 1, tokens, 0, 0.0, phase * 1e9, tokens if phase else 0]
+
+
+def later(seconds, call, *args):
+    timer = threading.Timer(seconds, call, args)
+    timer.start()
+    return timer
+
+
+@pytest.fixture
+def fleet():
+    return ByHand()
+
+
+def test_replies_come_in_the_order_of_the_calls(fleet):
+    calls = Dispatch(fleet, 60)
+    flights = [calls.submit(rank, CALL) for rank in (0, 1)]
+    later(0.05, fleet.sent[1].set_result, Reply("second", {}))
+    later(0.1, fleet.sent[0].set_result, Reply("first", {}))
+    assert [reply.value for reply in calls.wait(flights)] == ["first", "second"]
+    assert not fleet.closed
+
+
+def test_a_death_is_the_cause_of_a_broken_collective_that_is_told_first(fleet):
+    calls = Dispatch(fleet, 60)
+    flights = [calls.submit(rank, CALL) for rank in (0, 1)]
+    fleet.sent[0].set_exception(WorkerError("rank 0: connection closed by peer"))
+    later(0.1, fleet.sent[1].set_exception, WorkerLost("rank 1: killed"))
+    with pytest.raises(WorkerLost, match="rank 1: killed"):
+        calls.wait(flights)
+    assert fleet.closed == [True]
+
+
+def test_of_two_that_raise_the_first_is_the_cause_and_the_grace_is_short(fleet):
+    calls = Dispatch(fleet, 60)
+    flights = [calls.submit(rank, CALL) for rank in (0, 1)]
+    fleet.sent[1].set_exception(DataError("rank 1: no data"))
+    began = time.monotonic()
+    with pytest.raises(DataError, match="no data"):
+        calls.wait(flights)  # rank 0 waits in its collective for ever
+    assert dispatch.GRACE <= time.monotonic() - began < dispatch.GRACE + 5
+
+
+WAITS = """Current thread 0x09 (most recent call first):
+  File "/py/torch/_ops.py", line 1 in __call__
+  File "/py/torch/distributed/distributed_c10d.py", line 2 in all_reduce
+  File "/x/role.py", line 3 in update
+"""
+WORKS = """Current thread 0x09 (most recent call first):
+  File "/x/reward.py", line 1 in judge
+  File "/py/torch/distributed/fsdp/_state.py", line 2 in hook
+"""
+MEETS = Call("policy", "update", number=7)
+
+
+def collective(rank, kind="timeout"):
+    return Failure(None, f"RuntimeError: {kind}", "Traceback", kind).error(MEETS, rank)
+
+
+def failing(monkeypatch, stacks, queues):
+    """A fleet whose ranks have these stacks, with these calls sent to each."""
+    monkeypatch.setattr(dispatch, "GRACE", 0.05)
+    fleet = ByHand(len(stacks))
+    fleet.probe = lambda rank: Probe(rank, 100 + rank, "sleeping", "policy.update (for 9.0 s)", stacks[rank])
+    calls = Dispatch(fleet, 60)
+    flights = [calls.submit(rank, call) for rank, queue in enumerate(queues) for call in queue]
+    return fleet, calls, flights
+
+
+def test_who_did_not_come_is_named_where_all_others_broke_off(monkeypatch):
+    """Rank 1 sleeps; what is told first is that of rank 2, whose peer has left."""
+    fleet, calls, flights = failing(monkeypatch, ["", WORKS, ""], [[MEETS, CALL], [MEETS, CALL], [MEETS]])
+    fleet.sent[4].set_exception(collective(2, "broken"))
+    fleet.sent[0].set_exception(collective(0))
+    with pytest.raises(CallTimeout, match=r"^role policy, rank 1, update: .*; rank 0 waited for it") as raised:
+        calls.wait(flights)
+    assert "  role policy, rank 0, update: RuntimeError: timeout" in str(raised.value).splitlines()
+
+
+def test_a_rank_that_is_busy_with_another_call_is_not_named(monkeypatch):
+    other = Call("rollout", "generate", number=8)
+    fleet, calls, flights = failing(monkeypatch, ["", WORKS, WORKS], [[MEETS], [MEETS], [other]])
+    fleet.sent[0].set_exception(collective(0))
+    with pytest.raises(CallTimeout, match=r"^role policy, rank 1, update: did not come") as raised:
+        calls.wait(flights)
+    assert "rank 2" not in str(raised.value).splitlines()[0]
+
+
+def test_a_collective_over_two_calls_waits_for_a_rank_of_the_other(monkeypatch):
+    other = Call("rollout", "receive", number=8)
+    fleet, calls, flights = failing(monkeypatch, ["", WAITS, WORKS], [[MEETS], [MEETS], [other]])
+    fleet.sent[0].set_exception(collective(0))
+    with pytest.raises(CallTimeout, match=r"^role rollout, rank 2, receive: did not come"):
+        calls.wait(flights)
+
+
+def test_where_all_wait_the_error_is_the_one_that_was_raised(monkeypatch):
+    fleet, calls, flights = failing(monkeypatch, ["", WAITS], [[MEETS], [MEETS]])
+    fleet.sent[0].set_exception(collective(0))
+    with pytest.raises(WorkerError, match="rank 0, update: RuntimeError: timeout"):
+        calls.wait(flights)
+
+
+def test_an_error_of_a_rank_s_own_is_the_cause_of_collectives_that_broke_or_ran_out_of_time(monkeypatch):
+    fleet, calls, flights = failing(monkeypatch, ["", "", WORKS], [[MEETS], [MEETS], [MEETS]])
+    fleet.sent[0].set_exception(collective(0))
+    fleet.sent[1].set_exception(DataError("rank 1: no data"))
+    with pytest.raises(DataError, match="rank 1: no data"):
+        calls.wait(flights)
+
+
+def test_of_a_limit_of_the_controller_those_are_named_that_the_others_wait_for(monkeypatch):
+    _, calls, flights = failing(monkeypatch, [WAITS, WORKS, WAITS], [[MEETS]] * 3)
+    calls.timeout = 0.1
+    told = (
+        r"^role policy, rank 1, update: no answer within 0.1 s .*; ranks 0, 2 waited for it in a collective\n  rank 1 "
+    )
+    with pytest.raises(CallTimeout, match=told):
+        calls.wait(flights)
+
+
+def test_the_first_failure_is_raised_by_every_later_call(fleet):
+    calls = Dispatch(fleet, 60)
+    calls.submit(0, CALL)
+    fleet.sent[0].set_exception(DataError("first"))
+    with pytest.raises(DataError):
+        calls.drain()
+    for again in (lambda: calls.submit(1, CALL), lambda: calls.wait([]), calls.drain):
+        with pytest.raises(DataError, match="first"):
+            again()
+    assert fleet.closed == [True] and len(fleet.sent) == 1
+
+
+def test_a_failure_elsewhere_ends_a_wait(fleet):
+    calls = Dispatch(fleet, 60)
+    calls.submit(1, Call("critic", "update"))
+    mine = calls.submit(0, CALL)
+    later(0.05, fleet.sent[0].set_exception, DataError("of the critic"))
+    with pytest.raises(DataError, match="of the critic"):
+        calls.wait([mine])
+
+
+def test_a_call_that_exceeds_its_limit_tells_what_every_rank_does(fleet, monkeypatch):
+    monkeypatch.setattr(dispatch, "GRACE", 0.05)
+    calls = Dispatch(fleet, 0.2)
+    flights = [calls.submit(rank, CALL) for rank in (0, 1)]
+    fleet.sent[0].set_result(Reply(None, {}))
+    with pytest.raises(CallTimeout) as raised:
+        calls.wait(flights)
+    assert str(raised.value).splitlines() == [
+        "role policy, rank 1, update: no answer within 0.2 s (cluster.timeout)",
+        "  rank 1 (process 101, running): in policy.update (for 3.1 s)",
+        "    File one",
+        "    File two",
+        "  rank 0 (process 100, running): between calls",
+        "    File one",
+        "    File two",
+    ]
+    assert fleet.closed == [True]
+
+
+def test_the_limit_of_a_call_begins_when_the_one_before_it_ended(fleet, monkeypatch):
+    monkeypatch.setattr(dispatch, "GRACE", 0.05)
+    calls = Dispatch(fleet, 0.4)
+    flights = [calls.submit(0, CALL) for _ in range(4)]
+    timers = [later(0.25 * (i + 1), fleet.sent[i].set_result, Reply(i, {})) for i in range(4)]
+    assert [reply.value for reply in calls.wait(flights)] == [0, 1, 2, 3]
+    for timer in timers:
+        timer.join()
+
+
+def test_a_call_may_have_longer_than_others_and_they_have_their_own_time_after_it(fleet, monkeypatch):
+    monkeypatch.setattr(dispatch, "GRACE", 0.05)
+    calls = Dispatch(fleet, 0.3)
+    imports = calls.submit(0, Call("", "import", ("policy", "m"), least=60.0))
+    create = calls.submit(0, CALL)
+    later(0.7, fleet.sent[0].set_result, Reply("imported", {}))
+    later(0.8, fleet.sent[1].set_result, Reply("made", {}))
+    assert [reply.value for reply in calls.wait([imports, create])] == ["imported", "made"]
+    short = calls.submit(1, Call("", "import", ("policy", "m"), least=0.5))
+    with pytest.raises(CallTimeout, match=r"^role policy, rank 1, import: no answer within 0.5 s\n"):
+        calls.wait([short])
+
+
+def test_an_answer_within_the_grace_is_an_answer(fleet):
+    calls = Dispatch(fleet, 0.1)
+    flight = calls.submit(0, CALL)
+    later(0.1 + dispatch.GRACE / 2, fleet.sent[0].set_result, Reply("late", {}))
+    assert calls.wait([flight])[0].value == "late"
+
+
+def test_a_message_that_cannot_be_sent_is_a_call_over_its_limit(fleet):
+    def full(rank, call):
+        raise TimeoutError
+
+    fleet.submit = full
+    with pytest.raises(CallTimeout, match="role policy, rank 1, update: no answer within 60 s"):
+        Dispatch(fleet, 60).submit(1, CALL)
+    assert fleet.closed == [True]
+
+
+def test_time_is_that_of_the_slowest_rank_and_work_is_counted_once():
+    totals = Totals(3)
+    totals.add(0, {"update": sums(1.0, 10, 1.0)}, True)
+    totals.add(1, {"update": sums(2.0, 10, 2.0)}, False)  # a copy along tp
+    totals.add(2, {"update": sums(1.5, 7, 1.5)}, True)
+    totals.add(2, {"update": sums(1.5, 7, 1.5), "read": sums(0.5)}, True)
+    found = totals.take()
+    assert found["update"] == Total(3.0, 3.0, 2, 24, 0, 0.0, 3.0, 24) and found["read"].seconds == 0.5
+    assert totals.take() == {}
+
+
+def test_controller_and_workers_come_after_one_another():
+    found = together({"publish": total(1.0), "step": total(5.0)}, {"publish": total(2.0), "update": total(3.0)})
+    assert {op: t.seconds for op, t in found.items()} == {"publish": 3.0, "step": 5.0, "update": 3.0}
+    assert found["publish"].count == 2
+
+
+def test_a_call_inside_a_phase_adds_no_phase_of_its_own(fleet):
+    calls = Dispatch(fleet, 60)
+    with span("evaluate"):
+        inside = calls.submit(0, CALL)
+    outside = calls.submit(0, CALL)
+    for future in fleet.sent:
+        future.set_result(Reply(None, {"generate": sums(1.0, 5, 1.0)}))
+    calls.wait([inside, outside])
+    found = calls.totals.take()["generate"]
+    assert (found.seconds, found.tokens, found.phase_seconds, found.phase_tokens) == (2.0, 10, 1.0, 5)
+
+
+def test_names_of_calls():
+    create = Call("", "create", ("policy", "m:f", PickledKwargs({}), None))
+    assert (CALL.name, place_of(CALL, 3)) == ("policy.update", "role policy, rank 3, update")
+    assert (create.name, place_of(create, 0)) == ("create policy", "role policy, rank 0, create")
+    assert (Call("", "end").name, place_of(Call("", "end"), 1)) == ("end", "rank 1, end")
+
+
+def test_a_failure_is_the_worker_s_own_class_or_a_worker_error():
+    own = Failure(DataError, "file x: empty", "Traceback ...").error(CALL, 1)
+    assert type(own) is DataError and str(own) == "role policy, rank 1, update: file x: empty"
+    assert "Traceback ..." in own.__notes__[0]
+    other = Failure(None, "ValueError: x", "Traceback ...").error(CALL, 1)
+    assert type(other) is WorkerError and str(other) == "role policy, rank 1, update: ValueError: x\nTraceback ..."
+
+
+class Custom(TilthError):
+    """Made from something else than its message."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+
+
+def test_an_error_that_another_process_could_not_make_comes_up_as_a_worker_error():
+    class Here(TilthError):
+        pass
+
+    for error, told in ((Custom(5), "Custom: code 5"), (Here("local"), "Here: local")):
+        raised = failure(error)
+        assert raised.kind is None and raised.message == told
+    assert failure(DataError("x"))[:2] == (DataError, "x")
+
+
+def test_what_a_backend_raises_itself_ends_the_cluster_too(fleet):
+    calls = Dispatch(fleet, 60)
+    flights = [calls.submit(0, CALL)]
+    fleet.sent[0].set_exception(OSError("the network is gone"))
+    with pytest.raises(OSError, match="the network is gone"):
+        calls.wait(flights)
+    assert fleet.closed == [True]
+
+
+def done(_):
+    future = Future()
+    future.set_result(Reply(None, {}))
+    return future
+
+
+def test_idle_workers_end_in_good_order(fleet):
+    fleet.submit = lambda rank, call: done(fleet.sent.append(call))
+    assert Dispatch(fleet, 60).end(5.0)
+    assert [call.name for call in fleet.sent] == ["end", "end"] and not fleet.closed
+
+
+def test_workers_that_are_at_work_or_have_failed_are_not_asked_to_end(fleet):
+    calls = Dispatch(fleet, 60)
+    calls.submit(0, CALL)
+    assert not calls.end(5.0) and len(fleet.sent) == 1
+    fleet.sent[0].set_exception(DataError("first"))  # nobody has waited for it
+    assert not calls.end(5.0) and len(fleet.sent) == 1
+
+
+def test_workers_that_do_not_end_in_time_are_not_waited_for(fleet):
+    began = time.monotonic()
+    assert not Dispatch(fleet, 60).end(0.3)
+    assert 0.3 <= time.monotonic() - began < 5 and len(fleet.sent) == 2
+
+
+def test_workers_that_take_no_message_are_an_end_out_of_order_and_no_other_error(fleet):
+    def full(rank, call):
+        raise TimeoutError
+
+    fleet.submit = full
+    assert not Dispatch(fleet, 60).end(5.0)
+
+
+class Interrupt(Exception):
+    """What a flow raises when it has saved."""
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_exception_of_the_controller_kills_only_workers_that_are_at_work(fleet, busy):
+    with pytest.raises(Interrupt), Cluster(fleet) as cluster:
+        if busy:
+            cluster.dispatch.submit(0, CALL)
+        fleet.submit = lambda rank, call: done(fleet.sent.append(call))
+        raise Interrupt
+    cluster.close()
+    assert fleet.closed == [busy]
+
+
+def test_a_second_interrupt_while_they_end_kills(fleet):
+    def again(rank, call):
+        raise KeyboardInterrupt
+
+    fleet.submit = again
+    with pytest.raises(KeyboardInterrupt), Cluster(fleet):
+        raise Interrupt
+    assert fleet.closed == [True]

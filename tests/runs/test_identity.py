@@ -1,0 +1,158 @@
+"""Which run is gone on with: the same work, or work that differs in what was allowed by name."""
+
+import pytest
+
+from tests.flows import tiny
+from tilth.config.load import dump_toml
+from tilth.core.errors import RecipeError
+from tilth.runs.directory import RunDir
+from tilth.runs.identity import Identity, claim, find
+from tilth.runs.readers import checkpoints_of, read_state
+
+TWO = {"cluster": {"workers": 2, "backend": "local"}, "policy": {"layout": {"fsdp": 2}}}
+
+
+def begun(folder, inputs="data1", **sections):
+    """The path of an unfinished run."""
+    with RunDir.create(tiny.recipe(folder, **sections), "demo", given(inputs)) as run:
+        run.end("interrupted")
+    return run.path
+
+
+def who(folder, *allow, inputs="data1", **sections):
+    return Identity(tiny.recipe(folder, **sections), given(inputs), allow)
+
+
+def given(inputs):
+    """By key; a text alone is that of the data."""
+    return {"data": inputs} if isinstance(inputs, str) else inputs
+
+
+def test_the_same_work_goes_on_and_other_work_begins_anew(tmp_path):
+    path = begun(tmp_path)
+    assert find(who(tmp_path), "demo") == path
+    for other in (who(tmp_path, seed=9), who(tmp_path, inputs="data2"), who(tmp_path, optimizer={"lr": 1.0})):
+        assert find(other, "demo") is None
+    new, lock = claim(who(tmp_path, seed=9), "demo")
+    lock.release()
+    assert new != path
+
+
+@pytest.mark.parametrize(
+    ("allow", "changed", "goes_on"),
+    [
+        (("optimizer.lr",), {"optimizer": {"lr": 1.0}}, True),
+        (("optimizer",), {"optimizer": {"lr": 1.0, "clip_norm": 0.5}}, True),
+        (("optimizer.l",), {"optimizer": {"lr": 1.0}}, False),  # not by the beginning of a name
+        (("optimizer.lr",), {"optimizer": {"lr": 1.0, "clip_norm": 0.5}}, False),
+        (("optimizer.lr",), {"optimizer": {"lr": 1.0}, "inputs": "data2"}, False),
+        (("optimizer.lr", "data"), {"optimizer": {"lr": 1.0}, "inputs": "data2"}, True),
+        (("data.source",), {"inputs": "data2"}, True),
+        (("reward.function",), {"inputs": "data2"}, False),  # each input has its own key
+        (("reward",), {"inputs": {"data": "data1", "reward.function": "f"}}, True),
+        (("reward.function",), {"inputs": {"data": "data1", "reward.function": "f"}}, True),
+        (("reward",), {"inputs": {"data": "data1", "reward.model": "m"}}, True),
+        (("reward.function",), {"inputs": {"data": "data1", "reward.model": "m"}}, False),
+        (("judge",), {"inputs": {"data": "data1", "judge.path": "j"}}, True),
+        (("reference",), {"inputs": {"data": "data1", "judge.path": "j"}}, False),
+        (("reference.path",), {"inputs": {"data": "data1", "reference.path": "r"}}, True),
+        (("data",), {"inputs": {"data": "data1", "reference.path": "r"}}, False),
+        (("data",), {"inputs": {"data": "data1", "data.template": "t"}}, True),
+        (("policy.layout", "cluster"), TWO, True),
+        (("cluster",), TWO, False),
+        ((), {"run": {"save_every": 9, "keep": 5, "save_background": False, "grace": 1.0, "save_minutes": 3.0}}, True),
+    ],
+)  # fmt: skip
+def test_what_is_allowed_may_differ_and_nothing_else(tmp_path, allow, changed, goes_on):
+    path = begun(tmp_path)
+    found = find(who(tmp_path, *allow, **changed), "demo")
+    assert (found == path) if goes_on else (found is None)
+
+
+def test_the_newest_that_may_be_gone_on_with_is_taken(tmp_path):
+    begun(tmp_path)
+    second = begun(tmp_path, seed=9)
+    assert find(who(tmp_path, "seed", seed=5), "demo") == second
+
+
+def test_a_named_run_says_which_keys_would_have_to_be_allowed(tmp_path):
+    begun(tmp_path, run={"name": "mine"})
+    changed = {"seed": 5, "optimizer": {"lr": 1.0, "clip_norm": 0.5}, "run": {"name": "mine"}}
+    with pytest.raises(RecipeError) as caught:
+        who(tmp_path, "seed", **changed).check_name()
+    message = str(caught.value)
+    assert "optimizer.lr was 0.0001 and is 1.0" in message and "seed was" not in message
+    assert "--allow optimizer.lr --allow optimizer.clip_norm" in message and "\n" not in message
+    who(tmp_path, "seed", "optimizer", **changed).check_name()
+    with pytest.raises(RecipeError, match=r"its data are others\. .*--allow data to go on"):
+        who(tmp_path, "seed", inputs="data2", run={"name": "mine"}).check_name()
+    teacher = {"data": "data1", "reference.path": "runs/teacher@4"}
+    said = r"reference\.path led to nothing and leads to runs/teacher@4\. .*--allow reference\.path to go on"
+    with pytest.raises(RecipeError, match=said):
+        who(tmp_path, inputs=teacher, run={"name": "mine"}).check_name()
+    (tmp_path / "mine" / "recipe.toml").write_text(dump_toml(who(tmp_path, **changed).recipe))  # as a kill may leave it
+    with pytest.raises(RecipeError, match="it has gone on with other keys since"):
+        who(tmp_path, **changed).check_name()
+
+
+def test_a_finished_run_goes_on_only_if_it_is_named_and_something_may_change(tmp_path):
+    with RunDir.create(tiny.recipe(tmp_path, run={"name": "mine"}), "demo") as run:
+        run.end("finished")
+    same = Identity(tiny.recipe(tmp_path, run={"name": "mine"}))
+    with pytest.raises(RecipeError, match="is finished; choose another name, or make it longer"):
+        same.check_name()
+    with pytest.raises(RecipeError, match="is finished or another run"):
+        claim(same, "demo")
+    longer = Identity(tiny.recipe(tmp_path, algorithm={"steps": 9}, run={"name": "mine"}), allow=("algorithm.steps",))
+    longer.check_name()
+    path, lock = claim(longer, "demo")
+    lock.release()
+    assert path == tmp_path / "mine"
+    assert find(who(tmp_path, "seed", "data", seed=9), "demo") is None  # without its name a new one is begun
+
+
+def test_a_run_remembers_as_what_it_went_on(tmp_path):
+    path = begun(tmp_path)
+    first = read_state(path)["digest"]
+    with RunDir.create(tiny.recipe(tmp_path, seed=9), "demo", given("data1"), ("seed",)) as run:
+        assert run.path == path and run.resumed and run.changes == {"seed": "seed was 3 and is 9"}
+        assert read_state(path)["digest"] == first  # not before it could be gone on with
+        run.accept()
+        assert run.digests == [first, run.digest] and run.digest != first
+    state = read_state(path)
+    assert state["digest"] == run.digest and state["attempts"][-1]["changed"] == ["seed was 3 and is 9"]
+    assert find(who(tmp_path), "demo") is None  # what it was before is now the other work
+    with RunDir.create(tiny.recipe(tmp_path, seed=9), "demo", given("data1")) as again:
+        assert again.path == path and not again.changes
+
+
+def test_a_recipe_of_other_keys_is_not_gone_on_with(tmp_path):
+    path = begun(tmp_path)
+    (path / "recipe.toml").write_text("[section_of_another_time]\nkey = 1\n")
+    assert find(who(tmp_path, "seed", seed=9), "demo") is None
+    assert find(who(tmp_path), "demo") == path  # the same digest is the same work
+
+
+def test_checkpoints_elsewhere_have_a_place_of_their_own(tmp_path):
+    place = str(tmp_path / "store")
+    runs = [begun(tmp_path / name, run={"checkpoints": place}) for name in ("a", "b")]
+    found = [checkpoints_of(run) for run in runs]
+    assert len(set(found)) == 2 and all(f.startswith(f"{place}/demo-001-") for f in found)
+    with RunDir.create(tiny.recipe(tmp_path / "a", run={"checkpoints": place}), "demo", given("data1")) as again:
+        assert again.checkpoints == found[0]
+    url = begun(tmp_path / "c", run={"checkpoints": "memory://bucket/x/"})
+    assert checkpoints_of(url).startswith("memory://bucket/x/demo-001-")
+    own = begun(tmp_path / "d")
+    moved = own.rename(tmp_path / "moved")
+    assert checkpoints_of(moved) == str(moved / "checkpoints")
+
+
+def test_checkpoints_stay_where_they_are_once_there_may_be_some(tmp_path):
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    path = begun(tmp_path / "runs", run={"checkpoints": first})
+    place = checkpoints_of(path)
+    with RunDir.create(tiny.recipe(tmp_path / "runs", run={"checkpoints": second}), "demo", given("data1")) as run:
+        assert run.path == path and run.checkpoints.startswith(second)  # nothing has been saved yet
+        run.update(saved=4)
+    with RunDir.create(tiny.recipe(tmp_path / "runs", run={"checkpoints": first}), "demo", given("data1")) as run:
+        assert run.path == path and run.checkpoints.startswith(second) and run.checkpoints != place

@@ -1,0 +1,36 @@
+"""Files of a run that somebody else may have written: what is no JSON that can be read is one named error."""
+
+import pytest
+
+from tilth.core.errors import DataError
+from tilth.data.documents import _damage
+from tilth.plan.costs import load_costs
+from tilth.runs.checkpoint_owner import MARK, original
+from tilth.runs.readers import read_metrics, read_state
+from tilth.trace.clock_samples import read_rounds, rounds_path
+
+ODD = ["[" * 100_000, "9" * 5000, "{", "[]", '{"rank": 0, "rounds": [[9223372036854775808, 0, 0]]}']
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_what_is_no_file_of_a_run(tmp_path, text):
+    for file, read in [("run.json", read_state), ("metrics.jsonl", read_metrics)]:
+        (tmp_path / file).write_text(f"{text}\n")
+        with pytest.raises(DataError, match=file):
+            read(tmp_path)
+    (tmp_path / MARK).write_text(text)
+    assert original(tmp_path, str(tmp_path)) is None
+    (tmp_path / "about.json").write_text(text)
+    assert _damage(tmp_path)
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_what_are_no_costs_and_no_rounds_of_clocks(tmp_path, text):
+    (tmp_path / "costs.json").write_text(text)
+    with pytest.raises(DataError, match=r"costs\.json"):
+        load_costs(tmp_path / "costs.json")
+    rounds = rounds_path(tmp_path, 0)
+    rounds.parent.mkdir(exist_ok=True)
+    rounds.write_text(f"{text}\n{text}\n")
+    with pytest.raises(DataError, match=rounds.name):
+        read_rounds(tmp_path, 0)
