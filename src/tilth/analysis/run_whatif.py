@@ -25,7 +25,7 @@ from tilth.core.errors import DataError
 
 @dataclass(frozen=True)
 class RunWhatIf(Replayed):
-    """Findings of a run. ``explained``: a replay whose delays of dispatch are the usual ones (``RunModel.usual_delays``);
+    """Findings of a run. ``explained``: a replay with the usual delays of dispatch (``RunModel.usual_delays``);
     with the delays that were recorded the error is 0 by construction."""
 
     by_axis: dict[str, dict[int, Slowdown]]

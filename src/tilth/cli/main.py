@@ -419,8 +419,9 @@ def trace_run(
 ) -> None:
     """Say where the time of a run went, and what would be gained if the worst were mended; also while it goes on.
 
-    Roles beside those of the recipe: weight_sync carries the policy's weights to its copies, loader turns what is learned
-    from into rows. S: how many times as long a step takes as it would if ranks and communications were as their peers.
+    Roles beside those of the recipe: weight_sync carries the policy's weights to its copies, loader turns what is
+    learned from into rows. S: how many times as long a step takes as it would if ranks and communications were as their
+    peers.
 
     Keys of --json: run, state, attempt, steps (first, last, count), seconds, step (mean, median, longest, longest_at),
     parts (name: seconds, share; means over ranks), roles (role: rank: seconds), ranks (rank, busy, pace, communication,

@@ -156,8 +156,8 @@ def loaded_models(recipe: Recipe) -> dict[str, LoadedModel]:
 
 
 def make_roles(cluster: Cluster, meshes: Mapping[str, Mesh], given: Mapping[str, Any]) -> Roles:
-    """The worker groups of a run, made one after the other, each with what its worker asks for by name; and a weight_sync on
-    every worker that holds the policy or receives its weights."""
+    """Worker groups of a run, made one after the other, each with what its worker asks for by name; and the role
+    ``weight_sync`` on every worker that holds the policy or receives its weights."""
     recipe: Recipe = given["recipe"]
     made = dict[str, WorkerGroup]()
     for role, mesh in meshes.items():

@@ -34,7 +34,7 @@ class Roles(dict[str, WorkerGroup]):
         loaded: frozenset[str] = frozenset(),
         weight_sync: WorkerGroup | None = None,
     ) -> None:
-        """loaded: those whose weights come from elsewhere, by a path; weight_sync: carries the policy's to its copies."""
+        """loaded: those whose weights come from a path; weight_sync: carries the policy's to its copies."""
         super().__init__(groups)
         self.loaded, self.weight_sync = loaded, weight_sync
 

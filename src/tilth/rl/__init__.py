@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _HOME = {
     name: module
     for module, names_of in {
-        "correction": "Correction bypasses correct",
+        "rollout_correction": "Correction bypasses correct",
         "advantages": "Estimate estimate estimate_rows",
         "values": "Explained explained_variance value_loss",
         "losses": "LossResult PolicyLoss loss_entry policy_loss thresholds",
@@ -35,7 +35,7 @@ _HOME = {
         "aggregation": "aggregate denominator row_denominator",
         "catalog": "check names options",
         "packing": "keep_rows token_counts",
-        "gap": "mismatch",
+        "mismatch": "mismatch",
         "registry": "register",
     }.items()
     for name in names_of.split()

@@ -77,7 +77,8 @@ def test_no_workers():
 
 def test_ray_is_not_imported_before_it_is_asked_for():
     program = (
-        "import sys; import tilth.cli.run, tilth.cluster.backends.local, tilth.cluster.backends.ray, tilth.cluster.backends.ray_actors\n"
+        "import sys; import tilth.cli.run\n"
+        "from tilth.cluster.backends import local, ray, ray_actors\n"
         "from tilth.cluster.controller.cluster import open_cluster\n"
         "open_cluster('inline', 1).close()\n"
         "print([name for name in sys.modules if name == 'ray' or name.startswith('ray.')])"
