@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.models.tiny import FAMILIES, decoder, tokens
 from tilth.models import attention
 from tilth.models.attention import PackedContext, bucket_lengths, causal_mask, matmul_attention
+from tilth.plan.kernels import KEYS
 
 lengths_of = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
@@ -134,7 +135,7 @@ def test_buckets_hold_their_sequences_and_waste_little(lengths: list[int], whole
     assert (padded - fine).clip(min=0).sum() < attention._GROUP_TOKENS * 12 * max(1, len(edges))
     assert len(edges) <= 40
     if whole:
-        assert (padded % attention.KEY_MULTIPLE == 0).all()
+        assert (padded % KEYS == 0).all()
     elif lengths:
         assert padded.max() == table.max()
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilth.models.logprobs import logits_logprobs, token_logprobs, token_squares
+from tilth.models.logprobs import cached_parts, logits_logprobs, token_logprobs, token_squares
 
 
 def oracle(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -178,6 +178,13 @@ def test_parts_in_the_cache_change_no_bit(cached: int, monkeypatch: pytest.Monke
         values = token_logprobs(hidden, weight, targets, 0.7, 24)
         found.append((*values, *torch.autograd.grad(sum(x.sum() for x in values), (hidden, weight))))
     assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def test_parts_are_those_of_a_cpu() -> None:
+    """On a device without such a cache every part would be kernels of its own."""
+    some = slice(64, 64 + 256)
+    assert len(list(cached_parts(some, torch.empty(256, 150_000, device="meta")))) == 1
+    assert len(list(cached_parts(some, torch.empty(1, 150_000).expand(256, -1)))) > 10
 
 
 def test_without_entropy_nothing_else_changes_and_none_is_computed() -> None:

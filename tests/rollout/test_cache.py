@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.rollout.reference import CONFIG, make_model
 from tilth.models.attention import PackedContext, matmul_attention
 from tilth.models.config import DecoderConfig
-from tilth.rollout.cache import CachedContext, KVCache, PrefixStore, _runs, fused_attention
+from tilth.rollout.cache import CachedContext, KVCache, PrefixStore, _runs, fused_attention, shared_attention
 
 CPU = torch.device("cpu")
 
@@ -130,3 +130,15 @@ def test_fused_attention_is_matmul_attention(groups):
     hidden = torch.arange(32) > torch.tensor([0, 3, 31, 17])[:, None]
     mask = torch.zeros(4, 1, 1, 1, 32).masked_fill_(hidden[:, None, None, None], -torch.inf)
     torch.testing.assert_close(fused_attention(q, k, v, mask), matmul_attention(q, k, v, mask), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_attention_of_a_gpu_is_matmul_attention(groups, width):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(4, 2, groups, width, 8, generator=generator)
+    k, v = (torch.randn(4, 2, 32, 8, generator=generator) for _ in range(2))
+    place = torch.tensor([0, 7, 31 - width, 16])[:, None] + torch.arange(width)
+    hidden = torch.arange(32) > place[:, :, None]
+    mask = torch.zeros(4, width, 32).masked_fill_(hidden, -torch.inf)[:, None, None]
+    torch.testing.assert_close(shared_attention(q, k, v, mask), matmul_attention(q, k, v, mask), atol=1e-6, rtol=1e-5)

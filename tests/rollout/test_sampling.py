@@ -161,3 +161,12 @@ def test_largest_is_topk(seed, vocab, count):
 def test_mass_known_already_or_computed_in_pieces_is_the_same():
     logp, u = torch.log_softmax(logits_of(0, 300, 1000), -1), uniform_of(1, 300)
     assert torch.equal(inverse_cdf(logp, group_mass(logp), u), inverse_cdf(logp, None, u))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_rows_are_summed_up_by_parts_on_a_cpu_only(monkeypatch, device):
+    """Elsewhere, of a large vocabulary, every row would be kernels of its own."""
+    seen = []
+    monkeypatch.setattr(sampling, "group_mass", lambda logp: seen.append(len(logp)) or group_mass(logp))
+    inverse_cdf(torch.full((6, 1 << 16), -11.0, device=device), None, torch.zeros(6, device=device))
+    assert seen == ([2, 2, 2] if device == "cpu" else [6])

@@ -21,8 +21,6 @@ from tilth.core.random import dropout_mask, stream
 from tilth.models.rows import pad_rows, take_rows
 from tilth.plan.kernels import CAUSAL_UP_TO, MASKED_UP_TO, spare_rows
 
-KEY_MULTIPLE = 16
-"""Parity: attention sees key lengths in multiples of this."""
 _GROUP_TOKENS = 2048
 """Padding tokens that cost about as much as one more group of sequences (a dozen kernels per layer)."""
 

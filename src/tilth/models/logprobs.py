@@ -29,9 +29,9 @@ def keeps(rows: int, vocab: int) -> bool:
     return torch.is_grad_enabled() and kernels.keeps(rows, vocab)
 
 
-def cached_parts(some: slice, vocab: int) -> Iterator[slice]:
-    """``some`` rows of so many logits in parts that stay in the cache."""
-    rows = max(CACHED_ELEMENTS // max(vocab, 1), 1)
+def cached_parts(some: slice, logits: Tensor) -> Iterator[slice]:
+    """``some`` rows, whose logits are these, in parts that stay in the cache of a CPU; elsewhere all at once."""
+    rows = max(CACHED_ELEMENTS // max(logits.shape[1], 1) if logits.device.type == "cpu" else len(logits), 1)
     for i in range(some.start, some.stop, rows):
         yield slice(i, min(i + rows, some.stop))
 
@@ -128,7 +128,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logp = _log_softmax(head_logits(hidden[some], used), temperature)
             logprobs[some] = logp.gather(1, targets[some, None]).squeeze(1)
             if with_entropy:
-                for part in cached_parts(some, logp.shape[1]):
+                for part in cached_parts(some, logp):
                     entropy[part] = _entropy(logp[within(part, some)])
             if keep:
                 kept.append(logp)
@@ -149,7 +149,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 if kept
                 else _log_softmax(head_logits(hidden[some], used), ctx.temperature)
             )
-            for part in cached_parts(some, logp.shape[1]):
+            for part in cached_parts(some, logp):
                 own = within(part, some)
                 of_entropy = None if grad_entropy is None else (entropy[part, None], grad_entropy[part, None])
                 incoming = grad_logprobs[part, None]

@@ -134,7 +134,7 @@ class _Parts:
             return
         self.greatest[some] = logits.amax(-1)
         self.sums[2, some] = logits.gather(1, index[some, None]).squeeze(1).masked_fill(~inside[some], 0)
-        for part in cached_parts(some, logits.shape[1]):
+        for part in cached_parts(some, logits):
             above = logits[within(part, some)] - self.greatest[part, None]
             weight = above.exp()
             if len(self.sums) > 3:
@@ -201,7 +201,7 @@ class _Logprobs(torch.autograd.Function):
 
         def fill(some: slice, grad: Tensor) -> None:
             logits = kept[some.start // ctx.chunk] if kept else _logits(hidden[some], used, ctx.temperature)
-            for part in cached_parts(some, logits.shape[1]) if logits.shape[1] else ():
+            for part in cached_parts(some, logits) if logits.shape[1] else ():
                 own = within(part, some)
                 logp = (logits[own] - greatest[part, None]).sub_(log_sum[part, None])
                 of_entropy = None if grad_entropy is None else (entropy[part, None], grad_entropy[part, None])

@@ -183,7 +183,7 @@ def logits_bytes(recipe: Recipe, cut: ShardFactors, rows: int, temperature: floa
 
     A chunk is there as logits, as log-probs and, but for temperature 1, divided; going forward, so are the log-probs of
     the one before. Where all log-probs together are few they are kept for the backward pass. There, the gradient of a
-    chunk has room of its own, and parts that fit the processor's cache have two copies.
+    chunk has room of its own, and parts that fit a processor's cache (on a GPU: all of it) have two copies.
     """
     vocab, element = cut.shape.vocab_size, element_of(recipe)
     chunk = min(chunk_rows(vocab), rows)
@@ -194,7 +194,7 @@ def logits_bytes(recipe: Recipe, cut: ShardFactors, rows: int, temperature: floa
     forward = (max(0, kept - one) if keep else one * (rows > chunk)) + copies * one + weight
     if not learns:
         return forward
-    parts = 2 * min(CACHED_ELEMENTS, chunk * vocab) * FP32
+    parts = 2 * (chunk * vocab if on_gpu(recipe) else min(CACHED_ELEMENTS, chunk * vocab)) * FP32
     filled = kept + parts if keep else max(copies * one, one + parts)
     return max(forward, filled + chunk * vocab * element + 2 * weight)
 
@@ -329,12 +329,12 @@ def generation(recipe: Recipe, shape: DecoderShape, asked: EngineDemand, element
 def _choice(recipe: Recipe, vocab: int, asked: EngineDemand) -> int:
     """Logits while tokens are chosen: of the rows that decode; or of first tokens, beside those of their prompts.
 
-    Logits, log-probs and these filled up to groups of tokens; one more where a filter is, five where the vocabulary
-    must be sorted for top-p.
+    Logits, log-probs and these filled up to groups of tokens; one more on a GPU (probabilities of all rows) and where a
+    filter is, five where the vocabulary must be sorted for top-p.
     """
     r = recipe.rollout
     more = 5 if r.top_p < 1 and not r.top_k else int(bool(r.top_k or r.min_p or r.top_p < 1))
     first = min(asked.rows, max(1, CHOICE_ELEMENTS // vocab))
-    decoding = round_up(asked.rows, ROWS) * (2 + (more or r.temperature not in (0, 1)))
+    decoding = round_up(asked.rows, ROWS) * (2 + on_gpu(recipe) + (more or r.temperature not in (0, 1)))
     prompts = asked.computed + spare_rows(asked.computed)
     return max(decoding, prompts + first * (3 + more)) * vocab * FP32

@@ -174,9 +174,7 @@ class CachedContext:
         if self._fused:
             return fused_attention(q, k, v, mask)
         if q.device.type != "cpu":
-            rows, kv_heads, groups, width, hd = q.shape
-            flat = q.reshape(rows, kv_heads * groups, width, hd)
-            return F.scaled_dot_product_attention(flat, k, v, attn_mask=mask[:, 0], enable_gqa=groups > 1).view(q.shape)
+            return shared_attention(q, k, v, mask)
         if self._parity and self._width % QUERY_MULTIPLE:
             spare = -self._width % QUERY_MULTIPLE
             mask = F.pad(mask, (0, 0, 0, spare))
@@ -191,6 +189,13 @@ class CachedContext:
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
             self._masks[window] = mask[:, None, None]
         return self._masks[window]
+
+
+def shared_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As ``matmul_attention``, by SDPA, where heads that share keys go as further queries of one head: with a mask and
+    fewer heads of keys, no fused kernel of a GPU takes them, and the keys would be copied for every head."""
+    mask = mask[:, 0].expand(-1, q.shape[2], -1, -1).flatten(1, 2)[:, None]
+    return F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask).view(q.shape)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
