@@ -2,13 +2,14 @@
 # make venv       .venv with everything for development
 # make test       style, types, layers and all quick tests
 # make test-all   and the long ones
+# make gpu        tests and benchmarks on one GPU, 25 minutes, into build/gpu.json; DEVICE=cpu rehearses it
 #
 # PYTHON=python3.12 chooses the interpreter; PIP_FLAGS="..." is passed to pip, for example an index of CPU-only wheels;
 # WORKERS=4 is how many processes run the tests.
 
 .SHELLFLAGS := -eu -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint test test-all clean
+.PHONY: help venv demo lint test test-all gpu clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -57,6 +58,11 @@ test: lint
 
 test-all: lint
 	$(PYTEST) --hypothesis-profile=long
+
+DEVICE ?= cuda
+gpu: $(VENV)/.dev
+	@mkdir -p build
+	$(BIN)/python benchmarks/gpu.py --device $(DEVICE) --json build/gpu.json --markdown build/gpu.md
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -52,8 +52,10 @@ def shapes(megabytes: float) -> dict[str, tuple[int, ...]]:
 class State:
     """A rank's share of weights and optimizer state. rows: by fsdp, else by columns, as one of four ranks of tp."""
 
-    def __init__(self, megabytes: float, rank: int, ranks: int, *, rows: bool = True) -> None:
-        self.rank, self.rows = rank, rows
+    def __init__(
+        self, megabytes: float, rank: int, ranks: int, *, rows: bool = True, device: torch.device | str = "cpu"
+    ) -> None:
+        self.rank, self.rows, self.device = rank, rows, torch.device(device)
         mesh = Mesh(("fsdp" if rows else "tp",), (ranks,))
         whole = {"model": shapes(megabytes), "optimizer": dict[str, tuple[int, ...]]()}
         for name, shape in whole["model"].items():
@@ -63,7 +65,7 @@ class State:
             for group, tensors in whole.items()
         }
         self.tensors: Groups = {
-            group: {name: torch.zeros(layout.boxes(rank)[0].size) for name, layout in layouts.items()}
+            group: {name: torch.zeros(layout.boxes(rank)[0].size, device=device) for name, layout in layouts.items()}
             for group, layouts in self.layouts.items()
         }
         self.nbytes = sum(t.nbytes for t in self.all())
@@ -100,13 +102,13 @@ class State:
         for tensor in self.all():
             part = tensor[:, : tensor.shape[1] // columns] if columns and tensor.ndim > 1 else tensor
             rows = part.chunk(blocks) if part.ndim else (part,) * blocks
-            parts.append([xxhash.xxh3_64_intdigest(p.contiguous().numpy().data) for p in rows])
+            parts.append([xxhash.xxh3_64_intdigest(p.contiguous().cpu().numpy().data) for p in rows])
         return [list(block) for block in zip(*parts)]
 
     def distributed(self) -> dict[str, Any]:
         """The same memory as torch's distributed tensors, for its checkpoint."""
         first = next(iter(self.layouts["model"].values()))
-        mesh = init_device_mesh("cpu", (math.prod(first.mesh.sizes),))
+        mesh = init_device_mesh(self.device.type, (math.prod(first.mesh.sizes),))
         found: dict[str, Any] = {}
         for group, layouts in self.layouts.items():
             for name, layout in layouts.items():
@@ -188,9 +190,9 @@ class Distributed(Method):
         self.kind, self.tensors = kind, state.distributed()
         self.alone = dist.get_backend() == "fake"
         self.group = None if self.alone else dist.new_group(backend="gloo")
-        shared = kind is AsyncCheckpointerType.PROCESS
+        shared, gpu = kind is AsyncCheckpointerType.PROCESS, state.device.type != "cpu"
         options = StagingOptions(
-            use_pinned_memory=False, use_shared_memory=shared, use_async_staging=later, use_non_blocking_copy=False
+            use_pinned_memory=gpu, use_shared_memory=shared, use_async_staging=later, use_non_blocking_copy=gpu
         )
         self.stager = None if kind is None else DefaultStager(options)
         self.saved: Any = None
@@ -262,7 +264,7 @@ class Pickled(Method):
 
     def load(self, folder: Path) -> int:
         """As in ``Method``."""
-        found = torch.load(self._file(folder), weights_only=True, mmap=True)
+        found = torch.load(self._file(folder), weights_only=True, mmap=True, map_location="cpu")
         for group, tensors in self.state.tensors.items():
             for name, tensor in tensors.items():
                 tensor.copy_(found[group][name])

@@ -16,6 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from checkpoint_methods import METHODS, QUARTERS, Method, State
+from machine import wait
 
 STEPS = 10
 
@@ -49,13 +50,16 @@ class Found:
 
 
 class Step:
-    """Matrix products on one thread, as many as take about ``seconds`` on the first rank; the same on all."""
+    """Matrix products on one thread, as many as take about ``seconds`` on the first rank; the same on all. On a GPU
+    they are larger."""
 
-    def __init__(self, seconds: float) -> None:
-        self.a, self.b = torch.full((384, 384), 0.5), torch.empty(384, 384)
+    def __init__(self, seconds: float, device: torch.device) -> None:
+        size = 384 if device.type == "cpu" else 4096
+        self.a, self.b = (torch.full((size, size), 0.5, device=device) for _ in range(2))
         began, count = time.perf_counter(), 0
         while time.perf_counter() - began < seconds:
             torch.mm(self.a, self.a, out=self.b)
+            wait(device)
             count += 1
         said = [count]
         dist.broadcast_object_list(said)
@@ -64,6 +68,7 @@ class Step:
     def __call__(self) -> None:
         for _ in range(self.count):
             torch.mm(self.a, self.a, out=self.b)
+        wait(self.a.device)
 
 
 class Trial:
@@ -115,6 +120,7 @@ class Trial:
                 self.method.before_update()
             self.state.update()
             dist.barrier()
+        wait(self.state.device)
         took = time.perf_counter() - began
         if saving:
             self.method.wait()
@@ -144,7 +150,7 @@ class Trial:
             cached(self.folder, warm)
         self.state.zero()
         dist.barrier()
-        return timed(lambda: self.method.load(self.folder))
+        return timed(lambda: self.method.load(self.folder), self.state.device)
 
     def measure(self, rounds: int, pairs: int) -> Found:
         """All of it. The last save, which ``check`` made, stays for who loads it in another layout."""
@@ -171,10 +177,11 @@ class Trial:
         self.number += 1
 
 
-def timed(call: Callable[[], object]) -> float:
+def timed(call: Callable[[], object], device: torch.device) -> float:
     """Seconds."""
     began = time.perf_counter()
     call()
+    wait(device)
     return time.perf_counter() - began
 
 
@@ -250,9 +257,10 @@ def read_so_far() -> int:
 def train(options: argparse.Namespace) -> dict[str, object]:
     """A rank that saves, in all ways one after another."""
     meeting = f"file://{options.folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=options.rank, world_size=options.ranks)
-    state = State(options.mb, options.rank, options.ranks)
-    step, found = Step(options.step), {}
+    backend = "gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=meeting, rank=options.rank, world_size=options.ranks)
+    state = State(options.mb, options.rank, options.ranks, device=options.device)
+    step, found = Step(options.step, state.device), {}
     for name in options.methods.split(","):
         state.fill()
         trial = Trial(name, state, step, options.folder / name.replace(" ", "-"))
@@ -273,7 +281,7 @@ def reshard(options: argparse.Namespace) -> dict[str, object]:
         cached(folder, warm=True)
         state.zero()
         before = read_so_far()
-        seconds.append(timed(lambda: method.load(folder)))
+        seconds.append(timed(lambda: method.load(folder), state.device))
         read = read_so_far() - before
     return {"seconds": seconds, "read": read, "asked": method.load(folder), "prints": state.prints(0, options.ranks)}
 
@@ -288,6 +296,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=1)
     parser.add_argument("--step", type=float, default=0.2, help="seconds")
     parser.add_argument("--methods", required=True)
+    parser.add_argument("--device", default="cpu", help="of a rank that saves")
     parser.add_argument("--reshard", default="", help="a checkpoint to load by columns; nothing else is done")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -25,7 +25,9 @@ class DecodeLoop:
         self.embedding, self.norm = w["model.embed_tokens.weight"], w["model.norm.weight"]
         self.layers = [self._fuse(w, f"model.layers.{i}.") for i in range(config.num_layers)]
         self.head = w.get("lm_head.weight", self.embedding)
-        self._frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+        self.device = self.embedding.device
+        halves = torch.arange(0, config.head_dim, 2, device=self.device)
+        self._frequencies = config.rope_theta ** (-halves / config.head_dim)
         self._step: Callable[..., tuple[Tensor, Tensor]] = self.step
         if compile:
             # each model, batch and phase is another program of the same function; past the limit it would run eagerly
@@ -90,9 +92,10 @@ class DecodeLoop:
         (b, p), c = prompts.shape, self.config
         total = p + count
         shape = (b, c.num_kv_heads, total, c.head_dim)
-        cache = [tuple(torch.zeros(shape, dtype=self.dtype) for _ in range(2)) for _ in range(c.num_layers)]
-        mask = torch.full((total, total), -torch.inf, dtype=self.dtype).triu_(1)
-        tokens, logprobs, ids, at = [], [], prompts, torch.arange(p)
+        new = self.embedding.new_zeros  # of its dtype, on its device
+        cache = [tuple(new(shape) for _ in range(2)) for _ in range(c.num_layers)]
+        mask = new((total, total)).fill_(-torch.inf).triu_(1)
+        tokens, logprobs, ids, at = [], [], prompts.to(self.device), torch.arange(p, device=self.device)
         for _ in range(count):
             chosen, logprob = self._step(ids, at, mask[at], cache)
             tokens.append(chosen)

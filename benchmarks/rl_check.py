@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rl_task import CONTEXT, SHAPES, Task, cores
+from rl_task import Task, cores
 from rl_trl import Clock, Steps, make_trainer
+from shapes import CONTEXT, SHAPES
 from torch import Tensor
 
 from tilth.config.schema import AlgorithmConfig
@@ -68,26 +69,27 @@ def tilth_side(task: Task, batch: Batch) -> tuple[Tensor, float, dict[str, Tenso
     loaded = load_model(task.folder)
     model = Decoder(loaded.config, DTYPES[task.precision])
     load_weights(model, loaded.tensors, str(loaded.source))
+    model.to(task.device)
     tokens, mask, advantages = batch.rows()
     loss, _ = Objective(Algorithm(AlgorithmConfig(), task.longest)).of(mask, tokens)
     total, found = 0.0, np.zeros(len(mask), np.float32)
-    for index, micro in micros(tokens, mask, {"advantages": advantages}, 16_384, torch.device("cpu"), share=True):
+    for index, micro in micros(tokens, mask, {"advantages": advantages}, 16_384, torch.device(task.device), share=True):
         score(model, micro, model(*model_input(micro)), temperature=1.0, entropy=True)
         value, _ = loss(micro)
         value.backward()
         total += float(value.detach())
-        found[index] = micro.logprobs.detach().numpy()
+        found[index] = micro.logprobs.detach().cpu().numpy()
     table = torch.zeros(len(batch.lengths), int(batch.lengths.max()))
     for i, (row, keep) in enumerate(zip(np.split(found, tokens.offsets[1:-1]), np.split(mask, tokens.offsets[1:-1]))):
         table[i, : batch.lengths[i]] = torch.from_numpy(row[keep == 1])
-    return table, total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return table, total, {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def trl_side(task: Task, batch: Batch, folder: str) -> tuple[Tensor, float, dict[str, Tensor]]:
     """The same from TRL's own loss function."""
     trainer = make_trainer(task, folder, Steps(task, Clock()))
     trainer.current_gradient_accumulation_steps = 1
-    inputs = batch.padded()
+    inputs = {name: tensor.to(trainer.model.device) for name, tensor in batch.padded().items()}
     model = trainer.model.train()
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
@@ -95,8 +97,8 @@ def trl_side(task: Task, batch: Batch, folder: str) -> tuple[Tensor, float, dict
         logprobs = trainer._get_per_token_logps_and_entropies(model, ids, seen, inputs["completion_ids"].shape[1])[0]
     loss = trainer.compute_loss(model, inputs)
     loss.backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return logprobs * inputs["completion_mask"], float(loss.detach()), grads
+    grads = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+    return (logprobs * inputs["completion_mask"]).cpu(), float(loss.detach()), grads
 
 
 def compare(task: Task, folder: str) -> dict[str, Any]:

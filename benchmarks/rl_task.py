@@ -8,23 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shapes import CONTEXT, SHAPES, as_hugging_face
+
 HERE = Path(__file__).parent
-SHAPES: dict[str, dict[str, Any]] = {
-    "6M": {
-        "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096, "tie_word_embeddings": True,
-    },
-    "0.5B": {
-        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-        "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 151_936, "tie_word_embeddings": True,
-    },
-    "7B": {
-        "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 152_064, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
 PAD, EOS = 0, 1
-CONTEXT = 512
 
 
 @dataclass(frozen=True)
@@ -109,7 +96,7 @@ def save_model(folder: Path, shape: str) -> None:
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(**SHAPES[shape], max_position_embeddings=CONTEXT, eos_token_id=EOS, pad_token_id=PAD)
+    config = Qwen3Config(**as_hugging_face(shape), max_position_embeddings=CONTEXT, eos_token_id=EOS, pad_token_id=PAD)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     vocabulary = {"<pad>": PAD, "<eos>": EOS} | {f"w{i}": i for i in range(2, SHAPES[shape]["vocab_size"])}
     core = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -117,10 +104,14 @@ def save_model(folder: Path, shape: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
 
 
-def peak_bytes() -> int:
-    """Greatest resident memory of this process plus that of its largest child."""
+def peak_bytes(device: str) -> int:
+    """Most bytes of tensors on a GPU; elsewhere, greatest resident memory of this process plus its largest child's."""
+    import torch
+
     from tilth.runs.metrics import resident
 
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated(device)
     return resident()[1] + 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 

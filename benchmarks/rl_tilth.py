@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl_task import CONTEXT, SHAPES, Task, cores, low_share, peak_bytes, print_of
+from rl_task import Task, cores, low_share, peak_bytes, print_of
+from shapes import CONTEXT, SHAPES
 
 import tilth
 from tilth.rollout.engine import Engine
@@ -111,7 +112,7 @@ def main() -> None:
     task = Task.load(Path(sys.argv[1]))
     with tempfile.TemporaryDirectory() as runs:
         result = run(task, "compile" in sys.argv[3:], runs)
-    Path(sys.argv[2]).write_text(json.dumps(result | {"peak_bytes": peak_bytes()}))
+    Path(sys.argv[2]).write_text(json.dumps(result | {"peak_bytes": peak_bytes(task.device)}))
 
 
 if __name__ == "__main__":

@@ -14,12 +14,19 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from rl_task import EOS, SHAPES, Task, cores, low_share, peak_bytes, print_of
+from rl_task import EOS, Task, cores, low_share, peak_bytes, print_of
+from shapes import SHAPES
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 NO_TOKEN = -1
+
+
+def wait() -> None:
+    """Until a GPU has done what it was given: before a clock is read."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 class Clock:
@@ -37,6 +44,7 @@ class Clock:
             try:
                 return inner(*args, **kwargs)
             finally:
+                wait()
                 self.parts[part] += time.perf_counter() - began
 
         setattr(owner, method, timed)
@@ -67,6 +75,7 @@ class Steps(TrainerCallback):
         self.before, self.cpu = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        wait()
         now, cpu, task = time.perf_counter(), time.process_time(), self.task
         generated = sum(task.lengths(len(self.found)))
         self.found.append({
@@ -146,7 +155,12 @@ def main() -> None:
     watch(trainer, clock)
     trainer.train()
     whole = time.perf_counter() - began
-    result = {"whole_seconds": whole, "steps": steps.found, "compile_seconds": 0.0, "peak_bytes": peak_bytes()}
+    result = {
+        "whole_seconds": whole,
+        "steps": steps.found,
+        "compile_seconds": 0.0,
+        "peak_bytes": peak_bytes(task.device),
+    }
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 

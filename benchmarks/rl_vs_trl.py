@@ -1,9 +1,10 @@
 """GRPO beside TRL's ``GRPOTrainer``: seconds per step, tokens/s, time to the same reward, memory; part by part.
 
     python benchmarks/rl_vs_trl.py [--quick] [--json PATH] [--threads N] [--cases "fp32 equal,bf16 heavy"]
+                                   [--contenders NAMES] [--shape 6M] [--device cpu]
 
-The interpreter needs Tilth, and TRL 1.16 in the same environment. TRL is no dependency of ours, so make one beside the
-repository (the constraints keep both on the same torch):
+The interpreter needs Tilth, and TRL 1.16 in the same environment (but for ``--contenders "tilth,tilth compiled"``).
+TRL is no dependency of ours, so make one beside the repository (the constraints keep both on the same torch):
 
     python3.11 -m venv /tmp/rivals
     PIP_CONSTRAINT=constraints.txt /tmp/rivals/bin/pip install -e . "trl==1.16.*" accelerate datasets
@@ -42,6 +43,7 @@ uses CUDA graphs for decoding. That option has never been run: no GPU was at han
 import argparse
 import importlib.util
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -52,6 +54,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_task import Task, cores, save_model, words
+from shapes import SHAPES
 
 HERE = Path(__file__).parent
 GOALS = {"fp32 equal": 1.5, "bf16 equal": 1.8, "fp32 heavy": 4.0, "bf16 heavy": 4.0}
@@ -62,7 +65,8 @@ CONTENDERS = {
     "tilth": ("rl_tilth.py",),
     "tilth compiled": ("rl_tilth.py", "compile"),
 }
-NEEDED = ("trl", "accelerate", "datasets", "tilth")
+NEEDED = ("trl", "accelerate", "datasets")
+"""By TRL's side."""
 SKIP = 2
 TARGET = 0.6
 
@@ -179,25 +183,27 @@ def race(task: Task, names: list[str], rounds: int) -> list[dict[str, Any]]:
 
 
 def explain(rows: list[dict[str, Any]], goal: float) -> None:
-    """The table, and where the difference comes from."""
-    by_name = {row["contender"]: row for row in rows}
-    theirs = by_name["trl"]
+    """The table, and where the difference comes from; without TRL there is none."""
+    theirs = {row["contender"]: row for row in rows}.get("trl")
     parts = ["generate", "score", "old log-probs", "update", "publish", "rest"]
     heads = " ".join(f"{p:>13}" for p in parts)
     print(f"  {'contender':15} {'s/step':>7} {'x trl':>6} {'cpu s':>7} {'x trl':>6}  {heads}"
           "  gen tok/s train tok/s  to target  reward  compile  start  peak MB")  # fmt: skip
     for row in rows:
-        row["over_trl_cpu"] = round(theirs["cpu_seconds_per_step"] / row["cpu_seconds_per_step"], 2)
-        row["over_trl"] = round(theirs["seconds_per_step"] / row["seconds_per_step"], 2)
+        for key, column in (("over_trl_cpu", "cpu_seconds_per_step"), ("over_trl", "seconds_per_step")):
+            row[key] = round(theirs[column] / row[column], 2) if theirs else None
+        over, over_cpu = (f"{row[key] or math.nan:6.2f}" for key in ("over_trl", "over_trl_cpu"))
         seconds = " ".join(f"{row['parts'].get(p, 0.0):13.3f}" for p in parts)
         target = "-" if row["seconds_to_target"] is None else f"{row['seconds_to_target']:.1f}"
         print(
-            f"  {row['contender']:15} {row['seconds_per_step']:7.3f} {row['over_trl']:6.2f} "
-            f"{row['cpu_seconds_per_step']:7.3f} {row['over_trl_cpu']:6.2f}  {seconds}  "
+            f"  {row['contender']:15} {row['seconds_per_step']:7.3f} {over} "
+            f"{row['cpu_seconds_per_step']:7.3f} {over_cpu}  {seconds}  "
             f"{row['generated_tokens_per_second']:9,} {row['trained_tokens_per_second']:11,}  {target:>9}  "
             f"{row['reward_last']:6.3f}  {row['compile_seconds']:7.1f}  {row['start_seconds']:5.1f}  "
             f"{row['peak_bytes'] / 1e6:7,.0f}"
         )
+    if theirs is None:
+        return
     for row in (r for r in rows if r["contender"].startswith("tilth")):
         gains = {p: theirs["parts"].get(p, 0.0) - row["parts"].get(p, 0.0) for p in parts}
         said = ", ".join(f"{p} {gain:+.3f} s" for p, gain in gains.items() if abs(gain) >= 0.0005)
@@ -239,7 +245,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--contenders", default="", help="comma-separated; default: all that fit the case")
     parser.add_argument("--steps", type=int, default=0, help="optimizer steps of a run; 0: 40, heavy 12")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--shape", default="6M", choices=["6M", "0.5B", "7B"])
+    parser.add_argument("--shape", default="6M", choices=SHAPES)
     parser.add_argument("--device", default="cpu")
     return parser.parse_args()
 
@@ -254,7 +260,7 @@ def contenders(args: argparse.Namespace) -> list[str]:
 def main() -> None:
     args = options()
     missing = [name for name in NEEDED if not importlib.util.find_spec(name)]
-    if missing:
+    if missing and "trl" in contenders(args):
         raise SystemExit(f"not installed here: {', '.join(missing)}\n{__doc__.split('What is the same')[0].strip()}")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -262,11 +268,13 @@ def main() -> None:
         prepare(replace(next(iter(plan.values())), steps=max(t.steps for t in plan.values())))
         for name, task in plan.items():
             print(f"{name} lengths, {task.shape}, {cores(task.threads)} threads, {task.steps} steps", flush=True)
-            check(task)
+            if "trl" in contenders(args):
+                check(task)
             new = race(task, contenders(args), 1 if args.quick else args.rounds)
             explain(new, GOALS.get(name, 1.0))
             rows += [{"case": name, "shape": task.shape, "threads": cores(task.threads), **row} for row in new]
-    print(WHY)
+    if "trl" in contenders(args):
+        print(WHY)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

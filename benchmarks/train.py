@@ -1,7 +1,7 @@
 """Training tokens/s and MFU: ``TrainEngine`` beside a plain PyTorch loop and the Hugging Face ``Trainer``.
 
     python benchmarks/train.py [--quick] [--json PATH] [--threads N] [--models 6M,50M] [--dtypes fp32,bf16]
-                               [--cases equal,heavy] [--contenders NAMES] [--rounds N]
+                               [--cases equal,heavy] [--contenders NAMES] [--rounds N] [--device cpu] [--apart]
 
 Contenders: ``TrainEngine`` with its log-probs, checks and spans, eager and compiled; the same decoder written plainly
 (``plain_model.py``: batch [B, T], causal SDPA, cross-entropy over all logits, fused AdamW, clipping), eager and
@@ -20,7 +20,9 @@ Only real tokens count. MFU: the FLOPs that the mathematics of these tokens asks
 measured rate of a square matmul in the same dtype (``training/peak.py``). Runs alternate, a figure is the best step of
 all rounds; the first step (with compilation) is listed apart. Memory: each contender once in a process of its own.
 
-On a GPU: ``--device cuda --models 0.5B,7B --dtypes bf16``. That option has never been run: no GPU was at hand.
+On a GPU (``--device cuda --models 0.5B,1.5B --dtypes bf16 --apart``) batches are twice as large. ``--apart``: each
+contender is timed in a process of its own, since their weights and states would not fit beside one another. One that
+fails there, for want of memory say, is a row with its error.
 """
 
 import os
@@ -36,35 +38,26 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from machine import DTYPES, config_of, peak_allocated, random_model, wait, write_rows
 from plain_model import PlainModel
 from torch import Tensor
 
 from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.models.config import DecoderConfig
-from tilth.models.decoder import Decoder
 from tilth.plan.flops import sequence_flops
 from tilth.training.engine import TrainEngine
 from tilth.training.losses import negative_log_likelihood
 from tilth.training.peak import measured_flops
 
 HERE = Path(__file__).parent
-SHAPES: dict[str, dict[str, Any]] = {
-    "6M": {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 688, "num_layers": 6, "num_heads": 4},
-    "50M": {"vocab_size": 16_384, "hidden_size": 512, "intermediate_size": 1536, "num_layers": 12, "num_heads": 8},
-    "0.5B": {"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_layers": 24, "num_heads": 14,
-             "num_kv_heads": 2, "head_dim": 64},
-    "7B": {"vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_layers": 28, "num_heads": 28,
-           "num_kv_heads": 4, "head_dim": 128, "tie_embeddings": False},
-}  # fmt: skip
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 2e-4, "bf16": 3e-2}
 LR, BETAS, CLIP = 1e-3, (0.9, 0.95), 1.0
 CHECKED = 3
@@ -104,14 +97,13 @@ class Setting:
 
     def weights(self) -> dict[str, Tensor]:
         """Initial parameters by their Hugging Face names, fp32."""
-        model = Decoder(self.config)
-        model.init_weights_(0)
+        model = random_model(self.config, torch.float32, self.device)
         return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def works(vocabulary: int, device: str, quick: bool = False) -> list[Work]:
     """Equal and heavy-tailed lengths; larger batches on a GPU, an eighth where it must be quick."""
-    rng, scale, part = np.random.default_rng(0), 1 if device == "cpu" else 4, 8 if quick else 1
+    rng, scale, part = np.random.default_rng(0), 1 if device == "cpu" else 2, 8 if quick else 1
     tail = json.loads((HERE / "lengths.json").read_text())["lengths"]
 
     def case(name: str, lengths: list[int]) -> Work:
@@ -132,10 +124,9 @@ def padded(rows: list[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor
 
 def tilth_engine(setting: Setting, work: Work, compile: bool) -> Step:
     """Our engine on packed tokens."""
-    model = Decoder(setting.config, setting.dtype)
-    model.load_state_dict(setting.weights(), strict=False)
+    model = random_model(setting.config, setting.dtype, setting.device)
     section = OptimizerConfig(lr=LR, betas=BETAS, clip_norm=CLIP)
-    engine = TrainEngine(model.to(setting.device), section, total_steps=10**6, micro_tokens=16_384, compile=compile)
+    engine = TrainEngine(model, section, total_steps=10**6, micro_tokens=16_384, compile=compile)
 
     def step(i: int) -> float:
         rows = work.batches[i % len(work.batches)]
@@ -148,9 +139,9 @@ def tilth_engine(setting: Setting, work: Work, compile: bool) -> Step:
 
 def plain_loop(setting: Setting, work: Work, compile: bool) -> Step:
     """What one writes by hand."""
-    model = PlainModel(setting.config)
+    with setting.device:
+        model = PlainModel(setting.config)
     model.load_state_dict(setting.weights(), strict=False)
-    model = model.to(setting.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
     forward = torch.compile(model, dynamic=not _equal(work)) if compile else model
 
@@ -176,7 +167,8 @@ def hugging_face(setting: Setting, work: Work, folder: str) -> Step:
     """The Trainer's own training step, driven batch by batch so that runs can alternate."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
-    model = Qwen3ForCausalLM(Qwen3Config(**setting.config.to_hf()))
+    with setting.device:
+        model = Qwen3ForCausalLM(Qwen3Config(**setting.config.to_hf()))
     model.load_state_dict(setting.weights(), strict=False)
     model.tie_weights()
     args = TrainingArguments(
@@ -222,83 +214,130 @@ def check(dtype: str, losses: dict[str, list[float]]) -> None:
     """Stop unless the first losses of all agree."""
     name = "hugging face" if "hugging face" in losses else "plain"
     for other, found in losses.items():
-        gap = max(abs(a - b) for a, b in zip(found, losses[name]))
+        gap = max(abs(a - b) for a, b in zip(found, losses.get(name, found)))
         assert gap <= TOLERANCE[dtype], f"{other} and {name} do not learn alike in {dtype}: {found} {losses[name]}"
 
 
-def measure(setting: Setting, label: dict[str, Any], work: Work, who: list[str], rounds: int) -> list[dict[str, Any]]:
-    """Rows of one case."""
+@dataclass
+class Timing:
+    """What was seen of one contender: seconds of its first step, losses of the first steps, (seconds, processor time)
+    of each later one; or why it failed."""
+
+    first: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    later: list[tuple[float, float]] = field(default_factory=list)
+    peak_bytes: int | None = None
+    error: str | None = None
+
+    def begin(self, step: Step, device: torch.device) -> None:
+        """The first steps, whose losses are compared."""
+        began = time.perf_counter()
+        self.losses = [step(0)]
+        wait(device)
+        self.first = time.perf_counter() - began
+        self.losses += [step(i) for i in range(1, CHECKED)]
+        wait(device)
+
+    def add(self, step: Step, i: int, device: torch.device) -> None:
+        """One more step."""
+        began, cpu = time.perf_counter(), time.process_time()
+        step(i)
+        wait(device)
+        self.later.append((time.perf_counter() - began, time.process_time() - cpu))
+
+    @property
+    def best(self) -> tuple[float, float]:
+        """Least seconds and least processor time."""
+        seconds, cpu = zip(*self.later)
+        return min(seconds), min(cpu)
+
+
+def together(setting: Setting, dtype: str, work: Work, who: list[str], rounds: int) -> dict[str, Timing]:
+    """All contenders in this process, in turns."""
+    found = {name: Timing() for name in who}
     with tempfile.TemporaryDirectory() as folder:
         steps = {name: contender(name, setting, work, folder) for name in who}
-        first, losses = dict[str, float](), dict[str, list[float]]()
         for name, step in steps.items():
-            began = time.perf_counter()
-            losses[name] = [step(0)]
-            first[name] = time.perf_counter() - began
-            losses[name] += [step(i) for i in range(1, CHECKED)]
-        check(label["dtype"], losses)
-        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in who}
+            found[name].begin(step, setting.device)
+        check(dtype, {name: timing.losses for name, timing in found.items()})
         for i in range(rounds):
             for name, step in steps.items():
-                began, cpu = time.perf_counter(), time.process_time()
-                step(i)
-                seconds[name].append((time.perf_counter() - began, time.process_time() - cpu))
-    peak = measured_flops(setting.device, setting.dtype)
-    flops = sequence_flops(setting.config, work.lengths).both
-    rows = []
-    for name in who:
-        best, cpu = (min(column) for column in zip(*seconds[name]))
-        rows.append({
-            **label, "case": work.name, "contender": name, "tokens": work.tokens, "seconds": round(best, 4),
-            "cpu_seconds": round(cpu, 4), "tokens_per_second": round(work.tokens / best),
+                found[name].add(step, i, setting.device)
+    return found
+
+
+def apart(label: dict[str, Any], work: Work, who: list[str], rounds: int) -> dict[str, Timing]:
+    """Each contender in a process of its own, one after another."""
+    found = {name: start(label, work.name, name, rounds) for name in who}
+    check(label["dtype"], {name: timing.losses for name, timing in found.items() if timing.error is None})
+    return found
+
+
+def measure(
+    setting: Setting, label: dict[str, Any], work: Work, found: dict[str, Timing], peak: float
+) -> list[dict[str, Any]]:
+    """Rows of one case. peak: the device's rate at matmuls, in FLOP/s."""
+    flops, rows = sequence_flops(setting.config, work.lengths).both, []
+    well = {name: timing.best[0] for name, timing in found.items() if timing.error is None}
+    for name, timing in found.items():
+        row = {**label, "case": work.name, "contender": name, "tokens": work.tokens, "error": timing.error}
+        rows.append(row)
+        if name not in well:
+            continue
+        best, cpu = timing.best
+        row |= {
+            "seconds": round(best, 4), "cpu_seconds": round(cpu, 4), "tokens_per_second": round(work.tokens / best),
             "mfu": round(flops / best / peak, 3), "peak_gflops": round(peak / 1e9),
-            "first_step_seconds": round(first[name], 2),
-            "over_plain": round(min(seconds["plain"])[0] / best, 2),
-            "over_trainer": round(min(seconds["hugging face"])[0] / best, 2) if "hugging face" in who else None,
-            "losses": [round(x, 5) for x in losses[name]],
-        })  # fmt: skip
+            "first_step_seconds": round(timing.first, 2), "peak_bytes": timing.peak_bytes,
+            "over_plain": round(well["plain"] / best, 2) if "plain" in well else None,
+            "over_trainer": round(well["hugging face"] / best, 2) if "hugging face" in well else None,
+            "losses": [round(x, 5) for x in timing.losses],
+        }  # fmt: skip
     return rows
 
 
-def peak_memory(label: dict[str, Any], case: str, name: str, device: str) -> float:
-    """Greatest resident memory in bytes of a process that does three steps with this contender alone."""
-    one = json.dumps({**label, "case": case, "contender": name, "device": device})
+def start(label: dict[str, Any], case: str, name: str, rounds: int) -> Timing:
+    """This contender alone, in a process of its own, with its greatest memory."""
+    one = json.dumps({**label, "case": case, "contender": name, "rounds": rounds})
     ended = subprocess.run([sys.executable, __file__, "--alone", one], capture_output=True, text=True)
     if ended.returncode:
-        raise RuntimeError(f"{name} alone failed: {ended.stderr.strip().splitlines()[-1:]}")
-    return float(ended.stdout.split()[-1])
+        return Timing(error=(ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"])[-1])
+    return Timing(**json.loads(ended.stdout.splitlines()[-1]))
 
 
 def alone(one: dict[str, Any]) -> None:
-    """The process that ``peak_memory`` starts."""
+    """The process that ``start`` starts."""
     from tilth.runs.metrics import resident
 
     torch.set_num_threads(one["threads"])
-    setting = make_setting(one["model"], one["dtype"], one["device"])
-    work = next(w for w in works(setting.config.vocab_size, one["device"]) if w.name == one["case"])
+    setting, found = make_setting(one["model"], one["dtype"], one["device"]), Timing()
+    every = works(setting.config.vocab_size, one["device"], one["quick"])
+    work = next(w for w in every if w.name == one["case"])
     with tempfile.TemporaryDirectory() as folder:
         step = contender(one["contender"], setting, work, folder)
-        for i in range(CHECKED):
-            step(i)
-    if setting.device.type == "cuda":
-        print(torch.cuda.max_memory_allocated(setting.device))
-    else:
-        print(resident()[1])
+        found.begin(step, setting.device)
+        for i in range(one["rounds"]):
+            found.add(step, i, setting.device)
+    found.peak_bytes = peak_allocated(setting.device) or resident()[1]
+    print(json.dumps(asdict(found)))
 
 
 def make_setting(model: str, dtype: str, device: str) -> Setting:
     """From the names of a row."""
-    config = DecoderConfig(qk_norm=True, max_positions=512, **{"tie_embeddings": True, **SHAPES[model]})
-    return Setting(config, DTYPES[dtype], torch.device(device))
+    return Setting(config_of(model), DTYPES[dtype], torch.device(device))
 
 
 def show(row: dict[str, Any]) -> None:
     """One line of the table."""
+    if row["error"]:
+        print(f"{row['model']:5} {row['dtype']:5} {row['case']:6} {row['contender']:15} failed: {row['error']}")
+        return
+    over = f"{row['over_plain']:.2f}" if row["over_plain"] else "-"
     trainer = f"{row['over_trainer']:.2f}" if row["over_trainer"] else "-"
     memory = f"{row['peak_bytes'] / 1e6:,.0f}" if row.get("peak_bytes") else "-"
     print(
         f"{row['model']:5} {row['dtype']:5} {row['case']:6} {row['contender']:15} {row['tokens_per_second']:>9,} "
-        f"{100 * row['mfu']:6.1f} {row['over_plain']:8.2f} {trainer:>9} {row['cpu_seconds']:7.3f} "
+        f"{100 * row['mfu']:6.1f} {over:>8} {trainer:>9} {row['cpu_seconds']:7.3f} "
         f"{row['first_step_seconds']:8.1f} {memory:>8}",
         flush=True,
     )
@@ -316,6 +355,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--contenders", default="", help="default: all that can run here; plain always does")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--apart", action="store_true", help="each contender in a process of its own")
     parser.add_argument("--alone", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -329,20 +369,26 @@ def main() -> None:
     if not importlib.util.find_spec("accelerate"):
         print("accelerate is not installed here, so the Hugging Face Trainer is left out")
     print("model dtype case   contender        tokens/s  MFU %  x plain x trainer   cpu s  first s  peak MB")
-    rows, who = list[dict[str, Any]](), names(args.quick, args.contenders)
+    rows, who, rounds = list[dict[str, Any]](), names(args.quick, args.contenders), 1 if args.quick else args.rounds
     for model in ["6M"] if args.quick else args.models.split(","):
         for dtype in args.dtypes.split(","):
             setting = make_setting(model, dtype, args.device)
-            label = {"model": model, "dtype": dtype, "threads": torch.get_num_threads()}
+            label = {"model": model, "dtype": dtype, "threads": torch.get_num_threads(), "device": args.device}
+            label["quick"] = args.quick
+            peak = measured_flops(setting.device, setting.dtype)
             asked = works(setting.config.vocab_size, args.device, args.quick)
             for work in (w for w in asked if w.name in args.cases.split(",")):
-                for row in measure(setting, label, work, who, 1 if args.quick else args.rounds):
-                    if not args.quick:
-                        row["peak_bytes"] = peak_memory(label, work.name, row["contender"], args.device)
+                if args.apart:
+                    found = apart(label, work, who, rounds)
+                else:
+                    found = together(setting, dtype, work, who, rounds)
+                    for name, timing in found.items() if not args.quick else ():
+                        timing.peak_bytes = start(label, work.name, name, 0).peak_bytes
+                for row in measure(setting, label, work, found, peak):
                     rows.append(row)
                     show(row)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+                write_rows(args.json, rows)
+    sys.exit(any(row["error"] for row in rows if row["contender"].startswith("tilth")))
 
 
 if __name__ == "__main__":

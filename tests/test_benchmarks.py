@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import SCRIPTS, benchmarks
+from tests.scripts import SCRIPTS, benchmarks, script
 
 ROOT = SCRIPTS.parent
 RIVALS = ("trl", "datasets")
@@ -77,7 +77,7 @@ def wrong(said, folder):
 
 def test_every_script_starts_and_every_benchmark_takes_quick_and_json():
     said = begun(SCRIPTS)
-    assert len(said) > 30 and "train.py" in benchmarks()
+    assert len(said) > 35 and "train.py" in benchmarks()
     assert not {name: said[name] for name in wrong(said, SCRIPTS)}
 
 
@@ -131,5 +131,6 @@ def test_the_quick_form_gives_rows(name, tmp_path):
     assert isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
     assert all(re.fullmatch(r"[a-z][a-z0-9_]*", key) for row in rows for key in row), rows[0].keys()
     assert json.dumps(rows, allow_nan=False) and done.stdout.strip()
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < SECONDS
+    parts = len(script(name).PARTS) if name == "gpu.py" else 1  # each of them another one's quick form
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < parts * SECONDS
     assert [file.name for file in Path(tmp_path).iterdir()] == ["rows.json"]

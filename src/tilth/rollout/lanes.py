@@ -93,7 +93,7 @@ class LengthBucket:
     def slots(self) -> int:
         """Slots that attention must look at."""
         if not self._fixed:
-            return self.slab.capacity  # a slice would be copied, see Slab
+            return self.slab.capacity  # a slice would be copied, see KVCache
         return min(self.slab.capacity, round_up(int(self.columns.position.max()) + 1, KEYS))
 
     def reserve(self, rows: int, stops: int) -> None:

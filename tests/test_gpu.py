@@ -1,0 +1,164 @@
+"""What CUDA computes is what a CPU computes: engine and trainer, weights, checkpoints, memory, a run. ``make gpu``."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoint.test_saver import alone
+from tests.flows import tiny
+from tests.rollout.reference import CONFIG, make_engine, make_model, make_requests
+from tests.scripts import SCRIPTS, script
+from tests.training.test_engine import batch, reference_loss
+from tilth.api import run_recipe
+from tilth.checkpoint import Commit, Saver, begin_save, open_checkpoint
+from tilth.config.schema import Optimizer
+from tilth.core.batch import Ragged
+from tilth.core.checksum import checksum
+from tilth.flows.publish import DEFAULT_MISMATCH
+from tilth.flows.readers import read_metrics, read_state
+from tilth.models.config import DecoderConfig
+from tilth.models.decoder import Decoder
+from tilth.rollout.request import SamplingParams
+from tilth.training.engine import TrainEngine
+from tilth.training.losses import negative_log_likelihood
+from tilth.training.packed import packed_logprobs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CUDA = torch.device("cuda")
+APART = {torch.float32: DEFAULT_MISMATCH["fp32"], torch.bfloat16: DEFAULT_MISMATCH["bf16"]}
+"""Largest difference of two log-probs of one token: at a greater one a run stops."""
+GROUPED = DecoderConfig(
+    vocab_size=100, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=16,
+    qk_norm=True, max_positions=512,
+)  # fmt: skip
+
+
+def sampled(model, **options):
+    """Trajectories of all kinds of requests but those with filters, and the engine."""
+    kinds = [SamplingParams(max_tokens=40, stop_tokens=(3, 5)), SamplingParams(max_tokens=25, temperature=0.0)]
+    engine = make_engine(model, device=CUDA, **options)
+    return engine, engine.generate(make_requests(40, longest=90, kinds=kinds))
+
+
+def rows_of(trajectories):
+    tokens = Ragged.of([t.tokens for t in trajectories])
+    mask = np.concatenate([np.r_[np.zeros(t.prompt_length), np.ones(t.completion_length)] for t in trajectories])
+    return tokens, mask.astype(np.uint8)
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("config", [CONFIG, GROUPED], ids=["plain", "grouped"])
+@pytest.mark.parametrize("dtype", APART, ids=str)
+def test_log_probs_of_the_engine_are_those_of_the_trainer(dtype, config, compile):
+    model = make_model(config, dtype=dtype).to(CUDA)
+    _, found = sampled(model, compile=compile)
+    tokens, mask = rows_of(found)
+    said = np.concatenate([t.logprobs for t in found])
+    apart = np.abs(packed_logprobs(model, tokens, mask, max_tokens=512) - said)[mask == 1]
+    assert len(apart) > 600 and apart.max() <= APART[dtype] and apart.mean() <= APART[dtype] / 10
+
+
+@pytest.mark.parametrize("dtype", APART, ids=str)
+def test_scores_are_those_of_a_cpu_in_float64(dtype):
+    """Of the same, rounded weights."""
+    model = make_model(GROUPED, dtype=dtype)
+    _, found = sampled(copy.deepcopy(model).to(CUDA))
+    tokens, mask = rows_of(found)
+    exact = Decoder(GROUPED, torch.float64)
+    exact.load_state_dict({name: p.double() for name, p in model.state_dict().items()}, assign=True)
+    wanted = packed_logprobs(exact, tokens, mask, max_tokens=512)
+    scored = packed_logprobs(model.to(CUDA), tokens, mask, max_tokens=512)
+    assert np.abs(scored - wanted).max() <= APART[dtype]
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", APART, ids=str)
+def test_a_training_step_is_that_of_a_cpu_in_float64(dtype, compile):
+    config = DecoderConfig(
+        vocab_size=11, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, qk_norm=True
+    )
+    tokens, mask = batch(lengths=(40, 17, 33, 5, 64, 21))
+    exact, made = Decoder(config, torch.float64).double(), Decoder(config, dtype)
+    made.init_weights_(0)
+    exact.load_state_dict({name: p.double() for name, p in made.state_dict().items()})
+    engine = TrainEngine(
+        made.to(CUDA), Optimizer(lr=0.01, clip_norm=0.0), total_steps=10, micro_tokens=80, compile=compile
+    )
+    done = engine.update(tokens, mask, {}, negative_log_likelihood(float(mask.sum())))
+    loss = reference_loss(exact, tokens, mask)
+    loss.backward()
+    norm = float(torch.cat([p.grad.flatten() for p in exact.parameters()]).norm())
+    rel = 1e-5 if dtype == torch.float32 else 2e-2
+    assert (done.loss, done.grad_norm) == (pytest.approx(float(loss), rel=rel), pytest.approx(norm, rel=10 * rel))
+    groups = [{"params": [p for p in exact.parameters() if (p.ndim > 1) == matrices]} for matrices in (True, False)]
+    torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0).step()
+    # Adam's first step is lr times the sign of each gradient, so in bf16 the smallest gradients may differ by 2 lr.
+    moved = torch.cat(
+        [(a.detach().cpu() - b.detach()).abs().flatten() for a, b in zip(made.parameters(), exact.parameters())]
+    )
+    assert moved.mean() < (1e-5 if dtype == torch.float32 else 1e-3) and moved.max() <= 0.0201
+
+
+@pytest.mark.parametrize("dtype", APART, ids=str)
+def test_the_engine_generates_with_the_weights_that_the_trainer_has(dtype):
+    model, other = (make_model(GROUPED, seed=seed).to(CUDA) for seed in (0, 1))
+    requests = make_requests(12, kinds=[SamplingParams(max_tokens=30, temperature=0.0)])
+    engine = make_engine(model, device=CUDA, dtype=dtype, compile=True)
+    before = [t.tokens.tolist() for t in engine.generate(requests)]
+    engine.load_weights(other.named_parameters(), version=2)  # fp32, whatever the engine's dtype: as a run publishes
+    assert {name: checksum(p) for name, p in engine.named_parameters()} == {
+        name: checksum(p.detach().to(dtype).cpu()) for name, p in other.named_parameters()
+    }
+    after = [t.tokens.tolist() for t in engine.generate(requests)]
+    wanted = [t.tokens.tolist() for t in make_engine(other, device=CUDA, dtype=dtype, compile=True).generate(requests)]
+    assert after != before and np.mean([a == b for a, b in zip(after, wanted)]) > 0.9
+
+
+def test_a_checkpoint_goes_from_one_device_to_the_other_and_back(tmp_path):
+    model = make_model(GROUPED, dtype=torch.bfloat16).to(CUDA)
+    tensors = {name: p.detach() for name, p in model.named_parameters()} | {"step": torch.tensor(7.0, device=CUDA)}
+    kept = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    folder, save = begin_save(tmp_path, 1), Saver()
+    save.start(folder, {"model": alone(tensors)}, 0)
+    for tensor in tensors.values():
+        tensor.mul_(2)
+    checkpoint = open_checkpoint(Commit(folder, tmp_path, 1, {"model": (0,)}, {}).wait(60))
+    for device in ("cuda", "cpu"):
+        into = {name: torch.zeros_like(tensor, device=device) for name, tensor in tensors.items()}
+        checkpoint.restore("model", into)
+        assert all(torch.equal(into[name].cpu(), kept[name]) for name in kept)
+
+
+@pytest.mark.parametrize("what", ["training", "generation"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_predicted_memory_is_that_of_the_allocator(monkeypatch, what, dtype):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    row = script("memory.py").row(what, "50M", dtype, "cuda", quick=False)
+    assert 0.8 <= row["predicted_over_peak"] <= 1.6, row
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_a_run_learns_as_on_a_cpu(tmp_path, precision, compile):
+    """Every step compares the engine's log-probs with the trainer's, and their weights; the first losses are equal."""
+    made = {}
+    for device in ("cpu", "cuda"):
+        train = {"device": device, "precision": precision, "compile": compile and device == "cuda"}
+        recipe = tiny.recipe(tmp_path / device, train=train, rollout={"compile": train["compile"]})
+        made[device] = tiny.run(recipe).directory
+    assert read_state(made["cuda"])["state"] == "finished"
+    ours, theirs = (read_metrics(made[device]) for device in ("cuda", "cpu"))
+    assert len(ours) == len(theirs) and all(np.isfinite(record["loss"]) for record in ours)
+    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-4 if precision == "fp32" else 2e-2)
+    assert ours[-1]["phase"] == "grpo" and ours[-1]["tokens/generated"] > 0
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    more = {"train": {"device": "cuda"}, "run": {"name": "it"}}
+    tiny.run(tiny.recipe(tmp_path, algorithm={"steps": 3}, **more))
+    longer = tiny.recipe(tmp_path, algorithm={"steps": 6}, **more)
+    again = run_recipe(longer, name="tiny", reward=tiny.close_enough, allow=["algorithm.steps"])
+    assert [record["step"] for record in read_metrics(again.directory)] == list(range(1, 13))
+    assert len(read_state(again.directory)["attempts"]) == 2
