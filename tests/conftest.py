@@ -32,14 +32,21 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """One process of ``-n`` alone starts Ray. Files whose tests wait for others come first: none is left to the end."""
+    """One process of ``-n`` alone starts Ray, and one the pool. They, and files that start others, come first, so that
+    none is left to the end."""
     if not hasattr(config, "workerinput"):
         return
-    waiting = {item.path for item in items if item.get_closest_marker("dist")}
-    for item in items:
+    starting = {item.path for item in items if item.get_closest_marker("dist")}
+
+    def order(item):
         if item.get_closest_marker("ray"):
-            item.add_marker(pytest.mark.xdist_group("ray"))
-    items.sort(key=lambda item: (not item.get_closest_marker("ray"), item.path not in waiting))
+            return 0
+        return 1 if item.get_closest_marker("dist") and "pool" in item.fixturenames else 2 + (item.path not in starting)
+
+    items.sort(key=order)
+    for item in items:
+        if order(item) < 2:
+            item.add_marker(pytest.mark.xdist_group(("ray", "pool")[order(item)]))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 import stat
+from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 
@@ -63,8 +64,10 @@ class Disk:
         self._hold(os.readlink(place))
         found = os.fstat(descriptor)
         if folder := stat.S_ISDIR(found.st_mode):
-            there = list(os.scandir(os.readlink(place)))
-            self._names[found.st_ino] = {e.name: (self._hold(e.path), e.is_dir()) for e in there}
+            names = self._names[found.st_ino] = {}
+            for entry in os.scandir(os.readlink(place)):
+                with suppress(FileNotFoundError):  # another thread has just removed it
+                    names[entry.name] = self._hold(entry.path), entry.is_dir()
         else:
             self._bytes[found.st_ino] = Path(place).read_bytes()
         return folder
@@ -77,10 +80,12 @@ class Disk:
             return target
         for place in sorted(self.root.rglob("*")):
             copy = target / place.relative_to(self.root)
-            if place.is_dir():
-                copy.mkdir()
-            else:
-                copy.write_bytes(self._bytes.get(place.stat().st_ino, b""))
+            with suppress(FileNotFoundError):  # another thread has just removed it
+                found = place.stat()
+                if stat.S_ISDIR(found.st_mode):
+                    copy.mkdir()
+                else:
+                    copy.write_bytes(self._bytes.get(found.st_ino, b""))
         return target
 
     def _rebuild(self, number, target):
