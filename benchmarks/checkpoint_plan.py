@@ -226,7 +226,7 @@ def placements_of(layout: Layout) -> tuple[Any, ...]:
     """Torch's placements of a layout without copied pieces."""
     from torch.distributed.tensor import placement_types as torch_types
 
-    found = []
+    found: list[Any] = []
     for i, placement in enumerate(layout.placements):
         if not isinstance(placement, Shard):
             found.append(torch_types.Replicate())

@@ -23,12 +23,12 @@ from machine import DTYPES, config_of, peak_allocated, random_model, write_rows
 from torch.profiler import ProfilerActivity, profile
 
 from tilth.config.load import load_recipe
-from tilth.config.schema import Optimizer, Recipe
-from tilth.core.batch import Ragged
+from tilth.config.schema import OptimizerConfig, Recipe
+from tilth.core.batch import Jagged
 from tilth.models.config import DecoderConfig
 from tilth.plan.memory import Need, policy_need, rollout_need
 from tilth.plan.shape import matrices, parameters
-from tilth.plan.working import Cut, total
+from tilth.plan.working import ShardFactors, total
 from tilth.rollout.engine import Engine
 from tilth.rollout.request import Request, SamplingParams
 from tilth.training.engine import TrainEngine
@@ -55,18 +55,18 @@ class Training:
             self.dtype, self.device, "flow=sft", "supervised.steps=1", f"supervised.batch={self.rows}",
             "optimizer.name=adamw",
         )  # fmt: skip
-        cut = Cut(parameters(self.config), 0, self.config, matrices(self.config))
+        cut = ShardFactors(parameters(self.config), 0, self.config, matrices(self.config))
         return policy_need(recipe, cut, self.length)
 
     def run(self) -> None:
         """Make the engine and take the step."""
         model = random_model(self.config, DTYPES[self.dtype], self.device)
-        engine = TrainEngine(model, Optimizer(name="adamw"), total_steps=9, micro_tokens=16_384)
+        engine = TrainEngine(model, OptimizerConfig(name="adamw"), total_steps=9, micro_tokens=16_384)
         ids = np.arange(self.rows * self.length) % self.config.vocab_size
         mask = np.ones((self.rows, self.length), np.uint8)
         mask[:, 0] = 0
         loss = negative_log_likelihood(float(mask.sum()))
-        tokens = Ragged(ids, np.arange(self.rows + 1) * self.length)
+        tokens = Jagged(ids, np.arange(self.rows + 1) * self.length)
         engine.update(tokens, mask.ravel(), {}, loss, entropy=False)
 
 
@@ -81,7 +81,7 @@ class Generation:
         """As predicted."""
         sizes = [f"rollout.prompts={self.rows // GROUP}", f"rollout.group={GROUP}", f"rollout.max_tokens={self.length}"]
         recipe = recipe_of(self.dtype, self.device, *sizes, f"rollout.max_rows={self.rows}")
-        return rollout_need(recipe, self.config, self.prompt + self.length)
+        return rollout_need(recipe, ShardFactors(0, 0, self.config, 0), self.prompt + self.length)
 
     def run(self) -> None:
         """Make the engine and generate."""
@@ -89,7 +89,7 @@ class Generation:
             self.config, device=self.device, dtype=DTYPES[self.dtype], max_rows=self.rows, max_length=512,
             kv_tokens=self.rows * 512,
         )  # fmt: skip
-        engine.load_weights(((name, torch.zeros_like(p)) for name, p in engine.named_parameters()), version=0)
+        engine.update_weights(((name, torch.zeros_like(p)) for name, p in engine.named_parameters()), version=0)
         params = SamplingParams(max_tokens=self.length)
         prompts = [(np.arange(self.prompt) + i) % self.config.vocab_size for i in range(self.rows // GROUP)]
         engine.generate(Request(i, prompts[i // GROUP], params, group=i // GROUP) for i in range(self.rows))

@@ -41,7 +41,7 @@ def give_lengths(task: Task) -> None:
 
         return generate(self, [cut(r) for r in requests], *more)
 
-    Engine.generate = with_lengths  # type: ignore[method-assign]
+    Engine.generate = with_lengths  # type: ignore[assignment, method-assign]
 
 
 class Watch(tilth.Callback):

@@ -13,14 +13,14 @@ from tests.scripts import SCRIPTS, script
 from tests.training.test_engine import batch, reference_loss
 from tilth.api import run_recipe
 from tilth.checkpoint import Commit, Saver, begin_save, open_checkpoint
-from tilth.config.schema import Optimizer
-from tilth.core.batch import Ragged
+from tilth.config.schema import OptimizerConfig
+from tilth.core.batch import Jagged
 from tilth.core.checksum import checksum
-from tilth.flows.publish import DEFAULT_MISMATCH
-from tilth.flows.readers import read_metrics, read_state
+from tilth.flows.weight_sync import DEFAULT_MISMATCH
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.rollout.request import SamplingParams
+from tilth.runs.readers import read_metrics, read_state
 from tilth.training.engine import TrainEngine
 from tilth.training.losses import negative_log_likelihood
 from tilth.training.packed import packed_logprobs
@@ -43,7 +43,7 @@ def sampled(model, **options):
 
 
 def rows_of(trajectories):
-    tokens = Ragged.of([t.tokens for t in trajectories])
+    tokens = Jagged.of([t.tokens for t in trajectories])
     mask = np.concatenate([np.r_[np.zeros(t.prompt_length), np.ones(t.completion_length)] for t in trajectories])
     return tokens, mask.astype(np.uint8)
 
@@ -84,7 +84,7 @@ def test_a_training_step_is_that_of_a_cpu_in_float64(dtype, compile):
     made.init_weights_(0)
     exact.load_state_dict({name: p.double() for name, p in made.state_dict().items()})
     engine = TrainEngine(
-        made.to(CUDA), Optimizer(lr=0.01, clip_norm=0.0), total_steps=10, micro_tokens=80, compile=compile
+        made.to(CUDA), OptimizerConfig(lr=0.01, clip_norm=0.0), total_steps=10, micro_tokens=80, compile=compile
     )
     done = engine.update(tokens, mask, {}, negative_log_likelihood(float(mask.sum())))
     loss = reference_loss(exact, tokens, mask)
@@ -107,7 +107,7 @@ def test_the_engine_generates_with_the_weights_that_the_trainer_has(dtype):
     requests = make_requests(12, kinds=[SamplingParams(max_tokens=30, temperature=0.0)])
     engine = make_engine(model, device=CUDA, dtype=dtype, compile=True)
     before = [t.tokens.tolist() for t in engine.generate(requests)]
-    engine.load_weights(other.named_parameters(), version=2)  # fp32, whatever the engine's dtype: as a run publishes
+    engine.update_weights(other.named_parameters(), version=2)  # fp32, whatever the engine's dtype: as a run publishes
     assert {name: checksum(p) for name, p in engine.named_parameters()} == {
         name: checksum(p.detach().to(dtype).cpu()) for name, p in other.named_parameters()
     }
