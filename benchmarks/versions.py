@@ -1,0 +1,91 @@
+"""Two versions of this repository side by side: the same benchmarks of each, in turns, and the ratio of their figures.
+
+    git worktree add ../before SOME_COMMIT
+    python benchmarks/versions.py ../before --pairs 3 -- train.py --models 6M --contenders tilth --rounds 5
+
+What follows ``--`` runs in both folders, each with its own sources and its own script, ``--json`` added. Rows that
+carry the same texts are compared. A ratio is the speed of this version over that of the other: above 1, this is faster.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from machine import write_rows
+
+HERE = Path(__file__).parents[1]
+FASTER_IF_MORE = ("per_s", "per_second", "tokens_per", "mfu")
+TIMES = ("seconds", "_s", "_ms")
+
+
+def rows_of(folder: Path, command: Sequence[str]) -> list[dict[str, Any]]:
+    """Run a script of this folder's benchmarks. Raises CalledProcessError when it fails."""
+    with tempfile.TemporaryDirectory() as made:
+        path = Path(made) / "rows.json"
+        program = [sys.executable, str(folder / "benchmarks" / command[0]), *command[1:], "--json", str(path)]
+        subprocess.run(
+            program,
+            check=True,
+            cwd=made,
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": str(folder / "src")},
+        )
+        found: list[dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+def speeds(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], float]:
+    """Each figure that says how fast something was, by the texts of its row and its own name; more is faster."""
+    found = {}
+    for row in rows:
+        name = tuple(f"{k}={v}" for k, v in sorted(row.items()) if isinstance(v, str))
+        for key, value in row.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                continue
+            if any(word in key for word in FASTER_IF_MORE):
+                found[*name, key] = float(value)
+            elif key.endswith(TIMES):
+                found[*name, key] = 1 / float(value)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Figures of this version over those of another one.")
+    parser.add_argument(
+        "other", nargs="?", type=Path, default=HERE, help="folder of the other version; default: this one"
+    )
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument(
+        "--quick", action="store_true", help="one pair of a small benchmark, against this version itself"
+    )
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- SCRIPT.py and its arguments")
+    args = parser.parse_args()
+    command = [word for word in args.command if word != "--"] or ["network.py", "--quick"]
+    ratios: dict[tuple[str, ...], list[float]] = {}
+    folders = {"this": HERE, "other": args.other.resolve()}
+    for pair in range(1 if args.quick else args.pairs):
+        turns = reversed(folders) if pair % 2 else folders
+        found = {which: speeds(rows_of(folders[which], command)) for which in turns}
+        for name in found["this"].keys() & found["other"].keys():
+            ratios.setdefault(name, []).append(found["this"][name] / found["other"][name])
+    rows = [
+        {"script": command[0], "figure": name[-1], "case": ", ".join(name[:-1]), "pairs": len(each),
+         "ratio": statistics.median(each), "lowest_ratio": min(each), "highest_ratio": max(each)}
+        for name, each in sorted(ratios.items())
+    ]  # fmt: skip
+    for row in rows:
+        span = f"{row['lowest_ratio']:.3f} to {row['highest_ratio']:.3f}"
+        print(f"{row['ratio']:.3f} ({span})  {row['figure']}  {row['case']}")
+    write_rows(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()
