@@ -36,9 +36,7 @@ def test_data_says_what_would_stop_the_run(tmp_path):
     assert any("pairs.jsonl:8, rejected with its answer has" in said for said in view.problems)
 
 
-@pytest.mark.parametrize(
-    "flow, roles", [("dpo", {"reference", "rollout", "reward", "writer"}), ("reward_model", set())]
-)
+@pytest.mark.parametrize("flow, roles", [("dpo", {"reference", "rollout", "reward"}), ("reward_model", set())])
 def test_layout_has_the_roles_of_the_flow(tmp_path, flow, roles):
     plan = layout.look(recipe(tmp_path, flow))
     assert set(plan.placed) == {"policy", "loader"} | roles

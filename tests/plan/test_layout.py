@@ -43,7 +43,7 @@ def mesh_of(sizes, ranks=()):
             {"policy", "reference", "rollout", "reward", "loader", "writer"},
         ),
         ({"flow": "ppo"}, {"policy", "critic", "rollout", "reward", "loader", "writer"}),
-        ({"flow": "sft", "supervised": {"steps": 1}}, {"policy", "rollout", "reward", "loader", "writer"}),
+        ({"flow": "sft", "supervised": {"steps": 1}}, {"policy", "rollout", "reward", "loader"}),
         ({"flow": "pretrain", "supervised": {"steps": 1}}, {"policy", "loader"}),
     ],
 )
@@ -258,7 +258,7 @@ def test_hybrid_is_fsdp_inside_of_replicas():
 
 def test_pools_need_only_what_their_roles_do():
     train, speak = workers_of("{train=1, speak=1}", "rollout.pool=speak", "flow=ppo", "algorithm.kl_coef=0.1")
-    assert [s.role for s in train.seats] == ["policy", "reference", "critic", "reward", "loader", "writer"]
+    assert [s.role for s in train.seats] == ["policy", "reference", "critic", "loader", "reward", "writer"]
     assert [s.role for s in speak.seats] == ["rollout"]
     assert item(train.memory, "KV cache") == item(speak.memory, "parameters") == speak.memory.gradients == 0
     (alone,) = workers_of(1, "flow=ppo", "algorithm.kl_coef=0.1")

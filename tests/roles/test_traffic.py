@@ -9,8 +9,6 @@ import tilth
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.roles.trajectory_writer import SHOWN
 
-ROWS = 64
-
 
 @pytest.mark.parametrize("backend, workers", [("inline", 1), pytest.param("local", 2, marks=pytest.mark.dist)])
 def test_bytes_a_row_are_flat_from_16_to_65536_tokens(monkeypatch, backend, workers):
@@ -20,8 +18,8 @@ def test_bytes_a_row_are_flat_from_16_to_65536_tokens(monkeypatch, backend, work
 
     with open_cluster(backend, workers, timeout=120) as cluster:
         group = dispatch.group_of(cluster)
-        few, many = (dispatch.bytes_per_row(cluster, group, tokens, ROWS) for tokens in (16, 65_536))
-    assert abs(many - few) <= SHOWN / ROWS + 2  # one answer is shown in the terminal
+        few, many = (dispatch.bytes_per_row(cluster, group, tokens) for tokens in (16, 65_536))
+    assert abs(many - few) <= SHOWN / dispatch.FEW + 2  # one answer is shown in the terminal
     assert many <= 8 * 200  # calls of four kinds and their answers
 
 
@@ -40,6 +38,6 @@ def test_the_test_above_could_fail(monkeypatch):
             told = {f"t{i}": np.array([found.row(row)[i] for row in range(len(batch))]) for i in range(16)}
             return score(batch).with_rows(**told)
 
-        few = dispatch.bytes_per_row(cluster, group, 16, ROWS)
+        few = dispatch.bytes_per_row(cluster, group, 16)
         role.score = leaky
-        assert dispatch.bytes_per_row(cluster, group, 16, ROWS) > few + 16 * 8
+        assert dispatch.bytes_per_row(cluster, group, 16) > few + 16 * 8
