@@ -258,7 +258,7 @@ def test_streaming_changes_nothing(plain):
     wish = ChatOptions(str(folder), temperature=1.0, max_tokens=40, seed=3)
     talked = Chat(load_model(folder), wish)
     talked.turn("How are you?")
-    from tilth.cli.generate import ChatOptions as Asked
+    from tilth.cli.generate import GenerateOptions as Asked
     from tilth.cli.generate import complete
 
     (alone,), _ = complete(str(folder), "How are you?", Asked(max_tokens=40, seed=3))

@@ -235,11 +235,11 @@ def run_recipe(*_, **__):
 api, live = ModuleType("tilth.api"), ModuleType("tilth.ui.live")
 api.run_recipe, live.Live = run_recipe, lambda recipe: SimpleNamespace(stop=lambda: None)
 sys.modules |= {"tilth.api": api, "tilth.ui.live": live}
-from tilth.cluster.backends.local import LocalFleet
+from tilth.cluster.backends.local import LocalBackend
 def accept(self, door, timeout):
     print(*(process.pid for process in self._processes.values()), self._keeper.pid, flush=True)
     time.sleep(60)
-LocalFleet._accept = accept
+LocalBackend._accept = accept
 from tilth.cli.main import app
 app(["run", "addition-grpo"])
 """

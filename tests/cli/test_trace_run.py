@@ -268,7 +268,7 @@ def test_the_report_and_trace_agree_on_the_longest_step(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(("RUN", "--help"), ("relay", "loader", "S:")), (("whatif", "--help"), ("S:", "M_W:", "M_S:"))],
+    [(("RUN", "--help"), ("weight_sync", "loader", "S:")), (("whatif", "--help"), ("S:", "M_W:", "M_S:"))],
 )
 def test_help_explains_the_words_of_the_first_screen(arguments, words):
     text = said(*arguments)

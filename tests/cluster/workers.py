@@ -141,7 +141,7 @@ def generating(context: Context) -> object:
     engine.update_weights(model.named_parameters(), version=7)
     template = copy(small.TEMPLATE)
     template.stops = ()
-    return RolloutWorker(engine, template, small.PROMPTS, RolloutConfig(max_tokens=LONG), context.store)
+    return RolloutWorker(engine, template, RolloutConfig(max_tokens=LONG), context.store)
 
 
 class Faulty:

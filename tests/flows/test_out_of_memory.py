@@ -18,16 +18,16 @@ from typer.testing import CliRunner
 import tilth.flows.launch
 from tilth.cli.main import app
 from tilth.flows.run import Run
-learned = Run.learned
+log_update = Run.log_update
 def tighten(run, *rest):
-    found = learned(run, *rest)
+    found = log_update(run, *rest)
     if run.at.step == 0:
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[0]) * 4096
         resource.setrlimit(resource.RLIMIT_AS, (now + 10**8, resource.RLIM_INFINITY))
     return found
 if sys.argv[1] == "limited":
-    Run.learned = tighten
+    Run.log_update = tighten
 app(sys.argv[2:])
 """
 

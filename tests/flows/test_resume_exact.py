@@ -135,7 +135,8 @@ def test_moments_are_drawn_over_the_whole_run_and_every_second_one_is_aimed(whol
     assert found == tools.moments("a", 200, whole) != tools.moments("b", 200, whole)
     aims = ["saving", "generating", "publishing", "training"]
     assert [m.aim for m in found[:8]] == [aim for other in aims for aim in ("", other)]
-    assert {m.step for m in found} == set(range(len(times)))
+    hit = {m.step for m in found}  # by time, so a short step may be missed
+    assert hit <= set(range(len(times))) and len(hit) > len(times) / 2
     for moment, until in [(m, times[m.step + 1]) for m in found if m.step + 1 < len(times)]:
         assert 0 <= moment.after <= until - times[moment.step]
 

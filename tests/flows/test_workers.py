@@ -26,7 +26,7 @@ def two_gpus(monkeypatch):
 
 
 def context(local_rank: int) -> Context:
-    return Context("relay", MESH, 1, 1, InlineStore(), local_rank)
+    return Context("weight_sync", MESH, 1, 1, InlineStore(), local_rank)
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda"])
@@ -36,7 +36,7 @@ def test_a_worker_works_on_its_own_gpu_whatever_torch_takes_by_default(two_gpus,
     recipe = from_dict({"train": {"device": name}})
     assert workers.prepare(context(local_rank), recipe) == own
     assert two_gpus == [own]
-    assert workers.sync(context(local_rank), recipe, CONFIG, MESH, {"rollout": MESH}).device == own
+    assert workers.weight_sync(context(local_rank), recipe, CONFIG, MESH, {"rollout": MESH}).device == own
 
 
 def test_a_worker_without_a_gpu_of_its_own_is_refused(two_gpus):

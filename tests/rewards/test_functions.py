@@ -211,7 +211,7 @@ def test_describe_is_one_short_line():
         raise ValueError("a\nb" * 500)
     except ValueError as error:
         text = functions.describe(error)
-    assert "\n" not in text and len(text) < 320 and "test_rewards.py:" in text
+    assert "\n" not in text and len(text) < 320 and "test_functions.py:" in text
     assert functions.describe(KeyError()) == "KeyError"
 
 

@@ -541,8 +541,8 @@ def test_trivial_calls_are_cheap():
 
 WRITES = """
 import sys, time
-from tilth.rewards.process import Progress
-progress, end = Progress(int(sys.argv[1])), time.monotonic() + 0.7
+from tilth.rewards.process import ScoringProgress
+progress, end = ScoringProgress(int(sys.argv[1])), time.monotonic() + 0.7
 place = 0
 while time.monotonic() < end:
     place = (place + 1) % 1000

@@ -92,7 +92,7 @@ def test_the_engine_goes_on_behind_a_tool_s_answer():
         logprobs=np.concatenate([one.logprobs, [0, 0]]).astype(np.float32),
         segments=[*one.segments, Segment("tool", len(one.tokens))],
     )  # fmt: skip
-    engine.load_weights(worker.weights(), version=5)
+    engine.update_weights(worker.weights(), version=5)
     engine.resume(asked, SamplingParams(max_tokens=2))
     (two,) = [t for _ in range(9) for t in engine.step()]
     assert [s.role for s in two.segments] == ["user", "assistant", "tool", "assistant"]
@@ -120,7 +120,7 @@ def test_versions_reach_a_loss_that_asks_for_them():
         seen.append(versions.tolist())
         return -logprobs * (versions == 4)
 
-    worker, how = small.policy(), small.HOW.model_copy(update={"loss": "mine_newest", "advantage": "reinforce_pp"})
+    worker, how = small.policy(), small.HOW.updated(loss="mine_newest", advantage="reinforce_pp")
     worker.update(worker.advantages(versioned(worker), how), how)
     assert seen == [[3, 3, 4]]
 
@@ -138,6 +138,6 @@ def test_versions_reach_a_correction_that_asks_for_them(monkeypatch):
             return Correction(None, sampled.packing.mask, False, {})
 
     monkeypatch.setitem(registry._ENTRIES["corrections"], "newest", Newest)
-    worker, how = small.policy(), small.HOW.model_copy(update={"correction": "newest"})
+    worker, how = small.policy(), small.HOW.updated(correction="newest")
     worker.advantages(versioned(worker), how)
     assert seen == [[0, 3, 3, 4]]

@@ -78,7 +78,7 @@ def test_log_probs_are_those_of_transformers_at_the_temperature(made):
             logits = theirs(torch.from_numpy(found.tokens)[None]).logits[0, :-1].double()
         every = (logits / request.params.temperature).log_softmax(-1)
         wanted = every[torch.arange(len(every)), torch.from_numpy(found.tokens[1:])].numpy()
-        chosen = found.loss_mask.astype(bool)
+        chosen = found.mask.astype(bool)
         assert chosen.tolist() == [i >= len(request.prompt) for i in range(len(found.tokens))]
         assert found.logprobs.dtype == np.float32 and not found.logprobs[~chosen].any()
         assert np.abs(found.logprobs[chosen] - wanted[chosen[1:]]).max() < 2e-4

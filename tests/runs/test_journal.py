@@ -157,7 +157,7 @@ class Chance:
         return sum(map(ord, prompt + completion)) % 8 == 0
 
 
-class Killed(Exception):
+class Killed(BaseException):
     """In the place of a SIGKILL: nothing is saved."""
 
 

@@ -9,7 +9,7 @@ import tilth
 from tilth.trace.ops import OPS, PHASES, kind
 
 SOURCE = Path(tilth.__file__).parent
-PASSED_ON = {"op", "name"}
+PASSED_ON = {"op", "name", "direction"}
 """Arguments of functions that hand a name on: the names themselves stand where these are called."""
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tilth.rl.kl import adapt, kl_penalty, penalise
     from tilth.rl.losses import LossResult, PolicyLoss, loss_entry, policy_loss, thresholds
     from tilth.rl.metrics import Metric, merge_metrics
-    from tilth.rl.mismatch import mismatch
+    from tilth.rl.mismatch_metrics import mismatch
     from tilth.rl.packing import keep_rows, token_counts
     from tilth.rl.preference import PreferenceResult, pair_weights, preference_loss
     from tilth.rl.registry import register
@@ -35,7 +35,7 @@ _HOME = {
         "aggregation": "aggregate denominator row_denominator",
         "catalog": "check names options",
         "packing": "keep_rows token_counts",
-        "mismatch": "mismatch",
+        "mismatch_metrics": "mismatch",
         "registry": "register",
     }.items()
     for name in names_of.split()

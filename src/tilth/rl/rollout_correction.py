@@ -24,7 +24,7 @@ from torch import Tensor
 from tilth.core.errors import RecipeError
 from tilth.rl.loss_base import PolicyLoss
 from tilth.rl.metrics import Metric
-from tilth.rl.mismatch import STATISTICS, EffectiveShare, Gap
+from tilth.rl.mismatch_metrics import STATISTICS, EffectiveShare, Gap
 from tilth.rl.packing import Packing, Reduce, alone
 from tilth.rl.registry import Entry, Scope, build, nearest, register, require
 

@@ -320,7 +320,7 @@ def started(place):
     """A cluster's folder in this place, made by a process of its own: what should hang must not hang the test."""
     code = (
         "import os, pathlib, tilth.cluster.backends.session_dir as f; "
-        f"f._root = lambda: pathlib.Path({str(place)!r}); print(f.Folder.create().path, flush=True); os._exit(1)"
+        f"f._root = lambda: pathlib.Path({str(place)!r}); print(f.SessionDir.create().path, flush=True); os._exit(1)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(1), timeout=60)
     return Path(told.stdout.strip())
