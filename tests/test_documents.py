@@ -52,6 +52,8 @@ NO_COMMANDS = {
     "step-000120/": "files of a checkpoint",
     "prompts (rows) ->": "a picture",
     "RUN/events/": "a picture",
+    "runs/NAME-001/": "a picture",
+    "reward.function ->": "a picture",
     "for batch in run.experience(": "a page of the package, shortened",
     "Accuracy on problems it never trained on:": "what the demo prints",
 }
@@ -357,6 +359,12 @@ def an_engine(text, monkeypatch):
     assert "slow" in declared("engine")
 
 
+def an_axis(text, monkeypatch):
+    """A new axis, in a process of its own: the table it joins is that of the whole process."""
+    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert ran.stdout.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", text, re.M), ran.stderr
+
+
 def of_trl(text, monkeypatch):
     """Theirs, not ours: it must be Python."""
     compile(text, "from-trl-and-verl.md", "exec")
@@ -371,6 +379,7 @@ PYTHON = {
     "# watch.py": what_it_declares,
     "# more.py": what_it_declares,
     "# slow.py": an_engine,
+    "# an axis": an_axis,
     "def score(": a_reward_of_verl,
     "dataset = load_dataset(": of_trl,
 }
