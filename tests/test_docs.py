@@ -73,3 +73,13 @@ def test_a_file_that_is_not_there_is_seen():
         "rl/other.py",
         "test_no.py",
     ]
+
+
+SECTIONS = re.findall(r"^## \d\. .*?\[`([\w/.]+)`\].*?\n(.*?)(?=^## )", (DOCS / "reading.md").read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize(("file", "section"), SECTIONS, ids=[file for file, _ in SECTIONS])
+def test_what_to_look_for_in_a_file_is_in_it(file, section):
+    source = (ROOT / "src" / "tilth" / file).read_text()
+    names = set(re.findall(r"(?<!\[)`(\w+)`", section))
+    assert names and not [name for name in names if not re.search(rf"\b{name}\b", source)]
