@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PAGES = sorted((DOCS / "packages").glob("*.md"))
 SAID = re.compile(r"^\s*print\(.*\)  # (.*)$", re.M)
 
@@ -28,7 +29,57 @@ def test_every_package_has_a_page_and_the_design_links_it():
     assert all(f"(packages/{page.name})" in design for page in PAGES)
 
 
-@pytest.mark.parametrize("page", [DOCS / "design.md", DOCS / "metrics.md", *PAGES], ids=lambda page: page.stem)
-def test_links_to_files_lead_somewhere(page):
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text()):
-        assert (page.parent / link).exists(), f"{page.name}: {link}"
+EVERY_PAGE = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+        target = page.parent / link if link else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}#{anchor}"
+
+
+def missing_files(text: str, folder: Path = DOCS) -> list[str]:
+    """Names of Python files in backticks that are neither in a source folder, by their whole path, nor linked."""
+    places = (ROOT, ROOT / "src" / "tilth", ROOT / "tests", ROOT / "benchmarks")
+    linked = {
+        name
+        for name, link in re.findall(r"\[`([\w./*-]+\.py)`\]\(([^)#]+)\)", text)
+        if (folder / link).name == Path(name).name
+    }
+    named = set(re.findall(r"`([\w./*-]+/[\w.*-]+\.py|test_\w+\.py)`", text)) - linked
+    return sorted(name for name in named if not any(any(place.glob(name)) for place in places))
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.stem)
+def test_files_that_a_page_names_are_there(page):
+    assert not missing_files(page.read_text(), page.parent)
+
+
+def test_a_file_that_is_not_there_is_seen():
+    assert (
+        missing_files("`rl/losses.py`, `analysis/run_*.py`, `tests/test_docs.py`, `benchmarks/train.py`, `mine.py`")
+        == []
+    )
+    assert missing_files("`rl/no.py`, `test_no.py`, [`rl/other.py`](../src/tilth/rl/losses.py)") == [
+        "rl/no.py",
+        "rl/other.py",
+        "test_no.py",
+    ]
+
+
+SECTIONS = re.findall(r"^## \d\. .*?\[`([\w/.]+)`\].*?\n(.*?)(?=^## )", (DOCS / "reading.md").read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize(("file", "section"), SECTIONS, ids=[file for file, _ in SECTIONS])
+def test_what_to_look_for_in_a_file_is_in_it(file, section):
+    source = (ROOT / "src" / "tilth" / file).read_text()
+    names = set(re.findall(r"(?<!\[)`(\w+)`", section))
+    assert names and not [name for name in names if not re.search(rf"\b{name}\b", source)]

@@ -52,8 +52,8 @@ NO_COMMANDS = {
     "step-000120/": "files of a checkpoint",
     "prompts (rows) ->": "a picture",
     "RUN/events/": "a picture",
-    "reward.function -> load_reward": "a picture",
     "runs/NAME-001/": "a picture",
+    "reward.function ->": "a picture",
     "for batch in run.experience(": "a page of the package, shortened",
     "Accuracy on problems it never trained on:": "what the demo prints",
 }
@@ -77,8 +77,7 @@ TALKER = [
 ]
 MINE = ["tilth run addition-grpo run.name=mine"]
 SETUP = {
-    "README.md": [*TALKER, "tilth export runs/talker MODEL"],
-    "docs/guide.md": [*TALKER, *MINE],
+    "docs/guide.md": [*TALKER, "tilth export runs/talker MODEL", *MINE],
     "docs/checkpoints.md": MINE,
 }
 """Commands that make what a page takes to be there."""
@@ -96,14 +95,13 @@ def records(name, count):
     ]  # fmt: skip
 
 
-def furnish(folder, page):
+def furnish(folder):
     """The files that pages take to be there."""
     for name, count in (("train.jsonl", 300), ("test.jsonl", 40)):
         (folder / name).write_text("\n".join(records(name, count)))
     sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
-    (folder / "my.jsonl").write_text("\n".join(map(json.dumps, sums)))
-    if page == "docs/guide.md":  # there it is a page of one's own, for a run that adds
-        (folder / "test.jsonl").write_text("\n".join(json.dumps({**s, "question": s["prompt"]}) for s in sums))
+    for name in ("my.jsonl", "sums.jsonl"):
+        (folder / name).write_text("\n".join(map(json.dumps, sums)))
     (reward,) = (block for block in blocks("docs/guide.md") if block.first == "# my_reward.py")
     (folder / "my_reward.py").write_text(reward.text)
     for block in blocks("docs/extending.md"):
@@ -189,7 +187,7 @@ def is_costly(command: Command) -> bool:
 
 def follow(page: str, folder: Path, *, costly: bool) -> None:
     """Do all that a page says."""
-    furnish(folder, page)
+    furnish(folder)
     for line in SETUP.get(page, ()):
         called(Command(page, line), folder)
     for command in commands(page):
@@ -222,7 +220,7 @@ def test_those_that_take_several_processes_too(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_the_command_line_takes_every_command_as_it_stands(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    furnish(tmp_path, page)
+    furnish(tmp_path)
     for command in commands(page):
         if command.own:
             parsed(["addition-grpo" if word == "RECIPE" else word for word in command.own])
@@ -361,6 +359,12 @@ def an_engine(text, monkeypatch):
     assert "slow" in declared("engine")
 
 
+def an_axis(text, monkeypatch):
+    """A new axis, in a process of its own: the table it joins is that of the whole process."""
+    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert ran.stdout.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", text, re.M), ran.stderr
+
+
 def of_trl(text, monkeypatch):
     """Theirs, not ours: it must be Python."""
     compile(text, "from-trl-and-verl.md", "exec")
@@ -375,6 +379,7 @@ PYTHON = {
     "# watch.py": what_it_declares,
     "# more.py": what_it_declares,
     "# slow.py": an_engine,
+    "# an axis": an_axis,
     "def score(": a_reward_of_verl,
     "dataset = load_dataset(": of_trl,
 }

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -303,12 +302,3 @@ def test_no_code_knows_the_axes_by_place():
 )
 def test_that_would_be_seen(wrong):
     assert list(offences(ast.parse(wrong))) == [1]
-
-
-# ---- the page ----
-
-
-def test_the_example_of_an_axis_prints_what_it_says():
-    (example,) = re.findall(r"```python\n(# an axis\n.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.S)
-    found = subprocess.run([sys.executable, "-c", example], check=True, capture_output=True, text=True, cwd=ROOT).stdout
-    assert found.splitlines() == re.findall(r"^\s*print\(.*\)  # (.*)$", example, re.M)
