@@ -370,6 +370,7 @@ PYTHON = {
     "# mine.py": a_plugin,
     "# arcee.py": a_family,
     "# novelty.py": a_role,
+    "# mirror.py": what_it_declares,
     "# watch.py": what_it_declares,
     "# more.py": what_it_declares,
     "# slow.py": an_engine,
