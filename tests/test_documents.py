@@ -52,6 +52,7 @@ NO_COMMANDS = {
     "step-000120/": "files of a checkpoint",
     "prompts (rows) ->": "a picture",
     "RUN/events/": "a picture",
+    'data.source = "countdown" ->': "a picture",
     "for batch in run.experience(": "a page of the package, shortened",
     "Accuracy on problems it never trained on:": "what the demo prints",
 }

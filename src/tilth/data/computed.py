@@ -57,7 +57,16 @@ def random_words(path: tuple[str | int, ...], start: int, count: int) -> np.ndar
 
 
 class Computed:
-    """What travels of a source: not the columns that are computed from it."""
+    """Base of a source: texts one by one and their hashes, and what travels, which is no column computed from it."""
+
+    def texts(self) -> Iterable[str]:
+        """Text of each prompt, in order."""
+        raise NotImplementedError
+
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        """uint32 [n]: hash of each text."""
+        return text_hashes(text.encode() for text in self.texts())
 
     def __getstate__(self) -> dict[str, Any]:
         kind = type(self)

@@ -11,7 +11,7 @@ import numpy as np
 from tilth.config.tasks import Task
 from tilth.core.errors import RewardError
 from tilth.data.columns import Prompt
-from tilth.data.computed import Computed, random_words, text_hashes
+from tilth.data.computed import Computed, random_words
 from tilth.rewards.judging import NONE_WRONG, steps
 from tilth.rewards.verifiers import Info, graded
 
@@ -124,14 +124,6 @@ class Chains(Computed):
         found = flaw(problem, right, self.kinds[kind * len(self.kinds) >> 32], where * self.length >> 32, what)
         return WrittenProblem(problem, right, found, first_wrong(right, found))
 
-    @cached_property
-    def hashes(self) -> np.ndarray:
-        """Of all texts."""
-        return text_hashes(text.encode() for text in self._texts())
-
-    def _texts(self) -> Iterator[str]:
-        raise NotImplementedError
-
     def fingerprint(self) -> str:
         """The task and all that decides what it is."""
         return f"{self.name} of {self.length} steps of {self.digits} digits, {self.flawed} flawed"
@@ -174,7 +166,8 @@ class ChainPrompts(Chains):
         problem, right, written, _ = self.written(index)
         return Prompt(index, spelled(problem), "\n".join(written), {"answer": right[-1][1:]})
 
-    def _texts(self) -> Iterator[str]:
+    def texts(self) -> Iterator[str]:
+        """Text of each prompt."""
         return (spelled(self.problem(i)) for i in range(len(self)))
 
     def sizes(self) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 from tilth.config.tasks import Task
 from tilth.core.errors import RewardError
 from tilth.data.columns import Prompt
-from tilth.data.computed import Computed, random_words, text_hashes
+from tilth.data.computed import Computed, random_words
 from tilth.rewards.verifiers import Info, answer_of, graded
 
 _OPERATORS = "+-*/"
@@ -68,10 +68,9 @@ class CountdownPrompts(Computed):
         info = {"numbers": numbers, "target": target, "answer": answer}
         return Prompt(index, f"{','.join(map(str, numbers))}={target}:", answer, info)
 
-    @cached_property
-    def hashes(self) -> np.ndarray:
-        """Of all texts."""
-        return text_hashes(text.encode() for part in self._parts for text in _texts(part))
+    def texts(self) -> Iterator[str]:
+        """Text of each prompt, much faster than one by one."""
+        return (text for part in self._parts for text in _texts(part))
 
     def sizes(self) -> np.ndarray:
         """A digit is a byte, and each number has a sign after it."""

@@ -33,7 +33,8 @@ class FlawsPrompts(Chains):
         info = {"answer": str(found.first), "steps": len(found.steps)}
         return Prompt(index, asked(found), reasoned(found), info)
 
-    def _texts(self) -> Iterator[str]:
+    def texts(self) -> Iterator[str]:
+        """Text of each prompt."""
         return (asked(self.written(i)) for i in range(len(self)))
 
     def sizes(self) -> np.ndarray:
