@@ -54,6 +54,7 @@ NO_COMMANDS = {
     "RUN/events/": "a picture",
     "runs/NAME-001/": "a picture",
     "reward.function ->": "a picture",
+    'data.source = "countdown" ->': "a picture",
     "for batch in run.experience(": "a page of the package, shortened",
     "Accuracy on problems it never trained on:": "what the demo prints",
 }
@@ -376,6 +377,7 @@ PYTHON = {
     "# mine.py": a_plugin,
     "# arcee.py": a_family,
     "# novelty.py": a_role,
+    "# mirror.py": what_it_declares,
     "# watch.py": what_it_declares,
     "# more.py": what_it_declares,
     "# slow.py": an_engine,

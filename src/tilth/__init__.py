@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         policy_loss,
         reward,
         role,
+        task,
         tracker,
     )
     from tilth.flows.callbacks import Callback
@@ -41,6 +42,7 @@ _HOME = {
             "policy_loss",
             "reward",
             "role",
+            "task",
             "tracker",
         ),
         "tilth.config.plugins",

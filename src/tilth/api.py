@@ -203,19 +203,18 @@ def _with_keys(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str
 
 
 def _task(recipe: Recipe) -> str:
-    """The verifier of a task that is trained on, which has its name; empty for other data."""
-    from tilth.rewards.verifiers import TASKS
+    """The task that is trained on, whose reward has its name; empty for other data."""
+    from tilth.config.plugins import task_names
 
-    return recipe.data.source if recipe.data.source in TASKS else ""
+    return recipe.data.source if recipe.data.source in task_names() else ""
 
 
 def _no_reward(recipe: Recipe, prompts: "Dataset | None") -> NoReturn:
     from tilth.data.prompts import load_source
-    from tilth.rewards.verifiers import SPECS
+    from tilth.rewards.verifiers import verifier_specs
 
     if prompts is None:
         load_source(recipe.data)  # a mistyped source is the error to tell first
     what = "the data" if prompts is not None else f"data.source={recipe.data.source}"
-    raise RewardError(
-        f"{what} has no reward of its own; set reward.function to FILE.py:function or one of {', '.join(SPECS)}"
-    )
+    known = ", ".join(verifier_specs())
+    raise RewardError(f"{what} has no reward of its own; set reward.function to FILE.py:function or one of {known}")

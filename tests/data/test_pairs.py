@@ -21,13 +21,13 @@ from tilth.data.pairs import (
     pair_records,
     pairs_of,
     recipe_prompts,
-    wrong_order,
-    wrong_sum,
 )
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.template import Example, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.rewards.functions import load_reward
+from tilth.tasks.addition import wrong_sum
+from tilth.tasks.sorting import wrong_order
 
 ONE = {"prompt": "Is it?", "chosen": "Yes.", "rejected": "No."}
 

@@ -165,7 +165,7 @@ def test_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("source", "hint"),
-    [("additon", "did you mean the task addition?"), ("/x/y.jsonl", "tasks are addition, count")],
+    [("additon", "did you mean the task addition?"), ("/x/y.jsonl", "tasks are addition, chain")],
 )
 def test_neither_task_nor_file(source, hint):
     with pytest.raises(DataError) as caught:

@@ -17,8 +17,9 @@ from tests.flows import tiny
 from tests.scripts import SCRIPTS, script
 from tilth.config.load import from_dict
 from tilth.flows.checks import check_algorithm
-from tilth.rewards.verifiers import sorting
+from tilth.rewards.verifiers import builtin
 
+sorting = builtin("sorting")
 figures, runs, task, variants = (
     script(f"learning_{name}.py") for name in ("figures", "run", "task", "variants")
 )  # fmt: skip

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tilth.core.errors import DataError, RewardError
 from tilth.rewards import functions
 from tilth.rewards.functions import LARGEST, Score, Weighted, check_answers, load_reward, normalise
-from tilth.rewards.verifiers import SPECS
+from tilth.rewards.verifiers import verifier_specs
 
 
 def graded(prompt, completion, info):
@@ -170,7 +170,7 @@ def test_load_a_module_of_the_working_folder(folder, monkeypatch):
         ("additon", "did you mean 'addition'"),
         (
             "additon",
-            "one of addition, countdown, sorting, chain, flaws, exact, gsm8k, countdown:CREDIT, gsm8k:CREDIT, s",
+            "one of addition, .*gsm8k, .*countdown:CREDIT",
         ),
         ("gsm9k", "; did you mean 'gsm8k'"),
         ("regx:a+", "no module 'regx' on the import path; did you mean 'regex'"),
@@ -394,7 +394,7 @@ def test_a_function_of_ones_own_may_check_too():
 
 
 def test_all_names_are_in_the_list():
-    assert {s.partition(":")[0] for s in SPECS} == {
+    assert {s.partition(":")[0] for s in verifier_specs()} == {
         "addition",
         "countdown",
         "sorting",

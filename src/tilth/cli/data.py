@@ -12,13 +12,14 @@ import typer
 from rich.text import Text
 
 from tilth.config.load import load_recipe
+from tilth.config.plugins import task_names
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, TilthError
 from tilth.core.random import stream
 from tilth.data.documents import Corpus
 from tilth.data.examples import check_examples, check_prompts
 from tilth.data.pairs import Encoded, check_pairs, encode_pairs, recipe_prompts
-from tilth.data.prompts import TASKS, Prompt, PromptSet, load_texts
+from tilth.data.prompts import Prompt, PromptSet, load_texts
 from tilth.data.template import Example, Template, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.build import CACHE
@@ -161,7 +162,10 @@ def _prompts(recipe: Recipe, n: int) -> View:
 
 def _refused(recipe: Recipe, prompts: PromptSet, template: Template) -> Iterator[str]:
     """What a run's own checks say, of all prompts and those held out too, each its first complaint."""
-    reward, context = recipe.reward.function or ("" if recipe.data.source in TASKS else None), recipe.model.context
+    reward, context = (
+        recipe.reward.function or ("" if recipe.data.source in task_names() else None),
+        recipe.model.context,
+    )
     train, heldout = prompts.split(recipe.data.holdout)
     supervised = bool(recipe.supervised.steps or recipe.supervised.epochs)
     checks: list[Callable[[], object]] = []
@@ -273,7 +277,7 @@ def _shown(prompt: Prompt, template: Template, tokenizer: Tokenizer) -> ShownExa
 def _generates(recipe: Recipe) -> bool:
     if recipe.flow_spec.value:
         return False
-    return recipe.flow_spec.samples or bool(recipe.reward.function) or recipe.data.source in TASKS
+    return recipe.flow_spec.samples or bool(recipe.reward.function) or recipe.data.source in task_names()
 
 
 # ---- documents ----

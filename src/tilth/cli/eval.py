@@ -12,7 +12,7 @@ import typer
 
 from tilth.cli.reward import own_option
 from tilth.config.load import from_dict, load_recipe
-from tilth.config.plugins import load_plugins
+from tilth.config.plugins import load_plugins, task_names
 from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError, RewardError, TilthError
 from tilth.data.pairs import recipe_prompts
@@ -21,7 +21,7 @@ from tilth.flows.evaluate import Evaluation, How, Progress, Sample, check_out, e
 from tilth.flows.model import LoadedModel, load_model
 from tilth.rewards.functions import Reward, check_answers, of_plugins
 from tilth.rewards.process_pool import RewardPool
-from tilth.rewards.verifiers import SPECS, TASKS
+from tilth.rewards.verifiers import verifier_specs
 from tilth.rl.passk import Interval
 from tilth.rollout.request import SamplingParams
 from tilth.runs.files import to_json
@@ -72,7 +72,7 @@ def judge(wish: EvalOptions) -> None:
     timeout = loaded.settings.get("reward", {}).get("timeout", 10.0) if wish.timeout is None else wish.timeout
     with RewardPool(spec, workers=wish.workers, timeout=timeout, wait=False) as pool:
         prompts = prompts_of(wish, loaded)
-        if wish.data not in TASKS:
+        if wish.data not in task_names():
             check_answers(spec, prompts)
         seen = trained_on(wish, loaded, prompts)
         pool.ready()  # so that a reward that cannot be had is told alone
@@ -114,13 +114,15 @@ def reward_of(wish: EvalOptions, loaded: LoadedModel) -> str | Mapping[str, floa
         load_plugins(loaded.settings.get("plugins", ()))  # which may declare rewards
     if wish.reward:
         return of_plugins(wish.reward[0] if len(wish.reward) == 1 else dict.fromkeys(wish.reward, 1.0))
-    if wish.data in TASKS:
-        return wish.data
+    if wish.data in task_names():
+        return of_plugins(wish.data)
     settings = loaded.settings
     source = settings.get("data", {}).get("source", "")
-    found: str | dict[str, float] = settings.get("reward", {}).get("function") or (source if source in TASKS else "")
+    found: str | dict[str, float] = settings.get("reward", {}).get("function") or (
+        source if source in task_names() else ""
+    )
     if not found:
-        raise RewardError(f"what is right? name it with --reward: FILE.py:function, or {', '.join(SPECS)}")
+        raise RewardError(f"what is right? name it with --reward: FILE.py:function, or {', '.join(verifier_specs())}")
     return of_plugins(found)
 
 
@@ -182,7 +184,8 @@ def _data(wish: EvalOptions, settings: Mapping[str, Any]) -> DataConfig:
         if not equals:
             raise DataError(f"--columns {pair}: write which is which, as in prompt=question")
         columns[column] = name
-    sizes = {name: settings[name] for name in ("digits", "length", "flawed") if name in settings}
+    own = ("options",) if wish.data in (settings.get("source"), settings.get("heldout")) else ()
+    sizes = {name: settings[name] for name in ("digits", "length", "flawed", *own) if name in settings}
     return from_dict({"data": {"source": wish.data, "columns": columns, **sizes}}).data
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from tilth.cli.tables import WIDTH, new_table
 from tilth.config.axes import AXES
 from tilth.config.load import load_recipe
+from tilth.config.plugins import task_names
 from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
 from tilth.data.pairs import recipe_prompts
@@ -31,7 +32,6 @@ from tilth.plan.shape import DecoderShape, parameters
 from tilth.plan.steps import size
 from tilth.plan.traffic import Talk, tokens_of_rank, traffic, work
 from tilth.plan.working import total
-from tilth.rewards.verifiers import TASKS
 from tilth.ui.terminal import Terminal
 
 MOST = 20_000
@@ -94,7 +94,7 @@ def generating(recipe: Recipe) -> bool:
     if recipe.flow_spec.value:
         return False
     if recipe.flow_spec.learns in ("answers", "pairs"):
-        return bool(recipe.reward.function) or recipe.data.source in TASKS
+        return bool(recipe.reward.function) or recipe.data.source in task_names()
     return recipe.flow != "pretrain"
 
 

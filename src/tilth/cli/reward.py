@@ -13,11 +13,12 @@ import numpy as np
 import typer
 from pydantic import ValidationError
 
+from tilth.config.plugins import task_names
 from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError, RecipeError
 from tilth.rewards.functions import check_answers
 from tilth.rewards.process_pool import Outcome, RewardPool
-from tilth.rewards.verifiers import TASKS, Gsm8k, builtin, said_number
+from tilth.rewards.verifiers import Gsm8k, builtin, said_number
 from tilth.ui import format
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def examine(reward: str, source: str, wish: RewardOptions) -> Trial:
 
         with own_option():
             prompts = load_source(_data(source, wish))
-        if source not in TASKS:
+        if source not in task_names():
             check_answers(spec, prompts)
         chosen = _spread(prompts, wish.n)
         wants_mark = _wants_mark(spec)
@@ -311,7 +312,7 @@ def _two_digits(value: float) -> str:
 def lines(trial: Trial) -> list[str]:
     """All of it as text."""
     word, sentences = verdict(trial)
-    kind = "prompts" if trial.data in TASKS else "records"
+    kind = "prompts" if trial.data in task_names() else "records"
     head = [
         f"reward   {trial.reward}",
         f"data     {Path(trial.data).name}: {len(trial.tried)} of {trial.records:,} {kind}, spread evenly",

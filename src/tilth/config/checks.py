@@ -5,14 +5,17 @@ import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from tilth.config.axes import AXES, MODEL, over
 from tilth.config.errors import RecipeError
 from tilth.config.flows import FLOWS, OPTIONAL
+from tilth.config.plugins import declared, keyword_options, task_names
 from tilth.config.roles import ROLES, SHIPPED_ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import AlgorithmConfig, LayoutConfig, Recipe
+from tilth.config.tasks import task_of
 
 KV_BLOCK = 16
 """Tokens of a block of the rollout engine's cache."""
@@ -22,7 +25,7 @@ MOST_PROFILED = 100
 
 def check(recipe: Recipe) -> None:
     """Raise ``RecipeError`` for the first two keys that contradict each other."""
-    for rule in (_shape, _lengths, _parity, _learning, _places):
+    for rule in (_shape, _lengths, _parity, _learning, _places, _tasks):
         for problem in rule(recipe):
             raise RecipeError(problem)
     check_cluster(recipe)
@@ -197,7 +200,19 @@ def _roles(recipe: Recipe) -> Iterator[str]:
         elif section.path and not ROLES[name].loads:
             yield f"roles.{name}.path = {section.path} has no use: {name} loads no model; leave it out"
         else:
-            yield from _options(ROLES[name], section.options)
+            yield from _options(ROLES[name].key, name, keyword_options(resolve(ROLES[name].worker)), section.options)
+
+
+def _tasks(recipe: Recipe) -> Iterator[str]:
+    """Tasks of plugins ask for keys of [data] that there are, and options are those of a task."""
+    named = [name for name in (recipe.data.source, recipe.data.heldout) if name in task_names()]
+    kinds: dict[str, Any] = {}
+    for name in named if recipe.data.options else filter(declared("task").__contains__, named):
+        prompts = task_of(name).prompts
+        kinds |= (own := keyword_options(prompts))
+        for key in inspect.signature(prompts).parameters.keys() - own.keys() - type(recipe.data).model_fields.keys():
+            yield f"task {name!r}: its prompts ask for {key!r}, no key of [data]; an option stands after *"
+    yield from _options("data", " and ".join(named) or "a source of files", kinds, recipe.data.options)
 
 
 def _near(name: str, known: Sequence[str]) -> str:
@@ -205,17 +220,15 @@ def _near(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]}?" if near else f"; there is {', '.join(known) or 'none'}"
 
 
-def _options(spec: RoleSpec, options: Mapping[str, object]) -> Iterator[str]:
-    parameters = inspect.signature(resolve(spec.worker), eval_str=True).parameters.values()
-    kinds = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
+def _options(key: str, whose: str, kinds: Mapping[str, Any], options: Mapping[str, object]) -> Iterator[str]:
     for name, value in options.items():
         if name not in kinds:
-            yield f"{spec.key}.options.{name}: {spec.name} has no such option{_near(name, list(kinds))}"
+            yield f"{key}.options.{name}: {whose} has no such option{_near(name, list(kinds))}"
         elif kinds[name] is not inspect.Parameter.empty:
             try:
                 TypeAdapter(kinds[name]).validate_python(value, strict=True)
             except ValidationError as error:
-                yield f"{spec.key}.options.{name} = {value!r}: {error.errors()[0]['msg']}"
+                yield f"{key}.options.{name} = {value!r}: {error.errors()[0]['msg']}"
 
 
 def _workers(recipe: Recipe) -> Iterator[str]:

@@ -219,6 +219,8 @@ def _work(recipe: Recipe) -> dict[str, Any]:
     del data["plugins"]  # where they lie does not matter; what is in them does, see flows.launch
     if not data["roles"]:  # a run from before there were any is the same work
         del data["roles"]
+    if not data["data"]["options"]:  # nor any of these
+        del data["data"]["options"]
     data["cluster"]["pools"] = list(data["cluster"]["pools"].items())  # the first one is where roles are by default
     return data
 

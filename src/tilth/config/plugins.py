@@ -33,6 +33,7 @@ Kind = Literal[
     "reward",
     "flow",
     "family",
+    "task",
     "role",
     "engine",
     "callback",
@@ -91,7 +92,8 @@ def declare(kind: Kind, name: str) -> Callable[[T], T]:
     def record(value: T) -> T:
         code = inspect.unwrap(value)  # type: ignore[arg-type]
         found = Declaration(kind, name, value, *_place(code))
-        before = _DECLARED[kind].get(name)
+        rivals = ("reward", "task") if kind in ("reward", "task") else (kind,)  # a task is a reward too
+        before = next((_DECLARED[k][name] for k in rivals if name in _DECLARED[k]), None)  # type: ignore[index]
         if before is not None and before.same_code != found.same_code:
             raise PluginError(
                 f"{kind} {name!r} of {found.where} is declared by {before.where} too; choose another name"
@@ -211,10 +213,32 @@ def family_names() -> list[str]:
     return [*shipped_families(), *_DECLARED["family"]]
 
 
-@cache
 def shipped_families() -> list[str]:
     """Names of the files of ``tilth/models/families``, each of which declares the family of its name."""
-    return [file.name for file in pkgutil.iter_modules([str(Path(__file__).parents[1] / "models" / "families")])]
+    return _files("models/families")
+
+
+@cache
+def _files(folder: str) -> list[str]:
+    return [file.name for file in pkgutil.iter_modules([str(Path(__file__).parents[1] / folder)])]
+
+
+def task(name: str) -> Callable[[T], T]:
+    """Declare a task, ``() -> tilth.config.tasks.Task``, that ``data.source=name`` chooses with its prompts, and
+    ``reward.function=name`` with its reward alone. Raises PluginError: a name that is taken."""
+    if name in shipped_tasks():
+        raise PluginError(f"@tilth.task({name!r}): a task that comes with Tilth has this name; choose another one")
+    return declare("task", name)
+
+
+def task_names() -> list[str]:
+    """Names of the tasks that there are: those that come with Tilth, then those of plugins."""
+    return [*shipped_tasks(), *_DECLARED["task"]]
+
+
+def shipped_tasks() -> list[str]:
+    """Names of the files of ``tilth/tasks``, each of which declares the task of its name."""
+    return _files("tasks")
 
 
 def role(
@@ -367,6 +391,12 @@ def _import_module(name: str) -> ModuleType:
         raise PluginError(f"plugins: importing {name} failed: {describe(error)}") from error
     except (Exception, SystemExit) as error:
         raise PluginError(f"plugins: importing {name} failed: {describe(error)}") from error
+
+
+def keyword_options(code: Callable[..., Any]) -> dict[str, Any]:
+    """Keyword-only arguments of a function or class, which are its options, each with its annotation."""
+    known = inspect.signature(code, eval_str=True).parameters.values()
+    return {p.name: p.annotation for p in known if p.kind is p.KEYWORD_ONLY}
 
 
 def source(code: Any) -> str:

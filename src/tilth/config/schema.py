@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from tilth.config.axes import AXES
 from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, below, own_defaults
 from tilth.config.open_sets import OPTIMIZERS, TRACKERS, OneOf
-from tilth.config.plugins import ENGINES, declared, family_names, load_plugins, shared_defaults
+from tilth.config.plugins import ENGINES, declared, family_names, load_plugins, shared_defaults, shipped_tasks
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -93,7 +93,7 @@ class DataConfig(Section):
 
     source: str = Field(
         "addition",
-        description="a task (addition, countdown, sorting, chain, flaws), or files: JSONL, JSON, CSV, Parquet, Arrow, "
+        description=f"a task ({', '.join(shipped_tasks())}), or files: JSONL, JSON, CSV, Parquet, Arrow, "
         "text, compressed or not, a dataset directory, a folder or a pattern of such files",
     )
     columns: dict[Literal["prompt", "answer", "messages", "text", "chosen", "rejected", "margin"], str] = Field(
@@ -108,6 +108,7 @@ class DataConfig(Section):
     flawed: Share = Field(
         0.5, description="share of given solutions with a wrong step though the answer is right (chain, flaws)"
     )
+    options: Options = Field({}, description="options of a task of a plugin, as in {most = 30}")
     heldout: str = Field("", description="a source of its own to evaluate on; empty: a share of data.source")
     holdout: Share = Field(0.1, description="share of prompts held out for evaluation, chosen by hash of the prompt")
     tokenizer: str = Field(
@@ -164,7 +165,7 @@ class RewardConfig(Section):
 
     function: str | dict[str, float] = Field(
         "",
-        description="FILE.py:function, module:function, a verifier (addition, countdown, sorting, chain, flaws, gsm8k, "
+        description=f"FILE.py:function, module:function, a verifier ({', '.join(shipped_tasks())}, gsm8k, "
         'exact, regex:PATTERN), or several, as in {gsm8k = 1.0, "regex:####" = 0.1}; empty: the task\'s own',
     )
     model: str = Field("", description="run of flow reward_model whose score is a reward too; empty: none")

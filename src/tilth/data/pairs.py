@@ -8,19 +8,31 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from tilth.config.plugins import task_names
 from tilth.config.schema import DataConfig, Recipe
+from tilth.config.tasks import task_of
 from tilth.core.errors import DataError
 from tilth.data.columns import Columns, Prompt, messages, plain, short, text_of, to_prompt, turn_of, value_of
+from tilth.data.computed import Source
 from tilth.data.examples import check_example
 from tilth.data.formats import read_records
 from tilth.data.given import Given, nothing_in, placed
-from tilth.data.prompts import ARGUMENTS, NOTHING, TASKS, Brought, Key, PromptSet, apart, check_source, load_source
-from tilth.data.sources import Joined, Records, Source, mixed
+from tilth.data.prompts import (
+    ARGUMENTS,
+    NOTHING,
+    Brought,
+    Key,
+    PromptSet,
+    apart,
+    check_source,
+    load_source,
+    task_source,
+)
+from tilth.data.sources import Joined, Records
 from tilth.data.template import Example, Template
 
 _CHECKED = 20_000
@@ -146,10 +158,11 @@ def _source(key: Key, data: DataConfig, brought: Brought) -> PairSource:
     name = getattr(data, key)
     if key in brought:
         return pair_records(brought[key], data.columns, ARGUMENTS[key])
-    if name in WRONG:
-        return TaskPairs(name, TASKS[name](data), WRONG[name])
-    if name in TASKS:
-        raise DataError(f"data.{key} = {name} has no pairs of answers; tasks that have are {', '.join(WRONG)}")
+    if name in task_names() and (wrong := task_of(name).wrong):
+        return TaskPairs(name, task_source(name, data), wrong)
+    if name in task_names():
+        having = ", ".join(other for other in task_names() if task_of(other).wrong)
+        raise DataError(f"data.{key} = {name} has no pairs of answers; tasks that have are {having}")
     check_source(key, name)
     return _grouped(read_records(name), data.columns, f"dataset {name!r} is empty")
 
@@ -267,31 +280,6 @@ def _check_keys(record: Mapping[str, Any], where: str, columns: Columns) -> None
     for key in difflib.get_close_matches(_OPTIONAL, [str(key) for key in record], 1, 0.75):
         if key not in named:
             raise DataError(f"{where}: unknown key {key!r}; did you mean {_OPTIONAL!r}? (or data.columns.margin={key})")
-
-
-# -- wrong answers of tasks --------------------------------------------------------------------------------------------
-
-
-def wrong_sum(prompt: Prompt) -> str:
-    """The sum of the task addition with one digit off by one: as a carry that was forgotten, or made up."""
-    answer = prompt.answer or "0"
-    drawn = int(mixed(np.array([prompt.index], np.uint32))[0])
-    at, step = drawn % len(answer), 1 if drawn >> 16 & 1 else -1
-    return answer[:at] + str((int(answer[at]) + step) % 10) + answer[at + 1 :]
-
-
-def wrong_order(prompt: Prompt) -> str:
-    """The numbers of the task sorting with two neighbours changed over; without the last one where all are equal."""
-    numbers = (prompt.answer or "").split(",")
-    unequal = [i for i, (a, b) in enumerate(pairwise(numbers)) if a != b]
-    if not unequal:
-        return ",".join(numbers[:-1])
-    at = unequal[int(mixed(np.array([prompt.index], np.uint32))[0]) % len(unequal)]
-    return ",".join([*numbers[:at], numbers[at + 1], numbers[at], *numbers[at + 2 :]])
-
-
-WRONG: dict[str, Callable[[Prompt], str]] = {"addition": wrong_sum, "sorting": wrong_order}
-"""Tasks with pairs: how an answer of each is made wrong."""
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

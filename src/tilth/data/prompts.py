@@ -1,33 +1,24 @@
 """A set of prompts: split by hash of the text, and drawn from in an order that is a pure function of (seed, step)."""
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
+from tilth.config.plugins import task_names
 from tilth.config.schema import DataConfig
+from tilth.config.tasks import task_of
 from tilth.core.errors import DataError
-from tilth.data.chain import Chain, Flaws
 from tilth.data.columns import Columns, Document, Prompt, to_document
-from tilth.data.countdown import Countdown
+from tilth.data.computed import Source, mixed, text_hashes
 from tilth.data.formats import is_source, missing, read_records
 from tilth.data.given import Given, nothing_in, placed
 from tilth.data.order import Order
-from tilth.data.sorting import Sorting
-from tilth.data.sources import Addition, Joined, Source, from_records, mixed, read_source, text_hashes
+from tilth.data.sources import Joined, from_records, read_source
 from tilth.data.template import transcript
 
 __all__ = ["Prompt", "PromptSet", "load_documents", "load_source", "load_texts"]
-
-TASKS: dict[str, Callable[[DataConfig], Source]] = {
-    "addition": lambda data: Addition(data.digits),
-    "countdown": lambda data: Countdown(data.digits),
-    "sorting": lambda data: Sorting(data.digits, data.length),
-    "chain": lambda data: Chain(data.digits, data.length, data.flawed),
-    "flaws": lambda data: Flaws(data.digits, data.length, data.flawed),
-}
-
 
 _SAMPLE = np.uint32(0x9E3779B9)
 Key = Literal["source", "heldout"]
@@ -159,20 +150,26 @@ def load_documents(data: DataConfig, brought: Brought = NOTHING) -> tuple[list[D
     return train, held
 
 
+def task_source(name: str, data: DataConfig) -> Source:
+    """The prompts of a task. Raises ``DataError`` for records of a plugin's that are none."""
+    made = task_of(name).make_prompts(data)
+    return made if hasattr(made, "fingerprint") else from_records(made, name=f"task {name}")
+
+
 def _source(key: Key, data: DataConfig, brought: Brought) -> Source:
     name = getattr(data, key)
     if key in brought:
         return from_records(brought[key], data.columns, ARGUMENTS[key])
-    if name in TASKS:
-        return TASKS[name](data)
+    if name in task_names():
+        return task_source(name, data)
     check_source(key, name)
     return read_source(name, data.columns)
 
 
 def _documents(key: Key, data: DataConfig, brought: Brought) -> list[Document]:
     name = getattr(data, key)
-    if key not in brought and name in TASKS:
-        task = TASKS[name](data)
+    if key not in brought and name in task_names():
+        task = task_source(name, data)
         prompts = (task.prompt(i) for i in range(len(task)))
         return [Document(prompt.text + (prompt.answer or ""), prompt.text) for prompt in prompts]
     if key not in brought:
@@ -197,6 +194,6 @@ def check_source(key: str, name: str) -> None:
         return
     if not name:
         raise DataError(f"data.{key} is empty; name a task or a file (what tilth.train is given is not in its recipe)")
-    near = difflib.get_close_matches(name, TASKS, 1)
-    hint = f"; did you mean the task {near[0]}?" if near else missing(name) or f"; tasks are {', '.join(TASKS)}"
+    near = difflib.get_close_matches(name, task_names(), 1)
+    hint = f"; did you mean the task {near[0]}?" if near else missing(name) or f"; tasks are {', '.join(task_names())}"
     raise DataError(f"data.{key} = {name!r} is neither a task nor a file{hint}")

@@ -1,133 +1,23 @@
-"""Where prompts come from: built-in tasks, whose prompts are computed from an index, and files or lists of records."""
+"""Where prompts come from: files, lists of records, and two sources as one."""
 
 import hashlib
 import json
-import math
 import os
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.data.columns import Columns, Prompt, plain, to_prompt
+from tilth.data.computed import Computed, Source, text_hashes
 from tilth.data.formats import read_records
 from tilth.data.given import Given, nothing_in, placed
 
 _TOGETHER = 1024
 """Texts joined to be looked at at once."""
-
-
-class Source(Protocol):
-    """Prompts by index, and what is needed to split them without making each."""
-
-    def __len__(self) -> int: ...
-
-    def prompt(self, index: int) -> Prompt:
-        """The prompt at an index in [0, len)."""
-        ...
-
-    @property
-    def hashes(self) -> np.ndarray:
-        """uint32 [n]: a hash of each prompt's key and of nothing else."""
-        ...
-
-    def sizes(self) -> np.ndarray:
-        """int64 [n]: bytes of each prompt's text."""
-        ...
-
-    def alphabet(self) -> str:
-        """All characters of prompts and answers, sorted."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Differs between sources that differ in anything."""
-        ...
-
-
-def text_hashes(texts: Iterable[bytes]) -> np.ndarray:
-    """uint32 [n]: CRC-32 of each text, then murmur3's finaliser, since a CRC is linear and texts are alike."""
-    return mixed(np.fromiter(map(zlib.crc32, texts), np.uint32))
-
-
-def mixed(h: np.ndarray) -> np.ndarray:
-    """uint32 [n] -> uint32 [n]: the finaliser of murmur3, a bijection after which near numbers are far."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        h = (h ^ (h >> np.uint32(shift))) * np.uint32(factor)
-    return h ^ (h >> np.uint32(16))
-
-
-class Computed:
-    """What travels of a source: not the columns that are computed from it."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        kind = type(self)
-        return {k: v for k, v in vars(self).items() if not isinstance(getattr(kind, k, None), cached_property)}
-
-
-class Addition(Computed):
-    """``123+456=`` -> ``0579``: the sum of two numbers, zero-padded to one digit more.
-
-    Of the 10^(2 digits) pairs at most a million are used, spread over all of them: index i is the pair
-    ``divmod(i * stride mod 10^(2 digits), 10^digits)``, a bijection since the stride has no factor 2 or 5.
-    """
-
-    MOST = 10**6
-
-    def __init__(self, digits: int) -> None:
-        self.digits = digits
-        self._base = 10**digits
-        self._pairs = self._base**2
-        # near the golden ratio, so that indices are spread evenly; at most 2^43, so that int64 never overflows
-        self._stride = 1 if self._pairs <= self.MOST else _coprime_to_10(min(round(self._pairs * 0.618034), 2**43))
-
-    def __len__(self) -> int:
-        return min(self._pairs, self.MOST)
-
-    def pair(self, index: int) -> tuple[int, int]:
-        """The two numbers of a prompt."""
-        return divmod(index * self._stride % self._pairs, self._base)
-
-    def index(self, a: int, b: int) -> int:
-        """Inverse of ``pair``; at least ``len`` for a pair that is not used."""
-        return (a * self._base + b) * pow(self._stride, -1, self._pairs) % self._pairs
-
-    def prompt(self, index: int) -> Prompt:
-        """The prompt at an index."""
-        a, b = self.pair(index)
-        width = self.digits
-        answer = f"{a + b:0{width + 1}}"
-        return Prompt(index, f"{a:0{width}}+{b:0{width}}=", answer, {"answer": answer})
-
-    @cached_property
-    def hashes(self) -> np.ndarray:
-        """Of all texts at once, made column by column."""
-        code = np.arange(len(self), dtype=np.int64) * self._stride % self._pairs
-        text = np.full((len(self), 2 * self.digits + 2), ord("="), np.uint8)
-        text[:, self.digits] = ord("+")
-        for column in [*range(2 * self.digits, self.digits, -1), *range(self.digits - 1, -1, -1)]:
-            text[:, column] = code % 10 + ord("0")
-            code //= 10
-        return text_hashes(text.view(f"V{text.shape[1]}").ravel().tolist())
-
-    def sizes(self) -> np.ndarray:
-        """All the same."""
-        return np.full(len(self), 2 * self.digits + 2, np.int64)
-
-    def alphabet(self) -> str:
-        """Ten digits and two signs."""
-        return "+0123456789="
-
-    def fingerprint(self) -> str:
-        """The task and its size."""
-        return f"addition of {self.digits} digits"
-
-
-def _coprime_to_10(number: int) -> int:
-    return next(n for n in range(number, number + 10) if math.gcd(n, 10) == 1)
 
 
 class Records(Computed):

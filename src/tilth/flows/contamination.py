@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from tilth.config.load import load_recipe
+from tilth.config.plugins import task_names
 from tilth.config.schema import Recipe
 from tilth.core.errors import TilthError
 from tilth.data.pairs import recipe_prompts
-from tilth.data.prompts import TASKS, PromptSet, load_documents
+from tilth.data.prompts import PromptSet, load_documents
 from tilth.runs.model_refs import split_spec
 
 _MOST = 2**28
@@ -36,11 +37,11 @@ def seen_before(recipe: Recipe, heldout: PromptSet) -> list[str]:
 
 def _readable(source: str) -> bool:
     path = Path(source)
-    return source in TASKS or not path.exists() or (path.is_file() and path.stat().st_size <= _MOST)
+    return source in task_names() or not path.exists() or (path.is_file() and path.stat().st_size <= _MOST)
 
 
 def _common(earlier: Recipe, heldout: PromptSet) -> int:
-    if earlier.flow == "pretrain" and earlier.data.source not in TASKS:
+    if earlier.flow == "pretrain" and earlier.data.source not in task_names():
         known = {one.key for one in load_documents(earlier.data)[0]}
         return sum(prompt.key in known for prompt in heldout)
     train, _ = recipe_prompts(earlier).split(earlier.data.holdout)

@@ -17,11 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
-from tilth.config.plugins import declared, describe, import_file
+from tilth.config.plugins import Declaration, declared, describe, import_file
+from tilth.config.tasks import task_of
 from tilth.core.errors import DataError, PluginError, RewardError
-from tilth.rewards.verifiers import BUILTIN, SPECS, addition, builtin
+from tilth.rewards.verifiers import builtin, verifier_names, verifier_specs
 
-__all__ = ["BUILTIN", "Reward", "Score", "Weighted", "addition", "check_answers", "describe", "is_importable"]
+__all__ = ["Reward", "Score", "Weighted", "check_answers", "describe", "is_importable"]
 __all__ += ["load_reward", "member_names", "normalise"]
 
 LARGEST = 1e18
@@ -40,7 +41,7 @@ class Score(NamedTuple):
     reason: str
 
 
-class Task(Protocol):
+class PromptLike(Protocol):
     """What is asked of a prompt here: its place in the data, its text, and what else the data says of it."""
 
     @property
@@ -130,7 +131,7 @@ def _join(scores: Mapping[str, Score]) -> dict[str, float]:
 def load_reward(spec: str | Mapping[str, float] | Reward) -> Reward:
     """The function that a recipe or a user names.
 
-    spec: a callable; a built-in verifier (``addition``, ``gsm8k``, ``regex:PATTERN``, see ``verifiers.SPECS``);
+    spec: a callable; a built-in verifier (``addition``, ``gsm8k``, ``regex:PATTERN``, see ``verifiers.builtin``);
     ``module:function``; ``path/to/file.py:function``; or several of these names with their weights.
     Raises RewardError in one line: no such file, module or function (with what there is, or the nearest), a file that
     fails when imported, something that cannot be called with (prompt, completion, info).
@@ -143,11 +144,11 @@ def load_reward(spec: str | Mapping[str, float] | Reward) -> Reward:
     if verifier is not None:
         return verifier
     where, _, name = spec.rpartition(":")
-    if not where or not name or where in BUILTIN:
+    if not where or not name or where in verifier_names():
         raise RewardError(f"reward {spec!r}: {_what_there_is(spec)}")
     module = _load_file(Path(where), spec) if where.endswith(".py") else _load_module(where, spec)
-    if (by_name := declared("reward").get(name)) and by_name.value.__module__ == module.__name__:
-        return _checked(by_name.value, spec)
+    if (by_name := _brought().get(name)) and by_name.value.__module__ == module.__name__:
+        return _checked(_value(by_name), spec)
     found: Any = module
     for attribute in name.split("."):
         if not hasattr(found, attribute):
@@ -156,13 +157,25 @@ def load_reward(spec: str | Mapping[str, float] | Reward) -> Reward:
     return _checked(found, spec)
 
 
+def _brought() -> dict[str, Declaration]:
+    """Rewards of plugins by name, those of their tasks too. Raises RewardError for one of the name of a verifier."""
+    for name, found in declared("task").items():
+        if builtin(name) is not None:
+            raise RewardError(f"{found.title}: a verifier that comes with Tilth has this name; choose another one")
+    return {**declared("reward"), **declared("task")}
+
+
+def _value(declaration: Declaration) -> Reward:
+    return task_of(declaration.name).reward if declaration.kind == "task" else declaration.value
+
+
 def of_plugins(spec: str | Mapping[str, float] | Reward) -> str | Mapping[str, float] | Reward:
     """Names that plugins declare as specifications that any process can load: ``brevity`` -> ``/path/mine.py:brevity``.
 
     A single one that is declared in a script or a notebook is given by value, since no other process can import it.
     Raises RewardError: a name that nothing has.
     """
-    known = {name: found for name, found in declared("reward").items() if builtin(name) is None}
+    known = {name: found for name, found in _brought().items() if builtin(name) is None}
     for name in [spec] if isinstance(spec, str) and spec else spec if isinstance(spec, Mapping) else ():
         if name not in known and ":" not in name and builtin(name) is None:
             raise RewardError(f"reward {name!r}: {_what_there_is(name)}")
@@ -171,21 +184,21 @@ def of_plugins(spec: str | Mapping[str, float] | Reward) -> str | Mapping[str, f
     if isinstance(spec, Mapping):
         return {known[name].spec if name in known else name: weight for name, weight in spec.items()}
     if isinstance(spec, str) and spec in known:
-        return known[spec].spec or known[spec].value
+        return known[spec].spec or _value(known[spec])
     return spec
 
 
 def _what_there_is(spec: str) -> str:
-    ours = [*SPECS, *declared("reward")]
+    ours = [*verifier_specs(), *_brought()]
     return f"give FILE.py:function or module:function, or one of {', '.join(ours)}{_meant(spec)}"
 
 
 def _meant(spec: str) -> str:
-    close = difflib.get_close_matches(spec.partition(":")[0], [*BUILTIN, "regex", *declared("reward")], 1, 0.5)
+    close = difflib.get_close_matches(spec.partition(":")[0], [*verifier_names(), "regex", *_brought()], 1, 0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def check_answers(spec: str | Mapping[str, float] | Reward, prompts: Iterable[Task]) -> None:
+def check_answers(spec: str | Mapping[str, float] | Reward, prompts: Iterable[PromptLike]) -> None:
     """Refuse data whose given answers cannot be verified, before a run is spent on them.
 
     Asks ``check(info)`` of built-in verifiers and of functions given by value; files of functions are not imported

@@ -1,20 +1,78 @@
-"""The tasks chain (arithmetic, step by step) and flaws (which of the written steps is the first wrong one)."""
+"""The task chain: arithmetic, step by step; and what ``flaws`` has in common with it."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from tilth.core.random import stream
+from tilth.config.tasks import Task
+from tilth.core.errors import RewardError
 from tilth.data.columns import Prompt
-from tilth.data.sources import Computed, text_hashes
-from tilth.rewards.judging import NONE_WRONG, question
-from tilth.rewards.verifiers_steps import Problem, first_wrong
+from tilth.data.computed import Computed, random_words
+from tilth.rewards.judging import NONE_WRONG, steps
+from tilth.rewards.verifiers import Info, graded
 
+_CHAIN = re.compile(r"[0-9]+(?:[-+*][0-9]+)+=", re.ASCII)
+_STEP = re.compile(r"[0-9]+[-+*][0-9]+=[0-9]+", re.ASCII)
+_END = re.compile(r"#[ \t]*([0-9]{1,64})", re.ASCII)
 _SIGNS = "+-*"
 _FLAWS = 4
 """Random words of a flaw: whether, which kind, where, what."""
+
+
+class Problem(NamedTuple):
+    """``3+4*2=``: numbers, and the signs between them, from left to right, modulo 10 to the number of digits."""
+
+    numbers: tuple[str, ...]
+    signs: tuple[str, ...]
+
+    def results(self) -> Iterator[str]:
+        """What each step makes, as it is written."""
+        width = len(self.numbers[0])
+        value = int(self.numbers[0])
+        for sign, number in zip(self.signs, self.numbers[1:]):
+            value = apply(value, sign, int(number), 10**width)
+            yield f"{value:0{width}}"
+
+    def solution(self) -> list[str]:
+        """All steps, the last one the answer: ``3+4=7``, ``7*2=4``, ``#4``."""
+        written, before = [], self.numbers[0]
+        for sign, number, result in zip(self.signs, self.numbers[1:], self.results()):
+            written.append(f"{before}{sign}{number}={result}")
+            before = result
+        return [*written, f"#{before}"]
+
+
+def apply(value: int, sign: str, number: int, modulus: int) -> int:
+    """One step, modulo 10 to the number of digits."""
+    made = value * number if sign == "*" else value + number if sign == "+" else value - number
+    return made % modulus
+
+
+def problem_of(prompt: str) -> Problem:
+    """What a prompt asks. Raises RewardError if it is no chain."""
+    text = prompt.strip()
+    if not _CHAIN.fullmatch(text):
+        raise RewardError(f"chain needs prompts such as '3+4*2=', not {text[:60]!r}")
+    found = Problem(tuple(re.findall(r"[0-9]+", text)), tuple(re.findall(r"[-+*]", text)))
+    if len({len(number) for number in found.numbers}) > 1:
+        raise RewardError(f"numbers of a chain have equally many digits, as in '03+42=', not {text[:60]!r}")
+    return found
+
+
+def first_wrong(right: Sequence[str], written: Sequence[str]) -> int:
+    """Index of the first step that is not what comes next, -1 if none is; their number where they end too early.
+
+    right: the problem's own solution. A step that leaves one out, takes another number than was written before, or is
+    wrong though a later one makes up for it: each is wrong where it stands.
+    """
+    for i, step in enumerate(written):
+        if i >= len(right) or step != right[i]:
+            return i
+    return NONE_WRONG if len(written) == len(right) else len(written)
 
 
 class WrittenProblem(NamedTuple):
@@ -47,7 +105,7 @@ class Chains(Computed):
     def _words(self) -> np.ndarray:
         """int64 [n, 2 length + 1 + _FLAWS]: 32 random bits each: numbers, signs, and what makes a flaw."""
         width = 2 * self.length + 1 + _FLAWS
-        return stream(0, self.name, self.digits, self.length).bits(0, self.MOST * width).numpy().reshape(-1, width)
+        return random_words((self.name, self.digits, self.length), 0, self.MOST * width).reshape(-1, width)
 
     def problem(self, index: int) -> Problem:
         """The problem of an index."""
@@ -65,14 +123,6 @@ class Chains(Computed):
             return WrittenProblem(problem, right, right, NONE_WRONG)
         found = flaw(problem, right, self.kinds[kind * len(self.kinds) >> 32], where * self.length >> 32, what)
         return WrittenProblem(problem, right, found, first_wrong(right, found))
-
-    @cached_property
-    def hashes(self) -> np.ndarray:
-        """Of all texts."""
-        return text_hashes(text.encode() for text in self._texts())
-
-    def _texts(self) -> Iterator[str]:
-        raise NotImplementedError
 
     def fingerprint(self) -> str:
         """The task and all that decides what it is."""
@@ -101,7 +151,7 @@ def flaw(problem: Problem, right: list[str], kind: str, at: int, word: int) -> l
     return written
 
 
-class Chain(Chains):
+class ChainPrompts(Chains):
     """``3+4*2=`` -> ``3+4=7``, ``7*2=4``, ``#4``, a line each: the value of a chain, with its steps.
 
     The answer is the number at the end; a solution that a warm-up teaches has a wrong step in a share ``flawed`` of all
@@ -116,7 +166,8 @@ class Chain(Chains):
         problem, right, written, _ = self.written(index)
         return Prompt(index, spelled(problem), "\n".join(written), {"answer": right[-1][1:]})
 
-    def _texts(self) -> Iterator[str]:
+    def texts(self) -> Iterator[str]:
+        """Text of each prompt."""
         return (spelled(self.problem(i)) for i in range(len(self)))
 
     def sizes(self) -> np.ndarray:
@@ -128,51 +179,40 @@ class Chain(Chains):
         return "\n#*+-0123456789="
 
 
-class Flaws(Chains):
-    """A judge's task: a chain, its answer and a solution in indexed steps -> the index of the first wrong step, or -1.
-
-    What is taught before the verdict is what each step should have made, and whether it did: ``0:7+1:4-#1``. The
-    answer is right everywhere, as wherever a judge is asked.
-    """
-
-    MOST = 50_000
-
-    def __init__(self, digits: int, length: int, flawed: float) -> None:
-        super().__init__("flaws", digits, length, flawed, "sckg")
-
-    def prompt(self, index: int) -> Prompt:
-        """The prompt at an index."""
-        found = self.written(index)
-        info = {"answer": str(found.first), "steps": len(found.steps)}
-        return Prompt(index, asked(found), reasoned(found), info)
-
-    def _texts(self) -> Iterator[str]:
-        return (asked(self.written(i)) for i in range(len(self)))
-
-    def sizes(self) -> np.ndarray:
-        """Bytes of a text with all its steps, which is the longest."""
-        return np.full(len(self), len(asked(self.written(0)._replace(steps=self.problem(0).solution()))), np.int64)
-
-    def alphabet(self) -> str:
-        """That of the chain, and what a judge is asked with."""
-        return "\n#*+-0123456789:=?"
-
-
 def spelled(problem: Problem) -> str:
     """The text of a problem."""
     first, *others = problem.numbers
     return first + "".join(sign + number for sign, number in zip(problem.signs, others)) + "="
 
 
-def asked(found: WrittenProblem) -> str:
-    """What a judge of this solution is asked."""
-    return question(spelled(found.problem), found.right[-1][1:], found.steps)
+@dataclass(frozen=True)
+class ChainVerifier:
+    """The right number at the end: 1 if the last line of the completion is ``#N`` with the answer, whatever is above.
+
+    Parts: ``correct``; ``format``: 1 if every line is a step such as ``3+4=7`` and the last one ``#N``; of a right
+    answer also ``flawed``: 1 if a written step is wrong. The reward does not know that one, which a judge of steps is
+    measured by: it is ``correct``, and ``partial`` where only the format is right.
+    """
+
+    partial: float = 0.0
+    decides: ClassVar[bool] = True
+
+    def __call__(self, prompt: str, completion: str, info: Info) -> dict[str, float]:
+        right, written = problem_of(prompt).solution(), steps(completion)
+        end = _END.fullmatch(written[-1]) if written else None
+        correct = end is not None and int(end[1]) == int(right[-1][1:])
+        well_formed = end is not None and all(_STEP.fullmatch(step) for step in written[:-1])
+        flawed = {"flawed": float(first_wrong(right, written) != NONE_WRONG)} if correct else {}
+        return graded(well_formed, correct, self.partial) | flawed
+
+    def check(self, info: Info) -> str:
+        """The prompt has to be a chain; a given answer has to be what it makes."""
+        try:
+            right = problem_of(str(info.get("prompt", ""))).solution()[-1][1:]
+        except RewardError as error:
+            return str(error)
+        given = info.get("answer")
+        return "" if given is None or str(given).strip() == right else f"the answer is not {right}"
 
 
-def reasoned(found: WrittenProblem) -> str:
-    """What a judge is taught to say: index and right result of each step and a sign, ``-`` at the first wrong one."""
-    width = len(found.problem.numbers[0])
-    until = len(found.right) if found.first == NONE_WRONG else found.first + 1
-    results = [step[-width:] for step in found.right[:until]]
-    marks = "".join(f"{i}:{result}{'-' if i == found.first else '+'}" for i, result in enumerate(results))
-    return f"{marks}#{found.first}"
+TASK = Task(ChainPrompts, ChainVerifier())

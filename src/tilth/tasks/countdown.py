@@ -1,19 +1,28 @@
 """The task countdown: reach a number from a few given ones with the four operations (the task of TinyZero)."""
 
 import itertools
+import operator
+import re
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from tilth.core.random import stream
+from tilth.config.tasks import Task
+from tilth.core.errors import RewardError
 from tilth.data.columns import Prompt
-from tilth.data.sources import Computed, text_hashes
+from tilth.data.computed import Computed, random_words
+from tilth.rewards.verifiers import Info, answer_of, graded
 
 _OPERATORS = "+-*/"
 _PIECE = 1 << 17
 """Drawn at once: few enough for the cache, and what ends the search where a task is small."""
+MOST_CHARACTERS, MOST_PARENTHESES = 256, 32
+"""A longer or deeper expression is not read, so that neither time nor the stack gets out of hand."""
 
 
 class Puzzles(NamedTuple):
@@ -28,7 +37,7 @@ class Puzzles(NamedTuple):
         return Puzzles(self.numbers[rows], self.target[rows], self.form[rows])
 
 
-class Countdown(Computed):
+class CountdownPrompts(Computed):
     """``3,25,7=46:`` -> ``25+7*3``: three or four numbers, and an expression that is worth the target.
 
     Numbers and target have at most ``digits`` digits. The target is the value of a random expression of all the
@@ -59,10 +68,9 @@ class Countdown(Computed):
         info = {"numbers": numbers, "target": target, "answer": answer}
         return Prompt(index, f"{','.join(map(str, numbers))}={target}:", answer, info)
 
-    @cached_property
-    def hashes(self) -> np.ndarray:
-        """Of all texts."""
-        return text_hashes(text.encode() for part in self._parts for text in _texts(part))
+    def texts(self) -> Iterator[str]:
+        """Text of each prompt, much faster than one by one."""
+        return (text for part in self._parts for text in _texts(part))
 
     def sizes(self) -> np.ndarray:
         """A digit is a byte, and each number has a sign after it."""
@@ -113,8 +121,8 @@ def _puzzles(digits: int, width: int, most: int) -> Puzzles:
 
 def _draw(digits: int, width: int, piece: int) -> Puzzles:
     """The valid ones of a piece of the sequence."""
-    drawn = stream(0, "countdown", digits, width).bits(piece * _PIECE * (width + 1), _PIECE * (width + 1))
-    words = drawn.numpy().reshape(_PIECE, width + 1)
+    count = _PIECE * (width + 1)
+    words = random_words(("countdown", digits, width), piece * count, count).reshape(_PIECE, width + 1)
     numbers = 1 + (words[:, :width] * (10**digits - 1) >> 32)
     form = words[:, width] * _forms(width) >> 32
     target = _evaluate(numbers, form, 10 ** (digits + 1))
@@ -210,3 +218,141 @@ def _join(sign: str, a: _Term, b: _Term) -> _Term:
     if sign == "*":
         return _Term(high.value * low.value, f"{high.bracketed('+-')}*{low.bracketed('+-')}", sign)
     return _Term(high.value // low.value, f"{high.bracketed('+-')}/{low.bracketed(_OPERATORS)}", sign)
+
+
+# -- verifier ----------------------------------------------------------------------------------------------------------
+
+_TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])\s*")
+_TASK = re.compile(r"\s*([0-9]+(?:\s*,\s*[0-9]+)*)\s*=\s*([0-9]+)\s*:\s*", re.ASCII)
+
+
+class NoExpression(ValueError):
+    """A text that is no expression of the grammar, or has no value; the message says why."""
+
+
+@dataclass(frozen=True)
+class CountdownVerifier:
+    """Make a target out of given numbers by + - * / and parentheses; each number exactly once (as in TinyZero).
+
+    The completion is the expression, or has it in the last ``<answer>...</answer>``. It is read by a parser of its own
+    and computed in exact rationals, so ``8/3*3`` is 8. Numbers and target: ``info["numbers"]`` (or ``nums``) and
+    ``info["target"]``, or a prompt of the form ``3,25,7=46:``.
+
+    Parts: ``correct``; ``format``: 1 for an expression that uses the numbers as it may, whatever its value. The reward
+    is ``correct``, and ``partial`` where only the format is right.
+    """
+
+    partial: float = 0.0
+    decides: ClassVar[bool] = True
+
+    def __call__(self, prompt: str, completion: str, info: Info) -> dict[str, float]:
+        numbers, target = _task(prompt, info)
+        try:
+            expression = parse(_answer_text(completion))
+        except NoExpression:
+            return graded(False, False, self.partial)
+        well_formed = Counter(expression.numbers) == Counter(numbers)
+        return graded(well_formed, well_formed and expression.value == target, self.partial)
+
+    def check(self, info: Info) -> str:
+        """The numbers have to be there; a given answer has to be right."""
+        try:
+            numbers, target = _task(str(info.get("prompt", "")), info)
+        except RewardError as error:
+            return str(error)
+        if info.get("answer") is None or self("", answer_of(info), {"numbers": numbers, "target": target})["correct"]:
+            return ""
+        return f"the answer does not make {target} of {', '.join(map(str, numbers))}"
+
+
+class Expression(NamedTuple):
+    """What an expression says."""
+
+    numbers: tuple[int, ...]
+    """The numbers in it, in order."""
+    value: Fraction | None
+    """None: it divides by zero."""
+
+
+def parse(text: str) -> Expression:
+    """Read a sum of products of numbers and parenthesised sums; there is no sign in front of a number.
+
+    Raises NoExpression.
+    """
+    tokens = _tokens(text)
+    numbers = tuple(int(token) for token in tokens if token.isdigit())
+    tokens.reverse()
+    value = _chain(tokens, 0)
+    if tokens:
+        raise NoExpression(f"{tokens[-1]!r} is too much")
+    return Expression(numbers, value)
+
+
+def _tokens(text: str) -> list[str]:
+    text = text.strip()
+    if len(text) > MOST_CHARACTERS or text.count("(") > MOST_PARENTHESES:
+        raise NoExpression(f"longer than {MOST_CHARACTERS} characters, or of more than {MOST_PARENTHESES} parentheses")
+    found, place = [], 0
+    while place < len(text):
+        token = _TOKEN.match(text, place)
+        if token is None:
+            raise NoExpression(f"{text[place]!r} does not belong into an expression")
+        found.append(token[1])
+        place = token.end()
+    return found
+
+
+_LEVELS = (("+", "-"), ("*", "/"))
+
+
+def _chain(tokens: list[str], level: int) -> Fraction | None:
+    """Take operands and the operators of a level from the end of a reversed list; left to right."""
+    if level == len(_LEVELS):
+        return _operand(tokens)
+    value = _chain(tokens, level + 1)
+    while tokens and tokens[-1] in _LEVELS[level]:
+        value = _combined(tokens.pop(), value, _chain(tokens, level + 1))
+    return value
+
+
+def _operand(tokens: list[str]) -> Fraction | None:
+    token = tokens.pop() if tokens else "its end"
+    if token.isdigit():
+        return Fraction(int(token))
+    if token != "(":
+        raise NoExpression(f"{token!r} where a number or ( should be")
+    value = _chain(tokens, 0)
+    if not tokens or tokens.pop() != ")":
+        raise NoExpression("a ( without its )")
+    return value
+
+
+def _combined(sign: str, left: Fraction | None, right: Fraction | None) -> Fraction | None:
+    if left is None or right is None:
+        return None
+    if sign == "/":
+        return left / right if right else None
+    return left * right if sign == "*" else left + right if sign == "+" else left - right
+
+
+def _answer_text(completion: str) -> str:
+    end = completion.rfind("</answer>")
+    start = completion.rfind("<answer>", 0, max(end, 0))
+    return completion[start + len("<answer>") : end] if start >= 0 else completion
+
+
+def _task(prompt: str, info: Info) -> tuple[tuple[int, ...], int]:
+    """The given numbers and the target. Raises RewardError if neither info nor prompt says them."""
+    numbers, target = info.get("numbers", info.get("nums")), info.get("target")
+    if numbers is None or target is None:
+        found = _TASK.fullmatch(prompt)
+        if found is None:
+            raise RewardError("countdown needs columns numbers (or nums) and target, or prompts such as '3,25,7=46:'")
+        return tuple(map(int, found[1].split(","))), int(found[2])
+    try:
+        return tuple(operator.index(number) for number in numbers), operator.index(target)
+    except TypeError:
+        raise RewardError(f"numbers {numbers!r} and target {target!r} are not whole numbers"[:200]) from None
+
+
+TASK = Task(CountdownPrompts, CountdownVerifier())

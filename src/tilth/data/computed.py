@@ -1,0 +1,73 @@
+"""Base of sources whose prompts are computed from an index, as those of tasks are. Imports no torch."""
+
+import zlib
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from tilth.data.columns import Prompt
+
+
+class Source(Protocol):
+    """Prompts by index, and what is needed to split them without making each."""
+
+    def __len__(self) -> int: ...
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt at an index in [0, len)."""
+        ...
+
+    @property
+    def hashes(self) -> np.ndarray:
+        """uint32 [n]: a hash of each prompt's key and of nothing else."""
+        ...
+
+    def sizes(self) -> np.ndarray:
+        """int64 [n]: bytes of each prompt's text."""
+        ...
+
+    def alphabet(self) -> str:
+        """All characters of prompts and answers, sorted."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Differs between sources that differ in anything."""
+        ...
+
+
+def text_hashes(texts: Iterable[bytes]) -> np.ndarray:
+    """uint32 [n]: CRC-32 of each text, then murmur3's finaliser, since a CRC is linear and texts are alike."""
+    return mixed(np.fromiter(map(zlib.crc32, texts), np.uint32))
+
+
+def mixed(h: np.ndarray) -> np.ndarray:
+    """uint32 [n] -> uint32 [n]: the finaliser of murmur3, a bijection after which near numbers are far."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = (h ^ (h >> np.uint32(shift))) * np.uint32(factor)
+    return h ^ (h >> np.uint32(16))
+
+
+def random_words(path: tuple[str | int, ...], start: int, count: int) -> np.ndarray:
+    """int64 [count]: 32 random bits each, a pure function of path and place."""
+    from tilth.core.random import stream  # here: processes that score import a task, and no torch
+
+    return stream(0, *path).bits(start, count).numpy()
+
+
+class Computed:
+    """Base of a source: texts one by one and their hashes, and what travels, which is no column computed from it."""
+
+    def texts(self) -> Iterable[str]:
+        """Text of each prompt, in order."""
+        raise NotImplementedError
+
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        """uint32 [n]: hash of each text."""
+        return text_hashes(text.encode() for text in self.texts())
+
+    def __getstate__(self) -> dict[str, Any]:
+        kind = type(self)
+        return {k: v for k, v in vars(self).items() if not isinstance(getattr(kind, k, None), cached_property)}
