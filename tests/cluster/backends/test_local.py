@@ -148,7 +148,8 @@ def test_a_message_that_a_stuck_worker_does_not_take(watched):
     watched.group.hold(0, 600)
     big = [bytes(4_000_000)] * 2
     told = within(LIMIT + SLACK, CallTimeout, lambda: watched.echo.each(big), "rank 0, .*: no answer within 1 s")
-    assert re.search(r"rank 0 .*: in faulty.hold \(for \d.*\); has not begun echo.each\n", told)
+    # Where the limit of the first call passes before the second one is sent, only the first is named.
+    assert re.search(r"rank 0 .*: in faulty.hold \(for \d.*\)(; has not begun echo.each)?\n", told)
     watched.assert_gone()
 
 
