@@ -457,15 +457,16 @@ def test_roles_in_disjoint_pools_overlap_and_lazy_answers_wait(backend):
 def test_a_generation_in_flight_is_looked_at_and_aborted(cluster):
     group = cluster.group("generating", f"{HERE}:generating", {}, Mesh(("dp",), (cluster.workers,)))
     count = 2 * cluster.workers
-    rows = Batch({name: np.arange(count) for name in ("id", "group", "prompt")})
+    loader = cluster.group("loading", f"{HERE}:loading", {}, Mesh(("dp",), (1,), (0,)))
+    rows = loader.encode(Batch({name: np.arange(count) for name in ("id", "group", "prompt")}))
     assert [found["requests"] for found in group.status()] == [0] * cluster.workers
     with ThreadPoolExecutor(1) as thread:
         call = thread.submit(lambda: dict(group.generate(rows).rows))
-        while min(found["decoded_tokens"] for found in group.status()) < 20:
+        while min(found["decoded_tokens"] for found in group.status()) < 20 and not call.done():
             time.sleep(0.01)
         assert sum(group.abort(ids=[0])) == 1
         assert {found["version"] for found in group.status()} == {7}
-        while sum(found["finished"] for found in group.status()) < 1:
+        while sum(found["finished"] for found in group.status()) < 1 and not call.done():
             time.sleep(0.01)
         assert not call.done()
         assert sum(group.abort()) == count

@@ -144,6 +144,13 @@ def generating(context: Context) -> object:
     return RolloutWorker(engine, template, RolloutConfig(max_tokens=LONG), context.store)
 
 
+def loading(context: Context) -> object:
+    """The loader role, which gives rows the tokens of their prompts."""
+    from tests.roles import small
+
+    return small.loader(context.store)
+
+
 class Faulty:
     """Goes wrong in every way, on one of its ranks."""
 
