@@ -458,9 +458,9 @@ def test_a_generation_in_flight_is_looked_at_and_aborted(cluster):
     group = cluster.group("generating", f"{HERE}:generating", {}, Mesh(("dp",), (cluster.workers,)))
     count = 2 * cluster.workers
     loader = cluster.group("loading", f"{HERE}:loading", {}, Mesh(("dp",), (1,), (0,)))
-    rows = loader.encode(Batch({name: np.arange(count) for name in ("id", "group", "prompt")}))
     assert [found["requests"] for found in group.status()] == [0] * cluster.workers
-    with ThreadPoolExecutor(1) as thread:
+    with cluster.store.scope(), ThreadPoolExecutor(1) as thread:
+        rows = loader.encode(Batch({name: np.arange(count) for name in ("id", "group", "prompt")}))
         call = thread.submit(lambda: dict(group.generate(rows).rows))
         while min(found["decoded_tokens"] for found in group.status()) < 20 and not call.done():
             time.sleep(0.01)
