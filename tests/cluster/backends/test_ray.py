@@ -290,7 +290,7 @@ def two_nodes(tmp_path_factory):
     """(address, environment) of a cluster of two nodes with a token, started as the guide says."""
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed (pip install '.[ray]')")
-    port, root = free_port(), Path(__file__).parents[2]
+    port, root = free_port(), Path(__file__).parents[3]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     env = clean | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0",
                    "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", "OMP_NUM_THREADS": "1"}  # fmt: skip

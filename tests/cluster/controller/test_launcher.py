@@ -158,7 +158,7 @@ def test_a_worker_whose_controller_was_ended_before_it_came_ends_by_the_same_sig
 
 
 def environment(**changes):
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "SLURM_"))}
     return {**clean, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", "OMP_NUM_THREADS": "1", **changes}
 
