@@ -54,7 +54,7 @@ def worker(group):
     return group._dispatch.fleet.host.roles[group.role]
 
 
-def stand_in(directory=Path("nowhere"), step=0, say=print, sample=None):
+def stand_in(directory=Path("nowhere"), step=0, say=str, sample=None):
     """What a callback sees of a run, where there is none."""
     return SimpleNamespace(directory=SimpleNamespace(path=directory), at=RunState(step), say=say, sample=sample)
 
