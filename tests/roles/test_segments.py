@@ -94,7 +94,7 @@ def test_the_engine_goes_on_behind_a_tool_s_answer():
     )  # fmt: skip
     engine.update_weights(worker.weights(), version=5)
     engine.resume(asked, SamplingParams(max_tokens=2))
-    (two,) = [t for _ in range(9) for t in engine.step()]
+    (two,) = [t for _ in range(9) for t in engine.poll()]
     assert [s.role for s in two.segments] == ["user", "assistant", "tool", "assistant"]
     n = len(asked.tokens)
     assert two.tokens[:n].tolist() == asked.tokens.tolist() and two.mask.tolist() == [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.flows import tiny
 from tilth.api import run_recipe
 from tilth.core.batch import Batch
-from tilth.core.errors import DataError, RewardError
+from tilth.core.errors import DataError, PluginError, RewardError
 from tilth.rewards.process_pool import Outcome
 from tilth.roles.policy import PolicyWorker
 from tilth.runs.journal import Journal
@@ -157,7 +157,7 @@ class Chance:
         return sum(map(ord, prompt + completion)) % 8 == 0
 
 
-class Killed(BaseException):
+class Killed(Exception):
     """In the place of a SIGKILL: nothing is saved."""
 
 
@@ -171,7 +171,7 @@ def go(folder, function, *, kill_at=0, allow=(), **sections):
     made = tiny.recipe(folder, **{**SHORT, **sections})
     try:
         run_recipe(made, name="tiny", callbacks=[tiny.Recorder(kill)], reward=function, allow=allow)
-    except Killed:
+    except (Killed, PluginError):
         assert kill_at
     (directory,) = folder.glob("tiny-001")
     return directory
