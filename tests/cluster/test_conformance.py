@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.cluster.workers import HERE, LONG, Odd
@@ -496,6 +497,8 @@ def test_a_stopped_worker_is_lost_to_control_messages(backend, monkeypatch):
         pid = cluster.fleet.probe(0).pid
         os.kill(pid, signal.SIGSTOP)
         try:
+            while psutil.Process(pid).status() != psutil.STATUS_STOPPED:  # a thread of it may still run an instant
+                time.sleep(0.001)
             with pytest.raises(WorkerLost, match="role generating, rank 0, status"):
                 group.status()
         finally:

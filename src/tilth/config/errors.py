@@ -1,8 +1,25 @@
-"""Base of all errors that Tilth raises on purpose, and the one that a recipe can cause."""
+"""Base of all errors that Tilth raises on purpose, and those that a recipe or a plugin can cause."""
 
 
 class TilthError(Exception):
-    """Base of every error that Tilth raises on purpose; the command line prints it in one line, exit code 2."""
+    """Base of every error that Tilth raises on purpose; the command line prints it in one line, exit code 2.
+
+    key: what is at fault, independent of the sentence's wording. A recipe key (``train.device``), a command's option
+    (``--only``), an argument, a column, a tensor or the name of a file, followed by the field where one field of it is
+    wrong (``manifest.json.version``, ``embed.weight.shape``).
+    """
+
+    def __init__(self, message: str, *, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class ArgumentError(ValueError):
+    """A function of Tilth was called with an argument it cannot use; key: the argument's name."""
+
+    def __init__(self, message: str, *, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class RecipeError(TilthError):

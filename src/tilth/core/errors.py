@@ -1,8 +1,9 @@
 """Errors that users meet. Each message names the thing, its value and what would be right, in one line."""
 
-from tilth.config.errors import AxisError, PluginError, RecipeError, TilthError
+from tilth.config.errors import ArgumentError, AxisError, PluginError, RecipeError, TilthError
 
 __all__ = [
+    "ArgumentError",
     "AxisError",
     "CallTimeout",
     "CheckpointError",

@@ -212,7 +212,7 @@ def _told_how_to_go_on(directory: Path) -> Iterator[None]:
         kept = latest(checkpoints_of(directory))
         where = f"from {Path(kept).name}" if kept else "from its beginning: it had not come to a checkpoint"
         said = _with_key(error) if isinstance(error, OutOfMemory) else str(error)
-        raise type(error)(f"{said}\nthe same command continues in {directory} {where}") from error
+        raise type(error)(f"{said}\nthe same command continues in {directory} {where}", key=error.key) from error
 
 
 def _with_key(error: OutOfMemory) -> str:

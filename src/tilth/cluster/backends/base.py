@@ -69,6 +69,8 @@ class Failure(NamedTuple):
     traceback: str
     collective: str = ""
     """As in WorkerError."""
+    key: str = ""
+    """As in TilthError."""
 
     def error(self, call: Call, rank: int) -> TilthError:
         """The exception to raise in the controller: the same class, or a WorkerError with the worker's traceback."""
@@ -77,7 +79,7 @@ class Failure(NamedTuple):
             found = WorkerError(f"{where}: {self.message}\n{self.traceback}")
             found.collective = self.collective
             return found
-        error = self.kind(f"{where}: {self.message}")
+        error = self.kind(f"{where}: {self.message}", key=self.key)
         if isinstance(error, OutOfMemory):
             error.role = role_of(call)
         error.add_note(f"in the worker:\n{self.traceback}")

@@ -195,7 +195,7 @@ def failure(error: BaseException) -> Failure:
     """An exception in a form that travels between processes without its objects."""
     text = "".join(traceback.format_exception(error))
     if isinstance(error, TilthError) and _can_be_made_again(type(error)):
-        return Failure(type(error), str(error), text)
+        return Failure(type(error), str(error), text, key=error.key)
     return Failure(None, f"{type(error).__name__}: {error}", text, _collective(error))
 
 

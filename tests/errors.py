@@ -1,0 +1,101 @@
+"""What tests ask of errors: their type and key. Their sentences stand in one file per package, ``errors.txt``.
+
+python -m tests.errors      write these files again, after a sentence was changed on purpose
+"""
+
+import ast
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "tilth"
+TESTS = Path(__file__).parent
+
+
+@contextmanager
+def raises(kind, key):
+    """Expect an error of this class, or of one derived from it, with exactly this key."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert caught.value.key == key, f"{caught.value!r} has the key {caught.value.key!r}"
+
+
+def kinds():
+    """Names of the classes of errors that carry a key."""
+    bases = {"TilthError", "ArgumentError"}
+    classes = [node for path in SOURCE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    classes = [node for node in classes if isinstance(node, ast.ClassDef)]
+    while True:
+        more = {node.name for node in classes if bases & {base.id for base in node.bases if isinstance(base, ast.Name)}}
+        if more <= bases:
+            return bases
+        bases |= more
+
+
+def packages():
+    """Packages, and modules beside them, that make errors."""
+    return [path.stem for path in sorted(SOURCE.iterdir()) if found(path)]
+
+
+def found(path):
+    """(file, line, class, key or None, sentence) of every error that the code of a package makes, in order."""
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    known = kinds()
+    rows = []
+    for file in files:
+        if file.suffix != ".py":
+            continue
+        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+            name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+            if name in known:
+                key = next((word.value for word in call.keywords if word.arg == "key"), None)
+                where = file.relative_to(SOURCE).as_posix()
+                rows.append(
+                    (where, call.lineno, name, key and template(key), template(call.args[0]) if call.args else "")
+                )
+    return rows
+
+
+def template(node):
+    """The text of an expression, with what is computed in braces."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(template(value) for value in values)
+        case ast.FormattedValue(value=value):
+            return "{" + ast.unparse(value) + "}"
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            return template(left) + template(right)
+        case ast.IfExp(body=body, orelse=orelse):
+            return f"({template(body)} | {template(orelse)})"
+    return "{" + ast.unparse(node) + "}"
+
+
+def page(path):
+    """The sentences of a package: class, key and sentence in one line each, under the name of the file."""
+    lines, last = [], ""
+    for file, _, kind, key, sentence in found(path):
+        if file != last:
+            lines += ["", f"# {file}"] if lines else [f"# {file}"]
+            last = file
+        lines.append(f"{kind} [{key}] {sentence}".replace("\n", "\\n"))
+    return "\n".join(lines) + "\n"
+
+
+def snapshot(path):
+    """The file that holds the sentences of a package."""
+    return (TESTS / path.stem if path.is_dir() else TESTS) / (
+        "errors.txt" if path.is_dir() else f"errors_{path.stem}.txt"
+    )
+
+
+if __name__ == "__main__":
+    for name in packages():
+        path = SOURCE / name if (SOURCE / name).is_dir() else SOURCE / f"{name}.py"
+        if all(row[3] for row in found(path)):
+            snapshot(path).write_text(page(path))
+        else:
+            print(f"{name}: {sum(not row[3] for row in found(path))} errors have no key; its sentences are not written")

@@ -1,0 +1,39 @@
+"""Every error has a key, and the sentences of a package stand in one file that a change of wording shows in."""
+
+import pickle
+
+import pytest
+
+from tests.errors import SOURCE, found, packages, page, raises, snapshot
+from tilth.core.errors import ArgumentError, DataError, TilthError
+
+
+def path_of(name):
+    return SOURCE / name if (SOURCE / name).is_dir() else SOURCE / f"{name}.py"
+
+
+@pytest.mark.parametrize("name", [name for name in packages() if snapshot(path_of(name)).exists()])
+def test_errors_have_a_key_and_the_sentences_are_those_of_the_snapshot(name):
+    path = path_of(name)
+    assert not [f"{file}:{line}" for file, line, _, key, _ in found(path) if not key]
+    assert page(path) == snapshot(path).read_text(), "after a wanted change: python -m tests.errors"
+
+
+def test_an_error_without_a_key_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.errors.SOURCE", tmp_path)
+    (tmp_path / "a.py").write_text(
+        "class OddError(TilthError): ...\nraise OddError(f'x = {x!r}: ' + y)\nraise OddError('z', key=f'{a}.b')\n"
+    )
+    rows = found(tmp_path / "a.py")
+    assert rows == [("a.py", 2, "OddError", None, "x = {x}: {y}"), ("a.py", 3, "OddError", "{a}.b", "z")]
+
+
+def test_another_key_is_a_failure():
+    with pytest.raises(AssertionError), raises(TilthError, "data.source"):
+        raise DataError("text", key="data.heldout")
+
+
+@pytest.mark.parametrize("kind", [DataError, ArgumentError])
+def test_a_key_survives_a_pickle(kind):
+    again = pickle.loads(pickle.dumps(kind("text", key="a.b")))
+    assert (type(again), str(again), again.key) == (kind, "text", "a.b")
