@@ -15,7 +15,6 @@ tokens (calibrated sleep, so that more ranks than cores can work at the same tim
 in FOLDER. --quick: one short run, which sleeps.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from driver import benchmark_parser, write_rows
 
 from tilth.analysis.events import Events, load
 from tilth.analysis.run_whatif import analyse
@@ -298,12 +298,10 @@ def chosen(only: str, *, quick: bool) -> Sequence[Case]:
 
 def main() -> None:
     """Run and print."""
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--quick", action="store_true")
+    arguments = benchmark_parser(__doc__, "one short run")
     arguments.add_argument("--again", action="store_true")
     arguments.add_argument("--only", default="", help="text in the name of a case or of its work (real, sleep)")
     arguments.add_argument("--keep", type=Path)
-    arguments.add_argument("--json", type=Path)
     asked = arguments.parse_args()
     windows, rows = 3 if asked.quick else WINDOWS, list[Row]()
     with tempfile.TemporaryDirectory() as temporary:
@@ -316,8 +314,7 @@ def main() -> None:
             rows.append(measure(case, run, windows))
             show(rows[-1:])
     tell(rows)
-    if asked.json:
-        asked.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    write_rows(asked.json, [asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

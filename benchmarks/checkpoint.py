@@ -43,6 +43,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from driver import benchmark_parser, write_rows
 
 METHODS = ("tilth", "DCP save", "DCP thread", "DCP thread+", "DCP process", "DCP process+", "torch.save")
 QUICK = tuple(name for name in METHODS if not name.endswith("+"))
@@ -212,9 +213,7 @@ def goals(found: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="50 MB on 2 ranks, one repeat of short steps")
-    parser.add_argument("--json", type=Path)
+    parser = benchmark_parser(__doc__, "50 MB on 2 ranks, one repeat of short steps")
     parser.add_argument("--ranks", default="")
     parser.add_argument("--mb", default="")
     parser.add_argument("--folder", type=Path, help="where to write; default: the temporary directory")
@@ -236,8 +235,7 @@ def main() -> None:
                 for one in rows(count, megabytes, options, Path(place)):
                     found.append(one)
                     print(line(one), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_rows(options.json, found)
     sys.exit(any(failures(one) for one in found))
 
 

@@ -21,8 +21,6 @@ Both plans are checked first: every element of every tensor once. Goals: under 0
 are copies, so that what one holds others can write (hsdp), the busiest rank writes at most 1.1 of the mean.
 """
 
-import argparse
-import json
 import math
 import multiprocessing
 import os
@@ -35,6 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from driver import benchmark_parser, write_rows
 
 from tilth.checkpoint.covering import tiling_problem
 from tilth.checkpoint.manifest import FileEntry, assemble, parse_manifest, parse_report, report_of
@@ -371,10 +370,8 @@ def main() -> None:
     """Measure and print."""
     import tempfile
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
+    parser = benchmark_parser(__doc__, "64 and 512 ranks")
     parser.add_argument("--every", action="store_true", help="DCP at 512 ranks for every layout, not the first alone")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -387,8 +384,7 @@ def main() -> None:
         if row["planner"] == "Tilth" and row["layout"] == "hsdp":
             verdict = "at most" if row["imbalance"] <= GOAL_BUSIEST else "NOT at most"
             print(f"{row['ranks']} ranks, hsdp: the busiest writes {row['imbalance']:.3f}, {verdict} {GOAL_BUSIEST}")
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_rows(given.json, rows)
 
 
 if __name__ == "__main__":

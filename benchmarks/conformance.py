@@ -10,11 +10,12 @@ as threads only, each entry in one flow. The checks are those of tests/rl/confor
 """
 
 import argparse
-import json
 import os
 import sys
 import time
 from pathlib import Path
+
+from driver import benchmark_parser, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
@@ -24,11 +25,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="less than a minute")
+    parser = benchmark_parser(__doc__, "fewer samples")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="rows by name or kind")
     parser.add_argument("--bandit", action="store_true", help="bias and variance of the gradient on a bandit")
-    parser.add_argument("--json", type=Path, help="write a row for each cell")
     parser.add_argument("--markdown", type=Path, help="write the table")
     return parser.parse_args()
 
@@ -41,7 +40,7 @@ def main() -> int:
 
         measured = measure()
         print(markdown(measured))
-        _write(given.json, json.dumps(measured, indent=1))
+        write_rows(given.json, measured)
         _write(given.markdown, markdown(measured))
         return 0
     from tests.rl.conformance import table
@@ -53,7 +52,7 @@ def main() -> int:
     took = time.perf_counter() - start
     work = f"{took:.0f} s, {time.process_time():.0f} s of CPU in this process"
     print(f"\n{len(made.cells)} entries, {len(made.failures)} cells fail; {work}")
-    _write(given.json, json.dumps([{"quick": given.quick, **row} for row in made.rows()], indent=1))
+    write_rows(given.json, [{"quick": given.quick, **row} for row in made.rows()])
     _write(given.markdown, made.markdown() + "\n")
     return 1 if made.failures or not made.cells else 0
 

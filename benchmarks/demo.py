@@ -6,13 +6,14 @@ Runs the recipe as a command of its own for each seed in fp32, and for the first
 ``--quick`` makes miniatures of a few steps: the mismatch is real, the accuracies mean nothing.
 """
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from driver import benchmark_parser, write_rows
 
 TILTH = [sys.executable, "-c", "from tilth.cli.main import main; main()"]
 MODES = {"fp32": (), "bf16": ("train.precision=bf16",), "parity": ("train.parity=true",)}
@@ -67,9 +68,7 @@ def line(row: dict[str, object]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser = benchmark_parser(__doc__, "one seed, few steps")
     parser.add_argument("--seeds", default="0,1,2")
     options = parser.parse_args()
     seeds = [int(s) for s in options.seeds.split(",")][: 1 if options.quick else None]
@@ -80,8 +79,7 @@ def main() -> None:
         for mode, seed in plan:
             rows.append(run(Path(folder), mode, seed, options.quick))
             print(line(rows[-1]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_rows(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ load prompts, generate, score and write trajectories, for completions of 16 and 
 is checked. The roles are Tilth's own loader and writer, and one that speaks without a model.
 """
 
-import argparse
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from driver import benchmark_parser, write_rows
 
 from tilth.cluster.controller.cluster import Cluster, open_cluster
 from tilth.cluster.controller.group import WorkerGroup
@@ -197,9 +196,7 @@ def measure(quick: bool) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser = benchmark_parser(__doc__, "fewer calls and workers")
     given = parser.parse_args()
     columns = ("round_trip_us", "rows_round_trip_us", "rows_call_returns_us")
     sizes = tuple(f"bytes_per_row_of_{n}_tokens" for n in (SHORT, LONG))
@@ -215,8 +212,7 @@ def main() -> None:
         if sizes[0] in row:
             limit = 1.05 * row[sizes[0]] + SHOWN / FEW  # one answer is shown
             assert row[sizes[1]] < limit, "bytes through the controller grow with the tokens"
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_rows(given.json, rows)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-import argparse
 import gc
 import importlib.util
 import json
@@ -43,7 +42,8 @@ from typing import Any
 import numpy as np
 import torch
 from decode_loop import DecodeLoop
-from machine import DTYPES, config_of, peak_allocated, random_model, write_rows
+from driver import benchmark_parser, write_rows
+from machine import DTYPES, config_of, peak_allocated, random_model
 from shapes import CONTEXT
 from torch import Tensor
 
@@ -298,9 +298,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a small case of each kind, nothing compiled; a minute")
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser = benchmark_parser(__doc__, "a small case of each kind, nothing compiled; a minute")
     parser.add_argument("--threads", type=int, default=0, help="0: torch's choice")
     parser.add_argument("--models", default="6M,13M")
     parser.add_argument("--dtypes", default="fp32,bf16")

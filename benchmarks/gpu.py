@@ -33,6 +33,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from driver import benchmark_parser, write_rows
+
 HERE = Path(__file__).parent
 Row = dict[str, Any]
 RIVALS = ("torch", "transformers", "accelerate", "trl", "vllm")
@@ -242,9 +244,7 @@ def _cell(value: Any) -> str:
 
 def options() -> argparse.Namespace:
     """What was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, which say nothing about speed; so on a CPU")
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser = benchmark_parser(__doc__, "tiny shapes, which say nothing about speed; so on a CPU")
     parser.add_argument("--markdown", type=Path, help="write the tables here")
     parser.add_argument("--device", default="", help="default: cuda where there is one, else cpu")
     parser.add_argument("--minutes", type=float, default=25.0, help="in all")
@@ -271,8 +271,7 @@ def main() -> None:
     print("\n" + table)
     if args.markdown:
         args.markdown.write_text(table)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_rows(args.json, rows)
     for text in failed(rows):
         print(f"FAILED {text}", file=sys.stderr)
     sys.exit(bool(failed(rows)))

@@ -8,7 +8,6 @@ Three commands as a user would give them: ``pretrain`` (a tokenizer and a new mo
 Correctness and format are those of greedy answers to the test file. ``--quick`` makes miniatures of a few steps.
 """
 
-import argparse
 import json
 import random
 import subprocess
@@ -17,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from driver import benchmark_parser, write_rows
 
 TILTH = [sys.executable, "-c", "from tilth.cli.main import main; main()"]
 COLUMN = 'data.columns.prompt="{question}\\n"'
@@ -119,10 +120,8 @@ def whole_way(folder: Path, data: Path, quick: bool) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__, "200 problems, few steps")
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data" / "gsm8k")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--keep", type=Path, help="a folder that the runs stay in")
     options = parser.parse_args()
     if not (options.data / "train.jsonl").is_file():
@@ -131,8 +130,7 @@ def main() -> None:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         rows = whole_way(folder, options.data, options.quick)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_rows(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ processes of this machine (backend local, gloo): as one rank, and spread by each
 Exit status 1 if a row misses a goal. --quick: a smaller model, and under a minute.
 """
 
-import argparse
 import ctypes
 import gc
 import json
@@ -31,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from driver import benchmark_parser
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -275,9 +275,7 @@ def line(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smaller model, fewer steps")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = benchmark_parser(__doc__, "a smaller model, fewer steps")
     parser.add_argument("--rows", default=",".join(ROWS), help="layouts, of " + ", ".join(ROWS))
     parser.add_argument("--steps", type=int, default=0, help="default 20, with --quick 4")
     options = parser.parse_args()

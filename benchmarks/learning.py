@@ -30,6 +30,7 @@ from typing import Any
 
 import learning_figures as figures
 import learning_plot as plot
+from driver import benchmark_parser, write_rows
 from learning_task import QUICK as QUICK_TASK
 from learning_task import WARM, Task, base, warm_up, write
 from learning_variants import GRPO, QUICK, VARIANTS, Variant, chosen, keys_of
@@ -186,9 +187,7 @@ def sweep(plan: Plan, rates: Sequence[float]) -> None:
 
 def options() -> argparse.Namespace:
     """What was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="an easier task, one seed, a few variants; says nothing")
-    parser.add_argument("--json", type=Path, help="write tables and curves here")
+    parser = benchmark_parser(__doc__, "an easier task, one seed, a few variants; says nothing")
     parser.add_argument("--svg", type=Path, help="write the plot here")
     parser.add_argument("--seeds", type=int, help="how many; default 3, quick 1")
     parser.add_argument("--only", default="", help="variants, and those that they are compared with; default: all")
@@ -219,8 +218,7 @@ def compare(plan: Plan, args: argparse.Namespace) -> bool:
     """Run, print, write. Whether every run came to its end."""
     results = everything(plan)
     found = tell(plan, results)
-    if args.json:
-        args.json.write_text(json.dumps(as_rows(found), indent=1) + "\n")
+    write_rows(args.json, as_rows(found))
     if args.svg and any("error" not in r for r in results):
         args.svg.write_text(picture(plan, results))
     return all("error" not in r for r in results)

@@ -1,9 +1,5 @@
 """Models and clocks on the device that a benchmark was given."""
 
-import json
-from pathlib import Path
-from typing import Any
-
 import torch
 from shapes import CONTEXT, SHAPES
 
@@ -23,14 +19,6 @@ def random_model(config: DecoderConfig, dtype: torch.dtype, device: torch.device
     model = Decoder(config, dtype).to_empty(device=device)
     model.init_weights_(0)
     return model
-
-
-def write_rows(path: Path | None, rows: list[dict[str, Any]]) -> None:
-    """Write what there is so far, whole at any time; who stops the script finds it."""
-    if path is not None:
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(rows, indent=1) + "\n")
-        part.replace(path)
 
 
 def wait(device: torch.device | str) -> None:

@@ -9,7 +9,6 @@ predicted not to fit is not tried, and its row says so. On a CPU it is torch's p
 allocation (gigabytes for one such case), so there is only the quick form: 16 rows of 32 tokens.
 """
 
-import argparse
 import gc
 import json
 import tempfile
@@ -19,7 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import DTYPES, config_of, peak_allocated, random_model, write_rows
+from driver import benchmark_parser, write_rows
+from machine import DTYPES, config_of, peak_allocated, random_model
 from torch.profiler import ProfilerActivity, profile
 
 from tilth.config.load import load_recipe
@@ -143,9 +143,7 @@ def row(what: str, model: str, dtype: str, device: str, quick: bool) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="6M only, few short rows")
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser = benchmark_parser(__doc__, "6M only, few short rows")
     parser.add_argument("--models", default="0.5B,1.5B,8B")
     parser.add_argument("--dtypes", default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

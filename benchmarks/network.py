@@ -10,17 +10,15 @@ model's nominal f is above the measured one, and the gap is the transport's soft
 VGG16 on 8 to 1,024 ranks, with the compression at which f reaches 0.95 (``network_models.py``: assumed times).
 """
 
-import argparse
-import json
 import math
 import statistics
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import network_models
 import network_ring
 import numpy as np
+from driver import benchmark_parser, write_rows
 from network_fusion import (
     Adding,
     Fusion,
@@ -144,9 +142,7 @@ def say(rows: list[Row]) -> None:
 
 def main() -> None:
     """Measure, simulate, print."""
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--quick", action="store_true", help="2 ranks, 3 levels, 3 steps")
-    arguments.add_argument("--json", type=Path, metavar="PATH")
+    arguments = benchmark_parser(__doc__, "2 ranks, 3 levels, 3 steps")
     asked = arguments.parse_args()
     rows = list[Row]()
     for ranks in (2,) if asked.quick else (2, 4):
@@ -155,8 +151,7 @@ def main() -> None:
     rows += simulated((8, 64) if asked.quick else (8, 64, 1024), (1, 10, 25, 100))
     rows += fusion_rows()
     say(rows)
-    if asked.json:
-        asked.json.write_text(json.dumps(rows, indent=1))
+    write_rows(asked.json, rows)
 
 
 if __name__ == "__main__":

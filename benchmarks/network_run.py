@@ -9,7 +9,6 @@ network is predicted (``analysis.network.retimed``, with the link that the fast 
 other windows.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from driver import benchmark_parser, write_rows
 
 from tilth.analysis.events import Events, load
 from tilth.analysis.network import links, retimed
@@ -101,9 +101,7 @@ def rows_of(events: Events, window: int, windows: int, latency: float, bandwidth
 
 def main() -> None:
     """Run, predict, print."""
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--quick", action="store_true", help="one network, a window of 10 steps each")
-    arguments.add_argument("--json", type=Path, metavar="PATH")
+    arguments = benchmark_parser(__doc__, "one network, a window of 10 steps each")
     arguments.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the runs there")
     asked = arguments.parse_args()
     window, windows = (10, 2) if asked.quick else (20, 6)
@@ -117,8 +115,7 @@ def main() -> None:
             f"{r['injected_mb_per_s']:g} MB/s, {r['direction']}: a step of {r['seen_s']:.3f} s becomes "
             f"{r['measured_s']:.3f} s, predicted {r['predicted_s']:.3f} s ({100 * r['error']:+.1f} %)"
         )
-    if asked.json:
-        asked.json.write_text(json.dumps(rows, indent=1))
+    write_rows(asked.json, rows)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,12 @@ Torch's generator is sequential: it uses one thread whatever it is given, and a 
 without making the rest. Both columns are the best of several runs in the same process.
 """
 
-import argparse
-import json
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from driver import benchmark_parser, write_rows
 
 from tilth.core.random import dropout_mask, fill_normal_, stream, uniform_rows
 
@@ -61,9 +59,7 @@ def best_seconds(calls: list[Callable[[], object]], rounds: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer values and rounds")
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser = benchmark_parser(__doc__, "fewer values and rounds")
     parser.add_argument("--threads", type=int, default=min(2, torch.get_num_threads()))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -83,8 +79,7 @@ def main() -> None:
                 "ratio": tilth / torch_,
             }
         )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    write_rows(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from typing import Any
 
 import psutil
 import torch
+from driver import benchmark_parser, write_rows
 
 from tilth.checkpoint import latest, open_checkpoint, read_best
 from tilth.runs.readers import read_metrics, read_state, read_trajectories
@@ -343,10 +344,8 @@ def line(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__, "two kills, inline only")
     parser.add_argument("--kills", type=int, default=0, help="default 20, with --quick 2")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--backend", choices=("inline", "local", "both"), default="")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -363,8 +362,7 @@ def main() -> None:
                 print(line(row), flush=True)
     equal = sum(not row.differs for row in rows)
     print(f"{equal} of {len(rows)} bit-equal")
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    write_rows(options.json, [asdict(row) for row in rows])
     sys.exit(equal != len(rows))
 
 

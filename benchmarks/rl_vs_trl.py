@@ -53,6 +53,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from driver import benchmark_parser, write_rows
 from rl_task import Task, cores, save_model, words
 from shapes import SHAPES
 
@@ -235,11 +236,7 @@ def cases(args: argparse.Namespace, folder: str) -> dict[str, Task]:
 
 def options() -> argparse.Namespace:
     """What was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="3 small steps, one round, nothing compiled; figures mean little"
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser = benchmark_parser(__doc__, "3 small steps, one round, nothing compiled; figures mean little")
     parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
     parser.add_argument("--cases", default="", help=f"default {','.join(GOALS)}; with --quick {QUICK_CASES}")
     parser.add_argument("--contenders", default="", help="comma-separated; default: all that fit the case")
@@ -275,8 +272,7 @@ def main() -> None:
             rows += [{"case": name, "shape": task.shape, "threads": cores(task.threads), **row} for row in new]
     if "trl" in contenders(args):
         print(WHY)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_rows(args.json, rows)
 
 
 if __name__ == "__main__":

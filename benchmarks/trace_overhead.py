@@ -11,7 +11,6 @@ two seconds or less often, falls into steps of both kinds: its CPU time is measu
 follows from counting: spans of a step in the process that has most, times the cost of one, over the step.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from driver import benchmark_parser, write_rows
 
 from tilth.analysis.events import load
 from tilth.api import run_recipe
@@ -201,10 +201,8 @@ def nanoseconds(clock: Callable[[], int], after: Callable[[], None] = lambda: No
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--quick", action="store_true", help="fewer steps of a smaller recipe")
+    parser = benchmark_parser(__doc__, "fewer steps of a smaller recipe")
     parser.add_argument("--steps", type=int, default=1200, help="of each case")
-    parser.add_argument("--json", type=Path, help="where to write the rows")
     given = parser.parse_args()
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
@@ -217,8 +215,7 @@ def main() -> None:
     for row, kind in itertools.product(rows[1:], ("wall", "cpu")):
         low, middle, high = (row[f"{kind}_{x}_percent"] + row["writer_percent"] for x in ("low", "difference", "high"))
         print(f"{row['case']}: tracing adds {middle:.2f} % of {kind} time ({low:.2f} to {high:.2f}), writing included")
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_rows(given.json, rows)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from machine import DTYPES, config_of, peak_allocated, random_model, wait, write_rows
+from driver import benchmark_parser, write_rows
+from machine import DTYPES, config_of, peak_allocated, random_model, wait
 from plain_model import PlainModel
 from torch import Tensor
 
@@ -345,9 +346,7 @@ def show(row: dict[str, Any]) -> None:
 
 def options() -> argparse.Namespace:
     """What was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="6M only, small batches, nothing compiled, no memory")
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser = benchmark_parser(__doc__, "6M only, small batches, nothing compiled, no memory")
     parser.add_argument("--threads", type=int, default=0, help="0: torch's choice")
     parser.add_argument("--models", default="6M,50M")
     parser.add_argument("--dtypes", default="fp32,bf16")

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from machine import write_rows
+from driver import benchmark_parser, write_rows
 
 HERE = Path(__file__).parents[1]
 FASTER_IF_MORE = ("per_s", "per_second", "tokens_per", "mfu")
@@ -57,15 +57,11 @@ def speeds(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Figures of this version over those of another one.")
+    parser = benchmark_parser(__doc__, "one pair of a small benchmark, against this version itself")
     parser.add_argument(
         "other", nargs="?", type=Path, default=HERE, help="folder of the other version; default: this one"
     )
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument(
-        "--quick", action="store_true", help="one pair of a small benchmark, against this version itself"
-    )
-    parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- SCRIPT.py and its arguments")
     args = parser.parse_args()
     command = [word for word in args.command if word != "--"] or ["network.py", "--quick"]

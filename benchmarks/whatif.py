@@ -12,8 +12,6 @@ Published for the study's own tool on 2 cores: 1.24 to 1.33 s and 212 MB (AR), 0
 which M_W and M_S take 1.0 to 1.5 s more; it has no exact S of workers.
 """
 
-import argparse
-import json
 import multiprocessing
 import resource
 import statistics
@@ -24,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+from driver import benchmark_parser, write_rows
 from pipeline_schedules import orders, synthetic, to_table
 
 from tilth.analysis.cause import diagnose
@@ -79,9 +78,7 @@ def write(path: Path, stages: int, dp: int, steps: int) -> None:
 
 def main() -> None:
     """Run and print."""
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--quick", action="store_true")
-    arguments.add_argument("--json", type=Path)
+    arguments = benchmark_parser(__doc__, "three repeats, a job of 8 x 16 workers")
     arguments.add_argument("--data", type=Path, default=DATA)
     asked = arguments.parse_args()
     alone = multiprocessing.get_context("spawn")
@@ -103,8 +100,7 @@ def main() -> None:
                 f"(libraries {r['base_mb']:.0f}), S {r['slowdown']:.4f}, error {100 * r['model_error']:.2f} %, "
                 f"{', '.join(r['cause']) or 'no cause'}"
             )  # fmt: skip
-    if asked.json:
-        asked.json.write_text(json.dumps(results, indent=1))
+    write_rows(asked.json, results)
 
 
 if __name__ == "__main__":
