@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.errors import raises
 from tilth.checkpoint import latest, mark_best, note_best, prune, read_best
 from tilth.checkpoint.manifest import NAME
 from tilth.core.errors import CheckpointError, StorageError
@@ -62,10 +63,11 @@ def test_one_that_is_not_there_does_not_take_the_place_of_one_that_is(root):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": "5"}', "{}"])
 def test_a_damaged_mark_is_told(root, text):
+    key = "best.json" if text in ("", "{") else "best.json.step"
     (root / "best.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"best\.json"):
+    with raises(CheckpointError, key):
         read_best(root)
-    with pytest.raises(CheckpointError, match=r"best\.json"):
+    with raises(CheckpointError, key):
         prune(root, 1)
     assert steps(root) == [3, 5, 8, 13]  # nothing goes before it is known what must stay
 
@@ -79,6 +81,6 @@ def test_a_mark_that_cannot_be_written_leaves_the_one_before(root, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(directory.os, "fsync", full)
-    with pytest.raises(StorageError, match=r"best\.json cannot be written: No space"):
+    with raises(StorageError, "best.json"):
         mark_best(root, BEST | {"step": 8})
     assert read_best(root) == BEST

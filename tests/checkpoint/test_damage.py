@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tests.checkpoint import hand
 from tests.checkpoint.make import groups, same, save_step, shares, tensor
+from tests.errors import raises
 from tilth.checkpoint import latest, open_checkpoint, save
-from tilth.core.errors import CheckpointError, TilthError
+from tilth.core.errors import CheckpointError
 from tilth.core.layout import Layout, Mesh, Shard
 
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors"]
@@ -38,8 +39,9 @@ def test_every_flipped_bit_is_seen(path, file, data):
     changed[at] ^= 1 << bit
     (path / file).write_bytes(changed)
     try:
-        with pytest.raises(CheckpointError, match=file.split(".")[0]):
+        with pytest.raises(CheckpointError) as caught:
             read_everything(path)
+        assert caught.value.key.startswith(file.split(".")[0]) or file in str(caught.value)
     finally:
         (path / file).write_bytes(raw)
 
@@ -56,12 +58,13 @@ def flip(path, name, group="model", opened=None):
 def test_a_corrupt_tensor_is_named_and_others_are_read(path):
     flip(path, "norm.weight")
     checkpoint = open_checkpoint(path)
-    message = r"step-000010: tensor model/norm\.weight is corrupt in file model\.safetensors$"
-    with pytest.raises(CheckpointError, match=message):
+    with raises(CheckpointError, "model/norm.weight.checksum") as caught:
         checkpoint.read("model", "norm.weight")
-    with pytest.raises(CheckpointError, match=message):
+    assert "model.safetensors" in str(caught.value)
+    with raises(CheckpointError, "model/norm.weight.checksum") as caught:
         checkpoint.verify()
-    with pytest.raises(CheckpointError, match=message):
+    assert ";" not in str(caught.value)
+    with raises(CheckpointError, "model/norm.weight.checksum"):
         checkpoint.restore("model", {name: torch.zeros_like(t) for name, t in groups()["model"].items()})
     assert same(checkpoint.read("model", "embed.weight"), groups("10")["model"]["embed.weight"])
     checkpoint.restore("optimizer", {name: torch.zeros_like(t) for name, t in groups()["optimizer"].items()})
@@ -70,8 +73,9 @@ def test_a_corrupt_tensor_is_named_and_others_are_read(path):
 def test_every_corrupt_tensor_is_named(path):
     flip(path, "norm.weight")
     flip(path, "m", "optimizer")
-    with pytest.raises(CheckpointError, match=r"model/norm\.weight is corrupt.*optimizer/m is corrupt"):
+    with raises(CheckpointError, "model/norm.weight.checksum") as caught:
         open_checkpoint(path).verify()
+    assert "optimizer/m" in str(caught.value)
 
 
 def four_files(tmp_path, step=10, salt=""):
@@ -96,15 +100,14 @@ def test_each_part_of_each_tensor_is_watched(tmp_path, name, number):
     data = bytearray((path / piece.file).read_bytes())
     data[piece.byte0 + piece.nbytes - 1] ^= 128
     (path / piece.file).write_bytes(data)
-    message = rf"tensor model/{name} is corrupt in file model\.{number:03d}\.safetensors$"
-    with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(path).verify()
-    with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(path).read("model", name)
+    for attempt in (open_checkpoint(path).verify, lambda: open_checkpoint(path).read("model", name)):
+        with raises(CheckpointError, f"model/{name}.checksum") as caught:
+            attempt()
+        assert str(caught.value).endswith(piece.file)
     for rank in range(4):
         into = shares(whole, layouts, rank)
         if rank == number:
-            with pytest.raises(CheckpointError, match=message):
+            with raises(CheckpointError, f"model/{name}.checksum"):
                 open_checkpoint(path).restore("model", into, layouts, rank)
         else:
             open_checkpoint(path).restore("model", into, layouts, rank)  # it needs none of the damaged part
@@ -132,8 +135,9 @@ def test_a_file_of_another_step(tmp_path):
     other, *_ = four_files(tmp_path, 11, "later")
     shutil.copy(other / "model.003.safetensors", path / "model.003.safetensors")
     for attempt in (open_checkpoint(path).verify, lambda: open_checkpoint(path).read("model", "v")):
-        with pytest.raises(CheckpointError, match=r"tensor model/v is corrupt in file model\.003\.safetensors"):
+        with pytest.raises(CheckpointError) as caught:
             attempt()
+        assert "tensor model/v is corrupt in file model.003.safetensors" in str(caught.value)
     for name, value in whole.items():
         assert same(open_checkpoint(other).read("model", name), tensor(tuple(value.shape), value.dtype, "later"))
 
@@ -143,8 +147,9 @@ def test_the_manifest_of_another_checkpoint(tmp_path):
     path, *_ = four_files(tmp_path)
     other, *_ = four_files(tmp_path / "other", salt="other")
     shutil.copy(other / "manifest.json", path / "manifest.json")
-    with pytest.raises(CheckpointError, match=r"tensor model/w is corrupt in file model\.000\.safetensors"):
+    with pytest.raises(CheckpointError) as caught:
         open_checkpoint(path).verify()
+    assert "tensor model/w is corrupt in file model.000.safetensors" in str(caught.value)
 
 
 def reseal(path, change):
@@ -157,16 +162,16 @@ def reseal(path, change):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "field"),
     [
-        (lambda f: f.update(checksums=f["checksums"][:-16]), r"model\.safetensors\.checksums: there are 1, .* need 2"),
-        (lambda f: f.update(checksums=f["checksums"] * 2), r"model\.safetensors\.checksums: there are 4, .* need 2"),
-        (lambda f: f.update(nbytes=f["nbytes"] + 1), r"model\.safetensors\.nbytes: "),
+        (lambda f: f.update(checksums=f["checksums"][:-16]), "checksums.count"),
+        (lambda f: f.update(checksums=f["checksums"] * 2), "checksums.count"),
+        (lambda f: f.update(nbytes=f["nbytes"] + 1), "nbytes.sum"),
     ],
 )
-def test_a_table_that_does_not_fit_together(path, change, message):
+def test_a_table_that_does_not_fit_together(path, change, field):
     reseal(path, lambda table: change(table["files"]["model.safetensors"]))
-    with pytest.raises(CheckpointError, match=rf"manifest\.json is not a valid manifest: .*{message}"):
+    with raises(CheckpointError, f"manifest.json.files.model.safetensors.{field}"):
         open_checkpoint(path)
 
 
@@ -176,22 +181,23 @@ def test_checksums_that_were_changed(path):
         file["checksums"] = "0" * len(file["checksums"])
 
     reseal(path, change)
-    with pytest.raises(CheckpointError, match=r"optimizer/step is corrupt in file optimizer\.safetensors"):
+    with pytest.raises(CheckpointError) as caught:
         open_checkpoint(path).verify()
+    assert "tensor optimizer/step is corrupt in file optimizer.safetensors" in str(caught.value)
 
 
 def test_a_corrupt_header_is_named(path):
     with open(path / "optimizer.safetensors", "r+b") as file:
         file.seek(20)
         file.write(b"?")
-    with pytest.raises(CheckpointError, match=r"file optimizer\.safetensors: the header is corrupt"):
+    with raises(CheckpointError, "optimizer.safetensors.header"):
         open_checkpoint(path).verify()
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_missing_file(path, file):
     (path / file).unlink()
-    with pytest.raises(CheckpointError, match=file):
+    with raises(CheckpointError, file if file == "manifest.json" else f"{file}.missing"):
         open_checkpoint(path)
 
 
@@ -200,58 +206,57 @@ def test_a_missing_file(path, file):
 def test_a_truncated_file(path, file, length):
     raw = (path / file).read_bytes()
     (path / file).write_bytes(raw[:length])
-    with pytest.raises(CheckpointError, match=file):
+    with raises(CheckpointError, "manifest.json.syntax" if file == "manifest.json" else f"{file}.nbytes"):
         open_checkpoint(path)
     (path / file).write_bytes(raw + b"x")
-    with pytest.raises(CheckpointError, match=file):
+    with raises(CheckpointError, "manifest.json.syntax" if file == "manifest.json" else f"{file}.nbytes"):
         open_checkpoint(path)
 
 
 def test_both_data_files_are_named(path):
     (path / FILES[1]).unlink()
     (path / FILES[2]).write_bytes(b"")
-    message = r"model\.safetensors is missing; file optimizer\.safetensors has 0 bytes"
-    with pytest.raises(CheckpointError, match=message):
+    with raises(CheckpointError, "model.safetensors.missing") as caught:
         open_checkpoint(path)
+    assert "optimizer.safetensors" in str(caught.value)
 
 
 def test_a_file_that_goes_and_others_that_are_damaged_are_all_told(path):
     checkpoint = open_checkpoint(path)
     (path / FILES[1]).unlink()
     flip(path, "m", "optimizer", opened=checkpoint)
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors is missing; tensor optimizer/m is corrupt in file opt"
-    ):
+    with raises(CheckpointError, "model.safetensors.missing") as caught:
         checkpoint.verify()
+    assert "tensor optimizer/m" in str(caught.value)
 
 
 def test_a_file_that_goes_while_it_is_open(path):
     checkpoint = open_checkpoint(path)
     (path / FILES[1]).unlink()
-    with pytest.raises(CheckpointError, match=r"file .*model\.safetensors: No such file"):
+    with raises(CheckpointError, "model.safetensors"):
         checkpoint.read("model", "norm.weight")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "other"}', "\xff\x00", "null", "3"])
 def test_a_foreign_manifest(path, text):
     (path / "manifest.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+    with raises(CheckpointError, f"manifest.json.{'syntax' if text in ('', '{', chr(255) + chr(0)) else 'format'}"):
         open_checkpoint(path)
 
 
 def test_a_foreign_directory(tmp_path):
-    with pytest.raises(CheckpointError, match="is not a checkpoint: no such directory"):
+    with raises(CheckpointError, "path"):
         open_checkpoint(tmp_path / "none")
-    with pytest.raises(CheckpointError, match=r"not a complete checkpoint: manifest\.json: no such file"):
+    with raises(CheckpointError, "manifest.json"):
         open_checkpoint(tmp_path)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="is not a checkpoint: no such directory"):
+    with raises(CheckpointError, "path"):
         open_checkpoint(tmp_path / "file")
 
 
 def test_the_manifest_of_another_step(path):
     moved = path.rename(path.with_name("step-000011"))
-    with pytest.raises(CheckpointError, match="holds the manifest of step 10, not of step 11"):
+    with raises(CheckpointError, "path.step"):
         open_checkpoint(moved)
     copied = shutil.copytree(moved, path.with_name("best"))
     assert open_checkpoint(copied).step == 10
@@ -260,13 +265,14 @@ def test_the_manifest_of_another_step(path):
 def test_data_of_another_step(tmp_path, path):
     other = save_step(tmp_path, 11)
     shutil.copy(other / FILES[1], path / FILES[1])
-    with pytest.raises(CheckpointError, match=r"model/norm\.weight is corrupt.*model/embed\.weight is corrupt"):
+    with raises(CheckpointError, "model/norm.weight.checksum") as caught:
         open_checkpoint(path).verify()
+    assert "model/embed.weight" in str(caught.value)
 
 
 def test_another_version(path):
     reseal(path, lambda table: table.update(version=1))
-    with pytest.raises(CheckpointError, match="format version 1; this Tilth reads version 2"):
+    with raises(CheckpointError, "manifest.json.version"):
         open_checkpoint(path)
 
 
@@ -274,8 +280,9 @@ def test_a_damaged_newest_checkpoint_is_not_passed_over(tmp_path, path):
     newest = save_step(tmp_path, 11)
     (newest / FILES[1]).unlink()
     assert latest(tmp_path) == newest
-    with pytest.raises(CheckpointError, match="step-000011"):
+    with raises(CheckpointError, f"{FILES[1]}.missing") as caught:
         open_checkpoint(newest)
+    assert "step-000011" in str(caught.value)
 
 
 def targets(**changes):
@@ -285,39 +292,40 @@ def targets(**changes):
 
 
 @pytest.mark.parametrize(
-    ("into", "message"),
+    ("into", "key"),
     [
-        (targets(new=torch.zeros(1)), r"tensor model/new is missing"),
-        ({"embed.weight": torch.zeros(7, 4, dtype=torch.bfloat16)}, r"tensor model/norm\.weight is extra"),
-        (targets() | {"norm.weight": torch.zeros(6)}, r"model/norm\.weight has shape \(5,\), expected \(6,\)"),
+        (targets(new=torch.zeros(1)), "model/new.missing"),
+        ({"embed.weight": torch.zeros(7, 4, dtype=torch.bfloat16)}, "model/norm.weight.extra"),
+        (targets() | {"norm.weight": torch.zeros(6)}, "model/norm.weight.shape"),
         (
             targets() | {"norm.weight": torch.zeros(5, dtype=torch.float64)},
-            r"has dtype float32, expected torch\.float64",
+            "model/norm.weight.dtype",
         ),
         (
             {"a": torch.zeros(1), "norm.weight": torch.zeros(1)},
-            r"model/a is missing; .*embed\.weight is extra: .*shape \(5,\)",
+            "model/a.missing",
         ),
     ],
 )
-def test_restore_is_strict(path, into, message):
-    with pytest.raises(CheckpointError, match=message) as caught:
+def test_restore_is_strict(path, into, key):
+    with raises(CheckpointError, key) as caught:
         open_checkpoint(path).restore("model", into)
-    assert "\n" not in str(caught.value) and isinstance(caught.value, TilthError)
+    assert "\n" not in str(caught.value) and str(caught.value).count(";") == (2 if "a" in into else 0)
     assert all(not t.any() for t in into.values())
 
 
 def test_many_problems_stay_one_readable_line(path):
     into = {f"layer{i:03d}": torch.zeros(1) for i in range(100)}
-    with pytest.raises(CheckpointError, match=r"layer019 is missing; and 82 more$"):
+    with raises(CheckpointError, "model/layer000.missing") as caught:
         open_checkpoint(path).restore("model", into)
+    assert str(caught.value).endswith("; and 82 more") and "layer019" in str(caught.value)
 
 
 def test_unknown_names(path):
     checkpoint = open_checkpoint(path)
-    with pytest.raises(CheckpointError, match="no group critic; it has model, optimizer"):
+    with raises(CheckpointError, "critic"):
         checkpoint.names("critic")
-    with pytest.raises(CheckpointError, match="no tensor x in group model"):
+    with raises(CheckpointError, "model/x"):
         checkpoint.read("model", "x")
-    with pytest.raises(CheckpointError, match="no group x; it has none"):
+    with raises(CheckpointError, "x"):
         open_checkpoint(save(path.parent, 99, {}, {})).restore("x", {})

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tests.checkpoint.make import group_of, same, tensor
 from tests.checkpoint.saving import die_at, layouts, whole, work
 from tests.checkpoint.stores import Throttled
 from tests.checkpoint.test_crash import small_disk  # noqa: F401 - a fixture
+from tests.errors import raises
 from tilth.checkpoint import (
     Commit,
     Group,
@@ -105,8 +107,9 @@ def test_the_second_rank_fails_or_a_later_part(root, monkeypatch, stage):
     before = save_once(root, 1)
     with monkeypatch.context() as patch:
         patch.setattr(stages, "stage", failing(stage, errno.ENOSPC, 2))
-        with pytest.raises(StorageError, match=rf"stage {stage} of rank \d: No space left"):
+        with pytest.raises(StorageError) as caught:
             save_once(root, 2)
+        assert re.fullmatch(rf"(save\.{stage}\.)?rank\d", caught.value.key) and f"stage {stage}" in str(caught.value)
     assert latest(root) == before and holds(before, 1) and len(listing(root)) == 1
     assert holds(save_once(root, 2), 2)
 
@@ -119,8 +122,9 @@ def test_a_rank_is_lost(root):
     with pytest.raises(TimeoutError):
         commit.wait(0.2)
     commit.cancel()
-    with pytest.raises(StorageError, match=rf"no report of g\.00001 .* had come; .* it, {before}, is"):
+    with raises(StorageError, "g.00001.json") as caught:
         commit.wait()
+    assert f"{before}, is intact" in str(caught.value)
     assert [e.path for e in listing(root)] == [before] and holds(before, 1)
     assert holds(save_once(root, 2), 2)
 
@@ -172,7 +176,7 @@ def test_one_of_two_ranks_is_killed_while_it_writes(tmp_path):
     Saver().write(folder, {"g": group_of(whole(2), layouts(RANKS), 0)}, 0, "0")
     assert lost.wait(timeout=60) == -signal.SIGKILL and not commit.done()
     commit.cancel()
-    with pytest.raises(StorageError, match=r"no report of g\.00001"):
+    with raises(StorageError, "g.00001.json"):
         commit.wait()
     assert [e.path for e in listing(tmp_path)] == [before] and holds(before, 1)
     assert holds(save_once(tmp_path, 2), 2)
@@ -187,7 +191,7 @@ def test_a_folder_that_may_not_be_written(tmp_path):
     before = save_once(tmp_path, 1)
     tmp_path.chmod(0o500)
     try:
-        with pytest.raises(StorageError, match=r"stage begin: Permission denied; .*is intact"):
+        with raises(StorageError, "save.begin"):
             save_once(tmp_path, 2)
         assert holds(before, 1)
     finally:
@@ -203,8 +207,9 @@ def test_a_disk_that_is_really_full_in_the_background(small_disk):  # noqa: F811
     assert "stage write of rank 0: No space left on device" in saver.settle()
     commit.cancel()
     abandon_save(folder)
-    with pytest.raises(StorageError, match=r"(No space left|no report of)"):
+    with pytest.raises(StorageError) as caught:
         commit.wait()
+    assert caught.value.key in ("rank0", "g.00000.json")
     assert latest(small_disk) == before and len(listing(small_disk)) == 1
     open_checkpoint(save(small_disk, 3, {"g": {"x": tensor((100,))}}, {})).verify()
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint import hand
 from tests.checkpoint.make import parts_of, same, tensor
+from tests.errors import raises
 from tilth.checkpoint import begin_save, commit_save, newest_valid, open_checkpoint, quarantine, read_best
 from tilth.checkpoint.manifest import parse_manifest, parse_report
 from tilth.checkpoint.storage import storage_of
@@ -236,13 +237,13 @@ def test_changed_reports_make_a_checkpoint_or_are_refused(tmp_path_factory, data
 # ---- by name ----
 
 
-def refused(made, tmp_path, change, match):
+def refused(made, tmp_path, change, key):
     """An open of a copy of the checkpoint whose manifest was changed."""
     path = Path(shutil.copytree(made, tmp_path / "step-000010"))
     body = body_of(path)
     change(body)
     (path / "manifest.json").write_bytes(sealed(body))
-    with only_inside(path), pytest.raises(CheckpointError, match=match):
+    with only_inside(path), raises(CheckpointError, key):
         open_checkpoint(path).verify()
 
 
@@ -251,7 +252,7 @@ def test_a_name_that_leads_out_of_the_folder_is_named(made, tmp_path, name):
     def change(body):
         body["files"] = {name if i == 0 else n: f for i, (n, f) in enumerate(body["files"].items())}
 
-    refused(made, tmp_path, change, r"is not a valid manifest: files\..*name of a file")
+    refused(made, tmp_path, change, f"manifest.json.files.{name}.[key]")
 
 
 @pytest.mark.parametrize("how", ["link", "hidden link", "pipe", "folder"])
@@ -266,7 +267,7 @@ def test_a_data_file_that_is_no_file_of_the_folder(made, tmp_path, how):
     else:
         (path / "in").symlink_to(tmp_path)
         file.symlink_to(tmp_path / "elsewhere" if how == "link" else path / "in" / "elsewhere")
-    with only_inside(path), pytest.raises(CheckpointError, match=r"model\.000\.safetensors is no regular file"):
+    with only_inside(path), raises(CheckpointError, "model.000.safetensors.type"):
         open_checkpoint(path)
 
 
@@ -282,7 +283,7 @@ def test_a_manifest_that_is_no_file_of_the_folder(made, tmp_path, how):
     else:
         with open(file, "wb") as made_up:
             made_up.truncate(1 << 33)  # a hole: it takes no room on the disk
-    with only_inside(path), pytest.raises(CheckpointError, match=r"manifest\.json"):
+    with only_inside(path), raises(CheckpointError, "manifest.json"):
         open_checkpoint(path)
 
 
@@ -292,7 +293,7 @@ def test_a_file_behind_a_link_replaced_after_it_was_opened_is_not_read(made, tmp
     file = path / "model.000.safetensors"
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
-    with only_inside(path), pytest.raises(CheckpointError, match=r"model\.000\.safetensors: is a link"):
+    with only_inside(path), raises(CheckpointError, "model.000.safetensors"):
         checkpoint.read("model", "w")
 
 
@@ -317,8 +318,9 @@ def test_what_was_put_where_a_mark_is_written_is_not_written_through(made, tmp_p
 ])  # fmt: skip
 def test_a_mark_of_the_best_that_is_none(tmp_path, text):
     (tmp_path / "best.json").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(CheckpointError, match=r"best\.json"):
+    with pytest.raises(CheckpointError) as caught:
         read_best(tmp_path)
+    assert caught.value.key in ("best.json", "best.json.step", "best.json.metric")
 
 
 def test_a_hostile_newest_checkpoint_is_put_aside_and_the_one_before_it_taken(made, tmp_path):
@@ -334,6 +336,7 @@ def test_a_hostile_newest_checkpoint_is_put_aside_and_the_one_before_it_taken(ma
 
 @pytest.mark.parametrize("shape", [[1 << 52], [1 << 26, 1 << 26], [1 << 52, 0, 1 << 52]])
 def test_sizes_that_no_file_has_take_no_memory(made, shape):
+    field = "files.g.safetensors.checksums.count"
     """Its numbers agree: 2^52 bytes in one file of one tensor, whose tiles alone would fill a memory."""
     body = body_of(made)
     numel = 1
@@ -344,7 +347,7 @@ def test_sizes_that_no_file_has_take_no_memory(made, shape):
     body |= {"files": {"g.safetensors": file}, "groups": {"g": {"t": one}}, "total_bytes": numel + 64}
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match="checksums"):
+        with raises(CheckpointError, f"manifest.json.{field}"):
             parse_manifest(sealed(body), "m.json")
     finally:
         _, peak = tracemalloc.get_traced_memory()
@@ -361,7 +364,7 @@ def test_many_names_of_one_long_column_take_no_memory(made):
     text = sealed(body | {"groups": {"g": group}})
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match="checksums"):
+        with raises(CheckpointError, "manifest.json.groups.g.t.boxes.count"):
             parse_manifest(text, "m.json")
     finally:
         _, peak = tracemalloc.get_traced_memory()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.checkpoint.cases import specs
 from tests.checkpoint.hand import raw, tile_sums
 from tests.checkpoint.make import tensor
+from tests.errors import raises
 from tilth.checkpoint import columns
 from tilth.checkpoint import manifest as room
 from tilth.checkpoint.manifest import (
@@ -232,38 +233,39 @@ def test_no_flipped_bit_passes(data):
     text = bytearray(made().dump())
     at = data.draw(st.integers(0, len(text) - 1))
     text[at] ^= 1 << data.draw(st.integers(0, 7))
-    with pytest.raises(CheckpointError, match=r"^m\.json (is corrupt|is not the manifest|has format version)"):
+    with pytest.raises(CheckpointError) as caught:
         parse_manifest(bytes(text), "m.json")
+    assert caught.value.key.removeprefix("manifest.json.") in ("syntax", "format", "version", "checksum")
 
 
 def test_no_truncated_file_passes():
     text = made().dump()
     for length in (*range(0, len(text), 97), len(text) - 1, len(text) - 2):
-        with pytest.raises(CheckpointError, match=r"^m\.json is "):
+        with raises(CheckpointError, "manifest.json.syntax" if length < len(text) - 1 else "manifest.json.checksum"):
             parse_manifest(text[:length], "m.json")
-    with pytest.raises(CheckpointError, match=r"^m\.json is corrupt"):
+    with raises(CheckpointError, "manifest.json.checksum"):
         parse_manifest(text + b" ", "m.json")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "field"),
     [
-        (b"", "is corrupt: not readable as JSON"),
-        (b"\xff\xfe\x00", "is corrupt: not readable as JSON"),
-        (b"[" * 100_000, "is corrupt: not readable as JSON"),
-        (b"{}", "is not the manifest of a Tilth checkpoint"),
-        (b"[1]", "is not the manifest of a Tilth checkpoint"),
-        (b'{"format": "pt"}', "is not the manifest of a Tilth checkpoint"),
-        (b'{"format": "tilth-checkpoint", "version": 1}', "has format version 1; this Tilth reads version 2"),
-        (b'{"format": "tilth-checkpoint", "version": 3}', "has format version 3; this Tilth reads version 2"),
-        (b'{"format": "tilth-checkpoint"}', "has format version None; this Tilth reads version 2"),
-        (b'{"format": "tilth-checkpoint", "version": 2}', "is corrupt: its checksum does not match its contents"),
+        (b"", "syntax"),
+        (b"\xff\xfe\x00", "syntax"),
+        (b"[" * 100_000, "syntax"),
+        (b"{}", "format"),
+        (b"[1]", "format"),
+        (b'{"format": "pt"}', "format"),
+        (b'{"format": "tilth-checkpoint", "version": 1}', "version"),
+        (b'{"format": "tilth-checkpoint", "version": 3}', "version"),
+        (b'{"format": "tilth-checkpoint"}', "version"),
+        (b'{"format": "tilth-checkpoint", "version": 2}', "checksum"),
     ],
 )
-def test_what_is_no_manifest(text, message):
-    with pytest.raises(CheckpointError) as caught:
+def test_what_is_no_manifest(text, field):
+    with raises(CheckpointError, f"manifest.json.{field}") as caught:
         parse_manifest(text, "m.json")
-    assert str(caught.value).startswith(f"m.json {message}") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("m.json ") and "\n" not in str(caught.value)
 
 
 def resealed(change):
@@ -304,67 +306,67 @@ W = ("groups", "model", "w")
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "field"),
     [
-        (put("step", "x"), "step: Input should be a valid integer"),
-        (drop("step"), "step: Field required"),
-        (put("more", 1), "more: Extra inputs are not permitted"),
-        (put("saved", 3), "saved: Input should be a valid string"),
-        (put("objects", []), "objects: Input should be a valid dictionary"),
-        (put("total_bytes", 5), "total_bytes: 5, the files have "),
-        (drop("files", FILE, "nbytes"), f"files.{FILE}.nbytes: Field required"),
-        (put("files", FILE, "nbytes", -1), f"files.{FILE}.nbytes: Input should be greater than or equal to 0"),
-        (put("files", FILE, "nbytes", 37), f"files.{FILE}.nbytes: 37, its tensors and header need "),
-        (put("files", FILE, "header_checksum", 1 << 64), f"files.{FILE}.header_checksum: Input should be less than"),
-        (put("files", FILE, "checksums", "0" * 15), f"files.{FILE}.checksums: Value error, 16 digits"),
-        (put("files", FILE, "checksums", "G" * 16), f"files.{FILE}.checksums: Value error, 16 digits"),
-        (put("files", FILE, "checksums", "é" * 16), f"files.{FILE}.checksums: Value error, 16 digits"),
-        (put("files", FILE, "checksums", ""), f"files.{FILE}.checksums: there are 0, its tensors need 1"),
-        (put("files", FILE, "checksums", "0" * 32), f"files.{FILE}.checksums: there are 2, its tensors need 1"),
-        (put("files", FILE, "checksums", {}), f"files.{FILE}.checksums: Value error, integers or a text"),
-        (put("files", FILE, "checksums", [-1]), f"files.{FILE}.checksums: Value error, integers or a text"),
-        (put("files", FILE, "checksums", [1 << 64]), f"files.{FILE}.checksums: Value error, integers or a text"),
-        (put("files", FILE, "checksums", [0.5]), f"files.{FILE}.checksums: Value error, integers or a text"),
-        (put("groups", []), "groups: Input should be a valid dictionary"),
-        (put("groups", "model", 3), "groups.model: Input should be a valid dictionary"),
-        (put(*W, 3), "groups.model.w: its fields should be shape, dtype, offset, size, file, byte0"),
-        (put(*W, "more", 3), "groups.model.w: its fields should be shape, dtype, offset, size, file, byte0"),
-        (drop(*W, "file"), "groups.model.w: its fields should be shape, dtype, offset, size, file, byte0"),
-        (put(*W, "dtype", "float31"), "groups.model.w.dtype: 'float31' is none of float64, float32"),
-        (put(*W, "dtype", ["float32"]), "groups.model.w.dtype: ['float32'] is none of float64, float32"),
-        (put(*W, "dtype", "float64"), f"files.{FILE}.nbytes: "),
-        (put(*W, "shape", [5]), "groups.model.w.offset: 4 numbers, 2 boxes of it need 2"),
-        (put(*W, "shape", [5, 4]), "groups.model.w: Box(offset=(3, 3), size=(2, 1)) is missing"),
-        (put(*W, "shape", "53"), "groups.model.w.shape: a list of integers is needed"),
-        (put(*W, "offset", [0, 0, 3]), "groups.model.w.offset: 3 numbers, 2 boxes of it need 4"),
-        (put(*W, "offset", [0, 0, 4, 0]), "groups.model.w: Box(offset=(4, 0), size=(2, 3)) is not in a tensor"),
-        (put(*W, "offset", [0, 0, 2, 0]), "groups.model.w: Box(offset=(2, 0), size=(1, 3)) is there twice"),
-        (put(*W, "offset", [0, 0, 3, 0.5]), "groups.model.w.offset: a list of integers is needed"),
-        (put(*W, "offset", [[0, 0], [3, 0]]), "groups.model.w.offset: a list of integers is needed"),
-        (put(*W, "offset", [[0], [3, 0]]), "groups.model.w.offset: a list of integers is needed"),
-        (put(*W, "offset", [0, 0, 3, 1 << 70]), "groups.model.w.offset: a number in it is not below 2^53"),
-        (put(*W, "offset", [0, 0, 3, (1 << 63) - 1]), "groups.model.w.offset: a number in it is not below 2^53"),
-        (put(*W, "offset", [0, 0, -3, 0]), "groups.model.w.offset: -3 is negative"),
-        (put(*W, "size", [3, 3, 2, 2]), "groups.model.w: Box(offset=(3, 2), size=(2, 1)) is missing"),
-        (put(*W, "size", [3, 3, 2, 3, 1]), "groups.model.w.size: 5 numbers, 2 boxes of it need 4"),
-        (put(*W, "size", None), "groups.model.w.size: a list of integers is needed"),
-        (put(*W, "file", [0, 5]), "groups.model.w.file: there is no file number 5, only 5 files"),
-        (put(*W, "file", [0]), "groups.model.w.offset: 4 numbers, 1 boxes of it need 2"),
-        (put(*W, "file", [True, False]), "groups.model.w.file: a list of integers is needed"),
-        (put(*W, "byte0", [0]), "groups.model.w.byte0: 1 numbers, 2 boxes of it need 2"),
-        (put(*W, "byte0", [0, 4]), "groups.model.w.byte0: 4 of file model.00001.safetensors is not where the piece"),
-        (put(*W, "file", [1, 1]), "groups.model.w.byte0: 0 of file model.00001.safetensors is not where the piece"),
-        (put(*W, "offset", []), "groups.model.w.offset: 0 numbers, 2 boxes of it need 4"),
-        (put(*W, "offset", "u"), "groups.model.w.offset: there is no tensor 'u' before it, whose "),
-        (put(*W, "offset", "w"), "groups.model.w.offset: there is no tensor 'w' before it"),
-        (put(*W, "file", "b"), "groups.model.w.file: there is no tensor 'b' before it"),
-        (put("groups", "model", "b", "file", "w"), "groups.model.b.offset: 1 numbers, 2 boxes of it need 2"),
+        (put("step", "x"), "step"),
+        (drop("step"), "step"),
+        (put("more", 1), "more"),
+        (put("saved", 3), "saved"),
+        (put("objects", []), "objects"),
+        (put("total_bytes", 5), "total_bytes.sum"),
+        (drop("files", FILE, "nbytes"), f"files.{FILE}.nbytes"),
+        (put("files", FILE, "nbytes", -1), f"files.{FILE}.nbytes"),
+        (put("files", FILE, "nbytes", 37), f"files.{FILE}.nbytes.sum"),
+        (put("files", FILE, "header_checksum", 1 << 64), f"files.{FILE}.header_checksum"),
+        (put("files", FILE, "checksums", "0" * 15), f"files.{FILE}.checksums"),
+        (put("files", FILE, "checksums", "G" * 16), f"files.{FILE}.checksums"),
+        (put("files", FILE, "checksums", "é" * 16), f"files.{FILE}.checksums"),
+        (put("files", FILE, "checksums", ""), f"files.{FILE}.checksums.count"),
+        (put("files", FILE, "checksums", "0" * 32), f"files.{FILE}.checksums.count"),
+        (put("files", FILE, "checksums", {}), f"files.{FILE}.checksums"),
+        (put("files", FILE, "checksums", [-1]), f"files.{FILE}.checksums"),
+        (put("files", FILE, "checksums", [1 << 64]), f"files.{FILE}.checksums"),
+        (put("files", FILE, "checksums", [0.5]), f"files.{FILE}.checksums"),
+        (put("groups", []), "groups"),
+        (put("groups", "model", 3), "groups.model"),
+        (put(*W, 3), "groups.model.w.fields"),
+        (put(*W, "more", 3), "groups.model.w.fields"),
+        (drop(*W, "file"), "groups.model.w.fields"),
+        (put(*W, "dtype", "float31"), "groups.model.w.dtype"),
+        (put(*W, "dtype", ["float32"]), "groups.model.w.dtype"),
+        (put(*W, "dtype", "float64"), f"files.{FILE}.nbytes.sum"),
+        (put(*W, "shape", [5]), "groups.model.w.offset.length"),
+        (put(*W, "shape", [5, 4]), "groups.model.w.boxes.missing"),
+        (put(*W, "shape", "53"), "groups.model.w.shape.type"),
+        (put(*W, "offset", [0, 0, 3]), "groups.model.w.offset.length"),
+        (put(*W, "offset", [0, 0, 4, 0]), "groups.model.w.boxes.outside"),
+        (put(*W, "offset", [0, 0, 2, 0]), "groups.model.w.boxes.overlap"),
+        (put(*W, "offset", [0, 0, 3, 0.5]), "groups.model.w.offset.type"),
+        (put(*W, "offset", [[0, 0], [3, 0]]), "groups.model.w.offset.type"),
+        (put(*W, "offset", [[0], [3, 0]]), "groups.model.w.offset.type"),
+        (put(*W, "offset", [0, 0, 3, 1 << 70]), "groups.model.w.offset.most"),
+        (put(*W, "offset", [0, 0, 3, (1 << 63) - 1]), "groups.model.w.offset.most"),
+        (put(*W, "offset", [0, 0, -3, 0]), "groups.model.w.offset.least"),
+        (put(*W, "size", [3, 3, 2, 2]), "groups.model.w.boxes.missing"),
+        (put(*W, "size", [3, 3, 2, 3, 1]), "groups.model.w.size.length"),
+        (put(*W, "size", None), "groups.model.w.size.type"),
+        (put(*W, "file", [0, 5]), "groups.model.w.file"),
+        (put(*W, "file", [0]), "groups.model.w.offset.length"),
+        (put(*W, "file", [True, False]), "groups.model.w.file.type"),
+        (put(*W, "byte0", [0]), "groups.model.w.byte0.length"),
+        (put(*W, "byte0", [0, 4]), "groups.model.w.byte0.gap"),
+        (put(*W, "file", [1, 1]), "groups.model.w.byte0.gap"),
+        (put(*W, "offset", []), "groups.model.w.offset.length"),
+        (put(*W, "offset", "u"), "groups.model.w.offset.reference"),
+        (put(*W, "offset", "w"), "groups.model.w.offset.reference"),
+        (put(*W, "file", "b"), "groups.model.w.file.reference"),
+        (put("groups", "model", "b", "file", "w"), "groups.model.b.offset.length"),
     ],
 )  # fmt: skip
-def test_a_wrong_field_is_named(change, message):
-    with pytest.raises(CheckpointError) as caught:
+def test_a_wrong_field_is_named(change, field):
+    with raises(CheckpointError, f"manifest.json.{field}") as caught:
         parse_manifest(resealed(change), "m.json")
-    assert str(caught.value).startswith(f"m.json is not a valid manifest: {message}") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("m.json ") and "\n" not in str(caught.value)
 
 
 class Shelf:
@@ -384,15 +386,15 @@ class Shelf:
 
 def test_loading_from_a_storage():
     assert load_manifest(Shelf(made().dump()), "step-000007").step == 7
-    for found, message in (
-        (FileNotFoundError(), "is not a complete checkpoint: manifest.json: no such file"),
-        (OSError(errno.EIO, "Input/output error"), "is not a complete checkpoint: manifest.json: Input/output error"),
-        (OSError("the store says no"), "is not a complete checkpoint: manifest.json: the store says no"),
-        (b"", "/manifest.json is corrupt"),
+    for found, key, reason in (
+        (FileNotFoundError(), "manifest.json", "no such file"),
+        (OSError(errno.EIO, "Input/output error"), "manifest.json", "Input/output error"),
+        (OSError("the store says no"), "manifest.json", "the store says no"),
+        (b"", "manifest.json.syntax", "JSON"),
     ):
-        with pytest.raises(CheckpointError) as caught:
+        with raises(CheckpointError, key) as caught:
             load_manifest(Shelf(found), "step-000007")
-        assert f"/runs/a/step-000007{'' if message.startswith('/') else ' '}{message}" in str(caught.value)
+        assert str(caught.value).startswith("/runs/a/step-000007") and reason in str(caught.value)
 
 
 # ---- reports that do not make up a checkpoint ----
@@ -419,67 +421,67 @@ OTHER = {"model": two_groups()["model"][:1]}
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "key"),
     [
-        (lambda r: [x for x in r if not at("model", 2)(x)], "group model has no part of rank 2"),
-        (lambda r: [x for x in r if not FIRST(x)], "group model has no part of rank 0"),
-        (lambda r: [x for x in r if not at("critic", 9)(x)], "group critic has no part of rank 9"),
-        (lambda r: [*r, r[1]], "group model has 2 parts of rank 1"),
+        (lambda r: [x for x in r if not at("model", 2)(x)], "model.rank2.missing"),
+        (lambda r: [x for x in r if not FIRST(x)], "model.rank0.missing"),
+        (lambda r: [x for x in r if not at("critic", 9)(x)], "critic.rank9.missing"),
+        (lambda r: [*r, r[1]], "model.rank1.twice"),
         (
             replace(at("model", 1), lambda x: changed(x, folder="step-000006.tmp-1")),
-            "the report of rank 1 of group model was written for step-000006.tmp-1",
+            "model.rank1.folder",
         ),
         (
             replace(at("model", 3), lambda x: changed(x, digest="0" * 32)),
-            "the plan of rank 3 of group model is 0000000000",
+            "model.rank3.digest",
         ),
         (
             replace(FIRST, lambda x: changed(x, digest="0" * 32)),
-            "the plan of rank 0 of group model is 00000000000000000",
+            "model.rank0.digest",
         ),
-        (replace(FIRST, lambda x: changed(x, table=None)), "the report of rank 0 of group model has no table of its"),
-        (replace(FIRST, lambda x: changed(x, table={})), "a table of layouts cannot be read: KeyError"),
+        (replace(FIRST, lambda x: changed(x, table=None)), "model.rank0.table"),
+        (replace(FIRST, lambda x: changed(x, table={})), "table"),
         (
             replace(FIRST, lambda x: changed(x, table=reports_of(OTHER)[0][0].table)),
-            "names, shapes, dtypes or layouts differ between them",
+            "model.rank0.digest",
         ),
         (
             replace(FIRST, lambda x: changed(x, file="", entry=None)),
-            "rank 0 of group model wrote no file; it has 36 bytes",
+            "model.rank0.file.missing",
         ),
         (
             lambda r: replace(at("model", 3), lambda x: changed(x, file="m3", entry=r[0].entry))(r),
-            "rank 3 of group model wrote m3; it has nothing to write",
+            "model.rank3.file.unexpected",
         ),
         (
             replace(at("model", 1), lambda x: changed(x, file="model.00000.safetensors")),
-            "two ranks wrote a file model.00000.safetensors",
+            "model.00000.safetensors.writers",
         ),
         (
             replace(at("critic", 9), lambda x: changed(x, file="model.00000.safetensors")),
-            "two ranks wrote a file model.00000.safetensors",
+            "model.00000.safetensors.writers",
         ),
         (
             replace(FIRST, lambda x: entry_of(x, group="critic")),
-            "file model.00000.safetensors of rank 0 of group model is",
+            "model.00000.safetensors.group",
         ),
         (
             replace(FIRST, lambda x: entry_of(x, nbytes=x.entry.nbytes + 1)),
-            "file model.00000.safetensors has 37 bytes of data, planned are 36",
+            "model.00000.safetensors.nbytes",
         ),
         (
             replace(FIRST, lambda x: entry_of(x, checksums="0" * 32)),
-            "file model.00000.safetensors has 2 checksums, planned are 1",
+            "model.00000.safetensors.checksums",
         ),
-        (lambda r: [*r, changed(r[1], rank=5)], "rank 5 of group model is in no mesh of it"),
+        (lambda r: [*r, changed(r[1], rank=5)], "model.rank5.mesh"),
     ],
 )
-def test_reports_that_are_not_one_checkpoint(change, message):
+def test_reports_that_are_not_one_checkpoint(change, key):
     reports, _, _ = reports_of(two_groups())
     assemble(FOLDER, 7, reports, {}, saved=SAVED)
-    with pytest.raises(CheckpointError) as caught:
+    with raises(CheckpointError, key) as caught:
         assemble(FOLDER, 7, change(reports), {}, saved=SAVED)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_ranks_that_were_expected():
@@ -488,37 +490,32 @@ def test_ranks_that_were_expected():
     manifest = assemble(FOLDER, 7, reports, {}, saved=SAVED, expected=right)
     assert list(manifest.groups) == ["critic", "model"]
     assert parse_manifest(manifest.dump(), "m").entry("model", "w").boxes[0].file == "model.00000.safetensors"
-    for expected, message in (
-        (right | {"model": range(5)}, "group model has no part of rank 4"),
-        (right | {"more": [0]}, "group more has no part of rank 0"),
-        (right | {"more": []}, "group more has no ranks"),
-        (right | {"model": range(3)}, "group model has a part of rank 3, of which none was expected"),
-        ({"model": range(4)}, "group critic has a part of rank 3, of which none was expected"),
+    for expected, key in (
+        (right | {"model": range(5)}, "model.rank4.missing"),
+        (right | {"more": [0]}, "more.rank0.missing"),
+        (right | {"more": []}, "more.ranks"),
+        (right | {"model": range(3)}, "model.rank3.unexpected"),
+        ({"model": range(4)}, "critic.rank3.unexpected"),
     ):
-        with pytest.raises(CheckpointError, match=message):
+        with raises(CheckpointError, key):
             assemble(FOLDER, 7, reports, {}, saved=SAVED, expected=expected)
 
 
 def test_many_problems_are_one_line():
     wide = {"g": [Spec("w", Layout(Mesh(("d",), (64,)), (Shard(0),), (64,)), "int8")]}
     reports, _, _ = reports_of(wide)
-    with pytest.raises(CheckpointError, match=r"has no part of rank 1; .*has no part of rank 20; and 43 more$"):
+    with raises(CheckpointError, "g.rank1.missing") as caught:
         assemble(FOLDER, 7, reports[:1], {}, saved=SAVED)
+    assert "rank 20;" in str(caught.value) and str(caught.value).endswith("; and 43 more")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "report.json is not a report of a rank: : Invalid JSON"),
-        ("[]", "report.json is not a report of a rank: "),
-        ("{}", "report.json is not a report of a rank: folder: Field required"),
-        (b"\xff", "report.json is not a report of a rank: "),
-    ],
+    ("text", "key"), [("", "report"), ("[]", "report"), ("{}", "report.folder"), (b"\xff", "report")]
 )
-def test_what_is_no_report(text, message):
-    with pytest.raises(CheckpointError) as caught:
+def test_what_is_no_report(text, key):
+    with raises(CheckpointError, key) as caught:
         parse_report(text, "report.json")
-    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("report.json ") and "\n" not in str(caught.value)
 
 
 def test_only_the_lowest_rank_tells_the_table():

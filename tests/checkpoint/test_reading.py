@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint import hand
 from tests.checkpoint.make import DTYPES, cut, same, tensor
+from tests.errors import raises
 from tilth.checkpoint import planning, read, storage, tile_reader
 from tilth.checkpoint.read import open_checkpoint
 from tilth.core.errors import CheckpointError, StorageError
@@ -201,7 +202,7 @@ def test_columns_of_a_narrow_matrix_cost_their_bytes(tmp_path):
         assert checkpoint.bytes_read - before == whole.nbytes / 4 and rchar() - asked <= 4096
     file = next(checkpoint.path.glob("*.safetensors"))
     os.truncate(file, file.stat().st_size - 4096)
-    with pytest.raises(CheckpointError, match=f"file .*{file.name}: the file ends before byte"):
+    with raises(CheckpointError, file.name):
         checkpoint.read("g", "x", Box((0, 128), (3000, 128)))
 
 
@@ -333,12 +334,12 @@ def test_only_who_reads_the_damaged_tile_is_told(tmp_path):
     for box in (Box((0, 0), (256, 2048)), Box((0, 0), (1024, 512)), Box((512, 512), (512, 256))):
         assert same(checkpoint.read("g", "x", box), whole[box.slices])
     assert same(checkpoint.read("g", "y"), whole[:2])
-    told = rf"checkpoint {checkpoint.path}: tensor g/x is corrupt in file g\.safetensors$"
     for box in (Box((500, 700), (1, 1)), Box((0, 512), (1024, 512)), Box((256, 0), (256, 2048)), None):
-        with pytest.raises(CheckpointError, match=told):
+        with raises(CheckpointError, "g/x.checksum"):
             checkpoint.read("g", "x", box)
-    with pytest.raises(CheckpointError, match=told):
+    with raises(CheckpointError, "g/x.checksum") as caught:
         checkpoint.verify()
+    assert str(caught.value) == f"checkpoint {checkpoint.path}: tensor g/x is corrupt in file g.safetensors"
 
 
 @quick
@@ -353,8 +354,9 @@ def test_no_bit_of_a_wanted_element_can_change(tmp_path_factory, data):
         element = tuple(o + data.draw(st.integers(0, s - 1)) for o, s in zip(box.offset, box.size))
         file = flip(checkpoint, "x", element)
         for attempt in (lambda: checkpoint.read("g", "x", box), checkpoint.verify):
-            with pytest.raises(CheckpointError, match=f"tensor g/x is corrupt in file {file}"):
+            with raises(CheckpointError, "g/x.checksum") as caught:
                 attempt()
+            assert file in str(caught.value)
 
 
 def test_tiles_larger_than_a_step_are_checked(tmp_path, monkeypatch):
@@ -369,7 +371,7 @@ def test_tiles_larger_than_a_step_are_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(tile_reader, "STEP", 100)  # less than a row
     assert same(checkpoint.read("g", "x", box), whole[box.slices])
     flip(checkpoint, "x", (40, 333))
-    with pytest.raises(CheckpointError, match="g/x is corrupt"):
+    with raises(CheckpointError, "g/x.checksum"):
         checkpoint.read("g", "x", box)
 
 
@@ -475,7 +477,7 @@ def test_a_store_that_fails_is_no_damage(tmp_path, monkeypatch):
 
     monkeypatch.setattr(_FarRanges, "read_into", fail)
     for attempt in (lambda: checkpoint.read("g", "x"), checkpoint.verify):
-        with pytest.raises(StorageError, match=rf"{STEP}: file bucket/g\.safetensors: the store said no$"):
+        with raises(StorageError, "g.safetensors"):
             attempt()
 
 
@@ -483,12 +485,12 @@ def test_a_file_that_goes_or_shrinks_while_it_is_open(tmp_path):
     checkpoint = saved(tmp_path, {"x": tensor((64, 1024))})
     file = checkpoint.path / "g.safetensors"
     os.truncate(file, 1000)
-    with pytest.raises(CheckpointError, match=r"g\.safetensors: the file ends at byte 1000"):
+    with raises(CheckpointError, "g.safetensors"):
         checkpoint.read("g", "x")
-    with pytest.raises(CheckpointError, match=r"g\.safetensors has 1000 bytes, expected 2\d+"):
+    with raises(CheckpointError, "g.safetensors.nbytes"):
         checkpoint.verify()
     file.unlink()
-    with pytest.raises(CheckpointError, match=r"g\.safetensors: No such file"):
+    with raises(CheckpointError, "g.safetensors"):
         checkpoint.read("g", "x")
 
 

@@ -16,6 +16,7 @@ from xxhash import xxh3_64_intdigest
 from tests.checkpoint import hand
 from tests.checkpoint.hand import raw
 from tests.checkpoint.make import DTYPES, groups, same, save_step, tensor
+from tests.errors import raises
 from tilth.checkpoint import latest, open_checkpoint, prune, save
 from tilth.checkpoint.saver import Saver, begin_save
 from tilth.checkpoint.snapshot import Group
@@ -174,7 +175,7 @@ def test_a_box_is_the_slice_of_the_whole(tmp_path, shape, dtype, data):
 @pytest.mark.parametrize("box", [Box((0,), (1,)), Box((0, 3), (1, 2)), Box((-1, 0), (1, 1)), Box((4, 0), (4, 4))])
 def test_a_box_outside_of_the_tensor(tmp_path, box):
     checkpoint = open_checkpoint(save(tmp_path, 1, {"g": {"x": tensor((4, 4))}}, {}))
-    with pytest.raises(CheckpointError, match=r"is not in g/x of shape \(4, 4\)"):
+    with raises(CheckpointError, "box"):
         checkpoint.read("g", "x", box)
 
 
@@ -220,56 +221,56 @@ def test_objects_as_deep_as_they_may_be(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("objects", "message"),
+    ("objects", "key"),
     [
-        ({"a": {1: 2}}, r"objects\.a: key 1 is a int"),
-        ({"a": [0, {"b": {2, 3}}]}, r"objects\.a\[1\]\.b: a set cannot"),
-        ({"a": np.float32(1)}, r"objects\.a: a float32 cannot"),
-        ({"a": torch.ones(1)}, r"objects\.a: a Tensor cannot"),
-        ([1], r"objects is a list; it must be a mapping"),
-        ({"a": deep(3000)}, r"^objects\.a(\.a)*\.{3,4}: objects lie in one another more than 200 deep$"),
-        ({"a": deep(200)}, r"more than 200 deep"),
+        ({"a": {1: 2}}, "objects.a.1"),
+        ({"a": [0, {"b": {2, 3}}]}, "objects.a[1].b"),
+        ({"a": np.float32(1)}, "objects.a"),
+        ({"a": torch.ones(1)}, "objects.a"),
+        ([1], "objects"),
+        ({"a": deep(3000)}, "objects.depth"),
+        ({"a": deep(200)}, "objects.depth"),
     ],
 )
-def test_objects_that_json_would_change(tmp_path, objects, message):
-    with pytest.raises(CheckpointError, match=message):
+def test_objects_that_json_would_change(tmp_path, objects, key):
+    with raises(CheckpointError, key):
         save(tmp_path / "root", 1, {}, objects)
     assert not (tmp_path / "root").exists()
 
 
 @pytest.mark.parametrize(
-    ("saved", "message"),
+    ("saved", "key"),
     [
-        ({"../g": {}}, r"group '../g'"),
-        ({"g": {"x": torch.ones(2, dtype=torch.complex128)}}, r"tensor g/x \(torch.complex128"),
-        ({"g": {"x": torch.eye(2).to_sparse()}}, r"tensor g/x .*sparse"),
-        ({"g": {"x": torch.empty(2, device="meta")}}, r"tensor g/x .*meta"),
-        ({"g": {"x": [1]}}, r"tensor g/x is a list; it must be a torch\.Tensor"),
-        ({"g": {"x": None}}, r"tensor g/x is a NoneType"),
-        ({"g": {"x": torch.nested.nested_tensor([torch.ones(2)])}}, r"tensor g/x is nested"),
-        ({"g": {"x\ud800": torch.ones(2)}}, r"tensor g/'x\\ud800': its name has half a surrogate pair"),
-        ({"g": {1: torch.ones(2)}}, r"tensor g/1: its name is a int; it must be text"),
-        ({"g": [torch.ones(2)]}, r"group g is a list; it must be a mapping"),
-        ([torch.ones(2)], r"groups is a list; it must be a mapping"),
-        ({1: {}}, r"group 1: a name of letters"),
+        ({"../g": {}}, "group"),
+        ({"g": {"x": torch.ones(2, dtype=torch.complex128)}}, "g/x.dtype"),
+        ({"g": {"x": torch.eye(2).to_sparse()}}, "g/x.dtype"),
+        ({"g": {"x": torch.empty(2, device="meta")}}, "g/x.dtype"),
+        ({"g": {"x": [1]}}, "g/x.type"),
+        ({"g": {"x": None}}, "g/x.type"),
+        ({"g": {"x": torch.nested.nested_tensor([torch.ones(2)])}}, "g/x.nested"),
+        ({"g": {"x\ud800": torch.ones(2)}}, "g/'x\\ud800'.name"),
+        ({"g": {1: torch.ones(2)}}, "g/1.name"),
+        ({"g": [torch.ones(2)]}, "groups.g"),
+        ([torch.ones(2)], "groups"),
+        ({1: {}}, "group"),
     ],
 )
-def test_what_cannot_be_stored(tmp_path, saved, message):
-    with pytest.raises(CheckpointError, match=message):
+def test_what_cannot_be_stored(tmp_path, saved, key):
+    with raises(CheckpointError, key):
         save(tmp_path / "root", 1, saved, {})
     assert not (tmp_path / "root").exists()
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", None, True])
 def test_what_is_no_step(tmp_path, step):
-    with pytest.raises(CheckpointError, match=f"^step = {step!r}: the step of a checkpoint is a whole number"):
+    with raises(CheckpointError, "step"):
         save(tmp_path / "root", step, {"g": {}}, {})
     assert not (tmp_path / "root").exists()
 
 
 def test_what_is_no_tensor_is_refused_on_every_rank(tmp_path):
     folder, group = begin_save(tmp_path, 1), Group({"x": [1]}, {"x": Layout.single((1,))})
-    with pytest.raises(CheckpointError, match=r"^tensor g/x is a list"):
+    with raises(CheckpointError, "g/x.type"):
         Saver().start(folder, {"g": group}, 0)
     assert [p.name for p in folder.rglob("*")] == [".reports"]
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.checkpoint.cases import layouts, meshes
 from tests.checkpoint.hand import tile_sums
 from tests.checkpoint.make import DTYPES, ranks_of, same, save_sharded, shares, tensor
+from tests.errors import raises
 from tilth.checkpoint import Group, Saver, begin_save, commit_save, open_checkpoint, save, state_layouts
 from tilth.checkpoint.shards import views
 from tilth.core.errors import CheckpointError
@@ -163,11 +164,11 @@ def test_layouts_of_optimizer_state():
     assert found["exp_avg.a.weight"] == found["exp_avg_sq.a.weight"] == layouts["a.weight"]
     assert found["momentum_buffer.b"] == layouts["b"]
     assert found["step.a.weight"] == Layout(mesh, (Replicate(), Replicate()), ())
-    with pytest.raises(CheckpointError, match=r"step\.c: there is no layout of a parameter 'c'"):
+    with raises(CheckpointError, "step.c.layout"):
         state_layouts(layouts, ["step.c"])
-    with pytest.raises(CheckpointError, match=r"exp_inf\.b: where a 'exp_inf' lies is not known; known are exp_avg, "):
+    with raises(CheckpointError, "exp_inf.b.kind"):
         state_layouts(layouts, ["exp_inf.b"])
-    with pytest.raises(CheckpointError, match=r"optimizer state b: there is no layout"):
+    with raises(CheckpointError, "b.layout"):
         state_layouts(layouts, ["b"])
 
 

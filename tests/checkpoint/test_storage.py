@@ -9,6 +9,7 @@ import uuid
 import pytest
 
 from tests.checkpoint.stores import Throttled
+from tests.errors import raises
 from tilth.checkpoint import storage as module
 from tilth.checkpoint.stages import StageError
 from tilth.checkpoint.storage import BLOCK, Local, is_url, join, split, storage_of
@@ -44,8 +45,9 @@ def test_what_is_written_is_read(storage):
         opened.read_into(1, memoryview(into))
         opened.read_into(3000, memoryview(into)[1:])
         assert into == b"ntwo" and opened.bytes_read == 7
-        with pytest.raises(OSError, match="ends at byte 3003"):
+        with pytest.raises(OSError) as caught:
             opened.read_into(3001, memoryview(into))
+        assert caught.value.errno == errno.ENODATA
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_rows_are_ranges_one_after_another(storage, offset, stride, nbytes, rows
         assert opened.bytes_read == (rows + (rows + 1) // 2) * nbytes
         wanted = [data[at : at + nbytes] for at in range(offset, offset + rows * stride, stride)]
         assert into == b"".join(wanted)
-        with pytest.raises(OSError, match="the file ends") as caught:
+        with pytest.raises(OSError) as caught:
             opened.read_rows(100_000 - (rows - 1) * stride - nbytes + 1, stride, nbytes, memoryview(into))
         assert caught.value.errno == errno.ENODATA
 
@@ -125,9 +127,9 @@ def test_names_of_places(tmp_path):
 
 @pytest.mark.parametrize("url, reason", [("s3://bucket/x", "s3fs"), ("nonsense://x", "Protocol not known: nonsense")])
 def test_a_store_without_a_client(url, reason):
-    with pytest.raises(StorageError, match=f"^{url}: .*{reason}") as caught:
+    with raises(StorageError, "root") as caught:
         storage_of(url)
-    assert "\n" not in str(caught.value)
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
 
 
 # ---- past the page cache ----
@@ -212,8 +214,9 @@ def test_writes_that_are_cut_short_go_on(tmp_path, monkeypatch):
 
 def test_a_file_is_never_written_over(tmp_path):
     Local(tmp_path).write("x", parts(b"old"))
-    with pytest.raises(StageError, match=r"write of .*/x failed: File exists") as caught:
+    with raises(StageError, "save.write") as caught:
         Local(tmp_path).write("x", parts(b"new"))
+    assert (caught.value.path, caught.value.reason) == (str(tmp_path / "x"), "File exists")
     assert caught.value.stage == "write" and (tmp_path / "x").read_bytes() == b"old"
 
 
@@ -223,16 +226,18 @@ def test_the_stage_that_fails_is_named_with_the_file(tmp_path, monkeypatch, call
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, call, fails)
-    with pytest.raises(StageError, match=rf"^{stage} of .*/x failed: Input/output error$") as caught:
+    with raises(StageError, f"save.{stage}") as caught:
         Local(tmp_path).write("x", parts(b"data"))
-    assert (caught.value.stage, caught.value.path) == (stage, str(tmp_path / "x"))
+    error = caught.value
+    assert (error.stage, error.path, error.reason) == (stage, str(tmp_path / "x"), "Input/output error")
 
 
 def test_what_a_client_raises_in_its_own_words(tmp_path):
     Throttled.reset(fail_at=1)
     storage = storage_of(f"slow://{tmp_path}/b")
-    with pytest.raises(StageError, match=r"write of .*/x failed: RuntimeError: SlowDown: please reduce"):
+    with raises(StageError, "save.write") as caught:
         storage.write("x", parts(b"one", b"two"))
+    assert caught.value.reason.startswith("RuntimeError: SlowDown: please reduce")
     storage.write("x", parts(b"one", b"two"))
     assert storage.read("x") == b"onetwo"
 

@@ -185,5 +185,5 @@ def test_a_float_row_column_that_one_batch_lacks_is_nan_there():
 
 
 def test_a_missing_column_of_integers_is_an_error():
-    with pytest.raises(KeyError, match="group"):
+    with pytest.raises(KeyError, match="group"):  # Python's own kind of error
         concat([Batch({"id": np.arange(2), "group": np.arange(2)}), Batch({"id": np.arange(3)})])

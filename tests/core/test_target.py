@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.errors import raises
 from tilth.core.errors import StorageError
 from tilth.core.target import make_folder, rename, sync, written_whole
 
@@ -40,7 +41,7 @@ def test_what_is_no_regular_file_stays_what_it_is(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "null").symlink_to("/dev/null")
     for name in ("pipe", "folder", "null"):
-        with pytest.raises(StorageError, match=rf"cannot write .*/{name}: it is there and is no regular file"):
+        with raises(StorageError, f"{name}.type"):
             write(tmp_path / name)
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode) and (tmp_path / "null").is_symlink()
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
@@ -52,7 +53,7 @@ def test_what_cannot_be_is_named(tmp_path):
     (tmp_path / "b").symlink_to("a")
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "none" / "x", tmp_path / "a", tmp_path / "file" / "x"):
-        with pytest.raises(StorageError, match=f"cannot write {path}: "):
+        with raises(StorageError, path.name):
             write(path)
 
 
@@ -73,7 +74,7 @@ def test_a_disk_that_refuses_to_clean_up_too_is_one_line(tmp_path, monkeypatch):
         raise OSError(errno.EROFS, "Read-only file system", str(self))
 
     monkeypatch.setattr(Path, "unlink", refuses)
-    with pytest.raises(StorageError, match=r"cannot write .*out\.txt: Read-only file system"):
+    with raises(StorageError, "out.txt"):
         with written_whole(tmp_path / "out.txt"):
             raise OSError(errno.EROFS, "Read-only file system")
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.core.errors import TrajectoryError
 from tilth.core.trajectory import ROLES, Segment, Trajectory
 
@@ -98,5 +99,5 @@ def test_parts_that_contradict_each_other_are_refused(segments, mask):
 @pytest.mark.parametrize("versions", [[], [(2, 0)], [(1, 0), (1, 1)], [(2, 1), (1, 0)]])
 def test_version_spans_that_miss_a_chosen_token_or_overlap_are_refused(versions):
     made = Trajectory(3, 0, 0, np.arange(3), np.array([0, 1, 1], np.uint8), np.zeros(3), versions=versions)
-    with pytest.raises(TrajectoryError, match="version"):
+    with raises(TrajectoryError, "versions"):
         made.token_versions()

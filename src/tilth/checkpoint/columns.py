@@ -11,6 +11,7 @@ import numpy as np
 
 from tilth.checkpoint.covering import tiling_problem
 from tilth.checkpoint.planning import DIMENSIONS, DTYPES, MOST, tile_counts
+from tilth.core.errors import CheckpointError
 from tilth.core.layout import Shape
 
 _COLUMNS = ("offset", "size", "file", "byte0")
@@ -134,8 +135,8 @@ class Pieces:
 # ---- from JSON ----
 
 
-class WrongField(Exception):
-    """Where and what."""
+class WrongField(CheckpointError):
+    """A field of the manifest is wrong; key: where, as ``groups.model.weight.offset``, with what is wrong behind it."""
 
 
 def rows_of(group: str, tensors: Mapping[str, Any], files: int, boxes: int) -> dict[str, TensorRow]:
@@ -147,16 +148,17 @@ def rows_of(group: str, tensors: Mapping[str, Any], files: int, boxes: int) -> d
     known: dict[str, dict[str, np.ndarray]] = {}
     found: dict[str, TensorRow] = {}
     for name, entry in tensors.items():
-        row = found[name] = _row(f"{group}.{name}", name, entry, files, known)
+        where = f"groups.{group}.{name}"
+        row = found[name] = _row(where, name, entry, files, known)
         boxes -= len(row.file)
         if boxes < 0:
-            raise WrongField(f"{group}.{name}: there are more boxes than the files have checksums for")
+            raise WrongField("there are more boxes than the files have checksums for", key=f"{where}.boxes.count")
     sound = set()  # most tensors of a model have the boxes of another one
     for name, row in found.items():
         key = row.shape, row.offset.tobytes(), row.size.tobytes()
-        problem = "" if key in sound else tiling_problem(row.shape, row.offset, row.size)
+        problem = None if key in sound else tiling_problem(row.shape, row.offset, row.size)
         if problem:
-            raise WrongField(f"{group}.{name}: {problem}")
+            raise WrongField(str(problem), key=f"groups.{group}.{name}.boxes.{problem.key}")
         sound.add(key)
     return found
 
@@ -165,21 +167,22 @@ def _row(where: str, name: str, entry: Any, files: int, known: dict[str, dict[st
     """known: columns of the tensors before it; its own are added."""
     fields = ("shape", "dtype", *_COLUMNS)
     if not isinstance(entry, dict) or sorted(entry) != sorted(fields):
-        raise WrongField(f"{where}: its fields should be {', '.join(fields)}")
+        raise WrongField(f"its fields should be {', '.join(fields)}", key=f"{where}.fields")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
-        raise WrongField(f"{where}.dtype: {entry['dtype']!r} is none of {', '.join(DTYPES)}")
+        raise WrongField(f"{entry['dtype']!r} is none of {', '.join(DTYPES)}", key=f"{where}.dtype")
     shape = _integers(f"{where}.shape", entry["shape"])
     if len(shape) > DIMENSIONS:
-        raise WrongField(f"{where}.shape: {len(shape)} dimensions, at most {DIMENSIONS} can be read")
+        raise WrongField(f"{len(shape)} dimensions, at most {DIMENSIONS} can be read", key=f"{where}.shape.length")
     columns = {c: _column(f"{where}.{c}", c, entry[c], known) for c in _COLUMNS}
     known[name] = columns
     boxes = len(columns["file"])
     for column, values in columns.items():
         expected = boxes * (len(shape) if column in ("offset", "size") else 1)
         if len(values) != expected:
-            raise WrongField(f"{where}.{column}: {len(values)} numbers, {boxes} boxes of it need {expected}")
+            message = f"{len(values)} numbers, {boxes} boxes of it need {expected}"
+            raise WrongField(message, key=f"{where}.{column}.length")
     if boxes and int(columns["file"].max()) >= files:
-        raise WrongField(f"{where}.file: there is no file number {columns['file'].max()}, only {files} files")
+        raise WrongField(f"there is no file number {columns['file'].max()}, only {files} files", key=f"{where}.file")
     offset, size = (columns[c].reshape(boxes, len(shape)) for c in ("offset", "size"))
     _check_sizes(where, shape, size, DTYPES[entry["dtype"]].itemsize)
     return TensorRow(tuple(shape.tolist()), entry["dtype"], offset, size, columns["file"], columns["byte0"])
@@ -191,11 +194,11 @@ def _check_sizes(where: str, shape: np.ndarray, size: np.ndarray, itemsize: int)
     elements = [shape, *size] if len(size) == 1 else [shape]
     largest = max([math.prod(one.tolist()) for one in elements] + size.astype(float).prod(1).tolist())
     if largest >= MOST // itemsize:
-        raise WrongField(f"{where}.size: {largest:.3g} elements are more than any file has bytes")
+        raise WrongField(f"{largest:.3g} elements are more than any file has bytes", key=f"{where}.size.largest")
     if not shape.all() and not np.array_equal(size, shape[None]):
-        raise WrongField(f"{where}.size: a tensor without elements has one box, its shape")
+        raise WrongField("a tensor without elements has one box, its shape", key=f"{where}.size.empty")
     if shape.all() and not size.all():
-        raise WrongField(f"{where}.size: a box without elements")
+        raise WrongField("a box without elements", key=f"{where}.size.zero")
 
 
 def _column(where: str, column: str, values: Any, known: Mapping[str, Mapping[str, np.ndarray]]) -> np.ndarray:
@@ -203,7 +206,8 @@ def _column(where: str, column: str, values: Any, known: Mapping[str, Mapping[st
     if not isinstance(values, str):
         return _integers(where, values)
     if values not in known:
-        raise WrongField(f"{where}: there is no tensor {values!r} before it, whose numbers these should be")
+        message = f"there is no tensor {values!r} before it, whose numbers these should be"
+        raise WrongField(message, key=f"{where}.reference")
     return known[values][column]
 
 
@@ -211,9 +215,9 @@ def _integers(where: str, values: Any) -> np.ndarray:
     """Numbers from 0 to ``MOST`` as int64. Their types are looked at first: of texts numpy would make a table in which
     each takes as much as the longest."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
-        raise WrongField(f"{where}: a list of integers is needed")
+        raise WrongField("a list of integers is needed", key=f"{where}.type")
     if min(values, default=0) < 0:
-        raise WrongField(f"{where}: {min(values):.3g} is negative")
+        raise WrongField(f"{min(values):.3g} is negative", key=f"{where}.least")
     if max(values, default=0) >= MOST:
-        raise WrongField(f"{where}: a number in it is not below 2^{MOST.bit_length() - 1}")
+        raise WrongField(f"a number in it is not below 2^{MOST.bit_length() - 1}", key=f"{where}.most")
     return np.array(values, np.int64)

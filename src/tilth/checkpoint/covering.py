@@ -1,27 +1,28 @@
-"""Whether boxes make up a tensor: every element is in exactly one."""
+"""Check that boxes tile a tensor: every element is in exactly one of them."""
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from tilth.core.errors import CheckpointError
 from tilth.core.layout import Box
 
 _SMALL_GRID = 1 << 20
 
 
-def tiling_problem(shape: Sequence[int], offset: np.ndarray, size: np.ndarray) -> str:
-    """What is wrong with boxes that should hold every element of a tensor exactly once; empty if they do.
+def tiling_problem(shape: Sequence[int], offset: np.ndarray, size: np.ndarray) -> CheckpointError | None:
+    """Return None if the boxes hold every element of a tensor exactly once, else an error with the first wrong box.
 
-    offset, size: int64 [B, D]. Regular boxes are counted on the grid of their bounds; others are taken out of what is
-    left one after another, which costs about as much as sorting them.
+    offset, size: int64 [B, D]. Its key is ``outside``, ``overlap`` or ``missing``. Regular boxes are counted on the
+    grid of their bounds; others are subtracted from the tensor one by one, which costs about as much as sorting them.
     """
     stop, end = offset + size, np.array(shape, np.int64)
     inside = offset.shape[1] == len(shape) and ((offset >= 0) & (size >= 0) & (stop <= end)).all()
     if inside:
         cuts = [np.unique(np.concatenate([[0, n], a, b])) for n, a, b in zip(shape, offset.T, stop.T)]
         if math.prod(map(len, cuts)) <= _SMALL_GRID and _covered(cuts, offset, stop):
-            return ""
+            return None
     boxes = [Box(tuple(o), tuple(s)) for o, s in zip(offset.tolist(), size.tolist())]
     return _slow_tiling_problem(shape, boxes)
 
@@ -39,16 +40,16 @@ def _covered(cuts: Sequence[np.ndarray], offset: np.ndarray, stop: np.ndarray) -
     return bool((cells == 1).all()) if cuts else len(offset) == 1
 
 
-def _slow_tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
+def _slow_tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> CheckpointError | None:
     left = [Box.whole(shape)] if math.prod(shape) else []
     for box in sorted(boxes):
         if len(box.size) != len(shape) or not Box.whole(shape).contains(box):
-            return f"{box} is not in a tensor of shape {tuple(shape)}"
+            return CheckpointError(f"{box} is not in a tensor of shape {tuple(shape)}", key="outside")
         common = [(piece, piece.intersect(box)) for piece in left]
         if sum(c.numel for _, c in common if c) != box.numel:
-            return f"{_doubled(box, boxes)} is there twice"
+            return CheckpointError(f"{_doubled(box, boxes)} is there twice", key="overlap")
         left = [part for piece, c in common for part in (_without(piece, c) if c else [piece])]
-    return f"{left[0]} is missing" if left else ""
+    return CheckpointError(f"{left[0]} is missing", key="missing") if left else None
 
 
 def _doubled(box: Box, boxes: Sequence[Box]) -> Box:

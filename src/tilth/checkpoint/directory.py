@@ -159,7 +159,8 @@ def mark_best(root: Location, best: Mapping[str, Any] | None) -> None:
         else:
             storage.put(BEST, (json.dumps(dict(best)) + "\n").encode())
     except OSError as error:
-        raise StorageError(f"{join(root, BEST)} cannot be written: {error.strerror or error}") from error
+        message = f"{join(root, BEST)} cannot be written: {error.strerror or error}"
+        raise StorageError(message, key=BEST) from error
 
 
 def note_best(root: Location, best: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -181,11 +182,11 @@ def read_best(root: Location) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+        raise CheckpointError(f"{file} cannot be read: {error}", key=BEST) from error
     if not isinstance(found, dict) or type(found.get("step")) is not int or found["step"] < 0:
-        raise CheckpointError(f"{file} does not name the step of a checkpoint")
+        raise CheckpointError(f"{file} does not name the step of a checkpoint", key=f"{BEST}.step")
     if not isinstance(found.get("metric"), str) or type(found.get("value")) not in (int, float):
-        raise CheckpointError(f"{file} does not say which metric had which value")
+        raise CheckpointError(f"{file} does not say which metric had which value", key=f"{BEST}.metric")
     return found
 
 
@@ -269,7 +270,8 @@ def quarantine(path: Location, reason: str) -> Any:
         storage.remove(aside)
         storage.publish(name, aside)
     except OSError as error:
-        raise StorageError(f"damaged checkpoint {path} cannot be put aside: {error.strerror or error}") from error
+        message = f"damaged checkpoint {path} cannot be put aside: {error.strerror or error}"
+        raise StorageError(message, key=name) from error
     return join(root, aside)
 
 
@@ -296,7 +298,8 @@ class Attempt:
         start, _, token = name.partition(".tmp-")
         step = step_of(start)
         if step is None or not token:
-            raise CheckpointError(f"{folder} is no folder of begin_save: its name is not that of a step under way")
+            message = f"{folder} is no folder of begin_save: its name is not that of a step under way"
+            raise CheckpointError(message, key="folder")
         return cls(root, step, token)
 
     @cached_property

@@ -265,7 +265,7 @@ def load_manifest(storage: "Storage", folder: str) -> Manifest:
         data = storage.read(f"{folder}/{NAME}".lstrip("/"))
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or error
-        raise CheckpointError(f"{place} is not a complete checkpoint: {NAME}: {reason}") from error
+        raise CheckpointError(f"{place} is not a complete checkpoint: {NAME}: {reason}", key=NAME) from error
     return parse_manifest(data, f"{place}/{NAME}")
 
 
@@ -276,28 +276,36 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is corrupt: not readable as JSON ({error})") from error
+        raise CheckpointError(f"{path} is corrupt: not readable as JSON ({error})", key=f"{NAME}.syntax") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not the manifest of a Tilth checkpoint")
+        raise CheckpointError(f"{path} is not the manifest of a Tilth checkpoint", key=f"{NAME}.format")
     if body.get("version") != VERSION:
-        raise CheckpointError(f"{path} has format version {body.get('version')}; this Tilth reads version {VERSION}")
+        message = f"{path} has format version {body.get('version')}; this Tilth reads version {VERSION}"
+        raise CheckpointError(message, key=f"{NAME}.version")
     if not sound:
-        raise CheckpointError(f"{path} is corrupt: its checksum does not match its contents")
+        raise CheckpointError(f"{path} is corrupt: its checksum does not match its contents", key=f"{NAME}.checksum")
     del body["checksum"]
     try:
-        head = _Head(**body)
-        tables = _tables(head)
-    except ValidationError as error:
-        found = error.errors()[0]
-        where = ".".join(map(str, found["loc"]))
-        raise CheckpointError(f"{path} is not a valid manifest: {where}: {found['msg']}") from error
-    except WrongField as error:
-        raise CheckpointError(f"{path} is not a valid manifest: groups.{error}") from error
-    manifest = Manifest(head.step, head.saved, head.layout, head.files, tables, head.objects, head.total_bytes)
-    problem = next(_inconsistent(manifest), "")
-    if problem:
-        raise CheckpointError(f"{path} is not a valid manifest: {problem}")
+        return _checked(body)
+    except (ValidationError, WrongField) as error:
+        field, message = (error.key, str(error)) if isinstance(error, WrongField) else _first_error(error)
+        message = f"{path} is not a valid manifest: {field}: {message}"
+        raise CheckpointError(message, key=f"{NAME}.{field}") from error
+
+
+def _checked(body: Mapping[str, Any]) -> Manifest:
+    """The manifest in a JSON object; ValidationError or WrongField for the first field that is wrong."""
+    head = _Head(**body)
+    manifest = Manifest(head.step, head.saved, head.layout, head.files, _tables(head), head.objects, head.total_bytes)
+    for problem in _inconsistent(manifest):
+        raise problem
     return manifest
+
+
+def _first_error(error: ValidationError) -> tuple[str, str]:
+    """The dotted place of the first wrong field, and the message."""
+    first = error.errors()[0]
+    return ".".join(map(str, first["loc"])), first["msg"]
 
 
 def _tables(head: _Head) -> dict[str, TensorTable]:
@@ -310,12 +318,12 @@ def _tables(head: _Head) -> dict[str, TensorTable]:
     return tables
 
 
-def _inconsistent(manifest: Manifest) -> Iterator[str]:
-    """What of files and tensors does not fit together."""
+def _inconsistent(manifest: Manifest) -> Iterator[WrongField]:
+    """Contradictions between files and tensors."""
     try:
         Mesh.from_json(manifest.layout["mesh"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        yield f"layout.mesh: {type(error).__name__}: {error}"
+        yield WrongField(f"{type(error).__name__}: {error}", key="layout.mesh")
     named = [(f"{group}.{name}", row) for group, table in manifest.tables.items() for name, row in table.rows.items()]
     pieces = Pieces.of([row for _, row in named])
     files = list(manifest.files.items())
@@ -323,17 +331,19 @@ def _inconsistent(manifest: Manifest) -> Iterator[str]:
     if at >= 0:
         owner = np.searchsorted(np.cumsum([len(row.file) for _, row in named]), at, side="right")
         name = files[pieces.file[at]][0]
-        yield f"groups.{named[owner][0]}.byte0: {pieces.byte0[at]} of file {name} is not where the piece before it ends"
+        message = f"{pieces.byte0[at]} of file {name} is not where the piece before it ends"
+        yield WrongField(message, key=f"groups.{named[owner][0]}.byte0.gap")
     counts = np.bincount(pieces.file, pieces.tiles, len(files)).astype(np.int64)
     ends = np.bincount(pieces.file, pieces.nbytes, len(files)).astype(np.int64)
     for (name, entry), count, end in zip(files, counts.tolist(), ends.tolist()):
         if entry.nbytes != entry.header_nbytes + end:
-            yield f"files.{name}.nbytes: {entry.nbytes}, its tensors and header need {entry.header_nbytes + end}"
+            message = f"{entry.nbytes}, its tensors and header need {entry.header_nbytes + end}"
+            yield WrongField(message, key=f"files.{name}.nbytes.sum")
         if entry.tiles != count:
-            yield f"files.{name}.checksums: there are {entry.tiles}, its tensors need {count}"
+            yield WrongField(f"there are {entry.tiles}, its tensors need {count}", key=f"files.{name}.checksums.count")
     total = sum(entry.nbytes for entry in manifest.files.values())
     if total != manifest.total_bytes:
-        yield f"total_bytes: {manifest.total_bytes}, the files have {total}"
+        yield WrongField(f"{manifest.total_bytes}, the files have {total}", key="total_bytes.sum")
 
 
 # ---- reports of ranks ----
@@ -374,9 +384,9 @@ def parse_report(data: bytes | str, where: str) -> Report:
     try:
         return Report.model_validate_json(data)
     except ValidationError as error:
-        found = error.errors()[0]
-        field = ".".join(map(str, found["loc"]))
-        raise CheckpointError(f"{where} is not a report of a rank: {field}: {found['msg']}") from error
+        field, message = _first_error(error)
+        message = f"{where} is not a report of a rank: {field}: {message}"
+        raise CheckpointError(message, key=f"report.{field}".rstrip(".")) from error
 
 
 def intervals(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
@@ -409,9 +419,7 @@ def assemble(
     report of each rank, all of this save, all of one plan, with the files that it wants.
     """
     reports = list(reports)
-    raise_problems(
-        folder, (f"the report of {_who(r)} was written for {r.folder}" for r in reports if r.folder != folder)
-    )
+    raise_problems(folder, _stale(folder, reports))
     groups: dict[str, list[Report]] = {group: [] for group in expected or {}}
     for report in reports:
         groups.setdefault(report.group, []).append(report)
@@ -423,7 +431,8 @@ def assemble(
         plan = _agreed(folder, members)
         for report in members:
             if report.entry and files.setdefault(report.file, report.entry) is not report.entry:
-                raise CheckpointError(f"checkpoint {folder}: two ranks wrote a file {report.file}")
+                message = f"checkpoint {folder}: two ranks wrote a file {report.file}"
+                raise CheckpointError(message, key=f"{report.file}.writers")
         raise_problems(folder, _wrong_files(plan, members))
         tables[group] = _planned_table(plan, len(files) - sum(plan.writes))
     mesh = layout or _world(reports)
@@ -431,12 +440,13 @@ def assemble(
     return Manifest(step, saved, {"mesh": mesh.to_json()}, files, tables, dict(objects), total)
 
 
-def raise_problems(place: object, problems: Iterable[str]) -> None:
-    """CheckpointError if there are any. One line that names every problem, up to a number that a person reads."""
+def raise_problems(place: object, problems: Iterable[CheckpointError]) -> None:
+    """Raise a CheckpointError if there are any: one line of the first ``_SHOWN``, with the key of the first."""
     found = list(problems)
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise CheckpointError(f"checkpoint {place}: {'; '.join(found[:_SHOWN])}{more}")
+        message = f"checkpoint {place}: {'; '.join(map(str, found[:_SHOWN]))}{more}"
+        raise CheckpointError(message, key=found[0].key)
 
 
 def _who(report: Report) -> str:
@@ -448,56 +458,75 @@ def _world(reports: Sequence[Report]) -> Mesh:
     return Mesh(("world",), (len(ranks),), ranks)
 
 
-def _wrong_ranks(group: str, reports: Sequence[Report], expected: Collection[int] | None) -> Iterator[str]:
+def _stale(folder: str, reports: Iterable[Report]) -> Iterator[CheckpointError]:
+    """Reports of another save."""
+    for report in reports:
+        if report.folder != folder:
+            message = f"the report of {_who(report)} was written for {report.folder}"
+            yield CheckpointError(message, key=f"{report.group}.rank{report.rank}.folder")
+
+
+def _wrong_ranks(group: str, reports: Sequence[Report], expected: Collection[int] | None) -> Iterator[CheckpointError]:
     there = Counter(report.rank for report in reports)
     named = {rank for interval in {i for report in reports for i in report.ranks} for rank in range(*interval)}
     if not reports and not expected:
-        yield f"group {group} has no ranks"
+        yield CheckpointError(f"group {group} has no ranks", key=f"{group}.ranks")
     for rank in sorted(named.union(expected or ()) - there.keys()):
-        yield f"group {group} has no part of rank {rank}"
+        yield CheckpointError(f"group {group} has no part of rank {rank}", key=f"{group}.rank{rank}.missing")
     for rank, count in there.items():
         if count > 1:
-            yield f"group {group} has {count} parts of rank {rank}"
+            yield CheckpointError(f"group {group} has {count} parts of rank {rank}", key=f"{group}.rank{rank}.twice")
         if expected is not None and rank not in expected:
-            yield f"group {group} has a part of rank {rank}, of which none was expected"
+            message = f"group {group} has a part of rank {rank}, of which none was expected"
+            yield CheckpointError(message, key=f"{group}.rank{rank}.unexpected")
 
 
 def _agreed(folder: str, reports: Sequence[Report]) -> GroupPlan:
     """The plan that all of these followed; sorted by rank."""
     first = reports[0]
     if first.table is None:
-        raise CheckpointError(f"checkpoint {folder}: the report of {_who(first)} has no table of its tensors")
+        message = f"checkpoint {folder}: the report of {_who(first)} has no table of its tensors"
+        raise CheckpointError(message, key=f"{first.group}.rank{first.rank}.table")
     plan = plan_group(specs_of(first.table))
-    raise_problems(
-        folder,
-        (
-            f"the plan of {_who(report)} is {report.digest}, the one of rank {first.rank} is {plan.digest}: "
-            "names, shapes, dtypes or layouts differ between them"
-            for report in reports
-            if report.digest != plan.digest
-        ),
-    )
-    strangers = {report.rank for report in reports}.difference(plan.ranks) if plan.ranks else set()
-    raise_problems(folder, (f"rank {rank} of group {first.group} is in no mesh of it" for rank in sorted(strangers)))
+    raise_problems(folder, _strangers(plan, reports))
     return plan
 
 
-def _wrong_files(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[str]:
-    """What of the files of these ranks, sorted, is not as planned."""
+def _strangers(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[CheckpointError]:
+    """Ranks that followed another plan than the first of them, or that are in no mesh of it."""
+    for report in reports:
+        if report.digest != plan.digest:
+            message = (
+                f"the plan of {_who(report)} is {report.digest}, the one of rank {reports[0].rank} is {plan.digest}: "
+                "names, shapes, dtypes or layouts differ between them"
+            )
+            yield CheckpointError(message, key=f"{report.group}.rank{report.rank}.digest")
+    known = set(plan.ranks) or {report.rank for report in reports}
+    for report in reports:
+        if report.rank not in known:
+            yield CheckpointError(f"{_who(report)} is in no mesh of it", key=f"{report.group}.rank{report.rank}.mesh")
+
+
+def _wrong_files(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[CheckpointError]:
+    """Files of these ranks, sorted, that are not as planned."""
     planned = zip(reports, plan.writes, plan.nbytes, plan.tiles)
     for report, writes, nbytes, count in planned:
-        entry = report.entry
-        if entry is None or not report.file:
+        entry, file, key = report.entry, report.file, f"{report.group}.rank{report.rank}.file"
+        if entry is None or not file:
             if writes:
-                yield f"{_who(report)} wrote no file; it has {nbytes} bytes to write"
+                yield CheckpointError(
+                    f"{_who(report)} wrote no file; it has {nbytes} bytes to write", key=f"{key}.missing"
+                )
         elif not writes:
-            yield f"{_who(report)} wrote {report.file}; it has nothing to write"
+            yield CheckpointError(f"{_who(report)} wrote {file}; it has nothing to write", key=f"{key}.unexpected")
         elif entry.group != report.group:
-            yield f"file {report.file} of {_who(report)} is said to be of group {entry.group}"
+            yield CheckpointError(f"file {file} of {_who(report)} names the group {entry.group}", key=f"{file}.group")
         elif entry.nbytes - entry.header_nbytes != nbytes:
-            yield f"file {report.file} has {entry.nbytes - entry.header_nbytes} bytes of data, planned are {nbytes}"
+            message = f"file {file} has {entry.nbytes - entry.header_nbytes} bytes of data, planned are {nbytes}"
+            yield CheckpointError(message, key=f"{file}.nbytes")
         elif entry.tiles != count:
-            yield f"file {report.file} has {entry.tiles} checksums, planned are {count}"
+            message = f"file {file} has {entry.tiles} checksums, planned are {count}"
+            yield CheckpointError(message, key=f"{file}.checksums")
 
 
 @lru_cache(maxsize=8)

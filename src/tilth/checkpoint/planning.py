@@ -20,7 +20,7 @@ import xxhash
 
 from tilth.checkpoint.balance import Dealt, Held, cuttable, deal
 from tilth.checkpoint.covering import tiling_problem
-from tilth.core.errors import CheckpointError
+from tilth.core.errors import ArgumentError, CheckpointError
 from tilth.core.layout import Box, Layout, Mesh, RaggedShard, Shape, Shard, interval_boxes
 
 SAFETENSORS_NAMES = {
@@ -125,7 +125,8 @@ def specs_of(table: Mapping[str, Any]) -> list[Spec]:
         layouts = [Layout.from_json(layout) for layout in table["layouts"]]
         return [Spec(str(name), layouts[number], str(dtype)) for name, number, dtype in table["specs"]]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"a table of layouts cannot be read: {type(error).__name__}: {error}") from error
+        message = f"a table of layouts cannot be read: {type(error).__name__}: {error}"
+        raise CheckpointError(message, key="table") from error
 
 
 def digest_of(table: Mapping[str, Any]) -> str:
@@ -265,9 +266,8 @@ def _shares(layout: Layout) -> _Shares:
     rows, number = np.unique(np.hstack([0 * place[:, None], offset, size]), axis=0, return_inverse=True)
     number, dimensions = number.reshape(-1), len(layout.shape)
     offset, size = rows[:, 1 : 1 + dimensions], rows[:, 1 + dimensions :]
-    problem = tiling_problem(layout.shape, offset, size)
-    if problem:
-        raise CheckpointError(f"{problem} in the pieces of {layout}")
+    if problem := tiling_problem(layout.shape, offset, size):
+        raise CheckpointError(f"{problem} in the pieces of {layout}", key=f"boxes.{problem.key}")
     holders, firsts = np.unique(place, return_index=True)  # a share is known by its first box
     kinds, share_of = np.unique(number[firsts], return_inverse=True)
     of = np.full(places, -1, np.int64)
@@ -445,7 +445,8 @@ class GroupPlan:
         try:
             return self.ranks.index(rank)
         except ValueError:
-            raise CheckpointError(f"rank {rank} is in no mesh of this plan; its ranks are {self.ranks}") from None
+            message = f"rank {rank} is in no mesh of this plan; its ranks are {self.ranks}"
+            raise CheckpointError(message, key="rank") from None
 
     @property
     def writes(self) -> list[bool]:
@@ -512,21 +513,25 @@ def _check(specs: Iterable[Spec]) -> None:
     seen = set()
     for name, layout, dtype in specs:
         if dtype not in DTYPES:
-            raise CheckpointError(f"tensor {name} of dtype {dtype} cannot be stored in safetensors")
+            raise CheckpointError(
+                f"tensor {name} of dtype {dtype} cannot be stored in safetensors", key=f"{name}.dtype"
+            )
         if len(layout.shape) > DIMENSIONS or math.prod(layout.shape) >= MOST // DTYPES[dtype].itemsize:
-            raise CheckpointError(f"tensor {name} of shape {layout.shape} is too large to be stored")
+            raise CheckpointError(
+                f"tensor {name} of shape {layout.shape} is too large to be stored", key=f"{name}.shape"
+            )
         if name == METADATA:
-            raise CheckpointError(f"tensor {name}: safetensors keeps this name for itself")
+            raise CheckpointError(f"tensor {name}: safetensors reserves this name", key=f"{name}.name")
         if name in seen:
-            raise CheckpointError(f"tensor {name} is there twice")
+            raise CheckpointError(f"tensor {name} is there twice", key=f"{name}.twice")
         seen.add(name)
 
 
 def _named_shares(name: str, layout: Layout) -> _Shares:
     try:
         return _shares(layout)
-    except (ValueError, CheckpointError) as error:
-        raise CheckpointError(f"tensor {name} cannot be planned: {error}") from error
+    except (ArgumentError, CheckpointError) as error:
+        raise CheckpointError(f"tensor {name} cannot be planned: {error}", key=f"{name}.{error.key}") from error
 
 
 def piece_key(name: str, box: Box, shape: Shape) -> str:
@@ -541,7 +546,8 @@ def safetensors_header(pieces: Iterable[Planned]) -> bytes:
     table: dict[str, Any] = {METADATA: {"format": "pt"}}
     for piece in pieces:
         if piece.key in table:
-            raise CheckpointError(f"tensor {piece.name}: another one has the name {piece.key!r}, which its part needs")
+            message = f"tensor {piece.name}: another one has the name {piece.key!r}, which its part needs"
+            raise CheckpointError(message, key=f"{piece.key}.twice")
         table[piece.key] = {
             "dtype": SAFETENSORS_NAMES[DTYPES[piece.dtype]],
             "shape": list(piece.box.size),

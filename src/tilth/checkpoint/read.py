@@ -17,7 +17,7 @@ from tilth.checkpoint.directory import complete, quarantine, step_of
 from tilth.checkpoint.manifest import Manifest, Piece, TensorEntry, load_manifest, raise_problems
 from tilth.checkpoint.replica_read import Share, together
 from tilth.checkpoint.shards import held, views
-from tilth.checkpoint.storage import Location, Storage, is_url, storage_of
+from tilth.checkpoint.storage import Location, Storage, is_url, split, storage_of
 from tilth.checkpoint.tile_reader import REQUESTS, Want, fetch
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Box, Layout
@@ -46,13 +46,14 @@ def open_checkpoint(path: Location, share: Share | None = None) -> "Checkpoint":
 def _open(path: Location) -> "Checkpoint":
     storage = storage_of(path)
     if not is_url(path) and not Path(path).is_dir():
-        raise CheckpointError(f"{path} is not a checkpoint: no such directory")
+        raise CheckpointError(f"{path} is not a checkpoint: no such directory", key="path")
     with _reading(path):
         manifest = load_manifest(storage, "")
         promised = step_of(path)
         if promised is not None and promised != manifest.step:
-            raise CheckpointError(f"{path} holds the manifest of step {manifest.step}, not of step {promised}")
-        raise_problems(path, list(damaged_files(storage, manifest).values()))
+            message = f"{path} holds the manifest of step {manifest.step}, not of step {promised}"
+            raise CheckpointError(message, key="path.step")
+        raise_problems(path, damaged_files(storage, manifest).values())
     return Checkpoint(path, storage, manifest)
 
 
@@ -76,7 +77,7 @@ def newest_valid(
             say(f"{error}; it is put aside" + (f" as {aside}" if aside != path else ""))
             continue
         return checkpoint
-    raise CheckpointError(f"there is no valid checkpoint under {root}")
+    raise CheckpointError(f"there is no valid checkpoint under {root}", key="root")
 
 
 def _wanted(checkpoint: "Checkpoint", check: Callable[["Checkpoint"], None], say: Callable[[str], None]) -> bool:
@@ -88,18 +89,20 @@ def _wanted(checkpoint: "Checkpoint", check: Callable[["Checkpoint"], None], say
     return True
 
 
-def damaged_files(storage: Storage, manifest: Manifest) -> dict[str, str]:
-    """A line for each data file that is missing or not of the size that the manifest says, by its name."""
+def damaged_files(storage: Storage, manifest: Manifest) -> dict[str, CheckpointError]:
+    """An error, by file name, for each data file that is missing or has another size than the manifest says."""
     names = list(manifest.files)
     sizes = _each(storage, storage.size, names)
     there = storage.names() if None in sizes else []
     found = {}
     for name, size in zip(names, sizes):
-        if size is None:
-            how = "no regular file of this folder" if name in there else "missing"
-            found[name] = f"file {name} is {how}"
+        if size is None and name in there:
+            found[name] = CheckpointError(f"file {name} is no regular file of this folder", key=f"{name}.type")
+        elif size is None:
+            found[name] = CheckpointError(f"file {name} is missing", key=f"{name}.missing")
         elif size != manifest.files[name].nbytes:
-            found[name] = f"file {name} has {size} bytes, expected {manifest.files[name].nbytes}"
+            message = f"file {name} has {size} bytes, expected {manifest.files[name].nbytes}"
+            found[name] = CheckpointError(message, key=f"{name}.nbytes")
     return found
 
 
@@ -144,7 +147,7 @@ class Checkpoint:
     def entry(self, group: str, name: str) -> TensorEntry:
         """Shape, dtype and boxes of a tensor."""
         if name not in self._group(group):
-            raise CheckpointError(f"checkpoint {self.path}: no tensor {name} in group {group}")
+            raise CheckpointError(f"checkpoint {self.path}: no tensor {name} in group {group}", key=f"{group}/{name}")
         return self.manifest.entry(group, name)
 
     def read(self, group: str, name: str, box: Box | None = None) -> Tensor:
@@ -155,7 +158,8 @@ class Checkpoint:
         entry = self.entry(group, name)
         wanted = box or Box.whole(entry.shape)
         if len(wanted.size) != len(entry.shape) or not Box.whole(entry.shape).contains(wanted):
-            raise CheckpointError(f"checkpoint {self.path}: {wanted} is not in {group}/{name} of shape {entry.shape}")
+            message = f"checkpoint {self.path}: {wanted} is not in {group}/{name} of shape {entry.shape}"
+            raise CheckpointError(message, key="box")
         out = torch.empty(wanted.size, dtype=entry.torch_dtype)
         self._fetch(list(self._wants(group, name, [wanted], [out])))
         return out
@@ -203,7 +207,13 @@ class Checkpoint:
         with _reading(self.path):
             damaged = damaged_files(self._storage, self.manifest)
             there = [name for name in self.manifest.files if name not in damaged]
-            problems = [*damaged.values(), *filter(None, _each(self._storage, self._header, there))]
+            headers = zip(there, _each(self._storage, self._is_sound_header, there))
+            problems = [
+                CheckpointError(f"file {name}: the header is corrupt", key=f"{name}.header")
+                for name, sound in headers
+                if not sound
+            ]
+            problems = [*damaged.values(), *problems]
             wants = [want for group in self.groups for name in self.names(group) for want in self._pieces(group, name)]
             wants = [want for want in wants if want.piece.file not in damaged]
             told = _Told(progress, sum(want.piece.nbytes for want in wants)) if progress else None
@@ -216,7 +226,7 @@ class Checkpoint:
     def _group(self, group: str) -> Collection[str]:
         if group not in self.manifest.groups:
             known = ", ".join(self.groups) or "none"
-            raise CheckpointError(f"checkpoint {self.path}: no group {group}; it has {known}")
+            raise CheckpointError(f"checkpoint {self.path}: no group {group}; it has {known}", key=group)
         return self.manifest.groups[group].keys()
 
     def _index(self, group: str, name: str) -> "_Index":
@@ -248,8 +258,7 @@ class Checkpoint:
         self.bytes_read += fetched.nbytes
         raise_problems(self.path, fetched.problems)
 
-    def _header(self, name: str) -> str:
-        """What is wrong with the header of a file."""
+    def _is_sound_header(self, name: str) -> bool:
         entry = self.manifest.files[name]
         hasher, room = xxhash.xxh3_64(), memoryview(bytearray(min(entry.header_nbytes, _HEADER)))
         with self._storage.ranges(name) as ranges:
@@ -257,8 +266,7 @@ class Checkpoint:
                 some = room[: entry.header_nbytes - at]
                 ranges.read_into(at, some)
                 hasher.update(some)
-        sound = hasher.intdigest() == entry.header_checksum
-        return "" if sound else f"file {name}: the header is corrupt"
+        return hasher.intdigest() == entry.header_checksum
 
 
 class _Told:
@@ -308,8 +316,9 @@ def _reading(path: Location) -> Iterator[None]:
         yield
     except OSError as error:
         line = f"checkpoint {path}: file {error.filename or '?'}: {error.strerror or error}"
+        key = split(str(error.filename or path))[1]
         damage = error.errno in (errno.ENOENT, errno.ENODATA, errno.ELOOP)
-        raise (CheckpointError if damage else StorageError)(line) from error
+        raise (CheckpointError(line, key=key) if damage else StorageError(line, key=key)) from error
 
 
 # ---- what fits ----
@@ -333,24 +342,24 @@ def _mismatches(
     layouts: Mapping[str, Layout] | None,
     rank: int,
     parts: Mapping[str, tuple[list[Box], list[Tensor] | None]],
-) -> Iterator[str]:
-    """A line for each tensor that is not on both sides, or is another one."""
+) -> Iterator[CheckpointError]:
+    """An error for each tensor that is not on both sides, or is another one."""
     tensors = manifest.groups[group].keys()
     known = into.keys() if layouts is None else layouts.keys()
     here = known if layouts is None else {name for name, layout in layouts.items() if rank in layout.mesh.ranks}
     for name in sorted((into.keys() | here) - tensors):
-        yield f"tensor {group}/{name} is missing"
+        yield CheckpointError(f"tensor {group}/{name} is missing", key=f"{group}/{name}.missing")
     for name in sorted((tensors - known) | (here - into.keys())):
-        yield f"tensor {group}/{name} is extra: nothing takes it"
+        yield CheckpointError(f"tensor {group}/{name} is extra: nothing takes it", key=f"{group}/{name}.extra")
     for name in sorted(into.keys() - here):
-        yield f"tensor {group}/{name} has no layout on rank {rank}"
+        yield CheckpointError(f"tensor {group}/{name} has no layout on rank {rank}", key=f"{group}/{name}.layout")
     for name in tensors & parts.keys():
-        stored, target = manifest.entry(group, name), into[name]
+        stored, target, key = manifest.entry(group, name), into[name], f"{group}/{name}"
         shape = tuple(target.shape) if layouts is None else layouts[name].shape
         if stored.shape != shape:
-            yield f"tensor {group}/{name} has shape {stored.shape}, expected {shape}"
+            yield CheckpointError(f"tensor {key} has shape {stored.shape}, expected {shape}", key=f"{key}.shape")
         elif stored.torch_dtype != target.dtype:
-            yield f"tensor {group}/{name} has dtype {stored.dtype}, expected {target.dtype}"
+            yield CheckpointError(f"tensor {key} has dtype {stored.dtype}, expected {target.dtype}", key=f"{key}.dtype")
         elif parts[name][1] is None:
-            boxes = parts[name][0]
-            yield f"tensor {group}/{name} of rank {rank} has shape {tuple(target.shape)}, its layout says {boxes}"
+            message = f"tensor {key} of rank {rank} has shape {tuple(target.shape)}, its layout says {parts[name][0]}"
+            yield CheckpointError(message, key=f"{key}.boxes")

@@ -59,20 +59,24 @@ class Share:
             problem = str(error)
             raise
         finally:
-            others = self._others(wanted, problem)
-        if others:
-            raise CheckpointError(others)
+            others = self._exchange(wanted, problem)
+        for other in others:
+            raise other
         return found
 
-    def _others(self, wanted: int, problem: str) -> str:
-        """Tell the others what this rank wants and what went wrong (empty: nothing); what was wrong with them."""
+    def _exchange(self, wanted: int, problem: str) -> list[CheckpointError]:
+        """Send the others what this rank wants and what went wrong (empty: nothing); return their problems."""
         told = {rank: self._tell(rank, wanted, problem) for rank in self.ranks}
-        others = [(rank, *told[rank]) for rank in self.ranks if rank != self.me]
-        failed = [f"rank {rank}, which reads for rank {self.me} too: {text}" for rank, _, text in others if text]
-        failed += [
-            f"rank {rank} restores other parts than rank {self.me}" for rank, what, _ in others if what != wanted
-        ]
-        return "; ".join(failed[:1])
+        failed, strangers = [], []
+        for rank in self.ranks:
+            what, text = told[rank]
+            if text and rank != self.me:
+                message = f"rank {rank}, which reads for rank {self.me} too: {text}"
+                failed.append(CheckpointError(message, key=f"rank{rank}"))
+            if what != wanted:
+                message = f"rank {rank} restores other parts than rank {self.me}"
+                strangers.append(CheckpointError(message, key=f"rank{rank}.parts"))
+        return failed + strangers
 
     def _tell(self, rank: int, wanted: int, problem: str) -> tuple[int, str]:
         board = torch.zeros(_TOLD, dtype=torch.uint8)

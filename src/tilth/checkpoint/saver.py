@@ -130,7 +130,7 @@ class Saver:
 
 def _check_name(kind: str, name: str) -> None:
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise CheckpointError(f"{kind} {name!r}: a name of letters, digits, '-' and '_' is needed")
+        raise CheckpointError(f"{kind} {name!r}: a name of letters, digits, '-' and '_' is needed", key=kind)
 
 
 class _Background(Thread):
@@ -221,7 +221,8 @@ def _told(attempt: Attempt, rank: int = -1) -> Iterator[None]:
     except StageError as error:
         where = f"{error.path}, stage {error.stage}" + (f" of rank {rank}" if rank >= 0 else "")
         message = f"checkpoint of step {attempt.step}: cannot write {where}: {error.reason}; {_before(attempt)}"
-        raise StageError(message, error.stage, error.path, error.reason) from error
+        key = error.key + (f".rank{rank}" if rank >= 0 else "")
+        raise StageError(message, error.stage, error.path, error.reason, key=key) from error
 
 
 def _before(attempt: Attempt) -> str:
@@ -243,7 +244,7 @@ def begin_save(root: Location, step: int) -> Any:
     CheckpointError for a step that is no number of a step.
     """
     if type(step) is not int or step < 0:
-        raise CheckpointError(f"step = {step!r}: the step of a checkpoint is a whole number of at least 0")
+        raise CheckpointError(f"step = {step!r}: the step of a checkpoint is a whole number of at least 0", key="step")
     attempt = Attempt.new(root, step)
     try:
         with _told(attempt), staged("begin", str(attempt.place)):
@@ -274,7 +275,8 @@ def commit_save(
     try:
         check_objects(objects)
         if attempt.step != step:
-            raise CheckpointError(f"{folder} was begun for step {attempt.step}, not for step {step}")
+            message = f"{folder} was begun for step {attempt.step}, not for step {step}"
+            raise CheckpointError(message, key="folder.step")
         reports = [p if isinstance(p, Report) else parse_report(json.dumps(dict(p)), "a part") for p in parts]
         with _told(attempt):
             _publish(attempt, reports, objects, layout, expected)
@@ -371,9 +373,8 @@ class Commit:
                 self._then(final)
         except StorageError as error:
             stage = error.stage if isinstance(error, StageError) else "retention"
-            raise StageError(
-                f"after the checkpoint of step {self._step}, which is complete: {error}", stage, str(final), str(error)
-            ) from error
+            message = f"after the checkpoint of step {self._step}, which is complete: {error}"
+            raise StageError(message, stage, str(final), str(error), key=error.key) from error
 
     def _reports(self) -> list[Report]:
         """All of them, when they are there. Raises what a rank reports that failed."""
@@ -388,7 +389,8 @@ class Commit:
                 passed = time.perf_counter() - begun
                 if self._cancelled.wait(min(max(_PATIENCE * passed, _SOONEST), _LATEST)):
                     found |= self._new_reports(wanted - found.keys())
-                    raise StorageError(self._missing(sorted(wanted - found.keys())))
+                    missing = sorted(wanted - found.keys())
+                    raise StorageError(self._missing(missing), key=",".join(missing[:1]))
 
     def _new_reports(self, wanted: set[str]) -> dict[str, Report]:
         storage, folder = self._attempt.storage, self._attempt.reports
@@ -396,7 +398,8 @@ class Commit:
             there = storage.names(folder)
             for name in there:
                 if name.startswith(_FAILED) and not name.endswith(".tmp"):
-                    raise StorageError(storage.read(f"{folder}/{name}").decode(errors="replace"))
+                    text = storage.read(f"{folder}/{name}").decode(errors="replace")
+                    raise StorageError(text, key=f"rank{int(name.removeprefix(_FAILED))}")
             come = {name: storage.read(f"{folder}/{name}") for name in wanted.intersection(there)}
         except OSError as error:
             raise failed("report", str(error.filename or folder), error.strerror or str(error)) from error
@@ -413,21 +416,23 @@ class Commit:
 def check_objects(objects: Any) -> None:
     """CheckpointError unless it is a mapping that comes back from JSON as it is."""
     if not isinstance(objects, Mapping):
-        raise CheckpointError(f"objects is a {type(objects).__name__}; it must be a mapping of names to values")
+        message = f"objects is a {type(objects).__name__}; it must be a mapping of names to values"
+        raise CheckpointError(message, key="objects")
     _check_json(objects, "objects", _DEPTH)
 
 
 def _check_json(value: Any, place: str, depth: int) -> None:
     """JSON would turn other keys into text and has no other types: what is read must be what was saved."""
     if not depth:
-        raise CheckpointError(f"{place[:60]}...: objects lie in one another more than {_DEPTH} deep")
+        raise CheckpointError(f"{place[:60]}...: objects are nested more than {_DEPTH} deep", key="objects.depth")
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise CheckpointError(f"{place}: key {key!r} is a {type(key).__name__}; JSON has only text keys")
+                message = f"{place}: key {key!r} is a {type(key).__name__}; JSON has only text keys"
+                raise CheckpointError(message, key=f"{place}.{key}")
             _check_json(item, f"{place}.{key}", depth - 1)
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             _check_json(item, f"{place}[{i}]", depth - 1)
     elif not (value is None or type(value) in (bool, int, float, str)):
-        raise CheckpointError(f"{place}: a {type(value).__name__} cannot be stored as JSON")
+        raise CheckpointError(f"{place}: a {type(value).__name__} cannot be stored as JSON", key=place)

@@ -42,10 +42,12 @@ def state_layouts(layouts: Mapping[str, Layout], tensors: Iterable[str]) -> dict
     for name in tensors:
         kind, _, parameter = name.partition(".")
         if parameter not in layouts:
-            raise CheckpointError(f"optimizer state {name}: there is no layout of a parameter {parameter!r}")
+            message = f"optimizer state {name}: there is no layout of a parameter {parameter!r}"
+            raise CheckpointError(message, key=f"{name}.layout")
         if kind not in (*LIKE_PARAMETER, *REPLICATED):
             known = ", ".join((*LIKE_PARAMETER, *REPLICATED))
-            raise CheckpointError(f"optimizer state {name}: where a {kind!r} lies is not known; known are {known}")
+            message = f"optimizer state {name}: no layout is known for the kind {kind!r}; known are {known}"
+            raise CheckpointError(message, key=f"{name}.kind")
         layout = layouts[parameter]
         whole = Layout(layout.mesh, (Replicate(),) * len(layout.mesh.sizes), ())
         found[name] = whole if kind in REPLICATED else layout

@@ -61,17 +61,25 @@ class RankPart:
                 found[piece.name] = views(tensors[piece.name].detach(), self._held[piece.name]) or ()
         return [found[piece.name][number][part] for piece, (number, part) in zip(self.pieces, self._parts)]
 
-    def _misfits(self, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    def _misfits(self, tensors: Mapping[str, Tensor]) -> Iterator[CheckpointError]:
         for name, tensor in tensors.items():
-            boxes = self._held.get(name)
+            boxes, key = self._held.get(name), f"{self.group}/{name}"
             if boxes is None:
                 ranks = next(spec.layout.mesh.ranks for spec in self.specs if spec.name == name)
-                yield f"tensor {self.group}/{name} is not rank {self.rank}'s: its mesh has ranks {ranks}"
+                yield CheckpointError(
+                    f"tensor {key} is not rank {self.rank}'s: its mesh has ranks {ranks}", key=f"{key}.rank"
+                )
             elif not (len(boxes) == 1 and tuple(tensor.shape) == boxes[0].size) and views(tensor, boxes) is None:
                 shape = tuple(tensor.shape)
-                yield f"tensor {self.group}/{name} of rank {self.rank} has shape {shape}, its layout says {boxes}"
+                message = f"tensor {key} of rank {self.rank} has shape {shape}, its layout says {boxes}"
+                yield CheckpointError(message, key=f"{key}.shape")
         for name in self._held.keys() - tensors.keys():
-            yield f"tensor {self.group}/{name} is not among those of rank {self.rank}, which is in its mesh"
+            yield _absent(self.group, name, self.rank)
+
+
+def _absent(group: str, name: str, rank: int) -> CheckpointError:
+    message = f"tensor {group}/{name} is not among those of rank {rank}, which is in its mesh"
+    return CheckpointError(message, key=f"{group}/{name}.missing")
 
 
 def _part(boxes: Sequence[Box], piece: Box) -> tuple[int, tuple[slice, ...]]:
@@ -83,7 +91,8 @@ def _part(boxes: Sequence[Box], piece: Box) -> tuple[int, tuple[slice, ...]]:
 def specs_of(name: str, group: Group, rank: int) -> tuple[Spec, ...]:
     """The group as it is planned. CheckpointError for a tensor that cannot be stored or has no layout."""
     strangers = sorted(group.tensors.keys() - group.layouts.keys(), key=str)
-    raise_problems(name, (f"tensor {name}/{tensor} has no layout" for tensor in strangers))
+    problems = (CheckpointError(f"tensor {name}/{t} has no layout", key=f"{name}/{t}.layout") for t in strangers)
+    raise_problems(name, problems)
     return tuple(Spec(n, layout, _dtype(name, n, group, rank)) for n, layout in group.layouts.items())
 
 
@@ -93,13 +102,17 @@ def check_tensor(group: str, name: str, values: Any) -> None:
     A save calls it for each tensor while training waits, so it asks for nothing that takes more than some 100 ns.
     """
     if not isinstance(name, str):
-        raise CheckpointError(f"tensor {group}/{name!r}: its name is a {type(name).__name__}; it must be text")
+        message = f"tensor {group}/{name!r}: its name is a {type(name).__name__}; it must be text"
+        raise CheckpointError(message, key=f"{group}/{name!r}.name")
     if not name.isascii() and not _encodes(name):
-        raise CheckpointError(f"tensor {group}/{name!a}: its name has half a surrogate pair, which UTF-8 cannot hold")
+        message = f"tensor {group}/{name!a}: its name has half a surrogate pair, which UTF-8 cannot hold"
+        raise CheckpointError(message, key=f"{group}/{name!a}.name")
     if not isinstance(values, Tensor):
-        raise CheckpointError(f"tensor {group}/{name} is a {type(values).__name__}; it must be a torch.Tensor")
+        message = f"tensor {group}/{name} is a {type(values).__name__}; it must be a torch.Tensor"
+        raise CheckpointError(message, key=f"{group}/{name}.type")
     if values.is_nested:
-        raise CheckpointError(f"tensor {group}/{name} is nested; safetensors stores tensors of one shape")
+        message = f"tensor {group}/{name} is nested; safetensors stores tensors of one shape"
+        raise CheckpointError(message, key=f"{group}/{name}.nested")
 
 
 def _encodes(text: str) -> bool:
@@ -116,14 +129,17 @@ def _dtype(name: str, tensor: str, group: Group, rank: int) -> str:
         check_tensor(name, tensor, values)
     dtype = group.dtypes.get(tensor) if values is None else values.dtype
     if dtype is None and rank in group.layouts[tensor].mesh.ranks:
-        raise CheckpointError(f"tensor {name}/{tensor} is not among those of rank {rank}, which is in its mesh")
+        raise _absent(name, tensor, rank)
     if dtype is None:
-        raise CheckpointError(f"tensor {name}/{tensor}: rank {rank}, which has nothing of it, must know its dtype")
+        message = f"tensor {name}/{tensor}: rank {rank}, which has nothing of it, must know its dtype"
+        raise CheckpointError(message, key=f"{name}/{tensor}.dtypes")
     if dtype not in SAFETENSORS_NAMES or (values is not None and (values.layout != torch.strided or values.is_meta)):
         kind = f"{dtype}" if values is None else f"{dtype}, {values.layout}, {values.device}"
-        raise CheckpointError(f"tensor {name}/{tensor} ({kind}) cannot be stored in safetensors")
+        message = f"tensor {name}/{tensor} ({kind}) cannot be stored in safetensors"
+        raise CheckpointError(message, key=f"{name}/{tensor}.dtype")
     if tensor == METADATA:
-        raise CheckpointError(f"tensor {name}/{tensor}: safetensors keeps this name for itself")
+        message = f"tensor {name}/{tensor}: safetensors reserves this name"
+        raise CheckpointError(message, key=f"{name}/{tensor}.name")
     return str(dtype).removeprefix("torch.")
 
 

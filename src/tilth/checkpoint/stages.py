@@ -10,10 +10,10 @@ STAGES = ("begin", "snapshot", "checksum", "write", "sync", "report", "manifest"
 
 
 class StageError(StorageError):
-    """A stage of a save failed at a path, for a reason."""
+    """A stage of a save failed at a path; key: ``save.STAGE``, with ``.rankN`` behind it where a rank is at fault."""
 
-    def __init__(self, message: str, stage: str = "", path: str = "", reason: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, message: str, stage: str = "", path: str = "", reason: str = "", *, key: str = "") -> None:
+        super().__init__(message, key=key)
         self.stage, self.path, self.reason = stage, path, reason
 
 
@@ -36,4 +36,4 @@ def staged(name: str, path: str, nbytes: int = 0) -> Iterator[span]:
 
 def failed(stage: str, path: str, reason: str) -> StageError:
     """The error of a stage, before it is known of which save."""
-    return StageError(f"{stage} of {path} failed: {reason}", stage, path, reason)
+    return StageError(f"{stage} of {path} failed: {reason}", stage, path, reason, key=f"save.{stage}")

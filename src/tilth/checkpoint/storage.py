@@ -362,7 +362,7 @@ class Remote:
         try:
             self._files, root = fsspec.url_to_fs(self.where)
         except (ImportError, ValueError) as error:  # its client is not installed, or there is none of this name
-            raise StorageError(f"{self.where}: {error}") from error
+            raise StorageError(f"{self.where}: {error}", key="root") from error
         self._root = root.rstrip("/")
 
     def names(self, folder: str = "") -> list[str]:

@@ -22,6 +22,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from tilth.checkpoint.manifest import Piece
 from tilth.checkpoint.planning import tiles
 from tilth.checkpoint.storage import Ranges, Storage
+from tilth.core.errors import CheckpointError
 from tilth.core.layout import Box, Shape, interval_boxes, runs
 
 STEP = 1 << 19
@@ -49,8 +50,8 @@ class Want(NamedTuple):
 class Fetched(NamedTuple):
     """What came of reading."""
 
-    problems: list[str]
-    """A line for each tensor that is corrupt, with its file."""
+    problems: list[CheckpointError]
+    """An error for each tensor and file where it is corrupt."""
     nbytes: int
     """Read from storage."""
 
@@ -73,8 +74,11 @@ def fetch(storage: Storage, wants: Sequence[Want], threads: int = 1, progress: P
         with ThreadPoolExecutor(len(parts), "tilth-read") as pool:
             for done in [pool.submit(reader.read, part) for reader, part in zip(readers, parts)]:
                 done.result()
-    problems = dict.fromkeys(problem for reader in readers for problem in reader.problems)
-    return Fetched(list(problems), sum(reader.nbytes for reader in readers))
+    corrupt = dict.fromkeys(found for reader in readers for found in reader.corrupt)
+    problems = [
+        CheckpointError(f"tensor {name} is corrupt in file {file}", key=f"{name}.checksum") for name, file in corrupt
+    ]
+    return Fetched(problems, sum(reader.nbytes for reader in readers))
 
 
 def _shares(wants: Sequence[Want], parts: int) -> list[Sequence[Want]]:
@@ -203,7 +207,7 @@ class _Reader:
     """Reads wants, file after file, with buffers of its own."""
 
     def __init__(self, storage: Storage, progress: Progress | None) -> None:
-        self.problems: list[str] = []
+        self.corrupt: list[tuple[str, str]] = []
         self.nbytes = 0
         self._storage, self._progress = storage, progress
         self._scratch = torch.empty(2 * STEP, dtype=torch.uint8)
@@ -229,7 +233,7 @@ class _Reader:
             before = source.bytes_read
             sound = self._one_tile(source, want) if _is_one_tile(want) else self._tiles(source, want)
             if not sound:
-                self.problems.append(f"tensor {want.tensor} is corrupt in file {want.piece.file}")
+                self.corrupt.append((want.tensor, want.piece.file))
             self.nbytes += source.bytes_read - before
             if self._progress:
                 self._progress(source.bytes_read - before)

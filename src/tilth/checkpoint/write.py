@@ -38,7 +38,7 @@ def save(root: Location, step: int, groups: Groups, objects: Mapping[str, Any], 
 
 def _alone(name: str, tensors: Mapping[str, Tensor]) -> Group:
     """Of one process, which holds all of each tensor."""
-    _check_mapping(f"group {name}", tensors, "tensors")
+    _check_mapping(f"groups.{name}", tensors, "tensors")
     layouts = {}
     for tensor, values in tensors.items():
         check_tensor(name, tensor, values)
@@ -48,4 +48,5 @@ def _alone(name: str, tensors: Mapping[str, Tensor]) -> Group:
 
 def _check_mapping(name: str, value: Any, of: str) -> None:
     if not isinstance(value, Mapping):
-        raise CheckpointError(f"{name} is a {type(value).__name__}; it must be a mapping of names to {of}")
+        message = f"{name} is a {type(value).__name__}; it must be a mapping of names to {of}"
+        raise CheckpointError(message, key=name)

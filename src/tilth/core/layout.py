@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tilth.config import axes
+from tilth.core.errors import ArgumentError
 
 Shape = tuple[int, ...]
 
@@ -120,9 +121,11 @@ class Mesh:
         if not self.ranks:
             object.__setattr__(self, "ranks", tuple(range(math.prod(self.sizes))))
         if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names):
-            raise ValueError(f"mesh names {self.names} and sizes {self.sizes}: one different name per dimension")
+            message = f"mesh names {self.names} and sizes {self.sizes}: one different name per dimension"
+            raise ArgumentError(message, key="names")
         if len(set(self.ranks)) != len(self.ranks) or len(self.ranks) != math.prod(self.sizes):
-            raise ValueError(f"mesh of sizes {self.sizes}: {math.prod(self.sizes)} different ranks are needed")
+            message = f"mesh of sizes {self.sizes}: {math.prod(self.sizes)} different ranks are needed"
+            raise ArgumentError(message, key="ranks")
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], ranks: tuple[int, ...] = ()) -> "Mesh":
@@ -138,6 +141,8 @@ class Mesh:
         """Where a rank stands along every axis; ValueError for a rank that is not in the mesh."""
         place = rank - self.ranks[0]
         if place < 0 or self.ranks[place : place + 1] != (rank,):  # not neighbouring ranks in their order
+            if rank not in self.ranks:
+                raise ArgumentError(f"rank={rank} is not in a mesh of {len(self)} ranks {self.ranks[:8]}", key="rank")
             place = self.ranks.index(rank)
         steps = [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
         return tuple(place // step % size for step, size in zip(steps, self.sizes))
@@ -207,7 +212,8 @@ class Mesh:
         place = 0
         for size, at in zip(self.sizes, coordinates, strict=True):
             if not 0 <= at < size:
-                raise ValueError(f"coordinates {coordinates} lie outside of a mesh of sizes {self.sizes}")
+                message = f"coordinates {coordinates} lie outside of a mesh of sizes {self.sizes}"
+                raise ArgumentError(message, key="coordinates")
             place = place * size + at
         return self.ranks[place]
 
@@ -219,10 +225,10 @@ class Mesh:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Mesh":
         """The inverse of ``to_json``. KeyError, TypeError or ValueError for what is none."""
-        sizes = _integers(data["sizes"], 1)
+        sizes = _integers("sizes", data["sizes"], 1)
         if math.prod(sizes) > MOST_RANKS:
-            raise ValueError(f"mesh of sizes {sizes}: at most {MOST_RANKS} ranks can be read")
-        return cls(tuple(data["names"]), sizes, _integers(data.get("ranks", ()), 0))
+            raise ArgumentError(f"mesh of sizes {sizes}: at most {MOST_RANKS} ranks can be read", key="sizes")
+        return cls(tuple(data["names"]), sizes, _integers("ranks", data.get("ranks", ()), 0))
 
 
 @dataclass(frozen=True)
@@ -238,7 +244,8 @@ class Shard:
     def piece(self, box: Box, part: int, parts: int) -> list[Box]:
         """The boxes of one part of ``box``; ValueError unless the parts are a multiple of the copies."""
         if self.copies < 1 or parts % self.copies:
-            raise ValueError(f"{self}: {parts} ranks cannot hold {self.copies} copies of each piece")
+            message = f"{self}: {parts} ranks cannot hold {self.copies} copies of each piece"
+            raise ArgumentError(message, key="copies")
         length, part = box.size[self.dim], part // self.copies
         chunk = -(-length // (parts // self.copies))
         start, stop = min(length, part * chunk), min(length, (part + 1) * chunk)
@@ -270,7 +277,8 @@ class RaggedShard:
         """The boxes of one part of ``box``; ValueError unless its elements divide by the sum of the units."""
         total = sum(self.units)
         if len(self.units) != parts or total < 1 or min(self.units) < 0 or box.numel % total:
-            raise ValueError(f"{self} does not split {box.numel} elements of {box} over {parts} ranks into whole units")
+            message = f"{self} does not split {box.numel} elements of {box} over {parts} ranks into whole units"
+            raise ArgumentError(message, key="units")
         unit = box.numel // total
         start = unit * sum(self.units[:part])
         stop = start + unit * self.units[part]
@@ -297,12 +305,14 @@ class Layout:
         if not self.order:
             object.__setattr__(self, "order", tuple(range(len(self.placements))))
         if len(self.placements) != len(self.mesh.sizes) or sorted(self.order) != list(range(len(self.placements))):
-            raise ValueError(f"{self.placements}, order {self.order}: one placement per dimension of {self.mesh.sizes}")
+            message = f"{self.placements}, order {self.order}: one placement per dimension of {self.mesh.sizes}"
+            raise ArgumentError(message, key="placements")
         splits = [p for p in (self.placements[i] for i in self.order) if not isinstance(p, Replicate)]
         if any(isinstance(p, RaggedShard) for p in splits[:-1]):
-            raise ValueError(f"{self.placements}: a ragged split must be the last one")
+            raise ArgumentError(f"{self.placements}: a ragged split must be the last one", key="order")
         if any(isinstance(p, Shard) and not 0 <= p.dim < len(self.shape) for p in splits):
-            raise ValueError(f"{self.placements}: no such dimension in a tensor of shape {self.shape}")
+            message = f"{self.placements}: no such dimension in a tensor of shape {self.shape}"
+            raise ArgumentError(message, key="dim")
 
     @classmethod
     def single(cls, shape: Sequence[int]) -> "Layout":
@@ -331,7 +341,9 @@ class Layout:
     def from_json(cls, data: dict[str, Any]) -> "Layout":
         """The inverse of ``to_json``. KeyError, TypeError or ValueError for what is none."""
         placements = tuple(_placement_from_json(p) for p in data["placements"])
-        return cls(Mesh.from_json(data["mesh"]), placements, _integers(data["shape"], 0), _integers(data["order"], 0))
+        mesh = Mesh.from_json(data["mesh"])
+        shape, order = (_integers(name, data[name], 0) for name in ("shape", "order"))
+        return cls(mesh, placements, shape, order)
 
 
 def _placement_json(placement: Placement) -> Any:
@@ -348,13 +360,13 @@ def _placement_from_json(data: Any) -> Placement:
     if data == "replicate":
         return Replicate()
     if "shard" in data:
-        return Shard(*_integers((data["shard"], data.get("copies", 1)), 0))
-    return RaggedShard(_integers(data["ragged"], 0))
+        return Shard(*_integers("shard", (data["shard"], data.get("copies", 1)), 0))
+    return RaggedShard(_integers("ragged", data["ragged"], 0))
 
 
-def _integers(values: Sequence[Any], least: int) -> Shape:
-    """As a tuple. TypeError for what are no integers, ValueError for those out of range."""
+def _integers(name: str, values: Sequence[Any], least: int) -> Shape:
+    """Return a field's values as a tuple. TypeError for other types, ArgumentError for integers out of range."""
     found = tuple(map(operator.index, values))
     if any(not least <= n < _LARGEST for n in found):
-        raise ValueError(f"integers from {least} to 2^{_LARGEST.bit_length() - 1} are needed")
+        raise ArgumentError(f"{name}: integers from {least} to 2^{_LARGEST.bit_length() - 1} are needed", key=name)
     return found

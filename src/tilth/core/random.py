@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilth.core.errors import ArgumentError
 from tilth.core.layout import Box, Shape, runs
 
 Device = str | torch.device
@@ -338,7 +339,7 @@ class Stream:
     def integers(self, start: int, count: int, high: int, device: Device = "cpu") -> Tensor:
         """int64 [count] in [0, high), 1 <= high <= 2**31: ``word * high >> 32``, so the bias is under high / 2**32."""
         if not 1 <= high <= 1 << 31:
-            raise ValueError(f"high={high}: must be between 1 and 2**31")
+            raise ArgumentError(f"high={high}: must be between 1 and 2**31", key="high")
         return self.bits(start, count, device).mul_(high).bitwise_right_shift_(32)
 
     def permutation(self, n: int, device: Device = "cpu") -> Tensor:
@@ -384,7 +385,8 @@ def _fill(tensor: Tensor, write: Write, stream: Stream, box: Box | None, shape: 
     shape = tuple(shape if shape is not None else tensor.shape)
     box = box or Box.whole(shape)
     if tuple(tensor.shape) != box.size or len(shape) != len(box.size) or not Box.whole(shape).contains(box):
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not the {box} of shape {shape}")
+        message = f"a tensor of shape {tuple(tensor.shape)} is not the {box} of shape {shape}"
+        raise ArgumentError(message, key="box")
     starts, length = runs(box, shape)
     request = _request(stream, write, torch.float32, starts, tensor.device)
     with torch.no_grad():

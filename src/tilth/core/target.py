@@ -54,7 +54,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise StorageError(f"cannot write {path}: {reason}; what was committed before is intact") from error
+        message = f"cannot write {path}: {reason}; what was committed before is intact"
+        raise StorageError(message, key=path.name) from error
 
 
 @contextmanager
@@ -67,15 +68,16 @@ def written_whole(path: Path) -> Iterator[Path]:
     try:
         real = path.resolve()
         if real.exists() and not real.is_file():
-            raise StorageError(f"cannot write {path}: it is there and is no regular file")
+            raise StorageError(f"cannot write {path}: it exists and is no regular file", key=f"{path.name}.type")
     except (OSError, RuntimeError) as error:  # a loop of links
-        raise StorageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
+        message = f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
+        raise StorageError(message, key=path.name) from error
     temporary = real.with_name(f".{real.name}.tmp")
     try:
         yield temporary
         rename(temporary, real)
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+        raise StorageError(f"cannot write {path}: {error.strerror or error}", key=path.name) from error
     finally:
         with suppress(OSError):  # of the same disk, which has said its word; as a rule it has its name by now
             temporary.unlink(missing_ok=True)

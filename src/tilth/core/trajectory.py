@@ -55,7 +55,7 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         sizes = {len(self.tokens), len(self.mask), len(self.logprobs)}
-        self._check(len(sizes) == 1, f"tokens, mask and logprobs have {sorted(sizes)} entries")
+        self._check(len(sizes) == 1, "tokens", f"tokens, mask and logprobs have {sorted(sizes)} entries")
         if not self.segments:
             first = self.prompt_length
             found = [Segment("user", 0)] * (first > 0) + [Segment("assistant", first)] * (first < len(self.tokens))
@@ -63,13 +63,14 @@ class Trajectory:
         starts = np.array([s.start for s in self.segments], np.int64)
         spans = np.diff(starts, append=len(self.tokens))
         ordered = not len(starts) or (starts[0] == 0 and (spans > 0).all())
-        self._check(bool(ordered), f"segments at {starts.tolist()} do not tile {len(self.tokens)} tokens")
+        tokens = len(self.tokens)
+        self._check(bool(ordered), "segments", f"segments at {starts.tolist()} do not tile {tokens} tokens")
         spoken = np.repeat(np.array([s.role == "assistant" for s in self.segments], bool), spans)
-        self._check(not self.mask[~spoken].any(), "the mask has a token outside of assistant segments")
+        self._check(not self.mask[~spoken].any(), "mask", "the mask has a token outside of assistant segments")
 
-    def _check(self, good: bool, what: str) -> None:
+    def _check(self, good: bool, field: str, what: str) -> None:
         if not good:
-            raise TrajectoryError(f"trajectory {self.id}: {what}")
+            raise TrajectoryError(f"trajectory {self.id}: {what}", key=field)
 
     @property
     def prompt_length(self) -> int:
@@ -88,6 +89,6 @@ class Trajectory:
         starts = np.array([start for start, _ in self.versions], np.int64)
         span = np.searchsorted(starts, np.arange(len(self.tokens)), side="right") - 1
         covered = (np.diff(starts) > 0).all() and not np.any(self.mask[span < 0])
-        self._check(bool(covered), f"version spans {self.versions} do not cover each chosen token once")
+        self._check(bool(covered), "versions", f"spans of versions {self.versions} do not cover each chosen token once")
         versions = np.array([version for _, version in self.versions] or [0], np.int32)
         return np.where(self.mask != 0, versions[span], 0).astype(np.int32)
