@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import tilth.rl as rl
+from tests.errors import raises
 from tests.roles import small
 from tilth.cluster.backends.inline import InlineStore
 from tilth.config.schema import OptimizerConfig
@@ -189,7 +190,7 @@ def test_tokens_that_were_edited_in_the_store_are_refused(worker, batch):
     ready = worker.advantages(batch, small.HOW)
     for handle in ready.payload["tokens"].handles:
         worker.store.get(handle).values[-1] ^= 1
-    with pytest.raises(TokenIdentityError, match=f"trajectory {batch['id'][-1]}:"):
+    with raises(TokenIdentityError, f"trajectory.{batch['id'][-1]}.tokens"):
         worker.update(ready, small.HOW)
 
 
@@ -233,7 +234,7 @@ def test_a_denominator_of_one_s_own_is_told_on_every_rank(pool):
 def test_a_dropped_token_is_told(worker, batch):
     tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
     _, whole = Objective(small.HOW).of(mask, tokens)
-    with pytest.raises(TokenCountError, match="their whole batch 1: some tokens count twice or not at all"):
+    with raises(TokenCountError, "weight"):
         check_weight({WEIGHT: Metric(whole - 1 / mask.sum(), 1, "sum")}, whole, ParallelDims.alone())
 
 
@@ -252,7 +253,7 @@ def test_a_loss_that_drops_a_token_stops_the_update(worker, batch, monkeypatch):
         return whole(name, values, **columns) if len(calls) == 1 else forgets_one(name, values, **columns)
 
     monkeypatch.setattr(rl, "aggregate", only_in_parts, raising=False)
-    with pytest.raises(TokenCountError, match="weigh"):
+    with raises(TokenCountError, "weight"):
         worker.update(ready, small.HOW)
 
 

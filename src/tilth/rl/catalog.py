@@ -36,7 +36,7 @@ def _kind_of(name: str) -> Kind:
     kinds: list[Kind] = [kind for kind in get_args(Kind) if name in registered(kind)]
     if not kinds:
         every = [known for kind in get_args(Kind) for known in registered(kind)]
-        raise RecipeError(f"no algorithm {name!r}{nearest(name, every)}")
+        raise RecipeError(f"no algorithm {name!r}{nearest(name, every)}", key="name")
     if len(kinds) > 1:
-        raise RecipeError(f"{name!r} is one of {' and of '.join(kinds)}; say which by kind=")
+        raise RecipeError(f"{name!r} is one of {' and of '.join(kinds)}; say which by kind=", key="kind")
     return kinds[0]

@@ -23,9 +23,11 @@ def adapt_entropy(
     Raises: RecipeError: a step that is not positive, or bounds that leave nothing between them.
     """
     if not step > 0:
-        raise RecipeError(f"adaptive entropy: step = {step}: it must be positive")
+        raise RecipeError(f"adaptive entropy: step = {step}: it must be positive", key="step")
     if not 0 <= least <= most:
-        raise RecipeError(f"adaptive entropy: bounds [{least}, {most}]: they must be in order and not negative")
+        raise RecipeError(
+            f"adaptive entropy: bounds [{least}, {most}]: they must be in order and not negative", key="least"
+        )
     if not math.isfinite(entropy):
         return coef
     return min(max(coef + step if entropy < target else coef - step, least), most)

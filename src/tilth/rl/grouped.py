@@ -189,11 +189,12 @@ class Gdpo(Grpo):
     def _pairs(self) -> "Gdpo":
         twice = [key for i, key in enumerate(self.keys) if key in self.keys[:i]]
         if twice:
-            raise RecipeError(f"gdpo: keys has {twice[0]!r} twice; each part once, with a weight")
+            raise RecipeError(f"gdpo: keys has {twice[0]!r} twice; each part once, with a weight", key="gdpo.keys")
         if self.weights and len(self.weights) != max(len(self.keys), 1):
             parts = ", ".join(self.keys) or "the reward itself"
             raise RecipeError(
-                f"gdpo: weights = {list(self.weights)}: there must be one for each part ({parts}), or none"
+                f"gdpo: weights = {list(self.weights)}: there must be one for each part ({parts}), or none",
+                key="gdpo.weights",
             )
         return self
 

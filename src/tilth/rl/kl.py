@@ -134,7 +134,9 @@ def penalise(
     packing = Packing.of(lengths, mask)
     rewards = torch.as_tensor(rewards).to(packing.mask.device, torch.float64)
     if rewards.shape != packing.lengths.shape:
-        raise TokenCountError(f"rewards has the shape {tuple(rewards.shape)}; there are {len(packing.lengths)} rows")
+        raise TokenCountError(
+            f"rewards has the shape {tuple(rewards.shape)}; there are {len(packing.lengths)} rows", key="rewards.shape"
+        )
     columns = packing.column("logprobs", logprobs), packing.column("ref_logprobs", ref_logprobs)
     own, theirs = (packing.masked(column).detach().double() for column in columns)
     tokens = packing.masked(-coef * kl_penalty(kl, own, theirs))
@@ -156,10 +158,14 @@ def adapt(coef: float, kl: float, *, target: float, horizon: float, count: float
         turn negative.
     """
     if not (target > 0 and horizon > 0):
-        raise RecipeError(f"adaptive KL: target = {target}, horizon = {horizon}: both must be positive")
+        raise RecipeError(
+            f"adaptive KL: target = {target}, horizon = {horizon}: both must be positive",
+            key="horizon" if target > 0 else "target",
+        )
     if LARGEST_CHANGE * count >= horizon:
         raise RecipeError(
-            f"adaptive KL: horizon = {horizon}: it must be more than a fifth of the {count} samples of a step"
+            f"adaptive KL: horizon = {horizon}: it must be more than a fifth of the {count} samples of a step",
+            key="horizon",
         )
     if not math.isfinite(kl):
         return coef

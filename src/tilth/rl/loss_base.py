@@ -107,4 +107,4 @@ class ClippedLoss(PolicyLoss):
 def at_least_one(name: str, option: str, value: float | None) -> None:
     """RecipeError unless a bound on the ratio is none (None or 0) or at least 1."""
     if value and value < 1:
-        raise RecipeError(f"{name}: {option} = {value}: it must be at least 1, or 0 for none")
+        raise RecipeError(f"{name}: {option} = {value}: it must be at least 1, or 0 for none", key=f"{name}.{option}")

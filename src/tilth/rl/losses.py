@@ -159,7 +159,8 @@ def _found(
     if denominator is not None:
         name = entry.entry_name
         raise RecipeError(
-            f"{name} looks at the whole batch before a part of it: give thresholds=tilth.rl.thresholds({name!r}, ...)"
+            f"{name} looks at the whole batch before a part of it: give thresholds=tilth.rl.thresholds({name!r}, ...)",
+            key="thresholds",
         )
     constant = replace(step, logprobs=step.logprobs.detach())
     return entry.thresholds(constant, alone, rows_alone)
@@ -183,7 +184,9 @@ def _entries(
     for option in options:
         if option not in of_loss and option not in of_aggregation:
             known = [*of_loss, *of_aggregation]
-            raise RecipeError(f"{name} with {aggregation}: no option {option!r}{nearest(option, known)}")
+            raise RecipeError(
+                f"{name} with {aggregation}: no option {option!r}{nearest(option, known)}", key=f"{name}.{option}"
+            )
     parts = {k: v for k, v in options.items() if k in of_aggregation}
     return loss, build("aggregations", aggregation, parts, Aggregation)
 

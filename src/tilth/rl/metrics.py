@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tilth.core.errors import ArgumentError
+
 Reduction = Literal["mean", "sum", "max"]
 
 
@@ -21,7 +23,7 @@ class Metric:
     def merge(self, other: "Metric") -> "Metric":
         """The metric of both parts together."""
         if self.reduction != other.reduction:
-            raise ValueError(f"cannot merge a {self.reduction} with a {other.reduction}")
+            raise ArgumentError(f"cannot merge a {self.reduction} with a {other.reduction}", key="other")
         if self.reduction == "max":
             total: float | Tensor = torch.maximum(torch.as_tensor(self.total), torch.as_tensor(other.total))
         else:

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from tilth.core.errors import ArgumentError
 from tilth.rl.kl import kl_penalty
 from tilth.rl.metrics import Metric
 from tilth.rl.packing import Packing
@@ -55,7 +56,7 @@ class EffectiveShare(Metric):
     def merge(self, other: Metric) -> "EffectiveShare":
         """That of both parts together."""
         if not isinstance(other, EffectiveShare):
-            raise ValueError(f"cannot merge an effective sample size with a {other.reduction}")
+            raise ArgumentError(f"cannot merge an effective sample size with a {other.reduction}", key="other")
         return EffectiveShare.of(self.sums + other.sums)
 
 

@@ -26,7 +26,7 @@ def overview(flows: Sequence[str] = (), keys: Mapping[str, Any] | None = None) -
     from_dict(keys or {}, complete=False)
     for flow in flows:
         if flow not in FLOWS:
-            raise RecipeError(f"no algorithm {flow!r}{nearest(flow, FLOWS)}")
+            raise RecipeError(f"no algorithm {flow!r}{nearest(flow, FLOWS)}", key="flows")
     return {flow: _facts(from_dict({**(keys or {}), "flow": flow}, complete=False)) for flow in flows or FLOWS}
 
 

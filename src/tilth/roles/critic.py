@@ -48,7 +48,9 @@ class CriticWorker(Learner):
                 sharded.take(name, tensor)
                 missing.discard(name)
         if missing:
-            raise ModelError(f"{min(missing)} is missing in the weights that the value model should begin with")
+            raise ModelError(
+                f"{min(missing)} is missing in the weights that the value model should begin with", key=min(missing)
+            )
         for name in sharded.layouts:
             if name.startswith(HEAD):
                 sharded.take(name, torch.zeros(sharded.layouts[name].shape))

@@ -47,7 +47,8 @@ def _odd_pair(pair: np.ndarray, side: np.ndarray) -> PairError:
             break
     return PairError(
         f"pair {number} of the batch has {sides.count(CHOSEN)} chosen and {sides.count(0)} rejected answers, "
-        "not one of each: a part of the batch is missing or was passed twice"
+        "not one of each: a part of the batch is missing or was passed twice",
+        key=f"pair.{number}",
     )
 
 

@@ -106,5 +106,6 @@ def check_weight(metrics: dict[str, rl.Metric], expected: float, grid: ParallelD
     if abs(found - expected) > WEIGHT_TOLERANCE * max(abs(expected), 1.0):
         raise TokenCountError(
             f"the micro-batches weigh {found:.6g} in the loss, their whole batch {expected:.6g}: "
-            "some tokens count twice or not at all, or a part was divided by its own denominator"
+            "some tokens count twice or not at all, or a part was divided by its own denominator",
+            key=WEIGHT,
         )

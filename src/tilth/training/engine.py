@@ -271,7 +271,7 @@ class TrainEngine:
             norm = self.optimizers.clip(self.section.clip_norm, self._measure) if learn else 0.0
             finite = math.isfinite(loss) and math.isfinite(norm)
             if not finite and self.nonfinite == "stop":
-                raise NonFiniteError(f"loss {loss:g}, gradient norm {norm:g} at optimizer step {self._why(lr)}")
+                raise self._not_finite(loss, norm, lr)
             if finite and learn:
                 self.optimizers.step(lr)
                 self.ema.follow()
@@ -281,14 +281,19 @@ class TrainEngine:
         self.updates += 1
         return UpdateResult(loss, norm, lr, metrics=metrics, skipped=not (finite and learn), **done)
 
-    def _why(self, lr: float) -> str:
-        """Which step was not finite, and what to do about it."""
+    def _not_finite(self, loss: float, norm: float, lr: float) -> NonFiniteError:
+        """Return the error of a step whose loss or gradient is not finite: which step, and what the user can do."""
         wrong = not_finite(self.optimizers.parameters.items()) if self.steps == 0 else ""
+        found = f"loss {loss:g}, gradient norm {norm:g} at optimizer step {self.steps}"
         if wrong:
-            return f"0, before anything was learned: the weights that training began with are not finite: {wrong}"
-        return (
-            f"{self.steps}: lower the learning rate, here {lr:g} (optimizer.lr; supervised.lr or critic.lr where it "
-            "is that), or set train.nonfinite=skip to leave such steps out"
+            return NonFiniteError(
+                f"{found}, before anything was learned: the weights that training began with are not finite: {wrong}",
+                key=wrong.partition(" ")[0],
+            )
+        return NonFiniteError(
+            f"{found}: lower the learning rate, here {lr:g} (optimizer.lr; supervised.lr or critic.lr where it "
+            "is that), or set train.nonfinite=skip to leave such steps out",
+            key="grad_norm" if math.isfinite(loss) else "loss",
         )
 
     def _whole(self, loss: float, sequences: int, learn: bool) -> tuple[float, int, bool]:
@@ -356,11 +361,15 @@ def _check_layout(grid: ParallelDims, watch: Collection[str]) -> None:
     sizes = " and ".join(f"{name}={grid.size(name)}" for name in grid.mesh.over(*MODEL))
     layout = f"with {sizes} no rank has one: use dp alone"
     if "noise_scale" in watch:
-        raise RecipeError(f"train.watch=noise_scale needs whole gradients of a micro-batch, and {layout}")
+        raise RecipeError(
+            f"train.watch=noise_scale needs whole gradients of a micro-batch, and {layout}", key="train.watch"
+        )
 
 
 def _check_used(used: np.ndarray) -> None:
     """Raise TokenCountError unless every token of the batch was used once."""
     if (used != 1).any():
         wrong = int(np.flatnonzero(used != 1)[0])
-        raise TokenCountError(f"token {wrong} of {len(used)} of the batch was used {used[wrong]} times in one update")
+        raise TokenCountError(
+            f"token {wrong} of {len(used)} of the batch was used {used[wrong]} times in one update", key="tokens"
+        )

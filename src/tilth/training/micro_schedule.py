@@ -33,7 +33,7 @@ def passes(name: str, parts: int, micro_batches: int) -> list[Pass]:
     """The passes of a schedule, checked. ScheduleError: no such schedule; a pass that is missing, there twice, or
     before one that it needs."""
     if name not in SCHEDULES:
-        raise ScheduleError(f"schedule {name!r} is not declared; there are {', '.join(SCHEDULES)}")
+        raise ScheduleError(f"schedule {name!r} is not declared; there are {', '.join(SCHEDULES)}", key="schedule")
     order, done = list(SCHEDULES[name](parts, micro_batches)), set[Pass]()
     for one in order:
         direction, part, i = one
@@ -42,9 +42,13 @@ def passes(name: str, parts: int, micro_batches: int) -> list[Pass]:
         else:
             needed = Pass("forward", part - 1, i) if part else Pass("forward", 0, i - 1)
         if one in done or (needed not in done and one != Pass("forward", 0, 0)):
-            raise ScheduleError(f"schedule {name!r}: {one} is there twice, or comes before {needed}")
+            raise ScheduleError(
+                f"schedule {name!r}: {one} is there twice, or comes before {needed}", key=f"{name}.order"
+            )
         done.add(one)
     wanted = {Pass(d, part, i) for d in ("forward", "backward") for part in range(parts) for i in range(micro_batches)}
     if done != wanted:
-        raise ScheduleError(f"schedule {name!r}: {next(iter(done ^ wanted))} is missing, or of no micro-batch")
+        raise ScheduleError(
+            f"schedule {name!r}: {next(iter(done ^ wanted))} is missing, or of no micro-batch", key=f"{name}.passes"
+        )
     return order

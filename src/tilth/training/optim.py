@@ -61,9 +61,11 @@ def _declared(own: Declaration, parameters: list[nn.Parameter], section: Optimiz
     try:
         made = own.value(parameters, section)
     except (Exception, SystemExit) as error:
-        raise PluginError(f"{own.title}: {describe(error, own.file)}") from error
+        raise PluginError(f"{own.title}: {describe(error, own.file)}", key=own.name) from error
     if not isinstance(made, torch.optim.Optimizer):
-        raise PluginError(f"{own.title} returns a {type(made).__name__}, not a torch.optim.Optimizer")
+        raise PluginError(
+            f"{own.title} returns a {type(made).__name__}, not a torch.optim.Optimizer", key=f"{own.name}.return"
+        )
     return made
 
 
@@ -145,10 +147,14 @@ class Optimizers:
         try:
             optimizer.step()
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{own.title}, state={named}: {describe(error, own.file)}") from error
+            raise PluginError(
+                f"{own.title}, state={named}: {describe(error, own.file)}", key=f"{own.name}.step"
+            ) from error
         for state in optimizer.state.values():
             if unknown := sorted(state.keys() - {*named, "step"}):
-                raise PluginError(f"{own.title} keeps {unknown[0]!r}; name it in state={(*named, *unknown)}")
+                raise PluginError(
+                    f"{own.title} keeps {unknown[0]!r}; name it in state={(*named, *unknown)}", key=f"{own.name}.state"
+                )
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
