@@ -14,8 +14,8 @@ from tests.rl.test_split import Meeting, parts_of
 from tilth import rl
 from tilth.core.errors import RecipeError, TokenCountError
 from tilth.rl import optimal
-from tilth.rl.advantage_base import OF_TOKENS
 from tilth.rl.advantages import Advantage
+from tilth.rl.estimators import OF_TOKENS
 from tilth.rl.packing import Groups, whiten_rows
 from tilth.rl.registry import build
 

@@ -10,8 +10,8 @@ import tilth.rl as rl
 from tests.config.test_plugins import _nothing_left_behind  # noqa: F401  (a fixture)
 from tests.errors import raises
 from tilth.core.errors import PluginError, RecipeError
-from tilth.rl.advantage_base import RowAdvantage
-from tilth.rl.loss_base import PolicyLoss
+from tilth.rl.estimators import RowAdvantage
+from tilth.rl.policy_losses import PolicyLoss
 
 
 def leave_one_out(rewards, groups, *, scale: float = 1.0):

@@ -15,7 +15,7 @@ from tests.rl.strategies import EXAMPLES, Drawn, batches
 from tilth import rl
 from tilth.core.errors import ArgumentError, RecipeError, TokenCountError
 from tilth.rl import registry
-from tilth.rl.mismatch_metrics import STATISTICS
+from tilth.rl.metrics import STATISTICS
 from tilth.rl.rollout_correction import Corrector
 
 PACKINGS = [(0, None), (3, None), (0, 6), (2, 9)]

@@ -14,7 +14,7 @@ from tilth.core.errors import TokenCountError, TokenIdentityError
 from tilth.models.attention import PackedContext
 from tilth.models.value import ValueModel
 from tilth.roles.critic import CriticWorker, value_loss
-from tilth.roles.shares import WEIGHT
+from tilth.roles.objective import WEIGHT
 from tilth.training.engine import TrainEngine
 from tilth.training.packed import appraise
 

@@ -21,10 +21,9 @@ from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
 from tilth.parallel.sharded import ShardedModel
 from tilth.roles import pairs
-from tilth.roles.pairs import PairError, PairPolicyWorker, PairTable, RewardModelWorker
-from tilth.roles.rating import PART, RatingWorker
+from tilth.roles.objective import WEIGHT
+from tilth.roles.pairs import PART, PairError, PairPolicyWorker, PairTable, RatingWorker, RewardModelWorker
 from tilth.roles.reference import ReferenceWorker
-from tilth.roles.shares import WEIGHT
 from tilth.training.engine import TrainEngine
 from tilth.training.packed import rate
 

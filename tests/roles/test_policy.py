@@ -18,10 +18,9 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
 from tilth.rl.metrics import Metric
 from tilth.roles import policy as roles_policy
-from tilth.roles.objective import Objective
+from tilth.roles.objective import WEIGHT, Objective, alone, check_weight, gather_data_ranks
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.reference import ReferenceWorker
-from tilth.roles.shares import WEIGHT, alone, check_weight, gather_data_ranks
 from tilth.training.engine import TrainEngine
 
 
@@ -199,7 +198,7 @@ def test_tokens_that_were_edited_in_the_store_are_refused(worker, batch):
 
 def test_the_weights_of_parts_must_add_up(worker, batch):
     tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
-    _, whole = Objective(small.HOW).of(mask, tokens)
+    whole = Objective.of(small.HOW, mask, tokens).shared.whole
     assert whole == pytest.approx(1.0)  # token-mean: every token weighs 1 / tokens
     check_weight({WEIGHT: Metric(whole, 1, "sum")}, whole, ParallelDims.alone())
 
@@ -233,7 +232,7 @@ def test_a_denominator_of_one_s_own_is_told_on_every_rank(pool):
 
 def test_a_dropped_token_is_told(worker, batch):
     tokens, mask = column(worker, batch, "tokens"), column(worker, batch, "mask").values
-    _, whole = Objective(small.HOW).of(mask, tokens)
+    whole = Objective.of(small.HOW, mask, tokens).shared.whole
     with raises(TokenCountError, "weight"):
         check_weight({WEIGHT: Metric(whole - 1 / mask.sum(), 1, "sum")}, whole, ParallelDims.alone())
 

@@ -12,8 +12,7 @@ from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.rl.metrics import Metric
-from tilth.training.engine import TrainEngine
-from tilth.training.losses import negative_log_likelihood
+from tilth.training.engine import TrainEngine, negative_log_likelihood
 from tilth.training.packed import packed_logprobs
 
 CONFIG = DecoderConfig(

@@ -13,7 +13,7 @@ from tilth.models.decoder import Decoder
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
 from tilth.plan.layout import nested
-from tilth.training.micro_schedule import SCHEDULES, Pass, passes
+from tilth.training.engine import SCHEDULES, Pass, passes
 
 
 def all_forward_first(parts, micro_batches):

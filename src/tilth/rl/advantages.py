@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tilth.core.errors import RecipeError, TokenCountError
-from tilth.rl import grouped, optimal, returns  # noqa: F401  (importing them registers their estimators)
-from tilth.rl.advantage_base import OF_TOKENS, Advantage, Everyone, RowAdvantage, Rows, Tokens
+from tilth.rl import optimal  # noqa: F401  (importing it registers its estimators)
+from tilth.rl.estimators import OF_TOKENS, Advantage, Everyone, RowAdvantage, Rows, Tokens
 from tilth.rl.packing import Gather, Packing, Reduce, alone, rows_alone
 from tilth.rl.registry import Scope, build, require
 

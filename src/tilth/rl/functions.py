@@ -17,8 +17,8 @@ from tilth.config.flows import SHARED_OPTIONS
 from tilth.config.plugins import Declaration, describe
 from tilth.config.schema import AlgorithmConfig
 from tilth.core.errors import PluginError, TilthError
-from tilth.rl.advantage_base import Advantage, RowAdvantage, Rows, Tokens
-from tilth.rl.loss_base import LossInputs, PolicyLoss, TokenLosses
+from tilth.rl.estimators import Advantage, RowAdvantage, Rows, Tokens
+from tilth.rl.policy_losses import LossInputs, PolicyLoss, TokenLosses
 from tilth.rl.registry import Entry, nearest
 
 ROW_COLUMNS = ("rewards", "groups", "counts", "baselines")

@@ -8,16 +8,11 @@ import torch
 from torch import Tensor
 
 from tilth.core.errors import RecipeError
-from tilth.rl import token_losses  # noqa: F401  (registers its entries, the first of the names of losses)
-
-# isort: split
-from tilth.rl import covariance_clip, sequence_losses  # noqa: F401  (importing them registers their entries)
 from tilth.rl.aggregation import Aggregation, reduce_tokens
 from tilth.rl.kl import kl_penalty
-from tilth.rl.loss_base import LossInputs, PolicyLoss
-from tilth.rl.metrics import Metric
-from tilth.rl.mismatch_metrics import Gap
+from tilth.rl.metrics import Gap, Metric
 from tilth.rl.packing import Gather, Packing, Reduce, alone, rows_alone
+from tilth.rl.policy_losses import LossInputs, PolicyLoss
 from tilth.rl.registry import build, lookup, nearest, require
 
 __all__ = ["LossInputs", "LossResult", "PolicyLoss", "loss_entry", "policy_loss", "thresholds"]

@@ -8,8 +8,7 @@ from tilth.config.load import from_dict
 from tilth.config.plugins import declared
 from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError
-from tilth.rl.algorithm import Algorithm
-from tilth.rl.catalog import names
+from tilth.rl.algorithm import Algorithm, names
 from tilth.rl.registry import DECLARED_AS, Kind, nearest
 
 COLUMNS = ("baseline", "loss", "aggregation", "KL", "clip", "filters", "critic")

@@ -22,10 +22,9 @@ from pydantic import Field, create_model
 from torch import Tensor
 
 from tilth.core.errors import RecipeError
-from tilth.rl.loss_base import PolicyLoss
-from tilth.rl.metrics import Metric
-from tilth.rl.mismatch_metrics import STATISTICS, EffectiveShare, Gap
+from tilth.rl.metrics import STATISTICS, EffectiveShare, Gap, Metric
 from tilth.rl.packing import Packing, Reduce, alone
+from tilth.rl.policy_losses import PolicyLoss
 from tilth.rl.registry import Entry, Scope, build, nearest, register, require
 
 Threshold = float | tuple[float, float]

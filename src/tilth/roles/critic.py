@@ -15,8 +15,15 @@ from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.rl.aggregation import Aggregation
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.experience import check_identity, on_rows, put_like
-from tilth.roles.scoring import forward
-from tilth.roles.shares import Gather, alone, check_weight, gather_data_ranks, global_denominator, is_first_data_rank
+from tilth.roles.objective import (
+    Gather,
+    alone,
+    check_weight,
+    forward,
+    gather_data_ranks,
+    global_denominator,
+    is_first_data_rank,
+)
 from tilth.roles.state import Learner, whole_tensors
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
 from tilth.training.packed import MicroBatch, packed_values
