@@ -71,7 +71,7 @@ def tilth_side(task: Task, batch: Batch) -> tuple[Tensor, float, dict[str, Tenso
     load_weights(model, loaded.tensors, str(loaded.source))
     model.to(task.device)
     tokens, mask, advantages = batch.rows()
-    loss, _ = Objective(Algorithm(AlgorithmConfig(), task.longest)).of(mask, tokens)
+    loss = Objective.of(Algorithm(AlgorithmConfig(), task.longest), mask, tokens)
     total, found = 0.0, np.zeros(len(mask), np.float32)
     for index, micro in micros(tokens, mask, {"advantages": advantages}, 16_384, torch.device(task.device), share=True):
         score(model, micro, model(*model_input(micro)), temperature=1.0, entropy=True)

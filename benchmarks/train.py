@@ -17,8 +17,8 @@ Checked before anything is timed: from the same weights and data the losses of t
 2e-4 (fp32) or 3e-2 (bf16) of the Trainer's or, without it, the plain loop's.
 
 Only real tokens count. MFU: the FLOPs that the mathematics of these tokens asks for (``plan/flops.py``) over the
-measured rate of a square matmul in the same dtype (``training/peak.py``). Runs alternate, a figure is the best step of
-all rounds; the first step (with compilation) is listed apart. Memory: each contender once in a process of its own.
+measured rate of a square matmul in the same dtype (``training/engine.py``). Runs alternate, a figure is the best step
+of all rounds; the first step (with compilation) is listed apart. Memory: each contender once in a process of its own.
 
 On a GPU (``--device cuda --models 0.5B,1.5B --dtypes bf16 --apart``) batches are twice as large. ``--apart``: each
 contender is timed in a process of its own, since their weights and states would not fit beside one another. One that
@@ -54,9 +54,7 @@ from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.models.config import DecoderConfig
 from tilth.plan.flops import sequence_flops
-from tilth.training.engine import TrainEngine
-from tilth.training.losses import negative_log_likelihood
-from tilth.training.peak import measured_flops
+from tilth.training.engine import TrainEngine, measured_flops, negative_log_likelihood
 
 HERE = Path(__file__).parent
 TOLERANCE = {"fp32": 2e-4, "bf16": 3e-2}

@@ -33,7 +33,7 @@ from tilth.parallel.sharded import ShardedModel, shard
 from tilth.plan.layout import nested
 from tilth.rl import registry
 from tilth.rl.aggregation import Aggregation
-from tilth.roles.shares import gather_data_ranks, global_denominator, is_first_data_rank
+from tilth.roles.objective import gather_data_ranks, global_denominator, is_first_data_rank
 
 ROOT = Path(__file__).parents[2]
 HERE = "tests.config.test_axes:"

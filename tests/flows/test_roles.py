@@ -34,7 +34,7 @@ from tilth.flows.workers import shard_model, train_engine
 from tilth.plan.memory import Need
 from tilth.plan.working import FP32, Item, training
 from tilth.roles.state import Learner, whole_tensors
-from tilth.training.losses import negative_log_likelihood
+from tilth.training.engine import negative_log_likelihood
 
 
 @tilth.role("scorer")

@@ -17,8 +17,7 @@ from tilth.models.value import ValueModel
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
 from tilth.plan.rules import Parameter
-from tilth.training.engine import TrainEngine
-from tilth.training.losses import negative_log_likelihood
+from tilth.training.engine import TrainEngine, negative_log_likelihood
 
 NAME = "model.layers.*.mlp.up_proj."
 ROWS = (

@@ -36,8 +36,7 @@ from tilth.plan.layout import layouts, per_rank
 from tilth.plan.rules import rule_of
 from tilth.plan.shape import matrices, parameter_shapes, parameters
 from tilth.plan.traffic import traffic
-from tilth.training.engine import TrainEngine
-from tilth.training.losses import negative_log_likelihood
+from tilth.training.engine import TrainEngine, negative_log_likelihood
 
 HERE = "tests.models.test_families:"
 

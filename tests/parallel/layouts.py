@@ -13,8 +13,7 @@ from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
-from tilth.training.engine import TrainEngine
-from tilth.training.losses import negative_log_likelihood
+from tilth.training.engine import TrainEngine, negative_log_likelihood
 from tilth.training.packed import appraise, packed_logprobs, packed_values, score
 
 CONFIG = DecoderConfig(

@@ -1,9 +1,9 @@
-import re
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.parallel.layouts import (
     CONFIG,
     Case,
@@ -208,17 +208,18 @@ def test_a_value_model_initialises_with_a_head_of_zero():
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, wrong",
     [
         ({"model.norm.weight": None}, "missing: model.norm.weight"),
         ({"model.what": torch.zeros(2)}, "extra: model.what"),
-        ({"model.norm.weight": torch.zeros(3)}, re.escape("model.norm.weight [3] instead of [20]")),
+        ({"model.norm.weight": torch.zeros(3)}, "model.norm.weight [3] instead of [20]"),
     ],
 )
-def test_what_does_not_fit_is_named(change, said):
+def test_what_does_not_fit_is_named(change, wrong):
     tensors = {n: t for n, t in {**weights(Case()), **change}.items() if t is not None}
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError) as caught:
         ShardedModel.alone(build(Case())).load_(tensors)
+    assert wrong in str(caught.value)
 
 
 def test_a_decoders_head_is_no_part_of_a_value_model_that_begins_from_it():
@@ -228,15 +229,16 @@ def test_a_decoders_head_is_no_part_of_a_value_model_that_begins_from_it():
     assert not critic.parameters["score.weight"].any() and torch.equal(
         critic.parameters["model.norm.weight"].detach(), weights(Case())["model.norm.weight"].float()
     )
-    with pytest.raises(ModelError, match=r"missing: score\.bias"):
+    with pytest.raises(ModelError) as caught:
         critic.load_({n: t for n, t in weights(Case(value=True)).items() if n != "score.bias"})
+    assert "score.bias" in str(caught.value)
 
 
 def test_a_layout_that_is_not_the_models_is_refused():
     model = build(Case())
     layouts = {n: Layout.single(p.shape) for n, p in model.named_parameters()}
     layouts["model.norm.weight"] = Layout.single((19,))
-    with pytest.raises(ModelError, match=r"model\.norm\.weight"):
+    with raises(ModelError, "model.norm.weight.layout"):
         ShardedModel([model], ParallelDims.alone(), layouts)
 
 

@@ -1,11 +1,10 @@
 """Tensor parallelism against the model on one device: loss and every gradient, and what is seen if a sum is missing."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
 
+from tests.errors import raises
 from tests.models.tiny import shape
 from tests.parallel.divided import SMALL
 from tilth.core.errors import ModelError
@@ -181,21 +180,18 @@ def test_micro_batches_without_tokens_pass(pool, sp):
 
 
 @pytest.mark.parametrize(
-    ("changes", "tp", "message"),
+    ("changes", "tp", "wrong"),
     [
-        (
-            {"num_heads": 6, "num_kv_heads": 3, "intermediate_size": 36},
-            4,
-            "layout.tp=4 .* model.heads = 6; .* tp 1, 3, 6$",
-        ),
-        ({"num_heads": 12, "num_kv_heads": 4, "intermediate_size": 96}, 6, "model.kv_heads = 4, .* tp 1, 2, 4, 12$"),
-        ({"num_heads": 4, "intermediate_size": 34}, 4, "model.ffn = 34; .* tp 1, 2$"),
+        ({"num_heads": 6, "num_kv_heads": 3, "intermediate_size": 36}, 4, "model.heads = 6"),
+        ({"num_heads": 12, "num_kv_heads": 4, "intermediate_size": 96}, 6, "model.kv_heads = 4"),
+        ({"num_heads": 4, "intermediate_size": 34}, 4, "model.ffn = 34"),
     ],
 )
-def test_shapes_that_do_not_divide(changes, tp, message):
+def test_shapes_that_do_not_divide(changes, tp, wrong):
     config = shape("llama", **{**SMALL, **changes})
-    with pytest.raises(ModelError, match=message):
+    with raises(ModelError, "layout.tp") as caught:
         apply_tensor(Decoder(config), ParallelDims.of(Mesh(("tp",), (tp,)), 0), False)
+    assert wrong in str(caught.value)
     check_tensor(config, 1)
 
 
@@ -228,10 +224,12 @@ def test_a_parameter_without_a_rule_is_refused_by_name(name, tp, sp):
         return model
 
     grid = ParallelDims.of(Mesh(("dp", "fsdp", "tp"), (1, 1, tp)), 0)
-    with pytest.raises(ModelError, match=re.escape(name)):
+    with pytest.raises(ModelError) as caught:
         shard(build, grid, sp=sp)
-    with pytest.raises(ModelError, match=re.escape(name)):
+    assert name in str(caught.value)
+    with pytest.raises(ModelError) as caught:
         build().init_weights_(0)
+    assert name in str(caught.value)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 13])

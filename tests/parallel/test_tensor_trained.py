@@ -14,8 +14,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
-from tilth.training.engine import TrainEngine
-from tilth.training.losses import negative_log_likelihood
+from tilth.training.engine import TrainEngine, negative_log_likelihood
 
 HERE = "tests.parallel.test_tensor_trained:"
 

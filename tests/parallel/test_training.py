@@ -24,8 +24,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.parallel.sharded import ShardedModel
 from tilth.training import engine as engine_room
-from tilth.training.engine import TrainEngine
-from tilth.training.losses import negative_log_likelihood
+from tilth.training.engine import TrainEngine, negative_log_likelihood
 
 pytestmark = pytest.mark.dist
 HERE = "tests.parallel.test_training:"

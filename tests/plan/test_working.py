@@ -18,8 +18,7 @@ from tilth.plan.shape import matrices, parameters
 from tilth.plan.working import ShardFactors, logits_bytes, scoring, total, training
 from tilth.rollout.engine import Engine
 from tilth.rollout.request import Request, SamplingParams
-from tilth.training.engine import TrainEngine
-from tilth.training.losses import negative_log_likelihood
+from tilth.training.engine import TrainEngine, negative_log_likelihood
 from tilth.training.packed import appraise, packed_logprobs
 
 WITHIN = 0.12

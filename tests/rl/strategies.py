@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from tilth.rl.advantage_base import OF_TOKENS
 from tilth.rl.advantages import Advantage
+from tilth.rl.estimators import OF_TOKENS
 from tilth.rl.registry import build
 
 EXAMPLES = 200

@@ -7,14 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.rl import oracle
 from tests.rl.strategies import batches, columns_for, pick_columns
 from tests.rl.test_split import Meeting, parts_of
 from tilth import rl
 from tilth.core.errors import RecipeError, TokenCountError
 from tilth.rl import optimal
-from tilth.rl.advantage_base import OF_TOKENS
 from tilth.rl.advantages import Advantage
+from tilth.rl.estimators import OF_TOKENS
 from tilth.rl.packing import Groups, whiten_rows
 from tilth.rl.registry import build
 
@@ -522,58 +523,43 @@ def test_baselines_of_places_have_the_same_bits_in_any_order():
 
 
 @pytest.mark.parametrize(
-    "name, columns, options, message",
+    "name, columns, options, key",
     [
-        ("remax", ["rewards"], {}, "remax needs the column 'baselines', which is not there"),
-        (
-            "gdpo",
-            ["rewards", "groups", "part/correct"],
-            {"keys": ["corect"]},
-            "'part/corect', which .* did you mean 'correct'",
-        ),
-        (
-            "gdpo",
-            ["rewards", "groups", "part/fun", "part/length"],
-            {"keys": ["style"]},
-            "'part/style', which .*; there are fun, length",
-        ),
-        ("gdpo", ["rewards", "groups"], {"keys": ["style"]}, "'part/style', which is not there"),
-        (
-            "gdpo",
-            [],
-            {"keys": ["a", "b"], "weights": [1]},
-            r"weights = \[1.0\]: there must be one for each part \(a, b\), or none",
-        ),
-        ("gdpo", [], {"keys": ["a", "a"]}, "gdpo: keys has 'a' twice"),
-        ("gdpo", [], {"keys": "correct"}, "gdpo: keys = 'correct'"),
-        ("vapo", ["rewards"], {}, "vapo needs the column 'values'"),
-        ("vapo", ["rewards", "values"], {"alpha": 0}, "vapo: alpha = 0: .*greater than 0"),
-        ("vapo", ["rewards", "values"], {"lamda": 1}, "vapo: no option 'lamda'; did you mean 'lam'"),
-        ("gpg", ["rewards", "groups"], {"count": "all"}, "gpg: count = 'all': .*'nonzero' or 'spread'"),
-        ("grpo", ["rewards", "groups"], {"std": "none"}, "grpo: std = 'none': .*'unbiased' or 'biased'"),
-        ("optimal_token_baseline", ["rewards", "groups", "logprobs"], {}, "needs the column 'sum_pi_squared'"),
-        ("reinforce_pp", ["rewards"], {"lam": 1.0}, "reinforce_pp: no option 'lam'; did you mean 'gamma'|there are"),
+        ("remax", ["rewards"], {}, "baselines"),
+        ("gdpo", ["rewards", "groups", "part/correct"], {"keys": ["corect"]}, "part/corect"),
+        ("gdpo", ["rewards", "groups", "part/fun", "part/length"], {"keys": ["style"]}, "part/style"),
+        ("gdpo", ["rewards", "groups"], {"keys": ["style"]}, "part/style"),
+        ("gdpo", [], {"keys": ["a", "b"], "weights": [1]}, "gdpo.weights"),
+        ("gdpo", [], {"keys": ["a", "a"]}, "gdpo.keys"),
+        ("gdpo", [], {"keys": "correct"}, "gdpo.keys"),
+        ("vapo", ["rewards"], {}, "values"),
+        ("vapo", ["rewards", "values"], {"alpha": 0}, "vapo.alpha"),
+        ("vapo", ["rewards", "values"], {"lamda": 1}, "vapo.lamda"),
+        ("gpg", ["rewards", "groups"], {"count": "all"}, "gpg.count"),
+        ("grpo", ["rewards", "groups"], {"std": "none"}, "grpo.std"),
+        ("optimal_token_baseline", ["rewards", "groups", "logprobs"], {}, "sum_pi_squared"),
+        ("reinforce_pp", ["rewards"], {"lam": 1.0}, "reinforce_pp.lam"),
     ],
 )
-def test_what_is_wrong_is_named_before_a_run(name, columns, options, message):
-    with pytest.raises(RecipeError, match=message) as error:
+def test_what_is_wrong_is_named_before_a_run(name, columns, options, key):
+    with raises(RecipeError, key) as error:
         rl.check(name, columns, options, kind="advantages")
     assert "\n" not in str(error.value)
 
 
 def test_columns_of_another_size_are_named():
-    with pytest.raises(TokenCountError, match=r"baselines has the shape \(3,\); there are 2 rows"):
+    with raises(TokenCountError, "baselines.shape"):
         rl.estimate("remax", **batch_of([1.0, 0.0], baselines=[0.0] * 3))
-    with pytest.raises(TokenCountError, match=r"part/a has the shape \(1,\)"):
+    with raises(TokenCountError, "part/a.shape"):
         rl.estimate("gdpo", keys=("a",), **batch_of([1.0, 0.0], part__a=[0.0]))
-    with pytest.raises(TokenCountError, match="sum_pi_squared has the shape"):
+    with raises(TokenCountError, "sum_pi_squared.shape"):
         rl.estimate("optimal_token_baseline", **batch_of([1.0, 0.0], logprobs=[0.0] * 4, sum_pi_squared=[0.0] * 2))
 
 
 def test_the_controller_is_told_of_missing_counts():
     given = {"rewards": torch.ones(2), "groups": torch.zeros(2)}
     for name in ("opo", "gdpo", "reinforce_pp_baseline"):
-        with pytest.raises(RecipeError, match=f"{name} needs the column 'counts', which is not there"):
+        with raises(RecipeError, "counts"):
             rl.estimate_rows(name, **given)
 
 

@@ -7,6 +7,7 @@ import torch
 
 import tilth
 from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
+from tests.errors import raises
 from tests.flows import tiny
 from tilth.config.flows import FLOWS
 from tilth.config.load import dump_toml, from_dict, load_recipe
@@ -63,7 +64,7 @@ def test_names_are_resolved_as_often_for_many_micro_batches_as_for_one(tmp_path,
 def test_greedy_baselines_are_not_made_beside_a_critic(tmp_path, flow):
     text = "import tilth\n@tilth.advantage('mine_both')\ndef both(rewards, values, baselines): return values\n"
     plugins = {"plugins": [str(write(tmp_path, text))]}
-    with pytest.raises(RecipeError, match="'baselines'"):
+    with raises(RecipeError, "baselines"):
         check_algorithm(from_dict({"flow": flow, "algorithm": {"advantage": "mine_both"}, **plugins}))
 
 
@@ -71,8 +72,9 @@ def test_greedy_baselines_are_not_made_beside_a_critic(tmp_path, flow):
 @pytest.mark.parametrize("key", ["clip_low", "clip_high"])
 def test_a_clip_that_is_said_to_a_loss_without_one_is_refused_whatever_its_value(loss, key):
     for value in (0.2, 0.3):
-        with pytest.raises(RecipeError, match=rf"algorithm\.{key} = {value}"):
+        with pytest.raises(RecipeError) as caught:
             check_algorithm(recipe("grpo", loss=loss, **{key: value}))
+        assert f"algorithm.{key} = {value}" in str(caught.value)
     for flow in ("grpo", "dapo"):  # whose own clip nobody said
         check_algorithm(recipe(flow, loss=loss))
 
@@ -94,5 +96,5 @@ def test_a_function_that_exits_is_named():
     def exits(rewards):
         raise SystemExit(3)
 
-    with pytest.raises(PluginError, match=r"mine_exits.*SystemExit.*test_algorithm\.py:\d+"):
+    with raises(PluginError, "mine_exits"):
         tilth.rl.estimate_rows("mine_exits", rewards=torch.ones(1))

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.rl.strategies import Drawn, batches, columns_for
 from tilth import rl
 from tilth.core.errors import TokenCountError
@@ -230,11 +231,11 @@ def test_columns_of_another_size_are_named():
         ("groups", torch.zeros(3)),
         ("lengths", torch.tensor([1, 1])),
     ]:
-        with pytest.raises(TokenCountError, match="mask" if column == "lengths" else column):
+        with raises(TokenCountError, f"{'mask' if column == 'lengths' else column}.shape"):
             rl.estimate("grpo", **{**good, column: wrong})
-    with pytest.raises(TokenCountError, match="values"):
+    with raises(TokenCountError, "values.shape"):
         rl.estimate("gae", **good, values=torch.ones(2))
-    with pytest.raises(TokenCountError, match="denominator"):
+    with raises(TokenCountError, "denominator"):
         rl.aggregate("token-mean", torch.ones(3), mask=good["mask"], lengths=good["lengths"], denominator=0)
 
 
@@ -317,7 +318,7 @@ def test_on_policy_gradient_is_reinforce():
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce_pp"])
 def test_a_negative_length_is_named(name):
-    with pytest.raises(TokenCountError, match="lengths has -1: a sequence has no fewer than 0 tokens"):
+    with raises(TokenCountError, "lengths"):
         rl.estimate(
             name,
             rewards=torch.tensor([1.0, 0.0]),

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tilth import rl
-from tilth.rl.advantage_base import OF_TOKENS
 from tilth.rl.advantages import Advantage
+from tilth.rl.estimators import OF_TOKENS
 from tilth.rl.registry import build
 
 REWARDS = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.5], dtype=torch.float64)

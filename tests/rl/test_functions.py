@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 import tilth
 import tilth.rl as rl
 from tests.config.test_plugins import _nothing_left_behind  # noqa: F401  (a fixture)
+from tests.errors import raises
 from tilth.core.errors import PluginError, RecipeError
-from tilth.rl.advantage_base import RowAdvantage
-from tilth.rl.loss_base import PolicyLoss
+from tilth.rl.estimators import RowAdvantage
+from tilth.rl.policy_losses import PolicyLoss
 
 
 def leave_one_out(rewards, groups, *, scale: float = 1.0):
@@ -123,35 +124,35 @@ def test_missing_rewards_never_reach_the_function():
 
 
 @pytest.mark.parametrize(
-    ("function", "word"),
+    ("function", "key"),
     [
-        (lambda rewards, reward: rewards, "did you mean 'rewards'"),
+        (lambda rewards, reward: rewards, "reward"),
         (lambda rewards, **options: rewards, "options"),
         (lambda *columns: columns, "columns"),
     ],
 )
-def test_arguments_that_are_no_columns_are_refused_with_those_there_are(function, word):
+def test_arguments_that_are_no_columns_are_refused_with_those_there_are(function, key):
     tilth.advantage("mine_wrong")(function)
-    with pytest.raises(PluginError, match=word):
+    with raises(PluginError, f"mine_wrong.{key}"):
         rl.check("mine_wrong", {"rewards"}, kind="advantages")
 
 
 def test_a_name_that_comes_with_tilth_is_refused():
     tilth.advantage("rloo")(leave_one_out)
-    with pytest.raises(PluginError, match="rloo"):
+    with raises(PluginError, "rloo.name"):
         rl.check("rloo", {"rewards", "groups"}, kind="advantages")
 
 
 def test_options_are_checked_by_their_type():
     tilth.advantage("mine_rows")(leave_one_out)
-    with pytest.raises(RecipeError, match="scale"):
+    with raises(RecipeError, "mine_rows.scale"):
         rl.check("mine_rows", {"rewards", "groups"}, {"scale": "much"}, kind="advantages")
-    with pytest.raises(RecipeError, match="did you mean 'scale'"):
+    with raises(RecipeError, "mine_rows.scales"):
         rl.check("mine_rows", {"rewards", "groups"}, {"scales": 1.0}, kind="advantages")
 
 
-@pytest.mark.parametrize("result", [None, 1.0, torch.zeros(99)])
-def test_a_wrong_result_and_an_exception_name_the_function_and_its_line(result):
+@pytest.mark.parametrize("result, key", [(None, ""), (1.0, ".loss.shape"), (torch.zeros(99), ".loss.shape")])
+def test_a_wrong_result_and_an_exception_name_the_function_and_its_line(result, key):
     @tilth.policy_loss("mine_broken")
     def broken(logprobs):
         if result is None:
@@ -159,15 +160,16 @@ def test_a_wrong_result_and_an_exception_name_the_function_and_its_line(result):
         return result
 
     one = torch.zeros(1)
-    with pytest.raises(PluginError, match=r"mine_broken.*test_functions\.py:\d+"):
+    with raises(PluginError, f"mine_broken{key}") as caught:
         rl.policy_loss(
             "mine_broken", logprobs=one, old_logprobs=one, advantages=one, mask=torch.ones(1), lengths=torch.tensor([1])
         )
+    assert "test_functions.py:" in str(caught.value)
 
 
 def test_a_class_of_another_kind_is_refused():
     tilth.advantage("mine_other")(PolicyLoss)
-    with pytest.raises(PluginError, match="mine_other"):
+    with raises(PluginError, "mine_other.class"):
         rl.check("mine_other", set(), kind="advantages")
 
 
@@ -192,21 +194,21 @@ def test_a_result_that_is_not_finite_and_a_loss_without_a_gradient_are_named():
     tilth.policy_loss("mine_nan")(lambda logprobs: logprobs * torch.nan)
     one, lengths = torch.zeros(1, requires_grad=True), torch.tensor([1])
     given = {"old_logprobs": one.detach(), "advantages": one.detach(), "mask": torch.ones(1), "lengths": lengths}
-    for name in ("mine_constant", "mine_nan"):
-        with pytest.raises(PluginError, match=name):
+    for name, key in (("mine_constant", "loss.gradient"), ("mine_nan", "loss")):
+        with raises(PluginError, f"{name}.{key}"):
             rl.policy_loss(name, logprobs=one, **given)
 
 
 @pytest.mark.parametrize(
-    ("kind", "function", "word"),
+    ("kind", "function", "key"),
     [
         ("advantage", lambda rewards, values, groups: values, "groups"),
-        ("advantage", lambda rewards, *, kl="k1": rewards, "algorithm.kl"),
-        ("advantage", lambda rewards, *, epochs=3: rewards, "algorithm.epochs"),
+        ("advantage", lambda rewards, *, kl="k1": rewards, "kl"),
+        ("advantage", lambda rewards, *, epochs=3: rewards, "epochs"),
         ("policy_loss", lambda logprobs, weights: logprobs, "weights"),
     ],
 )
-def test_what_a_function_cannot_have_is_refused_before_a_run(kind, function, word):
+def test_what_a_function_cannot_have_is_refused_before_a_run(kind, function, key):
     getattr(tilth, kind)("mine_refused")(function)
-    with pytest.raises(PluginError, match=word):
+    with raises(PluginError, f"mine_refused.{key}"):
         rl.check("mine_refused", {"rewards"}, kind={"advantage": "advantages", "policy_loss": "losses"}[kind])

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.rl import oracle
 from tests.rl.fixture import Fixture
 from tests.rl.strategies import EXAMPLES, batches
@@ -146,11 +147,11 @@ def test_without_a_penalty_it_is_the_reward():
     same = torch.full((6,), -0.5)
     found = rl.penalise(rewards, same, same, kl="k3", coef=1.0, mask=mask, lengths=lengths)
     assert found[[0, 1, 2, 4, 5]].tolist() == [0, 0, 1, 0, 0.5] and math.isnan(found[3])
-    with pytest.raises(TokenCountError, match=r"rewards has the shape .*; there are 3 rows"):
+    with raises(TokenCountError, "rewards.shape"):
         rl.penalise(torch.ones(6), same, same, kl="k3", coef=1.0, mask=mask, lengths=lengths)
-    with pytest.raises(TokenCountError, match="ref_logprobs has the shape"):
+    with raises(TokenCountError, "ref_logprobs.shape"):
         rl.penalise(rewards, same, same[:2], kl="k3", coef=1.0, mask=mask, lengths=lengths)
-    with pytest.raises(RecipeError, match="kl: no 'k3\\*'; did you mean 'k3"):
+    with raises(RecipeError, "kl"):
         rl.penalise(rewards, same, same, kl="k3*", coef=1.0, mask=mask, lengths=lengths)
 
 
@@ -180,9 +181,9 @@ def test_adaptive_kl_of_nothing_and_of_nonsense():
     for kl in (NAN, math.inf):
         assert rl.adapt(0.3, kl, target=1.0, horizon=100, count=1) == 0.3
     for wrong in ({"target": 0.0}, {"horizon": 0.0}, {"target": NAN}):
-        with pytest.raises(RecipeError, match="both must be positive"):
+        with raises(RecipeError, min(wrong)):
             rl.adapt(0.3, 1.0, **{"target": 1.0, "horizon": 100, "count": 1, **wrong})
-    with pytest.raises(RecipeError, match="horizon = 100: it must be more than a fifth of the 500 samples"):
+    with raises(RecipeError, "horizon"):
         rl.adapt(0.3, 0.0, target=1.0, horizon=100, count=500)
 
 
@@ -190,8 +191,9 @@ def test_a_horizon_that_is_too_short_is_named_before_the_run():
     how = {"kl_coef": 0.1, "kl_target": 1.0}
     rollout = {"prompts": 16, "group": 8}
     check(Recipe(algorithm={**how, "kl_horizon": 26}, rollout=rollout, reward={"function": "addition"}))
-    with pytest.raises(RecipeError, match=r"algorithm.kl_horizon = 25 is no more than a fifth of the 128 samples"):
+    with pytest.raises(RecipeError) as caught:
         check(Recipe(algorithm={**how, "kl_horizon": 25}, rollout=rollout, reward={"function": "addition"}))
+    assert "algorithm.kl_horizon = 25" in str(caught.value)
     assert rl.adapt(0.1, 0.0, target=1.0, horizon=26, count=128) > 0
     with pytest.raises(RecipeError):
         rl.adapt(0.1, 0.0, target=1.0, horizon=25, count=128)
@@ -223,13 +225,13 @@ def test_entropy_control_finds_its_target():
 
 
 @pytest.mark.parametrize(
-    "wrong, message",
+    "wrong, key",
     [
-        ({"step": 0.0}, "step = 0.0: it must be positive"),
-        ({"least": 0.2, "most": 0.1}, r"bounds \[0.2, 0.1\]: they must be in order"),
-        ({"least": -0.1}, "in order and not negative"),
+        ({"step": 0.0}, "step"),
+        ({"least": 0.2, "most": 0.1}, "least"),
+        ({"least": -0.1}, "least"),
     ],
 )
-def test_wrong_bounds_of_the_entropy_bonus(wrong, message):
-    with pytest.raises(RecipeError, match=message):
+def test_wrong_bounds_of_the_entropy_bonus(wrong, key):
+    with raises(RecipeError, key):
         rl.adapt_entropy(0.1, 0.1, **{"target": 0.2, "step": 0.1, "least": 0.0, "most": 1.0, **wrong})

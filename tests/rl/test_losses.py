@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.rl.fixture import GRPO, Fixture
 from tests.rl.losing import ACTIVE, AGGREGATIONS, FIRST_PASS, LOSSES, columns, first_pass, run
 from tests.rl.strategies import Drawn
@@ -316,26 +317,26 @@ def test_dppo_leaves_out_moves_in_the_direction_of_the_advantage(name):
 
 
 @pytest.mark.parametrize(
-    "name, options, message",
+    "name, options, key",
     [
-        ("gspo", {"dual_clip": 3.0}, "gspo with seq-mean-token-mean: no option 'dual_clip'"),
-        ("gpg", {"clip_low": 0.1}, "gpg with token-mean: no option 'clip_low'; there are kl, kl_coef"),
-        ("sapo", {"tau": 1.0}, "sapo with seq-mean-token-mean: no option 'tau'; did you mean 'tau_"),
-        ("sapo", {"tau_pos": 0.0}, "sapo: tau_pos = 0.0: .*greater than 0"),
-        ("dppo_tv", {"kl_low": 0.1}, "dppo_tv with token-mean: no option 'kl_low'; did you mean"),
-        ("dppo_kl", {"cap": 0.5}, "cap = 0.5: it must be at least 1, or 0 for none"),
-        ("reinforce", {"cap": 0.5}, "reinforce: cap = 0.5: it must be at least 1, or 0 for none"),
-        ("cispo", {"cap": 0.5}, "cispo: cap = 0.5: it must be at least 1, or 0 for none"),
-        ("clip_cov", {"cov_share": 0.0}, "clip_cov: cov_share = 0.0: .*greater than 0"),
-        ("kl_cov", {"cov_share": 1.5}, "kl_cov: cov_share = 1.5: .*less than or equal to 1"),
-        ("kl_cov", {"cov_low": 1.5}, "kl_cov with token-mean: no option 'cov_low'"),
-        ("dro", {"beta": 0.0}, "dro: beta = 0.0"),
-        ("geo_mean", {"kl": "k4"}, "kl: no 'k4'"),
-        ("geo_mean", {"norm_length": 4}, "geo_mean with seq-mean-token-mean: no option 'norm_length'"),
+        ("gspo", {"dual_clip": 3.0}, "gspo.dual_clip"),
+        ("gpg", {"clip_low": 0.1}, "gpg.clip_low"),
+        ("sapo", {"tau": 1.0}, "sapo.tau"),
+        ("sapo", {"tau_pos": 0.0}, "sapo.tau_pos"),
+        ("dppo_tv", {"kl_low": 0.1}, "dppo_tv.kl_low"),
+        ("dppo_kl", {"cap": 0.5}, "dppo.cap"),
+        ("reinforce", {"cap": 0.5}, "reinforce.cap"),
+        ("cispo", {"cap": 0.5}, "cispo.cap"),
+        ("clip_cov", {"cov_share": 0.0}, "clip_cov.cov_share"),
+        ("kl_cov", {"cov_share": 1.5}, "kl_cov.cov_share"),
+        ("kl_cov", {"cov_low": 1.5}, "kl_cov.cov_low"),
+        ("dro", {"beta": 0.0}, "dro.beta"),
+        ("geo_mean", {"kl": "k4"}, "kl"),
+        ("geo_mean", {"norm_length": 4}, "geo_mean.norm_length"),
     ],
 )
-def test_wrong_options_are_named(name, options, message):
-    with pytest.raises(RecipeError, match=message) as error:
+def test_wrong_options_are_named(name, options, key):
+    with raises(RecipeError, key) as error:
         rl.policy_loss(name, **columns(BATCH), mask=BATCH.mask, lengths=BATCH.lengths, **options)
     assert "\n" not in str(error.value)
 
@@ -343,19 +344,19 @@ def test_wrong_options_are_named(name, options, message):
 def test_a_part_of_a_batch_needs_the_first_pass():
     given = columns(BATCH)
     for name in FIRST_PASS:
-        with pytest.raises(RecipeError, match=f"{name} looks at the whole batch .*thresholds=tilth.rl.thresholds"):
+        with raises(RecipeError, "thresholds"):
             run(name, BATCH, given, denominator=12.0)
         assert rl.loss_entry(name).scope == "global moments"
     without = {k: v for k, v in given.items() if k != "uniforms"}
-    with pytest.raises(RecipeError, match="clip_cov needs the column 'uniforms'"):
+    with raises(RecipeError, "uniforms"):
         run("clip_cov", BATCH, without)
-    with pytest.raises(RecipeError, match="clip_cov needs the column 'uniforms'"):
+    with raises(RecipeError, "uniforms"):
         rl.thresholds("clip_cov", **{k: given[k] for k in given if k in ("logprobs", "old_logprobs", "advantages")},
                       mask=BATCH.mask, lengths=BATCH.lengths)  # fmt: skip
-    with pytest.raises(RecipeError, match="kl_cov: no option 'cov_low'"):
+    with raises(RecipeError, "kl_cov.cov_low"):
         first_pass("kl_cov", BATCH, given, cov_low=1.0)
     for name in ("weights", "uniforms"):
-        with pytest.raises(TokenCountError, match=name):
+        with raises(TokenCountError, f"{name}.shape"):
             run("clip_cov", BATCH, {**given, name: torch.ones(3)})
 
 

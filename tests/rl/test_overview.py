@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
+from tests.errors import raises
 from tilth.cli.main import app
 from tilth.config.flows import FLOWS
 from tilth.config.load import load_recipe, names
@@ -92,5 +93,5 @@ def test_a_wrong_name_ends_in_a_line(words, word):
 
 
 def test_a_flow_that_is_none_is_an_error_with_the_nearest():
-    with pytest.raises(RecipeError, match="dapo"):
+    with raises(RecipeError, "flows"):
         overview(["dapoo"])

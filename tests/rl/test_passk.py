@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
+from tilth.core.errors import ArgumentError
 from tilth.rl import passk
 from tilth.rl.passk import Interval, avg_at_k, interval, normal, pass_at_k, wilson
 
@@ -71,7 +73,7 @@ def test_avg_at_k_is_the_mean_of_the_first_known(rows, k):
     "function", [lambda k: pass_at_k(np.ones(1), np.ones(1), k), lambda k: avg_at_k(np.ones((1, 1)), k)]
 )
 def test_k_is_at_least_one(function):
-    with pytest.raises(ValueError, match="at least 1"):
+    with raises(ArgumentError, "k"):
         function(0)
 
 

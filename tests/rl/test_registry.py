@@ -8,8 +8,9 @@ import pytest
 import torch
 from pydantic import Field
 
+from tests.errors import raises
 from tilth import rl
-from tilth.core.errors import RecipeError
+from tilth.core.errors import ArgumentError, RecipeError
 from tilth.rl import registry
 from tilth.rl.advantages import RowAdvantage
 from tilth.rl.losses import PolicyLoss
@@ -44,7 +45,7 @@ def test_every_entry_has_documented_options():
 def test_options():
     assert rl.options("advantages", "gae") == {"gamma": 1.0, "lam": 1.0, "whiten": True}
     assert rl.options("losses", "ppo_clip")["clip_low"] == 0.2
-    with pytest.raises(RecipeError, match="did you mean 'ppo_clip'"):
+    with raises(RecipeError, "losses"):
         rl.options("losses", "ppo-clip")
 
 
@@ -57,51 +58,51 @@ def test_scopes():
 
 
 @pytest.mark.parametrize(
-    "name, columns, options, message",
+    "name, columns, options, key",
     [
-        ("grop", ALL, {}, "no algorithm 'grop'; did you mean 'grpo'"),
-        ("gae", ["rewards"], {}, "gae needs the column 'values'"),
-        ("grpo", ["rewards"], {}, "grpo needs the column 'groups'"),
-        ("grpo", ALL, {"epss": 1}, "grpo: no option 'epss'; did you mean 'eps'"),
-        ("grpo", ALL, {"lam": 1}, "grpo: no option 'lam'; there are singleton, eps, std"),
-        ("gae", ALL, {"gamma": 1.5}, "gae: gamma = 1.5: .*less than or equal to 1"),
-        ("gae", ALL, {"gamma": "x"}, "gae: gamma = 'x'"),
-        ("grpo", ALL, {"singleton": "keep"}, "grpo: singleton = 'keep': .*'reward' or 'zero'"),
-        ("grpo", ALL, {"eps": float("nan")}, "eps = nan"),
-        ("ppo_clip", ALL, {"kl_coef": 0.1}, "ppo_clip needs the column 'ref_logprobs'"),
-        ("ppo_clip", ALL, {"kl": "k4"}, "kl: no 'k4'; did you mean 'k1'|k2|k3"),
-        ("ppo_clip", ALL, {"dual_clip": 0.5}, "dual_clip = 0.5: it must be at least 1"),
-        ("ppo_clip", ALL, {"clip_low": -1}, "clip_low = -1: .*greater than or equal to 0"),
-        ("seq-mean-token-sum-norm", [], {"norm_length": 0}, "norm_length = 0"),
-        ("token-mean", [], {"norm_length": 3}, "token-mean: no option 'norm_length'; it has none"),
+        ("grop", ALL, {}, "name"),
+        ("gae", ["rewards"], {}, "values"),
+        ("grpo", ["rewards"], {}, "groups"),
+        ("grpo", ALL, {"epss": 1}, "grpo.epss"),
+        ("grpo", ALL, {"lam": 1}, "grpo.lam"),
+        ("gae", ALL, {"gamma": 1.5}, "gae.gamma"),
+        ("gae", ALL, {"gamma": "x"}, "gae.gamma"),
+        ("grpo", ALL, {"singleton": "keep"}, "grpo.singleton"),
+        ("grpo", ALL, {"eps": float("nan")}, "grpo.eps"),
+        ("ppo_clip", ALL, {"kl_coef": 0.1}, "ref_logprobs"),
+        ("ppo_clip", ALL, {"kl": "k4"}, "kl"),
+        ("ppo_clip", ALL, {"dual_clip": 0.5}, "ppo_clip.dual_clip"),
+        ("ppo_clip", ALL, {"clip_low": -1}, "ppo_clip.clip_low"),
+        ("seq-mean-token-sum-norm", [], {"norm_length": 0}, "seq-mean-token-sum-norm.norm_length"),
+        ("token-mean", [], {"norm_length": 3}, "token-mean.norm_length"),
     ],
 )
-def test_check_names_what_is_wrong(name, columns, options, message):
-    with pytest.raises(RecipeError, match=message) as error:
+def test_check_names_what_is_wrong(name, columns, options, key):
+    with raises(RecipeError, key) as error:
         rl.check(name, columns, options)
     assert "\n" not in str(error.value)
 
 
 def test_calls_check_too():
     tokens = dict(lengths=torch.tensor([2]), mask=torch.ones(2))
-    with pytest.raises(RecipeError, match="needs the column 'values'"):
+    with raises(RecipeError, "values"):
         rl.estimate("gae", rewards=torch.ones(1), groups=None, **tokens)
-    with pytest.raises(RecipeError, match="needs the column 'groups'"):
+    with raises(RecipeError, "groups"):
         rl.estimate("grpo", rewards=torch.ones(1), groups=None, **tokens)
-    with pytest.raises(RecipeError, match="works on tokens"):
+    with raises(RecipeError, "name"):
         rl.estimate_rows("gae", rewards=torch.ones(1), values=torch.ones(1))
-    with pytest.raises(RecipeError, match="no use for the column 'baselines'"):
+    with raises(RecipeError, "grpo.baselines"):
         rl.estimate("grpo", rewards=torch.ones(1), groups=torch.zeros(1), baselines=torch.ones(1), **tokens)
     columns = dict(logprobs=torch.zeros(2), old_logprobs=torch.zeros(2), advantages=torch.zeros(2), **tokens)
-    with pytest.raises(RecipeError, match="ppo_clip with token-mean: no option 'norm_length'"):
+    with raises(RecipeError, "ppo_clip.norm_length"):
         rl.policy_loss("ppo_clip", norm_length=3, **columns)
-    with pytest.raises(RecipeError, match="did you mean 'clip_high'"):
+    with raises(RecipeError, "ppo_clip.clip_hi"):
         rl.policy_loss("ppo_clip", clip_hi=3, **columns)
-    with pytest.raises(RecipeError, match="needs the column 'ref_logprobs'"):
+    with raises(RecipeError, "ref_logprobs"):
         rl.policy_loss("ppo_clip", kl_coef=0.1, **columns)
-    with pytest.raises(RecipeError, match="aggregations: no 'token-average'"):
+    with raises(RecipeError, "aggregations"):
         rl.policy_loss("ppo_clip", aggregation="token-average", **columns)
-    with pytest.raises(RecipeError, match="kl: no 'k9'"):
+    with raises(RecipeError, "kl"):
         rl.kl_penalty("k9", torch.zeros(1), torch.zeros(1))
     options = dict(aggregation="seq-mean-token-sum-norm", norm_length=4, clip_low=0.1)
     assert rl.policy_loss("ppo_clip", **columns, **options).loss.item() == 0
@@ -140,7 +141,7 @@ def test_a_new_estimator_is_one_class(scratch):
     )
     assert result.advantages.tolist() == [1.5, 1.5, 0]
     assert "baselined" in rl.names()["advantages"]
-    with pytest.raises(RecipeError, match="'baselines'"):
+    with raises(RecipeError, "baselines"):
         rl.check("baselined", ["rewards"])
 
 
@@ -166,14 +167,14 @@ def test_a_new_loss_is_one_class(scratch):
 
 
 def test_a_name_is_given_once_and_kinds_may_share_it(scratch):
-    with pytest.raises(ValueError, match="registered already"):
+    with raises(ArgumentError, "name"):
         rl.register("advantages", "grpo")(RowAdvantage)
     rl.register("losses", "grpo")(PolicyLoss)
-    with pytest.raises(RecipeError, match="say which by kind="):
+    with raises(RecipeError, "kind"):
         rl.check("grpo", ALL)
     assert rl.check("grpo", ALL, kind="advantages").scope == "rows"
     rl.register("losses", "odd")(RowAdvantage)
-    with pytest.raises(RecipeError, match="which is no PolicyLoss"):
+    with raises(RecipeError, "losses.odd"):
         registry.build("losses", "odd", {}, PolicyLoss)
 
 
@@ -182,7 +183,7 @@ def test_metrics_merge_by_their_reduction():
     assert float(mean) == 2
     assert float(rl.Metric(3.0, 2, "sum").merge(rl.Metric(5.0, 2, "sum"))) == 8
     assert float(rl.Metric(3.0, 2, "max").merge(rl.Metric(5.0, 2, "max"))) == 5
-    with pytest.raises(ValueError, match="cannot merge"):
+    with raises(ArgumentError, "other"):
         mean.merge(rl.Metric(1.0, 1, "max"))
     merged = rl.merge_metrics([{"a": rl.Metric(1.0, 1, "mean")}, {"a": rl.Metric(3.0, 1, "mean"), "b": mean}])
     assert {k: float(v) for k, v in merged.items()} == {"a": 2, "b": 2}
@@ -196,7 +197,7 @@ def test_results_know_their_names():
         estimate["advantage"]
     with pytest.raises(KeyError):
         rl.LossResult(torch.zeros(()), {})["value"]
-    with pytest.raises(AttributeError, match="no attribute 'estimat'"):
+    with pytest.raises(AttributeError):
         rl.estimat
     assert set(dir(rl)) == set(rl.__all__)
     assert all(getattr(rl, name) is not None for name in rl.__all__)

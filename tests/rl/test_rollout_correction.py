@@ -8,13 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.rl import oracle_mismatch as oracle
 from tests.rl.fixture import GRPO, LENGTHS, Fixture
 from tests.rl.strategies import EXAMPLES, Drawn, batches
 from tilth import rl
-from tilth.core.errors import RecipeError, TokenCountError
+from tilth.core.errors import ArgumentError, RecipeError, TokenCountError
 from tilth.rl import registry
-from tilth.rl.mismatch_metrics import STATISTICS
+from tilth.rl.metrics import STATISTICS
 from tilth.rl.rollout_correction import Corrector
 
 PACKINGS = [(0, None), (3, None), (0, 6), (2, 9)]
@@ -325,7 +326,7 @@ def test_diagnostics_of_micro_batches_in_any_order_are_those_of_the_batch(batch,
 
 def test_an_effective_sample_size_merges_with_its_like_only():
     found = correct(Fixture(), "decoupled_token_is").metrics
-    with pytest.raises(ValueError, match="cannot merge an effective sample size"):
+    with raises(ArgumentError, "other"):
         found["correction/effective"].merge(found["correction/weight"])
 
 
@@ -395,7 +396,7 @@ def test_negative_sequences():
     close(float(found.metrics["correction/rejected/negative"]), 2 / 7)
     kept_all = rl.correct("decoupled_negative", reject_negative=0.6, advantages=advantages, **given)
     assert kept_all.mask.all()
-    with pytest.raises(RecipeError, match="decoupled_negative needs the column 'advantages'"):
+    with raises(RecipeError, "advantages"):
         rl.correct("decoupled_negative", **given)
 
 
@@ -470,7 +471,7 @@ def test_every_preset_takes_a_step(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_takes_every_option(name):
     if name == "none":
-        with pytest.raises(RecipeError, match="none: no option 'max_weight'; it has none"):
+        with raises(RecipeError, "none.max_weight"):
             rl.check(name, [], {"max_weight": 2.0})
         return
     options = {
@@ -502,7 +503,7 @@ def test_what_they_need(name, needs, scope, bypasses):
     assert (entry.needs, entry.scope, rl.bypasses(name)) == (needs, scope, bypasses)
     assert isinstance(entry, Corrector) == (name != "none")
     for column in needs:
-        with pytest.raises(RecipeError, match=f"{name} needs the column '{column}'"):
+        with raises(RecipeError, column):
             rl.check(name, [c for c in needs if c != column])
 
 
@@ -517,50 +518,50 @@ def test_a_bypass_without_the_trainers_log_probs():
     found = rl.correct("bypass_ppo_clip", **given)
     assert found.bypass and found.weights is None and found.metrics == {}
     assert torch.equal(found.mask, data.mask > 0)
-    with pytest.raises(RecipeError, match="bypass_pg_is needs the column 'old_logprobs'"):
+    with raises(RecipeError, "old_logprobs"):
         rl.correct("bypass_pg_is", **given)
-    with pytest.raises(RecipeError, match="decoupled_token_is needs the column 'rollout_logprobs'"):
+    with raises(RecipeError, "rollout_logprobs"):
         rl.correct("decoupled_token_is", **given | {"rollout_logprobs": None, "old_logprobs": data.old})
     assert rl.correct("none", **given | {"rollout_logprobs": None}).metrics == {}
 
 
 @pytest.mark.parametrize(
-    "name, options, message",
+    "name, options, key",
     [
-        ("decoupled_token_iss", {}, "corrections: no 'decoupled_token_iss'; did you mean 'decoupled_token_is'"),
+        ("decoupled_token_iss", {}, "corrections"),
         (
             "decoupled_token_is",
             {"max_weights": 2},
-            "decoupled_token_is: no option 'max_weights'; did you mean 'max_weight'",
+            "decoupled_token_is.max_weights",
         ),
-        ("decoupled_token_is", {"max_weight": -1}, "max_weight = -1: .*greater than or equal to 0"),
-        ("decoupled_token_is", {"max_weight": math.nan}, "max_weight = nan"),
-        ("decoupled_token_is", {"level": "row"}, "level = 'row': .*'none', 'token', 'sequence' or 'geometric'"),
+        ("decoupled_token_is", {"max_weight": -1}, "decoupled_token_is.max_weight"),
+        ("decoupled_token_is", {"max_weight": math.nan}, "decoupled_token_is.max_weight"),
+        ("decoupled_token_is", {"level": "row"}, "decoupled_token_is.level"),
         (
             "decoupled_token_is",
             {"min_weight": 3},
-            "decoupled_token_is: min_weight = 3.0: it must be at most max_weight = 2.0",
+            "decoupled_token_is.min_weight",
         ),
-        ("decoupled_geo_rs", {"max_weight": 3}, "decoupled_geo_rs: max_weight is for weights, but level is none"),
-        ("custom", {"normalise": True}, "custom: normalise is for weights"),
-        ("custom", {"reject": {"seq_mean_k4": 1}}, "reject: no statistic 'seq_mean_k4'; did you mean 'seq_mean_k"),
-        ("custom", {"reject": {"seq_max_k1": 2}}, "reject: no statistic 'seq_max_k1'"),
-        ("custom", {"reject": {"token_k1": 0.9}}, r"reject.token_k1 = 0.9: it must be \[lowest, highest\] of mu / old"),
-        ("custom", {"reject": {"token_k1": 0}}, "reject.token_k1 = 0.0: it must be"),
-        ("custom", {"reject": {"token_k1": [1.2, 0.9]}}, r"reject.token_k1 = \(1.2, 0.9\): it must be"),
-        ("custom", {"reject": {"token_k1": [0, 2]}}, r"reject.token_k1 = \(0.0, 2.0\): it must be"),
+        ("decoupled_geo_rs", {"max_weight": 3}, "decoupled_geo_rs.max_weight"),
+        ("custom", {"normalise": True}, "custom.normalise"),
+        ("custom", {"reject": {"seq_mean_k4": 1}}, "custom.reject.seq_mean_k4"),
+        ("custom", {"reject": {"seq_max_k1": 2}}, "custom.reject.seq_max_k1"),
+        ("custom", {"reject": {"token_k1": 0.9}}, "custom.reject.token_k1"),
+        ("custom", {"reject": {"token_k1": 0}}, "custom.reject.token_k1"),
+        ("custom", {"reject": {"token_k1": [1.2, 0.9]}}, "custom.reject.token_k1"),
+        ("custom", {"reject": {"token_k1": [0, 2]}}, "custom.reject.token_k1"),
         (
             "custom",
             {"reject": {"token_k3": [0.1, 2]}},
-            r"reject.token_k3 = \(0.1, 2.0\): it must be one number above 0",
+            "custom.reject.token_k3",
         ),
-        ("custom", {"reject": {"token_k3": 0}}, "reject.token_k3 = 0.0: it must be one number above 0"),
-        ("custom", {"reject": {"token_k3": "x"}}, "reject.token_k3.* = 'x'"),
-        ("custom", {"reject_negative": -1}, "reject_negative = -1"),
+        ("custom", {"reject": {"token_k3": 0}}, "custom.reject.token_k3"),
+        ("custom", {"reject": {"token_k3": "x"}}, "custom.reject.token_k3.float"),
+        ("custom", {"reject_negative": -1}, "custom.reject_negative"),
     ],
 )
-def test_what_is_wrong_is_named(name, options, message):
-    with pytest.raises(RecipeError, match=message) as error:
+def test_what_is_wrong_is_named(name, options, key):
+    with raises(RecipeError, key) as error:
         rl.check(name, ["rollout_logprobs", "old_logprobs"], options, kind="corrections")
     assert "\n" not in str(error.value)
 
@@ -568,8 +569,8 @@ def test_what_is_wrong_is_named(name, options, message):
 def test_a_column_of_another_size_is_named():
     data = Fixture()
     data.rollout = data.rollout[1:]
-    with pytest.raises(TokenCountError, match="rollout_logprobs has the shape"):
+    with raises(TokenCountError, "rollout_logprobs.shape"):
         correct(data, "decoupled_token_is")
     data = Fixture()
-    with pytest.raises(TokenCountError, match="advantages has the shape"):
+    with raises(TokenCountError, "advantages.shape"):
         correct(data, "none", advantages=torch.zeros(len(LENGTHS)))

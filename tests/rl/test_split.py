@@ -16,9 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.rl.strategies import Drawn, batches, columns_for, pick_columns
 from tilth import rl
-from tilth.core.errors import RecipeError, TokenCountError
+from tilth.core.errors import ArgumentError, RecipeError, TokenCountError
 from tilth.rl.advantages import Advantage, Rows, Tokens
 from tilth.rl.registry import _ENTRIES, Scope, build
 
@@ -210,12 +211,12 @@ def test_one_worker_needs_no_index():
 
 def test_rows_without_their_index_in_the_whole_batch_are_seen():
     meeting, parts = Meeting(2), parts_of(6, [0, 1, 0, 1, 0, 1], 2)
-    with pytest.raises(TokenCountError, match="row 0 of the batch is on two workers"):
+    with raises(TokenCountError, "row"):
         meeting.run(lambda rank: estimate(STRADDLING.pick(parts[rank]), "grpo", gather=meeting.gather(rank)))
 
 
 def test_an_index_of_another_size():
-    with pytest.raises(TokenCountError, match=r"row has the shape \(5,\); there are 6 rows"):
+    with raises(TokenCountError, "row.shape"):
         estimate(STRADDLING, "grpo", gather=lambda c: c, row=torch.arange(5))
 
 
@@ -278,7 +279,7 @@ def test_counts_and_own_columns_are_those_of_all_rows(registered):
 def test_group_local_is_taken_where_groups_are_whole_and_refused_where_not(registered):
     found, parts = custom("in_company", [0, 0, 0, 1, 1, 0])
     assert_same(estimate(STRADDLING, "in_company"), found, parts, exact=True)
-    with pytest.raises(RecipeError, match=r"in_company sees whole groups only .* group 5 lies on two workers"):
+    with raises(RecipeError, "groups"):
         custom("in_company", [0, 0, 0, 1, 1, 1])
 
 
@@ -347,7 +348,7 @@ def test_losses_and_metrics_of_workers_add_up_to_those_of_one(batch, data, aggre
 def test_metrics_of_a_worker_without_rows_change_nothing():
     nothing = rl.Metric(0.0, 0, "mean")
     assert float(rl.Metric(6.0, 3, "mean").merge(nothing)) == float(nothing.merge(rl.Metric(6.0, 3, "mean"))) == 2.0
-    with pytest.raises(ValueError, match="cannot merge a mean with a sum"):
+    with raises(ArgumentError, "other"):
         nothing.merge(rl.Metric(1.0, 1, "sum"))
 
 

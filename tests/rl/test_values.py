@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.rl import oracle
 from tests.rl.fixture import Fixture
 from tests.rl.strategies import EXAMPLES, batches
 from tilth import rl
-from tilth.core.errors import RecipeError, TokenCountError
+from tilth.core.errors import ArgumentError, RecipeError, TokenCountError
 from tilth.rl.metrics import Metric
 from tilth.rl.values import Explained
 
@@ -231,7 +232,7 @@ def test_a_mean_of_explained_variances_would_be_another_number():
 
 
 def test_it_merges_with_its_like_only():
-    with pytest.raises(ValueError, match="explained variance with a mean"):
+    with raises(ArgumentError, "other"):
         explained([0.0, 1.0], [0.0, 1.0]).merge(Metric(1.0, 1, "mean"))
     assert isinstance(explained([0.0], [1.0]), Explained)
 
@@ -277,14 +278,14 @@ def test_monte_carlo_returns_do_not_depend_on_the_values(batch, gamma, lam):
 
 def test_a_negative_clip_and_columns_of_another_size():
     three, two = torch.zeros(3), torch.zeros(2)
-    with pytest.raises(RecipeError, match=r"clip = -0\.1"):
+    with raises(RecipeError, "clip"):
         rl.value_loss(three, three, three, torch.ones(3), torch.tensor([3]), clip=-0.1)
-    with pytest.raises(RecipeError, match="clip = nan"):
+    with raises(RecipeError, "clip"):
         rl.value_loss(three, three, three, torch.ones(3), torch.tensor([3]), clip=math.nan)
     for columns, name in (((two, three, three), "values"), ((three, two, three), "old_values")):
-        with pytest.raises(TokenCountError, match=rf"^{name} has the shape \(2,\)"):
+        with raises(TokenCountError, f"{name}.shape"):
             rl.value_loss(*columns, torch.ones(3), torch.tensor([3]))
-    with pytest.raises(TokenCountError, match="returns has the shape"):
+    with raises(TokenCountError, "returns.shape"):
         rl.value_loss(three, three, two, torch.ones(3), torch.tensor([3]))
-    with pytest.raises(RecipeError, match="did you mean 'token-mean'"):
+    with raises(RecipeError, "aggregations"):
         rl.value_loss(three, three, three, torch.ones(3), torch.tensor([3]), aggregation="token_mean")

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from tests.errors import raises
 from tilth.cluster.backends.inline import InlineStore
 from tilth.core.errors import TokenIdentityError
 from tilth.core.trajectory import Trajectory
@@ -59,7 +60,7 @@ def test_edited_tokens_are_refused_with_the_trajectory(made, how):
         values[-1] += 1
     else:
         offsets[-1] -= 1
-    with pytest.raises(TokenIdentityError, match="trajectory 1:"):
+    with raises(TokenIdentityError, "trajectory.1.tokens"):
         check_identity(batch, tokens._replace(values=values, offsets=offsets))
 
 

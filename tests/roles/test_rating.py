@@ -7,9 +7,9 @@ import pytest
 
 from tests.roles.test_experience import trajectory
 from tilth.cluster.backends.inline import InlineStore
-from tilth.roles import rating
+from tilth.roles import pairs
 from tilth.roles.experience import to_batch
-from tilth.roles.rating import PART, RatingWorker
+from tilth.roles.pairs import PART, RatingWorker
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -18,7 +18,7 @@ def test_a_score_that_fp32_cannot_work_with_makes_the_reward_missing(monkeypatch
     batch = to_batch([trajectory(i, [1, 2], [3], "x") for i in range(5)], store)
     batch = batch.with_rows(reward=np.float32([1, 1, 1, np.nan, 1]))
     scores = np.float32([0.5, 3e38, np.inf, 0.5, -1e30])
-    monkeypatch.setattr(rating, "ratings", lambda *args, **kwargs: scores)
+    monkeypatch.setattr(pairs, "ratings", lambda *args, **kwargs: scores)
     worker = RatingWorker(SimpleNamespace(), store, weight=2.0, micro_tokens=64, parity=False)
     found = worker.rate(batch, alone=alone)
     expected = [1.0, np.nan, np.nan, 1.0, np.nan] if alone else [2.0, np.nan, np.nan, np.nan, np.nan]

@@ -4,9 +4,8 @@ import torch
 
 from tests.training.test_engine import batch, model, nan_loss, weights
 from tilth.config.schema import OptimizerConfig
-from tilth.training.ema import Average
-from tilth.training.engine import TrainEngine
-from tilth.training.losses import negative_log_likelihood
+from tilth.training.engine import TrainEngine, negative_log_likelihood
+from tilth.training.optim import Average
 
 
 def engine(ema=0.9, **more):

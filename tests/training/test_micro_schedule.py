@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.errors import raises
 from tests.parallel.layouts import CONFIG, Case, engine_of, loss_of, rows_of, spread, weights
 from tilth.core.errors import ScheduleError
 from tilth.models.attention import PackedContext
@@ -12,7 +13,7 @@ from tilth.models.decoder import Decoder
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
 from tilth.plan.layout import nested
-from tilth.training.micro_schedule import SCHEDULES, Pass, passes
+from tilth.training.engine import SCHEDULES, Pass, passes
 
 
 def all_forward_first(parts, micro_batches):
@@ -117,13 +118,14 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_schedule_that_could_not_work_is_refused(name, monkeypatch):
+    wrong = "passes" if name in ("forgets", "goes_on") else "order"
     monkeypatch.setitem(SCHEDULES, name, BROKEN[name])
-    with pytest.raises(ScheduleError, match=name):
+    with raises(ScheduleError, f"{name}.{wrong}"):
         passes(name, 3, 2)
 
 
 def test_an_unknown_schedule_names_those_that_there_are():
-    with pytest.raises(ScheduleError, match="sequential"):
+    with raises(ScheduleError, "schedule"):
         passes("zigzag", 1, 1)
 
 

@@ -10,8 +10,7 @@ from tests.training.test_packed import group
 from tilth.config.schema import OptimizerConfig
 from tilth.rl.metrics import Metric
 from tilth.runs.metrics import Metrics
-from tilth.training.engine import TrainEngine
-from tilth.training.losses import negative_log_likelihood
+from tilth.training.engine import TrainEngine, negative_log_likelihood
 from tilth.training.noise import NoiseScale, estimate
 
 WATCH = ("noise_scale",)

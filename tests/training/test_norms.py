@@ -7,9 +7,8 @@ from tests.training.test_engine import CONFIG, batch, model, nan_loss, weights
 from tilth.config.schema import OptimizerConfig
 from tilth.models.config import DecoderConfig
 from tilth.runs.metrics import Metrics
-from tilth.training.engine import TrainEngine
-from tilth.training.losses import negative_log_likelihood
-from tilth.training.norms import LayerNorms, layer_of
+from tilth.training.engine import TrainEngine, negative_log_likelihood
+from tilth.training.optim import LayerNorms, layer_of
 
 TIED = CONFIG
 UNTIED = DecoderConfig(**{**CONFIG.__dict__, "tie_embeddings": False, "num_layers": 11, "qkv_bias": True})

@@ -46,8 +46,9 @@ def run(model, optimizers, steps, lr=0.01, first=0):
 
 def test_muon_refuses_a_matrix_of_a_layer_that_it_does_not_know():
     names = Toy().names() | {"model.layers.0.mlp.router.weight": nn.Parameter(torch.ones(4, 6))}
-    with pytest.raises(ModelError, match="router"):
+    with pytest.raises(ModelError) as caught:
         Optimizers(names, OptimizerConfig(name="muon"), TABLE)
+    assert "router" in str(caught.value)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])

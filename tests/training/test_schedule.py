@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilth.training.schedule import lr_factor
+from tilth.training.optim import lr_factor
 
 KINDS = ("constant", "linear", "cosine", "wsd")
 

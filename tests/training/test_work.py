@@ -20,7 +20,7 @@ from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
 from tilth.plan.flops import Flops, attended, pass_flops, sequence_flops
 from tilth.trace import recorder, span
-from tilth.training.losses import negative_log_likelihood
+from tilth.training.engine import negative_log_likelihood
 from tilth.training.packed import WorkAmounts, micros, packed_logprobs, packed_values
 
 CPU = torch.device("cpu")

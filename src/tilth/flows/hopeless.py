@@ -7,7 +7,7 @@ import numpy as np
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
 from tilth.flows.group_filters import has_spread
-from tilth.rl.advantage_base import Advantage
+from tilth.rl.estimators import Advantage
 from tilth.roles.experience import CUT, is_right
 
 PATIENCE = 20

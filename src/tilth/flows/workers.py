@@ -27,9 +27,8 @@ from tilth.rewards.process_pool import RewardPool
 from tilth.roles.critic import CriticWorker
 from tilth.roles.judge import JudgeWorker
 from tilth.roles.loader import DocumentLoader, PromptLoader
-from tilth.roles.pairs import PairPolicyWorker, RewardModelWorker
+from tilth.roles.pairs import PairPolicyWorker, RatingWorker, RewardModelWorker
 from tilth.roles.policy import PolicyWorker
-from tilth.roles.rating import RatingWorker
 from tilth.roles.reference import ReferenceWorker
 from tilth.roles.reward import RewardWorker
 from tilth.roles.rollout import RolloutWorker

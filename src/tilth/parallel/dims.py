@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilth.config.axes import DATA, Split
+from tilth.core.errors import ArgumentError
 from tilth.core.layout import Mesh
 from tilth.parallel import comm
 
@@ -34,7 +35,9 @@ def join(rank: int, workers: int, init_method: str, timeout: float, device: str 
     """
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, workers):
-            raise ValueError(f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, not {rank}/{workers}")
+            raise ArgumentError(
+                f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, not {rank}/{workers}", key="rank"
+            )
     elif workers > 1:
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         limit = _limits["group"] = timedelta(seconds=timeout)

@@ -103,7 +103,10 @@ class ShardedModel:
         self._fsdp = [m for part in parts for m in part.modules() if isinstance(m, FSDPModule)]
         wrong = [n for n, p in self.parameters.items() if sum(b.numel for b in self.boxes(n)) != p.numel()]
         if wrong:
-            raise ModelError(f"{wrong[0]}: the layout says {self.boxes(wrong[0])}, the model has another part of it")
+            raise ModelError(
+                f"{wrong[0]}: the layout says {self.boxes(wrong[0])}, the model has another part of it",
+                key=f"{wrong[0]}.layout",
+            )
 
     @classmethod
     def alone(cls, model: Decoder) -> "ShardedModel":

@@ -46,7 +46,9 @@ def check_tensor(config: DecoderConfig, tp: int) -> None:
     wrong = misfit(config, tp)
     if wrong:
         fits = [str(n) for n in range(1, config.num_heads + 1) if not misfit(config, n)]
-        raise ModelError(f"layout.tp={tp} does not divide {wrong}; this model takes tp " + ", ".join(fits))
+        raise ModelError(
+            f"layout.tp={tp} does not divide {wrong}; this model takes tp " + ", ".join(fits), key="layout.tp"
+        )
 
 
 def apply_tensor(model: Decoder, grid: ParallelDims, sp: bool) -> TensorPlan:

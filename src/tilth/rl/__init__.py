@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tilth.rl.advantages import Estimate, estimate, estimate_rows
     from tilth.rl.aggregation import aggregate, denominator, row_denominator
-    from tilth.rl.catalog import check, names, options
-    from tilth.rl.entropy import adapt_entropy, entropy_bonus
-    from tilth.rl.kl import adapt, kl_penalty, penalise
+    from tilth.rl.algorithm import check, names, options
+    from tilth.rl.kl import adapt, adapt_entropy, entropy_bonus, kl_penalty, penalise
     from tilth.rl.losses import LossResult, PolicyLoss, loss_entry, policy_loss, thresholds
-    from tilth.rl.metrics import Metric, merge_metrics
-    from tilth.rl.mismatch_metrics import mismatch
+    from tilth.rl.metrics import Metric, merge_metrics, mismatch
     from tilth.rl.packing import keep_rows, token_counts
     from tilth.rl.preference import PreferenceResult, pair_weights, preference_loss
     from tilth.rl.registry import register
@@ -28,14 +26,12 @@ _HOME = {
         "advantages": "Estimate estimate estimate_rows",
         "values": "Explained explained_variance value_loss",
         "losses": "LossResult PolicyLoss loss_entry policy_loss thresholds",
-        "metrics": "Metric merge_metrics",
+        "metrics": "Metric merge_metrics mismatch",
         "preference": "PreferenceResult pair_weights preference_loss",
-        "kl": "adapt kl_penalty penalise",
-        "entropy": "adapt_entropy entropy_bonus",
+        "kl": "adapt adapt_entropy entropy_bonus kl_penalty penalise",
         "aggregation": "aggregate denominator row_denominator",
-        "catalog": "check names options",
+        "algorithm": "check names options",
         "packing": "keep_rows token_counts",
-        "mismatch_metrics": "mismatch",
         "registry": "register",
     }.items()
     for name in names_of.split()
@@ -46,7 +42,8 @@ __all__ = [*_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tilth.core.errors import RecipeError, TokenCountError
-from tilth.rl import grouped, optimal, returns  # noqa: F401  (importing them registers their estimators)
-from tilth.rl.advantage_base import OF_TOKENS, Advantage, Everyone, RowAdvantage, Rows, Tokens
+from tilth.rl import optimal  # noqa: F401  (importing it registers its estimators)
+from tilth.rl.estimators import OF_TOKENS, Advantage, Everyone, RowAdvantage, Rows, Tokens
 from tilth.rl.packing import Gather, Packing, Reduce, alone, rows_alone
 from tilth.rl.registry import Scope, build, require
 
@@ -112,9 +112,9 @@ def estimate_rows(
     given = {"rewards": rewards, "groups": groups, "counts": counts}
     entry, columns = _prepare(name, {k: v for k, v in given.items() if v is not None}, options)
     if not isinstance(entry, RowAdvantage):
-        raise RecipeError(f"{name} works on tokens (scope {entry.scope!r}), not on rows alone")
+        raise RecipeError(f"{name} works on tokens (scope {entry.scope!r}), not on rows alone", key="name")
     if entry.weighs and counts is None:
-        raise RecipeError(f"{name} needs the column 'counts', which is not there")
+        raise RecipeError(f"{name} needs the column 'counts', which is not there", key="counts")
     scores = torch.as_tensor(rewards).to(torch.float64)
     own = _row_columns(columns, len(scores))
     valid = _complete(entry, torch.isfinite(scores), own)
@@ -131,7 +131,9 @@ def _prepare(
     entry = build("advantages", name, {k: v for k, v in options.items() if k not in extra}, Advantage)
     unknown = [k for k in extra if k not in (*entry.needs, *entry.takes)]
     if unknown:
-        raise RecipeError(f"{entry.entry_name} has no use for the column {unknown[0]!r}")
+        raise RecipeError(
+            f"{entry.entry_name} has no use for the column {unknown[0]!r}", key=f"{entry.entry_name}.{unknown[0]}"
+        )
     columns = {**columns, **extra}
     require(entry, columns)
     return entry, columns
@@ -166,7 +168,7 @@ def _everyone(entry: Advantage, own: Rows, gather: Gather, row: Tensor | None) -
     n = len(own.scores)
     numbers = np.arange(n) if row is None else torch.as_tensor(row).cpu().numpy().astype(np.int64)
     if numbers.shape != (n,):
-        raise TokenCountError(f"row has the shape {numbers.shape}; there are {n} rows")
+        raise TokenCountError(f"row has the shape {numbers.shape}; there are {n} rows", key="row.shape")
     columns = {"scores": own.scores, "valid": own.valid}
     columns |= {} if own.counts is None else {"counts": own.counts}
     columns |= {c: own.columns[c] for c in entry.needs if c not in ("rewards", *OF_TOKENS)}
@@ -177,7 +179,8 @@ def _everyone(entry: Advantage, own: Rows, gather: Gather, row: Tensor | None) -
     twice = rows[1:][rows[1:] == rows[:-1]]
     if len(twice):
         raise TokenCountError(
-            f"row {twice[0]} of the batch is on two workers; each must be on one, by its index in the whole batch"
+            f"row {twice[0]} of the batch is on two workers; each must be on one, by its index in the whole batch",
+            key="row",
         )
     if entry.scope == "group-local":
         _check_local(entry.entry_name, found["groups"], found["worker"])
@@ -194,7 +197,8 @@ def _check_local(name: str, groups: np.ndarray, worker: np.ndarray) -> None:
     if len(apart):
         raise RecipeError(
             f"{name} sees whole groups only (scope group-local), but group {apart[0]} lies on two workers; "
-            "divide the batch by groups, or set cluster.workers=1"
+            "divide the batch by groups, or set cluster.workers=1",
+            key="groups",
         )
 
 
@@ -204,7 +208,9 @@ def _scores(packing: Packing, rewards: Tensor) -> tuple[Tensor, Tensor]:
     rewards = rewards.to(packing.mask.device, torch.float64)
     n, total = len(packing.lengths), len(packing.mask)
     if rewards.shape not in ((n,), (total,)):
-        raise TokenCountError(f"rewards has the shape {tuple(rewards.shape)}; there are {n} rows of {total} tokens")
+        raise TokenCountError(
+            f"rewards has the shape {tuple(rewards.shape)}; there are {n} rows of {total} tokens", key="rewards.shape"
+        )
     scores = rewards if rewards.shape == (n,) else packing.sum(rewards)
     valid = torch.isfinite(scores) & (packing.counts > 0)
     return torch.where(valid, scores, 0.0), valid
@@ -215,5 +221,7 @@ def _row_columns(columns: Mapping[str, Tensor], n: int) -> dict[str, Tensor]:
     found = {k: torch.as_tensor(v) for k, v in columns.items()}
     for name, column in found.items():
         if name not in ("rewards", *OF_TOKENS) and column.shape != (n,):
-            raise TokenCountError(f"{name} has the shape {tuple(column.shape)}; there are {n} rows")
+            raise TokenCountError(
+                f"{name} has the shape {tuple(column.shape)}; there are {n} rows", key=f"{name}.shape"
+            )
     return found

@@ -121,7 +121,7 @@ def reduce_tokens(entry: Aggregation, values: Tensor, packing: Packing, denomina
     """``aggregate`` for an entry and a packing that are built already."""
     denominator = entry.denominator(packing.counts) if denominator is None else float(denominator)
     if not denominator > 0:
-        raise TokenCountError(f"the denominator of a loss must be positive, got {denominator}")
+        raise TokenCountError(f"the denominator of a loss must be positive, got {denominator}", key="denominator")
     weights = entry.row_weights(packing.counts)
     values = packing.masked(values)
     return (values if weights is None else values * packing.spread(weights).to(values.dtype)).sum() / denominator

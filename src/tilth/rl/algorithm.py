@@ -1,17 +1,54 @@
-"""The algorithm of a run, resolved once: what its recipe names, and what follows from that."""
+"""The algorithm of a run, resolved once from its recipe, and the names and options that there are."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from tilth.config.flows import FLOWS, Flow
 from tilth.config.schema import AlgorithmConfig, Recipe
-from tilth.rl.advantage_base import Advantage
+from tilth.core.errors import RecipeError
+from tilth.rl import advantages, kl, losses, preference  # noqa: F401  (importing them registers their entries)
 from tilth.rl.aggregation import Aggregation
-from tilth.rl.catalog import build, lookup
-from tilth.rl.loss_base import PolicyLoss
-from tilth.rl.registry import Entry, Kind
+from tilth.rl.estimators import Advantage
+from tilth.rl.policy_losses import PolicyLoss
+from tilth.rl.registry import Entry, Kind, build, lookup, nearest, registered, require
 from tilth.rl.rollout_correction import CorrectionRule, Corrector
+
+
+def names() -> dict[Kind, list[str]]:
+    """Every registered name: ``{"advantages": [...], "losses": [...], "aggregations": [...], "kl": [...]}``."""
+    return {kind: list(registered(kind)) for kind in get_args(Kind)}
+
+
+def options(kind: Kind, name: str) -> dict[str, Any]:
+    """The options of an entry with their defaults; RecipeError with the nearest name."""
+    return {option: field.default for option, field in lookup(kind, name).model_fields.items()}
+
+
+def check(
+    name: str, columns: Iterable[str], options: Mapping[str, Any] | None = None, *, kind: Kind | None = None
+) -> Entry:
+    """Check before a run starts that an entry can work; returns it, so that its ``scope`` and ``needs`` can be read.
+
+    columns: the names that the flow will pass (``rewards``, ``groups``, ``values``, ``ref_logprobs`` ...).
+    kind: needed only where a name is both an advantage and a loss.
+    Raises RecipeError: unknown name or option (with the nearest), a value out of range, a missing column.
+    """
+    entry = build(kind or _kind_of(name), name, options or {}, Entry)
+    require(entry, columns)
+    return entry
+
+
+def _kind_of(name: str) -> Kind:
+    kinds: list[Kind] = [kind for kind in get_args(Kind) if name in registered(kind)]
+    if not kinds:
+        every = [known for kind in get_args(Kind) for known in registered(kind)]
+        raise RecipeError(f"no algorithm {name!r}{nearest(name, every)}", key="name")
+    if len(kinds) > 1:
+        raise RecipeError(f"{name!r} is one of {' and of '.join(kinds)}; say which by kind=", key="kind")
+    return kinds[0]
+
 
 OF_POLICY = {"logprobs", "old_logprobs", "sum_pi_squared"}
 """Columns that the policy computes before its updates, where something needs them."""

@@ -17,8 +17,8 @@ from tilth.config.flows import SHARED_OPTIONS
 from tilth.config.plugins import Declaration, describe
 from tilth.config.schema import AlgorithmConfig
 from tilth.core.errors import PluginError, TilthError
-from tilth.rl.advantage_base import Advantage, RowAdvantage, Rows, Tokens
-from tilth.rl.loss_base import LossInputs, PolicyLoss, TokenLosses
+from tilth.rl.estimators import Advantage, RowAdvantage, Rows, Tokens
+from tilth.rl.policy_losses import LossInputs, PolicyLoss, TokenLosses
 from tilth.rl.registry import Entry, nearest
 
 ROW_COLUMNS = ("rewards", "groups", "counts", "baselines")
@@ -58,7 +58,8 @@ def advantage_entry(declaration: Declaration) -> type[Entry]:
     if over_tokens and "groups" in needs:
         raise PluginError(
             f"{declaration.title} sees the tokens of one worker, where groups may be cut; take the groups in a "
-            "function over rows, or extend tilth.rl.advantages.Advantage"
+            "function over rows, or extend tilth.rl.advantages.Advantage",
+            key=f"{declaration.name}.groups",
         )
     return _entry(declaration, _TokenFunction if over_tokens else _RowFunction, needs, options)
 
@@ -73,7 +74,10 @@ def loss_entry(declaration: Declaration) -> type[Entry]:
         return _class(declaration, PolicyLoss)
     needs, options = _arguments(declaration, LOSS_COLUMNS)
     if "logprobs" not in needs:
-        raise PluginError(f"{declaration.title} has no argument 'logprobs', so it would have no gradient")
+        raise PluginError(
+            f"{declaration.title} has no argument 'logprobs', so it would have no gradient",
+            key=f"{declaration.name}.logprobs",
+        )
     return _entry(declaration, _LossFunction, needs, options)
 
 
@@ -154,7 +158,10 @@ class _LossFunction(_Function, PolicyLoss):
         for name, column in {"loss": losses, **metrics}.items():
             _check(self, column, name, "tokens", int(mask.sum()))
         if step.logprobs.requires_grad and not losses.requires_grad:
-            raise PluginError(f"{self.declaration.title}: its loss does not depend on logprobs, so it has no gradient")
+            raise PluginError(
+                f"{self.declaration.title}: its loss does not depend on logprobs, so it has no gradient",
+                key=f"{self.declaration.name}.loss.gradient",
+            )
         zeros = torch.zeros_like(step.logprobs)
         spread = {f"{METRICS}{name}": zeros.masked_scatter(mask, c.detach().to(zeros)) for name, c in metrics.items()}
         return zeros.masked_scatter(mask, losses.to(zeros)), spread
@@ -162,7 +169,10 @@ class _LossFunction(_Function, PolicyLoss):
 
 def _class(declaration: Declaration, base: type[Entry]) -> type[Entry]:
     if not issubclass(declaration.value, base):
-        raise PluginError(f"{declaration.title} is a class, but not a subclass of {base.__module__}.{base.__name__}")
+        raise PluginError(
+            f"{declaration.title} is a class, but not a subclass of {base.__module__}.{base.__name__}",
+            key=f"{declaration.name}.class",
+        )
     return cast(type[Entry], declaration.value)
 
 
@@ -171,17 +181,26 @@ def _arguments(declaration: Declaration, columns: Iterable[str]) -> tuple[tuple[
     needs, options = [], {}
     for name, parameter in inspect.signature(declaration.value).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise PluginError(f"{declaration.title}: *{name} does not say which columns or options it takes")
+            raise PluginError(
+                f"{declaration.title}: *{name} does not say which columns or options it takes",
+                key=f"{declaration.name}.{name}",
+            )
         if parameter.kind is not parameter.KEYWORD_ONLY:
             if name not in columns and not name.startswith(PART):
-                raise PluginError(f"{declaration.title}: no column {name!r}{nearest(name, columns)}")
+                raise PluginError(
+                    f"{declaration.title}: no column {name!r}{nearest(name, columns)}", key=f"{declaration.name}.{name}"
+                )
             needs.append(name.replace(PART, "part/", 1) if name.startswith(PART) else name)
         elif name in AlgorithmConfig.model_fields and name not in SHARED_OPTIONS:
             raise PluginError(
-                f"{declaration.title}: option {name!r} is a key of its own, algorithm.{name}; rename yours"
+                f"{declaration.title}: option {name!r} is a key of its own, algorithm.{name}; rename yours",
+                key=f"{declaration.name}.{name}",
             )
         elif parameter.default is parameter.empty:
-            raise PluginError(f"{declaration.title}: option {name!r} needs a default, as in {name}: float = 0.5")
+            raise PluginError(
+                f"{declaration.title}: option {name!r} needs a default, as in {name}: float = 0.5",
+                key=f"{declaration.name}.{name}.default",
+            )
         else:
             known = parameter.annotation is not parameter.empty
             options[name] = (parameter.annotation if known else type(parameter.default), Field(parameter.default))
@@ -205,12 +224,20 @@ def _call(entry: Any, given: dict[str, Any]) -> Any:
     except TilthError:
         raise
     except (Exception, SystemExit) as error:
-        raise PluginError(f"{entry.declaration.title}: {describe(error, entry.declaration.file)}") from error
+        raise PluginError(
+            f"{entry.declaration.title}: {describe(error, entry.declaration.file)}", key=entry.declaration.name
+        ) from error
 
 
 def _check(entry: Any, found: Any, name: str, what: str, count: int) -> None:
     if not isinstance(found, Tensor) or found.shape != (count,):
         shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise PluginError(f"{entry.declaration.title}: {name} is {shown}, not a tensor of the {count} {what}")
+        raise PluginError(
+            f"{entry.declaration.title}: {name} is {shown}, not a tensor of the {count} {what}",
+            key=f"{entry.declaration.name}.{name}.shape",
+        )
     if not bool(torch.isfinite(found.detach()).all()):
-        raise PluginError(f"{entry.declaration.title}: {name} has values that are not finite, for finite {what}")
+        raise PluginError(
+            f"{entry.declaration.title}: {name} has values that are not finite, for finite {what}",
+            key=f"{entry.declaration.name}.{name}",
+        )

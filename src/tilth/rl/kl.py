@@ -134,7 +134,9 @@ def penalise(
     packing = Packing.of(lengths, mask)
     rewards = torch.as_tensor(rewards).to(packing.mask.device, torch.float64)
     if rewards.shape != packing.lengths.shape:
-        raise TokenCountError(f"rewards has the shape {tuple(rewards.shape)}; there are {len(packing.lengths)} rows")
+        raise TokenCountError(
+            f"rewards has the shape {tuple(rewards.shape)}; there are {len(packing.lengths)} rows", key="rewards.shape"
+        )
     columns = packing.column("logprobs", logprobs), packing.column("ref_logprobs", ref_logprobs)
     own, theirs = (packing.masked(column).detach().double() for column in columns)
     tokens = packing.masked(-coef * kl_penalty(kl, own, theirs))
@@ -156,11 +158,48 @@ def adapt(coef: float, kl: float, *, target: float, horizon: float, count: float
         turn negative.
     """
     if not (target > 0 and horizon > 0):
-        raise RecipeError(f"adaptive KL: target = {target}, horizon = {horizon}: both must be positive")
+        raise RecipeError(
+            f"adaptive KL: target = {target}, horizon = {horizon}: both must be positive",
+            key="horizon" if target > 0 else "target",
+        )
     if LARGEST_CHANGE * count >= horizon:
         raise RecipeError(
-            f"adaptive KL: horizon = {horizon}: it must be more than a fifth of the {count} samples of a step"
+            f"adaptive KL: horizon = {horizon}: it must be more than a fifth of the {count} samples of a step",
+            key="horizon",
         )
     if not math.isfinite(kl):
         return coef
     return coef * (1 + min(max(kl / target - 1, -LARGEST_CHANGE), LARGEST_CHANGE) * count / horizon)
+
+
+def adapt_entropy(
+    coef: float, entropy: float, *, target: float, step: float = 1e-4, least: float = 0.0, most: float = math.inf
+) -> float:
+    """The coefficient of the entropy bonus after a training step (Skywork-OR1, 2505.22312, adaptive entropy control).
+
+    It rises by ``step`` while the entropy is below its target and falls by as much elsewhere. In the paper the bonus is
+    in the loss only while the entropy is at most the target: that is ``entropy_bonus`` of what this returns. The step
+    is that of the released recipes, which hold the coefficient to 0.005; the paper's own example moves by 0.005.
+
+    Args:
+        coef: the coefficient now. entropy: mean of the policy's entropy over tokens, in nats; not finite, as where no
+            token counts: the coefficient stays.
+        target: entropy to hold, in nats (0.2 in the paper). step: how far the coefficient moves.
+        least, most: bounds of the coefficient.
+
+    Raises: RecipeError: a step that is not positive, or bounds that leave nothing between them.
+    """
+    if not step > 0:
+        raise RecipeError(f"adaptive entropy: step = {step}: it must be positive", key="step")
+    if not 0 <= least <= most:
+        raise RecipeError(
+            f"adaptive entropy: bounds [{least}, {most}]: they must be in order and not negative", key="least"
+        )
+    if not math.isfinite(entropy):
+        return coef
+    return min(max(coef + step if entropy < target else coef - step, least), most)
+
+
+def entropy_bonus(coef: float, entropy: float, *, target: float) -> float:
+    """Weight of the bonus in the loss: the coefficient while the entropy is at most its target, else 0."""
+    return coef if entropy <= target else 0.0

@@ -8,16 +8,11 @@ import torch
 from torch import Tensor
 
 from tilth.core.errors import RecipeError
-from tilth.rl import token_losses  # noqa: F401  (registers its entries, the first of the names of losses)
-
-# isort: split
-from tilth.rl import covariance_clip, sequence_losses  # noqa: F401  (importing them registers their entries)
 from tilth.rl.aggregation import Aggregation, reduce_tokens
 from tilth.rl.kl import kl_penalty
-from tilth.rl.loss_base import LossInputs, PolicyLoss
-from tilth.rl.metrics import Metric
-from tilth.rl.mismatch_metrics import Gap
+from tilth.rl.metrics import Gap, Metric
 from tilth.rl.packing import Gather, Packing, Reduce, alone, rows_alone
+from tilth.rl.policy_losses import LossInputs, PolicyLoss
 from tilth.rl.registry import build, lookup, nearest, require
 
 __all__ = ["LossInputs", "LossResult", "PolicyLoss", "loss_entry", "policy_loss", "thresholds"]
@@ -159,7 +154,8 @@ def _found(
     if denominator is not None:
         name = entry.entry_name
         raise RecipeError(
-            f"{name} looks at the whole batch before a part of it: give thresholds=tilth.rl.thresholds({name!r}, ...)"
+            f"{name} looks at the whole batch before a part of it: give thresholds=tilth.rl.thresholds({name!r}, ...)",
+            key="thresholds",
         )
     constant = replace(step, logprobs=step.logprobs.detach())
     return entry.thresholds(constant, alone, rows_alone)
@@ -183,7 +179,9 @@ def _entries(
     for option in options:
         if option not in of_loss and option not in of_aggregation:
             known = [*of_loss, *of_aggregation]
-            raise RecipeError(f"{name} with {aggregation}: no option {option!r}{nearest(option, known)}")
+            raise RecipeError(
+                f"{name} with {aggregation}: no option {option!r}{nearest(option, known)}", key=f"{name}.{option}"
+            )
     parts = {k: v for k, v in options.items() if k in of_aggregation}
     return loss, build("aggregations", aggregation, parts, Aggregation)
 

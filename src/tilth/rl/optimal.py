@@ -13,10 +13,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from tilth.rl.advantage_base import Advantage, Everyone, Tokens
+from tilth.rl.estimators import Advantage, Everyone, Tokens, ahead
 from tilth.rl.packing import Gather, Packing, discounted_sums, segment_sum
 from tilth.rl.registry import Scope, register
-from tilth.rl.returns import ahead
 
 _ROUNDING = 1e-3
 """How far below 0 a token's part of the path variance may come by rounding (of the columns, in low precision): 0 then,

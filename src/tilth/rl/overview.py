@@ -8,8 +8,7 @@ from tilth.config.load import from_dict
 from tilth.config.plugins import declared
 from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError
-from tilth.rl.algorithm import Algorithm
-from tilth.rl.catalog import names
+from tilth.rl.algorithm import Algorithm, names
 from tilth.rl.registry import DECLARED_AS, Kind, nearest
 
 COLUMNS = ("baseline", "loss", "aggregation", "KL", "clip", "filters", "critic")
@@ -26,7 +25,7 @@ def overview(flows: Sequence[str] = (), keys: Mapping[str, Any] | None = None) -
     from_dict(keys or {}, complete=False)
     for flow in flows:
         if flow not in FLOWS:
-            raise RecipeError(f"no algorithm {flow!r}{nearest(flow, FLOWS)}")
+            raise RecipeError(f"no algorithm {flow!r}{nearest(flow, FLOWS)}", key="flows")
     return {flow: _facts(from_dict({**(keys or {}), "flow": flow}, complete=False)) for flow in flows or FLOWS}
 
 

@@ -45,17 +45,24 @@ class Packing:
         mask = torch.as_tensor(mask)
         lengths = torch.as_tensor(lengths).to(mask.device, torch.int64)
         if lengths.numel() and int(lengths.min()) < 0:
-            raise TokenCountError(f"lengths has {int(lengths.min())}: a sequence has no fewer than 0 tokens")
+            raise TokenCountError(
+                f"lengths has {int(lengths.min())}: a sequence has no fewer than 0 tokens", key="lengths"
+            )
         total = int(lengths.sum())
         if mask.dim() != 1 or lengths.dim() != 1 or total != len(mask):
-            raise TokenCountError(f"lengths add up to {total} tokens, but mask has the shape {tuple(mask.shape)}")
+            raise TokenCountError(
+                f"lengths add up to {total} tokens, but mask has the shape {tuple(mask.shape)}", key="mask.shape"
+            )
         return cls(lengths, mask if mask.dtype == torch.bool else mask != 0)
 
     def column(self, name: str, values: Tensor) -> Tensor:
         """Check that a column has one value a token; TokenCountError names it."""
         values = torch.as_tensor(values).to(self.mask.device)
         if values.shape != self.mask.shape:
-            raise TokenCountError(f"{name} has the shape {tuple(values.shape)}, but there are {len(self.mask)} tokens")
+            raise TokenCountError(
+                f"{name} has the shape {tuple(values.shape)}, but there are {len(self.mask)} tokens",
+                key=f"{name}.shape",
+            )
         return values
 
     @cached_property

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tilth.core.errors import ArgumentError
 from tilth.core.random import stream
 
 RESAMPLES = 2000
@@ -34,7 +35,7 @@ def pass_at_k(right: np.ndarray, known: np.ndarray, k: int) -> np.ndarray:
     product of k factors, so that nothing overflows; NaN for a prompt with fewer than k samples. ValueError for k < 1.
     """
     if k < 1:
-        raise ValueError(f"k={k}: pass@k needs k of at least 1")
+        raise ArgumentError(f"k={k}: pass@k needs k of at least 1", key="k")
     wrong, n = (known - right).astype(np.float64), known.astype(np.float64)
     miss = np.ones(len(n))
     for drawn in range(k):
@@ -45,7 +46,7 @@ def pass_at_k(right: np.ndarray, known: np.ndarray, k: int) -> np.ndarray:
 def avg_at_k(values: np.ndarray, k: int) -> np.ndarray:
     """Mean of the first ``k`` known values of each prompt. values: [P, n], NaN: missing. float64 [P], NaN: fewer."""
     if k < 1:
-        raise ValueError(f"k={k}: avg@k needs k of at least 1")
+        raise ArgumentError(f"k={k}: avg@k needs k of at least 1", key="k")
     known = ~np.isnan(values)
     first = known & (known.cumsum(1) <= k)
     return np.where(known.sum(1) >= k, np.where(first, values, 0).sum(1, dtype=np.float64) / k, np.nan)

@@ -136,7 +136,9 @@ class Ipo(PreferenceLoss):
     def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
         """Squared distance to the aim; RecipeError where the data has margins."""
         if (margins != 0).any():
-            raise RecipeError("ipo aims at a difference of its own, 1 / (2 beta): leave the column margin out")
+            raise RecipeError(
+                "ipo aims at a difference of its own, 1 / (2 beta): leave the column margin out", key="margin"
+            )
         return ((chosen - rejected) / self.beta - 1 / (2 * self.beta)) ** 2
 
 
@@ -230,9 +232,9 @@ def preference_loss(
     """
     loss = build("preferences", name, options, PreferenceLoss)
     if loss.needs and reference is None:
-        raise RecipeError(f"{name} needs the log-probs of a reference")
+        raise RecipeError(f"{name} needs the log-probs of a reference", key="reference")
     if sft and loss.compares == "rewards":
-        raise RecipeError(f"sft = {sft}: {name} compares scores of a reward model, which has no likelihood")
+        raise RecipeError(f"sft = {sft}: {name} compares scores of a reward model, which has no likelihood", key="sft")
     won, lost = (_answers(i, s, counts, reference) for i, s in enumerate((chosen, rejected)))
     extra = torch.zeros_like(won.counts) if margins is None else margins.detach().to(torch.float64)
     weights = torch.full_like(extra, 1 / max(len(extra), 1)) if weights is None else weights.to(extra)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tilth.config import plugins
-from tilth.core.errors import PluginError, RecipeError
+from tilth.core.errors import ArgumentError, PluginError, RecipeError
 
 Kind = Literal["advantages", "losses", "aggregations", "kl", "preferences", "corrections"]
 Scope = Literal["rows", "token-local", "global moments", "group-local", "group tokens"]
@@ -51,7 +51,7 @@ def register(kind: Kind, name: str) -> Callable[[type[E]], type[E]]:
 
     def add(entry: type[E]) -> type[E]:
         if name in _ENTRIES[kind]:
-            raise ValueError(f"{kind}: {name!r} is registered already")
+            raise ArgumentError(f"{kind}: {name!r} is registered already", key="name")
         entry.entry_name = name
         _ENTRIES[kind][name] = entry
         return entry
@@ -69,7 +69,10 @@ def registered(kind: Kind) -> dict[str, type[Entry]]:
     found = dict(_ENTRIES[kind])
     for name, declaration in plugins.declared(DECLARED_AS[kind]).items() if kind in DECLARED_AS else ():
         if name in found:
-            raise PluginError(f"{declaration.title} has the name of one that comes with Tilth; choose another name")
+            raise PluginError(
+                f"{declaration.title} has the name of one that comes with Tilth; choose another name",
+                key=f"{declaration.name}.name",
+            )
         built = _BUILT.get((kind, name))
         if built is None or built[0] is not declaration:
             built = _BUILT[kind, name] = declaration, _entry_of(kind, declaration)
@@ -89,7 +92,7 @@ def lookup(kind: Kind, name: str) -> type[Entry]:
     """The class of this name; RecipeError with the nearest name."""
     table = registered(kind)
     if name not in table:
-        raise RecipeError(f"{kind}: no {name!r}{nearest(name, table)}")
+        raise RecipeError(f"{kind}: no {name!r}{nearest(name, table)}", key=kind)
     return table[name]
 
 
@@ -100,20 +103,27 @@ def build(kind: Kind, name: str | E, options: Mapping[str, Any], known: type[E])
     """
     if isinstance(name, Entry):
         if options:
-            raise RecipeError(f"{name.entry_name}: its options are set already, so {min(options)} is none to give")
+            raise RecipeError(
+                f"{name.entry_name}: its options are set already, so {min(options)} is none to give",
+                key=f"{name.entry_name}.{min(options)}",
+            )
         return name
     entry = lookup(kind, name)
     for option in options:
         if option not in entry.model_fields:
-            raise RecipeError(f"{name}: no option {option!r}{nearest(option, entry.model_fields)}")
+            raise RecipeError(
+                f"{name}: no option {option!r}{nearest(option, entry.model_fields)}", key=f"{name}.{option}"
+            )
     try:
         built = entry(**options)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "options"
-        raise RecipeError(f"{name}: {where} = {first['input']!r}: {first['msg']}") from None
+        raise RecipeError(f"{name}: {where} = {first['input']!r}: {first['msg']}", key=f"{name}.{where}") from None
     if not isinstance(built, known):
-        raise RecipeError(f"{kind}: {name!r} is registered as {entry.__name__}, which is no {known.__name__}")
+        raise RecipeError(
+            f"{kind}: {name!r} is registered as {entry.__name__}, which is no {known.__name__}", key=f"{kind}.{name}"
+        )
     return built
 
 
@@ -125,7 +135,9 @@ def require(entry: Entry, columns: Iterable[str]) -> None:
         part = missing[0].partition("part/")[2]
         parts = sorted(c.removeprefix("part/") for c in columns if part and c.startswith("part/"))
         hint = nearest(part, parts) if parts else ""
-        raise RecipeError(f"{entry.entry_name} needs the column {missing[0]!r}, which is not there{hint}")
+        raise RecipeError(
+            f"{entry.entry_name} needs the column {missing[0]!r}, which is not there{hint}", key=missing[0]
+        )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -22,10 +22,9 @@ from pydantic import Field, create_model
 from torch import Tensor
 
 from tilth.core.errors import RecipeError
-from tilth.rl.loss_base import PolicyLoss
-from tilth.rl.metrics import Metric
-from tilth.rl.mismatch_metrics import STATISTICS, EffectiveShare, Gap
+from tilth.rl.metrics import STATISTICS, EffectiveShare, Gap, Metric
 from tilth.rl.packing import Packing, Reduce, alone
+from tilth.rl.policy_losses import PolicyLoss
 from tilth.rl.registry import Entry, Scope, build, nearest, register, require
 
 Threshold = float | tuple[float, float]
@@ -125,11 +124,13 @@ class Corrector(CorrectionRule):
         idle = self.model_fields_set & {"max_weight", "min_weight", "beyond", "normalise"}
         if self.level == "none" and idle:
             raise RecipeError(
-                f"{self.entry_name}: {min(idle)} is for weights, but level is none; set level=token, or sequence"
+                f"{self.entry_name}: {min(idle)} is for weights, but level is none; set level=token, or sequence",
+                key=f"{self.entry_name}.{min(idle)}",
             )
         if self.max_weight and self.min_weight > self.max_weight:
             raise RecipeError(
-                f"{self.entry_name}: min_weight = {self.min_weight}: it must be at most max_weight = {self.max_weight}"
+                f"{self.entry_name}: min_weight = {self.min_weight}: it must be at most max_weight = {self.max_weight}",
+                key=f"{self.entry_name}.min_weight",
             )
         for statistic, threshold in self.reject.items():
             _check_threshold(self.entry_name, statistic, threshold)
@@ -160,11 +161,14 @@ class Corrector(CorrectionRule):
         """RecipeError: made for another loss, or the loss's ratio and the weights would both correct for mu."""
         name = loss.entry_name
         if self.made_for and name != self.made_for:
-            raise RecipeError(f"{self.entry_name} is made for algorithm.loss={self.made_for}, not {name}")
+            raise RecipeError(
+                f"{self.entry_name} is made for algorithm.loss={self.made_for}, not {name}", key="algorithm.loss"
+            )
         if self.bypass and self.weighted and loss.takes_ratio:
             raise RecipeError(
                 f"{self.entry_name}: the ratio of algorithm.loss={name} is taken to the sampling policy already, and "
-                "weights would correct twice; set level=none, bypass=false, or algorithm.loss=reinforce without cap"
+                "weights would correct twice; set level=none, bypass=false, or algorithm.loss=reinforce without cap",
+                key="algorithm.correction",
             )
 
     def apply(self, sampled: Sampled) -> Correction:
@@ -235,14 +239,19 @@ def _interval(statistic: str, threshold: Threshold) -> tuple[float, float]:
 
 def _check_threshold(title: str, statistic: str, threshold: Threshold) -> None:
     if statistic not in STATISTICS:
-        raise RecipeError(f"{title}: reject: no statistic {statistic!r}{nearest(statistic, STATISTICS)}")
+        raise RecipeError(
+            f"{title}: reject: no statistic {statistic!r}{nearest(statistic, STATISTICS)}",
+            key=f"{title}.reject.{statistic}",
+        )
     low, high = _interval(statistic, threshold)
     if statistic.endswith("_k1"):
         right, what = 0 < low < high, "[lowest, highest] of mu / old, above 0, or one number above 1"
     else:
         right, what = not isinstance(threshold, tuple) and high > 0, "one number above 0, the highest distance"
     if not right:
-        raise RecipeError(f"{title}: reject.{statistic} = {threshold}: it must be {what}")
+        raise RecipeError(
+            f"{title}: reject.{statistic} = {threshold}: it must be {what}", key=f"{title}.reject.{statistic}"
+        )
 
 
 def _bounds(statistic: str, threshold: Threshold) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilth.core.errors import RecipeError
+from tilth.core.errors import ArgumentError, RecipeError
 from tilth.rl.aggregation import Aggregation, reduce_tokens
 from tilth.rl.losses import LossResult
 from tilth.rl.metrics import Metric
@@ -42,7 +42,7 @@ class Explained(Metric):
     def merge(self, other: Metric) -> "Explained":
         """That of both parts together."""
         if not isinstance(other, Explained):
-            raise ValueError(f"cannot merge an explained variance with a {other.reduction}")
+            raise ArgumentError(f"cannot merge an explained variance with a {other.reduction}", key="other")
         return Explained.of(self.sums + other.sums)
 
 
@@ -87,7 +87,7 @@ def value_loss(
     Raises: RecipeError (a negative clip, unknown aggregation or option), TokenCountError (a column of another size).
     """
     if not clip >= 0:
-        raise RecipeError(f"value_loss: clip = {clip}: it must be above 0, or 0 for none")
+        raise RecipeError(f"value_loss: clip = {clip}: it must be above 0, or 0 for none", key="clip")
     packing = Packing.of(lengths, mask)
     entry = build("aggregations", aggregation, options, Aggregation)
     v = packing.masked(packing.column("values", values))

@@ -15,8 +15,15 @@ from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.rl.aggregation import Aggregation
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.experience import check_identity, on_rows, put_like
-from tilth.roles.scoring import forward
-from tilth.roles.shares import Gather, alone, check_weight, gather_data_ranks, global_denominator, is_first_data_rank
+from tilth.roles.objective import (
+    Gather,
+    alone,
+    check_weight,
+    forward,
+    gather_data_ranks,
+    global_denominator,
+    is_first_data_rank,
+)
 from tilth.roles.state import Learner, whole_tensors
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
 from tilth.training.packed import MicroBatch, packed_values
@@ -48,7 +55,9 @@ class CriticWorker(Learner):
                 sharded.take(name, tensor)
                 missing.discard(name)
         if missing:
-            raise ModelError(f"{min(missing)} is missing in the weights that the value model should begin with")
+            raise ModelError(
+                f"{min(missing)} is missing in the weights that the value model should begin with", key=min(missing)
+            )
         for name in sharded.layouts:
             if name.startswith(HEAD):
                 sharded.take(name, torch.zeros(sharded.layouts[name].shape))

@@ -81,7 +81,8 @@ def check_identity(batch: Batch, tokens: Jagged) -> None:
         if identity(tokens.row(i)) != expected:
             raise TokenIdentityError(
                 f"trajectory {batch['id'][i]}: its {len(tokens.row(i))} token ids are not those that were generated "
-                "(they must never be re-tokenised or edited between rollout and training)"
+                "(they must never be re-tokenised or edited between rollout and training)",
+                key=f"trajectory.{batch['id'][i]}.tokens",
             )
 
 

@@ -1,18 +1,144 @@
-"""What an update minimises: the recipe's policy loss on one worker's rows of a batch, with the batch's denominators."""
+"""Losses of one worker's rows with the denominators of the whole batch, and log-probs of a batch under a model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import tilth.rl as rl
-from tilth.core.batch import Jagged
+from tilth.config.axes import DATA
+from tilth.core.batch import Batch, Jagged, Store
+from tilth.core.errors import TokenCountError
+from tilth.parallel.dims import ParallelDims
+from tilth.parallel.sharded import ShardedModel
+from tilth.rl.aggregation import Aggregation
 from tilth.rl.algorithm import Algorithm
-from tilth.roles.shares import Gather, GlobalDenominator, alone, global_denominator
-from tilth.training.engine import Loss
-from tilth.training.packed import MicroBatch
+from tilth.roles.experience import on_rows, put_like
+from tilth.training.engine import UpdateResult
+from tilth.training.noise import WEIGHT
+from tilth.training.packed import MicroBatch, packed_logprobs
+
+WEIGHT_TOLERANCE = 1e-5
+"""Relative; above the rounding of float32 sums (tokens that are lost one by one are counted by the engine)."""
+
+
+Gather = Callable[[np.ndarray], np.ndarray]
+"""From numbers of one's own rows [n] to those of the rows of all workers [whole], in any order."""
+
+
+def alone(numbers: np.ndarray) -> np.ndarray:
+    """Return the numbers of one worker that has all rows."""
+    return numbers
+
+
+@dataclass(frozen=True)
+class GlobalDenominator:
+    """A recipe's aggregation, bound to one batch. whole: the weight that all tokens of the batch have together."""
+
+    aggregation: Aggregation
+    denominator: float
+    whole: float
+
+    def add_up(self, values: Tensor, micro: MicroBatch) -> Tensor:
+        """Share of a micro-batch's token values [N] in the whole batch's one number."""
+        return rl.aggregate(
+            self.aggregation,
+            values,
+            mask=micro.mask,
+            lengths=micro.lengths,
+            denominator=self.denominator,
+        )
+
+    def weight(self, micro: MicroBatch) -> dict[str, rl.Metric]:
+        """What this micro-batch weighs in the loss; ``check_weight`` wants the sum of them to be ``whole``."""
+        ones = torch.ones(len(micro.ids), device=micro.ids.device)
+        return {WEIGHT: rl.Metric(float(self.add_up(ones, micro)), 1, "sum")}
+
+
+def global_denominator(
+    aggregation: Aggregation, mask: np.ndarray, tokens: Jagged, gather: Gather = alone
+) -> GlobalDenominator:
+    """Count the tokens of the whole batch; on several workers a collective call. mask: [N] over this worker's rows."""
+    lengths = torch.from_numpy(np.ascontiguousarray(tokens.lengths))
+    own = rl.token_counts(torch.from_numpy(np.ascontiguousarray(mask)), lengths)
+    counts = torch.from_numpy(gather(own.numpy()))
+    denominator = rl.row_denominator(aggregation, counts)
+    ones = torch.ones(int(counts.sum()))
+    whole = (
+        rl.aggregate(aggregation, ones, mask=ones, lengths=counts[counts > 0], denominator=denominator)
+        if len(ones)
+        else 0.0
+    )
+    return GlobalDenominator(aggregation, denominator, float(whole))
+
+
+def gather_data_ranks(grid: ParallelDims) -> Gather:
+    """Return what gathers numbers of rows from all data-parallel ranks; those that divide a row's tokens add up."""
+    return lambda own: grid.gather_rows({"numbers": grid.sum(torch.from_numpy(own), "tokens").numpy()})["numbers"]
+
+
+def is_first_data_rank(grid: ParallelDims) -> bool:
+    """True on the first data-parallel rank, which reports values that all ranks share."""
+    return grid.first(*DATA)
+
+
+def account(found: UpdateResult, grid: ParallelDims) -> dict[str, rl.Metric]:
+    """What one optimizer step of a model that learns reports, whatever its loss was; without the loss's value."""
+    padded = {"micro_batches/padded": rl.Metric(found.padded, 1, "sum")} if found.padded else {}
+    return (
+        found.metrics
+        | padded
+        | {
+            "grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
+            "lr": rl.Metric(found.lr, 1, "mean"),
+            "tokens/trained": rl.Metric(found.tokens, 1, "sum"),
+            "steps/skipped": rl.Metric(float(found.skipped and is_first_data_rank(grid)), 1, "sum"),
+        }
+    )
+
+
+def check_weight(metrics: dict[str, rl.Metric], expected: float, grid: ParallelDims) -> None:
+    """Raise TokenCountError unless all micro-batches of all ranks weigh together what the whole batch does.
+
+    Takes the metric out. Every data-parallel rank must ask.
+    """
+    own = float(metrics.pop(WEIGHT).total) if WEIGHT in metrics else 0.0
+    (found,) = grid.sum(torch.tensor([own], dtype=torch.float64)).tolist()
+    if abs(found - expected) > WEIGHT_TOLERANCE * max(abs(expected), 1.0):
+        raise TokenCountError(
+            f"the micro-batches weigh {found:.6g} in the loss, their whole batch {expected:.6g}: "
+            "some tokens count twice or not at all, or a part was divided by its own denominator",
+            key=WEIGHT,
+        )
+
+
+Found = TypeVar("Found")
+
+
+class Scores(Protocol):
+    """What scoring needs to know of its model."""
+
+    sharded: ShardedModel
+    micro_tokens: int
+    parity: bool
+
+
+def forward(owner: Scores, run: Callable[..., Found], tokens: Jagged, mask: np.ndarray, **more: Any) -> Found:
+    """Run one of ``training.packed.packed_*`` with the owner's model, micro-batches and parity."""
+    return run(owner.sharded, tokens, mask, max_tokens=owner.micro_tokens, parity=owner.parity, **more)
+
+
+def scored(batch: Batch, store: Store, owner: Scores, temperature: float, column: str, op: str) -> Batch:
+    """Add the log-probs of the chosen tokens under the owner's model as a payload column; ``op`` names its time."""
+    with on_rows(op, batch):
+        columns = batch.read(store, "tokens", "mask")
+        tokens = columns["tokens"]
+        values = forward(owner, packed_logprobs, tokens, columns["mask"].values, temperature=temperature)
+        return put_like(batch, store, column, values, tokens)
+
 
 Metrics = dict[str, rl.Metric]
 RIGHT = "right"
@@ -21,38 +147,40 @@ RIGHT = "right"
 
 @dataclass(frozen=True)
 class Objective:
-    """Makes the loss of one update. gather: numbers of the rows of all workers; found: of the loss's first pass."""
+    """The policy loss of one update, called with each micro-batch.
+
+    shared: denominator of the whole batch; thresholds: results of the loss's first pass over the whole batch;
+    rights: tokens of right answers in the whole batch, 0 where their likelihood is no part of the loss.
+    """
 
     how: Algorithm
-    gather: Gather = alone
-    found: Mapping[str, float] | None = None
+    shared: GlobalDenominator
+    thresholds: Mapping[str, float] | None = None
+    rights: float = 0.0
 
-    def of(self, mask: np.ndarray, tokens: Jagged, right: np.ndarray | None = None) -> tuple[Loss, float]:
-        """The loss with the denominator of the whole batch, and the weight that all of its tokens have in it.
+    @classmethod
+    def of(
+        cls,
+        how: Algorithm,
+        mask: np.ndarray,
+        tokens: Jagged,
+        *,
+        gather: Gather = alone,
+        thresholds: Mapping[str, float] | None = None,
+        right: np.ndarray | None = None,
+    ) -> "Objective":
+        """Count the tokens of the whole batch; on several workers a collective call.
 
-        mask: [N] of this worker's rows; right: [N], 1 at the tokens of right answers, where their likelihood counts.
+        mask: [N] over this worker's rows; right: [N], 1 at the tokens of right answers, if their likelihood counts.
         """
-        how = self.how
-        shared = global_denominator(how.aggregation, mask, tokens, self.gather)
-        rights = 0.0 if right is None else max(float(self.gather(np.array([(right * mask).sum()])).sum()), 1.0)
+        shared = global_denominator(how.aggregation, mask, tokens, gather)
+        rights = 0.0 if right is None else max(float(gather(np.array([(right * mask).sum()])).sum()), 1.0)
+        return cls(how, shared, thresholds, rights)
 
-        def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:
-            found = self._policy(micro, shared)
-            total, metrics = found.loss, found.metrics | shared.weight(micro)
-            if how.keys.entropy_coef:
-                total = total - how.keys.entropy_coef * shared.add_up(micro.entropy, micro)
-            if rights:
-                likelihood, nll = _likelihood(micro)
-                total = total + how.keys.nll_coef * likelihood / rights
-                metrics |= nll
-            entropy = rl.Metric(float(micro.entropy.detach().sum()), float(micro.mask.sum()), "mean")
-            return total, metrics | {"entropy": entropy}
-
-        return loss, shared.whole
-
-    def _policy(self, micro: MicroBatch, shared: GlobalDenominator) -> rl.LossResult:
-        how, columns = self.how, micro.columns
-        return rl.policy_loss(
+    def __call__(self, micro: MicroBatch) -> tuple[Tensor, Metrics]:
+        """Return the micro-batch's share of the loss, and its metrics."""
+        how, shared, columns = self.how, self.shared, micro.columns
+        found = rl.policy_loss(
             how.loss,
             logprobs=micro.logprobs,
             old_logprobs=columns.get(how.ratio_to, micro.logprobs.detach()),
@@ -64,10 +192,19 @@ class Objective:
             weights=columns.get("weights"),
             uniforms=columns.get("uniforms"),
             versions=columns.get("versions"),
-            thresholds=self.found,
+            thresholds=self.thresholds,
             aggregation=shared.aggregation,
             denominator=shared.denominator,
         )
+        total, metrics = found.loss, found.metrics | shared.weight(micro)
+        if how.keys.entropy_coef:
+            total = total - how.keys.entropy_coef * shared.add_up(micro.entropy, micro)
+        if self.rights:
+            likelihood, nll = _likelihood(micro)
+            total = total + how.keys.nll_coef * likelihood / self.rights
+            metrics |= nll
+        entropy = rl.Metric(float(micro.entropy.detach().sum()), float(micro.mask.sum()), "mean")
+        return total, metrics | {"entropy": entropy}
 
 
 def _likelihood(micro: MicroBatch) -> tuple[Tensor, Metrics]:

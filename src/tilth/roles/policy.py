@@ -14,13 +14,10 @@ from tilth.core.random import stream
 from tilth.rl.algorithm import Algorithm
 from tilth.rl.rollout_correction import CorrectionRule, Corrector
 from tilth.roles.experience import NOT_BY_TOKEN, check_identity, is_right, on_rows, put_like
-from tilth.roles.objective import RIGHT, Objective
-from tilth.roles.scoring import forward, scored
-from tilth.roles.shares import account, check_weight, gather_data_ranks
+from tilth.roles.objective import RIGHT, Objective, account, check_weight, forward, gather_data_ranks, scored
 from tilth.roles.state import Learner
 from tilth.trace.spans import span
-from tilth.training.engine import TrainEngine, UpdateResult
-from tilth.training.losses import negative_log_likelihood
+from tilth.training.engine import TrainEngine, UpdateResult, negative_log_likelihood
 from tilth.training.packed import packed_logprobs, packed_squares
 
 Metrics = dict[str, rl.Metric]
@@ -131,9 +128,14 @@ class PolicyWorker(Learner):
             mask = per_token.pop("kept", mask)
             if how.keys.nll_coef:
                 per_token[RIGHT] = np.repeat(is_right(batch).astype(np.uint8), tokens.lengths)
-            found = self._first_pass(batch, how, mask, tokens, per_token)
-            objective = Objective(how, gather_data_ranks(self.grid), found)
-            loss, weight = objective.of(mask, tokens, per_token.get(RIGHT))
+            loss = Objective.of(
+                how,
+                mask,
+                tokens,
+                gather=gather_data_ranks(self.grid),
+                thresholds=self._first_pass(batch, how, mask, tokens, per_token),
+                right=per_token.get(RIGHT),
+            )
             done = self.engine.update(
                 tokens,
                 mask,
@@ -144,7 +146,7 @@ class PolicyWorker(Learner):
                 starts=batch.rows.get("start"),
             )
             spent.set(flops=done.flops)
-            check_weight(done.metrics, weight, self.grid)
+            check_weight(done.metrics, loss.shared.whole, self.grid)
         measured, self._corrections = self._corrections, {}
         return self._compared(how, self._account(done)) | measured
 

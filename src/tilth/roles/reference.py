@@ -9,7 +9,7 @@ from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Store
 from tilth.core.checksum import checksum
 from tilth.parallel.sharded import ShardedModel
-from tilth.roles.scoring import scored
+from tilth.roles.objective import scored
 from tilth.roles.state import Groups, Stateful, whole_tensors
 
 

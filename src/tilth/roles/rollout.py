@@ -107,7 +107,8 @@ class RolloutWorker:
                 if not error <= self.tolerance:
                     raise WeightMismatch(
                         f"{name} in the generation engine is {error:.2g} of its size off what was sent, more than the "
-                        f"engine's tolerance of {self.tolerance:g}"
+                        f"engine's tolerance of {self.tolerance:g}",
+                        key=name,
                     )
 
     def fingerprint(self) -> Mapping[str, int]:

@@ -13,8 +13,7 @@ from tilth.cluster.protocol import transfer
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
-from tilth.training.engine import TrainEngine
-from tilth.training.peak import measured_flops
+from tilth.training.engine import TrainEngine, measured_flops
 
 Groups = dict[str, Group]
 """Groups of tensors of a checkpoint: this worker's pieces, and where they belong."""

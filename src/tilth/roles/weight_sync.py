@@ -180,5 +180,6 @@ def verify_weights(expected: Mapping[str, int], received: Mapping[str, int], tar
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise WeightMismatch(
             f"after publishing, {', '.join(wrong[:3])}{more} in the {ROLES[target].label} differ from the trainer's; "
-            "the run stops before it learns from a wrong policy"
+            "the run stops before it learns from a wrong policy",
+            key=wrong[0],
         )

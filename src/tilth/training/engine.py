@@ -5,11 +5,12 @@ changes nothing but the order of additions.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from tilth.config.axes import DATA, MODEL
 from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.core.batch import Jagged
-from tilth.core.errors import NonFiniteError, RecipeError, TokenCountError
+from tilth.core.errors import NonFiniteError, RecipeError, ScheduleError, TokenCountError
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.decoder import Decoder, not_finite
 from tilth.parallel.comm import lent
@@ -26,13 +27,58 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
 from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
-from tilth.training.ema import Average
-from tilth.training.micro_schedule import passes
 from tilth.training.noise import WEIGHT, NoiseScale
-from tilth.training.norms import LayerNorms
-from tilth.training.optim import Optimizers
+from tilth.training.optim import Average, LayerNorms, Optimizers, lr_factor
 from tilth.training.packed import MicroBatch, Scorer, WorkAmounts, cut, model_input, plan_micros, score, shares_prompts
-from tilth.training.schedule import lr_factor
+
+
+class Pass(NamedTuple):
+    """One pass of one part over one micro-batch; the loss belongs to the forward pass of the last part."""
+
+    direction: Literal["forward", "backward"]
+    part: int
+    micro_batch: int
+
+
+Schedule = Callable[[int, int], Iterable[Pass]]
+"""(parts, micro-batches) -> every pass, once; micro-batches begin in their order."""
+
+
+def sequential(parts: int, micro_batches: int) -> Iterable[Pass]:
+    """One micro-batch after another, so that only one has activations."""
+    for i in range(micro_batches):
+        yield from (Pass("forward", part, i) for part in range(parts))
+        yield from (Pass("backward", part, i) for part in reversed(range(parts)))
+
+
+SCHEDULES: dict[str, Schedule] = {"sequential": sequential}
+"""By name."""
+
+
+def passes(name: str, parts: int, micro_batches: int) -> list[Pass]:
+    """The passes of a schedule, checked. ScheduleError: no such schedule; a pass that is missing, there twice, or
+    before one that it needs."""
+    if name not in SCHEDULES:
+        raise ScheduleError(f"schedule {name!r} is not declared; there are {', '.join(SCHEDULES)}", key="schedule")
+    order, done = list(SCHEDULES[name](parts, micro_batches)), set[Pass]()
+    for one in order:
+        direction, part, i = one
+        if direction == "backward":
+            needed = Pass("backward", part + 1, i) if part + 1 < parts else Pass("forward", part, i)
+        else:
+            needed = Pass("forward", part - 1, i) if part else Pass("forward", 0, i - 1)
+        if one in done or (needed not in done and one != Pass("forward", 0, 0)):
+            raise ScheduleError(
+                f"schedule {name!r}: {one} is there twice, or comes before {needed}", key=f"{name}.order"
+            )
+        done.add(one)
+    wanted = {Pass(d, part, i) for d in ("forward", "backward") for part in range(parts) for i in range(micro_batches)}
+    if done != wanted:
+        raise ScheduleError(
+            f"schedule {name!r}: {next(iter(done ^ wanted))} is missing, or of no micro-batch", key=f"{name}.passes"
+        )
+    return order
+
 
 Metrics = dict[str, Metric]
 Loss = Callable[[MicroBatch], tuple[Tensor, Metrics]]
@@ -64,47 +110,29 @@ class UpdateResult:
 
 
 class InFlight:
-    """One micro-batch from its first forward pass on; once it has gone back it holds its loss and metrics only."""
+    """One micro-batch from its first forward pass on; after its last backward pass it holds loss and metrics only."""
 
     def __init__(
-        self,
-        x: Tensor,
-        ctx: AttentionContext,
-        work: WorkAmounts | None,
-        loss: Callable[[Tensor], tuple[Tensor, Metrics, float]],
+        self, x: Tensor, ctx: AttentionContext, micro: MicroBatch | None = None, work: WorkAmounts | None = None
     ) -> None:
-        """x, ctx: for the first part; work: None of a blank; loss: of what the last part gives."""
-        self.work, self._ctx, self._loss = work, ctx, loss
-        self._inputs, self._outputs = [x], list[Tensor]()
-        self.value, self.metrics, self.weight = x, Metrics(), 0.0
+        """x, ctx: input of the first part; micro, work: None of a blank."""
+        self.micro, self.ctx, self.work = micro, ctx, work
+        self.inputs, self.outputs = [x], list[Tensor]()
+        self.value, self.metrics = x, Metrics()
 
     def timed(self, direction: str, i: int, parts: int) -> span:
-        """The span of one of its passes."""
+        """Return the span of one pass."""
         if self.work is None:
             return span("padding", micro_batch=i)
         flops = getattr(self.work.flops, direction) / parts
         return span(direction, -1, i, self.work.tokens, flops=flops, squares=self.work.squares)
 
-    def forward(self, part: Callable[..., Tensor], *, last: bool) -> None:
-        """Let the next part take what the one before it gave; after the last one, take the loss."""
-        given = part(self._inputs[-1], self._ctx)
-        if last:
-            self.value, self.metrics, self.weight = self._loss(given)
-        else:
-            self._inputs.append(given.detach().requires_grad_())
-        self._outputs.append(self.value if last else given)
-
-    @property
-    def flying(self) -> bool:
-        """Whether a backward pass is still to come."""
-        return bool(self._outputs)
-
     def backward(self, *, last: bool) -> None:
-        """Go back through the part whose turn it is, and drop what it kept."""
-        self._outputs.pop().backward(None if last else self._inputs.pop().grad)
-        if not self._outputs:
+        """Run the backward pass of the latest part still in flight, and free its activations."""
+        self.outputs.pop().backward(None if last else self.inputs.pop().grad)
+        if not self.outputs:
             self.value = self.value.detach()  # read at the end: a device need not wait for each micro-batch
-            del self._inputs, self._ctx, self._loss
+            del self.inputs, self.ctx, self.micro
 
 
 class TrainEngine:
@@ -217,14 +245,15 @@ class TrainEngine:
         def begin() -> Iterator[InFlight]:
             for index, micro in every:
                 work = WorkAmounts.of(self.model, micro)
-                given = model_input(micro, self.parity, self._dropout(places[index]) if drops else None)
                 used[index] += 1
-                yield InFlight(*given, work, partial(self._score, micro, loss, temperature, entropy))
+                drop = self._dropout(places[index]) if drops else None
+                yield InFlight(*model_input(micro, self.parity, drop), micro, work)
             while True:  # other ranks have more
-                yield InFlight(*self.sharded.blank_input(), None, lambda hidden: (self.sharded.nothing(hidden), {}, 0))
+                yield InFlight(*self.sharded.blank_input())
 
         rounds = self.sharded.agree(len(plan))
-        done = self._passes(begin(), rounds)[: len(plan)]
+        scorer = partial(self.scorer, self.model, temperature=temperature, entropy=entropy)
+        done = self._passes(begin(), rounds, scorer, loss)[: len(plan)]
         for index, _ in every:  # none is left, if these are the micro-batches of the plan
             used[index] += 1
         _check_used(used)
@@ -237,23 +266,34 @@ class TrainEngine:
         self._forget()
         return result
 
-    def _passes(self, begin: Iterator[InFlight], micro_batches: int) -> list[InFlight]:
-        """Let the parts do what the schedule says; every micro-batch, in order, once it is done."""
+    def _passes(
+        self, begin: Iterator[InFlight], micro_batches: int, scorer: Callable[[MicroBatch, Tensor], None], loss: Loss
+    ) -> list[InFlight]:
+        """Run the passes of the parts in the order of the schedule; return the micro-batches in order."""
         parts, found = self.sharded.parts, list[InFlight]()
         order = passes(self.schedule, len(parts), micro_batches)
         final = {part: at for at, (direction, part, _) in enumerate(order) if direction == "backward"}
         for at, (direction, part, i) in enumerate(order):
             if i == len(found):
                 found.append(next(begin))
-            one = found[i]
+            one, last = found[i], part == len(parts) - 1
             with one.timed(direction, i, len(parts)) as around:
-                if direction == "forward":
-                    one.forward(parts[part], last=part == len(parts) - 1)
-                else:
-                    alone = sum(other.flying for other in found) == 1
+                if direction == "backward":
+                    alone = sum(bool(other.outputs) for other in found) == 1
                     self.sharded.micro(part, last=at == final[part], alone=alone)
-                    with lent(around), self._apart(one.weight):
-                        one.backward(last=part == len(parts) - 1)
+                    with lent(around), self._apart(one):
+                        one.backward(last=last)
+                else:
+                    hidden = parts[part](one.inputs[-1], one.ctx)
+                    if not last:
+                        one.inputs.append(hidden.detach().requires_grad_())
+                    elif one.micro is None:
+                        one.value = hidden = self.sharded.nothing(hidden)
+                    else:
+                        scorer(one.micro, hidden)
+                        one.value, one.metrics = loss(one.micro)
+                        hidden = one.value
+                    one.outputs.append(hidden)
             if self._compiling:
                 self.compile_seconds += around.seconds
                 self._compiling = (direction, part, i) != ("backward", 0, 0)
@@ -271,7 +311,7 @@ class TrainEngine:
             norm = self.optimizers.clip(self.section.clip_norm, self._measure) if learn else 0.0
             finite = math.isfinite(loss) and math.isfinite(norm)
             if not finite and self.nonfinite == "stop":
-                raise NonFiniteError(f"loss {loss:g}, gradient norm {norm:g} at optimizer step {self._why(lr)}")
+                raise self._not_finite(loss, norm, lr)
             if finite and learn:
                 self.optimizers.step(lr)
                 self.ema.follow()
@@ -281,14 +321,19 @@ class TrainEngine:
         self.updates += 1
         return UpdateResult(loss, norm, lr, metrics=metrics, skipped=not (finite and learn), **done)
 
-    def _why(self, lr: float) -> str:
-        """Which step was not finite, and what to do about it."""
+    def _not_finite(self, loss: float, norm: float, lr: float) -> NonFiniteError:
+        """Return the error of a step whose loss or gradient is not finite: which step, and what the user can do."""
         wrong = not_finite(self.optimizers.parameters.items()) if self.steps == 0 else ""
+        found = f"loss {loss:g}, gradient norm {norm:g} at optimizer step {self.steps}"
         if wrong:
-            return f"0, before anything was learned: the weights that training began with are not finite: {wrong}"
-        return (
-            f"{self.steps}: lower the learning rate, here {lr:g} (optimizer.lr; supervised.lr or critic.lr where it "
-            "is that), or set train.nonfinite=skip to leave such steps out"
+            return NonFiniteError(
+                f"{found}, before anything was learned: the weights that training began with are not finite: {wrong}",
+                key=wrong.partition(" ")[0],
+            )
+        return NonFiniteError(
+            f"{found}: lower the learning rate, here {lr:g} (optimizer.lr; supervised.lr or critic.lr where it "
+            "is that), or set train.nonfinite=skip to leave such steps out",
+            key="grad_norm" if math.isfinite(loss) else "loss",
         )
 
     def _whole(self, loss: float, sequences: int, learn: bool) -> tuple[float, int, bool]:
@@ -304,11 +349,12 @@ class TrainEngine:
         if self.noise is not None:
             self.noise.forget()
 
-    def _apart(self, weight: float) -> AbstractContextManager[None]:
-        """Around a backward pass: measures this micro-batch's own gradient, where the noise scale is watched."""
-        if self.noise is None or not weight:
+    def _apart(self, one: InFlight) -> AbstractContextManager[None]:
+        """Measure a micro-batch's own gradient in the block, if the noise scale is watched."""
+        if self.noise is None or one.micro is None:
             return nullcontext()
-        return self.noise.part(list(self.optimizers.parameters.values()), weight)
+        weight = float(one.metrics[WEIGHT].total if WEIGHT in one.metrics else one.micro.mask.sum())
+        return self.noise.part(list(self.optimizers.parameters.values()), weight) if weight else nullcontext()
 
     def _noise_scale(self, norm: float, sequences: int) -> dict[str, float]:
         """The averages after this step; no ratio where the noise hides the gradient altogether."""
@@ -328,16 +374,6 @@ class TrainEngine:
         measured = {"weight": self.norms.measure(weights, squares), "grad": self.norms.measure(grads, squares)}
         return {f"norm/{kind}/{layer}": norm for kind, found in measured.items() for layer, norm in found.items()}
 
-    def _score(
-        self, micro: MicroBatch, loss: Loss, temperature: float, entropy: bool, hidden: Tensor
-    ) -> tuple[Tensor, dict[str, Metric], float]:
-        """Loss and metrics of a micro-batch, and its weight in the batch, given what the last part makes of it."""
-        self.scorer(self.model, micro, hidden, temperature=temperature, entropy=entropy)
-        value, metrics = loss(micro)
-        watched = self.noise is not None
-        weight = (metrics[WEIGHT].total if WEIGHT in metrics else micro.mask.sum()) if watched else 0.0
-        return value, metrics, float(weight)
-
     def _dropout(self, index: np.ndarray) -> DropoutContext:
         """index: places of the tokens in the whole batch, which dropout masks go by."""
         return DropoutContext(self.seed, self.updates, torch.from_numpy(index).to(self.device))
@@ -356,11 +392,46 @@ def _check_layout(grid: ParallelDims, watch: Collection[str]) -> None:
     sizes = " and ".join(f"{name}={grid.size(name)}" for name in grid.mesh.over(*MODEL))
     layout = f"with {sizes} no rank has one: use dp alone"
     if "noise_scale" in watch:
-        raise RecipeError(f"train.watch=noise_scale needs whole gradients of a micro-batch, and {layout}")
+        raise RecipeError(
+            f"train.watch=noise_scale needs whole gradients of a micro-batch, and {layout}", key="train.watch"
+        )
 
 
 def _check_used(used: np.ndarray) -> None:
     """Raise TokenCountError unless every token of the batch was used once."""
     if (used != 1).any():
         wrong = int(np.flatnonzero(used != 1)[0])
-        raise TokenCountError(f"token {wrong} of {len(used)} of the batch was used {used[wrong]} times in one update")
+        raise TokenCountError(
+            f"token {wrong} of {len(used)} of the batch was used {used[wrong]} times in one update", key="tokens"
+        )
+
+
+def negative_log_likelihood(denominator: float) -> Loss:
+    """Sum of -log p over the tokens in the mask, over ``denominator``: the count of such tokens in the whole batch."""
+
+    def loss(micro: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
+        return -micro.logprobs.sum() / max(denominator, 1.0), {}
+
+    return loss
+
+
+SIZE = {"cpu": 768, "cuda": 8192}
+
+
+def measured_flops(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:
+    """Best of a few square matmuls, in FLOP/s, with the threads and fp32 precision that are set now (about 50 ms)."""
+    n = SIZE.get(device.type, SIZE["cuda"])
+    a = torch.ones(n, n, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(repeats + 1):  # the first one warms up
+        _wait(device)
+        started = time.perf_counter()
+        torch.mm(a, a)
+        _wait(device)
+        seconds.append(time.perf_counter() - started)
+    return 2.0 * n**3 / min(seconds[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,10 +1,13 @@
-"""Optimizers: torch's own AdamW, or Muon for the matrices of the blocks and AdamW for everything else.
+"""Optimizers (torch's own AdamW, or Muon for the matrices of the blocks), learning rate, averages and norms of weights.
 
 Parameters are fp32 masters whatever the compute dtype, so no second copy is kept. All state is materialised at
 construction as named tensors: a checkpoint can be restored in place before the first step.
 """
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -61,9 +64,11 @@ def _declared(own: Declaration, parameters: list[nn.Parameter], section: Optimiz
     try:
         made = own.value(parameters, section)
     except (Exception, SystemExit) as error:
-        raise PluginError(f"{own.title}: {describe(error, own.file)}") from error
+        raise PluginError(f"{own.title}: {describe(error, own.file)}", key=own.name) from error
     if not isinstance(made, torch.optim.Optimizer):
-        raise PluginError(f"{own.title} returns a {type(made).__name__}, not a torch.optim.Optimizer")
+        raise PluginError(
+            f"{own.title} returns a {type(made).__name__}, not a torch.optim.Optimizer", key=f"{own.name}.return"
+        )
     return made
 
 
@@ -145,10 +150,14 @@ class Optimizers:
         try:
             optimizer.step()
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{own.title}, state={named}: {describe(error, own.file)}") from error
+            raise PluginError(
+                f"{own.title}, state={named}: {describe(error, own.file)}", key=f"{own.name}.step"
+            ) from error
         for state in optimizer.state.values():
             if unknown := sorted(state.keys() - {*named, "step"}):
-                raise PluginError(f"{own.title} keeps {unknown[0]!r}; name it in state={(*named, *unknown)}")
+                raise PluginError(
+                    f"{own.title} keeps {unknown[0]!r}; name it in state={(*named, *unknown)}", key=f"{own.name}.state"
+                )
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -170,3 +179,93 @@ class Optimizers:
         if max_norm and value > max_norm:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
         return value
+
+
+Kind = Literal["constant", "linear", "cosine", "wsd"]
+DECAY_SHARE = 0.2
+"""Share of all steps in which 'wsd' (warm-up, stable, decay; arXiv 2404.06395) falls linearly to zero."""
+
+
+def lr_factor(kind: Kind, step: int, total: int, warmup: int) -> float:
+    """Factor on the peak learning rate for step 0 .. total - 1.
+
+    The first ``warmup`` steps rise linearly to 1 (step 0 is 1 / warmup, never 0); then 'constant' stays, 'linear' and
+    'cosine' fall to 0 just after the last step, 'wsd' stays and falls linearly over the last fifth of all steps.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    left = (total - step) / max(total - warmup, 1)
+    if kind == "linear":
+        return max(left, 0.0)
+    if kind == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * (1 - max(left, 0.0))))
+    if kind == "wsd":
+        return min(1.0, max((total - step) / max(DECAY_SHARE * total, 1), 0.0))
+    return 1.0
+
+
+class Average:
+    """fp32 copies of parameters that follow them: after each step, ``decay`` of the average and the rest of the new.
+
+    It begins as a copy of the weights, not as zeros, so there is no bias to correct. decay: 0 is no average at all, and
+    holds no memory; 1 stays at the beginning.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
+        self.decay = decay
+        self._parameters = dict(parameters) if decay else {}
+        self.tensors = {name: p.detach().float().clone() for name, p in self._parameters.items()}
+        """The average by parameter name, live: for saving, and for restoring in place."""
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Start again from the weights of now."""
+        for name, average in self.tensors.items():
+            average.copy_(self._parameters[name])
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """One step towards the weights of now: average += (1 - decay) (weights - average)."""
+        if self.tensors:
+            live = [p.float() for p in self._parameters.values()]
+            torch._foreach_lerp_(list(self.tensors.values()), live, 1 - self.decay)
+
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_NAMES = {"embed_tokens": "embedding", "lm_head": "head"}
+
+
+def layer_of(parameter: str) -> str:
+    """The layer that a parameter belongs to: its number, or embedding, norm (the final one), head."""
+    inside = _LAYER.search(parameter)
+    if inside:
+        return inside[1]
+    module = parameter.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    return _NAMES.get(module, module)
+
+
+class LayerNorms:
+    """L2 norms by layer of tensors that belong to these parameters: one pass over them, one wait for the device."""
+
+    def __init__(self, parameters: Sequence[str]) -> None:
+        layers = [layer_of(name) for name in parameters]
+        self.names = list(dict.fromkeys(layers))
+        self._slot = dict(zip(parameters, map(self.names.index, layers)))
+
+    def measure(
+        self, tensors: Mapping[str, Tensor], squares_of: Callable[[Mapping[str, Tensor]], Tensor] | None = None
+    ) -> dict[str, float]:
+        """Layer -> norm of all of its tensors together; a layer without any is left out.
+
+        squares_of: squared norms float64 [len(tensors)] of the whole tensors, where these are this rank's part of them.
+        """
+        if not tensors:
+            return {}
+        if squares_of is None:
+            squares = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
+        else:
+            squares = squares_of(tensors)
+        slots = torch.tensor([self._slot[name] for name in tensors], device=squares.device)
+        found = torch.zeros(len(self.names), dtype=torch.float64, device=squares.device)
+        norms = found.index_add_(0, slots, squares).sqrt().tolist()
+        return {self.names[slot]: norms[slot] for slot in sorted({self._slot[name] for name in tensors})}

@@ -146,7 +146,8 @@ def _check_mask(tokens: Jagged, mask: np.ndarray) -> None:
     if len(wrong):
         raise LossMaskError(
             f"the loss mask has the first token of sequence {wrong[0]} of {len(tokens.lengths)}, before which there is "
-            "none that could predict it; a prompt needs at least one token"
+            "none that could predict it; a prompt needs at least one token",
+            key=f"mask.{wrong[0]}",
         )
 
 
