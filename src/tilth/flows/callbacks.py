@@ -50,7 +50,9 @@ class Callback:
         for name in vars(cls):
             if name.startswith("on_") and name not in events:
                 where = f"{cls.__qualname__}.{name} ({source(cls)})"
-                raise PluginError(f"{where} is no method of a callback; there are {', '.join(events)}")
+                raise PluginError(
+                    f"{where} is no method of a callback; there are {', '.join(events)}", key=f"{cls.__name__}.{name}"
+                )
 
     def on_run_start(self, run: RunView) -> None:
         """Before the first step. ``run.at.step``: the last committed one; later ones of earlier attempts are void."""
@@ -81,7 +83,7 @@ def notify(callbacks: Iterable[Callback], event: str, *given: Any) -> None:
         except (Exception, SystemExit) as error:
             where = f"{type(callback).__qualname__}.{event} ({source(getattr(type(callback), event))})"
             file = inspect.getsourcefile(type(callback)) or ""
-            raise PluginError(f"{where}: {describe(error, file)}") from error
+            raise PluginError(f"{where}: {describe(error, file)}", key=f"{type(callback).__name__}.{event}") from error
 
 
 def checked(callbacks: Sequence[Any], plugins: Iterable[str]) -> list[Callback]:
@@ -92,13 +94,17 @@ def checked(callbacks: Sequence[Any], plugins: Iterable[str]) -> list[Callback]:
     for callback in callbacks:
         if not isinstance(callback, Callback):
             right = f"{callback.__name__}()" if inspect.isclass(callback) else "an instance of a tilth.Callback"
-            raise RecipeError(f"callbacks has {callback!r}, which is no tilth.Callback; give {right}")
+            raise RecipeError(f"callbacks has {callback!r}, which is no tilth.Callback; give {right}", key="callbacks")
     made = []
     for declaration in declared_by("callback", plugins):
         if not (inspect.isclass(declaration.value) and issubclass(declaration.value, Callback)):
-            raise PluginError(f"{declaration.title} is no subclass of tilth.Callback")
+            raise PluginError(
+                f"{declaration.title} is no subclass of tilth.Callback", key=f"callback.{declaration.name}"
+            )
         try:
             made.append(declaration.value())
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{declaration.title}: {describe(error, declaration.file)}") from error
+            raise PluginError(
+                f"{declaration.title}: {describe(error, declaration.file)}", key=f"callback.{declaration.name}.__init__"
+            ) from error
     return [*callbacks, *made]

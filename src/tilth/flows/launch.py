@@ -182,7 +182,7 @@ def _check_place(where: str) -> None:
             pass
     except (OSError, StorageError) as error:
         what = "a folder that can be written, or the URL of a store that fsspec knows, as in s3://bucket/path"
-        raise StorageError(f"run.checkpoints = {where!r}: {error}; it must be {what}") from error
+        raise StorageError(f"run.checkpoints = {where!r}: {error}; it must be {what}", key="run.checkpoints") from error
 
 
 @contextmanager
@@ -230,7 +230,7 @@ def _told_what_would_help() -> Iterator[None]:
     except OutOfMemory as error:
         if not error.role:  # it has been said where the run can go on
             raise
-        raise OutOfMemory(_with_key(error)) from error
+        raise OutOfMemory(_with_key(error), key=error.key) from error
 
 
 def _warn(warned: list[str], callbacks: Sequence[Callback], text: str) -> None:
@@ -378,16 +378,18 @@ def _newest(run: Run, *, fallback: bool) -> Checkpoint | None:
 def _miss(run: Run, root: str, found: str | Path | None, saved: int, *, fallback: bool) -> None:
     """A run that has saved does not begin anew because its disk is not mounted, or its newest checkpoint is gone."""
     if found is None:
-        raise CheckpointError(f"{all_lost(root, saved)} If they are lost for good, begin a new run (run.name=NAME)")
+        raise CheckpointError(
+            f"{all_lost(root, saved)} If they are lost for good, begin a new run (run.name=NAME)", key="checkpoints"
+        )
     told = f"the newest checkpoint in {root} is {split(found)[1]}, but this run saved one of step {saved} there"
     if not fallback:
-        raise CheckpointError(f"{told}; {_what_is_left(run.directory, saved)}")
+        raise CheckpointError(f"{told}; {_what_is_left(run.directory, saved)}", key=f"step-{saved:06d}")
     run.say(told)
 
 
 def _hinted(error: CheckpointError, newest: Location, directory: RunDir) -> CheckpointError:
     """The error of a checkpoint that cannot be gone on from, with what else there is."""
-    return CheckpointError(f"{error}; {_what_is_left(directory, step_of(newest) or 0)}")
+    return CheckpointError(f"{error}; {_what_is_left(directory, step_of(newest) or 0)}", key=error.key)
 
 
 def _what_is_left(directory: RunDir, before: int) -> str:
@@ -405,7 +407,9 @@ def _check_own(checkpoint: Checkpoint, directory: RunDir) -> None:
     told = foreign(checkpoint.objects, directory.digests)
     if told:
         path = checkpoint.path
-        raise CheckpointError(f"{path} {told}; model.path={path} would begin with its weights")
+        raise CheckpointError(
+            f"{path} {told}; model.path={path} would begin with its weights", key=f"{split(path)[1]}.digest"
+        )
 
 
 def _load(checkpoint: Checkpoint, roles: Roles, directory: RunDir) -> None:

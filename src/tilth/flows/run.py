@@ -205,7 +205,7 @@ class Run:
     def critic(self) -> WorkerGroup:
         """The critic; RecipeError in a flow that has none."""
         if self.roles.critic is None:
-            raise RecipeError(f"flow={self.recipe.flow} has no critic; set flow=ppo or vapo")
+            raise RecipeError(f"flow={self.recipe.flow} has no critic; set flow=ppo or vapo", key="flow.critic")
         return self.roles.critic
 
     # ---- the streams ----
@@ -221,7 +221,9 @@ class Run:
         last ones drawn.
         """
         if max_staleness:
-            raise RecipeError(f"max_staleness={max_staleness}: only synchronous experience (0) is available")
+            raise RecipeError(
+                f"max_staleness={max_staleness}: only synchronous experience (0) is available", key="max_staleness"
+            )
         while self._goes_on():
             with self._step():
                 sampled, kept = list[Batch](), list[Batch]()
@@ -309,7 +311,10 @@ class Run:
         prefix: of the metric that counts missing rewards; empty: ``reward/heldout`` of greedy answers, else ``reward``.
         """
         if self.rollout is None:
-            raise RecipeError(f"flow={self.recipe.flow} without a reward generates nothing; set reward.function")
+            raise RecipeError(
+                f"flow={self.recipe.flow} without a reward generates nothing; set reward.function",
+                key="reward.function",
+            )
         batch = self.rollout.generate(self.loader.encode(asked), greedy=greedy)
         scored, failures = (batch, {}) if self.reward is None else self._score(self.reward, batch)
         if self.roles.reward_model is not None:
@@ -349,7 +354,9 @@ class Run:
             return
         reason = next(iter(failures.values()))["reason"]
         if 0 < asked - len(replayed) == len(failures.keys() - replayed) and not self._rewarded:
-            raise RewardError(f"none of the first {asked} rewards could be had; the first reason: {reason}")
+            raise RewardError(
+                f"none of the first {asked} rewards could be had; the first reason: {reason}", key="reward.function"
+            )
         self._rewarded |= len(failures) < asked
         if reason not in self._reasons:
             self._reasons.add(reason)
@@ -401,7 +408,7 @@ class Run:
     def _sync(self, target: str) -> bool:
         """Copy the policy's weights to a role; True if only what it computes can tell whether they arrived."""
         if self.roles.weight_sync is None:
-            raise RecipeError(f"flow={self.recipe.flow} has no {target} to bring weights to")
+            raise RecipeError(f"flow={self.recipe.flow} has no {target} to bring weights to", key=f"roles.{target}")
         return any(delivery.probe for delivery in self.roles.weight_sync.sync(target, self.at.version))
 
     def _probe(self, policy: WorkerGroup) -> None:
@@ -535,7 +542,8 @@ class Run:
             by = self._stop.by and f" by {self._stop.by}"
             raise Interrupted(
                 f"stopped{by} after step {self.at.step}, everything is saved; the same command continues in "
-                f"{self.directory.path}"
+                f"{self.directory.path}",
+                key="stop",
             )
         if (self._improved or self.saving.due(self.at.step)) and not self._over():
             self.save()  # at its end the phase saves anyway
