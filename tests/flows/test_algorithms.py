@@ -137,7 +137,7 @@ def test_the_baseline_of_remax_is_the_reward_of_the_greedy_answer(tmp_path, monk
 
     def baselines(run, batch):
         found = whole(run, batch)
-        seen.append((found, run.collect(tiny_ask(batch["prompt"]), greedy=True, prefix="baseline")))
+        seen.append((found, run.generate_and_score(tiny_ask(batch["prompt"]), greedy=True, prefix="baseline")))
         return found
 
     from tilth.roles.rollout import ask

@@ -33,10 +33,10 @@ class Everything(tilth.Callback):
         self.seen = []
 
     def on_run_start(self, run):
-        self.seen.append(("start", run.at.step, run.directory.path.name))
+        self.seen.append(("start", run.state.step, run.directory.path.name))
 
     def on_step_end(self, run, step, metrics):
-        assert step == run.at.step == metrics["step"] == read_metrics(run.directory.path)[-1]["step"]
+        assert step == run.state.step == metrics["step"] == read_metrics(run.directory.path)[-1]["step"]
         self.seen.append(("step", step, metrics["phase"]))
 
     def on_evaluation(self, run, step, metrics):

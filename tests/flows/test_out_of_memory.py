@@ -22,7 +22,7 @@ from tilth.flows.run import Run
 log_update = Run.log_update
 def tighten(run, *rest):
     found = log_update(run, *rest)
-    if run.at.step == 0:
+    if run.state.step == 0:
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[0]) * 4096
         resource.setrlimit(resource.RLIMIT_AS, (now + 10**8, resource.RLIM_INFINITY))

@@ -179,7 +179,7 @@ def test_a_flow_that_calls_what_nobody_declares_is_refused(tmp_path):
 def test_a_worker_that_asks_for_what_there_is_not_is_refused(tmp_path):
     text = TEACHING.replace("context, prompts, *", "context, corpus, *")
     recipe = tiny.recipe(tmp_path / "a", flow="taught", plugins=[str(write(tmp_path, text))])
-    with raises(RecipeError, "roles.taught.corpus"):
+    with raises(RecipeError, "roles.scorer.corpus"):
         tiny.run(recipe)
 
 
@@ -207,7 +207,7 @@ def test_an_invented_role_is_called_trained_kept_and_goes_on_bit_for_bit(teachin
 def test_a_role_whose_options_have_changed_is_another_run(teaching):
     named = {"run": {"name": "mine"}}
     run_recipe(teaching(**named), name="x", reward=tiny.close_enough)
-    with raises(RecipeError, "roles.scorer"):
+    with raises(RecipeError, "roles.scorer.pool"):
         run_recipe(teaching(roles={"scorer": {"options": {"bonus": 0.5}}}, **named), name="x", reward=tiny.close_enough)
 
 

@@ -306,11 +306,11 @@ def scripted(monkeypatch, values):
     """Held-out losses, one evaluation after another, instead of the measured ones."""
     left = iter(values)
 
-    def told(run):
-        run.metrics.add("loss/heldout", value := next(left))
+    def told(evaluator):
+        evaluator.metrics.add("loss/heldout", value := next(left))
         return "loss/heldout", value
 
-    monkeypatch.setattr("tilth.flows.run.measure", told)
+    monkeypatch.setattr("tilth.flows.heldout.Evaluator.measure", told)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.flows.fitting import check_fits, resolved, rooms
 from tilth.flows.model import LoadedModel, choose_tokenizer, load_beginning, load_model
 from tilth.flows.roles import Roles
-from tilth.flows.run import Split
+from tilth.flows.sampler import Split
 from tilth.models.config import DecoderConfig
 from tilth.models.family import new_config
 from tilth.models.hub import fetched

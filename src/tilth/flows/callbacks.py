@@ -19,15 +19,18 @@ Say = Callable[[str], None]
 class RunView(Protocol):
     """What a callback sees of a run and may do with it.
 
-    directory: its files are in ``directory.path``. at: step, phase and position. sample: a sampled answer of the newest
-    step (prompt, text, answer, reward), or None.
+    directory: its files are in ``directory.path``. state: step, phase and position. say: log a line and show it.
     """
 
     recipe: "Recipe"
     directory: "RunDir"
-    at: "RunState"
-    sample: dict[str, Any] | None
+    state: "RunState"
     say: Say
+
+    @property
+    def sample(self) -> dict[str, Any] | None:
+        """A sampled answer of the newest step: prompt, text, answer, reward; None before the first."""
+        ...
 
     def save(self) -> None:
         """Begin to make everything up to this step durable."""
@@ -55,7 +58,8 @@ class Callback:
                 )
 
     def on_run_start(self, run: RunView) -> None:
-        """Before the first step. ``run.at.step``: the last committed one; later ones of earlier attempts are void."""
+        """Before the first step. ``run.state.step``: the last committed step; later ones of earlier attempts
+        are void."""
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """A step was committed. metrics: its line of ``metrics.jsonl``."""

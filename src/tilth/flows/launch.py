@@ -30,10 +30,11 @@ from tilth.flows.callbacks import Callback, RunView, notify
 from tilth.flows.checks import check_algorithm, in_scripts, replaced
 from tilth.flows.contamination import seen_before
 from tilth.flows.model import MODEL_FOLDER, save_shape
+from tilth.flows.phases import VALUES, WARMUP
 from tilth.flows.policy_gradient import policy_gradient
 from tilth.flows.profiling import Profiling
 from tilth.flows.roles import Roles
-from tilth.flows.run import VALUES, WARMUP, Run, RunState
+from tilth.flows.run import Run
 from tilth.flows.saving import Saving
 from tilth.flows.supervised import preference, supervised
 from tilth.flows.workers import threads
@@ -287,11 +288,11 @@ def _run(parts: RunParts, cluster: Cluster, directory: RunDir, callbacks: Sequen
         metrics=metrics,
         say=say,
         adopt=parts.adopt,
-        collect=partial(_collect, cluster, parts.recipe.run.collect_every),
+        collect_garbage=partial(_collect_garbage, cluster, parts.recipe.run.collect_every),
     )
 
 
-def _collect(cluster: Cluster, every: int, step: int) -> None:
+def _collect_garbage(cluster: Cluster, every: int, step: int) -> None:
     if every and step % every == 0:
         cluster.collect(step)
 
@@ -346,12 +347,12 @@ def _restore(run: Run, *, fallback: bool) -> None:
     newest = _newest(run, fallback=fallback)
     if newest is not None:
         _load(newest, run.roles, directory)
-        run.at = RunState(**newest.objects["progress"])
-        step = run.at.step
-    note_best(directory.checkpoints, run.at.best)  # a kill may have come between a checkpoint and this
+        run.restore(newest.objects["progress"])
+        step = run.state.step
+    note_best(directory.checkpoints, run.state.best)  # a kill may have come between a checkpoint and this
     directory.rewind(step)
     directory.accept()
-    directory.update(best=run.at.best, saved=step)
+    directory.update(best=run.state.best, saved=step)
     if directory.resumed:
         run.say(f"continuing after step {step}")
 

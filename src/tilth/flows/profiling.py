@@ -86,7 +86,7 @@ class Profiling(Callback):
 
     def on_run_start(self, run: RunView) -> None:
         """Begin what is planned or asked for from the first step on."""
-        self._say, self._step = run.say, run.at.step
+        self._say, self._step = run.say, run.state.step
         self._look(self._step + 1)
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
