@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 import tilth
+from tests.errors import raises
 from tests.flows import tiny
 from tilth import api
 from tilth.core.errors import DataError, RecipeError, RewardError
@@ -136,7 +137,7 @@ def test_a_warm_up_needs_answers(tmp_path):
 
 
 def test_a_source_has_no_place_beside_the_data():
-    with pytest.raises(RecipeError, match=r"data\.source has no place beside"):
+    with raises(RecipeError, "data.source"):
         tilth.train(SUMS, len, live=False, keys={"data.source": "tr.jsonl"})
 
 
@@ -180,7 +181,7 @@ def test_heldout_is_of_any_kind_that_data_is(monkeypatch, tmp_path, kind):
 
 
 def test_heldout_is_given_once_and_has_records(tmp_path):
-    with pytest.raises(RecipeError, match=r"data\.heldout"):
+    with raises(RecipeError, "data.heldout"):
         tilth.train(SUMS, len, heldout=HELD, live=False, keys={"data.heldout": "te.jsonl"})
     with pytest.raises(DataError, match="heldout is empty"):
         tilth.train(SUMS, len, heldout=[], live=False)
@@ -261,7 +262,7 @@ def test_an_interrupted_run_goes_on_with_the_same_rows_of_a_new_iterator(tmp_pat
         go(range(5), tiny.Recorder(at_step=interrupt))
     others = {"other rows": (range(6), {}), "other heldout": (range(5), {"heldout": generated(range(9, 11))})}
     for numbers, more in others.values():
-        with pytest.raises(RecipeError, match="other"):
+        with raises(RecipeError, "data"):
             go(numbers, tiny.Recorder(), **more, keys={"run.name": "sums-001"})
     again = tiny.Recorder()
     assert go(range(5), again).directory.name == "sums-001" and [r["step"] for r in again.records] == [2, 3]
@@ -385,6 +386,6 @@ def test_a_global_or_a_helper_that_changed_is_another_reward(tmp_path):
 @pytest.mark.parametrize("name", ["", "..", "a/../../b"])
 def test_a_name_that_would_lead_out_of_the_folder_of_runs_is_refused(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RecipeError, match="name"):
+    with raises(RecipeError, "name"):
         tilth.train([{"prompt": "1+1=", "answer": "2"}], lambda p, c, i: 0.0, name=name)
     assert not list(tmp_path.iterdir())

@@ -11,10 +11,10 @@ from types import CodeType, FrameType
 PHASES = (
     ("saving", r"flows/launch\.py _save|flows/run\.py save|/tilth/checkpoint/"),
     ("publishing", r"flows/run\.py publish|roles/relay\.py|rollout/engine\.py update_weights"),
-    ("evaluating", r"flows/run\.py evaluate$|flows/heldout\.py measure$"),
-    ("generating", r"flows/run\.py collect|roles/rollout\.py|rollout/engine\.py"),
-    ("training", r"flows/run\.py _settle|training/engine\.py|roles/(policy|critic)\.py"),
-    ("in a step", r"flows/(run|policy_gradient|actor_critic|supervised)\.py"),
+    ("evaluating", r"flows/heldout\.py (evaluate|measure)$"),
+    ("generating", r"flows/sampler\.py generate_and_score|roles/rollout\.py|rollout/engine\.py"),
+    ("training", r"flows/step_log\.py flush|training/engine\.py|roles/(policy|critic)\.py"),
+    ("in a step", r"flows/(run|sampler|policy_gradient|actor_critic|supervised)\.py"),
 )
 """A phase, and the file and function that stand for it. Of those on a thread's stack the first in this order counts."""
 NONE = len(PHASES)

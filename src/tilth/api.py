@@ -142,7 +142,7 @@ def train(
     allow = (allow,) if isinstance(allow, str) else tuple(allow)
     check_allowed(allow)
     if not name or "/" in name or name in (".", ".."):
-        raise RecipeError(f"name = {name!r} is not the name of a folder; give one such as 'train'")
+        raise RecipeError(f"name = {name!r} is not the name of a folder; give one such as 'train'", key="name")
     wanted, brought = _sources(_with_keys(settings, keys or {}), data, heldout)
     recipe = from_dict(wanted)
     prompts = _given(recipe, brought) if brought else None
@@ -162,9 +162,13 @@ def _sources(wanted: dict[str, Any], data: Any, heldout: Any) -> tuple[dict[str,
 
     section = dict(wanted.get("data", {}))
     if "source" in section:
-        raise RecipeError("data.source has no place beside the data that tilth.train is given; leave it out")
+        raise RecipeError(
+            "data.source has no place beside the data that tilth.train is given; leave it out", key="data.source"
+        )
     if heldout is not None and section.get("heldout"):
-        raise RecipeError(f"data.heldout = {section['heldout']} has no place beside heldout; give one of them")
+        raise RecipeError(
+            f"data.heldout = {section['heldout']} has no place beside heldout; give one of them", key="data.heldout"
+        )
     brought: dict[Key, Given] = {}
     places: tuple[tuple[Key, Any], ...] = (("source", data), ("heldout", heldout))
     for key, value in places:
@@ -217,4 +221,7 @@ def _no_reward(recipe: Recipe, prompts: "Dataset | None") -> NoReturn:
         load_source(recipe.data)  # a mistyped source is the error to tell first
     what = "the data" if prompts is not None else f"data.source={recipe.data.source}"
     known = ", ".join(verifier_specs())
-    raise RewardError(f"{what} has no reward of its own; set reward.function to FILE.py:function or one of {known}")
+    raise RewardError(
+        f"{what} has no reward of its own; set reward.function to FILE.py:function or one of {known}",
+        key="reward.function",
+    )

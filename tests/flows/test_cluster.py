@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.flows import tiny
 from tilth.cluster.backends.local import LocalBackend
 from tilth.cluster.controller.cluster import Cluster
@@ -264,7 +265,7 @@ def dies(context, **given):
     return made
 
 
-def raises(context, **given):
+def mistaken(context, **given):
     """A rollout worker with an ordinary mistake."""
     from tilth.flows import workers
 
@@ -301,7 +302,7 @@ def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path, shared, mon
 
 @pytest.mark.slow
 def test_a_mistake_in_a_worker_comes_with_its_traceback(tmp_path, shared, monkeypatch):
-    replace_rollout(monkeypatch, "raises")
+    replace_rollout(monkeypatch, "mistaken")
     said = r"role rollout, rank \d, generate: AttributeError(.|\n)*requests\[0\]\.nothing"
     with pytest.raises(WorkerError, match=said):
         tiny.run(tiny.recipe(tmp_path, **WRONG))
@@ -323,11 +324,9 @@ def test_a_run_on_other_workers_is_refused_before_any_starts_and_says_what_diffe
     one = tiny.recipe(tmp_path, **short, run={"name": "mine"})
     tiny.run(one)
     monkeypatch.setattr(launch, "open_cluster", None)
-    with pytest.raises(
-        RecipeError, match=r'cluster\.backend was "inline" and is "local"; cluster\.workers was 1 and is 2'
-    ):
+    with raises(RecipeError, "cluster.backend"):
         tiny.run(tiny.recipe(tmp_path, **short, run={"name": "mine"}, cluster=LOCAL))
-    with pytest.raises(RecipeError, match=r"run\.name=mine: .* is finished; choose another name"):
+    with raises(RecipeError, "run.json.state"):
         tiny.run(one)
 
 

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.cli import speaking
+from tests.errors import raises
 from tilth.core.errors import DataError, RewardError
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
@@ -109,7 +110,7 @@ def test_progress_is_told(model, pool):
 
 def test_nothing_is_told_of_what_cannot_begin(model, pool):
     told = []
-    with pytest.raises(DataError, match="exceeds the model's context"):
+    with raises(DataError, "prompts.0.length"):
         evaluate(model, PROMPTS, pool, How(sampling=SamplingParams(max_tokens=10**6)), lambda *far: told.append(far))
     assert not told
 
@@ -211,11 +212,9 @@ def test_lines_and_parquet_keep_the_same(model, pool, tmp_path):
     assert len(lines) == 36 and lines == rows == json.loads(json.dumps(list(found.records())))
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("c.csv", "must end in .jsonl or .parquet"), ("no/c.jsonl", "no folder")]
-)
-def test_where_it_cannot_be_kept_is_said_before(tmp_path, name, message):
-    with pytest.raises(DataError, match=message):
+@pytest.mark.parametrize(("name", "key"), [("c.csv", "path.suffix"), ("no/c.jsonl", "path.parent")])
+def test_where_it_cannot_be_kept_is_said_before(tmp_path, name, key):
+    with raises(DataError, key):
         check_out(tmp_path / name)
 
 
@@ -223,38 +222,38 @@ def test_where_it_cannot_be_kept_is_said_before(tmp_path, name, message):
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("how", "key"),
     [
-        ({"k": ()}, "k is empty"),
-        ({"k": (0,)}, "whole numbers of at least 1"),
-        ({"k": (8,), "n": 4}, "pass@8 needs at least 8 samples of each prompt; n is 4"),
-        ({"k": (2,), "sampling": SamplingParams(temperature=0.0)}, "temperature 0 says the same each time; 2 samples"),
+        ({"k": ()}, "k"),
+        ({"k": (0,)}, "k"),
+        ({"k": (8,), "n": 4}, "n"),
+        ({"k": (2,), "sampling": SamplingParams(temperature=0.0)}, "temperature"),
     ],
 )
-def test_what_cannot_be_asked(how, message):
-    with pytest.raises(DataError, match=message):
+def test_what_cannot_be_asked(how, key):
+    with raises(DataError, key):
         How(**how)
 
 
 def test_a_prompt_that_leaves_no_room_is_named(model, pool):
     long = PromptSet.of([{"prompt": "1+1="}, {"prompt": "1" * 45}])
-    with pytest.raises(DataError, match=r"prompt 1 has 45 tokens; with max_tokens = 8 .* context of 48"):
+    with raises(DataError, "prompts.1.length"):
         run(model, pool, prompts=long)
 
 
 def test_no_prompts(model, pool):
-    with pytest.raises(DataError, match="no prompts to evaluate on"):
+    with raises(DataError, "prompts"):
         run(model, pool, prompts=PROMPTS.subset(0))
 
 
 def test_a_reward_that_never_works_is_an_error(model):
     with RewardPool(lambda prompt, completion, info: info["nothing"]) as broken:
-        with pytest.raises(RewardError, match=r"none of 12 rewards could be had; the first reason: KeyError"):
+        with raises(RewardError, "reward"):
             run(model, broken)
 
 
 def test_a_model_without_a_tokenizer(model, pool):
-    with pytest.raises(DataError, match=r"has no tokenizer\.json"):
+    with raises(DataError, "tokenizer.json"):
         run(model._replace(tokenizer=None), pool)
 
 

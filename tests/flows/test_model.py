@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.flows import tiny
 from tests.roles import small
 from tilth.checkpoint import mark_best, save
@@ -61,7 +62,7 @@ def test_a_run_is_its_newest_checkpoint(finished):
 
 def test_a_run_that_has_saved_nothing_says_so(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"state": "running", "digest": "0"}))
-    with pytest.raises(ModelError, match=r"has no checkpoint yet; .*run\.save_every"):
+    with raises(ModelError, "run.save_every"):
         load_model(tmp_path)
 
 
@@ -148,7 +149,7 @@ def test_the_best_is_the_marked_one(several):
     mark_best(several / "checkpoints", {"step": 5, "metric": "accuracy/heldout", "value": 0.7})
     assert value(f"{several}@best") == 5
     mark_best(several / "checkpoints", {"step": 7, "metric": "accuracy/heldout", "value": 0.8})
-    with pytest.raises(ModelError, match=r"step 7, is gone; it has steps 2, 5, 9"):
+    with raises(ModelError, "best.json.step"):
         load_model(f"{several}@best")
 
 
@@ -156,7 +157,7 @@ def test_the_average_is_that_of_the_newest(several):
     add(several, 12, ema=3.5)
     assert (value(f"{several}@ema"), value(several)) == (3.5, 12)
     add(several, 13)
-    with pytest.raises(ModelError, match=r"step-000013 has no moving average .* train\.ema"):
+    with raises(ModelError, "train.ema"):
         load_model(f"{several}@ema")
 
 
@@ -166,29 +167,22 @@ def test_a_run_says_how_it_made_prompts(several):
     (several / "recipe.toml").write_text("")
     assert (load_model(several).template, load_model(several).stop) == ("", ())
     (several / "recipe.toml").write_text("[data")
-    with pytest.raises(ModelError, match=r"recipe\.toml cannot be read"):
+    with raises(ModelError, "recipe.toml"):
         load_model(several)
 
 
 @pytest.mark.parametrize(
-    ("which", "message"),
-    [
-        ("@4", r"keeps no checkpoint of step 4; it has steps 2, 5, 9 \(run\.keep\)"),
-        ("@last", r"after the @ comes best, ema or a step \(steps 2, 5, 9\)"),
-        ("@-2", "after the @ comes"),
-        ("@", "ends in @"),
-        ("@best", r"no best checkpoint: none was evaluated yet \(run\.eval_every\)"),
-        ("@ema", "no moving average"),
-    ],
+    ("which", "key"),
+    [("@4", "@4"), ("@last", "@last"), ("@-2", "@-2"), ("@", "@"), ("@best", "best.json"), ("@ema", "train.ema")],
 )
-def test_what_a_run_does_not_have_is_named(several, which, message):
-    with pytest.raises(ModelError, match=message):
+def test_what_a_run_does_not_have_is_named(several, which, key):
+    with raises(ModelError, key):
         load_model(f"{several}{which}")
 
 
 def test_only_a_run_has_several(exported):
     out, _ = exported
-    with pytest.raises(ModelError, match="is no run, so it has no @best"):
+    with raises(ModelError, "run.json"):
         load_model(f"{out}@best")
     with pytest.raises(ModelError, match="no model directory"):
         load_model("nowhere/really/not")
@@ -197,7 +191,7 @@ def test_only_a_run_has_several(exported):
 def test_a_checkpoint_without_its_run_is_told(several, tmp_path):
     alone = tmp_path / "elsewhere" / "step-000005"
     shutil.copytree(several / "checkpoints" / "step-000005", alone)
-    with pytest.raises(ModelError, match=r"is a checkpoint, but .*config\.json, which says its shape"):
+    with raises(ModelError, "config.json"):
         load_model(alone)
 
 
@@ -295,7 +289,7 @@ def test_then_one_token_for_each_character_of_the_data():
 
 
 def test_a_model_that_has_none_asks_for_one():
-    with pytest.raises(DataError, match=r"no tokenizer\.json; name one with data\.tokenizer"):
+    with raises(DataError, "data.tokenizer"):
         choose_tokenizer(tiny.recipe("runs"), small.PROMPTS, loaded(None))
 
 
@@ -345,13 +339,13 @@ def test_the_shape_of_a_new_model_is_the_recipe_s(tmp_path):
 def test_a_new_tokenizer_for_a_loaded_model_names_the_way_out(exported):
     out, _ = exported
     recipe = tiny.recipe("x", model={"path": str(out)}, data={"tokenizer": "bpe:2048"})
-    with pytest.raises(DataError, match=r"data\.tokenizer = bpe:2048 would be new .* data\.tokenizer= \(empty\) keeps"):
+    with raises(DataError, "data.tokenizer.bpe"):
         choose_tokenizer(recipe, None, load_model(out), ["some text"])
 
 
 def test_pre_training_refuses_a_reward():
     recipe = tiny.recipe("x", flow="pretrain", reward={"function": "exact"})
-    with pytest.raises(RecipeError, match=r"leave reward\.function out"):
+    with raises(RecipeError, "reward.function"):
         check_algorithm(recipe)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.flows import tiny
 from tests.flows.test_cluster import LOCAL, shared, workers
 from tilth.api import run_recipe, train
@@ -103,9 +104,9 @@ def test_what_a_run_says_of_held_out_pairs_is_what_its_checkpoint_says(made):
 
 
 def test_a_reward_model_is_no_policy_and_a_policy_no_reward_model(made, tmp_path):
-    with pytest.raises(ModelError, match="no weights in a group model; weights are in: reward_model"):
+    with raises(ModelError, "model"):
         load_model(made["reward_model"].directory)
-    with pytest.raises(ModelError, match="no weights in a group reward_model"):
+    with raises(ModelError, "reward_model"):
         tiny.run(tiny.recipe(tmp_path, reward={"model": str(made["dpo"].directory)}))
 
 
@@ -224,7 +225,7 @@ def test_a_reward_model_of_other_tokens_is_refused(tmp_path, made):
     other = PromptSet.of([{"prompt": text, "answer": "abc"} for text in ("äöü", "b", "c")])
     reward = {"model": str(made["reward_model"].directory)}
     recipe = tiny.recipe(tmp_path, reward=reward, data={"holdout": 0.0}, supervised={"steps": 0})
-    with pytest.raises(RecipeError, match=r"reward\.model = .* has other tokens .* both need the same tokenizer"):
+    with raises(RecipeError, "reward.model.tokenizer"):
         tiny.run(recipe, prompts=other)
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilth.flows as flows
+from tests.errors import raises
 from tests.flows import tiny
 from tilth.config.schema import DataConfig
 from tilth.core.batch import Batch
@@ -19,13 +20,15 @@ from tilth.core.errors import RecipeError
 from tilth.data.prompts import PromptSet, load_source
 from tilth.flows.build import build
 from tilth.flows.group_filters import has_spread
-from tilth.flows.run import EVALUATION_IDS, Run, RunState
+from tilth.flows.heldout import EVALUATION_IDS
+from tilth.flows.run import Run
 from tilth.rewards.process_pool import Outcome
 from tilth.roles.rollout import ask
 from tilth.runs.directory import RunDir
 from tilth.runs.metrics import Metrics
 from tilth.runs.readers import read_metrics, read_trajectories
 from tilth.runs.signals import Interrupted, StopRequest
+from tilth.runs.state import RunState
 
 
 def test_no_module_of_flows_needs_one_that_needs_it():
@@ -96,11 +99,12 @@ def new_run(tmp_path):
         directory = RunDir.create(recipe, "pieces")
         opened.append(directory)
         saved = []
+        parts.roles["rollout"] = Asked(parts.roles["rollout"])
         run = Run(
             recipe, parts.roles, parts.train, parts.heldout, cluster.store, directory, [],
             saving=Saved(saved, recipe.run.save_every), stop=stop or StopRequest(), metrics=Metrics(), say=print,
         )  # fmt: skip
-        run.saved, run.rollout = saved, Asked(run.rollout)
+        run.saved = saved
         return run
 
     yield make
@@ -115,7 +119,7 @@ class Position:
     """Of a ``Run`` only what ``minibatches`` reads."""
 
     def __init__(self, step=0, **sections):
-        self.recipe, self.at = tiny.recipe("runs", **sections), RunState(step=step)
+        self.recipe, self.state = tiny.recipe("runs", **sections), RunState(step=step)
 
     def parts(self, n):
         batch = Batch({"id": np.arange(n) + 100})
@@ -172,7 +176,7 @@ def test_a_run_whose_groups_are_all_flat_goes_on_with_several_minibatches(tmp_pa
 
 def test_experience_that_is_behind_is_refused(new_run):
     run = new_run()
-    with pytest.raises(RecipeError, match=r"max_staleness=1: only synchronous experience \(0\)"):
+    with raises(RecipeError, "max_staleness"):
         next(run.experience(group=4, max_staleness=1))
     assert not run.rollout.batches
 
@@ -272,9 +276,9 @@ def test_an_evaluation_is_of_prompts_that_are_never_trained_on(new_run):
 def test_only_a_share_of_right_answers_is_an_accuracy(new_run, values, metric, mean):
     run = new_run(lambda id, text: float(values[id % 2]), run={"eval_every": 1})
     take(run, 1)
-    assert run.at.heldout.get("reward/heldout") == mean and next(iter(run.at.heldout)) == metric
-    assert ("accuracy/heldout" in run.at.heldout) == (metric == "accuracy/heldout")
-    assert run.at.best == {"step": 1, "metric": metric, "value": mean} and run.at.accuracy_last == mean
+    assert run.state.heldout.get("reward/heldout") == mean and next(iter(run.state.heldout)) == metric
+    assert ("accuracy/heldout" in run.state.heldout) == (metric == "accuracy/heldout")
+    assert run.state.best == {"step": 1, "metric": metric, "value": mean} and run.state.accuracy_last == mean
 
 
 def test_what_has_been_graded_once_is_no_accuracy_later_either(new_run):
@@ -290,16 +294,16 @@ def test_what_has_been_graded_once_is_no_accuracy_later_either(new_run):
     take(run, 4)
     found = [[r.get(f"{name}/heldout") for name in ("accuracy", "reward")] for r in read_metrics(run.directory.path)]
     assert found == [[0.0, 0.0], [None, -1.5], [None, -1.0], [None, 0.0]]
-    assert run.at.graded and run.at.best == {"step": 4, "metric": "reward/heldout", "value": 0.0}
-    assert RunState(**json.loads(json.dumps(asdict(run.at)))) == run.at
+    assert run.state.graded and run.state.best == {"step": 4, "metric": "reward/heldout", "value": 0.0}
+    assert RunState(**json.loads(json.dumps(asdict(run.state)))) == run.state
 
 
 def test_an_evaluation_without_any_reward_is_no_accuracy_and_all_missing(new_run):
     run = new_run(lambda id, text: None if id < 0 else 1.0)
     run.sync_weights(run.policy)
-    run.collect(ask([0, 1], 2, 0))  # the reward has worked before, so this is no broken function
+    run.generate_and_score(ask([0, 1], 2, 0))  # the reward has worked before, so this is no broken function
     run.enter("grpo", 1, 1e-3)
-    assert run.at.accuracy_first is None and "accuracy/heldout" not in run.metrics.values()
+    assert run.state.accuracy_first is None and "accuracy/heldout" not in run.metrics.values()
     assert run.metrics.values()["reward/heldout/missing"] == 16
 
 
@@ -315,21 +319,23 @@ def test_progress_survives_json():
 def test_the_state_of_a_run_is_its_progress(new_run):
     run = new_run()
     take(run, 2)
-    assert RunState(**json.loads(json.dumps(run.state()))["progress"]) == run.at
-    assert (run.at.step, run.at.phase_step, run.at.finished) == (2, 2, ["grpo"])
+    assert RunState(**json.loads(json.dumps(run.checkpoint_objects()))["progress"]) == run.state
+    assert (run.state.step, run.state.phase_step, run.state.finished) == (2, 2, ["grpo"])
 
 
 def test_a_finished_phase_is_passed_over(new_run):
     run = new_run()
     take(run, 2)
-    assert take(run, 2) == [] and run.at.step == 2
+    assert take(run, 2) == [] and run.state.step == 2
 
 
 def test_inside_a_phase_a_run_goes_on_where_it_was(new_run):
     run = new_run()
-    run.at = RunState(step=1, phase="grpo", phase_step=1, accuracy_first=0.5, accuracy_last=0.5, version=4)
+    run.restore(
+        {"step": 1, "phase": "grpo", "phase_step": 1, "accuracy_first": 0.5, "accuracy_last": 0.5, "version": 4}
+    )
     assert len(take(run, 3)) == 2
-    assert run.at.step == 3 and run.at.accuracy_first == 0.5
+    assert run.state.step == 3 and run.state.accuracy_first == 0.5
     assert not any(greedy for _, greedy in run.rollout.batches[:1])  # no first evaluation again
     assert run.directory.path.joinpath("metrics.jsonl").read_text().count("\n") == 2
 
@@ -341,9 +347,9 @@ def test_a_stop_that_was_asked_for_comes_after_the_commit_and_saves(new_run):
     stream = run.experience(group=4)
     next(stream)
     stop.requested = True
-    with pytest.raises(Interrupted, match="after step 1, everything is saved"):
+    with raises(Interrupted, "stop"):
         next(stream)
-    assert run.saved == [1] and run.at.step == 1
+    assert run.saved == [1] and run.state.step == 1
 
 
 def test_checkpoints_are_written_where_the_recipe_says_and_at_the_end_of_a_phase(new_run):

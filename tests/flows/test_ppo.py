@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.flows import tiny
 from tests.flows.killed import PPO
 from tilth.checkpoint import open_checkpoint
@@ -257,14 +258,14 @@ def test_a_kl_penalty_has_its_reference(tmp_path):
 
 
 def test_gae_needs_the_flow_ppo(tmp_path):
-    with pytest.raises(RecipeError, match="advantage=gae needs a critic, which flow=grpo has not; set flow=ppo"):
+    with raises(RecipeError, "flow.critic"):
         tiny.run(tiny.recipe(tmp_path, algorithm={"advantage": "gae"}))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_no_std", "rloo"])
 def test_a_critic_that_nobody_asks_is_refused(tmp_path, name):
-    with pytest.raises(RecipeError, match=f"advantage={name} never looks at the critic .* use algorithm.advantage=gae"):
+    with raises(RecipeError, "algorithm.advantage.values"):
         check_algorithm(recipe(tmp_path, algorithm={"advantage": name}))
 
 
@@ -279,7 +280,7 @@ def test_the_right_ones_pass(tmp_path):
 def test_a_page_that_wants_a_critic_where_there_is_none(tmp_path, monkeypatch):
     """PPO's page over a run of another flow: said in one line, not an attribute of None."""
     monkeypatch.setattr(launch, "training_loop", lambda recipe: loops.actor_critic)
-    with pytest.raises(RecipeError, match="flow=grpo has no critic; set flow=ppo"):
+    with raises(RecipeError, "flow.critic"):
         tiny.run(tiny.recipe(tmp_path, supervised={"steps": 0}))
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.flows.tiny import Recorder, numbers, recipe, run, same, stand_in, weights
 from tilth.analysis.events import load
 from tilth.analysis.profiled import profiled
@@ -292,7 +293,7 @@ def test_a_request_is_there_as_a_whole_and_only_once(going):
     request = ask(going.path, 2, [1, 0, 1], memory=True)
     path = going.path / FOLDER / REQUEST
     assert profiling._request(json.loads(path.read_text())) == request == ProfileRequest(request.id, 2, (1, 0), True, 1)
-    with pytest.raises(DataError, match="is asked for another capture already"):
+    with raises(DataError, REQUEST):
         ask(going.path, 1, [0])
     assert [p.name for p in (going.path / FOLDER).iterdir()] == [REQUEST]
     assert take_back(going.path, request) and not path.exists()
@@ -305,9 +306,9 @@ def test_another_ones_request_is_not_taken_back(going):
     assert take_back(going.path, request)
 
 
-@pytest.mark.parametrize(("steps", "ranks", "told"), [(0, [0], "--steps 0"), (1, [2], "no rank 2"), (1, [], "no rank")])
-def test_what_cannot_be_is_told_before_it_is_asked(going, steps, ranks, told):
-    with pytest.raises(DataError, match=told):
+@pytest.mark.parametrize(("steps", "ranks", "key"), [(0, [0], "--steps"), (1, [2], "--ranks"), (1, [], "--ranks")])
+def test_what_cannot_be_is_told_before_it_is_asked(going, steps, ranks, key):
+    with raises(DataError, key):
         ask(going.path, steps, ranks)
     assert not (going.path / FOLDER).exists()
 
@@ -315,12 +316,12 @@ def test_what_cannot_be_is_told_before_it_is_asked(going, steps, ranks, told):
 @pytest.mark.parametrize("state", ["finished", "interrupted", "failed"])
 def test_a_run_that_does_not_go_on_is_named(going, state):
     going.end(state)
-    with pytest.raises(DataError, match=rf"demo-001 is {state}: only steps that are still to come.*run.profile=A:B"):
+    with raises(DataError, "run.json.state"):
         ask(going.path, 1, [0])
 
 
 def test_what_is_no_run_is_named(tmp_path):
-    with pytest.raises(DataError, match="is not a run"):
+    with raises(DataError, "run.json"):
         running_attempt(tmp_path)
 
 
@@ -350,14 +351,14 @@ def test_who_waits_is_told_both_lines_in_order_and_nothing_of_others(going, monk
 def test_who_waits_for_an_attempt_that_is_over_is_told(going):
     request = ask(going.path, 1, [0])
     going.update(attempt=2)
-    with pytest.raises(DataError, match="has ended before its steps were profiled"):
+    with raises(DataError, LOG):
         list(follow(going.path, request))
 
 
 def test_who_waits_for_a_run_that_ends_is_told_and_asks_no_more(going):
     request = ask(going.path, 1, [0])
     going.end("failed")
-    with pytest.raises(DataError, match="has ended before its steps were profiled"):
+    with raises(DataError, LOG):
         list(follow(going.path, request))
     assert not (going.path / FOLDER / REQUEST).exists()
 
@@ -429,7 +430,7 @@ def test_workers_are_profiled_on_the_ranks_that_were_named(tmp_path):
     def asks(record):
         if record["step"] == 2:
             (found,) = tmp_path.glob("tiny-*")
-            with pytest.raises(DataError, match="there is no rank 2; the workers are ranks 0 to 1"):
+            with raises(DataError, "--ranks"):
                 ask(found, 1, [2])
             asked.append(ask(found, 1, [1]))
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tilth.rl as rl
+from tests.errors import raises
 from tests.flows import tiny
 from tilth.cluster.protocol import transfer
 from tilth.core.errors import (
@@ -172,7 +173,7 @@ def test_other_logprobs_than_the_trainer_s_stop_the_run(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(Engine, "generate", drifts)
-    with pytest.raises(LogprobMismatch, match=r"step 3: .* up to 0\.01"):
+    with raises(LogprobMismatch, "train.mismatch"):
         tiny.run(tiny.recipe(tmp_path))
 
 
@@ -251,7 +252,7 @@ def test_a_reward_that_never_works_ends_the_run_with_its_reason(tmp_path):
     def broken(prompt, completion, info):
         raise ValueError("the verifier is down")
 
-    with pytest.raises(RewardError, match=r"none of the first 16 rewards .* the verifier is down"):
+    with raises(RewardError, "reward.function"):
         tiny.run(tiny.recipe(tmp_path), reward=broken)
 
 
@@ -344,7 +345,7 @@ def test_bad_recipes_are_refused_before_a_directory_is_made(tmp_path, wrong, err
 def test_a_source_without_a_reward_needs_one(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "a", "answer": "b"}\n')
-    with pytest.raises(RewardError, match=r"reward\.function"):
+    with raises(RewardError, "reward.function"):
         tiny.run(tiny.recipe(tmp_path / "runs", data={"source": str(data)}), reward=None)
 
 

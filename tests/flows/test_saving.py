@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.flows import tiny
 from tilth.checkpoint import Group, Saver, latest, open_checkpoint, read_best, stages
 from tilth.core.errors import StorageError
@@ -79,7 +80,7 @@ def steps(root):
     ],
 )
 def test_a_place_that_cannot_take_checkpoints_is_told_by_its_key_before_anything_is_made(tmp_path, place, why):
-    with pytest.raises(StorageError, match=rf"run\.checkpoints = '{place}': .*{why}.*; it must be a folder that can"):
+    with raises(StorageError, "run.checkpoints"):
         tiny.run(tiny.recipe(tmp_path, run={"checkpoints": place}))
     assert not list(tmp_path.iterdir())
 
@@ -145,7 +146,7 @@ def test_failures_are_told_and_too_many_in_a_row_stop_the_run(made, tmp_path):
     keeper.refuse = ["full"] * 3
     save(one, 5)
     save(one, 6)
-    with pytest.raises(StorageError, match="full"):
+    with raises(StorageError, "step-000007"):
         save(one, 7)
     assert said[-1] == "the checkpoint of step 7 failed, 3 in a row: full"
     assert steps(tmp_path / "kept") == [1, 4] or steps(tmp_path / "kept") == [4]
@@ -155,7 +156,7 @@ def test_failures_are_told_and_too_many_in_a_row_stop_the_run(made, tmp_path):
 def test_with_no_failure_allowed_the_first_one_stops_the_run(made):
     one, keeper, said = made(save_failures=0)
     keeper.refuse = ["full"]
-    with pytest.raises(StorageError, match="full"):
+    with raises(StorageError, "step-000001"):
         save(one, 1)
     assert said == ["the checkpoint of step 1 failed, 1 in a row: full"]
 

@@ -56,7 +56,7 @@ def worker(group):
 
 def stand_in(directory=Path("nowhere"), step=0, say=str, sample=None):
     """What a callback sees of a run, where there is none."""
-    return SimpleNamespace(directory=SimpleNamespace(path=directory), at=RunState(step), say=say, sample=sample)
+    return SimpleNamespace(directory=SimpleNamespace(path=directory), state=RunState(step), say=say, sample=sample)
 
 
 class Recorder(Callback):

@@ -117,5 +117,5 @@ def test_a_run_has_a_file_of_them_and_says_where(tmp_path, capfd, cluster):
     result = tiny.run(tiny.recipe(tmp_path, **more), reward=reward, callbacks=[watcher])
     text = Path(result.directory / "reward.log").read_text()
     assert text.count("scoring ") == len(text.splitlines()) > 100
-    assert sum("what the reward prints is in" in said for said in watcher.messages) == 1
+    assert sum("the reward function's output is in" in said for said in watcher.messages) == 1
     assert "scoring" not in "".join(capfd.readouterr())

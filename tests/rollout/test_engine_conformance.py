@@ -21,8 +21,8 @@ from tilth.config.plugins import ENGINES, engine, load_plugins
 from tilth.core.errors import DataError, LogprobMismatch, PluginError, RecipeError, WeightMismatch
 from tilth.data.prompts import PromptSet
 from tilth.flows.evaluate import How, evaluate
+from tilth.flows.heldout import Evaluator
 from tilth.flows.model import load_model
-from tilth.flows.run import Run
 from tilth.rewards.process_pool import RewardPool
 from tilth.rollout.engine import Engine
 from tilth.rollout.protocol import EngineError, make_engine
@@ -223,8 +223,8 @@ def slow(tmp_path):
 
 
 def test_a_run_through_another_engine_learns_the_same(tmp_path, slow, monkeypatch):
-    probes, probe = [], Run._probe
-    monkeypatch.setattr(Run, "_probe", lambda self, policy: (probes.append(1), probe(self, policy)))
+    probes, probe = [], Evaluator.probe
+    monkeypatch.setattr(Evaluator, "probe", lambda self, *given: (probes.append(1), probe(self, *given)))
     theirs = tiny.run(tiny.recipe(tmp_path / "slow", algorithm={"steps": 3}, **slow))
     probed = len(probes)
     ours = tiny.run(tiny.recipe(tmp_path / "native", algorithm={"steps": 3}))

@@ -9,6 +9,7 @@ import fsspec
 import pytest
 
 from tests.checkpoint import hand
+from tests.errors import raises
 from tests.flows import tiny
 from tests.runs.test_identity import begun, given
 from tilth.core.errors import CheckpointError, ModelError, StorageError
@@ -56,10 +57,10 @@ def test_a_copy_is_refused_with_what_to_do_and_changes_nothing(run, store):
     copy = run.with_name("copy")
     shutil.copytree(run, copy)
     place, before = checkpoints_of(run), (copy / "run.json").read_bytes()
-    with pytest.raises(CheckpointError, match=rf"copy is a copy of {run.resolve()}, .*model\.path={run}.*run\.json"):
+    with raises(CheckpointError, "owner.json.folder"):
         go_on(copy, store)
     assert (copy / "run.json").read_bytes() == before and marked(place) == str(run.resolve())
-    with pytest.raises(ModelError, match=f"copy is a copy of {run.resolve()}, whose checkpoints .*; name that one"):
+    with raises(ModelError, "owner.json.folder"):
         root_of(copy)
     assert str(root_of(run)) == place
     with go_on(run, store) as again:  # nothing is the matter with the one that was copied
@@ -85,7 +86,7 @@ def test_a_run_that_was_moved_takes_its_place_along(run, store):
     assert str(root_of(moved)) == place
     with go_on(moved, store) as again:
         assert again.checkpoints == place and marked(place) == str(moved.resolve())
-    with pytest.raises(CheckpointError, match=f"copy is a copy of {moved.resolve()}"):
+    with raises(CheckpointError, "owner.json.folder"):
         go_on(copy, store)
 
 
@@ -125,7 +126,7 @@ def test_a_disk_that_is_not_mounted_is_not_written_to(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StorageError, match=r"file/place/owner\.json: "):
+    with raises(StorageError, "owner.json"):
         take(tmp_path, str(tmp_path / "file" / "place"), fresh=True)
 
 
@@ -152,7 +153,7 @@ def test_a_store_that_does_not_answer_where_some_may_be(tmp_path, monkeypatch):
 
     begun(tmp_path / "runs", run={"checkpoints": str(tmp_path / "first")})
     monkeypatch.setattr(checkpoint_owner, "latest", away)
-    with pytest.raises(StorageError, match=r"may be in .*/first/demo-001-.*cannot be read"):
+    with raises(StorageError, "checkpoints"):
         RunDir.create(tiny.recipe(tmp_path / "runs"), "demo", given("data1"))
 
 
@@ -163,5 +164,5 @@ def test_a_store_that_does_not_answer_is_one_line_of_who_only_looks(tmp_path, mo
         raise TimeoutError(110, "Connection timed out")
 
     monkeypatch.setattr("tilth.checkpoint.storage.Local.read", fails)
-    with pytest.raises(StorageError, match=r"cannot read .*store/.*: .*Connection timed out"):
+    with raises(StorageError, Path(checkpoints_of(run)).name):
         root_of(run)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tests.errors import raises
 from tilth.cli.main import app
 from tilth.core.errors import DataError, StorageError
 from tilth.runs.columns import metrics_table, write_metrics
@@ -87,7 +88,7 @@ def test_a_run_without_steps_has_a_table_without_rows(tmp_path):
 
 def test_damaged_metrics_are_named(run):
     (run / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match="line 1 is not the record of a step"):
+    with raises(DataError, "metrics.jsonl.1.step"):
         metrics_table(run)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.errors import raises
 from tests.flows import tiny
 from tilth.config.load import dump_toml
 from tilth.core.errors import RecipeError
@@ -84,14 +85,13 @@ def test_a_named_run_says_which_keys_would_have_to_be_allowed(tmp_path):
     assert "optimizer.lr was 0.0001 and is 1.0" in message and "seed was" not in message
     assert "--allow optimizer.lr --allow optimizer.clip_norm" in message and "\n" not in message
     who(tmp_path, "seed", "optimizer", **changed).check_name()
-    with pytest.raises(RecipeError, match=r"its data are others\. .*--allow data to go on"):
+    with raises(RecipeError, "data"):
         who(tmp_path, "seed", inputs="data2", run={"name": "mine"}).check_name()
     teacher = {"data": "data1", "reference.path": "runs/teacher@4"}
-    said = r"reference\.path led to nothing and leads to runs/teacher@4\. .*--allow reference\.path to go on"
-    with pytest.raises(RecipeError, match=said):
+    with raises(RecipeError, "reference.path"):
         who(tmp_path, inputs=teacher, run={"name": "mine"}).check_name()
     (tmp_path / "mine" / "recipe.toml").write_text(dump_toml(who(tmp_path, **changed).recipe))  # as a kill may leave it
-    with pytest.raises(RecipeError, match="it has gone on with other keys since"):
+    with raises(RecipeError, "run.json.digest"):
         who(tmp_path, **changed).check_name()
 
 
@@ -99,9 +99,9 @@ def test_a_finished_run_goes_on_only_if_it_is_named_and_something_may_change(tmp
     with RunDir.create(tiny.recipe(tmp_path, run={"name": "mine"}), "demo") as run:
         run.end("finished")
     same = Identity(tiny.recipe(tmp_path, run={"name": "mine"}))
-    with pytest.raises(RecipeError, match="is finished; choose another name, or make it longer"):
+    with raises(RecipeError, "run.json.state"):
         same.check_name()
-    with pytest.raises(RecipeError, match="is finished or another run"):
+    with raises(RecipeError, "run.name"):
         claim(same, "demo")
     longer = Identity(tiny.recipe(tmp_path, algorithm={"steps": 9}, run={"name": "mine"}), allow=("algorithm.steps",))
     longer.check_name()

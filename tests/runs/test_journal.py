@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.flows import tiny
 from tilth.api import run_recipe
 from tilth.core.batch import Batch
@@ -120,7 +121,7 @@ def test_memory_and_scores_are_bounded_and_what_is_missing_stays_on_disk(tmp_pat
 
 def test_a_line_that_is_no_entry_is_named(tmp_path):
     (tmp_path / "rewards.jsonl").write_text("nonsense\n{}\n")
-    with pytest.raises(DataError, match=r"rewards\.jsonl line 1"):
+    with raises(DataError, "rewards.jsonl.1"):
         reopened(tmp_path)
 
 
@@ -264,7 +265,7 @@ def test_a_reward_that_never_worked_is_asked_again_by_the_next_attempt(tmp_path)
             raise ConnectionError("no route to the judge")
         return 0.1 * len(completion)
 
-    with pytest.raises(RewardError, match="no route"):
+    with raises(RewardError, "reward.function"):
         go(folder, judged)
     os.remove(flag)
     directory = go(folder, judged)

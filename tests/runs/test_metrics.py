@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.runs.metrics import KEYS, METRICS, MetricError, Metrics, declaration, resident, schema
 from tilth.trace import Total, recorder, span
 
@@ -37,9 +38,9 @@ def test_every_declaration_is_complete_and_is_plain_json():
 
 
 def test_unknown_name_is_an_error_that_names_a_near_one():
-    with pytest.raises(MetricError, match=r"'reward/maen' is not declared.*near: reward/mean"):
+    with raises(MetricError, "reward/maen"):
         Metrics().add("reward/maen", 1.0)
-    with pytest.raises(MetricError, match="zzz"):
+    with raises(MetricError, "zzz"):
         Metrics().take({"zzz": 1.0})
 
 
@@ -115,9 +116,9 @@ def test_take_parts_and_numbers():
 
 
 def test_parts_must_be_put_together_as_declared():
-    with pytest.raises(MetricError, match="'entropy' came as a max, it is declared as a mean"):
+    with raises(MetricError, "entropy.reduction"):
         Metrics().take({"entropy": Part(1.0, 1, "max")})
-    with pytest.raises(MetricError, match="declared as sum, not as a mean"):
+    with raises(MetricError, "tokens/trained.reduction"):
         Metrics().add_sum("tokens/trained", 3.0, 1)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.cli.kept import add, flip, make_run, shell, upload, weights
+from tests.errors import raises
 from tests.flows import tiny
 from tilth.checkpoint import mark_best
 from tilth.core.errors import CheckpointError, ModelError, StorageError
@@ -78,34 +79,30 @@ def test_the_identity_of_a_directory_of_weights_is_that_of_its_bytes(tmp_path):
 def test_what_is_neither(run, tmp_path):
     (tmp_path / "hf").mkdir()
     assert find_checkpoint(str(tmp_path / "hf")) is None and find_checkpoint(str(tmp_path / "nowhere")) is None
-    with pytest.raises(ModelError, match=r"hf' is no run, so it has no @best"):
+    with raises(ModelError, "run.json"):
         find_checkpoint(f"{tmp_path / 'hf'}@best")
-    with pytest.raises(ModelError, match="is no run, so it has no @4"):
+    with raises(ModelError, "run.json"):
         find_checkpoint(f"{run}/checkpoints/step-000004@4")
-    with pytest.raises(ModelError, match="neither a checkpoint nor a folder of checkpoints"):
+    with raises(ModelError, "manifest.json"):
         find_checkpoint("memory://never")
 
 
 @pytest.mark.parametrize(
-    ("which", "message"),
-    [
-        ("@5", r"keeps no checkpoint of step 5; it has steps 2, 4, 6 \(run\.keep\)"),
-        ("@last", r"after the @ comes best, ema or a step \(steps 2, 4, 6\)"),
-        ("@", "ends in @"),
-    ],
+    ("which", "key"),
+    [("@5", "@5"), ("@last", "@last"), ("@", "@")],
 )
-def test_what_there_is_not(which, message, run, url):
+def test_what_there_is_not(which, key, run, url):
     for where in (run, run / "checkpoints", url):
-        with pytest.raises(ModelError, match=message):
+        with raises(ModelError, key):
             find_checkpoint(f"{where}{which}")
 
 
 def test_the_best_that_is_not_there(run, url):
     mark_best(run / "checkpoints", {"step": 3, "metric": "loss/heldout", "value": 1.0})
-    with pytest.raises(ModelError, match=r"the best checkpoint of run .*home, step 3, is gone; it has steps 2, 4, 6"):
+    with raises(ModelError, "best.json.step"):
         find_checkpoint(f"{run}@best")
     mark_best(url, None)
-    with pytest.raises(ModelError, match="has no best checkpoint"):
+    with raises(ModelError, "best.json"):
         find_checkpoint(f"{url}@best")
 
 
@@ -142,14 +139,14 @@ def test_where_a_run_keeps_them(run, url, tmp_path):
 
 
 def test_a_run_without_any(tmp_path):
-    with pytest.raises(ModelError, match=r"has no checkpoint yet; let it reach its first save \(run\.save_every\)"):
+    with raises(ModelError, "run.save_every"):
         find_checkpoint(str(shell(tmp_path / "run")))
 
 
 def test_a_run_whose_checkpoints_were_in_memory(tmp_path):
     run = shell(tmp_path / "run")
     (run / "run.json").write_text(json.dumps({"state": "finished", "digest": "0", "checkpoints": "memory://gone"}))
-    with pytest.raises(ModelError, match=r"has none: checkpoints in memory:// are gone when their process ends"):
+    with raises(ModelError, "run.checkpoints"):
         find_checkpoint(str(run))
 
 
@@ -158,7 +155,7 @@ def test_a_run_s_recipe(run):
     (run / "recipe.toml").unlink()
     assert run_settings(run) == {}
     (run / "recipe.toml").write_text("[run")
-    with pytest.raises(ModelError, match=r"recipe\.toml cannot be read"):
+    with raises(ModelError, "recipe.toml"):
         run_settings(run)
 
 
@@ -182,14 +179,15 @@ def test_damage_in_a_store(url):
     files, place = fsspec.url_to_fs(f"{url}/step-000004/ema.000.safetensors")
     files.rm(place)
     named = find_checkpoint(f"{url}@4")
-    with pytest.raises(CheckpointError, match=rf"the one before it is {url}/step-000002$"), explained(named):
-        raise CheckpointError("broken")
+    with raises(CheckpointError, "step-000004") as caught, explained(named):
+        raise CheckpointError("broken", key="step-000004")
+    assert str(caught.value).endswith(f"{url}/step-000002")
 
 
 def test_stores_that_fail_are_no_damage():
-    with pytest.raises(StorageError, match="cannot read s3://x: no route"), reaching("s3://x"):
+    with raises(StorageError, "x"), reaching("s3://x"):
         raise OSError("no route")
-    with pytest.raises(StorageError, match="cannot read s3://x: install s3fs"), explained(Named("s3://x")):
+    with raises(StorageError, "x"), explained(Named("s3://x")):
         raise ImportError("install s3fs")
 
 
@@ -208,5 +206,5 @@ def test_tensors_are_read_when_they_are_used(run, monkeypatch):
 def test_groups_of_weights(group, run):
     shapes = {name: loaded.shape for name, loaded in load_model(f"{run}@2", group).tensors.items()}
     assert ("score.weight" in shapes) == (group == "critic")
-    with pytest.raises(ModelError, match="no weights in a group optimizer; weights are in: model, ema, critic"):
+    with raises(ModelError, "optimizer"):
         load_model(run, "optimizer")

@@ -30,7 +30,7 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.flows.fitting import check_fits, resolved, rooms
 from tilth.flows.model import LoadedModel, choose_tokenizer, load_beginning, load_model
 from tilth.flows.roles import Roles
-from tilth.flows.run import Split
+from tilth.flows.sampler import Split
 from tilth.models.config import DecoderConfig
 from tilth.models.family import new_config
 from tilth.models.hub import fetched
@@ -186,7 +186,10 @@ def _asked_for(spec: RoleSpec, given: Mapping[str, Any]) -> dict[str, Any]:
     wanted = [p for p in asked if p.kind is not p.KEYWORD_ONLY]
     missing = [p.name for p in wanted if p.name not in given and p.default is p.empty]
     if missing:
-        raise RecipeError(f"role {spec.name} asks for {missing[0]!r}; in this flow there is {', '.join(given)}")
+        raise RecipeError(
+            f"role {spec.name} asks for {missing[0]!r}; in this flow there is {', '.join(given)}",
+            key=f"roles.{spec.name}.{missing[0]}",
+        )
     return {p.name: given[p.name] for p in wanted if p.name in given}
 
 
@@ -194,13 +197,17 @@ def _optimizer_of(recipe: Recipe) -> str:
     """The checkpoint of ``model.path``; RecipeError unless it holds the state of an optimizer as the recipe has it."""
     named = find_checkpoint(recipe.model.path)
     if named is None:
-        raise RecipeError(f"model.optimizer = true, but model.path = {recipe.model.path} is no run: it has none")
+        raise RecipeError(
+            f"model.optimizer = true, but model.path = {recipe.model.path} is no run: it has none",
+            key="model.optimizer",
+        )
     kinds = {name.partition(".")[0] for name in open_checkpoint(named.path).names("optimizer")} - {"step"}
     wanted = {*OPTIMIZERS[recipe.optimizer.name], *(OPTIMIZERS["adamw"] if recipe.optimizer.name == "muon" else ())}
     if kinds != wanted:
         stored = "muon" if "momentum_buffer" in kinds else "adamw" if "exp_avg_sq" in kinds else "another"
         raise RecipeError(
-            f"model.optimizer = true, but optimizer.name = {recipe.optimizer.name} and that of {named} is {stored}"
+            f"model.optimizer = true, but optimizer.name = {recipe.optimizer.name} and that of {named} is {stored}",
+            key="optimizer.name",
         )
     return str(Path(named.path).resolve() if isinstance(named.path, Path) else named.path)
 
@@ -215,12 +222,14 @@ def _check_tokens(recipe: Recipe, key: str, loaded: LoadedModel, tokenizer: Toke
     if found:
         raise RecipeError(
             f"{key} = {loaded.run or loaded.source} has other tokens than the policy ({found[0]}): it cannot judge "
-            "them; both need the same tokenizer"
+            "them; both need the same tokenizer",
+            key=f"{key}.tokenizer",
         )
     if recipe.model.context > loaded.config.max_positions:
         raise RecipeError(
             f"model.context = {recipe.model.context} is more than the {loaded.config.max_positions} positions of "
-            f"{key} = {loaded.run or loaded.source}"
+            f"{key} = {loaded.run or loaded.source}",
+            key=f"{key}.context",
         )
 
 
@@ -281,7 +290,8 @@ def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, genera
     if recipe.data.holdout and not recipe.data.heldout and not len(heldout):
         raise DataError(
             f"data.holdout={recipe.data.holdout} of {len(prompts)} prompts leaves none to evaluate on; "
-            f"set a larger data.holdout, data.heldout=FILE, or data.holdout=0 for no evaluation"
+            f"set a larger data.holdout, data.heldout=FILE, or data.holdout=0 for no evaluation",
+            key="data.holdout",
         )
     told = f"{prompts.copies} prompts are in data.heldout too, word for word, and are left out of training"
     return TrainingData(train, heldout, longest, {"prompts": prompts}, [told] if prompts.copies else [])
@@ -294,6 +304,7 @@ def _config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenizer) ->
     if recipe.model.context > loaded.config.max_positions:
         raise RecipeError(
             f"model.context = {recipe.model.context} is more than the {loaded.config.max_positions} positions "
-            f"of model.path = {recipe.model.path}"
+            f"of model.path = {recipe.model.path}",
+            key="model.context",
         )
     return replace(loaded.config, dropout=recipe.model.dropout)

@@ -19,15 +19,18 @@ Say = Callable[[str], None]
 class RunView(Protocol):
     """What a callback sees of a run and may do with it.
 
-    directory: its files are in ``directory.path``. at: step, phase and position. sample: a sampled answer of the newest
-    step (prompt, text, answer, reward), or None.
+    directory: its files are in ``directory.path``. state: step, phase and position. say: log a line and show it.
     """
 
     recipe: "Recipe"
     directory: "RunDir"
-    at: "RunState"
-    sample: dict[str, Any] | None
+    state: "RunState"
     say: Say
+
+    @property
+    def sample(self) -> dict[str, Any] | None:
+        """A sampled answer of the newest step: prompt, text, answer, reward; None before the first."""
+        ...
 
     def save(self) -> None:
         """Begin to make everything up to this step durable."""
@@ -50,10 +53,13 @@ class Callback:
         for name in vars(cls):
             if name.startswith("on_") and name not in events:
                 where = f"{cls.__qualname__}.{name} ({source(cls)})"
-                raise PluginError(f"{where} is no method of a callback; there are {', '.join(events)}")
+                raise PluginError(
+                    f"{where} is no method of a callback; there are {', '.join(events)}", key=f"{cls.__name__}.{name}"
+                )
 
     def on_run_start(self, run: RunView) -> None:
-        """Before the first step. ``run.at.step``: the last committed one; later ones of earlier attempts are void."""
+        """Before the first step. ``run.state.step``: the last committed step; later ones of earlier attempts
+        are void."""
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """A step was committed. metrics: its line of ``metrics.jsonl``."""
@@ -81,7 +87,7 @@ def notify(callbacks: Iterable[Callback], event: str, *given: Any) -> None:
         except (Exception, SystemExit) as error:
             where = f"{type(callback).__qualname__}.{event} ({source(getattr(type(callback), event))})"
             file = inspect.getsourcefile(type(callback)) or ""
-            raise PluginError(f"{where}: {describe(error, file)}") from error
+            raise PluginError(f"{where}: {describe(error, file)}", key=f"{type(callback).__name__}.{event}") from error
 
 
 def checked(callbacks: Sequence[Any], plugins: Iterable[str]) -> list[Callback]:
@@ -92,13 +98,17 @@ def checked(callbacks: Sequence[Any], plugins: Iterable[str]) -> list[Callback]:
     for callback in callbacks:
         if not isinstance(callback, Callback):
             right = f"{callback.__name__}()" if inspect.isclass(callback) else "an instance of a tilth.Callback"
-            raise RecipeError(f"callbacks has {callback!r}, which is no tilth.Callback; give {right}")
+            raise RecipeError(f"callbacks has {callback!r}, which is no tilth.Callback; give {right}", key="callbacks")
     made = []
     for declaration in declared_by("callback", plugins):
         if not (inspect.isclass(declaration.value) and issubclass(declaration.value, Callback)):
-            raise PluginError(f"{declaration.title} is no subclass of tilth.Callback")
+            raise PluginError(
+                f"{declaration.title} is no subclass of tilth.Callback", key=f"callback.{declaration.name}"
+            )
         try:
             made.append(declaration.value())
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{declaration.title}: {describe(error, declaration.file)}") from error
+            raise PluginError(
+                f"{declaration.title}: {describe(error, declaration.file)}", key=f"callback.{declaration.name}.__init__"
+            ) from error
     return [*callbacks, *made]

@@ -26,7 +26,9 @@ def check_algorithm(recipe: Recipe) -> None:
     """Raise RecipeError for an unknown estimator, loss, aggregation or correction, for an option that none of them has,
     and for one that needs what no role makes."""
     if recipe.flow == "pretrain" and recipe.reward.function:
-        raise RecipeError("flow=pretrain generates nothing, so nothing is scored; leave reward.function out")
+        raise RecipeError(
+            "flow=pretrain generates nothing, so nothing is scored; leave reward.function out", key="reward.function"
+        )
     _check_declared(recipe)
     if recipe.flow_spec.learns == "pairs":
         _check_preference(recipe)
@@ -64,7 +66,8 @@ def _check_declared(recipe: Recipe) -> None:
             raise RecipeError(
                 f"{key} = {declaration.name} is declared in {declaration.where}, a script or notebook that the workers "
                 f"of cluster.backend = {recipe.cluster.backend} cannot import; move it into a file and name that in "
-                'plugins, as in plugins=["mine.py"]'
+                'plugins, as in plugins=["mine.py"]',
+                key=key,
             )
 
 
@@ -76,7 +79,8 @@ def _check_preference(recipe: Recipe) -> None:
     if found.compares != wanted:
         raise RecipeError(
             f"preference.loss = {how.loss} compares {found.compares} of answers, and flow={recipe.flow} "
-            f"has their {wanted}; use preference.loss={right}"
+            f"has their {wanted}; use preference.loss={right}",
+            key="preference.loss",
         )
 
 
@@ -113,7 +117,8 @@ def check_parts(algorithm: Algorithm, scored: Batch) -> None:
         have = ", ".join(sorted(name.removeprefix("part/") for name in parts)) or "none"
         raise RewardError(
             f"algorithm.advantage={algorithm.keys.advantage} wants the part {min(wanted).removeprefix('part/')!r} of "
-            f"the reward, which returns these parts: {have}"
+            f"the reward, which returns these parts: {have}",
+            key=min(wanted),
         )
 
 
@@ -123,7 +128,8 @@ def _check_reward(recipe: Recipe, algorithm: Algorithm) -> None:
     if algorithm.kl_in_reward and found.relative_to_spread:
         raise RecipeError(
             f"algorithm.kl_in=reward with advantage={keys.advantage}: in a group of equal rewards the smallest penalty "
-            "would count as much as right and wrong; use kl_in=loss, or an estimator that is not divided by the spread"
+            "would count as much as right and wrong; use kl_in=loss, or an estimator that is not divided by the spread",
+            key="algorithm.advantage.relative_to_spread",
         )
     added = {
         "algorithm.kl_in=reward": algorithm.kl_in_reward,
@@ -132,7 +138,10 @@ def _check_reward(recipe: Recipe, algorithm: Algorithm) -> None:
     }
     lost = [key for key, given in added.items() if given and not found.reads_reward]
     if lost:
-        raise RecipeError(f"{lost[0]} changes the reward, which advantage={keys.advantage} never reads; leave it out")
+        raise RecipeError(
+            f"{lost[0]} changes the reward, which advantage={keys.advantage} never reads; leave it out",
+            key=lost[0].partition("=")[0],
+        )
 
 
 def _check_options(algorithm: Algorithm) -> None:
@@ -143,14 +152,20 @@ def _check_options(algorithm: Algorithm) -> None:
     first_class = AlgorithmConfig.model_fields
     for key in keys.options:
         if key in first_class:
-            raise RecipeError(f"algorithm.options has {key}, which is a key of its own: algorithm.{key}")
+            raise RecipeError(
+                f"algorithm.options has {key}, which is a key of its own: algorithm.{key}",
+                key=f"algorithm.options.{key}",
+            )
         if key not in known:
-            raise RecipeError(f"algorithm.options.{key}: {have} {_whose(key, known - set(first_class))}")
+            raise RecipeError(
+                f"algorithm.options.{key}: {have} {_whose(key, known - set(first_class))}",
+                key=f"algorithm.options.{key}",
+            )
     for key in SHARED_OPTIONS:
         value, own = getattr(keys, key), algorithm.flow.own.get("algorithm", {})
         unsaid = key not in keys.model_fields_set and value in (first_class[key].default, own.get(key))
         if key not in known and not unsaid:
-            raise RecipeError(f"algorithm.{key} = {value}: {have} {_whose(key, set())}")
+            raise RecipeError(f"algorithm.{key} = {value}: {have} {_whose(key, set())}", key=f"algorithm.{key}")
 
 
 def _whose(key: str, known: set[str]) -> str:
@@ -166,11 +181,15 @@ def _check_made(recipe: Recipe, algorithm: Algorithm) -> None:
     """A critic is there if and only if the estimator asks for its values; so are greedy answers and a teacher."""
     flow, name, needs = recipe.flow_spec, algorithm.keys.advantage, set(algorithm.estimator.needs)
     if "values" in needs and not flow.critic:
-        raise RecipeError(f"algorithm.advantage={name} needs a critic, which flow={recipe.flow} has not; set flow=ppo")
+        raise RecipeError(
+            f"algorithm.advantage={name} needs a critic, which flow={recipe.flow} has not; set flow=ppo",
+            key="flow.critic",
+        )
     usual = flow.own.get("algorithm", {}).get("advantage", "grpo")
     own = set() if flow.own_loop else set(algorithm.updated(advantage=usual, options={}).estimator.needs) & set(_MADE)
     for column in (own | ({"values"} if flow.critic else set())) - needs:
         raise RecipeError(
             f"algorithm.advantage={name} never looks at the {_MADE[column]} that flow={recipe.flow} makes; "
-            f"use algorithm.advantage={usual if column in own else 'gae'}, or flow=grpo"
+            f"use algorithm.advantage={usual if column in own else 'gae'}, or flow=grpo",
+            key=f"algorithm.advantage.{column}",
         )

@@ -48,11 +48,18 @@ class How:
 
     def __post_init__(self) -> None:
         if not self.k or min(self.k) < 1:
-            raise DataError(f"k is {', '.join(map(str, self.k)) or 'empty'}; it must be whole numbers of at least 1")
+            raise DataError(
+                f"k is {', '.join(map(str, self.k)) or 'empty'}; it must be whole numbers of at least 1", key="k"
+            )
         if self.n and self.n < max(self.k):
-            raise DataError(f"pass@{max(self.k)} needs at least {max(self.k)} samples of each prompt; n is {self.n}")
+            raise DataError(
+                f"pass@{max(self.k)} needs at least {max(self.k)} samples of each prompt; n is {self.n}", key="n"
+            )
         if self.samples > 1 and self.sampling.temperature == 0:
-            raise DataError(f"temperature 0 says the same each time; {self.samples} samples of a prompt need more")
+            raise DataError(
+                f"temperature 0 says the same each time; {self.samples} samples of a prompt need more",
+                key="temperature",
+            )
 
     @property
     def samples(self) -> int:
@@ -197,7 +204,7 @@ def evaluate(
     context or a set without prompts, RewardError if not one reward can be had.
     """
     if not len(prompts):
-        raise DataError("there are no prompts to evaluate on")
+        raise DataError("there are no prompts to evaluate on", key="prompts")
     asked = list(prompts)
     pool.ready()
     said, generating = _generate(model, asked, how, progress)
@@ -206,7 +213,9 @@ def evaluate(
     outcomes = pool.score(items)
     scoring = time.perf_counter() - begin
     if all(o.value is None for o in outcomes):
-        raise RewardError(f"none of {len(outcomes)} rewards could be had; the first reason: {outcomes[0].reason}")
+        raise RewardError(
+            f"none of {len(outcomes)} rewards could be had; the first reason: {outcomes[0].reason}", key="reward"
+        )
     samples = [Sample(asked[i // how.samples], i % how.samples, t, o) for i, (t, o) in enumerate(zip(said, outcomes))]
     return Evaluation(how, samples, {"generate": generating, "score": scoring})
 
@@ -235,11 +244,12 @@ def _generate(
 def _check_lengths(asked: list[Prompt], ids: list[list[int]], how: How, context: int) -> None:
     for prompt, tokens in zip(asked, ids):
         if not tokens:
-            raise DataError(f"prompt {prompt.index} has no tokens")
+            raise DataError(f"prompt {prompt.index} has no tokens", key=f"prompts.{prompt.index}.tokens")
         if len(tokens) + how.sampling.max_tokens > context:
             raise DataError(
                 f"prompt {prompt.index} has {len(tokens)} tokens; with max_tokens = {how.sampling.max_tokens} that "
-                f"exceeds the model's context of {context}"
+                f"exceeds the model's context of {context}",
+                key=f"prompts.{prompt.index}.length",
             )
 
 
@@ -258,9 +268,9 @@ def _run(engine: GenerationEngine, requests: list[Request], progress: Progress |
 def check_out(path: Path) -> None:
     """Raise DataError if completions cannot be written there, before any is made."""
     if path.suffix not in (".jsonl", ".parquet"):
-        raise DataError(f"{str(path)!r} must end in .jsonl or .parquet")
+        raise DataError(f"{str(path)!r} must end in .jsonl or .parquet", key="path.suffix")
     if not path.parent.is_dir():
-        raise DataError(f"{str(path)!r}: there is no folder {str(path.parent)!r}")
+        raise DataError(f"{str(path)!r}: there is no folder {str(path.parent)!r}", key="path.parent")
 
 
 def write_completions(path: Path, evaluation: Evaluation) -> None:

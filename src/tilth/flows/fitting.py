@@ -29,7 +29,7 @@ def check_fits(recipe: Recipe, planned: Planner, host: Room | None, gpus: Sequen
     plan = planned(recipe)
     refused, told = judged(recipe, plan.longest, lambda other: planned(other).workers, host, gpus)
     if refused:
-        raise RecipeError(refused)
+        raise RecipeError(refused, key="memory")
     return told
 
 

@@ -1,8 +1,7 @@
-"""What is measured on what is held out: right answers, rewards, likelihood of texts, order of pairs."""
+"""Measure a run: accuracy, rewards and losses on held-out data, probes of the engine, greedy baselines."""
 
 import math
-from collections.abc import Sized
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 
@@ -10,82 +9,155 @@ from tilth.cluster.controller.group import WorkerGroup
 from tilth.cluster.controller.leases import LeasedStore
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
-from tilth.roles.experience import outcome
+from tilth.core.random import stream
+from tilth.flows.measured import figures, measure_parts
+from tilth.flows.phases import WARMUP, is_supervised
+from tilth.flows.roles import Roles
+from tilth.flows.sampler import Sampler, Split
+from tilth.flows.weight_sync import SyncBounds, check_mismatch
+from tilth.roles.rollout import ask
 from tilth.runs.metrics import Metrics
+from tilth.runs.readers import ACCURACY, REWARD
+from tilth.runs.state import RunState
 from tilth.trace.spans import span
 
 LOSS, PAIRS = "loss/heldout", "accuracy/pairs"
-ACCURACY, REWARD = "accuracy/heldout", "reward/heldout"
+EVALUATION_IDS = -(2**40)
+PROBE_IDS = 2 * EVALUATION_IDS
+BASELINE_IDS = 3 * EVALUATION_IDS
+"""First trajectory ids of evaluations, probes and baselines. Training counts up from 0, so all four ranges are disjoint
+and no sample takes another's random numbers."""
+PROBES = 8
+"""Prompts of a probe."""
 
 
-class Measured(Protocol):
-    """What of a run this looks at."""
+class Evaluator:
+    """Evaluate the policy on the same held-out data each time, and track the best evaluation of the run."""
 
-    recipe: Recipe
-    policy: WorkerGroup
-    reference: WorkerGroup | None
-    store: LeasedStore
-    metrics: Metrics
+    def __init__(
+        self,
+        recipe: Recipe,
+        roles: Roles,
+        sampler: Sampler,
+        heldout: Split,
+        store: LeasedStore,
+        state: RunState,
+        metrics: Metrics,
+        refresh: Callable[[], None],
+    ) -> None:
+        """refresh: sync the engine's weights if they are older than the policy's."""
+        self.recipe, self.roles, self.sampler, self.heldout = recipe, roles, sampler, heldout
+        self.store, self.state, self.metrics, self._refresh = store, state, metrics, refresh
+        self.improved = False
+        """The newest evaluation is the best one, and no checkpoint has it yet."""
+        self._results: dict[int, dict[str, float]] = {}
 
-    @property
-    def heldout(self) -> Sized:
-        """What is held out."""
-        ...
+    def evaluate_heldout(self) -> None:
+        """Measure answers where there is a reward, and the loss in a supervised phase; update ``state.best``.
 
-    @property
-    def loader(self) -> WorkerGroup:
-        """What makes payload of it."""
-        ...
+        Among equal evaluations the earliest is the best. An evaluation before the first step is never the best.
+        """
+        state = self.state
+        state.accuracy_last = accuracy = self.evaluate()
+        metric, value = ACCURACY, None
+        if state.phase != WARMUP and is_supervised(state.phase):
+            metric, value = self.measure()
+        if self.roles.rollout is not None:
+            metric, value = REWARD if state.graded else ACCURACY, accuracy
+        elif value is not None:
+            self._results.setdefault(state.step, {})[metric] = value
+        if value is None or not state.step:
+            return
+        best, sign = state.best, -1 if metric == LOSS else 1
+        if best is None or best["metric"] != metric or sign * value > sign * best["value"]:
+            state.best, self.improved = {"step": state.step, "metric": metric, "value": value}, True
+
+    def evaluate(self) -> float | None:
+        """Return accuracy or mean reward of greedy answers to the held-out prompts: the first of ``figures``.
+
+        None, and no metric, if nothing can be generated, nothing is held out or every reward is missing.
+        """
+        if self.roles.rollout is None or not len(self.heldout):
+            return None
+        self._refresh()
+        with span("evaluate"), self.store.scope():
+            batch = self.sampler.generate_and_score(ask(self.chosen().tolist(), 1, EVALUATION_IDS), greedy=True)
+            known = batch.select(~np.isnan(batch["reward"]))
+            measure_parts(self.metrics, known, REWARD)
+            found = figures(known, graded=self.state.graded)
+            if not found:
+                return None
+        self.state.heldout = found
+        self._results.setdefault(self.state.step, {}).update(found)
+        self.repeat()
+        return next(iter(found.values()))
+
+    def repeat(self) -> None:
+        """Add the figures of the newest evaluation to the metrics of the current step."""
+        for name, value in self.state.heldout.items():
+            self.metrics.add(name, value)
+
+    def results(self) -> dict[int, dict[str, float]]:
+        """Return the evaluations since the last call: step -> metric -> value."""
+        found, self._results = self._results, {}
+        return found
 
     def chosen(self) -> np.ndarray:
-        """What of it every evaluation is about: indices int64."""
-        ...
+        """Return the indices, int64, of the held-out prompts or pieces that every evaluation uses."""
+        count = min(self.recipe.run.eval_prompts, len(self.heldout))
+        return self.heldout.take(stream(self.recipe.seed, "heldout"), 0, count)
 
+    # ---- without generation ----
 
-def figures(known: Batch, *, graded: bool) -> dict[str, float]:
-    """The mean outcome of answers, under the names that are true of it; none where nothing has an outcome.
+    def measure(self) -> tuple[str, float | None]:
+        """Return the metric that tells how good a supervised model is, and its value; None if nothing is held out."""
+        if not len(self.heldout):
+            return LOSS, None
+        with span("evaluate"), self.store.scope():
+            return (PAIRS, self._order()) if self.recipe.flow_spec.learns == "pairs" else (LOSS, self._likelihood())
 
-    It is an accuracy if all outcomes are right or wrong, and not graded.
-    """
-    outcomes = outcome(known)[~np.isnan(outcome(known))]
-    names = (REWARD,) if graded else (ACCURACY, REWARD)
-    return dict.fromkeys(names, float(outcomes.mean(dtype=np.float64))) if len(outcomes) else {}
+    def _likelihood(self) -> float:
+        """Return the mean negative log-likelihood in nats per token.
 
+        For documents, also add bits per byte: the summed likelihood over the bytes of the text of those tokens.
+        """
+        documents, loader = self.recipe.flow_spec.learns == "documents", self.roles["loader"]
+        batch = loader.documents(self.chosen(), heldout=True) if documents else loader.examples(self.chosen())
+        found = self.roles.policy.likelihood(batch)["loss"]
+        self.metrics.add(LOSS, float(found))
+        if documents and (size := int(batch["bytes"].sum())):
+            self.metrics.add("bits_per_byte/heldout", float(found.total) / math.log(2) / size)
+        return float(found)
 
-def is_graded(scored: Batch) -> bool:
-    """Whether an answer is neither right (1) nor wrong (0)."""
-    outcomes = outcome(scored)
-    return not np.isin(outcomes[~np.isnan(outcomes)], (0.0, 1.0)).all()
+    def _order(self) -> float:
+        """Return the share of pairs in which the chosen answer is ahead; add it and the loss of the pairs."""
+        batch = self.roles["loader"].pairs(self.chosen())
+        if self.roles.reference is not None:
+            batch = self.roles.reference.logprobs(batch)
+        found = self.roles.policy.prefers(batch, self.recipe.preference)
+        self.metrics.add("loss/pairs", float(found["loss"]))
+        self.metrics.add(PAIRS, float(found["rewards/accuracy"]))
+        return float(found["rewards/accuracy"])
 
+    # ---- beside training ----
 
-def measure(run: Measured) -> tuple[str, float | None]:
-    """The metric that tells how good the model is, and its value; None where nothing is held out."""
-    if not len(run.heldout):
-        return LOSS, None
-    with span("evaluate"), run.store.scope():
-        return (PAIRS, _order(run)) if run.recipe.flow_spec.learns == "pairs" else (LOSS, _likelihood(run))
+    def probe(self, policy: WorkerGroup, bounds: SyncBounds) -> None:
+        """Compare log-probs of engine and policy on answers to a few prompts; LogprobMismatch beyond the bound."""
+        train = self.sampler.train
+        if self.roles.rollout is None or not len(train):
+            return
+        with span("verify"), self.store.scope():
+            indices = train.take(stream(self.recipe.seed, "probe"), 0, min(PROBES, len(train)))
+            batch = self.roles.rollout.generate(self.roles["loader"].encode(ask(indices.tolist(), 1, PROBE_IDS)))
+            check_mismatch(policy.compare(batch), bounds, self.state.step - 1)
 
-
-def _likelihood(run: Measured) -> float:
-    """Mean negative log-likelihood of what is held out, in nats per token.
-
-    Of documents also in bits per byte: the same sum over the bytes of the text that those tokens stand for.
-    """
-    documents, loader = run.recipe.flow_spec.learns == "documents", run.loader
-    batch = loader.documents(run.chosen(), heldout=True) if documents else loader.examples(run.chosen())
-    found = run.policy.likelihood(batch)["loss"]
-    run.metrics.add(LOSS, float(found))
-    if documents and (size := int(batch["bytes"].sum())):
-        run.metrics.add("bits_per_byte/heldout", float(found.total) / math.log(2) / size)
-    return float(found)
-
-
-def _order(run: Measured) -> float:
-    """Share of the held-out pairs in which the chosen answer is ahead; their loss beside it."""
-    batch = run.loader.pairs(run.chosen())
-    if run.reference is not None:
-        batch = run.reference.logprobs(batch)
-    found = run.policy.prefers(batch, run.recipe.preference)
-    run.metrics.add("loss/pairs", float(found["loss"]))
-    run.metrics.add(PAIRS, float(found["rewards/accuracy"]))
-    return float(found["rewards/accuracy"])
+    def baselines(self, batch: Batch) -> Batch:
+        """Add the row column ``baselines``: reward of the greedy answer to each row's prompt, NaN where missing."""
+        prompts, place = np.unique(batch["prompt"], return_inverse=True)
+        asked = ask(prompts.tolist(), 1, BASELINE_IDS)
+        greedy = self.sampler.generate_and_score(asked, greedy=True, prefix="baseline")
+        known = greedy["reward"][~np.isnan(greedy["reward"])]
+        if len(known):
+            self.metrics.add("baseline/mean", float(known.mean(dtype=np.float64)), len(known))
+            self.metrics.add("tokens/baseline", float(greedy["completion"].sum()))
+        return batch.with_rows(baselines=greedy["reward"][place])

@@ -30,10 +30,11 @@ from tilth.flows.callbacks import Callback, RunView, notify
 from tilth.flows.checks import check_algorithm, in_scripts, replaced
 from tilth.flows.contamination import seen_before
 from tilth.flows.model import MODEL_FOLDER, save_shape
+from tilth.flows.phases import VALUES, WARMUP
 from tilth.flows.policy_gradient import policy_gradient
 from tilth.flows.profiling import Profiling
 from tilth.flows.roles import Roles
-from tilth.flows.run import VALUES, WARMUP, Run, RunState
+from tilth.flows.run import Run
 from tilth.flows.saving import Saving
 from tilth.flows.supervised import preference, supervised
 from tilth.flows.workers import threads
@@ -182,7 +183,7 @@ def _check_place(where: str) -> None:
             pass
     except (OSError, StorageError) as error:
         what = "a folder that can be written, or the URL of a store that fsspec knows, as in s3://bucket/path"
-        raise StorageError(f"run.checkpoints = {where!r}: {error}; it must be {what}") from error
+        raise StorageError(f"run.checkpoints = {where!r}: {error}; it must be {what}", key="run.checkpoints") from error
 
 
 @contextmanager
@@ -230,7 +231,7 @@ def _told_what_would_help() -> Iterator[None]:
     except OutOfMemory as error:
         if not error.role:  # it has been said where the run can go on
             raise
-        raise OutOfMemory(_with_key(error)) from error
+        raise OutOfMemory(_with_key(error), key=error.key) from error
 
 
 def _warn(warned: list[str], callbacks: Sequence[Callback], text: str) -> None:
@@ -287,11 +288,11 @@ def _run(parts: RunParts, cluster: Cluster, directory: RunDir, callbacks: Sequen
         metrics=metrics,
         say=say,
         adopt=parts.adopt,
-        collect=partial(_collect, cluster, parts.recipe.run.collect_every),
+        collect_garbage=partial(_collect_garbage, cluster, parts.recipe.run.collect_every),
     )
 
 
-def _collect(cluster: Cluster, every: int, step: int) -> None:
+def _collect_garbage(cluster: Cluster, every: int, step: int) -> None:
     if every and step % every == 0:
         cluster.collect(step)
 
@@ -346,12 +347,12 @@ def _restore(run: Run, *, fallback: bool) -> None:
     newest = _newest(run, fallback=fallback)
     if newest is not None:
         _load(newest, run.roles, directory)
-        run.at = RunState(**newest.objects["progress"])
-        step = run.at.step
-    note_best(directory.checkpoints, run.at.best)  # a kill may have come between a checkpoint and this
+        run.restore(newest.objects["progress"])
+        step = run.state.step
+    note_best(directory.checkpoints, run.state.best)  # a kill may have come between a checkpoint and this
     directory.rewind(step)
     directory.accept()
-    directory.update(best=run.at.best, saved=step)
+    directory.update(best=run.state.best, saved=step)
     if directory.resumed:
         run.say(f"continuing after step {step}")
 
@@ -378,16 +379,18 @@ def _newest(run: Run, *, fallback: bool) -> Checkpoint | None:
 def _miss(run: Run, root: str, found: str | Path | None, saved: int, *, fallback: bool) -> None:
     """A run that has saved does not begin anew because its disk is not mounted, or its newest checkpoint is gone."""
     if found is None:
-        raise CheckpointError(f"{all_lost(root, saved)} If they are lost for good, begin a new run (run.name=NAME)")
+        raise CheckpointError(
+            f"{all_lost(root, saved)} If they are lost for good, begin a new run (run.name=NAME)", key="checkpoints"
+        )
     told = f"the newest checkpoint in {root} is {split(found)[1]}, but this run saved one of step {saved} there"
     if not fallback:
-        raise CheckpointError(f"{told}; {_what_is_left(run.directory, saved)}")
+        raise CheckpointError(f"{told}; {_what_is_left(run.directory, saved)}", key=f"step-{saved:06d}")
     run.say(told)
 
 
 def _hinted(error: CheckpointError, newest: Location, directory: RunDir) -> CheckpointError:
     """The error of a checkpoint that cannot be gone on from, with what else there is."""
-    return CheckpointError(f"{error}; {_what_is_left(directory, step_of(newest) or 0)}")
+    return CheckpointError(f"{error}; {_what_is_left(directory, step_of(newest) or 0)}", key=error.key)
 
 
 def _what_is_left(directory: RunDir, before: int) -> str:
@@ -405,7 +408,9 @@ def _check_own(checkpoint: Checkpoint, directory: RunDir) -> None:
     told = foreign(checkpoint.objects, directory.digests)
     if told:
         path = checkpoint.path
-        raise CheckpointError(f"{path} {told}; model.path={path} would begin with its weights")
+        raise CheckpointError(
+            f"{path} {told}; model.path={path} would begin with its weights", key=f"{split(path)[1]}.digest"
+        )
 
 
 def _load(checkpoint: Checkpoint, roles: Roles, directory: RunDir) -> None:

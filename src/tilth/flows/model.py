@@ -121,7 +121,7 @@ def load_model(spec: str | Path, group: str = "") -> LoadedModel:
     if named is not None:
         return _from_checkpoint(named._replace(group=group or named.group))
     if group not in ("", "model", REWARD_MODEL):
-        raise ModelError(f"{spec!r} is no checkpoint, so it has no group {group}")
+        raise ModelError(f"{spec!r} is no checkpoint, so it has no group {group}", key="group")
     config, tensors = load_pretrained(spec, values=group == REWARD_MODEL)
     return LoadedModel(config, tensors, _tokenizer(Path(spec)), Path(spec))
 
@@ -138,12 +138,15 @@ def load_beginning(recipe: Recipe) -> LoadedModel:
 def _from_checkpoint(named: Named) -> LoadedModel:
     run = named.run
     if run is None and is_url(named.path):
-        raise ModelError(f"{named.path} is a checkpoint, but its run's config.json is not beside it; say RUN@STEP")
+        raise ModelError(
+            f"{named.path} is a checkpoint, but its run's config.json is not beside it; say RUN@STEP", key="run"
+        )
     run = run or Path(os.path.normpath(Path(named.path) / ".." / ".."))
     source = run / MODEL_FOLDER
     if not (source / "config.json").is_file():
         raise ModelError(
-            f"{named.path} is a checkpoint, but {source / 'config.json'}, which says its shape, is not there"
+            f"{named.path} is a checkpoint, but {source / 'config.json'}, which says its shape, is not there",
+            key="config.json",
         )
     said, settings = read_config(source), run_settings(run)
     if not is_known(said):
@@ -159,11 +162,15 @@ def _from_checkpoint(named: Named) -> LoadedModel:
 
 def _tensors(checkpoint: Checkpoint, named: Named) -> StoredTensors:
     if named.group == EMA and EMA not in checkpoint.groups:
-        raise ModelError(f"{named.path} has no moving average of the weights; train.ema = 0.999 would keep one")
+        raise ModelError(
+            f"{named.path} has no moving average of the weights; train.ema = 0.999 would keep one", key="train.ema"
+        )
     if named.group not in models() or named.group not in checkpoint.groups:
         there = ", ".join(name for name in checkpoint.groups if name in models()) or "none"
         hint = ": it is a reward model, for reward.model" if there == REWARD_MODEL else ""
-        raise ModelError(f"{named.path} has no weights in a group {named.group}; weights are in: {there}{hint}")
+        raise ModelError(
+            f"{named.path} has no weights in a group {named.group}; weights are in: {there}{hint}", key=named.group
+        )
     return StoredTensors(checkpoint, named.group, named)
 
 
@@ -174,7 +181,9 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 def wants_tokenizer(loaded: LoadedModel) -> Tokenizer:
     """The model's tokenizer; DataError if it has none, so that it cannot read a text, or one of too many tokens."""
     if loaded.tokenizer is None:
-        raise DataError(f"model {str(loaded.source)!r} has no tokenizer.json, so it cannot read a text")
+        raise DataError(
+            f"model {str(loaded.source)!r} has no tokenizer.json, so it cannot read a text", key="tokenizer.json"
+        )
     check_vocabulary(loaded.tokenizer, loaded.config.vocab_size, loaded.tokenizer, f"model {str(loaded.source)!r}")
     return loaded.tokenizer
 
@@ -214,11 +223,14 @@ def choose_tokenizer(
     if loaded is not None and name.startswith("bpe:"):
         raise DataError(
             f"data.tokenizer = {name} would be new to the model of model.path = {recipe.model.path}; "
-            "data.tokenizer= (empty) keeps the model's own"
+            "data.tokenizer= (empty) keeps the model's own",
+            key="data.tokenizer.bpe",
         )
     if not name and loaded is not None:
         if loaded.tokenizer is None:
-            raise DataError(f"{loaded.source} has no tokenizer.json; name one with data.tokenizer")
+            raise DataError(
+                f"{loaded.source} has no tokenizer.json; name one with data.tokenizer", key="data.tokenizer"
+            )
         found = loaded.tokenizer
     elif name in ("", "characters"):
         found = Tokenizer.characters(_alphabet(prompts, texts))
@@ -234,7 +246,9 @@ def choose_tokenizer(
 def _bpe_size(name: str) -> int:
     size = name.removeprefix("bpe:")
     if not size.isdecimal() or not int(size):
-        raise DataError(f"data.tokenizer = {name!r} names no number of tokens; write as in bpe:4096")
+        raise DataError(
+            f"data.tokenizer = {name!r} names no number of tokens; write as in bpe:4096", key="data.tokenizer.size"
+        )
     return int(size)
 
 

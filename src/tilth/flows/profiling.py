@@ -46,11 +46,12 @@ class ProfileRequest:
     memory: bool = False
     attempt: int = 0
 
-    def problem(self, recipe: Recipe) -> str:
-        """What is wrong with it in a run of this recipe, or ""."""
+    def check(self, recipe: Recipe) -> None:
+        """Raise DataError for a number of steps or a rank that a run of this recipe cannot profile."""
         if not 1 <= self.steps <= MOST_PROFILED:
-            return f"--steps {self.steps}: 1 to {MOST_PROFILED} steps can be profiled at once"
-        return "".join(f"--ranks: {problem}" for problem in list(unknown_ranks(recipe, self.ranks))[:1])
+            raise DataError(f"--steps {self.steps}: 1 to {MOST_PROFILED} steps can be profiled at once", key="--steps")
+        for problem in unknown_ranks(recipe, self.ranks):
+            raise DataError(f"--ranks: {problem}", key="--ranks")
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Profiling(Callback):
 
     def on_run_start(self, run: RunView) -> None:
         """Begin what is planned or asked for from the first step on."""
-        self._say, self._step = run.say, run.at.step
+        self._say, self._step = run.say, run.state.step
         self._look(self._step + 1)
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
@@ -115,8 +116,10 @@ class Profiling(Callback):
             return
         else:
             request = found
-        if problem := request.problem(self._recipe):
-            self._note({"id": request.id, "state": "failed", "error": problem})
+        try:
+            request.check(self._recipe)
+        except DataError as error:
+            self._note({"id": request.id, "state": "failed", "error": str(error)})
             return
         self._begin(request, step)
 
@@ -203,10 +206,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _request(found: Any) -> ProfileRequest:
     """DataError for JSON of another kind: anybody may write into a run's folder."""
     if not isinstance(found, dict) or set(found) != {field.name for field in fields(ProfileRequest)}:
-        raise DataError("it must have id, steps, ranks, memory and attempt, and nothing else")
+        raise DataError("it must have id, steps, ranks, memory and attempt, and nothing else", key=REQUEST)
     steps, ranks, attempt = found["steps"], found["ranks"], found["attempt"]
     if not isinstance(ranks, list) or not all(type(n) is int for n in [steps, attempt, *ranks]):
-        raise DataError("steps and attempt must be integers and ranks a list of them")
+        raise DataError("steps and attempt must be integers and ranks a list of them", key=f"{REQUEST}.ranks")
     return ProfileRequest(str(found["id"])[:64], steps, tuple(dict.fromkeys(ranks)), bool(found["memory"]), attempt)
 
 
@@ -218,8 +221,7 @@ def ask(run: Path, steps: int, ranks: Sequence[int], memory: bool = False) -> Pr
     waits; StorageError if its folder cannot be written to."""
     attempt = running_attempt(run)
     request = ProfileRequest(uuid.uuid4().hex[:12], steps, tuple(dict.fromkeys(ranks)), memory, attempt)
-    if problem := request.problem(load_recipe(str(run / "recipe.toml"))):
-        raise DataError(problem)
+    request.check(load_recipe(str(run / "recipe.toml")))
     folder = run / FOLDER
     mine = folder / f".{request.id}.json"
     with writing(folder):
@@ -228,7 +230,9 @@ def ask(run: Path, steps: int, ranks: Sequence[int], memory: bool = False) -> Pr
             mine.write_text(json.dumps(asdict(request)), encoding="utf-8")
             os.link(mine, folder / REQUEST)  # as a whole, and never in the place of another's
         except FileExistsError:
-            raise DataError(f"{run} is asked for another capture already; ask again when that has begun") from None
+            raise DataError(
+                f"{run} is asked for another capture already; ask again when that has begun", key=REQUEST
+            ) from None
         finally:
             mine.unlink(missing_ok=True)
     return request
@@ -240,7 +244,8 @@ def running_attempt(run: Path) -> int:
     if state["state"] != "running":
         raise DataError(
             f"{run} is {state['state']}: only steps that are still to come can be profiled; run.profile=A:B does so "
-            "when a run begins or goes on"
+            "when a run begins or goes on",
+            key="run.json.state",
         )
     return int(state["attempt"])
 
@@ -272,5 +277,5 @@ def follow(run: Path, request: ProfileRequest) -> Iterator[dict[str, Any]]:
         told = len(lines)
         if not running:
             take_back(run, request)
-            raise DataError(f"{run} has ended before its steps were profiled")
+            raise DataError(f"{run} has ended before its steps were profiled", key=LOG)
         time.sleep(PERIOD)

@@ -44,7 +44,7 @@ class Roles(dict[str, WorkerGroup]):
         return self["policy"]
 
     def __missing__(self, name: str) -> WorkerGroup:
-        raise RecipeError(f"this run has no role {name!r}; there is {', '.join(self)}")
+        raise RecipeError(f"this run has no role {name!r}; there is {', '.join(self)}", key=f"roles.{name}")
 
     def receiving(self, when: Receives) -> list[str]:
         """Those that take over the policy's weights where a phase begins, or in each step."""

@@ -83,11 +83,15 @@ class Saving:
                 problems = self._problems(wait=True)  # nothing of it is left in any worker
                 if problems and not commit.done():
                     commit.cancel()
-                    raise StorageError(problems[0])
+                    raise StorageError(problems[0], key=f"step-{self._step:06d}")
                 commit.wait(self.timeout)
         except TimeoutError:
             commit.cancel()
-            self._fail(StorageError(f"not complete {self.timeout:g} s after all workers wrote their parts"))
+            self._fail(
+                StorageError(
+                    f"not complete {self.timeout:g} s after all workers wrote their parts", key="cluster.timeout"
+                )
+            )
         except (StorageError, CheckpointError) as error:
             if not isinstance(error, StageError) or error.stage != "retention":
                 self._fail(error)
@@ -119,7 +123,7 @@ class Saving:
         if problem:
             self._problems(wait=True)
             abandon_save(folder)
-            raise StorageError(problem)
+            raise StorageError(problem, key=f"step-{self._step:06d}")
 
     def _problems(self, *, wait: bool) -> list[str]:
         """What went wrong in the workers' threads, in words. wait: until those are through."""

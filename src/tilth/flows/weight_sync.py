@@ -44,5 +44,6 @@ def check_mismatch(metrics: Mapping[str, Metric], bounds: SyncBounds, step: int)
     if not worst <= bounds.mismatch:  # NaN too
         raise LogprobMismatch(
             f"step {step + 1}: log-probs of trainer and rollout engine differ by up to {worst:.3g}, "
-            f"more than train.mismatch={bounds.mismatch:g}; one of them computes another policy"
+            f"more than train.mismatch={bounds.mismatch:g}; one of them computes another policy",
+            key="train.mismatch",
         )

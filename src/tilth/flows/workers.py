@@ -190,14 +190,19 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise RecipeError(f"train.device={name!r} is no device; use auto, cpu, cuda or cuda:N") from None
+        raise RecipeError(
+            f"train.device={name!r} is no device; use auto, cpu, cuda or cuda:N", key="train.device"
+        ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise RecipeError(f"train.device={name!r}, but torch sees no CUDA device; use auto or cpu")
+        raise RecipeError(
+            f"train.device={name!r}, but torch sees no CUDA device; use auto or cpu", key="train.device.cuda"
+        )
     if device.type == "cuda" and device.index is None:
         if local_rank >= torch.cuda.device_count():
             raise RecipeError(
                 f"worker {local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; "
-                "set cluster.workers to at most that many, or train.device=cpu"
+                "set cluster.workers to at most that many, or train.device=cpu",
+                key="cluster.workers",
             )
         device = torch.device("cuda", local_rank)
     return device

@@ -37,12 +37,12 @@ def take(run: Path, place: str, *, fresh: bool) -> None:
     try:
         owner = original(run, place)
         if owner is not None:
-            raise CheckpointError(_refusal(run, owner, place))
+            raise CheckpointError(_refusal(run, owner, place), key=f"{MARK}.folder")
         there = fresh or bool(storage_of(place).names())  # a disk that is not mounted is not written to
         if there and _owner(place) != run.resolve():
             _mark(run, place)
     except OSError as error:
-        raise StorageError(f"{join(place, MARK)}: {error.strerror or error}") from error
+        raise StorageError(f"{join(place, MARK)}: {error.strerror or error}", key=MARK) from error
 
 
 def holds_some(place: str) -> bool:
@@ -50,7 +50,9 @@ def holds_some(place: str) -> bool:
     try:
         return latest(place) is not None
     except OSError as error:
-        raise StorageError(f"the checkpoints of this run may be in {place}, which cannot be read: {error}") from error
+        raise StorageError(
+            f"the checkpoints of this run may be in {place}, which cannot be read: {error}", key="checkpoints"
+        ) from error
 
 
 def _refusal(run: Path, owner: Path, place: str) -> str:

@@ -89,7 +89,9 @@ def iterate_lines(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 yield json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{path} line {number} is not JSON: {line[:60].rstrip()!r}") from error
+                raise DataError(
+                    f"{path} line {number} is not JSON: {line[:60].rstrip()!r}", key=f"{path.name}.{number}"
+                ) from error
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -113,7 +115,7 @@ class Lock:
             holder = os.read(self._fd, 32).decode().strip() or "unknown"
             os.close(self._fd)
             raise StorageError(
-                f"{path.parent} is being written by process {holder}; stop it, or start another run"
+                f"{path.parent} is being written by process {holder}; stop it, or start another run", key=path.name
             ) from error
         Lock._held.add(self._fd)
         with writing(path):

@@ -93,9 +93,12 @@ class Identity:
             changes = self.changes(path, state) if (path / "recipe.toml").exists() else {}
             refused = {key: words for key, words in changes.items() if not self.allows(key)}
             if refused or not changes:
-                raise RecipeError(_another(name, path, refused))
+                raise RecipeError(_another(name, path, refused), key=next(iter(refused), "run.json.digest"))
         elif state["state"] == "finished":
-            raise RecipeError(f"{name} is finished; choose another name, or make it longer (--allow algorithm.steps)")
+            raise RecipeError(
+                f"{name} is finished; choose another name, or make it longer (--allow algorithm.steps)",
+                key="run.json.state",
+            )
 
 
 def _another(name: str, path: Path, refused: dict[str, str]) -> str:
@@ -144,7 +147,9 @@ def _named(path: Path, who: Identity) -> tuple[Path, Lock]:
     done = state is not None and state["state"] == "finished" and state["digest"] == who.digest
     if state and (done or not who.same(path, state)):  # a finished one may become longer, by keys that are allowed
         lock.release()
-        raise RecipeError(f"run.name={path.name}: {path} is finished or another run; choose another name")
+        raise RecipeError(
+            f"run.name={path.name}: {path} is finished or another run; choose another name", key="run.name"
+        )
     return path, lock
 
 

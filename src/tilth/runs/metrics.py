@@ -232,7 +232,7 @@ def declaration(name: str) -> MetricSpec:
     if found is None:
         near = difflib.get_close_matches(name, METRICS, 1)
         raise MetricError(
-            f"metric {name!r} is not declared in runs/metrics.py" + (f"; near: {near[0]}" if near else "")
+            f"metric {name!r} is not declared in runs/metrics.py" + (f"; near: {near[0]}" if near else ""), key=name
         )
     return found
 
@@ -265,7 +265,9 @@ class Metrics:
     def add_sum(self, name: str, total: float, count: float) -> None:
         """A mean whose sum and count are known; a count of 0 adds nothing."""
         if declaration(name).reduction != "mean":
-            raise MetricError(f"metric {name!r} is declared as {declaration(name).reduction}, not as a mean")
+            raise MetricError(
+                f"metric {name!r} is declared as {declaration(name).reduction}, not as a mean", key=f"{name}.reduction"
+            )
         self._put(name, total, count)
 
     def _put(self, name: str, value: float, weight: float) -> None:
@@ -286,7 +288,9 @@ class Metrics:
     def _take_part(self, name: str, part: "MetricPart") -> None:
         declared = declaration(name).reduction
         if part.reduction != declared:
-            raise MetricError(f"metric {name!r} came as a {part.reduction}, it is declared as a {declared}")
+            raise MetricError(
+                f"metric {name!r} came as a {part.reduction}, it is declared as a {declared}", key=f"{name}.reduction"
+            )
         if float(part.count):
             self._put(name, float(part.total), float(part.count))
 

@@ -52,9 +52,9 @@ def find_checkpoint(spec: str) -> Named | None:
         if not is_checkpoint(where) and complete(where):
             return _chosen(where, which, None, str(where))
     if which:
-        raise ModelError(f"{str(where)!r} is no run, so it has no @{which}")
+        raise ModelError(f"{str(where)!r} is no run, so it has no @{which}", key="run.json")
     if is_url(where):
-        raise ModelError(f"{where} is neither a checkpoint nor a folder of checkpoints")
+        raise ModelError(f"{where} is neither a checkpoint nor a folder of checkpoints", key=MANIFEST)
     return None
 
 
@@ -86,7 +86,7 @@ def split_spec(spec: str) -> tuple[Location, str]:
     if not at or "/" in which or (not is_url(spec) and Path(spec).exists()):
         return _place(spec), ""
     if not which:
-        raise ModelError(f"model {spec!r} ends in @; after it comes best, ema or a step, as in {before}@best")
+        raise ModelError(f"model {spec!r} ends in @; after it comes best, ema or a step, as in {before}@best", key="@")
     return _place(before), which
 
 
@@ -111,7 +111,9 @@ def root_of(run: Path) -> Location:
     with reaching(found):
         owner = original(run, found)
     if owner:
-        raise ModelError(f"{run} is a copy of {owner}, whose checkpoints are in {found}; name that one")
+        raise ModelError(
+            f"{run} is a copy of {owner}, whose checkpoints are in {found}; name that one", key="owner.json.folder"
+        )
     return _place(found)
 
 
@@ -132,7 +134,7 @@ def run_settings(run: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text("utf-8")) if file.is_file() else {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from None
+        raise ModelError(f"{file} cannot be read: {error}", key=file.name) from None
 
 
 @contextmanager
@@ -141,7 +143,7 @@ def reaching(where: Location) -> Iterator[None]:
     try:
         yield
     except (OSError, ImportError) as error:
-        raise StorageError(f"cannot read {where}: {error}") from error
+        raise StorageError(f"cannot read {where}: {error}", key=split(where)[1]) from error
 
 
 @contextmanager
@@ -152,7 +154,7 @@ def explained(named: Named) -> Iterator[None]:
             yield
     except CheckpointError as error:
         more = f"'tilth ckpt verify {named}' says all that is wrong with it"
-        raise CheckpointError(f"{error}; {more}; {_instead(named)}") from error
+        raise CheckpointError(f"{error}; {more}; {_instead(named)}", key=error.key) from error
 
 
 def _instead(named: Named) -> str:
@@ -197,29 +199,42 @@ def _chosen(root: Location, which: str, run: Path | None, who: str) -> Named:
     kept = {step_of(path) or 0: path for path in complete(root)}
     if not kept:
         if told := lost(run, root):
-            raise ModelError(told)
-        gone = "has none: checkpoints in memory:// are gone when their process ends"
-        yet = "has no checkpoint yet; let it reach its first save (run.save_every)"
-        raise ModelError(f"{who} {gone if str(root).startswith('memory://') else yet}")
+            raise ModelError(told, key="checkpoints")
+        if str(root).startswith("memory://"):
+            raise ModelError(
+                f"{who} has none: checkpoints in memory:// are gone when their process ends", key="run.checkpoints"
+            )
+        raise ModelError(
+            f"{who} has no checkpoint yet; let it reach its first save (run.save_every)", key="run.save_every"
+        )
     newest = list(kept.values())[-1]
     if which in ("", EMA):
         return Named(newest, which or "model", run)
     if which == "best":
         return Named(kept[_best_step(root, kept, who)], run=run)
     if not which.isdecimal():
-        raise ModelError(f"{who.removeprefix('run ')}@{which}: after the @ comes best, ema or a step ({_steps(kept)})")
+        raise ModelError(
+            f"{who.removeprefix('run ')}@{which}: after the @ comes best, ema or a step ({_steps(kept)})",
+            key=f"@{which}",
+        )
     if int(which) not in kept:
-        raise ModelError(f"{who} keeps no checkpoint of step {int(which)}; it has {_steps(kept)} (run.keep)")
+        raise ModelError(
+            f"{who} keeps no checkpoint of step {int(which)}; it has {_steps(kept)} (run.keep)", key=f"@{which}"
+        )
     return Named(kept[int(which)], run=run)
 
 
 def _best_step(root: Location, kept: Mapping[int, Location], who: str) -> int:
     best = read_best(root)
     if best is None:
-        raise ModelError(f"{who} has no best checkpoint: none was evaluated yet (run.eval_every); say no @best")
+        raise ModelError(
+            f"{who} has no best checkpoint: none was evaluated yet (run.eval_every); say no @best", key="best.json"
+        )
     step = int(best["step"])
     if step not in kept:
-        raise ModelError(f"the best checkpoint of {who}, step {step}, is gone; it has {_steps(kept)}")
+        raise ModelError(
+            f"the best checkpoint of {who}, step {step}, is gone; it has {_steps(kept)}", key="best.json.step"
+        )
     return step
 
 

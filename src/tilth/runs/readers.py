@@ -27,7 +27,7 @@ def read_metrics(run: str | Path) -> list[Record]:
     latest: dict[int, Record] = {}
     for number, record in enumerate(read_lines(path), 1):
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise DataError(f"{path} line {number} is not the record of a step")
+            raise DataError(f"{path} line {number} is not the record of a step", key=f"{path.name}.{number}.step")
         latest[record["step"]] = record  # a later attempt's record of the same step replaces the earlier one
     return [latest[step] for step in sorted(latest)]
 
@@ -38,11 +38,11 @@ def read_state(run: str | Path) -> Record:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise DataError(f"{run} is not a run: it has no run.json") from error
+        raise DataError(f"{run} is not a run: it has no run.json", key="run.json") from error
     except (ValueError, RecursionError, OSError) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
+        raise DataError(f"cannot read {path}: {error}", key="run.json.content") from error
     if not isinstance(state, dict) or not {"state", "digest"} <= set(state):
-        raise DataError(f"{path} is not the state of a run: it has no state or digest")
+        raise DataError(f"{path} is not the state of a run: it has no state or digest", key="run.json.digest")
     if state["state"] == "running" and _gone(state):
         state["state"] = "interrupted"
     return state

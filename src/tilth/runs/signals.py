@@ -57,7 +57,8 @@ class StopRequest:
     def _expire(self, number: int, frame: FrameType | None) -> NoReturn:
         raise Interrupted(
             f"stopped {self.grace:g} s after {self.by} (run.grace), before the step and its checkpoint were done; the "
-            "same command continues from the last checkpoint"
+            "same command continues from the last checkpoint",
+            key="run.grace",
         )
 
     def __enter__(self) -> "StopRequest":

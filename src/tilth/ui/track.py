@@ -77,7 +77,7 @@ class Tracker(Callback):
     def on_run_start(self, run: RunView) -> None:
         """Open, or go on after the last step that is kept."""
         self._say, self._begun = run.say, True
-        self._do(self.open, run.directory.path, run.at.step)
+        self._do(self.open, run.directory.path, run.state.step)
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """Write the step's numbers, and now and then a sampled answer."""

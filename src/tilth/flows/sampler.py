@@ -1,0 +1,181 @@
+"""Experience of a step: draw prompts, generate answers, score them, keep those to learn from."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from tilth.cluster.controller.group import WorkerGroup
+from tilth.config.schema import Recipe
+from tilth.core.batch import Batch, concat
+from tilth.core.errors import RecipeError, RewardError
+from tilth.core.random import Stream, stream
+from tilth.flows.checks import check_parts
+from tilth.flows.group_filters import Keep, first_groups, missing_prompts
+from tilth.flows.measured import is_graded, measure_groups, measure_rows
+from tilth.flows.roles import Roles
+from tilth.rl.algorithm import Algorithm
+from tilth.roles.rollout import ask
+from tilth.runs.journal import Journal
+from tilth.runs.metrics import Metrics
+from tilth.runs.readers import REWARD
+from tilth.runs.state import RunState
+
+
+class Split(Protocol):
+    """One side of the data, train or held out: prompts or pieces of documents, drawn by position."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, stream: Stream, start: int, count: int) -> np.ndarray:
+        """Return indices int64 [count] from position ``start`` of the stream's endless order; a pure function."""
+        ...
+
+
+class Sampled(NamedTuple):
+    """Samples of one step. kept: those to learn from; drawn: all of them, in the order of their ids."""
+
+    kept: Batch
+    drawn: Batch
+
+
+class Sampler:
+    """Draw from the training data and turn prompts into scored samples.
+
+    Its position, ``state.drawn``, counts what each stream has given out. A step moves it with ``commit``; until then
+    ``rollback`` returns to the position before the step.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        algorithm: Algorithm,
+        roles: Roles,
+        train: Split,
+        state: RunState,
+        metrics: Metrics,
+        journal: Journal,
+        reward_log: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        """reward_log: the file that the reward function prints to; say: log a line and show it."""
+        self.recipe, self.algorithm, self.roles, self.train, self.state = recipe, algorithm, roles, train, state
+        self.metrics, self.journal, self.say = metrics, journal, say
+        self._reward_log: Path | None = reward_log
+        self._drawn: dict[str, int] = {}
+        self._reward_worked = False
+        self._reported: set[str] = set()
+
+    # ---- position ----
+
+    def draw(self, source: str, count: int) -> np.ndarray:
+        """Return the next ``count`` indices of the training data, int64, from the stream of this name."""
+        return self.train.take(stream(self.recipe.seed, source), self._advance(source, count), count)
+
+    def _advance(self, counter: str, count: int) -> int:
+        """Return the counter's position and move it by ``count`` within the current step."""
+        start = self._drawn.get(counter, self.state.drawn.get(counter, 0))
+        self._drawn[counter] = start + count
+        return start
+
+    def commit(self) -> None:
+        """Store the position after this step in the run's state."""
+        self.state.drawn |= self._drawn
+        self.rollback()
+
+    def rollback(self) -> None:
+        """Return to the committed position."""
+        self._drawn = {}
+
+    # ---- samples ----
+
+    def sample(self, group: int, keep: Keep | None = None, rounds: int = 0) -> Sampled:
+        """Sample ``group`` answers for each of the recipe's number of prompts.
+
+        Samples without a reward and those that ``keep`` refuses are not among the kept. rounds: if > 0, sample further
+        prompts up to this many times until enough groups are kept; surplus groups are dropped, latest first.
+        """
+        drawn, kept = list[Batch](), list[Batch]()
+        prompts = wanted = self.recipe.rollout.prompts
+        while wanted > 0 and len(drawn) < max(rounds, 1):
+            indices = self.draw("prompts", wanted)
+            first = self._advance("samples", len(indices) * group)
+            drawn.append(self.generate_and_score(ask(indices.tolist(), group, first)))
+            kept.append(self._filter(drawn[-1], keep))
+            wanted = missing_prompts(prompts, drawn, kept)
+        found = first_groups(concat(kept), prompts)
+        self.metrics.add("samples/rounds", float(len(drawn)))
+        self.metrics.add("samples/trained", float(len(found)))
+        return Sampled(found, concat(drawn))
+
+    def _filter(self, batch: Batch, keep: Keep | None) -> Batch:
+        measure_rows(self.metrics, batch)
+        scored = batch.select(~np.isnan(batch["reward"]))
+        kept = keep(scored) if keep is not None else np.ones(len(scored), bool)
+        if keep is not None and len(scored):
+            self.metrics.add("groups/flat", float(1 - kept.mean()), len(scored))
+        if len(scored) and self.recipe.rollout.group > 1:
+            measure_groups(self.metrics, scored)
+        return scored.select(kept)
+
+    def generate_and_score(self, asked: Batch, *, greedy: bool = False, prefix: str = "") -> Batch:
+        """Generate an answer for each row of ``asked`` and score it.
+
+        Rewards are written to the journal, or taken from it when the step runs again. prefix: of the metric that counts
+        missing rewards; default: ``reward/heldout`` for greedy answers, else ``reward``.
+        """
+        roles = self.roles
+        if roles.rollout is None:
+            raise RecipeError(
+                f"flow={self.recipe.flow} without a reward generates nothing; set reward.function",
+                key="reward.function",
+            )
+        batch = roles.rollout.generate(roles["loader"].encode(asked), greedy=greedy)
+        scored, failures = (batch, {}) if roles.reward is None else self._score(roles.reward, batch)
+        if roles.reward_model is not None:
+            scored = roles.reward_model.rate(scored, alone=roles.reward is None)
+        self.state.graded |= is_graded(scored)
+        missing = float(np.isnan(scored["reward"]).sum())
+        self.metrics.add(f"{prefix or (REWARD if greedy else 'reward')}/missing", missing)
+        self.metrics.add("reward/timeout", float(sum(o["status"] == "timeout" for o in failures.values())))
+        if self.recipe.flow_spec.samples:
+            check_parts(self.algorithm, scored)
+        return scored
+
+    def _score(self, reward: WorkerGroup, batch: Batch) -> tuple[Batch, dict[int, dict[str, Any]]]:
+        """Return the scored batch, and the outcomes of missing rewards by trajectory id.
+
+        A call has so few rows that it ends within half of ``cluster.timeout`` even if every reward times out.
+        """
+        parts, failures, replayed = list[Batch](), dict[int, dict[str, Any]](), set[int]()
+        how, limit = self.recipe.reward, self.recipe.cluster.timeout / 2
+        rows = len(batch) if self.recipe.cluster.backend == "inline" else how.workers * int(limit / how.timeout)
+        for start in range(0, max(len(batch), 1), max(rows, 1)):
+            some = batch.select(np.arange(start, min(start + rows, len(batch))))
+            known = self.journal.known(self.state.step, some)
+            parts.append(reward.score(some, known=known))
+            failures |= reward.failures()
+            replayed |= known.keys()
+        if self._reward_log is not None and self._reward_log.exists():
+            self.say(f"the reward function's output is in {self._reward_log}")
+            self._reward_log = None
+        scored = concat(parts) if len(parts) > 1 else parts[0]
+        self._report_failures(failures, len(scored), replayed)
+        self.journal.write(self.state.step, scored, failures)
+        return scored, failures
+
+    def _report_failures(self, failures: dict[int, dict[str, Any]], asked: int, replayed: set[int]) -> None:
+        """Log each new reason once; raise RewardError for a reward that has never worked."""
+        if not failures:
+            self._reward_worked |= asked > 0
+            return
+        reason = next(iter(failures.values()))["reason"]
+        if 0 < asked - len(replayed) == len(failures.keys() - replayed) and not self._reward_worked:
+            raise RewardError(
+                f"all of the first {asked} rewards are missing; the first reason: {reason}", key="reward.function"
+            )
+        self._reward_worked |= len(failures) < asked
+        if reason not in self._reported:
+            self._reported.add(reason)
+            self.say(f"{len(failures)} of {asked} rewards are missing and left out; the first reason: {reason}")

@@ -1,0 +1,90 @@
+"""Results of a step: metrics of its updates, its samples and warnings, and the line that commits it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tilth.config.schema import Recipe
+from tilth.core.batch import Batch
+from tilth.data.trajectories import TRAJECTORIES
+from tilth.flows import hopeless
+from tilth.flows.reward_shaping import adapted
+from tilth.flows.roles import Roles
+from tilth.flows.weight_sync import SyncBounds, check_mismatch
+from tilth.rl.algorithm import Algorithm
+from tilth.rl.metrics import Metric
+from tilth.runs.directory import RunDir
+from tilth.runs.metrics import Metrics
+from tilth.runs.state import RunState
+
+
+class StepLog:
+    """Collect what a step computes, and write it as one line of ``metrics.jsonl``."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        algorithm: Algorithm,
+        roles: Roles,
+        directory: RunDir,
+        state: RunState,
+        metrics: Metrics,
+        bounds: SyncBounds,
+        say: Callable[[str], None],
+    ) -> None:
+        """bounds: largest log-prob difference of trainer and engine; say: log a line and show it."""
+        self.recipe, self.algorithm, self.directory, self.state = recipe, algorithm, directory, state
+        self.metrics, self.bounds, self.say, self._writer = metrics, bounds, say, roles.writer
+        self.sample: dict[str, Any] | None = None
+        """A sampled answer of the newest step."""
+        self._pending: list[tuple[Mapping[str, Metric], bool]] = []
+        self._updates: list[Mapping[str, Metric]] = []
+        if self._writer is not None:
+            self._writer.open(str(directory.path.resolve() / TRAJECTORIES))
+            directory.trajectories = self._writer
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._updates = []
+
+    def add_update(self, metrics: Mapping[str, Metric], *, policy: bool = True) -> None:
+        """Add an optimizer step; ``flush`` waits for its metrics. policy: False for a step of the critic."""
+        self._pending.append((metrics, policy))
+
+    def flush(self) -> None:
+        """Wait for the pending updates, which roles in different pools run at the same time, and check their metrics.
+
+        Count optimizer steps and versions of the policy. LogprobMismatch if trainer and engine differ too much.
+        """
+        pending, self._pending = self._pending, []
+        self._updates += [metrics for metrics, policy in pending if policy]
+        for metrics, policy in pending:
+            if policy:
+                self.state.optimizer_steps += 1
+                self.state.version += not float(metrics["steps/skipped"])
+                check_mismatch(metrics, self.bounds, self.state.step)
+            self.metrics.take(metrics)
+
+    def adapt_weights(self) -> None:
+        """Adapt the weights of KL penalty and entropy bonus that follow a target, from the updates of this step."""
+        state, samples = self.state, self.recipe.rollout.prompts * self.recipe.rollout.group
+        state.weights = adapted(self.recipe.algorithm, state.weights, self._updates, samples)
+        for name in ("kl_coef", "entropy_coef"):
+            if name in state.weights:
+                self.metrics.add(name, state.weights[name])
+
+    def record(self, sampled: Batch) -> None:
+        """Hand the step's trajectories to their writer; warn if the last steps had nothing to learn from."""
+        state = self.state
+        if self._writer is not None:
+            self.sample = self._writer.add(sampled, state.step + 1)
+        state.flat = hopeless.counted(state.flat, sampled, self.algorithm.estimator, self.recipe.rollout.group)
+        if text := hopeless.warning(state.flat, sampled, self.recipe):
+            self.directory.warn(state.step + 1, text)
+            self.say(text)
+
+    def commit(self, phase_steps: int) -> dict[str, Any]:
+        """Write the line of the step that ``state`` stands at and return it; phase_steps: length of the phase."""
+        state = self.state
+        return self.directory.commit_step(
+            self.metrics.close(step=state.step, phase=state.phase, phase_step=state.phase_step, phase_steps=phase_steps)
+        )
