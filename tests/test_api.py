@@ -203,7 +203,7 @@ def test_documents_and_pairs_may_be_records_too(monkeypatch):
     tilth.train([pair], flow="dpo", heldout=held, live=False, **steps)
     train, kept = seen["prompts"].split(0.0)
     assert [p.text for p in train] == ["a"] and [p.text for p in kept] == ["b"]
-    assert seen["prompts"].source.pairs(1)[0][:2] == ("x", "y")
+    assert seen["prompts"][1].pairs[0][:2] == ("x", "y")
 
 
 @pytest.mark.parametrize("allow", ["optimizer.lr", ["optimizer.lr", "data"], ()])

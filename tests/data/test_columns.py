@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.core.errors import DataError
 from tilth.data.columns import Prompt, messages, plain, to_document, to_prompt
 
@@ -18,11 +19,11 @@ def of(record, **columns):
     return to_prompt(record, 7, "d.jsonl:8", columns)
 
 
-def fails(record, **columns):
-    with pytest.raises(DataError) as caught:
-        of(record, **columns)
+def fails(record, key, **columns):
+    with raises(DataError, key) as caught:
+        to_prompt(record, 7, "folder/d.jsonl:8", columns)
     message = str(caught.value)
-    assert message.startswith("d.jsonl:8") and "\n" not in message
+    assert message.startswith("folder/d.jsonl:8") and "\n" not in message
     return message
 
 
@@ -54,48 +55,42 @@ def test_a_pattern_of_columns():
     prompt = of(record, prompt="Q: {question} ({n}, {xs}, {b})\nA:", answer="{answer}")
     assert prompt.text == 'Q: q (2, [1, "é"], ok)\nA:' and prompt.answer == "7"
     assert prompt.info == {**record, "answer": "7"}
-    assert fails({"question": None}, prompt="{question}\n") == "d.jsonl:8: question is null, but a pattern needs it"
-    assert "no column 'qestion'; there is 'question'; try data.columns.prompt=question" in fails(
-        {"question": "q"}, prompt="{qestion}\n"
-    )
+    fails({"question": None}, "d.jsonl:8.question.null", prompt="{question}\n")
+    message = fails({"question": "q"}, "d.jsonl:8.qestion.missing", prompt="{qestion}\n")
+    assert message.endswith("try data.columns.prompt=question")
 
 
 def test_a_path_into_an_object():
     record = {"prompt": "p", "reward_model": {"style": "rule", "ground_truth": "42"}, "a.b": "dotted"}
     assert of(record, answer="reward_model.ground_truth").answer == "42"
     assert of(record, answer="a.b").answer == "dotted"  # a column of that very name goes first
-    assert "in reward_model: no column 'truth'; there is 'style', 'ground_truth'" in fails(
-        record, answer="reward_model.truth"
-    )
+    message = fails(record, "d.jsonl:8 in reward_model.truth.missing", answer="reward_model.truth")
+    assert "'style', 'ground_truth'" in message
 
 
 @pytest.mark.parametrize(
-    ("record", "columns", "message"),
+    ("record", "columns", "field", "hint"),
     [
-        ([1], {}, ": a list, not an object with a prompt"),
-        ({}, {}, ": no column 'prompt'; there is none"),
-        ({"question": 1, "x": 2}, {}, "there is 'question', 'x'; try data.columns.prompt=question"),
-        ({"promt": 1}, {}, "try data.columns.prompt=promt"),
-        ({"conversations": []}, {}, "try data.columns.messages=conversations"),
-        ({"zzz": 1}, {}, "try data.columns.prompt=NAME"),
-        (
-            {"prompt": "p", "answr": 1},
-            {"answer": "anser"},
-            "no column 'anser'; there is 'prompt', 'answr'; try data.col",
-        ),
-        ({"prompt": 3}, {}, ': prompt is 3, not a text; "{prompt}" makes it one'),
-        ({"prompt": ""}, {}, ": prompt is '', not a text of at least one character"),
-        ({"prompt": None}, {}, ": prompt is None, not a text"),
-        ({"prompt": "p", "answer": 7}, {}, ': answer is 7, not a text; "{answer}" makes it one'),
-        ({"prompt": "p", "answer": ["a"]}, {}, ": answer is ['a'], not a text"),
-        ({"prompt": "\ud800"}, {}, ": prompt is no valid Unicode text (a lone surrogate)"),
-        ({"prompt": "p", "answer": "\udfff"}, {}, ": answer is no valid Unicode text (a lone surrogate)"),
-        ({"prompt": "p", "x": "\udfff"}, {"prompt": "{x}"}, ": x is no valid Unicode text (a lone surrogate)"),
-        ({"prompt": b"\xff"}, {}, ": prompt is bytes that are not UTF-8"),
+        ([1], {}, "type", ""),
+        ({}, {}, "prompt.missing", "there is none"),
+        ({"question": 1, "x": 2}, {}, "prompt.missing", "there is 'question', 'x'; try data.columns.prompt=question"),
+        ({"promt": 1}, {}, "prompt.missing", "try data.columns.prompt=promt"),
+        ({"conversations": []}, {}, "prompt.missing", "try data.columns.messages=conversations"),
+        ({"zzz": 1}, {}, "prompt.missing", "try data.columns.prompt=NAME"),
+        ({"prompt": "p", "answr": 1}, {"answer": "anser"}, "anser.missing", "try data.columns.answer=answr"),
+        ({"prompt": 3}, {}, "prompt.type", '"{prompt}" makes it one'),
+        ({"prompt": ""}, {}, "prompt.empty", ""),
+        ({"prompt": None}, {}, "prompt.type", ""),
+        ({"prompt": "p", "answer": 7}, {}, "answer.type", '"{answer}" makes it one'),
+        ({"prompt": "p", "answer": ["a"]}, {}, "answer.type", ""),
+        ({"prompt": "\ud800"}, {}, "prompt.unicode", ""),
+        ({"prompt": "p", "answer": "\udfff"}, {}, "answer.unicode", ""),
+        ({"prompt": "p", "x": "\udfff"}, {"prompt": "{x}"}, "x.unicode", ""),
+        ({"prompt": b"\xff"}, {}, "prompt.utf8", ""),
     ],
 )
-def test_mistakes(record, columns, message):
-    assert message in fails(record, **columns)
+def test_mistakes(record, columns, field, hint):
+    assert fails(record, f"d.jsonl:8.{field}", **columns).endswith(hint)
 
 
 def test_bytes_are_text_where_text_is_meant():
@@ -103,8 +98,8 @@ def test_bytes_are_text_where_text_is_meant():
 
 
 def test_many_columns_and_long_values_are_cut():
-    assert len(fails({f"column{i}": 1 for i in range(1000)})) < 400
-    assert len(fails({"prompt": ["x" * 10_000]})) < 250
+    assert len(fails({f"column{i}": 1 for i in range(1000)}, "d.jsonl:8.prompt.missing")) < 400
+    assert len(fails({"prompt": ["x" * 10_000]}, "d.jsonl:8.prompt[0].type")) < 250
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------
@@ -142,32 +137,29 @@ def test_what_else_a_turn_has_is_left_out():
 
 
 @pytest.mark.parametrize(
-    ("turns", "message"),
+    ("turns", "field"),
     [
-        ("text", ": messages is 'text', not a list of {role, content}"),
-        ([], ": messages is [], not a list of {role, content}"),
-        (None, ": messages is None, not a list"),
-        (["text"], ": messages[0] is 'text', not an object with role and content"),
-        ([{"role": "user"}], ": messages[0] is {'role': 'user'}, not an object with role and content"),
-        ([{"from": "human", "value": "x"}], "not an object with role and content"),
-        (
-            [USER, {"role": "bot", "content": "x"}],
-            ": messages[1]: role is 'bot', not one of system, user, assistant, tool",
-        ),
-        ([{"role": None, "content": "x"}], ": messages[0]: role is None, not one of"),
-        ([{"role": ["user"], "content": "x"}], ": messages[0]: role is ['user'], not one of"),
-        ([{"role": "user", "content": None}], ": messages[0]: content is None, not a text"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "content is [{'type': 'image'}], not a text"),
-        ([{"role": "user", "content": "\ud800"}], "content is no valid Unicode text"),
-        ([{**USER, "tool_calls": [{}]}], ": messages[0] has tool_calls, which are not supported"),
-        ([TOLD, USER], ": messages begins with the assistant's turn, not with system or user"),
-        ([SYSTEM], ": messages has no turn of the user"),
-        ([USER, SYSTEM], ": messages ends with the system's turn"),
-        ([{"role": "user", "content": ""}, TOLD], ": messages has no text before the assistant's turn"),
+        ("text", "messages.type"),
+        ([], "messages.type"),
+        (None, "messages.type"),
+        (["text"], "messages[0].type"),
+        ([{"role": "user"}], "messages[0].type"),
+        ([{"from": "human", "value": "x"}], "messages[0].type"),
+        ([USER, {"role": "bot", "content": "x"}], "messages[1].role"),
+        ([{"role": None, "content": "x"}], "messages[0].role"),
+        ([{"role": ["user"], "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": None}], "messages[0].content.type"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "messages[0].content.type"),
+        ([{"role": "user", "content": "\ud800"}], "messages[0].content.unicode"),
+        ([{**USER, "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([TOLD, USER], "messages.first"),
+        ([SYSTEM], "messages.user"),
+        ([USER, SYSTEM], "messages.last"),
+        ([{"role": "user", "content": ""}, TOLD], "messages.empty"),
     ],
 )
-def test_mistakes_in_messages(turns, message):
-    assert message in fails({"messages": turns})
+def test_mistakes_in_messages(turns, field):
+    fails({"messages": turns}, f"d.jsonl:8.{field}")
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------
@@ -216,26 +208,27 @@ def test_a_prompt_is_called_by_its_place():
 
 
 @pytest.mark.parametrize(
-    ("record", "columns", "message"),
+    ("record", "columns", "key", "hint"),
     [
-        ({"messages": [USER, TOLD]}, {}, "x: turns of a conversation are no document; set data.template=chatml or a"),
+        ({"messages": [USER, TOLD]}, {}, "x.template", "set data.template=chatml or a file"),
         (
             {"question": "q", "answer": "a"},
             {"text": "wrong"},
-            """'answer'; try data.columns.text='"{question}\\n{answer}"', a patt""",
+            "x.wrong.missing",
+            """try data.columns.text='"{question}\\n{answer}"', a pattern of columns""",
         ),
-        ({"zz": "q", "yy": "a"}, {"text": "w"}, """there is 'zz', 'yy'; try data.columns.text='"{zz}"', a pattern"""),
-        ({"content": "c"}, {}, "x: no column 'text'; there is 'content'; try data.columns.text=content"),
-        ({"text": 3}, {}, 'x: text is 3, not a text; "{text}" makes it one'),
-        ({"text": "\ud800"}, {}, "x: text is no valid Unicode text"),
-        (["text"], {}, "x: a list, not an object with a text"),
-        ({"prompt": "p"}, {"text": "body"}, "x: no column 'body'"),
+        ({"zz": "q", "yy": "a"}, {"text": "w"}, "x.w.missing", """data.columns.text='"{zz}"', a pattern of columns"""),
+        ({"content": "c"}, {}, "x.text.missing", "there is 'content'; try data.columns.text=content"),
+        ({"text": 3}, {}, "x.text.type", '"{text}" makes it one'),
+        ({"text": "\ud800"}, {}, "x.text.unicode", ""),
+        (["text"], {}, "x.type", ""),
+        ({"prompt": "p"}, {"text": "body"}, "x.body.missing", ""),
     ],
 )
-def test_mistakes_in_documents(record, columns, message):
-    with pytest.raises(DataError) as caught:
+def test_mistakes_in_documents(record, columns, key, hint):
+    with raises(DataError, key) as caught:
         to_document(record, "x", columns)
-    assert message in str(caught.value)
+    assert str(caught.value).endswith(hint)
 
 
 # -- plain -------------------------------------------------------------------------------------------------------------

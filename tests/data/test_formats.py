@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.core.errors import DataError
 from tilth.data.columns import plain
 from tilth.data.formats import END_OF_TEXT, FORMATS, find_files, is_source, read_records
@@ -79,8 +80,8 @@ def places(source):
     return [place for place, _ in read_records(str(source))]
 
 
-def fails(source):
-    with pytest.raises(DataError) as caught:
+def fails(source, key):
+    with raises(DataError, key) as caught:
         list(read_records(str(source)))
     message = str(caught.value)
     assert "\n" not in message and len(message) < 500
@@ -156,20 +157,20 @@ def test_csv_as_others_write_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content, message",
+    "content, key",
     [
-        ("prompt,answer\n1,2\n3\n", "d.csv:3: 1 values in a row, not 2"),
-        ("prompt,answer\n1,2,3\n", "d.csv:2: 3 values"),
-        ("prompt;answer\n1;2\n", "separated by ','"),
-        ("prompt,answer,prompt\n", "'prompt' is there twice"),
-        ('prompt,answer\n1,"2\n3,4\n', "d.csv:3: not CSV"),
-        ('prompt,answer\n1,"2"x\n', "d.csv:2: not CSV"),
-        (b"prompt,answer\n1,\xff\n", "d.csv:2: not UTF-8"),
+        ("prompt,answer\n1,2\n3\n", "d.csv:3.values"),
+        ("prompt,answer\n1,2,3\n", "d.csv:2.values"),
+        ("prompt;answer\n1;2\n", "d.csv:1.separator"),
+        ("prompt,answer,prompt\n", "d.csv:1.prompt"),
+        ('prompt,answer\n1,"2\n3,4\n', "d.csv:3.csv"),
+        ('prompt,answer\n1,"2"x\n', "d.csv:2.csv"),
+        (b"prompt,answer\n1,\xff\n", "d.csv:2.utf8"),
     ],
 )
-def test_csv_that_is_none(tmp_path, content, message):
+def test_csv_that_is_none(tmp_path, content, key):
     (tmp_path / "d.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert message in fails(tmp_path / "d.csv")
+    fails(tmp_path / "d.csv", key)
 
 
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -196,7 +197,7 @@ def test_lines_are_read_as_they_are_asked_for(tmp_path):
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}\nrubbish\n')
     stream = read_records(str(path))
     assert next(stream)[1] == {"prompt": "a"} and next(stream)[1] == {"prompt": "b"}
-    with pytest.raises(DataError, match=r"d\.jsonl:3: not JSON: Expecting value at column 1"):
+    with raises(DataError, "d.jsonl:3.json"):
         next(stream)
 
 
@@ -296,15 +297,14 @@ def test_folder_of_texts(tmp_path):
 def test_folder_of_several_formats(tmp_path):
     for name in ("d.jsonl", "d.parquet"):
         WRITERS[name](tmp_path / name, RECORDS)
-    assert "several formats (.jsonl, .parquet); name one of them by a pattern, such as" in fails(tmp_path)
+    assert "(.jsonl, .parquet)" in fails(tmp_path, f"{tmp_path.name}.formats")
 
 
 def test_folder_of_nothing(tmp_path):
-    assert "holds no file of a known format" in fails(tmp_path)
+    fails(tmp_path, f"{tmp_path.name}.format")
     (tmp_path / "data" / "more").mkdir(parents=True)
     write_lines(tmp_path / "data" / "more" / "d.jsonl", RECORDS)
-    message = fails(tmp_path)
-    assert message.endswith(f"there are some deeper: '{tmp_path}/**/*.jsonl'")
+    assert fails(tmp_path, f"{tmp_path.name}.format").endswith(f"'{tmp_path}/**/*.jsonl'")
     assert read(tmp_path / "**" / "*.jsonl") == RECORDS  # the hint works
 
 
@@ -327,9 +327,9 @@ def test_splits(tmp_path):
     write_splits(tmp_path / "d", train=RECORDS[:2], test=RECORDS[:1])
     assert read(tmp_path / "d") == RECORDS[:2] == read(f"{tmp_path}/d:train") == read(tmp_path / "d" / "train")
     assert read(f"{tmp_path}/d:test") == RECORDS[:1] and is_source(f"{tmp_path}/d:test")
-    assert fails(f"{tmp_path}/d:dev").endswith("d' has no split 'dev'; there are 'train', 'test'")
+    assert fails(f"{tmp_path}/d:dev", "d.dev").endswith("there are 'train', 'test'")
     write_splits(tmp_path / "e", validation=RECORDS)
-    assert "has no split 'train'; there are 'validation'" in fails(tmp_path / "e")
+    assert fails(tmp_path / "e", "e.train").endswith("there are 'validation'")
 
 
 def test_shards_in_the_order_of_the_state_and_no_other_file(tmp_path):
@@ -342,29 +342,29 @@ def test_shards_in_the_order_of_the_state_and_no_other_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "key"),
     [
-        ({"_data_files": None}, "'_data_files' is None, not a list"),
-        ({"_data_files": [3]}, "_data_files holds 3, not an object with a filename"),
-        ({"_data_files": [{"filename": "gone.arrow"}]}, "gone.arrow' is missing, which"),
-        ({"_data_files": [{"filename": "../other/data.arrow"}]}, "'../other/data.arrow' is not the name of a file in"),
-        ({"_data_files": [{"filename": "/etc/hostname"}]}, "'/etc/hostname' is not the name of a file"),
-        ({"_indices_data_files": [{"filename": "indices.arrow"}]}, "has a table of indices"),
+        ({"_data_files": None}, "state.json._data_files.type"),
+        ({"_data_files": [3]}, "state.json._data_files"),
+        ({"_data_files": [{"filename": "gone.arrow"}]}, "gone.arrow"),
+        ({"_data_files": [{"filename": "../other/data.arrow"}]}, "state.json._data_files.filename"),
+        ({"_data_files": [{"filename": "/etc/hostname"}]}, "state.json._data_files.filename"),
+        ({"_indices_data_files": [{"filename": "indices.arrow"}]}, "state.json._indices_data_files"),
     ],
 )
-def test_broken_state(tmp_path, change, message):
+def test_broken_state(tmp_path, change, key):
     write_dataset(tmp_path / "d", RECORDS)
     state = json.loads((tmp_path / "d" / "state.json").read_text())
     (tmp_path / "d" / "state.json").write_text(json.dumps(state | change))
-    assert message in fails(tmp_path / "d")
+    fails(tmp_path / "d", key)
 
 
 def test_unfinished_directory(tmp_path):
     write_splits(tmp_path / "d", train=RECORDS)
     (tmp_path / "d" / "train" / "state.json").unlink()
-    assert "has no state.json" in fails(tmp_path / "d")
+    fails(tmp_path / "d", "state.json")
     (tmp_path / "d" / "dataset_dict.json").write_text("{")
-    assert "dataset_dict.json: not JSON" in fails(tmp_path / "d")
+    fails(tmp_path / "d", "dataset_dict.json.json")
 
 
 def test_what_the_library_itself_writes(tmp_path):
@@ -381,37 +381,37 @@ def test_what_the_library_itself_writes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "key", "detail"),
     [
-        ("d.jsonl", b'{"a": 1}\n{"a": }\n', "d.jsonl:2: not JSON: Expecting value at column 7"),
-        ("d.jsonl", b'{"a": "x"\r\n{"a": 1}\n', "d.jsonl:1: not JSON: Expecting ',' delimiter at column 10"),
-        ("d.jsonl", b"[1]\n", "d.jsonl:1: a list, not an object of columns"),
-        ("d.jsonl", b"null\n", "d.jsonl:1: null, not an object of columns"),
-        ("d.jsonl", b'{"a": 1}\n\xff\xfe\n', "d.jsonl:2: not UTF-8: invalid start byte at byte 0"),
-        ("d.jsonl", b"[" * 100_000, "d.jsonl:1: not JSON that can be read: maximum recursion depth"),
-        ("d.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "d.jsonl:1: not JSON that can be read: Exceeds the limit"),
-        ("d.json", b'[{"a": 1}\n{"a": 2}]', "d.json: not JSON: Expecting ',' delimiter at line 2 column 1"),
-        ("d.json", b'[{"a": 1}, 2]', "d.json item 2: a number, not an object of columns"),
-        ("d.json", b'"text"', "d.json: a text, not a list of objects"),
-        ("d.txt", b"fine\n\xe4\n", "d.txt:2: not UTF-8"),
-        ("d.parquet", b"", "d.parquet': "),
-        ("d.parquet", b"PAR1 and then rubbish", "cannot read '"),
-        ("d.arrow", b"ARROW1 and then rubbish", "cannot read '"),
-        ("d.arrow", b"rubbish" * 9, "cannot read '"),
-        ("d.arrow", b"", "cannot read '"),
-        ("d.feather", b"FEA1 rubbish", "is Feather of version 1"),
-        ("d.jsonl.gz", b"rubbish", "d.jsonl.gz': Not a gzipped file"),
-        ("d.jsonl.bz2", b"rubbish", "d.jsonl.bz2': Invalid data stream"),
-        ("d.jsonl.xz", b"rubbish", "cannot read '"),
-        ("d.jsonl.zst", b"rubbish", "cannot read '"),
-        ("d.xlsx", b"a,b\n", "d.xlsx' is of no known format; known are .jsonl"),
-        ("d.pkl", b"\x80", "d.pkl' is of no known format"),
-        ("d.parquet.gz", b"\x1f\x8b", "d.parquet.gz' is of no known format"),
+        ("d.jsonl", b'{"a": 1}\n{"a": }\n', "d.jsonl:2.json", "at column 7"),
+        ("d.jsonl", b'{"a": "x"\r\n{"a": 1}\n', "d.jsonl:1.json", "at column 10"),
+        ("d.jsonl", b"[1]\n", "d.jsonl:1.type", "a list, not an object of columns"),
+        ("d.jsonl", b"null\n", "d.jsonl:1.type", "null, not an object of columns"),
+        ("d.jsonl", b'{"a": 1}\n\xff\xfe\n', "d.jsonl:2.utf8", "at byte 0"),
+        ("d.jsonl", b"[" * 100_000, "d.jsonl:1.json.limit", ""),
+        ("d.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "d.jsonl:1.json.limit", ""),
+        ("d.json", b'[{"a": 1}\n{"a": 2}]', "d.json.json", "at line 2 column 1"),
+        ("d.json", b'[{"a": 1}, 2]', "d.json item 2.type", "a number, not an object of columns"),
+        ("d.json", b'"text"', "d.json.type", "a text, not a list of objects"),
+        ("d.txt", b"fine\n\xe4\n", "d.txt:2.utf8", ""),
+        ("d.parquet", b"", "d.parquet", ""),
+        ("d.parquet", b"PAR1 and then rubbish", "d.parquet", ""),
+        ("d.arrow", b"ARROW1 and then rubbish", "d.arrow", ""),
+        ("d.arrow", b"rubbish" * 9, "d.arrow", ""),
+        ("d.arrow", b"", "d.arrow", ""),
+        ("d.feather", b"FEA1 rubbish", "d.feather.version", ""),
+        ("d.jsonl.gz", b"rubbish", "d.jsonl.gz", ""),
+        ("d.jsonl.bz2", b"rubbish", "d.jsonl.bz2", ""),
+        ("d.jsonl.xz", b"rubbish", "d.jsonl.xz", ""),
+        ("d.jsonl.zst", b"rubbish", "d.jsonl.zst", ""),
+        ("d.xlsx", b"a,b\n", "d.xlsx.format", ""),
+        ("d.pkl", b"\x80", "d.pkl.format", ""),
+        ("d.parquet.gz", b"\x1f\x8b", "d.parquet.gz.format", ""),
     ],
 )
-def test_unreadable(tmp_path, name, content, message):
+def test_unreadable(tmp_path, name, content, key, detail):
     (tmp_path / name).write_bytes(content)
-    assert message in fails(tmp_path / name)
+    assert fails(tmp_path / name, key).endswith(detail)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
@@ -419,7 +419,7 @@ def test_cut_off(tmp_path, suffix):
     path = tmp_path / f"d.jsonl{suffix}"
     write_lines(path, [{"prompt": f"{i * i}"} for i in range(5000)], compressed(suffix))
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert "d.jsonl" in fails(path)
+    fails(path, path.name)
 
 
 @pytest.mark.parametrize("name", ["d.parquet", "d.arrow", "stream.arrow"])
@@ -427,7 +427,7 @@ def test_cut_off_table(tmp_path, name):
     WRITERS[name](tmp_path / name, [{"prompt": f"{i * i}"} for i in range(5000)])
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[: len(content) // 2])
-    assert f"cannot read '{tmp_path / name}'" in fails(tmp_path / name)
+    fails(tmp_path / name, name)
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -447,14 +447,14 @@ def test_damage_is_a_data_error_or_other_data_but_no_other_exception(tmp_path, n
 
 def test_missing(tmp_path):
     write_lines(tmp_path / "train.jsonl", RECORDS)
-    assert fails(tmp_path / "trian.jsonl").endswith(f"trian.jsonl'; did you mean '{tmp_path / 'train.jsonl'}'?")
-    assert fails(tmp_path / "no" / "where" / "x.jsonl").endswith("x.jsonl'")
-    assert fails(tmp_path / "*.parquet").startswith("there is no ")
+    assert fails(tmp_path / "trian.jsonl", "trian.jsonl").endswith(f"did you mean '{tmp_path / 'train.jsonl'}'?")
+    assert fails(tmp_path / "no" / "where" / "x.jsonl", "x.jsonl").endswith("x.jsonl'")
+    fails(tmp_path / "*.parquet", "*.parquet")
     assert not is_source(str(tmp_path / "trian.jsonl")) and not is_source(f"{tmp_path}:train")
 
 
 def test_names_that_the_system_refuses():
-    with pytest.raises(DataError, match=r"cannot read 'xxx.*: File name too long"):
+    with raises(DataError, "source"):
         is_source("x" * 5000)
     assert not is_source("") and not is_source("a\0b")
 
@@ -462,18 +462,18 @@ def test_names_that_the_system_refuses():
 def test_invalid_text_in_a_table(tmp_path):
     array = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")])
     pq.write_table(pa.table({"prompt": array}), tmp_path / "d.parquet")
-    assert "Invalid UTF8" in fails(tmp_path / "d.parquet")
+    assert "Invalid UTF8" in fails(tmp_path / "d.parquet", "d.parquet")
 
 
 def test_invalid_column_name(tmp_path):
     write_file(tmp_path / "d.arrow", [{"prompt": "a"}])
     (tmp_path / "d.arrow").write_bytes((tmp_path / "d.arrow").read_bytes().replace(b"prompt", b"prom\xff\xfe"))
-    assert "cannot read" in fails(tmp_path / "d.arrow")
+    fails(tmp_path / "d.arrow", "d.arrow")
 
 
 def test_a_directory_where_a_file_is_meant(tmp_path):
     (tmp_path / "d.jsonl").mkdir()
-    assert "holds no file of a known format" in fails(tmp_path / "d.jsonl")
+    fails(tmp_path / "d.jsonl", "d.jsonl.format")
 
 
 def test_every_format_has_a_writer_here():

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.core.errors import DataError
 from tilth.data.given import placed
 from tilth.data.pairs import pair_records
@@ -132,9 +133,9 @@ def test_pandas(tmp_path):
     frame.to_parquet(tmp_path / "f.parquet")
     assert rows(pandas.read_parquet(tmp_path / "f.parquet")) == ROWS  # lists come back as arrays
     assert rows(frame["prompt"]) == [r["prompt"] for r in ROWS]
-    with pytest.raises(DataError, match="twice"):
+    with raises(DataError, "data.columns"):
         rows(pandas.concat([frame, frame], axis=1))
-    with pytest.raises(DataError, match="no column 'prompt'"):
+    with raises(DataError, "record 1.prompt.missing"):
         from_records(pandas.DataFrame([["1+1=", "2"]]))
     assert from_records(pandas.DataFrame([["1+1=", "2"]]), {"prompt": "0", "answer": "1"}).prompt(0).answer == "2"
 
@@ -143,8 +144,9 @@ def test_polars():
     polars = pytest.importorskip("polars")
     assert rows(polars.DataFrame(COLUMNS)) == ROWS
     assert rows(polars.Series("prompt", ["a", "b"])) == ["a", "b"]
-    with pytest.raises(DataError, match="collect"):
+    with raises(DataError, "data.polars.LazyFrame") as caught:
         rows(polars.DataFrame(COLUMNS).lazy())
+    assert ".collect()" in str(caught.value)
 
 
 def test_datasets_of_hugging_face(monkeypatch):
@@ -161,9 +163,9 @@ def test_datasets_of_hugging_face(monkeypatch):
         "prompt": "a!"
     }
     both = datasets.DatasetDict(train=data, test=data)
-    with pytest.raises(DataError, match=r"data\['train'\].*data\['test'\] as heldout"):
+    with raises(DataError, "data.splits"):
         rows(both)
-    with pytest.raises(DataError, match=r"heldout\['train'\]"):
+    with raises(DataError, "heldout.splits"):
         placed(datasets.IterableDatasetDict(train=data.to_iterable_dataset()), "heldout")
 
 
@@ -192,7 +194,7 @@ def test_an_iterator_is_read_once_and_as_it_comes():
     assert taken == [] and next(found) == ("record 1", {"prompt": "0"}) and taken == [0]
     used = source()
     assert len(PromptSet.of(used)) == 3
-    with pytest.raises(DataError, match="once"):
+    with raises(DataError, "data.exhausted"):
         PromptSet.of(used)
 
 
@@ -207,34 +209,37 @@ def test_what_an_iterator_raises_is_its_own():
 
 def test_pairs_come_from_tables_too():
     made = pair_records(Frame({"prompt": ["a"], "chosen": ["x"], "rejected": ["y"], "margin": [np.float32(0.5)]}))
-    assert made.pairs(0)[0][:3] == ("x", "y", 0.5)
-    assert pair_records([{"prompt": "a", "chosen": "x", "rejected": "y", "margin": "0.5"}]).pairs(0)[0].margin == 0.5
+    assert made.prompt(0).pairs[0][:3] == ("x", "y", 0.5)
+    text = pair_records([{"prompt": "a", "chosen": "x", "rejected": "y", "margin": "0.5"}])
+    assert text.prompt(0).pairs[0].margin == 0.5
 
 
 # ---- what is refused ----
 
 
 @pytest.mark.parametrize(
-    "wrong, word",
+    "wrong, kind, hint",
     [
-        (7, "int"), (None, "NoneType"), (b"a.jsonl", "bytes"), ({"prompt": "a"}, "dict"), ({"a", "b"}, "set"),
-        (frozenset("ab"), "order"), (io.StringIO("a\nb"), "open file"), (len, "call it"), (lambda: [], "function"),
-        (Tables(train=Rows(), test=Rows()), r"data\['train'\].*data\['test'\] as heldout"),
-        (Tables(all=Rows()), r"data\['all'\]"), (np.float64(3), "float64"), (object(), "object"),
-        (Frame({"prompt": ["a"], 1: [2], "1": [3]}), "twice"),
+        (7, "int", ""), (None, "NoneType", ""), (b"a.jsonl", "bytes", ""), ({"prompt": "a"}, "dict", ""),
+        ({"a", "b"}, "set", "order"), (frozenset("ab"), "frozenset", "order"),
+        (io.StringIO("a\nb"), "file", "open file"), (len, "builtin_function_or_method", "call it"),
+        (lambda: [], "function", "call it"),
+        (Tables(train=Rows(), test=Rows()), "splits", "data['train'], data['test'] as heldout"),
+        (Tables(all=Rows()), "splits", "data['all']"), (np.float64(3), "numpy.float64", ""), (object(), "object", ""),
+        (Frame({"prompt": ["a"], 1: [2], "1": [3]}), "columns", "'1'"),
     ],
 )  # fmt: skip
-def test_what_holds_no_records_is_refused_by_its_type(wrong, word):
-    with pytest.raises(DataError, match=word) as told:
+def test_what_holds_no_records_is_refused_by_its_type(wrong, kind, hint):
+    with raises(DataError, f"data.{kind}") as caught:
         list(placed(wrong))
-    assert "\n" not in str(told.value)
+    assert hint in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_names_of_files_in_a_list_are_not_prompts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a.csv", "notes.xyz"):
         (tmp_path / name).write_text("prompt\n1\n")
-    with pytest.raises(DataError, match=r"a\.csv"):
+    with raises(DataError, "data.names"):
         rows(["a.csv"])
     for text in ("b.csv", "notes.xyz", "1+1=", "x." * 5000, "a\0.csv"):
         assert rows([text]) == [text]

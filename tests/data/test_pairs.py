@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.test_examples import spaceless_tokenizer
+from tests.errors import raises
 from tilth.config.load import from_dict
 from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
@@ -85,63 +86,57 @@ def test_columns_have_the_names_that_the_recipe_gives(tmp_path):
 def test_lists_of_messages_as_datasets_have_them(record):
     found = pair_records([record])
     assert found.prompt(0).text == "hi" and list(found.prompt(0).messages) == [user("hi")]
-    assert found.pairs(0)[0][:2] == ("x", "y")
+    assert found.prompt(0).pairs[0][:2] == ("x", "y")
 
 
 def test_records_of_one_prompt_are_its_pairs_and_equal_texts_of_other_turns_are_others():
     found = pair_records([ONE, {**ONE, "prompt": "Other?"}, {**ONE, "rejected": "Maybe."}])
-    assert [len(found.pairs(i)) for i in range(len(found))] == [2, 1]
+    assert [len(found.prompt(i).pairs) for i in range(len(found))] == [2, 1]
     system = {"role": "system", "content": "Be brief."}
     turns = [{**ONE, "prompt": [user("Is it?")]}, {**ONE, "prompt": [system, user("Is it?")]}]
     assert len(pair_records(turns)) == 2
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "change, field",
     [
-        (
-            {"rejected": ...},
-            "record 2: no column 'rejected'; there is 'prompt', 'chosen'; try data.columns.rejected=NAME",
-        ),
-        ({"rejected": None}, "record 2: rejected is null; a pair needs both a chosen and a rejected answer"),
-        ({"rejected": "Yes."}, "record 2: chosen and rejected are the same answer, 'Yes.'"),
-        ({"prompt": ""}, "record 2: prompt is '', not a text of at least one character"),
-        ({"chosen": 3}, "record 2: chosen is 3, not a text"),
-        ({"chosen": [user("Is it?")]}, "record 2: chosen ends with the user's turn, not with the assistant's answer"),
-        ({"margin": "much"}, "record 2: margin is 'much', not a number"),
-        ({"margin": float("nan")}, "record 2: margin is nan, not a number"),
-        ({"margin": True}, "record 2: margin is True, not a number"),
-        ({"margins": 1}, "record 2: unknown key 'margins'; did you mean 'margin'?"),
-        (
-            {"chosen": [user("Isn't it?"), assistant("Yes.")]},
-            "record 2: prompt differs inside the pair: chosen answers \"Isn't it?\", not 'Is it?'",
-        ),
+        ({"rejected": ...}, "rejected.missing"),
+        ({"rejected": None}, "rejected.null"),
+        ({"rejected": "Yes."}, "rejected.same"),
+        ({"prompt": ""}, "prompt.empty"),
+        ({"chosen": 3}, "chosen.type"),
+        ({"chosen": [user("Is it?")]}, "chosen.last"),
+        ({"margin": "much"}, "margin.type"),
+        ({"margin": float("nan")}, "margin.type"),
+        ({"margin": True}, "margin.type"),
+        ({"margin": 10**400}, "margin.type"),
+        ({"margins": 1}, "margins"),
+        ({"chosen": [user("Isn't it?"), assistant("Yes.")]}, "chosen.prompt"),
         (
             {"prompt": ..., "chosen": [user("a"), assistant("b")], "rejected": [user("c"), assistant("d")]},
-            "record 2: prompt differs inside the pair: rejected answers 'c', not 'a'",
+            "rejected.prompt",
         ),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(change, message):
+def test_what_is_wrong_is_told_with_its_place(change, field):
     bad = {key: value for key, value in {**ONE, **change}.items() if value is not ...}
-    with pytest.raises(DataError) as told:
+    with raises(DataError, f"record 2.{field}"):
         pair_records([{**ONE, "prompt": "Good?"}, bad])
-    assert str(told.value).startswith(message)
 
 
 def test_of_a_file_the_place_is_its_line(tmp_path):
     source = write(tmp_path, [ONE, {**ONE, "rejected": "Yes."}])
-    with pytest.raises(DataError, match=r"pairs\.jsonl:2: chosen and rejected are the same"):
+    with raises(DataError, "pairs.jsonl:2.rejected.same"):
         load_pairs(DataConfig(source=source))
-    with pytest.raises(DataError, match="a str, not an object with chosen and rejected"):
+    with raises(DataError, "record 1.type"):
         pair_records(["text"])
-    with pytest.raises(DataError, match="is empty"):
+    with raises(DataError, "data"):
         pair_records([])
-    with pytest.raises(DataError, match=r"data\.source = 'additon' is neither a task nor a file; did you mean"):
+    with raises(DataError, "data.source"):
         load_pairs(DataConfig(source="additon"))
-    with pytest.raises(DataError, match="countdown has no pairs of answers; tasks that have are addition, sorting"):
+    with raises(DataError, "data.source.pairs"):
         load_pairs(DataConfig(source="countdown"))
-    with pytest.raises(DataError, match="has no pairs; give columns prompt, chosen and rejected"):
+    with raises(DataError, "pairs"):
         pairs_of(PromptSet.of(["a"]), 0)
 
 
@@ -195,8 +190,8 @@ def test_wrong_answers_of_tasks_at_their_edges():
 
 
 def test_a_recipes_flow_says_whether_it_reads_pairs():
-    assert hasattr(recipe_prompts(from_dict({"flow": "dpo", "supervised": {"steps": 1}})).source, "pairs")
-    assert not hasattr(recipe_prompts(from_dict({"flow": "sft", "supervised": {"steps": 1}})).source, "pairs")
+    assert recipe_prompts(from_dict({"flow": "dpo", "supervised": {"steps": 1}}))[0].pairs
+    assert not recipe_prompts(from_dict({"flow": "sft", "supervised": {"steps": 1}}))[0].pairs
 
 
 # ---- tokens ----
@@ -236,7 +231,7 @@ def test_what_does_not_fit_the_context_is_named_with_its_side():
     prompts = PromptSet(pair_records([ONE, {**ONE, "prompt": "Why?", "rejected": "No. " * 9}]))
     template = make_template("", Tokenizer.characters(prompts.alphabet()))
     assert check_pairs(prompts, template, 64) == 41
-    with pytest.raises(DataError, match=r"record 2, rejected with its answer has 41 tokens; model\.context is 40"):
+    with raises(DataError, "record 2, rejected.tokens"):
         check_pairs(prompts, template, 40)
 
 
@@ -245,6 +240,6 @@ def test_a_prompt_without_tokens_is_named(monkeypatch, tmp_path):
     answers = {"chosen": "yes", "rejected": "no"}
     prompts = PromptSet(pair_records([{"prompt": text, **answers} for text in ("now now", " ", "now")]))
     for _ in range(2):
-        with pytest.raises(DataError, match=r"record 2, chosen: .*prompt"):
+        with raises(DataError, "record 2, chosen.empty"):
             check_pairs(prompts, template, 64)
-        monkeypatch.setattr("tilth.data.pairs._CHECKED", 1)  # of a large set too
+        monkeypatch.setattr("tilth.data.examples._CHECKED", 1)  # of a large set too

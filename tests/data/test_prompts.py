@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
 from tilth.core.random import stream
@@ -75,7 +76,7 @@ def test_split_of_nothing_and_of_everything():
     some = PromptSet.of(["a", "b", "c"])
     train, held = some.split(0.0)
     assert (len(train), len(held)) == (3, 0) and list(held) == []
-    with pytest.raises(DataError, match=r"data.holdout = 1.0 leaves none of 3 prompts"):
+    with raises(DataError, "data.holdout"):
         some.split(1.0)
 
 
@@ -168,9 +169,9 @@ def test_file(tmp_path):
     [("additon", "did you mean the task addition?"), ("/x/y.jsonl", "tasks are addition, chain")],
 )
 def test_neither_task_nor_file(source, hint):
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, "data.source") as caught:
         load_source(DataConfig(source=source))
-    assert str(caught.value).startswith(f"data.source = {source!r} is neither a task nor a file; {hint}")
+    assert hint in str(caught.value)
 
 
 # -- a held-out source -----------------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ def test_copies_are_told_by_text_and_not_by_hash_alone(two, monkeypatch):
 
 def test_nothing_left_to_train_on(two):
     same = two.model_copy(update={"heldout": two.source})
-    with pytest.raises(DataError, match=r"data.source is in data.heldout too, which leaves none of 40 prompts"):
+    with raises(DataError, "data.heldout"):
         load_source(same).split(0.1)
 
 
@@ -239,11 +240,9 @@ def test_fingerprints(two, tmp_path):
 @pytest.mark.parametrize("key", ["source", "heldout"])
 def test_a_mistyped_source_names_its_key(two, key):
     wrong = getattr(two, key).replace("jsonl", "josnl")
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, f"data.{key}") as caught:
         load_source(two.model_copy(update={key: wrong}))
-    assert str(caught.value) == (
-        f"data.{key} = {wrong!r} is neither a task nor a file; did you mean {getattr(two, key)!r}?"
-    )
+    assert str(caught.value).endswith(f"did you mean {getattr(two, key)!r}?")
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------
@@ -274,7 +273,7 @@ def test_held_out_documents_are_not_trained_on(tmp_path):
     train = write(tmp_path / "a.jsonl", [{"text": t} for t in "abcd"])
     held = write(tmp_path / "b.jsonl", [{"text": t} for t in "bx"])
     assert load_texts(DataConfig(source=train, heldout=held)) == (["a", "c", "d"], ["b", "x"])
-    with pytest.raises(DataError, match=r"data.heldout has all of data.source too and leaves none of 4 documents"):
+    with raises(DataError, "data.heldout"):
         load_texts(DataConfig(source=train, heldout=train))
 
 
@@ -284,17 +283,17 @@ def test_documents_of_a_task():
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "key"),
     [
-        ("", r"data.source = '.*d.jsonl' has no documents"),
-        ('{"text": ""}\n', r"data.source = '.*d.jsonl' has no documents"),
-        ('{"text": "a"}\n{"body": "b"}\n', r"d.jsonl:2: no column 'text'; there is 'body'; try data.columns.text=body"),
-        ('{"text": "a"}\n', r"data.holdout = 1.0 leaves none of 1 documents to train on"),
+        ("", "data.source.documents"),
+        ('{"text": ""}\n', "data.source.documents"),
+        ('{"text": "a"}\n{"body": "b"}\n', "d.jsonl:2.text.missing"),
+        ('{"text": "a"}\n', "data.holdout"),
     ],
 )
-def test_mistakes_in_documents(tmp_path, content, message):
+def test_mistakes_in_documents(tmp_path, content, key):
     (tmp_path / "d.jsonl").write_text(content)
-    with pytest.raises(DataError, match=message):
+    with raises(DataError, key):
         load_texts(DataConfig(source=str(tmp_path / "d.jsonl"), holdout=1.0))
 
 
@@ -347,11 +346,11 @@ def test_a_held_out_question_is_trained_on_in_no_form(tmp_path):
 def test_conversations_as_documents(tmp_path):
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     data = DataConfig(source=write(tmp_path / "a.jsonl", [{"messages": turns}]), holdout=0.0)
-    with pytest.raises(DataError, match=r"a.jsonl:1: turns of a conversation are no document; set data.template"):
+    with raises(DataError, "a.jsonl:1.template"):
         load_texts(data)
     train, _ = load_texts(data.model_copy(update={"template": "chatml"}))
     assert train == ["<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"]
-    with pytest.raises(DataError, match=r'data.template = "model" for documents needs data.tokenizer=FOLDER'):
+    with raises(DataError, "data.tokenizer"):
         load_texts(data.model_copy(update={"template": "model"}))
 
 
@@ -380,11 +379,9 @@ def test_gsm8k():
 
 @real
 def test_gsm8k_without_its_columns():
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, "train.jsonl:1.prompt.missing") as caught:
         load_source(DataConfig(source=str(GSM8K / "train.jsonl")))
-    assert str(caught.value).endswith(
-        "train.jsonl:1: no column 'prompt'; there is 'question', 'answer'; try data.columns.prompt=question"
-    )
+    assert str(caught.value).endswith("try data.columns.prompt=question")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
+from tests.errors import raises
 from tilth.core.errors import DataError
 from tilth.data.prompts import Prompt, PromptSet
 from tilth.data.template import CHATML, TemplateError, make_template, transcript
@@ -339,8 +340,8 @@ def test_the_token_that_ends_a_turn(tmp_path, tail, eos, end):
 # ---- what can be wrong ----
 
 
-def failure(kind, do):
-    with pytest.raises(kind) as caught:
+def failure(key, do, kind=TemplateError):
+    with raises(kind, key) as caught:
         do()
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -358,10 +359,8 @@ def test_a_template_that_drops_earlier_thinking_is_not_prefix_stable(tmp_path, c
     ours, _ = chats["chatml"]
     template = make_template(written(tmp_path, QWEN3), ours)
     template.examples(asked(THOUGHT[:2]))
-    said = failure(TemplateError, lambda: template.examples(asked(TALKS[0], THOUGHT)))
-    assert said.startswith(
-        f"template {tmp_path}/t.jinja is not prefix-stable: after turn 1 of the assistant, prompt 1 has"
-    )
+    said = failure("prompt 1.prefix", lambda: template.examples(asked(TALKS[0], THOUGHT)))
+    assert said.startswith(f"template {tmp_path}/t.jinja") and "after turn 1 of the assistant" in said
     shown = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
     assert repr("<think>\nhm\n</think>\n\ntwo") in said and f"at character {len(shown)}" in said
     assert repr("two<|im_end|>\n<|im_start") in said
@@ -378,45 +377,45 @@ def test_a_generation_prompt_that_the_answer_does_not_begin_with(tmp_path, chats
     source = CHATML.replace("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}")
     assert source != CHATML
     template = make_template(written(tmp_path, source), chats["chatml"][0])
-    said = failure(TemplateError, lambda: template.examples(asked(TALKS[0])))
-    assert "before turn 1 of the assistant, prompt 0 has '<think>\\n' at character" in said
+    said = failure("prompt 0.prefix", lambda: template.examples(asked(TALKS[0])))
+    assert "before turn 1 of the assistant" in said and "'<think>\\n' at character" in said
 
 
 def test_an_end_token_in_an_answer(chats):
     template = make_template("chatml", chats["chatml"][0])
-    said = failure(DataError, lambda: template.examples(asked(TALKS[0], turns("one", "two<|im_end|>three"))))
-    assert said == "prompt 1: an answer has the end token <|im_end|> in its text"
+    failure(
+        "prompt 1.answer", lambda: template.examples(asked(TALKS[0], turns("one", "two<|im_end|>three"))), DataError
+    )
     template.prompts(asked(turns("say <|im_end|>", "no")))
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "key"),
     [
-        ("{% for", "is not Jinja"),
-        ("{{ messages[0].content }}", "leaves out what the assistant says"),
-        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "has no special token"),
-        ("{{ raise_exception('never') }}", "cannot render a conversation of roles user, assistant: never"),
-        ("{{ messages[0].content + none }}", "cannot render"),
-        ("{{ messages.__class__.__mro__ }}", "cannot render"),
-        ("{{ messages.append(1) }}", "cannot render"),
+        ("{% for", "template.syntax"),
+        ("{{ messages[0].content }}", "template.answer"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "template.special"),
+        ("{{ raise_exception('never') }}", "template.render"),
+        ("{{ messages[0].content + none }}", "template.render"),
+        ("{{ messages.__class__.__mro__ }}", "template.render"),
+        ("{{ messages.append(1) }}", "template.render"),
     ],
 )
-def test_a_template_that_cannot_be_used(tmp_path, chats, source, message):
+def test_a_template_that_cannot_be_used(tmp_path, chats, source, key):
     path = written(tmp_path, source)
-    assert message in failure(TemplateError, lambda: make_template(path, chats["chatml"][0]))
+    failure(key, lambda: make_template(path, chats["chatml"][0]))
 
 
 def test_a_template_that_fails_on_some_conversation(chats):
     template = make_template("model", chats["llama2"][0])
-    said = failure(TemplateError, lambda: template.prompts(asked(turns("one", "two", system="three"))))
-    assert said == "template model cannot render a conversation of roles system, user: only user and assistant"
+    said = failure("template.render", lambda: template.prompts(asked(turns("one", "two", system="three"))))
+    assert said.endswith("of roles system, user: only user and assistant")
 
 
 def test_a_turn_without_an_end_token(tmp_path, chats):
     source = "{% for m in messages %}{{ m.content }}{% if 'x' not in m.content %}<|im_end|>{% endif %}\n{% endfor %}"
     template = make_template(written(tmp_path, source), chats["chatml"][0])
-    said = failure(TemplateError, lambda: template.examples(asked(turns("one", "x"))))
-    assert "ends a turn by" in said and "without any of ['<|im_end|>'" in said
+    assert "['<|im_end|>'" in failure("template.end", lambda: template.examples(asked(turns("one", "x"))))
 
 
 def test_an_end_token_that_texts_do_not_hold(tmp_path):
@@ -429,20 +428,17 @@ def test_an_end_token_that_texts_do_not_hold(tmp_path):
     core.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": source}))
     template = make_template("model", Tokenizer.load(tmp_path))
-    said = failure(TemplateError, lambda: template.examples(asked(turns("one", "two"))))
-    assert "prompt 0 has a turn that ends by token 0, not by one that ends a completion (3, 2)" in said
+    said = failure("prompt 0.end", lambda: template.examples(asked(turns("one", "two"))))
+    assert "by token 0" in said and "(3, 2)" in said
 
 
 def test_names_that_mean_nothing(tmp_path):
     characters = Tokenizer.characters("abc")
-    assert "the tokenizer brings no chat template" in failure(TemplateError, lambda: make_template("model", characters))
-    said = failure(TemplateError, lambda: make_template("chatml", characters))
-    assert "has no special token; one trained by data.tokenizer = 'bpe:SIZE' has <|im_end|>" in said
-    assert "neither model, chatml nor a readable file" in failure(
-        TemplateError, lambda: make_template("chatlm", characters)
-    )
+    failure("tokenizer.chat_template", lambda: make_template("model", characters))
+    assert "bpe:SIZE" in failure("template.special", lambda: make_template("chatml", characters))
+    failure("data.template", lambda: make_template("chatlm", characters))
     (tmp_path / "b.jinja").write_bytes(b"\xff\xfe")
-    assert "readable" in failure(TemplateError, lambda: make_template(str(tmp_path / "b.jinja"), characters))
+    failure("data.template", lambda: make_template(str(tmp_path / "b.jinja"), characters))
 
 
 # -- conversations without a template ----------------------------------------------------------------------------------
@@ -457,7 +453,7 @@ def test_several_turns_are_no_plain_text(talk):
     plain = make_template("", Tokenizer.characters("2+?4"))
     prompt = Prompt(3, "2+2?", "4", {}, talk, "d.jsonl:4")
     for make in (plain.prompts, plain.examples):
-        with pytest.raises(DataError, match=r"^d.jsonl:4: a conversation of the roles .* set data.template=chatml"):
+        with raises(DataError, "d.jsonl:4.template"):
             make([prompt])
 
 
@@ -472,7 +468,7 @@ def test_one_turn_of_each_is_a_prompt_and_its_answer(talk):
 def test_a_transcript_needs_the_tokenizer_whose_tokens_it_names(tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text("{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
-    with pytest.raises(TemplateError, match=r"names tokens, which needs data.tokenizer=FOLDER"):
+    with raises(TemplateError, "data.tokenizer"):
         transcript(str(path), "bpe:300")
     Tokenizer.characters("2+?4").save(tmp_path)
     for prompt in (Prompt(0, "2+2?", "4", {}, (ASK, SAY)), Prompt(0, "2+2?", "4", {}, (ASK,))):

@@ -1,20 +1,22 @@
-"""Records of any source as prompts and documents: which column is which."""
+"""Read records of any source as prompts and documents: which column is which."""
 
 import base64
 import difflib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from tilth.core.errors import DataError
 
 Columns = Mapping[Literal["prompt", "answer", "messages", "text", "chosen", "rejected", "margin"], str]
-"""Which column of a source is which."""
+"""Role of a column -> its name in the source, a path into an object, or a pattern of columns."""
 
-_NEAR = {
+_SYNONYMS = {
     "prompt": ("question", "problem", "instruction", "input", "query"),
     "answer": ("solution", "response", "completion", "output", "target"),
     "messages": ("conversations", "conversation", "chat"),
@@ -23,76 +25,104 @@ _NEAR = {
     "rejected": ("dispreferred", "refused", "response_rejected", "loser"),
     "margin": (),
 }
-"""What other datasets call these columns, for hints."""
+"""Names that other datasets give these columns, for hints."""
 
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 _ROLES = ("system", "user", "assistant", "tool")
 _PATTERN = re.compile(r"\{([^{}]+)\}")
 
 
+def record_key(where: str, field: str = "") -> str:
+    """Return the key of an error about a record: its place without folders, then the field at fault."""
+    return ".".join(filter(None, (os.path.basename(where), field)))
+
+
+class RecordError(DataError):
+    """A record that cannot be used.
+
+    where: its place, such as ``folder/file.jsonl:8``; it precedes the message and, without folders, the key.
+    """
+
+    def __init__(self, message: str, where: str = "", *, key: str = "") -> None:
+        super().__init__(f"{where}: {message}" if where else message, key=record_key(where, key))
+
+
+class Pair(NamedTuple):
+    """Two answers to a prompt. margin: by how much the chosen one is better, in units of the reward; 0: unknown."""
+
+    chosen: str
+    rejected: str
+    margin: float = 0.0
+    where: str = ""
+    """Place of its record; empty for a task's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One task: the text shown to the policy, the right answer if it is known, and what else the source says."""
+    """One task: the text shown to the policy, its answer if there is one, and the other columns of its record."""
 
     index: int
     """Place in its source, the same in every split."""
     text: str
     answer: str | None = None
-    """What a supervised example teaches to say."""
+    """Target of a supervised example."""
     info: dict[str, Any] = field(default_factory=dict)
-    """What a reward function is given: every column of the source but the prompt's own, the answer among them."""
+    """Input of the reward function: every column of the source but the prompt's own, the answer among them."""
     messages: tuple[Mapping[str, str], ...] = ()
     """role and content of each turn, if the source has turns; the last one, if it is the assistant's, is the answer."""
     where: str = field(default="", compare=False)
-    """Place of its record, such as ``file.jsonl:8``, for what is told of it; empty for a task's."""
+    """Place of its record for messages, such as ``file.jsonl:8``; empty for a prompt of a task."""
+    pairs: tuple[Pair, ...] = ()
+    """Pairs of answers to learn from, where the source has them."""
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name for error messages."""
         return self.where or f"prompt {self.index}"
 
     @property
     def key(self) -> str:
-        """What decides on its side of a split: its text without the white space around it.
+        """Text without surrounding white space, which decides on the side of a split.
 
-        So a line break that one recipe puts after a question and another does not moves no prompt.
+        A line break that only one of two recipes puts after a question then moves no prompt.
         """
         return self.text.strip()
 
 
 class Document(NamedTuple):
-    """A text to learn from as a whole, and what it has for a prompt, if anything."""
+    """A text to learn from as a whole, and the part of it that is a prompt, if any."""
 
     text: str
     prompt: str = ""
 
     @property
     def key(self) -> str:
-        """As of ``Prompt``: of its prompt where it has one, else of all of it."""
+        """``Prompt.key`` of its prompt where it has one, else its whole text stripped."""
         return (self.prompt or self.text).strip()
 
 
 def to_prompt(record: Any, index: int, where: str, columns: Columns) -> Prompt:
-    """The prompt that a record holds.
+    """Return the prompt of a record.
 
-    columns: prompt, answer, messages, text -> the name of a column; a path into an object, as in
+    columns: prompt, answer, messages -> the name of a column; a path into an object, as in
     ``reward_model.ground_truth``; or a pattern with columns in braces, as in ``"{question}\\n"``.
 
-    Raises ``DataError`` with the place and what would be right.
+    Raises ``DataError``; its key is the record's place and the column.
     """
     if not isinstance(record, Mapping):
-        raise DataError(f"{where}: a {type(record).__name__}, not an object with a prompt")
+        raise RecordError(f"a {type(record).__name__}, not an object with a prompt", where, key="type")
     name = columns.get("prompt", "prompt")
     turns = "prompt" not in columns and ("messages" in columns or (name not in record and "messages" in record))
     if turns:
         name = columns.get("messages", "messages")
     value = value_of(record, "messages" if turns else "prompt", name, where)
-    info = {_shared(k): v for k, v in record.items() if k != name}
+    # one string object for a column's name, however many records have it
+    info = {sys.intern(k) if type(k) is str else k: v for k, v in record.items() if k != name}
     if turns or isinstance(value, (list, dict)):
         return _conversation(value, record, index, where, name, columns, info)
     text = text_of(value, where, name)
     if not text:
-        raise DataError(f"{where}: {name} is '', not a text of at least one character")
+        raise RecordError(f"{name} is '', not a text of at least one character", where, key=f"{name}.empty")
     answer = _answer(record, where, columns)
     if answer is not None:
         info["answer"] = answer
@@ -100,41 +130,37 @@ def to_prompt(record: Any, index: int, where: str, columns: Columns) -> Prompt:
 
 
 def to_document(record: Any, where: str, columns: Columns, render: Callable[[Prompt], str] | None = None) -> Document:
-    """The document that a record holds: its text, or else prompt and answer one after the other as they stand.
+    """Return the document of a record: its text, or prompt and answer joined without a separator.
 
-    render: makes a text of a conversation; without it one is a ``DataError``, since its turns are not a text.
+    render: converts a conversation to text; without it a conversation is a ``DataError``.
     """
     name = columns.get("text", "text")
     if not isinstance(record, Mapping):
-        raise DataError(f"{where}: a {type(record).__name__}, not an object with a text")
-    asked = any(column in columns or column in record for column in ("prompt", "messages"))
-    if asked and "text" not in columns and name not in record:
+        raise RecordError(f"a {type(record).__name__}, not an object with a text", where, key="type")
+    has_prompt = any(column in columns or column in record for column in ("prompt", "messages"))
+    if has_prompt and "text" not in columns and name not in record:
         prompt = to_prompt(record, 0, where, columns)
-        return Document(_told(prompt, render), prompt.text)
+        return Document(_rendered(prompt, render), prompt.text)
     text = text_of(value_of(record, "text", name, where), where, name)
-    said = _asked(record, where, columns) if asked else ""
-    return Document(text, said or _asked_in(name, record, where, columns))
+    prompt_text = ""
+    if has_prompt:
+        with suppress(DataError):  # other flows refuse such a record: as a document it has no prompt
+            prompt_text = to_prompt(record, 0, where, columns).text
+    return Document(text, prompt_text or _prompt_in_pattern(name, record, where, columns))
 
 
-def _told(prompt: Prompt, render: Callable[[Prompt], str] | None) -> str:
+def _rendered(prompt: Prompt, render: Callable[[Prompt], str] | None) -> str:
     if not prompt.messages:
         return prompt.text + (prompt.answer or "")
     if render is None:
-        raise DataError(f"{prompt.where}: turns of a conversation are no document; set data.template=chatml or a file")
+        message = "turns of a conversation are no document; set data.template=chatml or a file"
+        raise RecordError(message, prompt.where, key="template")
     return render(prompt)
 
 
-def _asked(record: Mapping[str, Any], where: str, columns: Columns) -> str:
-    """The prompt that other flows read here; none where they would refuse the record."""
-    try:
-        return to_prompt(record, 0, where, columns).text
-    except DataError:
-        return ""
-
-
-def _asked_in(pattern: str, record: Mapping[str, Any], where: str, columns: Columns) -> str:
-    """What a pattern such as ``"Q: {question} A: {answer}"`` has for a prompt: its columns before the answer's."""
-    answers = {columns.get("answer", "answer"), "answer", *_NEAR["answer"]}
+def _prompt_in_pattern(pattern: str, record: Mapping[str, Any], where: str, columns: Columns) -> str:
+    """Prompt inside a pattern such as ``"Q: {question} A: {answer}"``: the columns before the answer's."""
+    answers = {columns.get("answer", "answer"), "answer", *_SYNONYMS["answer"]}
     found = list(_PATTERN.finditer(pattern))
     end = next((i for i, match in enumerate(found) if match[1] in answers), 0)
     if pattern in record or not end:
@@ -143,9 +169,9 @@ def _asked_in(pattern: str, record: Mapping[str, Any], where: str, columns: Colu
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: other sequences are lists, bytes are base64, and what else there is, is its text.
+    """Convert to JSON types: other sequences become lists, bytes base64, any other object its ``str``.
 
-    The very object if it is plain already and, of a table, all its values are texts or numbers.
+    Return the same object if it is plain already, or is a mapping whose values are texts and numbers only.
     """
     if type(value) in _PLAIN:
         return value
@@ -158,79 +184,74 @@ def plain(value: Any) -> Any:
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
-def _shared(name: str) -> str:
-    """One object for a column's name, however many records have it."""
-    return sys.intern(name) if type(name) is str else name
-
-
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
 def value_of(record: Mapping[str, Any], role: str, name: str, where: str) -> Any:
-    """What a column, a path or a pattern is in a record."""
+    """Return the value of a column, a path or a pattern. role: the key of ``data.columns``, for the hint."""
     if name in record:
         return record[name]
     if _PATTERN.search(name):
-        return _PATTERN.sub(lambda match: _spelled(value_of(record, role, match[1], where), where, match[1]), name)
+        return _PATTERN.sub(lambda match: _in_pattern(value_of(record, role, match[1], where), where, match[1]), name)
     head, _, rest = name.partition(".")
     inner = record.get(head)
     if rest and isinstance(inner, Mapping):
         return value_of(inner, role, rest, f"{where} in {head}")
-    raise DataError(f"{where}: no column {name!r}; {_columns(record, role, name)}")
+    raise RecordError(f"no column {name!r}; {_column_hint(record, role, name)}", where, key=f"{name}.missing")
 
 
-def _columns(record: Mapping[str, Any], role: str, name: str) -> str:
-    """Which columns there are, and the one that was probably meant."""
+def _column_hint(record: Mapping[str, Any], role: str, name: str) -> str:
+    """List the columns of a record, and suggest the one that was probably meant."""
     names = [str(column) for column in record]
     if not names:
         return "there is none"
     typed = [(role, near) for near in difflib.get_close_matches(name, names, 1, 0.75)]
     roles = ("prompt", "messages") if role == "prompt" else (role,)
-    usual = [(key, near) for key in roles for near in _NEAR[key] if near in names]
-    key, near = next(iter([*typed, *usual]), (role, _joined(names) if role == "text" else "NAME"))
+    usual = [(key, near) for key in roles for near in _SYNONYMS[key] if near in names]
+    key, near = next(iter([*typed, *usual]), (role, _pattern_hint(names) if role == "text" else "NAME"))
     listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
     return f"there is {listed}; try data.columns.{key}={near}"
 
 
-def _joined(names: Sequence[str]) -> str:
-    """A pattern that makes a text of the columns that look like a prompt and its answer, or of the first."""
-    usual = [next((n for n in (role, *_NEAR[role]) if n in names), "") for role in ("prompt", "answer")]
+def _pattern_hint(names: Sequence[str]) -> str:
+    """Pattern of the columns that look like a prompt and its answer, or of the first column."""
+    usual = [next((n for n in (role, *_SYNONYMS[role]) if n in names), "") for role in ("prompt", "answer")]
     pattern = "\\n".join(f"{{{name}}}" for name in filter(None, usual))
     return f"'\"{pattern or f'{{{names[0]}}}'}\"', a pattern of columns"
 
 
-def _spelled(value: Any, where: str, name: str) -> str:
-    """A value inside a pattern."""
+def _in_pattern(value: Any, where: str, name: str) -> str:
     if value is None:
-        raise DataError(f"{where}: {name} is null, but a pattern needs it")
+        raise RecordError(f"{name} is null, but a pattern needs it", where, key=f"{name}.null")
     if isinstance(value, (str, bytes)):
         return text_of(value, where, name)
     return json.dumps(plain(value), ensure_ascii=False)
 
 
 def text_of(value: Any, where: str, name: str) -> str:
-    """The text that a value is; DataError names the place and the column otherwise."""
+    """Return a value that is a text, or UTF-8 bytes; raises ``DataError`` for any other."""
     try:
         text = value.decode() if isinstance(value, bytes) else value
         if not isinstance(text, str):
             hint = f'; "{{{name}}}" makes it one' if isinstance(value, (int, float)) else ""
-            raise DataError(f"{where}: {name} is {short(value)}, not a text{hint}")
+            raise RecordError(f"{name} is {short(value)}, not a text{hint}", where, key=f"{name}.type")
         text.encode()
     except UnicodeDecodeError:
-        raise DataError(f"{where}: {name} is bytes that are not UTF-8") from None
+        raise RecordError(f"{name} is bytes that are not UTF-8", where, key=f"{name}.utf8") from None
     except UnicodeEncodeError:
-        raise DataError(f"{where}: {name} is no valid Unicode text (a lone surrogate)") from None
+        message = f"{name} is no valid Unicode text (a lone surrogate)"
+        raise RecordError(message, where, key=f"{name}.unicode") from None
     return text
 
 
 def short(value: Any) -> str:
-    """A value in an error message."""
-    said = repr(value)
-    return said if len(said) <= 80 else said[:77] + "..."
+    """Return at most 80 characters of a value's ``repr``, for messages."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _answer(record: Mapping[str, Any], where: str, columns: Columns) -> str | None:
-    """The answer's column; one that the recipe does not name may be missing."""
+    """Answer's column; it may be missing unless the recipe names it."""
     name = columns.get("answer", "answer")
     if "answer" not in columns and name not in record:
         return None
@@ -242,50 +263,52 @@ def _answer(record: Mapping[str, Any], where: str, columns: Columns) -> str | No
 
 
 def _conversation(
-    value: Any,
-    record: Mapping[str, Any],
-    index: int,
-    where: str,
-    name: str,
-    columns: Columns,
-    info: dict[str, Any],
+    value: Any, record: Mapping[str, Any], index: int, where: str, name: str, columns: Columns, info: dict[str, Any]
 ) -> Prompt:
     turns = messages(value, where, name)
-    answer = _answer(record, where, columns)
-    said = turns[-1]["content"] if turns[-1]["role"] == "assistant" else None
-    asked = turns if said is None else turns[:-1]
+    column = _answer(record, where, columns)
+    last = turns[-1]["content"] if turns[-1]["role"] == "assistant" else None
+    asked = turns if last is None else turns[:-1]
     text = "\n\n".join(turn["content"] for turn in asked)
     if not text:
-        raise DataError(f"{where}: {name} has no text before the assistant's turn")
-    gold = said if answer is None else answer
+        raise RecordError(f"{name} has no text before the assistant's turn", where, key=f"{name}.empty")
+    gold = last if column is None else column
     if gold is not None:
         info["answer"] = gold
-    return Prompt(index, text, answer if said is None else said, info, turns, where)
+    return Prompt(index, text, column if last is None else last, info, turns, where)
 
 
 def messages(value: Any, where: str, name: str = "messages") -> tuple[dict[str, str], ...]:
-    """The turns of a conversation, checked: role and content of each, from system or user to user or assistant."""
+    """Return role and content of each turn of a conversation.
+
+    Raises ``DataError`` unless it begins with system or user, has a user's turn and does not end with system.
+    """
     if isinstance(value, Mapping) and all(isinstance(column, list) for column in value.values()):
         value = [dict(zip(value, turn)) for turn in zip(*value.values())]  # a table of turns, as datasets saves them
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
-        raise DataError(f"{where}: {name} is {short(value)}, not a list of {{role, content}}")
-    turns = tuple(turn_of(turn, f"{where}: {name}[{i}]") for i, turn in enumerate(value))
+        raise RecordError(f"{name} is {short(value)}, not a list of {{role, content}}", where, key=f"{name}.type")
+    turns = tuple(turn_of(turn, where, f"{name}[{i}]") for i, turn in enumerate(value))
     roles = [turn["role"] for turn in turns]
     if roles[0] not in ("system", "user"):
-        raise DataError(f"{where}: {name} begins with the {roles[0]}'s turn, not with system or user")
+        message = f"{name} begins with the {roles[0]}'s turn, not with system or user"
+        raise RecordError(message, where, key=f"{name}.first")
     if "user" not in roles:
-        raise DataError(f"{where}: {name} has no turn of the user")
+        raise RecordError(f"{name} has no turn of the user", where, key=f"{name}.user")
     if roles[-1] == "system":
-        raise DataError(f"{where}: {name} ends with the system's turn, not with user, tool or assistant")
+        message = f"{name} ends with the system's turn, not with user, tool or assistant"
+        raise RecordError(message, where, key=f"{name}.last")
     return turns
 
 
-def turn_of(turn: Any, where: str) -> dict[str, str]:
-    """One turn of a conversation, checked."""
+def turn_of(turn: Any, where: str, name: str) -> dict[str, str]:
+    """Return role and content of one turn. name: the turn's, such as ``messages[2]``, for errors."""
     if not isinstance(turn, Mapping) or not {"role", "content"} <= turn.keys():
-        raise DataError(f"{where} is {short(turn)}, not an object with role and content")
+        message = f"{name} is {short(turn)}, not an object with role and content"
+        raise RecordError(message, where, key=f"{name}.type")
     if turn["role"] not in _ROLES:
-        raise DataError(f"{where}: role is {short(turn['role'])}, not one of {', '.join(_ROLES)}")
+        message = f"{name}: role is {short(turn['role'])}, not one of {', '.join(_ROLES)}"
+        raise RecordError(message, where, key=f"{name}.role")
     if turn.get("tool_calls"):
-        raise DataError(f"{where} has tool_calls, which are not supported; write the call into content")
-    return {"role": turn["role"], "content": text_of(turn["content"], where, "content")}
+        message = f"{name} has tool_calls, which are not supported; write the call into content"
+        raise RecordError(message, where, key=f"{name}.tool_calls")
+    return {"role": turn["role"], "content": text_of(turn["content"], where, f"{name}.content")}

@@ -1,4 +1,4 @@
-"""Base of sources whose prompts are computed from an index, as those of tasks are. Imports no torch."""
+"""Base of sources whose prompts are computed from an index, such as a task's. Imports no torch."""
 
 import zlib
 from collections.abc import Iterable
@@ -11,12 +11,12 @@ from tilth.data.columns import Prompt
 
 
 class Source(Protocol):
-    """Prompts by index, and what is needed to split them without making each."""
+    """Prompts by index, and columns that split and check them without building each prompt."""
 
     def __len__(self) -> int: ...
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt at an index in [0, len)."""
+        """Return the prompt at an index in [0, len)."""
         ...
 
     @property
@@ -33,17 +33,17 @@ class Source(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Differs between sources that differ in anything."""
+        """Digest that differs between sources that differ in anything."""
         ...
 
 
 def text_hashes(texts: Iterable[bytes]) -> np.ndarray:
-    """uint32 [n]: CRC-32 of each text, then murmur3's finaliser, since a CRC is linear and texts are alike."""
+    """uint32 [n]: CRC-32 of each text, then murmur3's finaliser, since a CRC is linear and texts are similar."""
     return mixed(np.fromiter(map(zlib.crc32, texts), np.uint32))
 
 
 def mixed(h: np.ndarray) -> np.ndarray:
-    """uint32 [n] -> uint32 [n]: the finaliser of murmur3, a bijection after which near numbers are far."""
+    """uint32 [n] -> uint32 [n]: the finaliser of murmur3, a bijection that spreads neighbouring numbers."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         h = (h ^ (h >> np.uint32(shift))) * np.uint32(factor)
     return h ^ (h >> np.uint32(16))
@@ -51,13 +51,13 @@ def mixed(h: np.ndarray) -> np.ndarray:
 
 def random_words(path: tuple[str | int, ...], start: int, count: int) -> np.ndarray:
     """int64 [count]: 32 random bits each, a pure function of path and place."""
-    from tilth.core.random import stream  # here: processes that score import a task, and no torch
+    from tilth.core.random import stream  # lazily: processes that score import a task, and no torch
 
     return stream(0, *path).bits(start, count).numpy()
 
 
 class Computed:
-    """Base of a source: texts one by one and their hashes, and what travels, which is no column computed from it."""
+    """Base of a source: hashes of its texts; a pickle leaves out every cached column."""
 
     def texts(self) -> Iterable[str]:
         """Text of each prompt, in order."""

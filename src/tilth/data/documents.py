@@ -1,4 +1,4 @@
-"""Whole texts as pieces of tokens, kept in a memory-mapped Arrow file: what flow ``pretrain`` learns from."""
+"""Cut whole texts into pieces of tokens, cached in a memory-mapped Arrow file: the data of flow ``pretrain``."""
 
 import hashlib
 import json
@@ -21,23 +21,22 @@ from tilth.data.tokenizer import Tokenizer
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32()))])
 _FORMAT = "tilth pieces 2"
 _CHARACTERS = 1 << 20
-"""Text tokenised at once, by all threads of ``tokenizers``: what bounds the memory of building (200 bytes for each)."""
+"""Text tokenised at once, by all threads of ``tokenizers``; it bounds the memory of a build (200 bytes for each)."""
 _DOCUMENTS = 4096
 _PART = 1 << 17
 _BORDER = re.compile(r"(?<=\n)(?=\S)|(?<=\S)(?= \S)")
-"""Where a long text is cut, if its tokenizer allows it: where a line or a word begins."""
+"""Candidate places to cut a long text: where a line or a word begins."""
 _TRIES = 16
 _BESIDE = 256
-"""Characters on each side of a border by which it is tried."""
+"""Characters on each side of a border that a trial tokenises."""
 _READ = 1 << 18
 
 
 class Corpus:
     """Pieces of documents by index.
 
-    A document is its token ids and the end token, cut into pieces of at most ``context`` tokens, in order; nothing is
-    left out or twice. ``lengths``: int32 [n]; ``bytes``: of all documents as UTF-8; ``note``: how it came to be, in a
-    line for people.
+    A document is its token ids and the end token, cut into pieces of at most ``context`` tokens, in order; no token is
+    lost or repeated. ``lengths``: int32 [n]; ``bytes``: of all documents as UTF-8; ``note``: one line about the build.
     """
 
     def __init__(self, file: Path, bytes: int = 0, note: str = "") -> None:
@@ -53,24 +52,25 @@ class Corpus:
 
     @classmethod
     def build(cls, texts: Sequence[str], tokenizer: Tokenizer, context: int, folder: Path) -> "Corpus":
-        """Tokenise, or take what is in the cache ``folder`` of the same texts, tokenizer and context.
+        """Tokenise the texts, or load the cache in ``folder`` of the same texts, tokenizer and context.
 
-        A cache that was damaged is told in ``note`` and built anew. Empty texts are left out. Raises ``DataError`` if
+        A damaged cache is built again and reported in ``note``. Empty texts are left out. Raises ``DataError`` if
         there is no text, ``StorageError`` if the folder cannot be written.
         """
         if context < 2:
-            raise DataError(f"pieces of {context} tokens have nothing to predict; context must be at least 2")
+            message = f"pieces of {context} tokens have nothing to predict; context must be at least 2"
+            raise DataError(message, key="context")
         if not any(texts):
-            raise DataError("there is no text in the documents")
+            raise DataError("there is no text in the documents", key="texts")
         place = folder / f"pieces-{_key(texts, tokenizer, context)}"
-        wrong = _damage(place)
-        if wrong == "":
-            return cls(place / "pieces.arrow", _about(place)["bytes"], f"tokens from {place}")
-        _write(place, texts, tokenizer, context)
-        built = cls(place / "pieces.arrow", _about(place)["bytes"])
-        told = f"; what was in {place} is damaged ({wrong}) and was built anew" if wrong else ""
-        built.note = f"tokenised {built.tokens_in_all:,} tokens of {built.bytes:,} bytes{told}"
-        return built
+        damage = _damage(place)
+        if damage != "":
+            _write(place, texts, tokenizer, context)
+        corpus = cls(place / "pieces.arrow", _about(place)["bytes"], f"tokens from {place}")
+        if damage != "":
+            again = f"; what was in {place} is damaged ({damage}) and was built anew" if damage else ""
+            corpus.note = f"tokenised {corpus.tokens_in_all:,} tokens of {corpus.bytes:,} bytes{again}"
+        return corpus
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Corpus, (self._file.resolve(), self.bytes, self.note)
@@ -80,11 +80,11 @@ class Corpus:
 
     @property
     def tokens_in_all(self) -> int:
-        """Tokens of all pieces."""
+        """Number of tokens in all pieces."""
         return int(self.lengths.sum(dtype=np.int64))
 
     def tokens(self, indices: Iterable[int] | np.ndarray) -> Jagged:
-        """Token ids int64 of the pieces at these indices, one row each."""
+        """Return token ids int64 of the pieces at these indices, one row each."""
         return Jagged.of([self._piece(int(i)) for i in indices])
 
     def _piece(self, index: int) -> np.ndarray:
@@ -107,7 +107,7 @@ def _key(texts: Iterable[str], tokenizer: Tokenizer, context: int) -> str:
 
 
 def _damage(place: Path) -> str | None:
-    """What is wrong with a cache: "" if nothing is, None if there is none."""
+    """Describe the damage of a cache: "" if it is intact, None if there is none."""
     if not place.exists():
         return None
     try:
@@ -125,7 +125,7 @@ def _about(place: Path) -> dict[str, Any]:
 
 
 def _checksum(file: Path) -> int:
-    """CRC-32 of a file: about a second per gigabyte, of a file that is about to be read anyway."""
+    """CRC-32 of a file, at about a second per gigabyte."""
     found = 0
     with open(file, "rb") as opened:
         while block := opened.read(_READ):
@@ -134,7 +134,7 @@ def _checksum(file: Path) -> int:
 
 
 def _write(place: Path, texts: Sequence[str], tokenizer: Tokenizer, context: int) -> None:
-    """Both files as a whole, last the one that vouches for the other: a killed build leaves nothing to be believed."""
+    """Write the pieces, then the file with their checksum: a build that was killed leaves no valid cache."""
     try:
         make_folder(place)
         file = place / f".pieces.{os.getpid()}"
@@ -146,32 +146,30 @@ def _write(place: Path, texts: Sequence[str], tokenizer: Tokenizer, context: int
             rename(file, place / "pieces.arrow")
         finally:
             file.unlink(missing_ok=True)
-        said = place / f".about.{os.getpid()}"
-        said.write_text(json.dumps(about))
-        rename(said, place / "about.json")
+        temporary = place / f".about.{os.getpid()}"
+        temporary.write_text(json.dumps(about))
+        rename(temporary, place / "about.json")
     except OSError as error:
-        raise StorageError(f"cannot write the tokens of the documents to {place}: {error.strerror or error}") from error
+        message = f"cannot write the tokens of the documents to {place}: {error.strerror or error}"
+        raise StorageError(message, key="pieces.arrow") from error
 
 
 def _documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[np.ndarray]]:
-    """Ids int32 of each document with its end token, some documents at a time."""
-    for some in _batches(text for text in texts if text):
-        rows = [_long(some[0], tokenizer)] if len(some[0]) > _CHARACTERS else tokenizer.encode_all(some)
+    """Yield ids int32 of each document with its end token, a batch of documents at a time."""
+    for batch in _batches(text for text in texts if text):
+        rows = [_long(batch[0], tokenizer)] if len(batch[0]) > _CHARACTERS else tokenizer.encode_all(batch)
         yield [np.append(np.array(ids, np.int32), np.int32(tokenizer.eos_id)) for ids in rows]
 
 
 def _long(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Ids of a text that is tokenised part by part; as a whole where it cannot be."""
-    parts = [text[a:b] for a, b in pairwise([*_cuts(text, tokenizer), len(text)])]
-    first = np.array(tokenizer.encode(parts[0]), np.int32)
-    rest = [
-        np.array(ids, np.int32) for some in _batches(parts[1:]) for ids in tokenizer.encode_all(some, special=False)
-    ]
-    return np.concatenate([first, *rest])
+    """Tokenise a text part by part, or as a whole where it has no safe cut."""
+    first, *parts = (text[a:b] for a, b in pairwise([*_cuts(text, tokenizer), len(text)]))
+    rest = (ids for batch in _batches(parts) for ids in tokenizer.encode_all(batch, special=False))
+    return np.concatenate([np.array(ids, np.int32) for ids in (tokenizer.encode(first), *rest)])
 
 
 def _cuts(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Where the parts of a text begin, whose tokens are those of the text."""
+    """Starts of parts of a text whose tokens, joined, are those of the text."""
     cuts = [0]
     while cuts[-1] + _PART < len(text):
         borders = (found.start() for found in islice(_BORDER.finditer(text, cuts[-1] + _PART), _TRIES))
@@ -183,23 +181,23 @@ def _cuts(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _apart(text: str, at: int, tokenizer: Tokenizer) -> bool:
-    """Whether both sides of a border have the same tokens with and without the other one."""
+    """True if the two sides of a border have the same tokens joined and alone."""
     left, right = text[max(at - _BESIDE, 0) : at], text[at : at + _BESIDE]
     both, one, other = tokenizer.encode_all([left + right, left, right], special=False)
     return both == one + other
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    some: list[str] = []
+    batch: list[str] = []
     size = 0
     for text in texts:
-        if some and (size + len(text) > _CHARACTERS or len(some) == _DOCUMENTS):
-            yield some
-            some, size = [], 0
-        some.append(text)
+        if batch and (size + len(text) > _CHARACTERS or len(batch) == _DOCUMENTS):
+            yield batch
+            batch, size = [], 0
+        batch.append(text)
         size += len(text)
-    if some:
-        yield some
+    if batch:
+        yield batch
 
 
 def _pieces(documents: Sequence[np.ndarray], context: int) -> pa.RecordBatch:
@@ -210,7 +208,7 @@ def _pieces(documents: Sequence[np.ndarray], context: int) -> pa.RecordBatch:
 
 
 def _lengths(tokens: int, context: int) -> list[int]:
-    """Of the pieces of a document. One token alone would have nothing to predict: it takes one from its neighbour."""
+    """Lengths of a document's pieces; a last piece of one token, with nothing to predict, takes one from before."""
     full, rest = divmod(tokens, context)
     if rest == 1 and full and context > 2:
         return [*[context] * (full - 1), context - 1, 2]

@@ -1,4 +1,4 @@
-"""Prompts as token ids, checked: for generation, and with their answers for supervised learning."""
+"""Encode prompts as token ids and check their length, for generation and, with answers, for supervised learning."""
 
 import heapq
 from collections.abc import Sequence
@@ -6,41 +6,51 @@ from collections.abc import Sequence
 import numpy as np
 
 from tilth.core.errors import DataError
+from tilth.data.columns import RecordError, record_key
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import Joined, Prompt, Records
 from tilth.data.template import Example, Template
-
-__all__ = ["Example", "check_example", "check_examples", "check_prompts", "encode_prompts", "supervised"]
 
 _CHECKED = 20_000
 """Prompts tokenised before a run starts; of a larger set, the longest, and the shortest: it may have no tokens."""
 
 
 def encode_prompts(prompts: Sequence[Prompt], template: Template, limit: int) -> list[np.ndarray]:
-    """Token ids int64 of each prompt; ``DataError`` for one of more than ``limit`` tokens (context - max_tokens)."""
+    """Return token ids int64 of each prompt.
+
+    limit: model.context - rollout.max_tokens. Raises ``DataError`` for a prompt of no tokens, or of more than limit.
+    """
     rows = template.prompts(prompts)
     for prompt, ids in zip(prompts, rows):
         if len(ids) > limit:
-            raise DataError(
-                f"{prompt.name} has {len(ids)} tokens, but model.context less rollout.max_tokens "
-                f"leaves room for {limit}"
-            )
+            message = f"{prompt.name} has {len(ids)} tokens, but model.context less rollout.max_tokens leaves {limit}"
+            raise DataError(message, key=record_key(prompt.name, "tokens"))
         if not ids:
-            raise DataError(f"{prompt.name} has no tokens")
+            raise DataError(f"{prompt.name} has no tokens", key=record_key(prompt.name, "empty"))
     return [np.array(ids, np.int64) for ids in rows]
 
 
 def check_prompts(prompts: PromptSet, template: Template, limit: int) -> int:
-    """Tokens of the longest prompt, by tokenising the longest 20,000 and the shortest; raises as ``encode_prompts``."""
-    return max(len(ids) for ids in encode_prompts(_checked(prompts), template, limit))
+    """Return the tokens of the longest prompt, from the longest 20,000 and the shortest.
+
+    Raises the errors of ``encode_prompts``.
+    """
+    return max(len(ids) for ids in encode_prompts(checked_prompts(prompts), template, limit))
 
 
 def check_examples(prompts: PromptSet, template: Template, context: int) -> int:
-    """Tokens of the longest example, by tokenising the longest 20,000 and the shortest; raises as ``supervised``."""
-    return max(len(e.tokens) for e in supervised(_checked(prompts, answers=True), template, context))
+    """Return the tokens of the longest example, from the longest 20,000 and the shortest.
+
+    Raises the errors of ``supervised``.
+    """
+    return max(len(e.tokens) for e in supervised(checked_prompts(prompts, answers=True), template, context))
 
 
-def _checked(prompts: PromptSet, answers: bool = False) -> list[Prompt]:
+def checked_prompts(prompts: PromptSet, answers: bool = False) -> list[Prompt]:
+    """Return the prompts to tokenise before a run starts: all, or the longest 20,000 and the shortest.
+
+    answers: measure a record's prompt with its answer.
+    """
     if len(prompts) <= _CHECKED:
         return list(prompts)
     if answers and isinstance(prompts.source, (Records, Joined)):  # not a task, whose answers are short and many
@@ -50,13 +60,14 @@ def _checked(prompts: PromptSet, answers: bool = False) -> list[Prompt]:
 
 
 def supervised(prompts: Sequence[Prompt], template: Template, context: int) -> list[Example]:
-    """Prompt, answer and end token of each, with the loss on what the policy would write.
+    """Return prompt, answer and end token of each, with the loss on the tokens the policy would generate.
 
-    Raises ``DataError`` for a prompt without an answer, and as ``check_example``.
+    Raises ``DataError`` for a prompt without an answer, and the errors of ``check_example``.
     """
     for prompt in prompts:
         if prompt.answer is None:
-            raise DataError(f"{prompt.name} has no answer, which supervised steps need; or set supervised.steps = 0")
+            message = f"{prompt.name} has no answer, which supervised steps need; or set supervised.steps = 0"
+            raise DataError(message, key=record_key(prompt.name, "answer"))
     found = template.examples(prompts)
     for prompt, example in zip(prompts, found):
         check_example(prompt, example, context)
@@ -66,9 +77,12 @@ def supervised(prompts: Sequence[Prompt], template: Template, context: int) -> l
 def check_example(prompt: Prompt, example: Example, context: int) -> None:
     """Raise ``DataError`` for more than ``context`` tokens, and for an answer whose prompt has none."""
     if len(example.tokens) > context:
-        raise DataError(f"{prompt.name} with its answer has {len(example.tokens)} tokens; model.context is {context}")
+        message = f"{prompt.name} with its answer has {len(example.tokens)} tokens; model.context is {context}"
+        raise DataError(message, key=record_key(prompt.name, "tokens"))
     if example.mask[0]:
-        raise DataError(
-            f"{prompt.name}: the prompt (data.columns.prompt) makes no tokens, so the answer's first token has none "
-            "before it that it could be learned from; leave the record out, or take a tokenizer with a begin token"
+        raise RecordError(
+            "the prompt (data.columns.prompt) has no tokens, so nothing predicts the answer's first token; leave the "
+            "record out, or use a tokenizer with a begin token",
+            prompt.name,
+            key="empty",
         )

@@ -1,7 +1,7 @@
-"""Records of files: JSON lines, JSON, CSV, Parquet, Arrow, dataset directories of Hugging Face, and text.
+"""Read records of files: JSON lines, JSON, CSV, Parquet, Arrow, dataset directories of Hugging Face, and text.
 
 Each comes with its place, such as ``train.jsonl:12`` (a line) or ``train.parquet row 3`` (from 1), for error messages.
-Files are read as a stream, but for a JSON list and a single document. Nothing is unpickled.
+Files are streamed, except a JSON list and a single document. Nothing is unpickled.
 """
 
 import bz2
@@ -25,53 +25,57 @@ import pyarrow.parquet as pq
 
 from tilth.core.errors import DataError
 from tilth.core.names import name_problem
+from tilth.data.columns import RecordError
 
 Record = dict[str, Any]
 Placed = tuple[str, Record]
 
 END_OF_TEXT = "<|endoftext|>"
-"""A line of a text file that holds this and nothing else stands between two documents."""
+"""Line of a text file that separates two documents."""
 
 ROWS = 1024
-"""Rows of a table that are Python objects at once."""
+"""Rows of a table converted to Python objects at once."""
 
 _LONGEST = 4096
-"""Characters of a path."""
+"""Most characters of a path."""
 
 
 def read_records(source: str) -> Iterator[Placed]:
-    """(place, record) of every record of a source, in its order.
+    """Yield (place, record) of every record of a source, in order.
 
     A source is a file (``FORMATS``; JSON, CSV and text also as .gz, .bz2, .xz and .zst), a folder or a pattern of such
     files (sorted by name), or a directory of Hugging Face's ``save_to_disk``, of which ``DIRECTORY:SPLIT`` is one split
     and the bare name the split train. A record of a text file is ``{"text": document}``.
 
-    Raises ``DataError`` (one line: place, what is wrong, what would be right) for whatever cannot be read.
+    Raises ``DataError`` in one line (place, problem, remedy) for everything that cannot be read.
     """
     files = _saved(source)
     files = find_files(source) if files is None else files
     for path in files:
         if len(files) > 1 and not path.stat().st_size:
-            raise DataError(f"{str(path)!r} is empty, as after a copy that was cut off")
-        yield from _read(path)
+            raise DataError(f"{str(path)!r} is empty, as after a copy that was cut off", key=f"{path.name}.empty")
+        try:
+            yield from _reader(path)(path)
+        except (OSError, EOFError, UnicodeDecodeError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
+            raise DataError(f"cannot read {str(path)!r}: {_first_line(error)}", key=path.name) from None
 
 
 def is_source(source: str) -> bool:
-    """Whether there is such a file, directory, split of a directory or pattern."""
+    """True if there is such a file, directory, split of a directory or pattern."""
     try:
         there = Path(source).exists() or _dataset(source)[0] is not None or bool(glob.glob(source, recursive=True))
-    except OSError as error:  # a name that is too long, a folder that may not be entered
-        raise DataError(f"cannot read {source[:100]!r}: {_first_line(error)}") from None
+    except OSError as error:  # a name that is too long, a folder without permission
+        raise DataError(f"cannot read {source[:100]!r}: {_first_line(error)}", key="source") from None
     return there and source != ""
 
 
 def is_file_name(text: str) -> bool:
-    """Whether a text is the name of a file of a known format."""
+    """True if a text is the name of an existing file of a known format."""
     return "." in text and len(text) < _LONGEST and os.path.isfile(text) and _format(Path(text)) is not None
 
 
 def find_files(source: str) -> list[Path]:
-    """The files of a source, sorted. Raises ``DataError`` if there are none, or several formats in a folder."""
+    """Return the files of a source, sorted. Raises ``DataError`` if there are none, or several formats in a folder."""
     path = Path(source)
     if path.is_dir():
         return _folder(path)
@@ -79,16 +83,8 @@ def find_files(source: str) -> list[Path]:
         return [path]
     found = sorted(p for p in map(Path, glob.glob(source, recursive=True)) if p.is_file())
     if not found:
-        raise DataError(f"there is no {source!r}{missing(source)}")
+        raise DataError(f"there is no {source!r}{missing(source)}", key=path.name)
     return found
-
-
-def _read(path: Path) -> Iterator[Placed]:
-    """Every record of one file; what the libraries raise is told as a ``DataError`` of this file."""
-    try:
-        yield from _reader(path)(path)
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
-        raise DataError(f"cannot read {str(path)!r}: {_first_line(error)}") from None
 
 
 def _first_line(error: BaseException) -> str:
@@ -103,22 +99,22 @@ def _first_line(error: BaseException) -> str:
 def _reader(path: Path) -> Callable[[Path], Iterator[Placed]]:
     name = _format(path)
     if name is None:
-        raise DataError(f"{str(path)!r} is of no known format; known are {', '.join(FORMATS)} and {_SQUEEZED}")
+        message = f"{str(path)!r} is of no known format; known are {', '.join(FORMATS)} and {_COMPRESSIBLE}"
+        raise DataError(message, key=f"{path.name}.format")
     return FORMATS[name]
 
 
 def _format(path: Path) -> str | None:
-    """The suffix that says what a file holds; a name without any is text."""
+    """Suffix in ``FORMATS`` that names a file's format; a name without a suffix is text, an unknown one None."""
     suffixes = [s.lower() for s in path.suffixes[-2:]]
-    squeezed = bool(suffixes) and suffixes[-1] in _OPEN
-    last = suffixes[-2:-1] if squeezed else suffixes[-1:]
+    compressed = bool(suffixes) and suffixes[-1] in _OPEN
+    last = suffixes[-2:-1] if compressed else suffixes[-1:]
     name = last[0] if last else ".txt"
-    known = FORMATS.keys() - _BINARY if squeezed else FORMATS.keys()
-    return name if name in known else None
+    return name if name in FORMATS and not (compressed and name in _BINARY) else None
 
 
 def _folder(path: Path) -> list[Path]:
-    """The files of a folder that are of one format; text beside data (README.md) is left out."""
+    """Files of a folder that share one format; text beside data (README.md) is left out."""
     files = sorted(p for p in path.iterdir() if p.suffix and not p.name.startswith((".", "_")) and p.is_file())
     kinds: dict[str, list[Path]] = {}
     for file in files:
@@ -128,17 +124,19 @@ def _folder(path: Path) -> list[Path]:
     if len(data) > 1:
         raise DataError(
             f"{str(path)!r} holds files of several formats ({', '.join(sorted(data))}); "
-            f"name one of them by a pattern, such as {str(path / f'*{data[0]}')!r}"
+            f"name one of them by a pattern, such as {str(path / f'*{data[0]}')!r}",
+            key=f"{path.name}.formats",
         )
     if not data:
         deeper = next((p for p in path.rglob("*") if p.is_file() and p.suffix and _format(p)), None)
         hint = f"; there are some deeper: {str(path / '**' / f'*{deeper.suffix}')!r}" if deeper else ""
-        raise DataError(f"{str(path)!r} holds no file of a known format ({', '.join(FORMATS)}){hint}")
+        message = f"{str(path)!r} holds no file of a known format ({', '.join(FORMATS)}){hint}"
+        raise DataError(message, key=f"{path.name}.format")
     return kinds[data[0]]
 
 
 def missing(source: str) -> str:
-    """The existing name that is nearest to one that is not there, as a hint; "" if there is none like it."""
+    """Suggest the existing name nearest to one that does not exist, as a hint; "" if none is near."""
     path = Path(source)
     while not path.parent.is_dir():
         path = path.parent
@@ -154,17 +152,18 @@ def _zstd(path: Path, mode: str) -> BinaryIO:
 
 
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
-_SQUEEZED = "JSON, CSV or text with " + ", ".join(_OPEN)
+_COMPRESSIBLE = "JSON, CSV or text with " + ", ".join(_OPEN)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number (from 1) and text of each line with its end, which is a newline: JSON has other ends inside texts."""
+    """Yield number (from 1) and text of each line, split at newlines only: JSON texts hold other line ends."""
     with _OPEN.get(path.suffix.lower(), open)(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                raise DataError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start}") from None
+                message = f"not UTF-8: {error.reason} at byte {error.start}"
+                raise RecordError(message, f"{path}:{number}", key="utf8") from None
 
 
 def _json_lines(path: Path) -> Iterator[Placed]:
@@ -180,17 +179,15 @@ def _objects(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Placed]:
 
 
 def _json(path: Path) -> Iterator[Placed]:
-    """A list of objects, or one object a line, which many files of this name hold."""
-    lines = _lines(path)
+    """A list of objects, or one object a line: many files with this suffix hold lines."""
+    lines = itertools.dropwhile(lambda line: not line[1].strip(), _lines(path))
     head = list(itertools.islice(lines, 1))
-    while head and not head[-1][1].strip():
-        head = list(itertools.islice(lines, 1))
     if not head or head[0][1].lstrip().startswith("{"):
         yield from _objects(path, itertools.chain(head, lines))
         return
     whole = _parse("".join(line for _, line in itertools.chain(head, lines)), str(path))
     if not isinstance(whole, list):
-        raise DataError(f"{path}: {_kind(whole)}, not a list of objects")
+        raise RecordError(f"{_kind(whole)}, not a list of objects", str(path), key="type")
     for number, value in enumerate(whole, 1):
         where = f"{path} item {number}"
         yield where, _record(value, where)
@@ -201,14 +198,14 @@ def _parse(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno} column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise DataError(f"{where}: not JSON: {error.msg} at {place}") from None
+        raise RecordError(f"not JSON: {error.msg} at {place}", where, key="json") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
-        raise DataError(f"{where}: not JSON that can be read: {_first_line(error)}") from None
+        raise RecordError(f"not JSON that can be read: {_first_line(error)}", where, key="json.limit") from None
 
 
 def _record(value: Any, where: str) -> Record:
     if not isinstance(value, dict):
-        raise DataError(f"{where}: {_kind(value)}, not an object of columns")
+        raise RecordError(f"{_kind(value)}, not an object of columns", where, key="type")
     return value
 
 
@@ -218,7 +215,7 @@ def _kind(value: Any) -> str:
 
 
 def _text(path: Path) -> Iterator[Placed]:
-    """Documents between lines of ``END_OF_TEXT``, with the newline before such a line; empty ones are skipped."""
+    """Documents between lines of ``END_OF_TEXT``, without the newline before such a line; empty ones are skipped."""
     start, parts = 1, list[str]()
     for number, line in _lines(path):
         if line.rstrip("\r\n") == END_OF_TEXT:
@@ -238,9 +235,9 @@ def _document(path: Path, start: int, text: str) -> Iterator[Placed]:
 
 
 def _csv(path: Path) -> Iterator[Placed]:
-    """A record a row under a header of column names; all values are texts, and a quoted one may have several lines."""
+    """Rows under a header of column names; every value is a text, and a quoted one may span lines."""
     separator = "\t" if ".tsv" in (suffix.lower() for suffix in path.suffixes[-2:]) else ","
-    csv.field_size_limit(sys.maxsize)  # of the whole process; by default a document of 128 KiB is an error
+    csv.field_size_limit(sys.maxsize)  # of the whole process; the default refuses a document of 128 KiB
     rows = csv.reader((line for _, line in _lines(path)), delimiter=separator, strict=True)
     names, number = list[str](), 1
     try:
@@ -251,22 +248,23 @@ def _csv(path: Path) -> Iterator[Placed]:
             elif row:
                 names = _header(row, separator, where)
     except csv.Error as error:
-        raise DataError(f"{path}:{rows.line_num}: not CSV: {error}") from None
+        raise RecordError(f"not CSV: {error}", f"{path}:{rows.line_num}", key="csv") from None
 
 
 def _header(names: list[str], separator: str, where: str) -> list[str]:
     other = next((sign for sign in ";\t,|" if sign in names[0]), None)
     if len(names) == 1 and other:
-        raise DataError(f"{where}: one column, {names[0][:60]!r}; its values must be separated by {separator!r}")
+        message = f"one column, {names[0][:60]!r}; its values must be separated by {separator!r}"
+        raise RecordError(message, where, key="separator")
     twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if twice is not None:
-        raise DataError(f"{where}: the column {twice!r} is there twice")
+        raise RecordError(f"the column {twice!r} is there twice", where, key=twice)
     return names
 
 
 def _named(names: list[str], row: list[str], where: str) -> Record:
     if len(row) != len(names):
-        raise DataError(f"{where}: {len(row)} values in a row, not {len(names)} as in the header")
+        raise RecordError(f"{len(row)} values in a row, not {len(names)} as in the header", where, key="values")
     return dict(zip(names, row))
 
 
@@ -279,12 +277,13 @@ def _parquet(path: Path) -> Iterator[Placed]:
 
 
 def _arrow(path: Path) -> Iterator[Placed]:
-    """The IPC file format (Feather too), which begins with a magic word, or the stream format."""
+    """Arrow IPC: the file format (Feather too), which begins with a magic word, or the stream format."""
     with pa.memory_map(str(path)) as mapped:
         magic = mapped.read(6)
         mapped.seek(0)
         if magic[:4] == b"FEA1":
-            raise DataError(f"{str(path)!r} is Feather of version 1, which is no Arrow file; write it as version 2")
+            message = f"{str(path)!r} is Feather of version 1, which is no Arrow file; write it as version 2"
+            raise DataError(message, key=f"{path.name}.version")
         if magic == b"ARROW1":
             file = pa.ipc.open_file(mapped)
             yield from _rows(path, (file.get_batch(i) for i in range(file.num_record_batches)))
@@ -298,15 +297,15 @@ def _rows(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Placed]:
 
 
 def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[Record]:
-    """Every row, with dates and times as texts."""
+    """Yield every row as a dictionary, dates and times as texts."""
     for batch in batches:
-        batch.validate(full=True)  # offsets and UTF-8, which a damaged file may have wrong and nothing else looks at
+        batch.validate(full=True)  # offsets and UTF-8, which a damaged file may have wrong and nothing else checks
         for start in range(0, batch.num_rows, ROWS):
             yield from _as_text(batch.slice(start, ROWS)).to_pylist()
 
 
 def _as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Dates and times as texts, since those of nanoseconds have no Python type."""
+    """Convert dates and times to texts: Python has no type for nanoseconds."""
     for i, field in enumerate(batch.schema):
         if pa.types.is_timestamp(field.type) or pa.types.is_date(field.type) or pa.types.is_time(field.type):
             batch = batch.set_column(i, field.name, batch.column(i).cast(pa.string()))
@@ -330,14 +329,14 @@ FORMATS: dict[str, Callable[[Path], Iterator[Placed]]] = {
 
 _BINARY = {".parquet", ".arrow", ".feather"}
 _GROUPS = {".ndjson": ".jsonl", ".feather": ".arrow", ".text": ".txt", ".md": ".txt"}
-"""Suffixes that mean the same."""
+"""Suffixes of the same format."""
 
 
 # -- directories of Hugging Face ---------------------------------------------------------------------------------------
 
 
 def _dataset(source: str) -> tuple[Path | None, str]:
-    """(directory, split) if a source is what ``save_to_disk`` writes: of a ``Dataset`` or of a ``DatasetDict``."""
+    """(directory, split) if ``save_to_disk`` wrote the source: a ``Dataset``, or a ``DatasetDict`` with splits."""
     path = Path(source)
     if (path / "state.json").is_file():
         return path, ""
@@ -350,42 +349,47 @@ def _dataset(source: str) -> tuple[Path | None, str]:
 
 
 def _saved(source: str) -> list[Path] | None:
-    """The shards of a saved dataset, in the order that it says; None for any other source."""
+    """Shards of a saved dataset, in the order of its state; None for any other source."""
     path, split = _dataset(source)
     if path is None:
         return None
     if split:
-        splits = _key(path / "dataset_dict.json", "splits")
+        splits = _list(path / "dataset_dict.json", "splits")
         if split not in splits:
-            raise DataError(f"{str(path)!r} has no split {split!r}; there are {', '.join(map(repr, splits)) or 'none'}")
+            message = f"{str(path)!r} has no split {split!r}; there are {', '.join(map(repr, splits)) or 'none'}"
+            raise DataError(message, key=f"{path.name}.{split}")
         path = path / split
     state = path / "state.json"
     if not state.is_file():
-        raise DataError(f"{str(path)!r} has no state.json, so it is no dataset that was saved to its end")
-    if _key(state, "_indices_data_files", []):
-        raise DataError(f"{str(path)!r} has a table of indices, as old versions of datasets wrote; save it again")
-    return [_shard(file, state) for file in _key(state, "_data_files")]
+        message = f"{str(path)!r} has no state.json, so it is no dataset that was saved to its end"
+        raise DataError(message, key="state.json")
+    if _list(state, "_indices_data_files", []):
+        message = f"{str(path)!r} has a table of indices, as old versions of datasets wrote; save it again"
+        raise DataError(message, key="state.json._indices_data_files")
+    return [_shard(file, state) for file in _list(state, "_data_files")]
 
 
 def _shard(file: Any, state: Path) -> Path:
     name = file.get("filename") if isinstance(file, dict) else None
     if not isinstance(name, str):
-        raise DataError(f"{state}: _data_files holds {file!r}, not an object with a filename")
+        raise RecordError(f"_data_files holds {file!r}, not an object with a filename", str(state), key="_data_files")
     if problem := name_problem(name, folders=True):
-        raise DataError(f"{state}: a filename of _data_files: {problem}")
-    if not (state.parent / name).is_file():
-        raise DataError(f"{str(state.parent / name)!r} is missing, which {state} names")
-    return state.parent / name
+        raise RecordError(f"a filename of _data_files: {problem}", str(state), key="_data_files.filename")
+    path = state.parent / name
+    if not path.is_file():
+        raise DataError(f"{str(path)!r} is missing, which {state} names", key=path.name)
+    return path
 
 
-def _key(path: Path, key: str, default: list[Any] | None = None) -> list[Any]:
+def _list(path: Path, key: str, default: list[Any] | None = None) -> list[Any]:
+    """List at a key of a JSON file."""
     try:
         found = _parse(path.read_text("utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {str(path)!r}: {_first_line(error)}") from None
+        raise DataError(f"cannot read {str(path)!r}: {_first_line(error)}", key=path.name) from None
     value = found.get(key, default) if isinstance(found, dict) else None
     if value is None and default is not None:
         return default
     if not isinstance(value, list):
-        raise DataError(f"{path}: {key!r} is {value!r}, not a list")
+        raise RecordError(f"{key!r} is {value!r}, not a list", str(path), key=f"{key}.type")
     return value

@@ -1,4 +1,4 @@
-"""The order in which things are drawn: endless, and a pure function of seed and position, so that nothing is saved."""
+"""The order in which rows are drawn: endless, and a pure function of seed and position, so nothing is saved."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from tilth.core.random import Stream, stream
 
 
 class Order:
-    """Some indices, and the endless sequence of them: one permutation of all after another, an epoch each.
+    """Indices and their endless sequence: one permutation of all after another, an epoch each.
 
     ``rows``: int64 [n], the indices, ascending.
     """
@@ -19,14 +19,14 @@ class Order:
         return len(self.rows)
 
     def take(self, stream: Stream, start: int, count: int) -> np.ndarray:
-        """Indices int64 [count] from place ``start`` of the sequence on, of rows, stream and numbers alone."""
+        """Return int64 [count]: the indices from place ``start`` of the sequence on."""
         epochs, places = np.divmod(np.arange(start, start + count), len(self))
         parts = [self.rows[self._order(stream, int(e))[places[epochs == e]]] for e in np.unique(epochs)]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def _order(self, base: Stream, epoch: int) -> np.ndarray:
         if (base, epoch) not in self._orders:
-            self._orders = dict(list(self._orders.items())[-3:])  # few are in use at a time; any can be made again
+            self._orders = dict(list(self._orders.items())[-3:])  # few are in use at a time; any can be computed again
             permutation = stream(base.seed, base.id, "epoch", epoch).permutation(len(self))
             self._orders[base, epoch] = np.asarray(permutation, dtype=np.int64)
         return self._orders[base, epoch]

@@ -1,14 +1,14 @@
 """Pairs of answers to a prompt, one chosen over the other: from files, lists of records and tasks.
 
-A prompt is one item of the data, with all its pairs: it is drawn, held out and weighed as a whole.
+A prompt is one item of the data, with all its pairs: it is drawn, held out and weighted as a whole.
 """
 
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,159 +16,106 @@ from tilth.config.plugins import task_names
 from tilth.config.schema import DataConfig, Recipe
 from tilth.config.tasks import task_of
 from tilth.core.errors import DataError
-from tilth.data.columns import Columns, Prompt, messages, plain, short, text_of, to_prompt, turn_of, value_of
+from tilth.data.columns import (
+    Columns,
+    Pair,
+    Prompt,
+    RecordError,
+    messages,
+    plain,
+    record_key,
+    short,
+    text_of,
+    to_prompt,
+    turn_of,
+    value_of,
+)
 from tilth.data.computed import Source
-from tilth.data.examples import check_example
+from tilth.data.examples import check_example, checked_prompts
 from tilth.data.formats import read_records
 from tilth.data.given import Given, nothing_in, placed
-from tilth.data.prompts import (
-    ARGUMENTS,
-    NOTHING,
-    Brought,
-    Key,
-    PromptSet,
-    apart,
-    check_source,
-    load_source,
-    task_source,
-)
-from tilth.data.sources import Joined, Records
+from tilth.data.prompts import ARGUMENTS, NOTHING, Brought, Key, PromptSet, check_source, load_source, task_source
+from tilth.data.sources import Records
 from tilth.data.template import Example, Template
 
-_CHECKED = 20_000
-"""Prompts whose pairs are tokenised before a run starts; of a larger set, the longest, and the shortest."""
-_OPTIONAL: Literal["margin"] = "margin"
 Side = Literal["chosen", "rejected"]
 _SIDES: tuple[Side, Side] = ("chosen", "rejected")
-
-
-class Pair(NamedTuple):
-    """Two answers to a prompt. margin: by how much the chosen one is better, in units of the reward; 0: not said."""
-
-    chosen: str
-    rejected: str
-    margin: float = 0.0
-    where: str = ""
-    """Place of its record; empty for a task's."""
-
-
-class PairSource(Source, Protocol):
-    """Prompts by index, each with at least one pair."""
-
-    def pairs(self, index: int) -> tuple[Pair, ...]:
-        """The pairs of the prompt at an index."""
-        ...
-
-
-class PairRecords(Records):
-    """Prompts in memory with their pairs."""
-
-    def __init__(self, prompts: Sequence[Prompt], pairs: Sequence[tuple[Pair, ...]]) -> None:
-        super().__init__(prompts)
-        self._pairs = pairs
-
-    def pairs(self, index: int) -> tuple[Pair, ...]:
-        """The pairs of the prompt at an index."""
-        return self._pairs[index]
-
-    def alphabet(self) -> str:
-        """Of all prompts and answers."""
-        answers = {c for pairs in self._pairs for pair in pairs for c in (*pair.chosen, *pair.rejected)}
-        return "".join(sorted({*super().alphabet(), *answers}))
-
-    def fingerprint(self) -> str:
-        """Hash of everything that every prompt says; the answers and margins are in its info."""
-        return f"pairs {super().fingerprint()}"
+_TOGETHER = 1024
+"""Prompts whose pairs are tokenised at once."""
 
 
 class TaskPairs:
-    """A task's prompts; the right answer is chosen, a wrong one that looks right is rejected: one pair a prompt."""
+    """Prompts of a task with one pair each: the right answer is chosen, a plausible wrong one rejected.
 
-    def __init__(self, name: str, task: Source, wrong: Callable[[Prompt], str]) -> None:
-        self.name, self.task, self._wrong = name, task, wrong
+    Hashes are those of the task, so successive flows on it hold out the same prompts. Wrong answers have the
+    characters of right ones.
+    """
+
+    def __init__(self, task: Source, wrong: Callable[[Prompt], str]) -> None:
+        self.task, self._wrong = task, wrong
 
     def __len__(self) -> int:
         return len(self.task)
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt at an index."""
-        return self.task.prompt(index)
-
-    def pairs(self, index: int) -> tuple[Pair, ...]:
-        """The pair of the prompt at an index, a pure function of it."""
-        prompt = self.prompt(index)
-        return (Pair(prompt.answer or "", self._wrong(prompt)),)
+        prompt = self.task.prompt(index)
+        return replace(prompt, pairs=(Pair(prompt.answer or "", self._wrong(prompt)),))
 
     @property
     def hashes(self) -> np.ndarray:
-        """Those of the task: flows that learn from it one after another hold the same prompts out."""
         return self.task.hashes
 
     def sizes(self) -> np.ndarray:
-        """Bytes of each prompt's text."""
         return self.task.sizes()
 
     def alphabet(self) -> str:
-        """Wrong answers have the signs of right ones."""
         return self.task.alphabet()
 
     def fingerprint(self) -> str:
-        """The task, in pairs."""
         return f"pairs of {self.task.fingerprint()}"
-
-
-class JoinedPairs(Joined):
-    """Two sources of pairs as one."""
-
-    first: PairSource
-    second: PairSource
-
-    def pairs(self, index: int) -> tuple[Pair, ...]:
-        """The pairs of the prompt at an index."""
-        border = len(self.first)
-        return self.first.pairs(index) if index < border else self.second.pairs(index - border)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def load_pairs(data: DataConfig, brought: Brought = NOTHING) -> PromptSet:
-    """The prompts of a recipe's ``[data]``, whose source has ``pairs``; those of ``data.heldout`` come last.
+    """Load the prompts of a recipe's ``[data]`` with their pairs; those of ``data.heldout`` come last.
 
-    Files have columns prompt, chosen, rejected and, where pairs are of different strength, margin. chosen and rejected
-    are texts or lists of messages; as lists they may hold the prompt's turns themselves, and no prompt is needed then.
+    Files have columns prompt, chosen, rejected and, where pairs differ in strength, margin. chosen and rejected are
+    texts or lists of messages; lists may hold the prompt's turns themselves, and then no prompt is needed.
     Records of one prompt are pairs of one prompt. Raises ``DataError``.
     """
-    source = _source("source", data, brought)
-    return PromptSet(JoinedPairs(source, _source("heldout", data, brought)) if apart(data, brought) else source)
+    return load_source(data, brought, _source)
 
 
 def recipe_prompts(recipe: Recipe, brought: Brought = NOTHING) -> PromptSet:
-    """The prompts of a recipe's data as its flow reads them, with their pairs where it learns from those."""
+    """Load the prompts of a recipe's data, with pairs if its flow learns from pairs."""
     load = load_pairs if recipe.flow_spec.learns == "pairs" else load_source
     return load(recipe.data, brought)
 
 
-def pair_records(records: Given, columns: Columns | None = None, name: str = "data") -> PairRecords:
-    """From records by value, see ``given.placed``. Raises ``DataError`` with the place of one."""
+def pair_records(records: Given, columns: Columns | None = None, name: str = "data") -> Records:
+    """Return the pairs of records by value, see ``given.placed``. Raises ``DataError``."""
     return _grouped(placed(records, name), columns or {}, nothing_in(records, name))
 
 
-def _source(key: Key, data: DataConfig, brought: Brought) -> PairSource:
+def _source(key: Key, data: DataConfig, brought: Brought) -> Source:
     name = getattr(data, key)
     if key in brought:
         return pair_records(brought[key], data.columns, ARGUMENTS[key])
     if name in task_names() and (wrong := task_of(name).wrong):
-        return TaskPairs(name, task_source(name, data), wrong)
+        return TaskPairs(task_source(name, data), wrong)
     if name in task_names():
         having = ", ".join(other for other in task_names() if task_of(other).wrong)
-        raise DataError(f"data.{key} = {name} has no pairs of answers; tasks that have are {having}")
+        message = f"data.{key} = {name} has no pairs of answers; tasks that have are {having}"
+        raise DataError(message, key=f"data.{key}.pairs")
     check_source(key, name)
-    return _grouped(read_records(name), data.columns, f"dataset {name!r} is empty")
+    empty = DataError(f"dataset {name!r} is empty", key=record_key(name))
+    return _grouped(read_records(name), data.columns, empty)
 
 
-def _grouped(records: Iterable[tuple[str, Any]], columns: Columns, empty: str) -> PairRecords:
-    """Records of the same prompt as one item, at the place of the first. empty: the error where there is none."""
+def _grouped(records: Iterable[tuple[str, Any]], columns: Columns, empty: DataError) -> Records:
+    """Merge records of the same prompt into one item, at the place of the first. empty: raised if there is none."""
     prompts: list[Prompt] = []
     pairs: list[list[Pair]] = []
     known: dict[str, int] = {}
@@ -180,25 +127,30 @@ def _grouped(records: Iterable[tuple[str, Any]], columns: Columns, empty: str) -
             pairs.append([])
         pairs[at].append(pair)
     if not prompts:
-        raise DataError(empty)
-    told = [replace(p, info={**p.info, "pairs": [pair[:3] for pair in own]}) for p, own in zip(prompts, pairs)]
-    return PairRecords(told, [tuple(own) for own in pairs])
+        raise empty
+    return Records(
+        [
+            replace(p, info={**p.info, "pairs": [pair[:3] for pair in mine]}, pairs=tuple(mine))
+            for p, mine in zip(prompts, pairs)
+        ]
+    )
 
 
 def to_pair(record: Any, where: str, columns: Columns) -> tuple[Prompt, Pair]:
-    """The prompt, its answer the chosen one, and the pair that a record holds.
+    """Return the prompt of a record, with the chosen answer as its answer, and the pair.
 
-    Raises ``DataError`` with the place: a column that is missing, an answer that is null or not of the assistant, two
-    prompts, two answers that are the same, a margin that is no number, a key that is nearly one of those.
+    Raises ``DataError`` with the place for a missing column, an answer that is null or not the assistant's, two
+    prompts, two equal answers, a margin that is no number, and a misspelt margin.
     """
     if not isinstance(record, Mapping):
-        raise DataError(f"{where}: a {type(record).__name__}, not an object with chosen and rejected")
-    _check_keys(record, where, columns)
+        raise RecordError(f"a {type(record).__name__}, not an object with chosen and rejected", where, key="type")
+    _check_margin_spelling(record, where, columns)
     sides = {side: _side(record, side, where, columns) for side in _SIDES}
     prompt = _prompt(record, where, columns, sides)
     (_, chosen), (_, rejected) = sides["chosen"], sides["rejected"]
     if chosen == rejected:
-        raise DataError(f"{where}: chosen and rejected are the same answer, {short(chosen)}")
+        message = f"chosen and rejected are the same answer, {short(chosen)}"
+        raise RecordError(message, where, key="rejected.same")
     if prompt.answer is None:
         prompt.info["answer"] = chosen
     prompt = replace(prompt, answer=chosen, info=dict(plain(prompt.info)))
@@ -209,77 +161,71 @@ Turns = tuple[dict[str, str], ...]
 
 
 def _side(record: Mapping[str, Any], side: Side, where: str, columns: Columns) -> tuple[Turns, str]:
-    """The turns before an answer, as far as they stand there, and the answer."""
+    """Turns before an answer, if the column has turns, and the answer."""
     name = columns.get(side, side)
     value = value_of(record, side, name, where)
     if value is None:
-        raise DataError(f"{where}: {name} is null; a pair needs both a chosen and a rejected answer")
+        message = f"{name} is null; a pair needs both a chosen and a rejected answer"
+        raise RecordError(message, where, key=f"{name}.null")
     if isinstance(value, (list, tuple)) and len(value) == 1:
-        turns: Turns = (turn_of(value[0], f"{where}: {name}[0]"),)
+        turns: Turns = (turn_of(value[0], where, f"{name}[0]"),)
     elif isinstance(value, (list, tuple, dict)):
         turns = messages(value, where, name)
     else:
         return (), text_of(value, where, name)
     if turns[-1]["role"] != "assistant":
-        raise DataError(f"{where}: {name} ends with the {turns[-1]['role']}'s turn, not with the assistant's answer")
+        message = f"{name} ends with the {turns[-1]['role']}'s turn, not with the assistant's answer"
+        raise RecordError(message, where, key=f"{name}.last")
     return turns[:-1], turns[-1]["content"]
 
 
 def _prompt(record: Mapping[str, Any], where: str, columns: Columns, sides: Mapping[Side, tuple[Turns, str]]) -> Prompt:
-    """What both answers are given to: of its own column, or of the turns that both sides begin with."""
-    used = {columns.get(role, role) for role in (*_SIDES, _OPTIONAL)}
+    """Prompt of the two answers: its own column, or the turns that the two sides begin with."""
+    used = {columns.get(role, role) for role in (*_SIDES, "margin")}
     rest = {key: value for key, value in record.items() if key not in used}
     before = [turns for turns, _ in sides.values() if turns]
     if "prompt" not in columns and "prompt" not in record and len(before) == 2:
         found = to_prompt({**rest, "messages": list(before[0])}, 0, where, {"messages": "messages"})
     else:
-        found = to_prompt(rest, 0, where, _without_answer(columns))
+        found = to_prompt(rest, 0, where, {r: name for r, name in columns.items() if r in ("prompt", "answer")})
     for side, (turns, _) in sides.items():
         if turns and not _same(found, turns):
-            raise DataError(
-                f"{where}: prompt differs inside the pair: {side} answers {short(turns[-1]['content'])}, "
-                f"not {short(found.messages[-1]['content'] if found.messages else found.text)}"
-            )
+            asked = short(found.messages[-1]["content"] if found.messages else found.text)
+            message = f"prompt differs inside the pair: {side} answers {short(turns[-1]['content'])}, not {asked}"
+            raise RecordError(message, where, key=f"{side}.prompt")
     return replace(found, messages=before[0]) if before and not found.messages else found
 
 
-def _without_answer(columns: Columns) -> Columns:
-    return {role: name for role, name in columns.items() if role in ("prompt", "answer")}
-
-
 def _same(prompt: Prompt, turns: Turns) -> bool:
-    """Whether the turns before an answer are the prompt: all of its turns, or its text as the last one."""
+    """True if the turns before an answer are the prompt: all of its turns, or its text as the last one."""
     if prompt.messages:
         return list(prompt.messages) == list(turns)
     return turns[-1]["content"].strip() == prompt.key
 
 
 def _margin(record: Mapping[str, Any], where: str, columns: Columns) -> float:
-    name = columns.get(_OPTIONAL, _OPTIONAL)
-    if _OPTIONAL not in columns and name not in record:
+    """Margin of a pair; a text is parsed, since every value of a CSV file is a text."""
+    name = columns.get("margin", "margin")
+    if "margin" not in columns and name not in record:
         return 0.0
-    value = _number(value_of(record, _OPTIONAL, name, where))
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise DataError(f"{where}: {name} is {short(value)}, not a number")
-    return float(value)
-
-
-def _number(value: Any) -> Any:
-    """The number that a text spells: of CSV every value is a text."""
+    value = value_of(record, "margin", name, where)
     try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+        margin = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise RecordError(f"{name} is {short(value)}, not a number", where, key=f"{name}.type")
+    return margin
 
 
-def _check_keys(record: Mapping[str, Any], where: str, columns: Columns) -> None:
-    """A column that may be missing must not be missed for its spelling."""
-    named = set(columns.values())
-    if _OPTIONAL in record or _OPTIONAL in columns:
+def _check_margin_spelling(record: Mapping[str, Any], where: str, columns: Columns) -> None:
+    """Raise for a column that is nearly ``margin``: the optional column must not be missed for its spelling."""
+    if "margin" in record or "margin" in columns:
         return
-    for key in difflib.get_close_matches(_OPTIONAL, [str(key) for key in record], 1, 0.75):
-        if key not in named:
-            raise DataError(f"{where}: unknown key {key!r}; did you mean {_OPTIONAL!r}? (or data.columns.margin={key})")
+    for key in difflib.get_close_matches("margin", [str(key) for key in record], 1, 0.75):
+        if key not in columns.values():
+            message = f"unknown key {key!r}; did you mean 'margin'? (or data.columns.margin={key})"
+            raise RecordError(message, where, key=key)
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -295,15 +241,15 @@ class Encoded(NamedTuple):
 
 
 def pairs_of(prompts: PromptSet, index: int) -> tuple[Pair, ...]:
-    """The pairs of a prompt; DataError for data that has none."""
-    if not hasattr(prompts.source, "pairs"):
-        raise DataError("the data has no pairs; give columns prompt, chosen and rejected")
-    found: tuple[Pair, ...] = prompts.source.pairs(index)
+    """Return the pairs of a prompt; ``DataError`` for data without pairs."""
+    found = prompts[index].pairs
+    if not found:
+        raise DataError("the data has no pairs; give columns prompt, chosen and rejected", key="pairs")
     return found
 
 
 def encode_pairs(prompts: PromptSet, indices: Iterable[int], template: Template, context: int) -> list[Encoded]:
-    """All pairs of these prompts, in order. Raises ``DataError`` as ``check_example``, and what the template raises."""
+    """Encode all pairs of these prompts, in order. Raises the errors of ``check_example`` and of the template."""
     asked = [(prompts[int(i)], pair) for i in indices for pair in pairs_of(prompts, int(i))]
     answered = [_answered(prompt, pair, side) for prompt, pair in asked for side in _SIDES]
     examples = [answer_only(example) for example in template.examples(answered)]
@@ -322,7 +268,7 @@ def _answered(prompt: Prompt, pair: Pair, side: Side) -> Prompt:
 
 
 def answer_only(example: Example) -> Example:
-    """With the loss on the last turn alone: earlier ones are the same on both sides of a pair."""
+    """Restrict the loss to the last turn: earlier ones are equal on the two sides of a pair."""
     mask = example.mask.copy()
     others = np.flatnonzero(mask == 0)
     last = int(np.flatnonzero(mask)[-1])
@@ -332,16 +278,11 @@ def answer_only(example: Example) -> Example:
 
 
 def check_pairs(prompts: PromptSet, template: Template, context: int) -> int:
-    """Tokens of the longest answer with its prompt, by tokenising the pairs of the longest 20,000 prompts, and of the
-    shortest. Raises as ``encode_pairs``, and for a set without prompts."""
-    longest = 0
-    for chunk in _chunks(prompts):
-        for one in encode_pairs(prompts, chunk, template, context):
-            longest = max(longest, len(one.chosen.tokens), len(one.rejected.tokens))
-    return longest
+    """Return the tokens of the longest answer with its prompt, from the longest 20,000 prompts and the shortest.
 
-
-def _chunks(prompts: PromptSet, size: int = 1024) -> Iterator[list[int]]:
-    indices = prompts.rows.tolist() if len(prompts) <= _CHECKED else [p.index for p in prompts.extremes(_CHECKED)]
-    for start in range(0, len(indices), size):
-        yield indices[start : start + size]
+    Raises the errors of ``encode_pairs``, and for a set without prompts.
+    """
+    indices = [prompt.index for prompt in checked_prompts(prompts)]
+    chunks = (indices[start : start + _TOGETHER] for start in range(0, len(indices), _TOGETHER))
+    encoded = (one for chunk in chunks for one in encode_pairs(prompts, chunk, template, context))
+    return max((max(len(one.chosen.tokens), len(one.rejected.tokens)) for one in encoded), default=0)

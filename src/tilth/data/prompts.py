@@ -1,7 +1,7 @@
-"""A set of prompts: split by hash of the text, and drawn from in an order that is a pure function of (seed, step)."""
+"""A set of prompts: split by a hash of the text, drawn in an order that is a pure function of (seed, step)."""
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +26,7 @@ Brought = Mapping[Key, Given]
 """Records that take the place of ``data.source`` or ``data.heldout``."""
 NOTHING: Brought = {}
 ARGUMENTS = {"source": "data", "heldout": "heldout"}
-"""What ``tilth.train`` calls them."""
+"""Names of these arguments of ``tilth.train``."""
 
 
 class PromptSet(Order):
@@ -45,59 +45,59 @@ class PromptSet(Order):
 
     @classmethod
     def of(cls, records: Given, columns: Columns | None = None) -> "PromptSet":
-        """From records with prompt, answer and whatever else, or from bare texts. columns: as ``data.columns``."""
+        """Build from records with prompt, answer and other columns, or from bare texts. columns: ``data.columns``."""
         return cls(from_records(records, columns))
 
     def __getitem__(self, index: int | np.integer) -> Prompt:
-        """The prompt with this index in the source, whether or not it belongs to this split."""
+        """Return the prompt with this index in the source, also one outside of this split."""
         return self.source.prompt(int(index))
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[i] for i in self.rows)
 
     def split(self, holdout: float) -> tuple["PromptSet", "PromptSet"]:
-        """(training, held out): a prompt is held out if the hash of its key falls into this share of all hashes.
+        """Return (training, held out): a prompt is held out if the hash of its key is in this share of all hashes.
 
         Equal texts fall on one side, and neither order nor size of the dataset, nor white space around a text, moves
-        one to the other: flows that learn from one file one after another hold the same of it out.
+        a text to the other side: successive flows on one file hold out the same prompts.
 
-        Of two joined sources the second is what is held out, whatever ``holdout`` says, and prompts of the first that
-        are in the second too, word for word, are on neither side: see ``copies``.
+        Of two joined sources the second is held out and ``holdout`` is ignored; prompts of the first whose key is in
+        the second too are on neither side: see ``copies``.
         """
         if isinstance(self.source, Joined):
             held = self.rows >= len(self.source.first)
             train = ~held
             train[train] = ~self.source.copies[self.rows[train]]
-            blame = "every prompt of data.source is in data.heldout too, which"
+            blame, key = "every prompt of data.source is in data.heldout too, which", "data.heldout"
         else:
             held = self.source.hashes[self.rows] < np.uint64(round(holdout * 2**32))
             train = ~held
-            blame = f"data.holdout = {holdout}"
+            blame, key = f"data.holdout = {holdout}", "data.holdout"
         if not train.any():
-            raise DataError(f"{blame} leaves none of {len(self)} prompts to train on")
+            raise DataError(f"{blame} leaves none of {len(self)} prompts to train on", key=key)
         return PromptSet(self.source, self.rows[train]), PromptSet(self.source, self.rows[held])
 
     @property
     def copies(self) -> int:
-        """Prompts of the training source that are left out since ``data.heldout`` has them too."""
+        """Number of training prompts that are left out because ``data.heldout`` has them too."""
         return int(self.source.copies.sum()) if isinstance(self.source, Joined) else 0
 
     def subset(self, count: int) -> "PromptSet":
-        """``count`` prompts by a hash of their keys, in source order: a fixed sample, such as for evaluation.
+        """Return ``count`` prompts by a hash of their keys, in source order: a fixed sample, such as for evaluation.
 
-        It is another hash than that of ``split``, so the sample of a whole source is no more held out than the rest.
+        The hash differs from that of ``split``, so a sample of a whole source has its usual share of held-out prompts.
         """
         order = np.argsort(mixed(self.source.hashes[self.rows] ^ _SAMPLE), kind="stable")
         return PromptSet(self.source, np.sort(self.rows[order[:count]]))
 
     def common(self, other: "PromptSet") -> int:
-        """How many of these prompts are in another set: by hash, and those few by their keys."""
+        """Count the prompts of this set whose key is in another set."""
         mine, theirs = (side.source.hashes[side.rows] for side in (self, other))
         known = {other[i].key for i in other.rows[np.isin(theirs, mine)]}
         return sum(self[i].key in known for i in self.rows[np.isin(mine, theirs)])
 
     def fingerprint(self) -> str:
-        """Tells this source from any other one: its prompts, answers and what else it says of them."""
+        """Digest of the source: its prompts, answers and other columns."""
         return self.source.fingerprint()
 
     def alphabet(self) -> str:
@@ -105,53 +105,58 @@ class PromptSet(Order):
         return self.source.alphabet()
 
     def extremes(self, count: int) -> list[Prompt]:
-        """The ``count`` prompts of most bytes, and the one of least; there are more than these."""
+        """Return the ``count`` longest prompts in bytes, and the shortest; the set must have more than ``count``."""
         order = np.argsort(-self.source.sizes()[self.rows], kind="stable")
         return [self[i] for i in self.rows[[*order[:count], order[-1]]]]
 
 
-def load_source(data: DataConfig, brought: Brought = NOTHING) -> PromptSet:
-    """The prompts of a recipe's ``[data]``, with those of ``data.heldout`` after them. Raises ``DataError``."""
-    source = _source("source", data, brought)
-    return PromptSet(Joined(source, _source("heldout", data, brought)) if apart(data, brought) else source)
+def load_source(
+    data: DataConfig, brought: Brought = NOTHING, load: Callable[[Key, DataConfig, Brought], Source] | None = None
+) -> PromptSet:
+    """Load the prompts of a recipe's ``[data]``, followed by those of ``data.heldout``. Raises ``DataError``.
+
+    load: loads ``data.source`` or ``data.heldout``; by default prompts with answers.
+    """
+    load = load or _source
+    source = load("source", data, brought)
+    return PromptSet(Joined(source, load("heldout", data, brought)) if apart(data, brought) else source)
 
 
 def apart(data: DataConfig, brought: Brought) -> bool:
-    """Whether what is held out has a source of its own."""
+    """True if held-out data has a separate source."""
     return bool(data.heldout) or "heldout" in brought
 
 
 def load_texts(data: DataConfig, brought: Brought = NOTHING) -> tuple[list[str], list[str]]:
-    """(training, held out) documents for pre-training: the column text, or prompt and answer as they stand.
+    """Load (training, held out) documents for pre-training: the column text, or prompt and answer joined.
 
-    Held out is ``data.heldout``, and then none of its documents is trained on; or else the share ``data.holdout`` of
-    all hashes, as in ``PromptSet.split``: by the prompt where there is one, so that the flows after this one hold the
-    same records out. Conversations are rendered by ``data.template``. Empty documents are skipped.
-    Raises ``DataError``.
+    Held out is ``data.heldout``, and then none of its documents is trained on; else the share ``data.holdout`` of all
+    hashes, like ``PromptSet.split``: by the prompt where there is one, so that later flows hold out the same records.
+    Conversations are rendered by ``data.template``. Empty documents are skipped. Raises ``DataError``.
     """
     train, held = load_documents(data, brought)
     return [one.text for one in train], [one.text for one in held]
 
 
 def load_documents(data: DataConfig, brought: Brought = NOTHING) -> tuple[list[Document], list[Document]]:
-    """As ``load_texts``, each document with what decided on its side."""
+    """Load the documents of ``load_texts``, each with the key that decided on its side."""
     found = _documents("source", data, brought)
     if apart(data, brought):
         held = _documents("heldout", data, brought)
         unseen = {one.key for one in held}
         train = [one for one in found if one.key not in unseen]
-        blame = "data.heldout has all of data.source too and"
+        blame, key = "data.heldout has all of data.source too and", "data.heldout"
     else:
         sides = text_hashes(one.key.encode() for one in found) < np.uint64(round(data.holdout * 2**32))
         train, held = ([one for one, side in zip(found, sides) if side == want] for want in (False, True))
-        blame = f"data.holdout = {data.holdout}"
+        blame, key = f"data.holdout = {data.holdout}", "data.holdout"
     if not train:
-        raise DataError(f"{blame} leaves none of {len(found)} documents to train on")
+        raise DataError(f"{blame} leaves none of {len(found)} documents to train on", key=key)
     return train, held
 
 
 def task_source(name: str, data: DataConfig) -> Source:
-    """The prompts of a task. Raises ``DataError`` for records of a plugin's that are none."""
+    """Build the prompts of a task. Raises ``DataError`` if a plugin's task returns no valid records."""
     made = task_of(name).make_prompts(data)
     return made if hasattr(made, "fingerprint") else from_records(made, name=f"task {name}")
 
@@ -182,18 +187,19 @@ def _documents(key: Key, data: DataConfig, brought: Brought) -> list[Document]:
     )
     found = [one for one in each if one.text]
     if not found and key in brought:
-        raise DataError(nothing_in(brought[key], ARGUMENTS[key]))
+        raise nothing_in(brought[key], ARGUMENTS[key])
     if not found:
-        raise DataError(f"data.{key} = {name!r} has no documents")
+        raise DataError(f"data.{key} = {name!r} has no documents", key=f"data.{key}.documents")
     return found
 
 
 def check_source(key: str, name: str) -> None:
-    """DataError unless this value of data.KEY is a source of files."""
+    """Raise ``DataError`` unless this value of data.KEY is a source of files."""
     if is_source(name):
         return
     if not name:
-        raise DataError(f"data.{key} is empty; name a task or a file (what tilth.train is given is not in its recipe)")
+        message = f"data.{key} is empty; name a task or a file (what tilth.train is given is not in its recipe)"
+        raise DataError(message, key=f"data.{key}.empty")
     near = difflib.get_close_matches(name, task_names(), 1)
     hint = f"; did you mean the task {near[0]}?" if near else missing(name) or f"; tasks are {', '.join(task_names())}"
-    raise DataError(f"data.{key} = {name!r} is neither a task nor a file{hint}")
+    raise DataError(f"data.{key} = {name!r} is neither a task nor a file{hint}", key=f"data.{key}")

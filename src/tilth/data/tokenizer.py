@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the ``tokenizers`` library; directories are those of Hugging Face."""
+"""Convert text to token ids and back with the ``tokenizers`` library; directories are those of Hugging Face."""
 
 import hashlib
 import json
@@ -17,11 +17,11 @@ _BYTES = pre_tokenizers.ByteLevel.alphabet()
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen2's division of a text into words, between which nothing merges: each digit is one."""
+"""Word pattern of Qwen2, in which each digit is a word; tokens do not merge across words."""
 _PART = 1 << 20
-"""Characters that a tokenizer is trained on at once: ``tokenizers`` takes some 200 bytes for each."""
+"""Characters that a tokenizer is trained on at once: ``tokenizers`` needs about 200 bytes for each."""
 _NO_TOKEN = 2**32 - 1
-"""An id that is no token's."""
+"""An id without a token."""
 
 CHAT_TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 _KEPT = ("tokenizer_config.json", "special_tokens_map.json", GENERATION, CHAT_TEMPLATE)
@@ -32,10 +32,10 @@ _USUAL_ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>", "
 class Tokenizer:
     """A tokenizer with its end and padding tokens.
 
-    ``stop_ids`` are all tokens that end a completion (instruction-tuned models have several), ``eos_id`` first.
+    ``stop_ids``: all tokens that end a completion (instruction-tuned models have several), ``eos_id`` first.
     ``special_tokens``: texts by their names in chat templates, such as bos_token. ``appended``: tokens that the
-    tokenizer itself would put behind a text, such as an end token; ``encode`` leaves them out. Padding and truncation
-    that ``core`` carries from its file are of no effect here, as in transformers, which sets both for each call.
+    library would append to a text, such as an end token; ``encode`` leaves them out. Padding and truncation in the
+    file of ``core`` have no effect here: transformers sets the two for each call as well.
     """
 
     def __init__(self, core: tokenizers.Tokenizer, eos: str, pad: str, files: dict[str, str] | None = None) -> None:
@@ -52,7 +52,7 @@ class Tokenizer:
 
     @classmethod
     def characters(cls, alphabet: Iterable[str]) -> "Tokenizer":
-        """One token per character: padding 0, end 1, then the alphabet in sorted order."""
+        """Build a tokenizer of one token per character: padding 0, end 1, then the alphabet in sorted order."""
         letters = sorted(set(alphabet))
         vocabulary = {token: i for i, token in enumerate([PAD, EOS, *letters])}
         core = tokenizers.Tokenizer(models.WordLevel(vocabulary))
@@ -63,17 +63,16 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], size: int) -> "Tokenizer":
-        """Byte-level BPE of at most ``size`` tokens (Sennrich et al. 2016; bytes as in GPT-2), a function of its input.
+        """Train byte-level BPE of at most ``size`` tokens (Sennrich et al. 2016; bytes of GPT-2), deterministically.
 
-        Any text can be encoded and is decoded to itself. Token 0 is padding, 1 the end, 2 and 3 begin and end a turn.
-        A merge was seen at least twice, so that a small corpus gives fewer tokens. Raises ``DataError``.
+        Every text can be encoded and is decoded to itself. Token 0 is padding, 1 the end, 2 and 3 begin and end a
+        turn. A merge occurs at least twice, so a small corpus gives fewer tokens. Raises ``DataError``.
         """
         special = [PAD, EOS, TURN, TURN_END]
         least = len(_BYTES) + len(special)
         if size < least:
-            raise DataError(
-                f"a tokenizer of {size} tokens is too small: 256 bytes and {len(special)} special tokens take {least}"
-            )
+            message = f"a tokenizer of {size} tokens is too small: 256 bytes and {len(special)} special tokens take"
+            raise DataError(f"{message} {least}", key="size")
         core = tokenizers.Tokenizer(models.BPE())
         words = pre_tokenizers.Split(tokenizers.Regex(_WORDS), "isolated")
         core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -92,10 +91,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """From a directory with ``tokenizer.json`` or from that file. Raises ``DataError``."""
+        """Load a directory with ``tokenizer.json``, or that file. Raises ``DataError``."""
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         if not file.is_file():
-            raise DataError(f"no tokenizer at {str(path)!r}; give a tokenizer.json or its directory")
+            message = f"no tokenizer at {str(path)!r}; give a tokenizer.json or its directory"
+            raise DataError(message, key="tokenizer.json.missing")
         core = _parse(file)
         files = {name: _text(file.parent / name) for name in _BESIDE if (file.parent / name).is_file()}
         config = {name: _json(file.parent / name, text) for name, text in files.items() if name.endswith(".json")}
@@ -108,12 +108,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the greatest token id; a model's embedding may be larger, never smaller."""
+        """Greatest token id plus one; a model's embedding may be larger, never smaller."""
         return max(self.vocabulary().values()) + 1
 
     @property
     def chat_template(self) -> str:
-        """Jinja source of the template that came with the tokenizer, or that it was given; "" if there is none."""
+        """Jinja source of the loaded template, or of the one set by ``converse``; "" if there is none."""
         if CHAT_TEMPLATE in self._files:
             return self._files[CHAT_TEMPLATE]
         found = json.loads(self._files.get("tokenizer_config.json", "{}")).get("chat_template") or ""
@@ -121,13 +121,12 @@ class Tokenizer:
             try:
                 found = {t["name"]: t["template"] for t in found}.get("default", "")
             except (TypeError, KeyError):
-                raise DataError(
-                    "chat_template of tokenizer_config.json is a list, but not of names and templates"
-                ) from None
+                message = "chat_template of tokenizer_config.json is a list, but not of names and templates"
+                raise DataError(message, key="tokenizer_config.json.chat_template") from None
         return str(found)
 
     def converse(self, template: str, ends: Sequence[int]) -> None:
-        """Carry this chat template, and these further tokens as ends of a completion, also in what ``save`` writes."""
+        """Set the chat template and add tokens that end a completion, also for ``save``."""
         if template != self.chat_template:
             self._files[CHAT_TEMPLATE] = template
         self.stop_ids = tuple(dict.fromkeys([*self.stop_ids, *ends]))
@@ -136,31 +135,30 @@ class Tokenizer:
             self._files[GENERATION] = json.dumps({**before, "eos_token_id": list(self.stop_ids)}, indent=2) + "\n"
 
     def vocabulary(self) -> dict[str, int]:
-        """Ids of all tokens by their text."""
+        """Return the ids of all tokens by their text."""
         return dict(self._core.get_vocab(with_added_tokens=True))
 
     def special(self) -> dict[str, int]:
-        """Ids of the special tokens by their text, which a text is searched for before anything else."""
+        """Return the ids of the special tokens by their text; they are matched before all others."""
         return {token.content: i for i, token in self._core.get_added_tokens_decoder().items() if token.special}
 
     def token(self, id: int) -> str:
-        """The token as the vocabulary writes it; "" if there is none of this id."""
+        """Return the token of an id as the vocabulary writes it; "" if there is none."""
         return self._core.id_to_token(id) or ""
 
     def fingerprint(self) -> str:
-        """Tells this tokenizer from any that gives other ids or ends."""
-        said = f"{self._core.to_str()} {self.stop_ids}"
-        return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
+        """Digest that differs for a tokenizer with other ids or stops."""
+        return hashlib.blake2b(f"{self._core.to_str()} {self.stop_ids}".encode(), digest_size=8).hexdigest()
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids. ``special``: with the tokens that the tokenizer puts before a text, such as a begin token.
+        """Return token ids. special: prepend the tokenizer's own first tokens, such as a begin token.
 
-        Those that it puts behind a text are left out: a prompt goes on, and who ends a text knows by which token.
+        Tokens that it would append are left out: a prompt continues, and a caller that ends a text adds ``eos_id``.
         """
         return self.encode_all([text], special)[0]
 
     def encode_all(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
-        """Token ids of each text; ``DataError`` names a text that has characters without a token."""
+        """Return token ids of each text; ``DataError`` names a text that has characters without a token."""
         try:
             rows = [e.ids for e in self._core.encode_batch_fast(list(texts), add_special_tokens=special)]
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a token it does not have
@@ -169,13 +167,13 @@ class Tokenizer:
         return [ids[: len(ids) - behind] for ids in rows] if behind else rows
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """Text of token ids; ``special``: with end tokens and the like spelled out."""
+        """Return the text of token ids. special: include special tokens, such as the end token."""
         return self._core.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     def save(self, directory: str | Path) -> None:
         """Write ``tokenizer.json`` and the files beside it, so that ``transformers.AutoTokenizer`` loads them.
 
-        Padding and truncation are written as they were read: transformers takes its sides from there.
+        Padding and truncation are written as they were loaded: transformers takes their sides from there.
         """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -191,7 +189,8 @@ class Tokenizer:
     def _id(self, token: str) -> int:
         found = self._core.token_to_id(token)
         if found is None:
-            raise DataError(f"tokenizer has no token {token!r}, which its configuration names as end or padding")
+            message = f"tokenizer has no token {token!r}, which its configuration names as end or padding"
+            raise DataError(message, key=f"tokenizer.{token}")
         return int(found)
 
     def _unknown(self, texts: Sequence[str], error: Exception) -> DataError:
@@ -199,50 +198,52 @@ class Tokenizer:
         for text in texts:
             missing = sorted(set(text) - vocabulary.keys())
             if missing:
-                return DataError(f"the tokenizer has no token for {missing[0]!r} in {text[:60]!r}")
-        return DataError(f"the tokenizer failed: {error}")
+                message = f"the tokenizer has no token for {missing[0]!r} in {text[:60]!r}"
+                return DataError(message, key=f"tokenizer.{missing[0]}")
+        return DataError(f"the tokenizer failed: {error}", key="tokenizer")
 
 
 def check_vocabulary(tokenizer: Tokenizer, size: int, own: Tokenizer | None = None, model: str = "the model") -> None:
-    """Raise ``DataError`` unless a model with ``size`` rows in its embedding can learn from what a tokenizer says.
+    """Raise ``DataError`` unless a model with ``size`` embedding rows can learn from a tokenizer's ids.
 
-    own: the tokenizer that the model has learnt with; a token in both must have one id. Further tokens do no harm.
-    model: what to call it.
+    own: the model's tokenizer; a token in both must have one id, and further tokens do no harm. model: its name.
     """
     if tokenizer.vocab_size > size:
-        hint = "config.json and tokenizer.json do not belong together" if tokenizer is own else "take the model's own"
-        whose = "its own tokenizer" if tokenizer is own else "the tokenizer"
-        raise DataError(f"{model} has embeddings of {size} tokens, {whose} {tokenizer.vocab_size} tokens; {hint}")
+        mine = tokenizer is own
+        hint = "config.json and tokenizer.json do not belong together" if mine else "take the model's own"
+        whose = "its own tokenizer" if mine else "the tokenizer"
+        message = f"{model} has embeddings of {size} tokens, {whose} {tokenizer.vocab_size} tokens; {hint}"
+        raise DataError(message, key="config.json.vocab_size" if mine else "data.tokenizer.size")
     if own is None:
         return
     theirs = own.vocabulary()
-    mine = tokenizer.vocabulary()
     names = {i: token for token, i in theirs.items()}
-    for token, id in sorted(mine.items(), key=lambda item: item[1]):
-        differ = ""
+    for token, id in sorted(tokenizer.vocabulary().items(), key=lambda item: item[1]):
         if names.get(id, token) != token:
             differ = f"token {id} is {token!r} in the one and {names[id]!r} in the other"
         elif theirs.get(token, id) != id:
             differ = f"{token!r} is token {id} in the one and {theirs[token]} in the other"
-        if differ:
-            raise DataError(
-                f"data.tokenizer and the model's own tokenizer differ: {differ}; leave data.tokenizer empty to take "
-                f"the model's own"
-            )
+        else:
+            continue
+        raise DataError(
+            f"data.tokenizer and the model's own tokenizer differ: {differ}; leave data.tokenizer empty to take "
+            f"the model's own",
+            key=f"data.tokenizer.{token}",
+        )
 
 
 def _not_empty(texts: Iterable[str]) -> Iterator[str]:
-    """The texts as they come, long ones in parts; ``DataError`` at the end if there was nothing in them."""
+    """Yield the texts, long ones in parts; raise ``DataError`` at the end if all were blank."""
     found = False
     for text in texts:
         found = found or bool(text.strip())
         yield from (text[at : at + _PART] for at in range(0, len(text), _PART))
     if not found:
-        raise DataError("there is no text to train a tokenizer on")
+        raise DataError("there is no text to train a tokenizer on", key="texts")
 
 
 def _named(files: dict[str, str]) -> dict[str, str]:
-    """Special tokens that the files of a tokenizer name, by key."""
+    """Special tokens by key, from the files of a tokenizer."""
     config = {name: json.loads(files.get(name, "{}")) for name in ("tokenizer_config.json", "special_tokens_map.json")}
     keys = sorted({k for found in config.values() for k in found if k.endswith("_token")})
     return {key: token for key in keys if (token := _special(config, key))}
@@ -252,11 +253,10 @@ def _parse(file: Path) -> tokenizers.Tokenizer:
     try:
         core = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception for whatever it cannot parse
-        raise DataError(f"{file} is not a tokenizer: {error}") from None
+        raise DataError(f"{file} is not a tokenizer: {error}", key=file.name) from None
     if dropout := getattr(core.model, "dropout", None):
-        raise DataError(
-            f"{file} has model.dropout={dropout:.6g}: a text would have other tokens each time; set it to null"
-        )
+        message = f"{file} has model.dropout={dropout:.6g}: a text would have other tokens each time; set it to null"
+        raise DataError(message, key=f"{file.name}.model.dropout")
     return core
 
 
@@ -264,11 +264,11 @@ def _text(file: Path) -> str:
     try:
         return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {file}: {error}") from None
+        raise DataError(f"cannot read {file}: {error}", key=f"{file.name}.utf8") from None
 
 
 def _appended(core: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """Tokens that come behind a text, found by a text of one token that no tokenizer has."""
+    """Tokens that a tokenizer appends, found by post-processing one token that no tokenizer has."""
     probe = tokenizers.Encoding()
     probe.pad(1, pad_id=_NO_TOKEN)
     ids = core.post_process(probe).ids
@@ -279,14 +279,14 @@ def _json(file: Path, text: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} is not JSON: {error}") from None
+        raise DataError(f"{file} is not JSON: {error}", key=f"{file.name}.json") from None
     if not isinstance(data, dict):
-        raise DataError(f"{file} holds a {type(data).__name__}, not an object")
+        raise DataError(f"{file} holds a {type(data).__name__}, not an object", key=f"{file.name}.type")
     return data
 
 
 def _special(config: dict[str, dict[str, Any]], name: str) -> str:
-    """The text of a special token, which is a string or an object with ``content``; empty if there is none."""
+    """Text of a special token, which is a string or an object with ``content``; "" if there is none."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         token = config.get(file, {}).get(name)
         if isinstance(token, (str, dict)) and token:
@@ -305,11 +305,12 @@ def _end(core: tokenizers.Tokenizer, config: dict[str, dict[str, Any]], file: Pa
     for token in [*filter(None, named), *_USUAL_ENDS]:
         if core.token_to_id(token) is not None:
             return token
-    raise DataError(f"{file} does not say which token ends a text; name eos_token in tokenizer_config.json beside it")
+    message = f"{file} does not name the token that ends a text; name eos_token in tokenizer_config.json beside it"
+    raise DataError(message, key="tokenizer_config.json.eos_token")
 
 
 def _kept(files: dict[str, str], eos: str) -> dict[str, str]:
-    """What ``save`` writes again: all that tells how to read and to end a text, nothing about the model."""
+    """Files for ``save``: everything about reading and ending a text, nothing about the model."""
     kept = {name: text for name, text in files.items() if name in _KEPT}
     return kept if "tokenizer_config.json" in kept else {**_config_files(eos, eos), **kept}
 

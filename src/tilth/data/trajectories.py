@@ -31,19 +31,21 @@ COLUMNS = pa.schema(
         ("version", pa.int32()),
     ]
 )
-"""All columns; a writer may leave out any but ``step`` and ``id``, they are null then."""
+"""All columns; a writer may leave out any but ``step`` and ``id``; missing ones are filled with null."""
 PART_BYTES = 64_000_000
 TRAJECTORIES = "trajectories"
-"""Folder of a run that they are in."""
+"""Folder of a run with its trajectories."""
 _NAME = re.compile(r"steps-(\d+)-(\d+)\.parquet")
 
 
 def conform(table: pa.Table) -> pa.Table:
-    """The table with exactly the columns of ``COLUMNS``; DataError names a column that is unknown or ill-typed."""
+    """Return the table with exactly the columns of ``COLUMNS``; ``DataError`` for an unknown or ill-typed column."""
     unknown = [n for n in table.column_names if n not in COLUMNS.names]
-    if unknown or not {"step", "id"} <= set(table.column_names):
-        wrong = f"unknown column {unknown[0]!r}" if unknown else "no column step or id"
-        raise DataError(f"table of trajectories has {wrong}; columns are {', '.join(COLUMNS.names)}")
+    absent = [n for n in ("step", "id") if n not in table.column_names]
+    if unknown or absent:
+        problem = f"unknown column {unknown[0]!r}" if unknown else "no column step or id"
+        message = f"table of trajectories has {problem}; columns are {', '.join(COLUMNS.names)}"
+        raise DataError(message, key=f"trajectories.{(unknown or absent)[0]}")
     arrays = []
     for field in COLUMNS:
         if field.name not in table.column_names:
@@ -52,12 +54,13 @@ def conform(table: pa.Table) -> pa.Table:
         try:
             arrays.append(table[field.name].cast(field.type))
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise DataError(f"column {field.name} of trajectories: {str(error).splitlines()[0]}") from error
+            message = f"column {field.name} of trajectories: {str(error).splitlines()[0]}"
+            raise DataError(message, key=f"trajectories.{field.name}.type") from error
     return pa.Table.from_arrays(arrays, schema=COLUMNS)
 
 
 class TrajectoryFiles:
-    """Writes trajectories of committed steps. What was added but not committed is never written."""
+    """Write trajectories of committed steps; rows that were added but not committed are never written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,12 +70,11 @@ class TrajectoryFiles:
             make_folder(folder)
 
     def add(self, table: pa.Table) -> None:
-        """Rows of the step under way."""
+        """Add rows of the current step."""
         self._open.append(conform(table))
 
     def commit(self, step: int) -> None:
-        """The step is committed, other rows that were added are dropped. Its rows are written now if enough of them
-        wait, else by the next ``flush``."""
+        """Commit a step and drop added rows of other steps; rows are written by ``flush``, or beyond PART_BYTES."""
         added, self._open = self._open, []
         kept = [table.filter(pc.equal(table["step"], step)) for table in added]
         self._committed += [table for table in kept if len(table)]
@@ -80,7 +82,7 @@ class TrajectoryFiles:
             self.flush()
 
     def flush(self) -> Path | None:
-        """Write what is committed as one more file. StorageError; the rows are kept and tried again next time."""
+        """Write committed rows as one more file; on StorageError the rows stay for the next call."""
         if not self._committed:
             return None
         path = self._write(pa.concat_tables(self._committed))
@@ -101,7 +103,7 @@ class TrajectoryFiles:
         return target
 
     def rewind(self, step: int) -> None:
-        """Drop all rows of later steps. A file that holds both is written anew before the old one goes."""
+        """Drop all rows of later steps; a file with earlier rows too is rewritten before it is removed."""
         self._open, self._committed = [], []
         for first, last, path in _parts(self.folder):
             if last <= step:
@@ -121,15 +123,16 @@ def _parts(folder: Path) -> list[tuple[int, int, Path]]:
 
 
 def read_part(path: Path) -> pa.Table:
-    """One file; DataError names it if it is torn or foreign."""
+    """Read one file; ``DataError`` names it if it is truncated or foreign."""
     try:
         return conform(pq.read_table(path))
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} is truncated or not a Parquet file: {str(error).splitlines()[0]}") from error
+        message = f"{path} is truncated or not a Parquet file: {str(error).splitlines()[0]}"
+        raise DataError(message, key=path.name) from error
 
 
 def read_trajectories(run: str | Path, step: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
-    """Trajectories of a run's folder, of one step or of all, in order; works while the run goes on."""
+    """Read the trajectories of a run's folder, of one step or of all, in order; also while the run writes."""
     tables = [COLUMNS.empty_table()]
     for first, last, path in _parts(Path(run) / TRAJECTORIES):
         if step is not None and not first <= step <= last:
@@ -143,5 +146,5 @@ def read_trajectories(run: str | Path, step: int | None = None, columns: Sequenc
 
 
 def steps_of(run: str | Path) -> list[tuple[int, int]]:
-    """The ranges of steps whose trajectories are on disk."""
+    """Return the ranges of steps whose trajectories are on disk."""
     return [(first, last) for first, last, _ in _parts(Path(run) / TRAJECTORIES)]
