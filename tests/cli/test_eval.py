@@ -258,7 +258,7 @@ def test_what_the_run_says_holds_unless_the_command_says_otherwise(place):
     [
         (["none", "d.jsonl"], "none"),
         (["m", "none.jsonl", "--reward", "exact"], "'none.jsonl'"),
-        (["m", "d.jsonl"], "what is right? name it with --reward"),
+        (["m", "d.jsonl"], "name one: --reward"),
         (["m", "--reward", "exact"], "no run with held-out prompts of its own; name the data"),
         (["m", "addition", "--limit", "2", "--reward", "exakt"], "exact"),
         (["m", "addition", "--limit", "2", "--reward", "r.py:nothing"], "has no 'nothing'"),

@@ -26,7 +26,7 @@ def capture(run: Path, steps: int, ranks: str, *, memory: bool, as_json: bool) -
             typer.echo(f"it has begun; the profiles will be in {run / 'profiles'}", err=True)
         raise
     if line["state"] == "failed":
-        raise StorageError(f"{run}: nothing was profiled: {line['error']}")
+        raise StorageError(f"{run}: nothing was profiled: {line['error']}", key="profiles")
     if as_json:
         typer.echo(json.dumps(line))
     else:

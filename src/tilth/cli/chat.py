@@ -136,7 +136,9 @@ class Conversation:
                 found.setdefault(self.tokenizer.encode(letter, special=False)[-1], letter)
             if len(found) == 2:
                 return list(found.values())
-        raise DataError("the tokenizer knows too few characters to tell where an answer ends; use --template ''")
+        raise DataError(
+            "the tokenizer has too few characters to find where an answer ends; use --template ''", key="--template"
+        )
 
     def keep(self, text: str, said: Trajectory) -> None:
         """The user said this and the model that. Without a template an end token would part what is put together."""
@@ -156,7 +158,10 @@ class Chat:
         template = make_template(_template(loaded, self.tokenizer, wish), self.tokenizer)
         self.conversation = Conversation(template, self.tokenizer, wish.system)
         if wish.system and self.conversation.plain:
-            raise DataError(f"{wish.model} has no chat template that a system text could go into; name one: --template")
+            raise DataError(
+                f"--system: {wish.model} has no chat template that a system text could go into; name one: --template",
+                key="--system",
+            )
         self.params = SamplingParams(
             max_tokens=wish.max_tokens,
             temperature=wish.temperature,

@@ -56,8 +56,8 @@ class CheckpointFolder(NamedTuple):
     """The run that they are of."""
     only: Location | None = None
     """The one that was named."""
-    problem: str = ""
-    """Why it is not known where the run's checkpoints are."""
+    problem: TilthError | None = None
+    """Why the directory of the run's checkpoints is unknown."""
 
     @property
     def name(self) -> str:
@@ -137,7 +137,10 @@ def places(where: str) -> list[CheckpointFolder]:
             return [CheckpointFolder(place, _run_above(place))]
         found = list(_below(place)) or list(_alone(place))
     if not found:
-        raise DataError(f"{where!r} is neither a run nor a checkpoint, and no folder of those; runs lie in runs/")
+        raise DataError(
+            f"WHERE={where!r} is neither a run nor a checkpoint, nor a folder of those; runs lie in runs/ by default",
+            key="WHERE",
+        )
     return found
 
 
@@ -171,14 +174,14 @@ def _of_run(run: Path) -> CheckpointFolder:
     try:
         return CheckpointFolder(root_of(run), run)
     except TilthError as error:
-        return CheckpointFolder(run / "checkpoints", run, problem=str(error))
+        return CheckpointFolder(run / "checkpoints", run, problem=error)
 
 
 def _known(where: str) -> list[CheckpointFolder]:
     """As ``places``. DataError if one of them is not known."""
     found = places(where)
     for problem in (place.problem for place in found if place.problem):
-        raise DataError(problem)
+        raise DataError(str(problem), key=problem.key)
     return found
 
 
@@ -203,7 +206,7 @@ def ls(where: str, *, as_json: bool) -> None:
 def _looked(place: CheckpointFolder, *, alone: bool) -> tuple[list[CheckpointRow], str]:
     """What is there; and, where that is nothing, what is wrong. An error is one of the command where it is all."""
     if place.problem:
-        return [], place.problem
+        return [], str(place.problem)
     try:
         found = rows(place)
     except TilthError as error:
@@ -325,8 +328,8 @@ def verify(where: str, *, everything: bool, as_json: bool) -> None:
             if not as_json:
                 typer.echo("\n".join(_said(verdict)))
     if not verdicts:
-        told = next(filter(None, (lost(place.run, place.root) for place in there)), "")
-        raise CheckpointError(told or f"there is no complete checkpoint in {where}")
+        missing = next(filter(None, (lost(place.run, place.root) for place in there)), "")
+        raise CheckpointError(missing or f"there is no complete checkpoint in {where}", key="WHERE")
     if as_json:
         typer.echo(to_json([asdict(verdict) for _, verdict in verdicts]))
     elif not all(verdict.good for _, verdict in verdicts):
@@ -431,7 +434,9 @@ def prune(where: str, *, keep: int | None, every: int | None, dry: bool, damaged
     for place in _known(where):
         _check_best(place)
         if place.only is not None:
-            raise DataError(f"{where!r} is one checkpoint; prune wants its run, or the folder that it is in")
+            raise DataError(
+                f"WHERE={where!r} is one checkpoint; name its run, or the folder that it is in", key="WHERE.checkpoint"
+            )
         with ExitStack() as stack:
             if place.run is not None and not dry:
                 stack.callback(_lock(place.run).release)
@@ -463,13 +468,15 @@ def _check_best(place: CheckpointFolder) -> None:
         if isinstance(error.__cause__, OSError):
             raise
         file = join(place.root, BEST)
-        raise CheckpointError(f"{error}; it says which one may not go: remove {file}, then none is the best") from error
+        raise CheckpointError(
+            f"{error}; it names the checkpoint that prune must keep: remove {file}, then none is the best", key=BEST
+        ) from error
 
 
 def _lock(run: Path) -> Lock:
     """As a process has it that writes the run. StorageError while one does."""
     if not os.access(run, os.W_OK):
-        raise StorageError(f"{run} cannot be written to, so nothing can be removed from it")
+        raise StorageError(f"{run} is not writable, so nothing can be removed from it", key="RUN")
     return Lock(run / "run.lock")
 
 
@@ -477,7 +484,7 @@ def _retention(place: CheckpointFolder, keep: int | None, every: int | None) -> 
     """As asked, else as the run keeps them itself."""
     own = run_settings(place.run).get("run", {}) if place.run is not None else {}
     if keep is None and place.run is None:
-        raise DataError(f"{place.name} is no run, whose recipe would say how many to keep: say it with --keep")
+        raise DataError(f"{place.name} is no run with a recipe's run.keep; name the number: --keep N", key="--keep")
     return own.get("keep", 2) if keep is None else keep, own.get("keep_every", 0) if every is None else every
 
 

@@ -93,7 +93,7 @@ class Comparison:
 def diff(a: str, b: str, *, tolerance: float | None, as_json: bool) -> None:
     """Print the differences; exit code 1 if there are any."""
     if tolerance is not None and not tolerance >= 0:
-        raise DataError(f"--tolerance {tolerance}: it must be a number of at least 0")
+        raise DataError(f"--tolerance {tolerance}: it must be a number of at least 0", key="--tolerance")
     with bar() as told:
         found = compare(open_source(a), open_source(b), tolerance, told)
     if as_json:

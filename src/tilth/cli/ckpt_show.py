@@ -53,7 +53,9 @@ def show(spec: str, *, pattern: str | None, boxes: bool, as_json: bool) -> None:
     source = open_source(spec)
     listed = list(tensors(source, "*" if pattern is None and boxes else pattern, boxes=boxes))
     if pattern is not None and not listed:
-        raise DataError(f"--tensors {pattern}: no tensor of {source.name} is called that; as in 'model/*norm*'")
+        raise DataError(
+            f"--tensors {pattern}: no tensor of {source.name} has such a name; as in 'model/*norm*'", key="--tensors"
+        )
     head = summary(source)
     if as_json:
         more = {"tensors": [asdict(one) for one in listed]} if pattern is not None or boxes else {}

@@ -49,7 +49,9 @@ class StoredSource:
         self.objects: Mapping[str, Any] | None = checkpoint.objects
         if named.group not in checkpoint.groups:
             there = ", ".join(checkpoint.groups) or "none"
-            raise ModelError(f"{checkpoint.path} has no group {named.group}; its groups are: {there}")
+            raise ModelError(
+                f"{checkpoint.path} has no group {named.group}; its groups are: {there}", key=f"group.{named.group}"
+            )
 
     def groups(self) -> list[str]:
         """As in ``TensorSource``; of ``RUN@ema`` the average is the model."""

@@ -25,7 +25,7 @@ def costs(run: Path, steps: str, save: Path | None, attempt: int | None = None, 
     try:
         found = fit_costs(events, _about(run) | {"attempt": events.attempt, "steps": len(events.steps)})
     except DataError as error:
-        raise DataError(f"{run}: {error}") from error
+        raise DataError(f"{run}: {error}", key=error.key) from error
     if save is not None:
         save_costs(found, save)
     if as_json:

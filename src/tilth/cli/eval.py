@@ -104,7 +104,7 @@ def plan(wish: EvalOptions, loaded: LoadedModel) -> How:
 def _whole_numbers(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise DataError(f"--k {text}: it must be whole numbers of at least 1, as in 1,8")
+        raise DataError(f"--k {text}: it must be whole numbers of at least 1, as in 1,8", key="--k")
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -122,7 +122,10 @@ def reward_of(wish: EvalOptions, loaded: LoadedModel) -> str | Mapping[str, floa
         source if source in task_names() else ""
     )
     if not found:
-        raise RewardError(f"what is right? name it with --reward: FILE.py:function, or {', '.join(verifier_specs())}")
+        raise RewardError(
+            f"these prompts have no reward; name one: --reward FILE.py:function, or {', '.join(verifier_specs())}",
+            key="--reward",
+        )
     return of_plugins(found)
 
 
@@ -135,7 +138,7 @@ def prompts_of(wish: EvalOptions, loaded: LoadedModel) -> PromptSet:
         prompts = _heldout(loaded.run)
     else:
         raise DataError(
-            f"{wish.model} is no run with held-out prompts of its own; name the data: tilth eval MODEL DATA"
+            f"{wish.model} is no run, so it has no held-out prompts; name the data: tilth eval MODEL DATA", key="DATA"
         )
     return prompts.subset(wish.limit) if wish.limit else prompts
 
@@ -158,7 +161,8 @@ def _heldout(run: Path) -> PromptSet:
     if own is None:
         raise DataError(
             f"run {run} had other prompts than its recipe's data.source gives now: they came from tilth.train, or "
-            "files have changed; name the data: tilth eval MODEL DATA"
+            "files have changed; name the data: tilth eval MODEL DATA",
+            key="data.source",
         )
     return own[1]
 
@@ -182,7 +186,7 @@ def _data(wish: EvalOptions, settings: Mapping[str, Any]) -> DataConfig:
     for pair in wish.columns:
         column, equals, name = pair.partition("=")
         if not equals:
-            raise DataError(f"--columns {pair}: write which is which, as in prompt=question")
+            raise DataError(f"--columns {pair}: write which is which, as in prompt=question", key="--columns")
         columns[column] = name
     own = ("options",) if wish.data in (settings.get("source"), settings.get("heldout")) else ()
     sizes = {name: settings[name] for name in ("digits", "length", "flawed", *own) if name in settings}

@@ -25,7 +25,7 @@ def write_model(spec: str, where: Location, *, group: str = "", dtype: str = "",
     StorageError, and what reading raises: then nothing that was made stays.
     """
     if dtype and dtype not in DTYPES:
-        raise DataError(f"--dtype {dtype}: it must be {' or '.join(DTYPES)}")
+        raise DataError(f"--dtype {dtype}: it must be {' or '.join(DTYPES)}", key="--dtype")
     out = _local(where)
     model = load_model(spec, group) if group else load_model(spec)
     tokenizer = model.tokenizer
@@ -56,10 +56,10 @@ def write_model(spec: str, where: Location, *, group: str = "", dtype: str = "",
 def _local(where: Location) -> Path:
     """A directory that is empty or not there yet; DataError, StorageError."""
     if is_url(where):
-        raise DataError(f"{where!r} is a URL; a model is exported into a local directory, and may be copied from there")
+        raise DataError(f"OUT={where!r} is a URL; export into a local directory and copy it from there", key="OUT")
     out = Path(where)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise StorageError(f"{str(out)!r} is there already; name a new or empty directory")
+        raise StorageError(f"OUT={str(out)!r} is there already; name a new or empty directory", key="OUT")
     return out
 
 
@@ -77,7 +77,7 @@ def _filled(out: Path) -> Iterator[Path]:
             for file in sorted(Path(made).iterdir(), key=_last):
                 file.rename(out / file.name)
     except OSError as error:
-        raise StorageError(f"cannot write model to {str(out)!r}: {error}") from error
+        raise StorageError(f"cannot write model to {str(out)!r}: {error}", key=out.name) from error
     finally:
         for folder in new:
             with suppress(OSError):  # it is not empty: the model is in it, or what others put there

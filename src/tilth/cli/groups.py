@@ -29,7 +29,9 @@ class Commands(TyperGroup):
         own, shipped = _declared(ctx).get(name), super().get_command(ctx, name)
         if own is None or shipped is None:
             return shipped if own is None else _command(own)
-        raise PluginError(f"{own.title} has the name of a command that comes with Tilth; choose another name")
+        raise PluginError(
+            f"{own.title} has the name of a command that comes with Tilth; choose another name", key=f"command.{name}"
+        )
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names, those of plugins last."""

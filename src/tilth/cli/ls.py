@@ -44,7 +44,7 @@ def ls(
 def look(folder: Path) -> list[dict[str, Any]]:
     """Rows of the runs in a folder, or of the one that it is. DataError: no folder."""
     if not folder.is_dir():
-        raise DataError(f"no folder {str(folder)!r}; runs lie in the folder runs/ unless run.dir says otherwise")
+        raise DataError(f"no folder {str(folder)!r}; the default of run.dir is runs/", key="FOLDER")
     runs = [folder] if (folder / "run.json").is_file() else [path.parent for path in folder.glob("*/run.json")]
     return sorted(map(_row, runs), key=lambda row: (row["age"], row["run"]))
 

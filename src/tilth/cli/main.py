@@ -462,14 +462,15 @@ def trace_whatif(
         from tilth.cli.trace_whatif import whatif_of_run
 
         if meta is not None:
-            raise DataError("--meta is of a trace in the straggler study's format; of a run all sizes are known")
+            raise DataError("--meta describes a trace in the straggler study's format, not a run", key="--meta")
         whatif_of_run(path, steps, latency, bandwidth, svg, attempt, as_json=as_json)
         return
     from tilth.cli.trace_whatif import whatif_of_file
 
     if steps or bandwidth or latency or attempt is not None:
         raise DataError(
-            "--steps, --bandwidth, --latency and --attempt are of a RUN; of a trace in the study's format all is taken"
+            "--steps, --bandwidth, --latency and --attempt need a RUN, not a trace in the straggler study's format",
+            key="RUN",
         )
     whatif_of_file(path, meta, svg, as_json=as_json)
 

@@ -137,7 +137,9 @@ def own_option() -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(str(error).replace("try data.columns.", "try --columns ")) from error
+        message = str(error)
+        option = message.replace("try data.columns.", "try --columns ")
+        raise DataError(option, key=error.key if option == message else "--columns") from error
 
 
 def columns_of(said: Sequence[str]) -> dict[str, str]:
@@ -146,7 +148,9 @@ def columns_of(said: Sequence[str]) -> dict[str, str]:
     for pair in (part for word in said for part in word.split(",")):
         name, equals, column = pair.partition("=")
         if not (name and equals and column):
-            raise RecipeError(f"--columns {pair!r} is not of the form prompt=NAME (also answer, messages, text)")
+            raise RecipeError(
+                f"--columns {pair!r} is not of the form prompt=NAME (also answer, messages, text)", key="--columns"
+            )
         found[name.strip()] = column.strip()
     return found
 
@@ -158,7 +162,7 @@ def _spec(reward: str) -> str | dict[str, float]:
     try:
         found: dict[str, float] = tomllib.loads(f"reward = {reward}")["reward"]
     except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"reward {reward!r} is no table of names and weights: {error}") from None
+        raise RecipeError(f"REWARD={reward!r} is no table of names and weights: {error}", key="REWARD") from None
     return found
 
 
@@ -167,7 +171,9 @@ def _data(source: str, wish: RewardOptions) -> DataConfig:
         return DataConfig(source=source, columns=dict(wish.columns), digits=wish.digits)  # type: ignore[arg-type]
     except ValidationError:
         wrong = ", ".join(sorted(set(wish.columns) - {"prompt", "answer", "messages", "text"}))
-        raise RecipeError(f"--columns {wrong}: there is prompt, answer, messages, text") from None
+        raise RecipeError(
+            f"--columns {wrong}: there is prompt, answer, messages, text", key=f"--columns.{wrong}"
+        ) from None
 
 
 def _spread(prompts: "PromptSet", count: int) -> "list[Prompt]":

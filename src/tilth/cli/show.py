@@ -68,7 +68,7 @@ def table(summary: Mapping[str, Any]) -> Lines:
 
 def _check(run: Path) -> None:
     if not run.is_dir():
-        raise DataError(f"no run at {str(run)!r}; runs lie in the folder runs/ unless run.dir says otherwise")
+        raise DataError(f"no run at {str(run)!r}; the default of run.dir is runs/", key="RUN")
 
 
 def _number(value: float | None, form: str) -> str:

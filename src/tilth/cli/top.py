@@ -18,7 +18,7 @@ from tilth.ui.top import Look, RunWatcher, as_dict, drawn
 def top(run: Path, every: float, *, once: bool, as_json: bool) -> None:
     """Show how a run stands, until it ends. every: seconds between two looks. once: a single look."""
     if not run.is_dir():
-        raise DataError(f"no run at {str(run)!r}; runs lie in the folder runs/ unless run.dir says otherwise")
+        raise DataError(f"no run at {str(run)!r}; the default of run.dir is runs/", key="RUN")
     watch, console = RunWatcher(run), Terminal(highlight=False)
     look = watch.look()
     if as_json:

@@ -28,7 +28,7 @@ HELD = ("last", "max", "min")
 def write(run: Path, path: Path | None, steps: str, ranks: str, attempt: int | None = None, *, as_json: bool) -> None:
     """Write the file, by default perfetto.json.gz in the run's folder, and say what is in it."""
     if not run.exists():
-        raise DataError(f"no run at {str(run)!r}")
+        raise DataError(f"no run at {str(run)!r}", key="RUN")
     opened = open_run(run, attempt, parse_steps(steps) if steps else None)
     events = chosen(opened.events, ranks)
     target = path or (run if run.is_dir() else run.parent) / FILE
@@ -77,7 +77,7 @@ def chosen(events: Events, ranks: str) -> Events:
     for rank in wanted:
         if rank not in events.ranks:
             there = ", ".join(f"{r} (controller)" if r == events.controller else str(r) for r in events.ranks)
-            raise DataError(f"ranks {ranks!r}: there are no events of rank {rank}; there are of {there}")
+            raise DataError(f"--ranks {ranks!r}: rank {rank} has no events; these ranks have: {there}", key="--ranks")
     return events.select(np.isin(events.rank, wanted))
 
 

@@ -33,13 +33,13 @@ Found = dict[str, Any]
 def account_of(run: Path, steps: str, attempt: int | None = None, *, as_json: bool) -> None:
     """Print where the time of a run's steps went. steps: "A:B" or "A"; empty: all that have ended."""
     if not run.exists():
-        raise DataError(f"no run at {str(run)!r}, nor is it a command of tilth trace (tilth trace --help)")
+        raise DataError(f"no run at {str(run)!r}, nor is it a command of tilth trace (tilth trace --help)", key="RUN")
     opened = open_run(run, attempt)
     events = opened.events
     try:
         found = account(events, parse_steps(steps) if steps else _ended(run, events))
     except DataError as error:
-        raise DataError(f"{run}: {error}{hint(run, events.attempt) if steps else ''}") from error
+        raise DataError(f"{run}: {error}{hint(run, events.attempt) if steps else ''}", key=error.key) from error
     said = as_dict(run, events, found) | {"gain": gain(events, found), "notes": opened.notes}
     typer.echo(json.dumps(said, allow_nan=False) if as_json else "\n".join(lines(said)))
 

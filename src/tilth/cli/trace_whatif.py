@@ -36,7 +36,7 @@ def whatif_of_file(file: Path, meta: Path | None, svg: Path | None, *, as_json: 
         model = TraceModel(trace)
         found = what_if(trace, model)
     except DataError as error:
-        raise DataError(f"{file}: {error}") from error
+        raise DataError(f"{file}: {error}", key=error.key) from error
     cause = diagnose(model, found)
     if svg is not None:
         _write_map(svg, file.name, found, cause, [f"dp {w['dp']} stage {w['stage']}" for w in found.by_worker])
@@ -56,10 +56,10 @@ def whatif_of_run(
     try:
         _, found, cause = analyse_events(opened.events, chosen, *network)
     except DataError as error:
-        raise DataError(f"{run}: {error}{hint(run, opened.events.attempt) if chosen else ''}") from error
+        raise DataError(f"{run}: {error}{hint(run, opened.events.attempt) if chosen else ''}", key=error.key) from error
     if svg is not None:
         if not found.by_worker:
-            raise DataError(f"--svg: {run} ran inline, so there are no workers to draw")
+            raise DataError(f"--svg: {run} ran inline, so there are no workers to draw", key="--svg")
         _write_map(svg, run.name, found, cause, [f"dp {w['dp']}" for w in found.by_worker])
     if as_json:
         said = as_dict(found, cause) | _of_run(found) | {"attempt": opened.events.attempt, "notes": opened.notes}
@@ -122,7 +122,7 @@ def _write_map(path: Path, title: str, found: Replayed, cause: Cause, names: Seq
     try:
         path.write_text(heat_map(f"{title}: S = {found.slowdown:.3f}", note, grid, rows))
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}") from error
+        raise StorageError(f"cannot write {path}: {error.strerror}", key=path.name) from error
 
 
 def _summary(found: Replayed, over: str) -> list[str]:

@@ -42,7 +42,8 @@ class Endpoint(Callback):
         if importlib.util.find_spec("prometheus_client") is None:
             raise RecipeError(
                 f"run.prometheus = {port} needs prometheus_client, which is not installed; in Tilth's folder: "
-                "pip install '.[prometheus]'"
+                "pip install '.[prometheus]'",
+                key="run.prometheus.library",
             )
         from prometheus_client import CollectorRegistry, start_http_server
 
@@ -55,7 +56,8 @@ class Endpoint(Callback):
         except OSError as error:
             raise RecipeError(
                 f"run.prometheus = {port}: {HOST}:{port} cannot be had ({error.strerror or error}); choose another "
-                "port, or 0 for none"
+                "port, or 0 for none",
+                key="run.prometheus",
             ) from error
 
     @property
