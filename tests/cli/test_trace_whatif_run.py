@@ -97,8 +97,8 @@ def test_bad_input_is_one_line(run, tmp_path):
         ((run, "--steps", "50:60"), "no events of steps 50:60; its steps are 1 to 6"),
         ((run, "--bandwidth", "fast"), "bandwidth 'fast' is not of the form 10Gbit"),
         ((run, "--latency", "0"), "latency '0' is not of the form 50us"),
-        ((run, "--meta", tmp_path / "m.yaml"), "--meta is of a trace"),
-        ((tmp_path / "file.parquet", "--steps", "1:2"), "are of a RUN"),
+        ((run, "--meta", tmp_path / "m.yaml"), "error: --meta"),
+        ((tmp_path / "file.parquet", "--steps", "1:2"), "need a RUN"),
         ((run, "--svg", tmp_path / "no" / "heat.svg"), "cannot write"),
     ]:
         result = call(*arguments)
