@@ -172,7 +172,7 @@ def test_a_task(folder):
         ("constant", "broken", "Every call gave 0.5: a reward that never differs teaches nothing."),
         ("constant", "broken", "earns more than another record's in 0 of 6 records, as much in 6."),
         ("brevity", "broken", "earns more than none at all in 0 of 6 records."),
-        ("brevity", "broken", "its mean is told as a reward"),
+        ("brevity", "broken", "its mean is a reward"),
         ("never", "broken", "Every one of 24 calls failed."),
         ("strict", "doubtful", "6 of 24 calls failed, none of them on the right answer"),
         ("strict", "doubtful", "where a bad answer is meant to earn nothing, return 0"),

@@ -113,7 +113,7 @@ def test_a_loss_that_no_cause_explains_is_called_jitter(tmp_path):
             job.do("policy.update", {r: [("update", 1.5 if (i + r) % 2 else 1.0)] for r in (0, 1)})
     text = " ".join(call(written(tmp_path / "jitter", job)).stdout.split())
     assert "is scattered over ranks and steps (jitter: now the one is slow, now the other)" in text
-    assert "of 2 mended: what is ideal for its work in each step by itself, jitter too)" in text
+    assert "of 2 mended: each step ideal for its own work, jitter included)" in text
     assert "both of the loss" not in text
 
 
