@@ -3,8 +3,6 @@
 import json
 import math
 import tracemalloc
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,30 +15,17 @@ from tests.cli.kept import add, call, flip, groups, make_run, objects, refused, 
 from tests.roles import small
 from tilth.cli import ckpt_diff
 from tilth.cli.ckpt_diff import blocks, compare, different, distances
-from tilth.core.layout import Box
+from tilth.cli.ckpt_show import SourceTensor, TensorSource
 from tilth.models.hf import save_pretrained
 
 
-class Given:
+def source(model: dict[str, torch.Tensor], read=None) -> TensorSource:
     """A source of tensors in memory."""
-
-    def __init__(self, model: dict[str, torch.Tensor], objects: Mapping[str, Any] | None = None) -> None:
-        self.name, self.model = "given", model
-        self.objects: Mapping[str, Any] | None = objects or {}
-        self.asked: list[Box] = []
-
-    def groups(self):
-        return ["model"]
-
-    def names(self, group):
-        return list(self.model)
-
-    def kind(self, group, name):
-        return tuple(self.model[name].shape), self.model[name].dtype
-
-    def read(self, group, name, box):
-        self.asked.append(box)
-        return self.model[name][box.slices]
+    tensors = {
+        name: SourceTensor(tuple(one.shape), one.dtype, read or (lambda box, one=one: one[box.slices]))
+        for name, one in model.items()
+    }
+    return TensorSource("given", {"model": tensors})
 
 
 # ---- blocks ----
@@ -101,7 +86,7 @@ def test_minus_zero_has_other_bits_and_the_same_value():
 
 
 def one(a: torch.Tensor, b: torch.Tensor, tolerance: float | None = None):
-    found = compare(Given({"x": a}), Given({"x": b}), tolerance)
+    found = compare(source({"x": a}), source({"x": b}), tolerance)
     return found.tensors[0] if found.tensors else None
 
 
@@ -144,18 +129,18 @@ def test_other_dtypes_are_compared_by_value():
 
 def test_what_is_within_the_tolerance_is_not_called_the_same():
     a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.25, 3.0])
-    found = compare(Given({"x": a, "y": a}), Given({"x": b, "y": a + 1}), 0.5)
+    found = compare(source({"x": a, "y": a}), source({"x": b, "y": a + 1}), 0.5)
     assert [one.name for one in found.tensors] == ["y"] and found.within == 0.25
-    assert ckpt_diff._said(found)[-1].endswith("1 are within the tolerance (at most 0.25 apart)")
-    none = compare(Given({"x": a}), Given({"x": a + 1}), 0.5)
-    assert ckpt_diff._said(none)[-1].endswith("0 are within the tolerance")
-    assert compare(Given({"x": torch.zeros(0)}), Given({"x": torch.zeros(0)}), 0.5).within == 0.0
-    assert compare(Given({"x": torch.tensor(math.inf)}), Given({"x": torch.tensor(0.0)}), math.inf).within is None
+    assert ckpt_diff._lines(found)[-1].endswith("1 are within the tolerance (at most 0.25 apart)")
+    none = compare(source({"x": a}), source({"x": a + 1}), 0.5)
+    assert ckpt_diff._lines(none)[-1].endswith("0 are within the tolerance")
+    assert compare(source({"x": torch.zeros(0)}), source({"x": torch.zeros(0)}), 0.5).within == 0.0
+    assert compare(source({"x": torch.tensor(math.inf)}), source({"x": torch.tensor(0.0)}), math.inf).within is None
 
 
 def test_the_same_values_in_another_dtype():
     a = torch.tensor([1.0, 0.5])
-    text = ckpt_diff._said(compare(Given({"x": a, "y": a}), Given({"x": a.bfloat16(), "y": a}), None))
+    text = ckpt_diff._lines(compare(source({"x": a, "y": a}), source({"x": a.bfloat16(), "y": a}), None))
     assert any("1 tensors have another dtype and the same values, as x" in str(line) for line in text)
     assert text[-1].endswith("1 are the same, 1 but for their dtype")
 
@@ -163,15 +148,14 @@ def test_the_same_values_in_another_dtype():
 def test_memory_is_bounded(monkeypatch):
     """A tensor of 2^20 elements in blocks of 2^12: no more than those are alive at once."""
 
-    class Made(Given):
-        def read(self, group, name, box):
-            assert box.numel <= 2**12
-            return torch.full(box.size, float(self.model["x"].numel()))
+    def read(box):
+        assert box.numel <= 2**12
+        return torch.full(box.size, float(huge.numel()))
 
     huge = torch.zeros(1).expand(2**10, 2**10)
     monkeypatch.setattr(ckpt_diff, "BLOCK", 2**12)
     tracemalloc.start()
-    assert compare(Made({"x": huge}), Made({"x": huge}), None).equal
+    assert compare(source({"x": huge}, read), source({"x": huge}, read), None).equal
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
 

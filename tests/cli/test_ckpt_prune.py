@@ -177,8 +177,8 @@ def test_prune_of_a_run_that_is_being_written(run):
 
 def test_prune_of_a_folder_wants_a_number(run, tmp_path, url):
     shutil.copytree(run / "checkpoints", tmp_path / "elsewhere")
-    assert "say it with --keep" in refused("ckpt", "prune", tmp_path / "elsewhere")
-    assert "prune wants its run" in refused("ckpt", "prune", run / "checkpoints" / "step-000002")
+    assert "--keep N" in refused("ckpt", "prune", tmp_path / "elsewhere")
+    assert "is one checkpoint" in refused("ckpt", "prune", run / "checkpoints" / "step-000002")
     assert [r["step"] for r in said("ckpt", "prune", tmp_path / "elsewhere", "--keep", 1)["removed"]] == [4]
     upload(run / "checkpoints", url)
     assert [r["step"] for r in said("ckpt", "prune", url, "--keep", 1)["removed"]] == [4]

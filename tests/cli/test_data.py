@@ -78,7 +78,7 @@ def test_examples_are_those_of_the_run(talks):
 
 def test_lengths_are_the_percentiles():
     found = Lengths.of(np.arange(101))
-    assert found == (101, 0, 50.0, 95.0, 100)
+    assert found == Lengths(101, 0, 50.0, 95.0, 100)
 
 
 def test_packing_is_that_of_the_trainer(talks):
@@ -112,7 +112,7 @@ def test_too_long_examples_and_prompts(talks):
     assert view.problems[:1] == ["1 examples are longer than the context of 30 tokens"]
     data = {"source": str(talks), "tokenizer": "bpe:300", "template": "chatml", "holdout": 0.0}
     view = look(from_dict({"data": data, "model": {"context": 64}, "rollout": {"max_tokens": 40}}), 0)
-    assert view.problems[:1] == ["1 prompts are longer than the 24 tokens that model.context leaves them"]
+    assert view.problems[:1] == ["1 prompts are longer than the 24 tokens that model.context leaves for them"]
     assert view.packing is None  # nothing supervised
 
 

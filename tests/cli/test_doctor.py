@@ -20,7 +20,7 @@ def advised(**changes):
 
 
 def test_a_well_machine_needs_no_advice():
-    assert advised() == "" and WELL.able and lines(WELL)[-1] == "nothing to mend"
+    assert advised() == "" and WELL.able and lines(WELL)[-1] == "nothing to repair"
 
 
 @pytest.mark.parametrize(

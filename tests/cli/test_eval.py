@@ -194,7 +194,7 @@ def test_a_run_of_records_is_not_judged_as_the_task_that_is_the_default(tmp_path
     directory = tilth.train(sums, tiny.close_enough, live=False, **made).directory
     (tmp_path / "d.csv").write_text("prompt,answer\n1+2=,3\n")
     assert (call(directory).exit_code, call(directory, tmp_path / "d.csv").exit_code) == (2, 2)
-    assert "name it with --reward" in call(directory, tmp_path / "d.csv").stderr
+    assert "name one: --reward" in call(directory, tmp_path / "d.csv").stderr
     assert "came from tilth.train" in call(directory, "--reward", "exact").stderr
     asked = json.loads(call(directory, tmp_path / "d.csv", "--reward", "exact", "--json").stdout)
     assert (asked["prompts"], asked["trained_on"]) == (1, None)
@@ -258,15 +258,15 @@ def test_what_the_run_says_holds_unless_the_command_says_otherwise(place):
     [
         (["none", "d.jsonl"], "none"),
         (["m", "none.jsonl", "--reward", "exact"], "'none.jsonl'"),
-        (["m", "d.jsonl"], "what is right? name it with --reward"),
-        (["m", "--reward", "exact"], "no run with held-out prompts of its own; name the data"),
+        (["m", "d.jsonl"], "name one: --reward"),
+        (["m", "--reward", "exact"], "has no held-out prompts; name the data"),
         (["m", "addition", "--limit", "2", "--reward", "exakt"], "exact"),
         (["m", "addition", "--limit", "2", "--reward", "r.py:nothing"], "has no 'nothing'"),
         (["m", "d.jsonl", "--reward", "exact"], "no column 'prompt'; there is 'question'"),
         (["m", "d.jsonl", "--reward", "exact"], "try --columns prompt=question"),
         (["m", "addition", "--limit", "2", "--timeout", "0"], "--timeout"),
         (["m", "addition", "--limit", "2", "--timeout", "-1"], "--timeout"),
-        (["m", "d.jsonl", "--reward", "exact", "--columns", "question"], "write which is which, as in prompt=question"),
+        (["m", "d.jsonl", "--reward", "exact", "--columns", "question"], "is not of the form prompt=NAME"),
         (["m", "d.jsonl", "--reward", "exact", "--columns", "promt=question"], "promt"),
         (["m", "d.jsonl", "--reward", "exact", "--k", "1,x"], "--k 1,x: it must be whole numbers"),
         (["m", "d.jsonl", "--reward", "exact", "--k", "4", "--n", "2"], "needs at least 4 samples"),

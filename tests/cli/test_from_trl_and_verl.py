@@ -111,8 +111,9 @@ def test_a_mistyped_key_of_ours_is_answered_as_such(typed, ours):
 
 
 def test_from_python_too():
-    with pytest.raises(RecipeError, match="learning_rate"):
+    with pytest.raises(RecipeError) as caught:
         from_dict({"learning_rate": 1e-6})
+    assert "learning_rate" in str(caught.value)
 
 
 def test_every_row_has_three_cells():

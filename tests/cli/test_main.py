@@ -75,7 +75,7 @@ def test_package_attributes_are_lazy():
         "assert tilth.__version__"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    with pytest.raises(AttributeError, match="nothing"):
+    with pytest.raises(AttributeError):
         import tilth
 
         tilth.nothing

@@ -7,6 +7,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from tests.errors import raises
 from tilth.cli import reward
 from tilth.cli.main import app
 from tilth.core.errors import RecipeError
@@ -171,7 +172,7 @@ def test_a_task(folder):
         ("constant", "broken", "Every call gave 0.5: a reward that never differs teaches nothing."),
         ("constant", "broken", "earns more than another record's in 0 of 6 records, as much in 6."),
         ("brevity", "broken", "earns more than none at all in 0 of 6 records."),
-        ("brevity", "broken", "its mean is told as a reward"),
+        ("brevity", "broken", "its mean is a reward"),
         ("never", "broken", "Every one of 24 calls failed."),
         ("strict", "doubtful", "6 of 24 calls failed, none of them on the right answer"),
         ("strict", "doubtful", "where a bad answer is meant to earn nothing, return 0"),
@@ -273,7 +274,7 @@ def test_columns_of_another_name(folder):
 def test_columns_as_a_table():
     assert reward.columns_of([]) == {}
     assert reward.columns_of(["prompt=a,answer=b", "text=c"]) == {"prompt": "a", "answer": "b", "text": "c"}
-    with pytest.raises(RecipeError, match="'=a' is not of the form"):
+    with raises(RecipeError, "--columns"):
         reward.columns_of(["=a"])
 
 

@@ -100,7 +100,7 @@ def test_a_folder_of_events_alone(run):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--ranks", "7"], "ranks '7': there are no events of rank 7; there are of 0, 1 (controller)"),
+        (["--ranks", "7"], "--ranks '7': rank 7 has no events; these ranks have: 0, 1 (controller)"),
         (["--ranks", "0;1"], "ranks '0;1' are not of the form 0,1"),
         (["--steps", "20:30"], "has no events of steps 20:30; its steps are 1 to 4"),
         (["--steps", "x"], "steps 'x' are not of the form 20:40"),

@@ -97,8 +97,8 @@ def test_bad_input_is_one_line(run, tmp_path):
         ((run, "--steps", "50:60"), "no events of steps 50:60; its steps are 1 to 6"),
         ((run, "--bandwidth", "fast"), "bandwidth 'fast' is not of the form 10Gbit"),
         ((run, "--latency", "0"), "latency '0' is not of the form 50us"),
-        ((run, "--meta", tmp_path / "m.yaml"), "--meta is of a trace"),
-        ((tmp_path / "file.parquet", "--steps", "1:2"), "are of a RUN"),
+        ((run, "--meta", tmp_path / "m.yaml"), "error: --meta"),
+        ((tmp_path / "file.parquet", "--steps", "1:2"), "need a RUN"),
         ((run, "--svg", tmp_path / "no" / "heat.svg"), "cannot write"),
     ]:
         result = call(*arguments)
@@ -113,7 +113,7 @@ def test_a_loss_that_no_cause_explains_is_called_jitter(tmp_path):
             job.do("policy.update", {r: [("update", 1.5 if (i + r) % 2 else 1.0)] for r in (0, 1)})
     text = " ".join(call(written(tmp_path / "jitter", job)).stdout.split())
     assert "is scattered over ranks and steps (jitter: now the one is slow, now the other)" in text
-    assert "of 2 mended: what is ideal for its work in each step by itself, jitter too)" in text
+    assert "of 2 mended: each step ideal for its own work, jitter included)" in text
     assert "both of the loss" not in text
 
 

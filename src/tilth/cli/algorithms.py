@@ -1,4 +1,4 @@
-"""``tilth algorithms``: all of them side by side, or how some of them differ."""
+"""``tilth algorithms``: all of them side by side, or the differences of some."""
 
 import json
 from collections.abc import Sequence
@@ -12,23 +12,18 @@ from tilth.rl.overview import COLUMNS, entries, overview, row
 
 
 def compare(words: Sequence[str], *, as_json: bool) -> None:
-    """Print the flows among the words, or all; the others are overrides. Of several named ones only what differs."""
+    """Print the flows among the words, or all; the others are overrides. Of several named ones only differences."""
     flows = [word for word in words if "=" not in word]
     found = overview(flows, parse_overrides([word for word in words if "=" in word]))
     if as_json:
         typer.echo(json.dumps({"algorithms": found, "entries": entries()}, indent=2))
         return
     if len(flows) > 1:
-        table = new_table("", *flows)
-        for key in next(iter(found.values())):
-            values = [facts[key] for facts in found.values()]
-            if any(value != values[0] for value in values):
-                table.add_row(key, *map(_shown, values))
-        show(table)
+        columns = {key: [facts[key] for facts in found.values()] for key in next(iter(found.values()))}
+        differing = {key: values for key, values in columns.items() if any(value != values[0] for value in values)}
+        show(new_table("", *flows, rows=[(key, *map(_shown, values)) for key, values in differing.items()]))
         return
-    table = new_table("flow", *COLUMNS)
-    for flow, facts in found.items():
-        table.add_row(flow, *row(facts).values())
+    table = new_table("flow", *COLUMNS, rows=[(flow, *row(facts).values()) for flow, facts in found.items()])
     show(table, *(f"\n{kind}: {', '.join(known)}" for kind, known in entries().items() if not flows))
 
 

@@ -1,4 +1,4 @@
-"""Arguments that several commands take."""
+"""Arguments and options that several commands take."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,29 +18,24 @@ OverridesArgument = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="keys to change", autocompletion=completion.overrides),
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="directory of a run", autocompletion=completion.runs)]
-MODELS = "RUN, RUN@best, RUN@STEP, RUN@ema, a checkpoint's directory, one of Hugging Face or an id of its hub"
+MODELS = "RUN, RUN@best, RUN@STEP, RUN@ema, a checkpoint's directory, a Hugging Face directory or hub id"
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODELS, autocompletion=completion.runs)]
-CheckpointArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="CKPT",
-        help="RUN, RUN@best, RUN@STEP, a checkpoint's directory or URL, a folder of them (its newest)",
-        autocompletion=completion.runs,
-    ),
-]
-WhereArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="WHERE",
-        help="a run, a folder of checkpoints or of runs, or the URL of a folder",
-        autocompletion=completion.runs,
-    ),
-]
+CKPT = "RUN, RUN@best, RUN@STEP, a checkpoint's directory or URL, a folder of them (its newest)"
+CheckpointArgument = Annotated[str, typer.Argument(metavar="CKPT", help=CKPT, autocompletion=completion.runs)]
+WHERE = "a run, a folder of checkpoints or of runs, or the URL of a folder"
+WhereArgument = Annotated[str, typer.Argument(metavar="WHERE", help=WHERE, autocompletion=completion.runs)]
 AnyArgument = "any checkpoint (RUN, RUN@STEP, a directory, a URL) or a Hugging Face directory"
-StepsOption = Annotated[
-    str, typer.Option("--steps", metavar="A:B", help="steps A to B, B not included; or one; default: all")
-]
-AttemptOption = Annotated[
-    int | None,
-    typer.Option("--attempt", metavar="N", min=1, help="of a run that was continued; default: the newest with a step"),
-]
+JsonOption = Annotated[bool, typer.Option("--json", help="print everything as JSON")]
+StepsOption = Annotated[str, typer.Option("--steps", metavar="A:B", help="steps A to B-1, or one step; default: all")]
+ATTEMPT = "attempt of a resumed run; default: the newest with a step"
+AttemptOption = Annotated[int | None, typer.Option("--attempt", metavar="N", min=1, help=ATTEMPT)]
+ColumnsOption = Annotated[list[str] | None, typer.Option(metavar="ROLE=NAME", help="column of a role: prompt=question")]
+OutArgument = Annotated[str, typer.Argument(metavar="OUT", help="a new directory")]
+TemperatureOption = Annotated[float, typer.Option(min=0.0, help="softmax temperature; 0: greedy")]
+TopPOption = Annotated[float, typer.Option(help="keep the smallest set of tokens with this mass")]
+TopKOption = Annotated[int, typer.Option(min=0, help="keep the k likeliest tokens; 0: all")]
+STOP = "text that ends a completion; may be repeated; default: the run's"
+StopOption = Annotated[list[str] | None, typer.Option(help=STOP)]
+SeedOption = Annotated[int, typer.Option(min=0, help="seed of sampling")]
+TEMPLATE = "text to prompt: model (its chat template), chatml, a Jinja file, or '' (unchanged); default: the run's"
+TemplateOption = Annotated[str | None, typer.Option(help=TEMPLATE)]

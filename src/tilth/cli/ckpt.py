@@ -1,15 +1,16 @@
-"""The checkpoints of a run: which are there, whether their bytes are what was saved, which go."""
+"""``tilth ckpt ls``, ``verify`` and ``prune``: list the checkpoints of runs, check their bytes, remove old ones."""
 
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -26,8 +27,7 @@ from tilth.checkpoint.directory import (
     superfluous,
 )
 from tilth.checkpoint.storage import Location, is_url, join, split, storage_of
-from tilth.cli.tables import new_table
-from tilth.cli.tables import show as show_tables
+from tilth.cli.tables import new_table, show
 from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
 from tilth.runs.files import Lock, to_json
 from tilth.runs.model_refs import (
@@ -46,87 +46,90 @@ from tilth.ui import format
 
 _DAMAGED_ANYWHERE = ("damaged", "replaced")
 _DAMAGED = (*_DAMAGED_ANYWHERE, "unfinished")
+Report = Callable[[str, int, int], None]
+"""Called with the name of what is read, the bytes so far and the bytes in all."""
 
 
 class CheckpointFolder(NamedTuple):
-    """A folder of checkpoints."""
+    """A folder of checkpoints: of ``run``, if known; ``only``: the one of them that the user named.
+
+    problem: why the folder of the run's checkpoints is unknown.
+    """
 
     root: Location
     run: Path | None = None
-    """The run that they are of."""
     only: Location | None = None
-    """The one that was named."""
-    problem: str = ""
-    """Why it is not known where the run's checkpoints are."""
+    problem: TilthError | None = None
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return the path to print."""
         return str(self.only or self.run or self.root)
+
+    @property
+    def owner(self) -> str | None:
+        """Return the run's path as JSON has it."""
+        return str(self.run) if self.run else None
 
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """A checkpoint, or what is left of one, as ``tilth ckpt ls --json`` says it."""
+    """A checkpoint, or its remains: one row of ``tilth ckpt ls --json``.
+
+    state: complete, damaged, unfinished (a save in progress, or cut off), replaced (by one of the same step). In JSON
+    also missing, with a null step: a run's checkpoints are lost or cannot be listed; ``checkpoint`` is their folder.
+    reason: of the damage, or that another run made it. newest: a run would resume from it. best: by evaluation.
+    saved: UTC, ISO 8601. layout: size of each dimension of the mesh that wrote it.
+    """
 
     run: str | None
     checkpoint: str
     step: int
     state: str
-    """complete, damaged, unfinished (a save that is under way or was cut off), replaced (by one of the same step).
-
-    In ``--json`` missing too: a run whose checkpoints are lost or cannot be listed; ``checkpoint`` is their folder
-    then, and ``step`` null.
-    """
     reason: str
-    """Why it is damaged, or that another run made it."""
     newest: bool
-    """A run would go on from it."""
     best: bool
-    """By evaluation."""
     bytes: int
     saved: str | None = None
-    """When, UTC, ISO 8601."""
     layout: dict[str, int] | None = None
-    """Of the processes that wrote it: how many in each dimension."""
     tensors: int | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What ``tilth ckpt verify --json`` says of a checkpoint."""
+    """Result of verifying a checkpoint: one row of ``tilth ckpt verify --json``.
+
+    bytes: read and compared. problems: a line for each damaged file or tensor; last, if not ``own``, that another run
+    made it, so that this run does not resume from it.
+    """
 
     run: str | None
     checkpoint: str
     step: int | None
     intact: bool
     bytes: int
-    """That were read and compared with their checksums."""
     seconds: float
     problems: list[str] = field(default_factory=list)
-    """A line for each damaged file or tensor."""
     own: bool = True
-    """Its run made it; else the run does not go on from it, and the last of the problems says so."""
 
     @property
     def good(self) -> bool:
-        """The run can go on from it."""
+        """True if the run can resume from it."""
         return self.intact and self.own
 
 
-# ---- where ----
+# ---- folders ----
 
 
 def places(where: str) -> list[CheckpointFolder]:
-    """The folders of checkpoints that a text means: a run's, of all runs in a folder, a folder or URL itself.
+    """Find the folders of checkpoints that a text names: a run's, those of all runs in a folder, a folder or URL.
 
-    DataError if there is no such thing.
+    DataError if there are none.
     """
     place, which = split_spec(where)
-    if which:
-        named = find_checkpoint(where)
-        if named is not None:
-            return [CheckpointFolder(split(named.path)[0], named.run, named.path)]
+    named = find_checkpoint(where) if which else None
+    if named is not None:
+        return [CheckpointFolder(split(named.path)[0], named.run, named.path)]
     with reaching(place):
         if is_run(place):
             return [CheckpointFolder(root_of(Path(place)), Path(place))]
@@ -135,75 +138,80 @@ def places(where: str) -> list[CheckpointFolder]:
             return [CheckpointFolder(split(place)[0], named.run if named else None, place)]
         if listing(place):
             return [CheckpointFolder(place, _run_above(place))]
-        found = list(_below(place)) or list(_alone(place))
+        found = list(_below(place))
+        root = split(place)[0]
+        if not found and any(_same(place, path) for path in bare(root)):  # a checkpoint whose manifest is gone
+            found = [CheckpointFolder(root, _run_above(root), place)]
     if not found:
-        raise DataError(f"{where!r} is neither a run nor a checkpoint, and no folder of those; runs lie in runs/")
+        raise DataError(
+            f"WHERE={where!r} is neither a run nor a checkpoint, nor a folder of those; runs lie in runs/ by default",
+            key="WHERE",
+        )
     return found
 
 
 def _run_above(folder: Location) -> Path | None:
-    """The run in whose folder it lies, by its name or by what that is a link to."""
+    """Find the run whose folder holds this one, by its path or by the target of its links."""
     if is_url(folder):
         return None
     named, real = Path(os.path.abspath(folder)), Path(folder).resolve()
     return next((above for path in (named, real) for above in path.parents if is_run(above)), None)
 
 
-def _alone(folder: Location) -> Iterator[CheckpointFolder]:
-    """What was a checkpoint until its manifest went."""
-    root = split(folder)[0]
-    if any(_same(folder, path) for path in bare(root)):
-        yield CheckpointFolder(root, _run_above(root), folder)
-
-
 def _below(folder: Location) -> Iterator[CheckpointFolder]:
-    """The runs in a folder, and the places in a store that ``run.checkpoints`` gave to several."""
+    """Yield the runs in a folder, and the folders in a store that ``run.checkpoints`` gave to several runs."""
     for name in storage_of(folder).names():
         inside = join(folder, name)
         if is_run(inside):
-            yield _of_run(Path(inside))
+            run = Path(inside)
+            try:
+                yield CheckpointFolder(root_of(run), run)
+            except TilthError as error:  # one bad run must not hide the others
+                yield CheckpointFolder(run / "checkpoints", run, problem=error)
         elif listing(inside):
             yield CheckpointFolder(inside)
 
 
-def _of_run(run: Path) -> CheckpointFolder:
-    """One of several: what is wrong with it is not to hide the others."""
-    try:
-        return CheckpointFolder(root_of(run), run)
-    except TilthError as error:
-        return CheckpointFolder(run / "checkpoints", run, problem=str(error))
-
-
-def _known(where: str) -> list[CheckpointFolder]:
-    """As ``places``. DataError if one of them is not known."""
+def _usable(where: str) -> list[CheckpointFolder]:
+    """Find the folders like ``places``. DataError if one of them is unknown."""
     found = places(where)
     for problem in (place.problem for place in found if place.problem):
-        raise DataError(problem)
+        raise DataError(str(problem), key=problem.key)
     return found
+
+
+def _same(a: Location, b: Location) -> bool:
+    return a == b or (not is_url(a) and Path(a).resolve() == Path(b).resolve())
 
 
 # ---- ls ----
 
 
 def ls(where: str, *, as_json: bool) -> None:
-    """Print what is there; no data is read. Exit code 1 where a run's checkpoints are lost or cannot be listed."""
+    """Print the checkpoints without reading data. Exit code 1: a run's checkpoints are lost or cannot be listed."""
     there = places(where)
-    found = {place: _looked(place, alone=len(there) == 1) for place in there}
-    wrong = any(problem for _, problem in found.values())
+    found = [(place, *_look(place, alone=len(there) == 1)) for place in there]
     if as_json:
-        said = [[_wrong(place, problem)] if problem else map(asdict, some) for place, (some, problem) in found.items()]
-        typer.echo(to_json([row for some in said for row in some]))
-        raise typer.Exit(int(wrong))
-    for i, (place, (some, problem)) in enumerate(found.items()):
-        nothing = f"  {problem or 'no checkpoint yet (run.save_every)'}"
-        show_tables(*([""] if i else []), place.name, _listed(some) if some else nothing)
-    raise typer.Exit(int(wrong))
+        plain = [[_missing(place, problem)] if problem else map(asdict, some) for place, some, problem in found]
+        typer.echo(to_json([row for some in plain for row in some]))
+    else:
+        parts: list[Table | str] = []
+        for place, some, problem in found:
+            nothing = f"  {problem or 'no checkpoint yet (run.save_every)'}"
+            parts += ["", place.name, _table(some) if some else nothing]
+        show(*parts[1:])
+    raise typer.Exit(int(any(problem for _, _, problem in found)))
 
 
-def _looked(place: CheckpointFolder, *, alone: bool) -> tuple[list[CheckpointRow], str]:
-    """What is there; and, where that is nothing, what is wrong. An error is one of the command where it is all."""
+def _missing(place: CheckpointFolder, problem: str) -> dict[str, Any]:
+    row = CheckpointRow(place.owner, str(place.root), 0, "missing", problem, False, False, 0)
+    return {**asdict(row), "step": None}
+
+
+def _look(place: CheckpointFolder, *, alone: bool) -> tuple[list[CheckpointRow], str]:
+    """List a folder; if it is empty, also the problem. An error of the only folder is raised."""
     if place.problem:
-        return [], place.problem
+        return [], str(place.problem)
     try:
         found = rows(place)
     except TilthError as error:
@@ -213,14 +221,8 @@ def _looked(place: CheckpointFolder, *, alone: bool) -> tuple[list[CheckpointRow
     return found, "" if found else lost(place.run, place.root)
 
 
-def _wrong(place: CheckpointFolder, problem: str) -> dict[str, Any]:
-    """A run of which there is no checkpoint to be listed, in the place of a row."""
-    row = CheckpointRow(str(place.run) if place.run else None, str(place.root), 0, "missing", problem, False, False, 0)
-    return {**asdict(row), "step": None}
-
-
 def rows(place: CheckpointFolder) -> list[CheckpointRow]:
-    """All checkpoints and leftovers of a place, the oldest first."""
+    """List all checkpoints and leftovers of a folder, the oldest first."""
     with reaching(place.root):
         entries, newest, best = listing(place.root), latest(place.root), read_best(place.root)
         found = [
@@ -232,61 +234,46 @@ def rows(place: CheckpointFolder) -> list[CheckpointRow]:
         return [row for row in found if row.checkpoint in there]
 
 
-def _same(a: Location, b: Location) -> bool:
-    return a == b or (not is_url(a) and Path(a).resolve() == Path(b).resolve())
-
-
 def _row(place: CheckpointFolder, entry: FoundCheckpoint, *, newest: bool, best: bool) -> CheckpointRow:
-    who = str(place.run) if place.run else None
+    storage = storage_of(entry.path)
+    nbytes = sum(storage.size(name) or 0 for name in storage.names())
+    reason = _without_place(entry.reason, entry.path)
     best = best and entry.state == "complete"
-    row = CheckpointRow(who, str(entry.path), entry.step, entry.state, entry.reason, newest, best, _nbytes(entry.path))
-    row = _with(row, reason=_without_place(entry.reason, entry.path))
+    row = CheckpointRow(place.owner, str(entry.path), entry.step, entry.state, reason, newest, best, nbytes)
     if entry.state == "unfinished" or entry.reason == MISSING:
         return row
     try:
         manifest = open_checkpoint(entry.path).manifest
     except CheckpointError as error:
         state = "damaged" if entry.state == "complete" else entry.state
-        return _with(row, state=state, reason=row.reason or _without_place(str(error), entry.path), best=False)
+        return replace(row, state=state, reason=reason or _without_place(str(error), entry.path), best=False)
     tensors = sum(map(len, manifest.groups.values()))
-    reason = row.reason or _foreign(place, manifest.objects)
-    return _with(row, reason=reason, saved=manifest.saved, layout=sizes(manifest.layout), tensors=tensors)
+    reason = reason or _foreign(place, manifest.objects)
+    return replace(row, reason=reason, saved=manifest.saved, layout=sizes(manifest.layout), tensors=tensors)
 
 
 def _foreign(place: CheckpointFolder, objects: Mapping[str, Any]) -> str:
-    """That another run made it, if so. run.json of old runs does not say which checkpoints are theirs."""
+    """Return the reason if another run made it. run.json of old runs does not list the digests of their work."""
     known = read_state(place.run).get("digests") if place.run is not None else None
     return foreign(objects, known) if known else ""
 
 
-def _with(row: CheckpointRow, **changes: Any) -> CheckpointRow:
-    return CheckpointRow(**{**asdict(row), **changes})
-
-
 def sizes(layout: dict[str, Any]) -> dict[str, int]:
-    """Dimensions of the mesh of the writers, with their sizes."""
+    """Return the size of each dimension of the writers' mesh."""
     mesh = layout.get("mesh", {})
     return dict(zip(mesh.get("names", ()), mesh.get("sizes", ())))
 
 
-def _nbytes(path: Location) -> int:
-    """Of all files in a folder."""
-    storage = storage_of(path)
-    return sum(storage.size(name) or 0 for name in storage.names())
-
-
 def _without_place(text: str, path: Location) -> str:
-    """What is wrong, of a line that says of which checkpoint too, maybe as it was called before it was put aside."""
+    """Strip the checkpoint's path from a message, also the path that it had before it was put aside."""
     root, name = split(path)
     roots = {str(root)} if is_url(root) else {str(root), str(Path(root).resolve())}
     for place in {f"{one}/{called}" for one in roots for called in (name, name.partition(".")[0])}:
-        for start in (f"checkpoint {place}: ", f"{place} "):
-            text = text.removeprefix(start)
-        text = text.replace(f"{place}/", "")
+        text = text.removeprefix(f"checkpoint {place}: ").removeprefix(f"{place} ").replace(f"{place}/", "")
     return text
 
 
-def _listed(found: list[CheckpointRow]) -> Table:
+def _table(found: list[CheckpointRow]) -> Table:
     made = new_table("step", "saved (UTC)", "layout", "tensors", "size", "state", right=("step", "tensors", "size"))
     for row in found:
         state = ", ".join([row.state, *(["best"] if row.best else []), *(["newest"] if row.newest else [])])
@@ -298,164 +285,138 @@ def _listed(found: list[CheckpointRow]) -> Table:
 
 
 def mesh_text(layout: dict[str, int] | None) -> str:
-    """``fsdp 2 x tp 2``; ``1 process``."""
+    """Return a mesh as ``fsdp 2 x tp 2`` or ``1 process``."""
     if layout is None:
         return "–"
     if list(layout) == ["world"] and layout["world"] > 1:
         return f"{layout['world']} processes"
-    several = [f"{name} {size}" for name, size in layout.items() if size > 1]
-    return " x ".join(several) or "1 process"
+    return " x ".join(f"{name} {size}" for name, size in layout.items() if size > 1) or "1 process"
 
 
 # ---- verify ----
 
 
 def verify(where: str, *, everything: bool, as_json: bool) -> None:
-    """Compare every byte with its checksum; exit code 1 if something is damaged, 2 if there is nothing to look at."""
-    there = _known(where)
-    found = [(place, path) for place in there for path in _chosen(place, everything)]
+    """Compare every byte with its checksum. Exit code 1: something is damaged; 2: there is nothing to check."""
+    there = _usable(where)
     verdicts = list[tuple[CheckpointFolder, Verdict]]()
+    chosen = [(folder, path) for folder in there for path in _chosen(folder, everything)]
     with bar() as progress:
-        for place, path in found:
+        for place, path in chosen:
             verdict = examine(place, path, progress)
             if not verdict.intact and _gone(place, path):
                 typer.echo(f"{path}: passed over, it was removed in the meantime", err=as_json)
                 continue
             verdicts.append((place, verdict))
             if not as_json:
-                typer.echo("\n".join(_said(verdict)))
+                read = f"intact, {format.size(verdict.bytes)} read and compared" if verdict.intact else "damaged"
+                typer.echo("\n  ".join([f"{verdict.checkpoint}: {read}", *verdict.problems]))
     if not verdicts:
-        told = next(filter(None, (lost(place.run, place.root) for place in there)), "")
-        raise CheckpointError(told or f"there is no complete checkpoint in {where}")
+        missing = next(filter(None, (lost(place.run, place.root) for place in there)), "")
+        raise CheckpointError(missing or f"there is no complete checkpoint in {where}", key="WHERE")
+    bad = next((place for place, verdict in verdicts if not verdict.good), None)
     if as_json:
         typer.echo(to_json([asdict(verdict) for _, verdict in verdicts]))
-    elif not all(verdict.good for _, verdict in verdicts):
-        typer.echo(_advice(verdicts))
-    raise typer.Exit(0 if all(verdict.good for _, verdict in verdicts) else 1)
+    elif bad is not None:
+        typer.echo(_advice(bad, {verdict.checkpoint for _, verdict in verdicts if verdict.good}))
+    raise typer.Exit(int(bad is not None))
 
 
 def _chosen(place: CheckpointFolder, everything: bool) -> list[Location]:
     if place.only is not None:
         return [place.only]
-    with reaching(place.root):
-        there: list[Location] = sorted([*complete(place.root), *bare(place.root)], key=lambda path: step_of(path) or 0)
+    there = sorted(_present(place), key=lambda path: step_of(path) or 0)
     return there if everything else there[-1:]
 
 
-def _gone(place: CheckpointFolder, path: Location) -> bool:
-    """Whether a process that writes the run has removed or replaced it: then what could not be read is no damage."""
+def _present(place: CheckpointFolder) -> list[Location]:
     with reaching(place.root):
-        there = any(_same(path, one) for one in (*complete(place.root), *bare(place.root)))
+        return [*complete(place.root), *bare(place.root)]
+
+
+def _gone(place: CheckpointFolder, path: Location) -> bool:
+    """True if a process that writes the run has removed or replaced it, so that a failed read is no damage."""
+    there = any(_same(path, one) for one in _present(place))
+    with reaching(place.root):
         return not there and (place.only is None or not is_checkpoint(path))
 
 
-Told = Callable[[str, int, int], None]
-"""What is being read; bytes so far; bytes in all."""
-
-
-def examine(place: CheckpointFolder, path: Location, told: Told) -> Verdict:
+def examine(place: CheckpointFolder, path: Location, report: Report) -> Verdict:
     """Read and check one checkpoint."""
-    start, read, problems, foreign = time.monotonic(), 0, list[str](), ""
+    start, read, problems, other = time.monotonic(), 0, list[str](), ""
     try:
         with reaching(path):
             checkpoint = open_checkpoint(path)
-            foreign = _foreign(place, checkpoint.objects)
+            other = _foreign(place, checkpoint.objects)
             try:
-                checkpoint.verify(lambda done, total: told(Path(str(path)).name, done, total))
+                checkpoint.verify(lambda done, total: report(Path(str(path)).name, done, total))
             finally:
                 read = checkpoint.bytes_read
     except CheckpointError as error:
-        lost = any(_same(path, one) for one in bare(place.root))
-        problems = [MISSING] if lost else _without_place(str(error), path).split("; ")
-    run = str(place.run) if place.run else None
+        without_manifest = any(_same(path, one) for one in bare(place.root))
+        problems = [MISSING] if without_manifest else _without_place(str(error), path).split("; ")
     seconds = round(time.monotonic() - start, 3)
-    said = [*problems, *([foreign] if foreign else [])]
-    return Verdict(run, str(path), step_of(path), not problems, read, seconds, said, not foreign)
+    found = [*problems, *([other] if other else [])]
+    return Verdict(place.owner, str(path), step_of(path), not problems, read, seconds, found, not other)
 
 
 @contextmanager
-def bar() -> Iterator[Told]:
-    """A bar on a terminal, nothing elsewhere."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with ExitStack() as stack:
-        if not sys.stderr.isatty():
-            yield lambda what, done, total: None
-            return
-        from rich.console import Console
-
-        shown = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
+def bar() -> Iterator[Report]:
+    """Show a progress bar on a terminal, nothing elsewhere."""
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    console = Console(stderr=True)
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not sys.stderr.isatty()
+    ) as shown:
         task = shown.add_task("", total=None)
         yield lambda what, done, total: shown.update(task, description=what, completed=done, total=total)
 
 
-def _said(verdict: Verdict) -> list[str]:
-    if verdict.intact:
-        start = f"{verdict.checkpoint}: intact, {format.size(verdict.bytes)} read and compared"
-        return [start, *(f"  {problem}" for problem in verdict.problems)]
-    return [f"{verdict.checkpoint}: damaged", *(f"  {problem}" for problem in verdict.problems)]
-
-
-def _advice(verdicts: list[tuple[CheckpointFolder, Verdict]]) -> str:
-    good = {verdict.checkpoint for _, verdict in verdicts if verdict.good}
-    bad = next(place for place, verdict in verdicts if not verdict.good)
+def _advice(bad: CheckpointFolder, good: set[str]) -> str:
     older = [path for path in complete(bad.root) if str(path) in good]
     if older:
-        return f"the newest intact one is {older[-1]}; 'tilth run ... --fallback' goes on from there"
+        return f"the newest intact one is {older[-1]}; 'tilth run ... --fallback' resumes from there"
     where = bad.run or bad.root
-    return f"'tilth ckpt verify {where} --all' finds one that is intact; 'tilth run ... --fallback' goes on from it"
+    return f"'tilth ckpt verify {where} --all' finds one that is intact; 'tilth run ... --fallback' resumes from it"
 
 
 # ---- prune ----
 
 
-@dataclass(frozen=True)
-class Removal:
-    """A checkpoint that goes, as ``tilth ckpt prune --json`` says it."""
-
-    run: str | None
-    checkpoint: str
-    step: int
-    state: str
-    bytes: int
-
-
 def prune(where: str, *, keep: int | None, every: int | None, dry: bool, damaged: bool, as_json: bool) -> None:
-    """Remove what need not be kept, or say what that is; never the last one, never the best."""
-    removed, stay, left = list[Removal](), list[str](), 0
-    for place in _known(where):
+    """Remove superfluous checkpoints, or list them (dry); never the newest, never the best."""
+    removed, stay, left = list[CheckpointRow](), list[str](), 0
+    for place in _usable(where):
         _check_best(place)
         if place.only is not None:
-            raise DataError(f"{where!r} is one checkpoint; prune wants its run, or the folder that it is in")
+            raise DataError(
+                f"WHERE={where!r} is one checkpoint; name its run, or the folder that it is in", key="WHERE.checkpoint"
+            )
         with ExitStack() as stack:
             if place.run is not None and not dry:
                 stack.callback(_lock(place.run).release)
             gone = _superfluous(place, *_retention(place, keep, every), damaged=damaged)
             for row in gone if not dry else ():
-                _discard(row)
+                discard(row.checkpoint if is_url(row.checkpoint) else Path(row.checkpoint))
             removed += gone
             left += sum(e.state == "unfinished" for e in listing(place.root)) if damaged and place.run is None else 0
             stay += [str(p) for p in complete(place.root) if str(p) not in {row.checkpoint for row in gone}]
     freed = sum(row.bytes for row in removed)
     if as_json:
-        rows = [asdict(row) for row in removed]
-        typer.echo(to_json({"dry_run": dry, "removed": rows, "bytes": freed, "kept": stay}))
+        kept = ("run", "checkpoint", "step", "state", "bytes")
+        plain = [{name: getattr(row, name) for name in kept} for row in removed]
+        typer.echo(to_json({"dry_run": dry, "removed": plain, "bytes": freed, "kept": stay}))
         return
-    for row in removed:
-        typer.echo(f"{'would remove' if dry else 'removed'} {row.checkpoint} ({row.state}, {format.size(row.bytes)})")
-    verb = "would be freed" if dry else "freed"
-    typer.echo(f"{len(removed)} of {len(removed) + len(stay)}, {format.size(freed)} {verb}; {len(stay)} stay")
+    verb, would = ("would remove", "would be freed") if dry else ("removed", "freed")
+    lines = [f"{verb} {row.checkpoint} ({row.state}, {format.size(row.bytes)})" for row in removed]
+    lines.append(f"{len(removed)} of {len(removed) + len(stay)}, {format.size(freed)} {would}; {len(stay)} stay")
     if left:
-        typer.echo(f"unfinished and left: {left}; only by its run's name is it known that no process is writing there")
+        lines.append(f"unfinished and left: {left}; a process may still write them, only its run's name would show")
+    typer.echo("\n".join(lines))
 
 
 def _check_best(place: CheckpointFolder) -> None:
-    """The best may not go, so it must be known."""
+    """Raise CheckpointError if the file that names the best one, which must stay, is damaged."""
     try:
         with reaching(place.root):
             read_best(place.root)
@@ -463,28 +424,30 @@ def _check_best(place: CheckpointFolder) -> None:
         if isinstance(error.__cause__, OSError):
             raise
         file = join(place.root, BEST)
-        raise CheckpointError(f"{error}; it says which one may not go: remove {file}, then none is the best") from error
+        raise CheckpointError(
+            f"{error}; it names the checkpoint that prune must keep: remove {file}, then none is the best", key=BEST
+        ) from error
 
 
 def _lock(run: Path) -> Lock:
-    """As a process has it that writes the run. StorageError while one does."""
+    """Take the lock of a process that writes the run. StorageError while another one has it."""
     if not os.access(run, os.W_OK):
-        raise StorageError(f"{run} cannot be written to, so nothing can be removed from it")
+        raise StorageError(f"{run} is not writable, so nothing can be removed from it", key="RUN")
     return Lock(run / "run.lock")
 
 
 def _retention(place: CheckpointFolder, keep: int | None, every: int | None) -> tuple[int, int]:
-    """As asked, else as the run keeps them itself."""
+    """Return the given numbers, by default those of the run's recipe."""
     own = run_settings(place.run).get("run", {}) if place.run is not None else {}
     if keep is None and place.run is None:
-        raise DataError(f"{place.name} is no run, whose recipe would say how many to keep: say it with --keep")
+        raise DataError(f"{place.name} is no run with a recipe's run.keep; name the number: --keep N", key="--keep")
     return own.get("keep", 2) if keep is None else keep, own.get("keep_every", 0) if every is None else every
 
 
-def _superfluous(place: CheckpointFolder, keep: int, every: int, *, damaged: bool) -> list[Removal]:
-    """What goes; those to keep are chosen of those that open and are the run's own. Without such the newest stays.
+def _superfluous(place: CheckpointFolder, keep: int, every: int, *, damaged: bool) -> list[CheckpointRow]:
+    """Choose what goes. Those to keep are chosen among the run's own that open; without any the newest stays.
 
-    Of a place whose run is not known nothing goes that is unfinished: a process may be at it, and no lock would tell.
+    Unfinished ones stay if the run is unknown: a process may be writing them, and no lock would show that.
     """
     found = rows(place)
     whole = [row for row in found if row.state == "complete"]
@@ -492,13 +455,8 @@ def _superfluous(place: CheckpointFolder, keep: int, every: int, *, damaged: boo
     bad = {row.checkpoint for row in found if row not in good}
     with reaching(place.root):
         goes = {str(path) for path in superfluous(place.root, keep, every, bad)}
-    too = _DAMAGED if place.run is not None else _DAMAGED_ANYWHERE
-    goes |= {row.checkpoint for row in found if damaged and row.state in too}
+    states = _DAMAGED if place.run is not None else _DAMAGED_ANYWHERE
+    goes |= {row.checkpoint for row in found if damaged and row.state in states}
     if not good:
         goes -= {row.checkpoint for row in found if row.newest}
-    return [Removal(r.run, r.checkpoint, r.step, r.state, r.bytes) for r in found if r.checkpoint in goes]
-
-
-def _discard(row: Removal) -> None:
-    path: Location = row.checkpoint if is_url(row.checkpoint) else Path(row.checkpoint)
-    discard(path)
+    return [row for row in found if row.checkpoint in goes]

@@ -1,178 +1,230 @@
-"""What is in a checkpoint, or in a directory of Hugging Face: groups, files, tensors, what was saved beside them."""
+"""``tilth ckpt show``: the tensors, files and objects of a checkpoint or of a Hugging Face directory."""
 
+import json
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 import typer
-from rich.table import Table
+from torch import Tensor
 
+from tilth.checkpoint import open_checkpoint
+from tilth.checkpoint.manifest import Manifest, Piece, TensorEntry
 from tilth.cli.ckpt import mesh_text, sizes
-from tilth.cli.ckpt_diff import abridged
-from tilth.cli.ckpt_source import DirectorySource, StoredSource, TensorSource, dtype_name, flattened, open_source
 from tilth.cli.tables import new_table
 from tilth.cli.tables import show as show_tables
-from tilth.core.errors import DataError
+from tilth.core.errors import DataError, ModelError
+from tilth.core.layout import Box, Shape
 from tilth.runs.files import to_json
+from tilth.runs.model_refs import EMA, Named, explained, find_checkpoint
 from tilth.ui import format
 
-_SHOWN = 40
-"""Files and values in the tables; ``--json`` has all."""
+MODEL = "model"
+_SHOWN, _WIDTH = 40, 48
+"""Most files and values in a table, and characters of a value; ``--json`` has all."""
 
 
 @dataclass(frozen=True)
-class ShownBox:
-    """A box of a tensor and where it lies."""
+class SourceTensor:
+    """A tensor of a source. read: returns one box of it; entry: its boxes in a checkpoint."""
 
-    offset: list[int]
-    size: list[int]
-    file: str
-    byte0: int
-    """From the start of the file."""
-    bytes: int
+    shape: Shape
+    dtype: torch.dtype
+    read: Callable[[Box], Tensor]
+    file: str = ""
+    entry: TensorEntry | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        """Return the dtype as ``float32``."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def text(self) -> str:
+        """Return dtype and shape as ``float32 [2, 3]``."""
+        return f"{self.dtype_name} {list(self.shape)}"
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Return its boxes in a checkpoint."""
+        return list(self.entry.boxes) if self.entry is not None else []
 
 
 @dataclass(frozen=True)
-class ShownTensor:
-    """A tensor."""
+class TensorSource:
+    """Tensors by group and name, of a checkpoint (with its manifest) or of a Hugging Face directory."""
 
-    group: str
     name: str
-    shape: list[int]
-    dtype: str
-    bytes: int
-    files: list[str]
-    boxes: list[ShownBox] = field(default_factory=list)
-    """With ``--boxes``."""
+    groups: Mapping[str, Mapping[str, SourceTensor]]
+    manifest: Manifest | None = None
+
+
+def open_source(spec: str) -> TensorSource:
+    """Open any checkpoint or Hugging Face directory. ModelError, CheckpointError."""
+    named = find_checkpoint(spec)
+    if named is None:
+        from tilth.models.hf import open_tensors
+
+        found = open_tensors(Path(spec))
+        tensors = {}
+        for name in found:
+            shape = found.shape(name)
+            dtype = found.part(name, tuple(slice(0, 0) for _ in shape)).dtype
+            tensors[name] = SourceTensor(shape, dtype, partial(_part, found, name), found.files[name])
+        return TensorSource(str(Path(spec)), {MODEL: tensors})
+    with explained(named):
+        return _checkpoint(named)
+
+
+def _part(tensors: Any, name: str, box: Box) -> Tensor:
+    found: Tensor = tensors.part(name, box.slices)
+    return found
+
+
+def _checkpoint(named: Named) -> TensorSource:
+    """Open a checkpoint; of ``RUN@ema`` the average is the model."""
+    checkpoint = open_checkpoint(named.path)
+    if named.group not in checkpoint.groups:
+        there = ", ".join(checkpoint.groups) or "none"
+        raise ModelError(
+            f"{checkpoint.path} has no group {named.group}; its groups are: {there}", key=f"group.{named.group}"
+        )
+
+    def read(group: str, name: str, box: Box) -> Tensor:
+        with explained(named):
+            return checkpoint.read(group, name, box)
+
+    groups = {MODEL: EMA} if named.group == EMA else {group: group for group in checkpoint.groups}
+    tensors: dict[str, dict[str, SourceTensor]] = {shown: {} for shown in groups}
+    for shown, group in groups.items():
+        for name in checkpoint.names(group):
+            entry = checkpoint.entry(group, name)
+            reader = partial(read, group, name)
+            tensors[shown][name] = SourceTensor(entry.shape, entry.torch_dtype, reader, entry=entry)
+    return TensorSource(str(checkpoint.path), tensors, checkpoint.manifest)
 
 
 def show(spec: str, *, pattern: str | None, boxes: bool, as_json: bool) -> None:
-    """Print what is in it; no data is read. pattern: of tensors to list, as in ``model/*norm*``."""
+    """Print the contents without reading data. pattern: of the tensors to list, as in ``model/*norm*``."""
     source = open_source(spec)
-    listed = list(tensors(source, "*" if pattern is None and boxes else pattern, boxes=boxes))
+    listed = list(_matching(source, "*" if pattern is None and boxes else pattern, boxes=boxes))
     if pattern is not None and not listed:
-        raise DataError(f"--tensors {pattern}: no tensor of {source.name} is called that; as in 'model/*norm*'")
+        raise DataError(
+            f"--tensors {pattern}: no tensor of {source.name} has such a name; as in 'model/*norm*'", key="--tensors"
+        )
     head = summary(source)
     if as_json:
-        more = {"tensors": [asdict(one) for one in listed]} if pattern is not None or boxes else {}
-        typer.echo(to_json(head | more))
-        return
-    show_tables(*_head(head))
-    if listed:
-        show_tables("", _tensors(listed, boxes=boxes))
-
-
-def tensors(source: TensorSource, pattern: str | None, *, boxes: bool) -> Iterator[ShownTensor]:
-    """Those whose name, with or without its group, is like the pattern."""
-    for group in source.groups() if pattern is not None else ():
-        for name in source.names(group):
-            if fnmatchcase(name, pattern or "") or fnmatchcase(f"{group}/{name}", pattern or ""):
-                yield _shown(source, group, name, boxes=boxes)
-
-
-def _shown(source: TensorSource, group: str, name: str, *, boxes: bool) -> ShownTensor:
-    shape, dtype = source.kind(group, name)
-    parts: list[ShownBox] = []
-    if isinstance(source, StoredSource):
-        pieces = source.checkpoint.entry(group, name).boxes
-        files = list(dict.fromkeys(piece.file for piece in pieces))
-        if boxes:
-            parts = [ShownBox(list(p.offset), list(p.size), p.file, p.byte0, p.nbytes) for p in pieces]
+        typer.echo(to_json(head | ({"tensors": listed} if pattern is not None or boxes else {})))
     else:
-        files = [source.tensors.files[name]] if isinstance(source, DirectorySource) else []
-    nbytes = math.prod(shape) * dtype.itemsize
-    return ShownTensor(group, name, list(shape), dtype_name(dtype), nbytes, files, parts)
+        show_tables(*_head(head), *(["", _tensor_table(listed)] if listed else []))
+
+
+def _matching(source: TensorSource, pattern: str | None, *, boxes: bool) -> Iterator[dict[str, Any]]:
+    """Yield the tensors whose name, with or without its group, matches the pattern, as plain data."""
+    for group, tensors in source.groups.items() if pattern is not None else ():
+        for name, one in tensors.items():
+            if fnmatchcase(name, pattern or "") or fnmatchcase(f"{group}/{name}", pattern or ""):
+                pieces = one.pieces
+                files = [one.file] if one.file else list(dict.fromkeys(piece.file for piece in pieces))
+                parts = [
+                    dict(offset=list(p.offset), size=list(p.size), file=p.file, byte0=p.byte0, bytes=p.nbytes)
+                    for p in (pieces if boxes else ())
+                ]
+                yield {
+                    "group": group, "name": name, "shape": list(one.shape), "dtype": one.dtype_name,
+                    "bytes": one.nbytes, "files": files, "boxes": parts,
+                }  # fmt: skip
 
 
 def summary(source: TensorSource) -> dict[str, Any]:
-    """All but single tensors, as plain data."""
-    groups = [_group(source, group) for group in source.groups()]
-    if not isinstance(source, StoredSource):
+    """Return everything but single tensors as plain data."""
+    groups: list[dict[str, Any]] = [
+        {
+            "group": group, "tensors": len(tensors), "elements": sum(math.prod(one.shape) for one in tensors.values()),
+            "bytes": sum(one.nbytes for one in tensors.values()),
+            "dtypes": sorted({one.dtype_name for one in tensors.values()}),
+        }
+        for group, tensors in source.groups.items()
+    ]  # fmt: skip
+    manifest = source.manifest
+    if manifest is None:
         nbytes = sum(group["bytes"] for group in groups)
         return {"path": source.name, "kind": "huggingface", "bytes": nbytes, "groups": groups}
-    manifest = source.checkpoint.manifest
     return {
-        "path": source.name,
-        "kind": "checkpoint",
-        "step": manifest.step,
-        "saved": manifest.saved,
-        "layout": sizes(manifest.layout),
-        "bytes": manifest.total_bytes,
-        "groups": groups,
+        "path": source.name, "kind": "checkpoint", "step": manifest.step, "saved": manifest.saved,
+        "layout": sizes(manifest.layout), "bytes": manifest.total_bytes, "groups": groups,
         "files": [{"name": n, "group": f.group, "bytes": f.nbytes} for n, f in manifest.files.items()],
         "objects": manifest.objects,
-    }
+    }  # fmt: skip
 
 
-def _group(source: TensorSource, group: str) -> dict[str, Any]:
-    kinds = [source.kind(group, name) for name in source.names(group)]
-    return {
-        "group": group,
-        "tensors": len(kinds),
-        "elements": sum(math.prod(shape) for shape, _ in kinds),
-        "bytes": sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds),
-        "dtypes": sorted({dtype_name(dtype) for _, dtype in kinds}),
-    }
-
-
-# ---- for people ----
+# ---- printing ----
 
 
 def _head(head: dict[str, Any]) -> Iterator[Any]:
     yield head["path"]
     if "step" in head:
         when, nbytes = head["saved"][:19].replace("T", " "), format.size(head["bytes"])
-        files = f"{len(head['files'])} file{'s' if len(head['files']) != 1 else ''}"
-        yield f"step {head['step']:,}, saved {when} UTC, by {mesh_text(head['layout'])}, {nbytes} in {files}"
+        count = format.count(len(head["files"]), "file")
+        yield f"step {head['step']:,}, saved {when} UTC, by {mesh_text(head['layout'])}, {nbytes} in {count}"
     else:
         yield f"a directory of Hugging Face, {format.size(head['bytes'])}"
-    yield ""
-    yield _groups(head["groups"])
+    groups = [
+        (g["group"], f"{g['tensors']:,}", f"{g['elements']:,}", format.size(g["bytes"]), ", ".join(g["dtypes"]))
+        for g in head["groups"]
+    ]
+    numbers = ("tensors", "elements", "size")
+    yield from ("", new_table("group", *numbers, "dtype", right=numbers, rows=groups))
     if "step" in head:
-        yield from ("", _files(head["files"]))
-        if len(head["files"]) > _SHOWN:
-            yield f"and {len(head['files']) - _SHOWN} more; --json has all"
-        yield from _objects(flattened(head["objects"]) if head["objects"] else {})
+        files = [(one["name"], one["group"], format.size(one["bytes"])) for one in head["files"]]
+        yield from ("", new_table("file", "group", "size", right=("size",), rows=files[:_SHOWN]), *more(files, _SHOWN))
+        values = flattened(head["objects"]) if head["objects"] else {}
+        rows = [(key, abridged(value)) for key, value in values.items()]
+        if rows:
+            yield from ("", new_table("object", "value", rows=rows[:_SHOWN]), *more(rows, _SHOWN))
 
 
-def _groups(groups: list[dict[str, Any]]) -> Table:
-    made = new_table("group", "tensors", "elements", "size", "dtype", right=("tensors", "elements", "size"))
-    for one in groups:
-        size = format.size(one["bytes"])
-        made.add_row(one["group"], f"{one['tensors']:,}", f"{one['elements']:,}", size, ", ".join(one["dtypes"]))
-    return made
+def more(found: list[Any], shown: int) -> list[str]:
+    """Return a line that counts what a table leaves out, if anything."""
+    return [f"and {len(found) - shown} more; --json has all"] if len(found) > shown else []
 
 
-def _files(files: list[dict[str, Any]]) -> Table:
-    made = new_table("file", "group", "size", right=("size",))
-    for one in files[:_SHOWN]:
-        made.add_row(one["name"], one["group"], format.size(one["bytes"]))
-    return made
-
-
-def _objects(values: dict[str, Any]) -> Iterator[Any]:
-    if not values:
-        return
-    made = new_table("object", "value")
-    for key, value in list(values.items())[:_SHOWN]:
-        made.add_row(key, abridged(value))
-    yield from ("", made)
-    if len(values) > _SHOWN:
-        yield f"and {len(values) - _SHOWN} more; --json has all"
-
-
-def _tensors(listed: list[ShownTensor], *, boxes: bool) -> Table:
+def _tensor_table(listed: list[dict[str, Any]]) -> Any:
     made = new_table("tensor", "shape", "dtype", "size", "files", right=("size",))
     for one in listed:
-        what = f"{one.group}/{one.name}"
-        made.add_row(what, str(one.shape), one.dtype, format.size(one.bytes), _some(one.files))
-        for part in one.boxes if boxes else ():
-            where = ", ".join(f"{start}:{start + size}" for start, size in zip(part.offset, part.size))
-            made.add_row(f"  [{where}]", str(part.size), "", format.size(part.bytes), f"{part.file} @{part.byte0:,}")
+        files = one["files"]
+        which = ", ".join(files[:1]) + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+        made.add_row(f"{one['group']}/{one['name']}", str(one["shape"]), one["dtype"], format.size(one["bytes"]), which)
+        for part in one["boxes"]:
+            where = ", ".join(f"{start}:{start + size}" for start, size in zip(part["offset"], part["size"]))
+            at = f"{part['file']} @{part['byte0']:,}"
+            made.add_row(f"  [{where}]", str(part["size"]), "", format.size(part["bytes"]), at)
     return made
 
 
-def _some(files: list[str]) -> str:
-    return ", ".join(files[:1]) + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+def flattened(value: Any, place: str = "") -> dict[str, Any]:
+    """Flatten JSON to dotted keys; lists and empty objects are values."""
+    if not isinstance(value, Mapping) or not value:
+        return {place: value}
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        found |= flattened(item, f"{place}.{key}" if place else str(key))
+    return found
+
+
+def abridged(value: Any) -> str:
+    """Return JSON, cut to a few words."""
+    text = json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list) and len(text) > _WIDTH:
+        return f"{text[: _WIDTH // 2]}... {len(value):,} values"
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}... {len(text):,} characters"

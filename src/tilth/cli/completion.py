@@ -1,4 +1,4 @@
-"""What the shell offers at a tab: recipes, keys, runs. Imports nothing heavy before it is asked."""
+"""Completions at a tab: recipes, keys, runs. Imports nothing heavy at start."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ SHIPPED = Path(__file__).parent.parent / "recipes"
 
 
 def recipes(incomplete: str) -> list[str]:
-    """Names of shipped recipes; of a path, nothing, so that the shell offers files."""
+    """Names of shipped recipes; nothing for a path, so that the shell offers files."""
     return [name for name in sorted(p.stem for p in SHIPPED.glob("*.toml")) if name.startswith(incomplete)]
 
 
 def overrides(incomplete: str) -> list[str]:
-    """Keys that can be set, as ``rollout.group=``."""
+    """Keys to set, as ``rollout.group=``."""
     return [f"{name}=" for name in keys(incomplete)]
 
 
@@ -23,7 +23,7 @@ def keys(incomplete: str) -> list[str]:
 
 
 def runs(incomplete: str) -> list[str]:
-    """Folders of runs beside the one that was begun, or in ``runs``; where there is none the shell offers files."""
+    """Folders of runs in the folder that was typed, or in ``runs``."""
     folder = incomplete.rpartition("/")[0] if "/" in incomplete else "runs"
     found = sorted(path.parent for path in Path(folder or "/").glob("*/run.json"))
     return [str(path) for path in found if str(path).startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""``tilth trace costs``: what work cost in a run, as a table, as JSON, or saved for planners."""
+"""``tilth trace costs``: fit the cost of work in a run; print a table or JSON, or save it for planners."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from tilth.plan.costs import SMALL, Compute, Costs, Error, Link, as_dict, save_c
 
 
 def costs(run: Path, steps: str, save: Path | None, attempt: int | None = None, *, as_json: bool) -> None:
-    """Fit, print, and save. steps: "" for all."""
+    """Fit, save and print. steps: "" for all."""
     opened = open_run(run, attempt, parse_steps(steps) if steps else None)
     events = opened.events
     for note in opened.notes:
@@ -25,19 +25,17 @@ def costs(run: Path, steps: str, save: Path | None, attempt: int | None = None, 
     try:
         found = fit_costs(events, _about(run) | {"attempt": events.attempt, "steps": len(events.steps)})
     except DataError as error:
-        raise DataError(f"{run}: {error}") from error
+        raise DataError(f"{run}: {error}", key=error.key) from error
     if save is not None:
         save_costs(found, save)
     if as_json:
         typer.echo(json.dumps(as_dict(found), allow_nan=False))
         return
-    _print(found)
-    if save is not None:
-        typer.echo(f"saved: {save}")
+    show(*_parts(found), *([f"saved: {save}"] if save is not None else []))
 
 
 def _about(run: Path) -> dict[str, Any]:
-    """Recipe, model and machine of a run's folder; of a folder of events nothing is known but its name."""
+    """Return recipe, model and machine of a run's folder; of a folder of events only its name."""
     if not (run / "run.json").is_file():
         return {"run": run.name}
     from tilth.runs.readers import read_state
@@ -53,45 +51,33 @@ def _about(run: Path) -> dict[str, Any]:
     }
 
 
-def _print(found: Costs) -> None:
+def _parts(found: Costs) -> list[Any]:
     parts: list[Any] = []
     if found.compute:
-        parts += [_computes(found.compute), ""]
+        parts += [_compute_table(found.compute), ""]
     if found.links:
-        parts += [_wires(found.links), ""]
-    show(*parts, "error: |predicted - measured| / measured, median and 90th percentile, of steps that were not fitted")
-    errors = [c.error for c in found.compute] + [k.error for k in found.links]
-    if not all(error.held_out for error in errors):
-        show("*: of the fitted steps themselves, there were no others")
-    if found.left:
-        show(f"too few: {'; '.join(found.left)}")
+        titles = ("communication", "ranks", "us/message", "MB/s", "bytes", "error", "p90")
+        rows = [(k.op, str(k.ranks), *_speed(k), _span((k.least, k.greatest)), *_errors(k.error)) for k in found.links]
+        parts += [new_table(*titles, right=titles[1:], rows=rows), ""]
+    parts.append("error: |predicted - measured| / measured, median and 90th percentile, of steps that were not fitted")
+    if not all(one.error.held_out for one in (*found.compute, *found.links)):
+        parts.append("*: of the fitted steps themselves, there were no others")
+    return [*parts, f"too few: {'; '.join(found.left)}"] if found.left else parts
 
 
-def _computes(rows: tuple[Compute, ...]) -> Table:
-    """Columns that no row fills are left out."""
+def _compute_table(rows: tuple[Compute, ...]) -> Table:
+    """Make the table, without columns that no row fills."""
     titles = ("operation", "ms each", "us/token", "ns/square", "tokens", "slowest rank", "error", "p90")
     cells = [
-        (" ".join(filter(None, (c.role, c.op))), *_prices(c), _span(c.tokens), _slowest(c),
-         *_errors(c.error))
+        (" ".join(filter(None, (c.role, c.op))), *_prices(c), _span(c.tokens), _slowest(c), *_errors(c.error))
         for c in rows
-    ]  # fmt: skip
+    ]
     shown = [i for i in range(len(titles)) if any(row[i] for row in cells)]
-    table = new_table(*(titles[i] for i in shown), right=titles[1:])
-    for row in cells:
-        table.add_row(*(row[i] for i in shown))
-    return table
-
-
-def _wires(rows: tuple[Link, ...]) -> Table:
-    titles = ("communication", "ranks", "us/message", "MB/s", "bytes", "error", "p90")
-    table = new_table(*titles, right=titles[1:])
-    for k in rows:
-        table.add_row(k.op, str(k.ranks), *_speed(k), _span((k.least, k.greatest)), *_errors(k.error))
-    return table
+    return new_table(*(titles[i] for i in shown), right=titles[1:], rows=[[row[i] for i in shown] for row in cells])
 
 
 def _prices(c: Compute) -> tuple[str, str, str]:
-    """What could not be told apart is left out."""
+    """Format the fitted terms; one that could not be separated is left out."""
     fixed = f"{c.fixed * 1e3:.3g}" if c.separate else ""
     token = f"{c.per_token * 1e6:.3g}" if c.tokens[1] else ""
     return fixed, token, f"{c.per_square * 1e9:.3g}" if c.separate_squares else ""

@@ -1,16 +1,17 @@
-"""What a model will see of a recipe's data: tokens with the loss mask, template, lengths, what would stop the run."""
+"""``tilth data show``: what a model will see of a recipe's data, and what would stop the run."""
 
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import typer
 from rich.text import Text
 
+from tilth.cli.layout import generating
+from tilth.cli.tables import show as show_parts
 from tilth.config.load import load_recipe
 from tilth.config.plugins import task_names
 from tilth.config.schema import Recipe
@@ -29,16 +30,17 @@ from tilth.rewards.functions import check_answers
 from tilth.ui.terminal import Terminal
 
 MOST = 20_000
-"""Records that are tokenised; of a larger source, so many spread evenly."""
+"""Most records that are tokenised, spread evenly over a larger source."""
 CHUNK = 256
 SHOWN = 600
-"""Tokens of an example in the terminal."""
+"""Most tokens of an example in the terminal."""
 STEPS = 20
 """Steps that packing is tried on."""
 
 
-class Lengths(NamedTuple):
-    """How numbers of tokens are spread."""
+@dataclass(frozen=True)
+class Lengths:
+    """Distribution of numbers of tokens."""
 
     rows: int
     least: int
@@ -48,13 +50,14 @@ class Lengths(NamedTuple):
 
     @classmethod
     def of(cls, lengths: np.ndarray) -> "Lengths":
-        """lengths: integers [n], at least one."""
+        """Summarise lengths: integers [n], n > 0."""
         median, p95 = np.percentile(lengths, [50, 95]).tolist()
         return cls(len(lengths), int(lengths.min()), median, p95, int(lengths.max()))
 
 
-class PackingReport(NamedTuple):
-    """What becomes of the batches of some steps. fill: tokens over room; padding: its share if rows were padded."""
+@dataclass(frozen=True)
+class PackingReport:
+    """Batches of some steps, packed. fill: tokens over room; padding: its share if rows were padded instead."""
 
     rows: int
     micro_batches: float
@@ -65,7 +68,7 @@ class PackingReport(NamedTuple):
 
 @dataclass
 class ShownExample:
-    """One example. texts: of each token; mask: 1 where the loss is taken; of a prompt without an answer all 0."""
+    """One example. texts: of each token; mask: 1 where the loss is taken, all 0 for a prompt without an answer."""
 
     index: int
     tokens: list[int]
@@ -75,7 +78,11 @@ class ShownExample:
 
 @dataclass
 class View:
-    """All that is found."""
+    """Findings of ``tilth data show``.
+
+    seen: records (pretrain: pieces) that the figures describe. longer: number of each kind that exceeds its room.
+    stable: verdict on the template. problems: would stop the run.
+    """
 
     flow: str
     source: str
@@ -87,40 +94,30 @@ class View:
     stops: list[str]
     context: int
     seen: int
-    """Records (pretrain: pieces) that the figures are of."""
     lengths: dict[str, Lengths] = field(default_factory=dict)
     longer: dict[str, int] = field(default_factory=dict)
-    """How many of each kind are longer than there is room for."""
     loss_share: float | None = None
     stable: str = ""
-    """Verdict on the template."""
     packing: PackingReport | None = None
     problems: list[str] = field(default_factory=list)
-    """What would stop the run."""
     notes: list[str] = field(default_factory=list)
     examples: list[ShownExample] = field(default_factory=list)
 
 
 def show(name: str, overrides: Sequence[str], n: int, *, as_json: bool) -> None:
-    """Print what a recipe's model will see; ``n`` examples of it. Exit code 1 where something would stop the run."""
+    """Print the findings and ``n`` examples. Exit code 1: something would stop the run."""
     view = look(load_recipe(name, list(overrides)), n)
     if as_json:
-        typer.echo(json.dumps(as_object(view), ensure_ascii=False))
+        typer.echo(json.dumps(asdict(view), ensure_ascii=False))
     else:
-        _print(view)
+        on_terminal = Terminal().is_terminal
+        show_parts(*lines(view), *(coloured(one) if on_terminal else "\n".join(plain(one)) for one in view.examples))
     if view.problems:
         raise typer.Exit(1)
 
 
-def _print(view: View) -> None:
-    console = Terminal(soft_wrap=True, highlight=False)
-    console.print("\n".join(lines(view)), markup=False)
-    for example in view.examples:
-        console.print(coloured(example) if console.is_terminal else "\n".join(plain(example)), markup=False)
-
-
 def look(recipe: Recipe, n: int) -> View:
-    """Read, tokenise and count by the functions of a run. Raises TilthError for what cannot be read at all."""
+    """Read, tokenise and count by the functions of a run. TilthError: something cannot be read at all."""
     return _documents(recipe, n) if recipe.flow == "pretrain" else _prompts(recipe, n)
 
 
@@ -139,19 +136,20 @@ def _prompts(recipe: Recipe, n: int) -> View:
     if not recipe.data.template:  # a chat template writes every token itself
         view.notes += _left_out(tokenizer)
     asked = np.array([len(ids) for chunk in _chunks(some) for ids in template.prompts(chunk)])
-    room = recipe.model.context - recipe.rollout.max_tokens * _generates(recipe)
+    generates = generating(recipe)
+    room = recipe.model.context - recipe.rollout.max_tokens * generates
     view.lengths["prompt"] = Lengths.of(asked)
     view.longer["prompt"] = int((asked > room).sum())
-    if view.longer["prompt"] and _generates(recipe):
+    if view.longer["prompt"] and generates:
         view.problems.append(
-            f"{view.longer['prompt']:,} prompts are longer than the {room} tokens that model.context leaves them"
+            f"{view.longer['prompt']:,} prompts are longer than the {room} tokens that model.context leaves for them"
         )
     pairs = recipe.flow_spec.learns == "pairs"
     if pairs:
         _compared(recipe, view, template, prompts, [p.index for p in some])
     else:
         _learnt(recipe, view, template, some)
-    view.problems += [said for said in _refused(recipe, prompts, template) if said not in view.problems]
+    view.problems += [text for text in _refused(recipe, prompts, template) if text not in view.problems]
     chosen = list(_spread(train, n))
     if pairs:
         view.examples = [shown for p in chosen for shown in _both(prompts, p.index, template, tokenizer)]
@@ -161,15 +159,13 @@ def _prompts(recipe: Recipe, n: int) -> View:
 
 
 def _refused(recipe: Recipe, prompts: PromptSet, template: Template) -> Iterator[str]:
-    """What a run's own checks say, of all prompts and those held out too, each its first complaint."""
-    reward, context = (
-        recipe.reward.function or ("" if recipe.data.source in task_names() else None),
-        recipe.model.context,
-    )
+    """Yield the first complaint of each check that a run makes of all its prompts."""
+    reward = recipe.reward.function or ("" if recipe.data.source in task_names() else None)
+    context = recipe.model.context
     train, heldout = prompts.split(recipe.data.holdout)
     supervised = bool(recipe.supervised.steps or recipe.supervised.epochs)
     checks: list[Callable[[], object]] = []
-    if _generates(recipe):
+    if generating(recipe):
         checks.append(lambda: check_prompts(prompts, template, context - recipe.rollout.max_tokens))
     if recipe.flow_spec.learns == "pairs":
         checks.append(lambda: check_pairs(prompts, template, context))
@@ -191,7 +187,7 @@ def _refused(recipe: Recipe, prompts: PromptSet, template: Template) -> Iterator
 
 
 def _learnt(recipe: Recipe, view: View, template: Template, prompts: Sequence[Prompt]) -> None:
-    """What supervised steps see of prompts with answers."""
+    """Add the findings on prompts with answers, which supervised steps learn from."""
     answered = [p for p in prompts if p.answer is not None]
     supervised = recipe.flow == "sft" or bool(recipe.supervised.steps or recipe.supervised.epochs)
     if supervised and len(answered) < len(prompts):
@@ -204,25 +200,25 @@ def _learnt(recipe: Recipe, view: View, template: Template, prompts: Sequence[Pr
         view.stable = ""
     if not examples:
         return
-    whole, said = (np.array([f(e) for e in examples]) for f in (lambda e: len(e.tokens), lambda e: int(e.mask.sum())))
-    view.lengths |= {"loss": Lengths.of(said), "example": Lengths.of(whole)}
+    whole, learnt = np.array([(len(e.tokens), int(e.mask.sum())) for e in examples]).T
+    view.lengths |= {"loss": Lengths.of(learnt), "example": Lengths.of(whole)}
     view.longer["example"] = int((whole > recipe.model.context).sum())
     if view.longer["example"] and supervised:
         view.problems.append(
             f"{view.longer['example']:,} examples are longer than the context of {recipe.model.context} tokens"
         )
     answers, room = _last(examples), recipe.rollout.max_tokens
-    if _generates(recipe) and answers.max() > room:
+    if generating(recipe) and answers.max() > room:
         over = int((answers > room).sum())
         view.notes.append(
             f"{over:,} given answers are longer than rollout.max_tokens = {room} (most: {answers.max():,})"
         )
-    view.loss_share = float(said.sum() / whole.sum())
+    view.loss_share = float(learnt.sum() / whole.sum())
     view.packing = _packed(recipe, whole) if supervised else None
 
 
 def _compared(recipe: Recipe, view: View, template: Template, prompts: PromptSet, indices: list[int]) -> None:
-    """Both answers of the pairs, as flows that learn from pairs see them."""
+    """Add the findings on both answers of each pair."""
     found: list[Encoded] = []
     for start in range(0, len(indices), CHUNK):
         try:
@@ -231,24 +227,25 @@ def _compared(recipe: Recipe, view: View, template: Template, prompts: PromptSet
             view.problems.append(str(error))
     if not found:
         return
-    whole = np.array([len(e.tokens) for one in found for e in (one.chosen, one.rejected)])
-    said = np.array([int(e.mask.sum()) for one in found for e in (one.chosen, one.rejected)])
-    view.lengths |= {"chosen": Lengths.of(said[::2]), "rejected": Lengths.of(said[1::2]), "example": Lengths.of(whole)}
+    sides = [e for one in found for e in (one.chosen, one.rejected)]
+    whole, learnt = np.array([(len(e.tokens), int(e.mask.sum())) for e in sides]).T
+    chosen, rejected = Lengths.of(learnt[::2]), Lengths.of(learnt[1::2])
+    view.lengths |= {"chosen": chosen, "rejected": rejected, "example": Lengths.of(whole)}
     view.longer["example"] = int((whole > recipe.model.context).sum())
-    view.loss_share = float(said.sum() / whole.sum())
+    view.loss_share = float(learnt.sum() / whole.sum())
     view.packing = _packed(recipe, whole)
     view.notes.append(f"{len(found):,} pairs of {len(indices):,} prompts; of each pair the chosen answer comes first")
 
 
 def _both(prompts: PromptSet, index: int, template: Template, tokenizer: Tokenizer) -> list[ShownExample]:
-    """The first pair of a prompt."""
+    """Show both answers of a prompt's first pair."""
     first = encode_pairs(prompts, [index], template, sys.maxsize)[0]
     sides = (first.chosen, first.rejected)
     return [_spelled(index, e.tokens.tolist(), e.mask.tolist(), tokenizer) for e in sides]
 
 
 def _examples(template: Template, prompts: Sequence[Prompt]) -> tuple[list[Example], list[str]]:
-    """Examples, and what is wrong with those that cannot be made."""
+    """Return the examples, and the errors of those that cannot be made."""
     found: list[Example] = []
     failed: list[str] = []
     for chunk in _chunks(prompts):
@@ -264,7 +261,7 @@ def _examples(template: Template, prompts: Sequence[Prompt]) -> tuple[list[Examp
 
 
 def _last(examples: Sequence[Example]) -> np.ndarray:
-    """Tokens of the last turn of each: what is to be written."""
+    """Return the number of tokens of each last turn, which the model has to write: int [n]."""
     return np.array([int(np.argmin(e.mask[::-1])) if not e.mask.all() else len(e.mask) for e in examples])
 
 
@@ -272,12 +269,6 @@ def _shown(prompt: Prompt, template: Template, tokenizer: Tokenizer) -> ShownExa
     made = _examples(template, [prompt])[0] if prompt.answer is not None else []
     ids = made[0].tokens.tolist() if made else template.prompts([prompt])[0]
     return _spelled(prompt.index, ids, made[0].mask.tolist() if made else [0] * len(ids), tokenizer)
-
-
-def _generates(recipe: Recipe) -> bool:
-    if recipe.flow_spec.value:
-        return False
-    return recipe.flow_spec.samples or bool(recipe.reward.function) or recipe.data.source in task_names()
 
 
 # ---- documents ----
@@ -308,7 +299,7 @@ def _documents(recipe: Recipe, n: int) -> View:
     return view
 
 
-# ---- both ----
+# ---- shared ----
 
 
 def _view(recipe: Recipe, tokenizer: Tokenizer, train: int, heldout: int, seen: int) -> View:
@@ -328,11 +319,11 @@ def _view(recipe: Recipe, tokenizer: Tokenizer, train: int, heldout: int, seen: 
 
 
 def _left_out(tokenizer: Tokenizer) -> Iterator[str]:
-    """What the tokenizer would do at the end of a text, if anything."""
+    """Yield a note on the token that the tokenizer would append, if any."""
     if tokenizer.appended:
         ends = " ".join(map(tokenizer.token, tokenizer.appended))
         yield (
-            f"the tokenizer puts {ends} behind every text; it is left out: a prompt goes on, and an example or a "
+            f"the tokenizer puts {ends} behind every text; it is left out: a prompt has no end, and an example or a "
             f"document ends once, by {tokenizer.token(tokenizer.eos_id)}"
         )
 
@@ -347,7 +338,7 @@ def _chunks(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
 
 
 def _packed(recipe: Recipe, lengths: np.ndarray) -> PackingReport:
-    """Batches of some steps in an order by chance, packed as the trainer does."""
+    """Pack the batches of some steps, in a random order, with the trainer's function."""
     batch, room = min(recipe.supervised.batch, len(lengths)), recipe.train.micro_tokens
     order = np.asarray(stream(recipe.seed, "data show").permutation(len(lengths)))[: batch * STEPS]
     steps = [lengths[order[at : at + batch]] for at in range(0, len(order) - batch + 1, batch)]
@@ -363,33 +354,27 @@ def _spelled(index: int, ids: list[int], mask: list[int], tokenizer: Tokenizer) 
     return ShownExample(index, ids, whole, mask)
 
 
-# ---- for people ----
-
-
-def as_object(view: View) -> dict[str, object]:
-    """The view as plain data."""
-    found = asdict(view)
-    found["lengths"] = {name: lengths._asdict() for name, lengths in view.lengths.items()}
-    found["packing"] = view.packing and view.packing._asdict()
-    return found
+# ---- printing ----
 
 
 def lines(view: View) -> list[str]:
-    """All but the examples."""
+    """Return the findings, without the examples, as lines."""
     ends = " ".join(view.stops)
     what = "documents" if view.flow == "pretrain" else "prompts"
     of = f"{view.seen:,} of {view.train:,}" if what == "prompts" and view.seen < view.train else "all"
     rows = [
         ("data", f"{view.source}: {view.train:,} {what} to train on, {view.heldout:,} held out; figures are of {of}"),
         ("tokenizer", f"{view.tokenizer}, {view.vocabulary:,} tokens"),
-        ("template", f"{view.template}; what is written ends by {ends}" + (view.stable and f"; {view.stable}")),
+        ("template", f"{view.template}; completions end with {ends}" + (view.stable and f"; {view.stable}")),
         ("context", f"{view.context} tokens"),
         *((f"{name} length", _lengths(view, name)) for name in view.lengths),
     ]
     if view.loss_share is not None:
         rows.append(("loss", f"on {view.loss_share:.1%} of all tokens"))
     if view.packing:
-        rows.append(("packing", _packing(view.packing)))
+        p = view.packing
+        text = f"{p.rows:,} a step in {p.micro_batches:.1f} micro-batches of {p.room:,} tokens, {p.fill:.0%} full"
+        rows.append(("packing", f"{text}; padded rows would be {p.padding:.0%} padding"))
     rows += [("", note) for note in view.notes]
     rows += [("would stop", problem) for problem in view.problems]
     return [f"{name:<14} {text}" for name, text in rows]
@@ -402,15 +387,8 @@ def _lengths(view: View, name: str) -> str:
     return text + (f"; {longer:,} too long" if longer else "")
 
 
-def _packing(packing: PackingReport) -> str:
-    return (
-        f"{packing.rows:,} a step in {packing.micro_batches:.1f} micro-batches of {packing.room:,} tokens, "
-        f"{packing.fill:.0%} full; padded rows would be {packing.padding:.0%} padding"
-    )
-
-
 def runs(example: ShownExample, most: int = SHOWN) -> Iterator[tuple[int, list[str]]]:
-    """Neighbouring tokens with the same mask: (mask, their texts)."""
+    """Group neighbouring tokens with the same mask: (mask, their texts)."""
     at = 0
     for i in range(1, min(len(example.tokens), most) + 1):
         if i == min(len(example.tokens), most) or example.mask[i] != example.mask[at]:
@@ -419,14 +397,14 @@ def runs(example: ShownExample, most: int = SHOWN) -> Iterator[tuple[int, list[s
 
 
 def plain(example: ShownExample) -> list[str]:
-    """Tokens divided by a dot; ``+`` before those with loss."""
+    """Join tokens by a dot, with ``+`` before those with loss."""
     text = [_title(example)]
     text += [f"{'+' if mask else ' '} {_visible('·'.join(texts))}" for mask, texts in runs(example)]
     return [*text, *_rest(example)]
 
 
 def coloured(example: ShownExample) -> Text:
-    """Tokens with loss in green, the others in grey; every other token underlined."""
+    """Colour tokens with loss green, the others grey; every other token is underlined."""
     text = Text(f"{_title(example)}\n", style="bold")
     count = 0
     for mask, texts in runs(example):
@@ -448,6 +426,6 @@ def _rest(example: ShownExample) -> list[str]:
 
 
 def _visible(text: str, after: str = "") -> str:
-    """Line breaks and what would move the cursor as signs."""
+    """Replace line breaks and characters that would move the cursor."""
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     return shown.replace("\n", f"⏎{after}")

@@ -1,4 +1,4 @@
-"""What this machine can do: libraries, cores, number formats, measured products, disk, and a run in miniature."""
+"""``tilth doctor``: libraries, cores, number formats, measured matrix products, disk, and a small run."""
 
 import json
 import os
@@ -37,7 +37,7 @@ class Product:
 
 @dataclass
 class Findings:
-    """All that was found."""
+    """All findings."""
 
     python: str
     torch: str
@@ -59,7 +59,7 @@ class Findings:
 
     @property
     def able(self) -> bool:
-        """Whether a run works here."""
+        """True if a run works here."""
         return self.run_error is None and self.disk_writable
 
 
@@ -71,7 +71,7 @@ def examine(*, as_json: bool) -> None:
 
 
 def find(folder: Path) -> Findings:
-    """Look, measure (about two seconds), and train for a moment. ``folder`` is where runs would be written."""
+    """Inspect, measure (about two seconds), and train a small run. folder: of future runs."""
     memory = psutil.virtual_memory()
     found = Findings(
         python=platform.python_version(),
@@ -95,14 +95,14 @@ def find(folder: Path) -> Findings:
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """Vector and matrix extensions that matter here; empty where the system does not say."""
+    """Return the vector and matrix extensions that torch uses; empty if unknown."""
     text = cpuinfo.read_text() if cpuinfo.is_file() else ""
     flags = next((line.partition(":")[2].split() for line in text.splitlines() if line.startswith("flags")), [])
     return [name for name in _FEATURES if name in flags]
 
 
 def products() -> list[Product]:
-    """The formats that a recipe can ask for: fp32 at two precisions, and bf16."""
+    """Measure the formats that a recipe can select: fp32 at two precisions, and bf16."""
     a = stream(0, "doctor", "a").normal(0, _SIZE * _SIZE).view(_SIZE, _SIZE)
     b = stream(0, "doctor", "b").normal(0, _SIZE * _SIZE).view(_SIZE, _SIZE)
     exact = a.double() @ b.double()
@@ -128,35 +128,29 @@ def _measure(name: str, a: Tensor, b: Tensor, exact: Tensor) -> Product:
 
 
 def try_run() -> tuple[float | None, str | None]:
-    """Two supervised steps and one of reinforcement learning in a temporary folder: (seconds, error)."""
+    """Train two supervised steps and one RL step in a temporary folder; return (seconds, error)."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         small = ["model.hidden=32", "model.layers=1", "data.digits=1", "rollout.prompts=8", "run.eval_prompts=8"]
-        short = [
-            "supervised.steps=2",
-            "supervised.batch=8",
-            "supervised.check_every=2",
-            "algorithm.steps=1",
-            f'run.dir="{folder}"',
-        ]
+        short = ["supervised.steps=2", "supervised.batch=8", "supervised.check_every=2", "algorithm.steps=1"]
         try:
-            run_recipe(load_recipe("addition-grpo", [*small, *short]), name="doctor")
+            run_recipe(load_recipe("addition-grpo", [*small, *short, f'run.dir="{folder}"']), name="doctor")
         except TilthError as error:
             return None, str(error)
     return time.perf_counter() - start, None
 
 
 def advise(found: Findings) -> list[str]:
-    """What to set or to mend, in sentences."""
+    """Return sentences on what to set or to repair."""
     exact, medium, half = found.products
     advice = []
     if found.run_error:
-        advice.append(f"a run in miniature failed: {found.run_error}")
+        advice.append(f"a small run failed: {found.run_error}")
     if found.namesake:
         advice.append(
             f"a distribution called tilth is installed beside this one, which is {DISTRIBUTION}: {found.namesake}; on "
-            "PyPI that name is another project's, and both are a package tilth: pip uninstall tilth, then install this "
-            "one again"
+            "PyPI that name is another project's, and both install a package tilth: pip uninstall tilth, then install "
+            "this one again"
         )
     if not found.disk_writable:
         advice.append("this folder cannot be written; set run.dir to one that can")
@@ -176,7 +170,7 @@ def advise(found: Findings) -> list[str]:
 
 
 def lines(found: Findings) -> list[str]:
-    """For people."""
+    """Return the findings as lines."""
     busy = f"{found.cores} cores, {found.usable} usable, {found.threads} threads, load {found.load:.1f}"
     speed = [f"{p.name:<14}{p.gflops:7,.0f} GFLOP/s, error {p.error:.0e}" for p in found.products]
     writable = "writable" if found.disk_writable else "not writable"
@@ -191,4 +185,4 @@ def lines(found: Findings) -> list[str]:
         ("a small run", found.run_error or f"works ({found.run_seconds:.1f} s)"),
     ]
     text = [f"{name:<12} {value}" for name, value in rows]
-    return [*text, "", *(found.advice or ["nothing to mend"])]
+    return [*text, "", *(found.advice or ["nothing to repair"])]

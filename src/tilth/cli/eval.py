@@ -1,23 +1,23 @@
-"""How good a model is at a dataset: asked for on the command line, answered as a table or as JSON."""
+"""``tilth eval``: evaluate a model on a dataset; print a table or JSON."""
 
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from tilth.cli.reward import own_option
+from tilth.cli.reward import columns_of, own_option
 from tilth.config.load import from_dict, load_recipe
 from tilth.config.plugins import load_plugins, task_names
 from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError, RewardError, TilthError
 from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import PromptSet, load_source
-from tilth.flows.evaluate import Evaluation, How, Progress, Sample, check_out, evaluate, write_completions
+from tilth.flows.evaluate import Evaluation, How, Progress, check_out, evaluate, write_completions
 from tilth.flows.model import LoadedModel, load_model
 from tilth.rewards.functions import Reward, check_answers, of_plugins
 from tilth.rewards.process_pool import RewardPool
@@ -30,29 +30,29 @@ from tilth.ui import format
 
 MAX_TOKENS = 512
 SHOWN = 2
-"""Right and wrong samples that are printed, of each."""
+"""Number of right and of wrong samples that are printed."""
 _WIDTH = 300
-"""Characters of a text that are printed."""
+"""Most characters of a printed text."""
 _EVERY, _EVERY_LINE = 0.5, 30.0
-"""Seconds between two updates of the line that says how far it is, and between two lines where no terminal is."""
+"""Seconds between two updates of the progress line on a terminal, and between two lines elsewhere."""
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What is asked for, as on the command line; None and empty: as the run did, or the default."""
+    """Options of the command; None or empty: the run's, or the default."""
 
     model: str
     data: str = ""
-    reward: tuple[str, ...] = ()
+    reward: Sequence[str] = ()
     k: str = "1"
     n: int = 0
     temperature: float | None = None
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     template: str | None = None
-    columns: tuple[str, ...] = ()
+    columns: Sequence[str] = ()
     limit: int = 0
     seed: int = 0
     max_rows: int = 256
@@ -62,89 +62,92 @@ class EvalOptions:
     as_json: bool = False
 
 
-def judge(wish: EvalOptions) -> None:
+def judge(options: EvalOptions) -> None:
     """Evaluate and print the numbers."""
-    if wish.out is not None:
-        check_out(wish.out)
-    loaded = load_model(wish.model)
-    how = plan(wish, loaded)
-    spec = reward_of(wish, loaded)
-    timeout = loaded.settings.get("reward", {}).get("timeout", 10.0) if wish.timeout is None else wish.timeout
-    with RewardPool(spec, workers=wish.workers, timeout=timeout, wait=False) as pool:
-        prompts = prompts_of(wish, loaded)
-        if wish.data not in task_names():
+    if options.out is not None:
+        check_out(options.out)
+    loaded = load_model(options.model)
+    how = plan(options, loaded)
+    spec = reward_of(options, loaded)
+    timeout = loaded.settings.get("reward", {}).get("timeout", 10.0) if options.timeout is None else options.timeout
+    with RewardPool(spec, workers=options.workers, timeout=timeout, wait=False) as pool:
+        prompts = prompts_of(options, loaded)
+        if options.data not in task_names():
             check_answers(spec, prompts)
-        seen = trained_on(wish, loaded, prompts)
-        pool.ready()  # so that a reward that cannot be had is told alone
+        seen = trained_on(options, loaded, prompts)
+        pool.ready()  # so that an error of the reward comes first
         found = evaluate(loaded, prompts, pool, how, _progress(how.samples))
-    if wish.out is not None:
-        write_completions(wish.out, found)
-    data = wish.data or "what the run held out"
-    head = {"model": wish.model, "step": loaded.step, "data": data, "reward": spec, "trained_on": seen}
+    if options.out is not None:
+        write_completions(options.out, found)
+    data = options.data or "what the run held out"
+    head = {"model": options.model, "step": loaded.step, "data": data, "reward": spec, "trained_on": seen}
     summary = {**head, **found.summary()}
-    typer.echo(to_json(summary) if wish.as_json else "\n".join([*table(summary), *examples(found)]))
+    typer.echo(to_json(summary) if options.as_json else "\n".join([*table(summary), *examples(found)]))
 
 
-def plan(wish: EvalOptions, loaded: LoadedModel) -> How:
-    """Numbers and sampling. Without a word on them: greedy for one sample, temperature 1 for several."""
-    k = _whole_numbers(wish.k)
+def plan(options: EvalOptions, loaded: LoadedModel) -> How:
+    """Resolve numbers and sampling. Default temperature: greedy for one sample, 1 for several."""
+    k = _whole_numbers(options.k)
     rollout = loaded.settings.get("rollout", {})
-    several = max(wish.n, *k) > 1
+    several = max(options.n, *k) > 1
     sampling = SamplingParams(
-        max_tokens=wish.max_tokens or rollout.get("max_tokens", MAX_TOKENS),
-        temperature=float(several) if wish.temperature is None else wish.temperature,
-        top_k=wish.top_k,
-        top_p=wish.top_p,
-        stop=wish.stop or loaded.stop,
+        max_tokens=options.max_tokens or rollout.get("max_tokens", MAX_TOKENS),
+        temperature=float(several) if options.temperature is None else options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        stop=tuple(options.stop) or loaded.stop,
     )
-    template = loaded.template if wish.template is None else wish.template
-    return How(k, wish.n, sampling, template, wish.seed, wish.max_rows)
+    template = loaded.template if options.template is None else options.template
+    return How(k, options.n, sampling, template, options.seed, options.max_rows)
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise DataError(f"--k {text}: it must be whole numbers of at least 1, as in 1,8")
+        raise DataError(f"--k {text}: it must be whole numbers of at least 1, as in 1,8", key="--k")
     return tuple(sorted({int(part) for part in parts}))
 
 
-def reward_of(wish: EvalOptions, loaded: LoadedModel) -> str | Mapping[str, float] | Reward:
-    """What judges: as asked, else the task's own, else the run's."""
+def reward_of(options: EvalOptions, loaded: LoadedModel) -> str | Mapping[str, float] | Reward:
+    """Return the reward: the given one, else the task's, else the run's."""
     if loaded.run is not None:
         load_plugins(loaded.settings.get("plugins", ()))  # which may declare rewards
-    if wish.reward:
-        return of_plugins(wish.reward[0] if len(wish.reward) == 1 else dict.fromkeys(wish.reward, 1.0))
-    if wish.data in task_names():
-        return of_plugins(wish.data)
+    if options.reward:
+        return of_plugins(options.reward[0] if len(options.reward) == 1 else dict.fromkeys(options.reward, 1.0))
+    if options.data in task_names():
+        return of_plugins(options.data)
     settings = loaded.settings
     source = settings.get("data", {}).get("source", "")
-    found: str | dict[str, float] = settings.get("reward", {}).get("function") or (
-        source if source in task_names() else ""
-    )
+    default = source if source in task_names() else ""
+    found: str | dict[str, float] = settings.get("reward", {}).get("function") or default
     if not found:
-        raise RewardError(f"what is right? name it with --reward: FILE.py:function, or {', '.join(verifier_specs())}")
+        raise RewardError(
+            f"these prompts have no reward; name one: --reward FILE.py:function, or {', '.join(verifier_specs())}",
+            key="--reward",
+        )
     return of_plugins(found)
 
 
-def prompts_of(wish: EvalOptions, loaded: LoadedModel) -> PromptSet:
-    """The prompts of the data, or those that the run held out; ``limit`` of them, those of least hash."""
-    if wish.data:
+def prompts_of(options: EvalOptions, loaded: LoadedModel) -> PromptSet:
+    """Return the prompts of the data, or the run's held-out ones; at most ``limit``, those of least hash."""
+    if options.data:
         with own_option():
-            prompts = load_source(_data(wish, loaded.settings.get("data", {})))
+            prompts = load_source(_data(options, loaded.settings.get("data", {})))
     elif loaded.run is not None:
         prompts = _heldout(loaded.run)
     else:
         raise DataError(
-            f"{wish.model} is no run with held-out prompts of its own; name the data: tilth eval MODEL DATA"
+            f"{options.model} is no run, so it has no held-out prompts; name the data: tilth eval MODEL DATA",
+            key="DATA",
         )
-    return prompts.subset(wish.limit) if wish.limit else prompts
+    return prompts.subset(options.limit) if options.limit else prompts
 
 
-def trained_on(wish: EvalOptions, loaded: LoadedModel, prompts: PromptSet) -> int | None:
-    """How many of these prompts have a text that the run trained on; None: unknown, where its data cannot be read."""
+def trained_on(options: EvalOptions, loaded: LoadedModel, prompts: PromptSet) -> int | None:
+    """Count the prompts whose text the run trained on; None: unknown, its data cannot be read."""
     if loaded.run is None:
         return None
-    if not wish.data:
+    if not options.data:
         return 0
     try:
         own = _own(loaded.run)
@@ -158,15 +161,16 @@ def _heldout(run: Path) -> PromptSet:
     if own is None:
         raise DataError(
             f"run {run} had other prompts than its recipe's data.source gives now: they came from tilth.train, or "
-            "files have changed; name the data: tilth eval MODEL DATA"
+            "files have changed; name the data: tilth eval MODEL DATA",
+            key="data.source",
         )
     return own[1]
 
 
 def _own(run: Path) -> tuple[PromptSet, PromptSet] | None:
-    """What a run trained on and what it held out, by its recipe; None if that is not what it really had."""
+    """Return a run's training and held-out prompts by its recipe; None if its data has changed since."""
     recipe = load_recipe(str(run / "recipe.toml"))
-    if recipe.flow == "pretrain" or not recipe.data.source:  # it had documents, not prompts; or no name for them
+    if recipe.flow == "pretrain" or not recipe.data.source:  # documents, or data without a name
         return None
     prompts, state = recipe_prompts(recipe), read_state(run)
     train, held = prompts.split(recipe.data.holdout)
@@ -176,36 +180,25 @@ def _own(run: Path) -> tuple[PromptSet, PromptSet] | None:
     return (train, held) if same else None
 
 
-def _data(wish: EvalOptions, settings: Mapping[str, Any]) -> DataConfig:
-    """DATA as a recipe would have it; its columns and sizes are the run's unless named."""
-    columns = dict(settings.get("columns", {}))
-    for pair in wish.columns:
-        column, equals, name = pair.partition("=")
-        if not equals:
-            raise DataError(f"--columns {pair}: write which is which, as in prompt=question")
-        columns[column] = name
-    own = ("options",) if wish.data in (settings.get("source"), settings.get("heldout")) else ()
+def _data(options: EvalOptions, settings: Mapping[str, Any]) -> DataConfig:
+    """Return DATA as a recipe has it, with the run's columns and sizes as defaults."""
+    columns = settings.get("columns", {}) | columns_of(options.columns)
+    own = ("options",) if options.data in (settings.get("source"), settings.get("heldout")) else ()
     sizes = {name: settings[name] for name in ("digits", "length", "flawed", *own) if name in settings}
-    return from_dict({"data": {"source": wish.data, "columns": columns, **sizes}}).data
-
-
-def _amount(prompts: int, samples: int) -> str:
-    """What is ahead, in words."""
-    return f"{prompts:,} prompts x {samples:,} samples: {prompts * samples:,} completions to generate"
+    return from_dict({"data": {"source": options.data, "columns": columns, **sizes}}).data
 
 
 def _progress(samples: int) -> Progress:
-    """Says on stderr what is ahead, ``samples`` of each prompt, and then how far it is: a terminal's line is written
-    anew, a file or pipe gets a line now and then."""
+    """Report on stderr what is ahead, ``samples`` of each prompt, then how many are done: in one line that a terminal
+    overwrites, elsewhere in a line now and then."""
     every, begin, end = (_EVERY, "\r", "") if sys.stderr.isatty() else (_EVERY_LINE, "", "\n")
     last = [time.monotonic()]
 
     def show(done: int, of: int) -> None:
-        if not done:
-            typer.echo(_amount(of // samples, samples), err=True)
-            return
         now = time.monotonic()
-        if now - last[0] > every or done == of:
+        if not done:
+            typer.echo(f"{of // samples:,} prompts x {samples:,} samples: {of:,} completions to generate", err=True)
+        elif now - last[0] > every or done == of:
             last[0] = now
             sys.stderr.write(f"{begin}{done:,} of {of:,} completions" + ("\n" if done == of else end))
             sys.stderr.flush()
@@ -213,11 +206,11 @@ def _progress(samples: int) -> Progress:
     return show
 
 
-# ---- in words ----
+# ---- printing ----
 
 
 def table(s: Mapping[str, Any]) -> list[str]:
-    """The numbers as people read them."""
+    """Return the numbers as lines."""
     several, sampling = s["samples"] > 1, s["sampling"]
     how = f"temperature {sampling['temperature']:g}" if sampling["temperature"] else "greedy"
     each = f"{s['samples']} samples of each" if several else "one sample of each"
@@ -231,7 +224,7 @@ def table(s: Mapping[str, Any]) -> list[str]:
         mean = _ranged(s["avg"][k], format.number if s["graded"] else format.share)
         lines.append(f"{'k = ' + k:<12}{_ranged(s['pass'][k]):<28}{mean:<28}".rstrip())
     lines += ["", *(f"{name:<12}{_ranged(found, format.number)}" for name, found in s["parts"].items())]
-    return [*lines, *_costs(s), "", "In brackets: 95 % intervals over prompts. " + _note(s), *_seen(s), *_missing(s)]
+    return [*lines, *_costs(s), "", *_notes(s)]
 
 
 def _costs(s: Mapping[str, Any]) -> list[str]:
@@ -244,57 +237,45 @@ def _costs(s: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _note(s: Mapping[str, Any]) -> str:
-    if "correct" in s["parts"]:
-        return "pass@k and avg@k are of the part correct."
-    return "Right is a reward of at least 1." + (" avg@k is the mean reward." if s["graded"] else "")
-
-
-def _seen(s: Mapping[str, Any]) -> list[str]:
+def _notes(s: Mapping[str, Any]) -> list[str]:
+    right = "Right is a reward of at least 1." + (" avg@k is the mean reward." if s["graded"] else "")
+    note = "pass@k and avg@k are of the part correct." if "correct" in s["parts"] else right
+    lines = ["In brackets: 95 % intervals over prompts. " + note]
     if s["trained_on"] is None:
-        return ["Whether it was trained on these prompts is unknown."]
-    if not s["trained_on"]:
-        return []
-    return [
-        f"{s['trained_on']:,} of these prompts are among those that the run trained on; without DATA it is asked only "
-        "what it held out"
-    ]
+        lines.append("Whether it was trained on these prompts is unknown.")
+    elif s["trained_on"]:
+        lines.append(
+            f"{s['trained_on']:,} of these prompts are among those that the run trained on; without DATA only held-out "
+            "prompts are used"
+        )
+    if s["missing"]:
+        few = [f"pass@{k} is over {one['prompts']:,}" for k, one in s["pass"].items() if one["prompts"] < s["prompts"]]
+        prompts = f"; of {s['prompts']:,} prompts {', '.join(few)}" if few else ""
+        total = s["prompts"] * s["samples"]
+        missing = f"{s['missing']:,} of {total:,} rewards are missing ({s['timed_out']} timed out) and count nowhere"
+        lines.append(f"{missing}{prompts}. The first reason: {s['missing_reason']}")
+    return lines
 
 
-def _missing(s: Mapping[str, Any]) -> list[str]:
-    if not s["missing"]:
-        return []
-    total = s["prompts"] * s["samples"]
-    few = [
-        f"pass@{k} is over {found['prompts']:,}" for k, found in s["pass"].items() if found["prompts"] < s["prompts"]
-    ]
-    said = f"{s['missing']:,} of {total:,} rewards are missing ({s['timed_out']} timed out) and count nowhere"
-    prompts = f"; of {s['prompts']:,} prompts {', '.join(few)}" if few else ""
-    return [f"{said}{prompts}. The first reason: {s['missing_reason']}"]
-
-
-def _ranged(found: Mapping[str, Any], told: Callable[[float], str] = format.share) -> str:
+def _ranged(found: Mapping[str, Any], form: Callable[[float], str] = format.share) -> str:
     value, low, high = (found[name] for name in Interval._fields)
     if math.isnan(value):
         return "–"
-    return told(value) + ("" if math.isnan(low) else f"  [{told(low)}, {told(high)}]")
+    return form(value) + ("" if math.isnan(low) else f"  [{form(low)}, {form(high)}]")
 
 
 def examples(found: Evaluation) -> list[str]:
-    """A few answers that are right and a few that are not, of different prompts."""
+    """Return a few right and a few wrong answers, of different prompts, as lines."""
     lines = []
     for right, title in ((True, "right"), (False, "wrong")):
-        for sample in _first([s for s in found.samples if s.right is right]):
+        by_prompt = {s.prompt.index: s for s in reversed(found.samples) if s.right is right}
+        for sample in list(by_prompt.values())[::-1][:SHOWN]:
             gold = "" if sample.prompt.answer is None else f"   (answer: {_short(sample.prompt.answer)})"
             lines += ["", f"{title}{gold}", f"  {_short(sample.prompt.text)}", f"  → {_short(sample.said.text)}"]
     return lines
 
 
-def _first(samples: list[Sample]) -> list[Sample]:
-    return list({s.prompt.index: s for s in reversed(samples)}.values())[::-1][:SHOWN]
-
-
 def _short(text: str) -> str:
-    """One printable line: what a model says must not steer the terminal."""
+    """Return one printable line: a model's text must not control the terminal."""
     plain = "".join(c if c.isprintable() else "�" for c in text.replace("\n", "⏎"))
     return plain if len(plain) <= _WIDTH else f"{plain[: _WIDTH // 2]} … {plain[-_WIDTH // 2 :]}"

@@ -1,4 +1,4 @@
-"""A model as a Hugging Face directory."""
+"""``tilth export``: write a model as a Hugging Face directory."""
 
 import json
 import os
@@ -21,11 +21,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def write_model(spec: str, where: Location, *, group: str = "", dtype: str = "", as_json: bool = False) -> None:
     """Write weights, tokenizer with its chat template, and configuration into a new local directory.
 
-    group: of a checkpoint's weights, empty: as ``spec`` says. dtype: of the files, empty: as they are kept. DataError,
-    StorageError, and what reading raises: then nothing that was made stays.
+    group: of a checkpoint's weights, empty: the one of ``spec``. dtype: of the files, empty: as saved. After an error
+    (DataError, StorageError, or one of reading the model) nothing is left behind.
     """
     if dtype and dtype not in DTYPES:
-        raise DataError(f"--dtype {dtype}: it must be {' or '.join(DTYPES)}")
+        raise DataError(f"--dtype {dtype}: it must be {' or '.join(DTYPES)}", key="--dtype")
     out = _local(where)
     model = load_model(spec, group) if group else load_model(spec)
     tokenizer = model.tokenizer
@@ -54,36 +54,31 @@ def write_model(spec: str, where: Location, *, group: str = "", dtype: str = "",
 
 
 def _local(where: Location) -> Path:
-    """A directory that is empty or not there yet; DataError, StorageError."""
+    """Check that a directory is local and empty or absent; DataError, StorageError."""
     if is_url(where):
-        raise DataError(f"{where!r} is a URL; a model is exported into a local directory, and may be copied from there")
+        raise DataError(f"OUT={where!r} is a URL; export into a local directory and copy it from there", key="OUT")
     out = Path(where)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise StorageError(f"{str(out)!r} is there already; name a new or empty directory")
+        raise StorageError(f"OUT={str(out)!r} is there already; name a new or empty directory", key="OUT")
     return out
 
 
 @contextmanager
 def _filled(out: Path) -> Iterator[Path]:
-    """A folder inside ``out`` to write into. Its files move to ``out`` when all are there; else all that is new goes.
+    """Yield a folder inside ``out``, whose files move to ``out`` at the end; after an error remove what is new.
 
-    Inside, since ``out`` may be a mount or a link, and what others put there meanwhile is not ours to remove.
+    It is inside since ``out`` may be a mount or a link, and files of others in ``out`` must stay.
     """
     new = [folder for folder in (out, *out.parents) if not os.path.lexists(folder)]
     try:
         out.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix="unfinished-", dir=out) as made:
             yield Path(made)
-            for file in sorted(Path(made).iterdir(), key=_last):
-                file.rename(out / file.name)
+            for file in sorted(Path(made).iterdir(), key=lambda file: file.name == "config.json"):
+                file.rename(out / file.name)  # config.json comes last: it marks a folder as a model
     except OSError as error:
-        raise StorageError(f"cannot write model to {str(out)!r}: {error}") from error
+        raise StorageError(f"cannot write model to {str(out)!r}: {error}", key=out.name) from error
     finally:
         for folder in new:
-            with suppress(OSError):  # it is not empty: the model is in it, or what others put there
+            with suppress(OSError):  # it holds the model, or files of others
                 folder.rmdir()
-
-
-def _last(file: Path) -> bool:
-    """By it a folder is known as a model."""
-    return file.name == "config.json"

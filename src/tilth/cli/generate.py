@@ -1,4 +1,4 @@
-"""Continue a text by a trained model."""
+"""``tilth generate``: continue a text by a trained model."""
 
 import json
 from dataclasses import dataclass
@@ -18,62 +18,61 @@ MAX_TOKENS = 64
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """What is asked for, as on the command line."""
+    """Options of the command. max_tokens: None: 64, or what fits the context. template: None: the run's; "": none."""
 
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int | None = None
-    """None: 64, or what the context leaves."""
     stop: tuple[str, ...] = ()
     seed: int = 0
     template: str | None = None
-    """None: as the run made prompts of texts; "": the text as it stands."""
 
 
-def speak(model: str, prompt: str, wish: GenerateOptions, *, logprobs: bool, as_json: bool) -> None:
-    """Print the completions: their text, the tokens with their log-probs, or JSON."""
-    found, tokenizer = complete(model, prompt, wish)
+def speak(model: str, prompt: str, options: GenerateOptions, *, logprobs: bool, as_json: bool) -> None:
+    """Print the completions: their text, their tokens with log-probs, or JSON."""
+    found, tokenizer = complete(model, prompt, options)
+    lines = []
     for trajectory in found:
         if as_json:
-            typer.echo(json.dumps(as_object(trajectory, tokenizer, logprobs=logprobs), ensure_ascii=False))
+            lines.append(json.dumps(as_object(trajectory, tokenizer, logprobs=logprobs), ensure_ascii=False))
         else:
-            typer.echo(trajectory.text)
-            for token, logprob in pairs(trajectory, tokenizer) if logprobs else ():
-                typer.echo(f"  {logprob:8.4f}  {token!r}")
+            lines.append(trajectory.text)
+            lines += [f"  {p:8.4f}  {token!r}" for token, p in pairs(trajectory, tokenizer) if logprobs]
+    typer.echo("\n".join(lines))
 
 
-def complete(model: str, prompt: str, wish: GenerateOptions) -> tuple[list[Trajectory], Tokenizer]:
-    """``wish.n`` completions of a prompt by the model that ``load_model`` finds."""
+def complete(model: str, prompt: str, options: GenerateOptions) -> tuple[list[Trajectory], Tokenizer]:
+    """Sample ``options.n`` completions of a prompt."""
     loaded = load_model(model)
     tokenizer = wants_tokenizer(loaded)
-    template = make_template(loaded.template if wish.template is None else wish.template, tokenizer)
+    template = make_template(loaded.template if options.template is None else options.template, tokenizer)
     ids = template.prompts([Prompt(0, prompt)])[0]
     room = loaded.config.max_positions - len(ids)
-    most = wish.max_tokens or max(min(MAX_TOKENS, room), 1)
+    most = options.max_tokens or max(min(MAX_TOKENS, room), 1)
     params = SamplingParams(
         max_tokens=most,
-        temperature=wish.temperature,
-        top_k=wish.top_k,
-        top_p=wish.top_p,
-        stop=wish.stop or loaded.stop,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        stop=options.stop or loaded.stop,
         stop_tokens=template.stops,
     )
     longest = min(loaded.config.max_positions, len(ids) + most)
-    engine = make_engine(loaded, seed=wish.seed, max_rows=wish.n, max_length=longest)
-    return engine.generate([Request(id=i, prompt=ids, params=params) for i in range(wish.n)]), tokenizer
+    engine = make_engine(loaded, seed=options.seed, max_rows=options.n, max_length=longest)
+    return engine.generate([Request(id=i, prompt=ids, params=params) for i in range(options.n)]), tokenizer
 
 
 def pairs(trajectory: Trajectory, tokenizer: Tokenizer) -> list[tuple[str, float]]:
-    """Each chosen token as text, with its log-prob (nats) at the sampling temperature."""
+    """Return each sampled token as text, with its log-prob (nats) at the sampling temperature."""
     chosen = trajectory.mask.astype(bool)
     texts = [tokenizer.decode([token], special=True) for token in trajectory.tokens[chosen]]
     return list(zip(texts, trajectory.logprobs[chosen].tolist()))
 
 
 def as_object(trajectory: Trajectory, tokenizer: Tokenizer, *, logprobs: bool) -> dict[str, Any]:
-    """A completion as plain data."""
+    """Return a completion as plain data."""
     ids = trajectory.tokens[trajectory.mask.astype(bool)].tolist()
     found: dict[str, Any] = {"text": trajectory.text, "finish": trajectory.finish, "tokens": ids}
     if logprobs:

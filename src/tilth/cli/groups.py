@@ -1,13 +1,14 @@
-"""Groups of commands: how what goes wrong in one of them ends.
+"""Groups of commands, and the exit code of each kind of failure.
 
-Whatever Tilth raises on purpose ends in one line on stderr and exit code 2; Ctrl-C in 130; a reader of the output that
-has left, as in ``tilth show RUN | head``, in 141, like any program that a broken pipe ends.
+An error that Tilth raises on purpose is printed in one line on stderr: exit code 2. Ctrl-C: 130. A reader of the output
+that has closed its pipe: 141, as of any program that SIGPIPE ends. Output that cannot be written (full disk): 2.
 """
 
 import errno
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import typer
@@ -18,27 +19,50 @@ from tilth.core.errors import CallTimeout, PluginError, TilthError, WorkerError,
 from tilth.ui.output import discard
 
 USAGE: Any = typer.BadParameter.__mro__[1]
-"""click's UsageError, wherever this version of typer has it from."""
+"""click's UsageError, which recent versions of typer have a copy of."""
+
+
+@contextmanager
+def _written() -> Iterator[None]:
+    """End in an exit code if standard output cannot be written."""
+    try:
+        yield
+    except BrokenPipeError:
+        discard(sys.stdout)
+        raise typer.Exit(128 + signal.SIGPIPE) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO) or error.filename is not None:
+            raise
+        discard(sys.stdout)
+        _end(f"error: the output cannot be written: {error.strerror}", 2)
 
 
 class Commands(TyperGroup):
-    """Turns errors into a line and an exit code."""
+    """The commands of Tilth and of plugins; turns errors into a line and an exit code."""
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        """A command by its name, of Tilth or of the plugins that ``--plugins`` names. PluginError: a name of both."""
+        """Return a command of Tilth or of the plugins that ``--plugins`` names. PluginError: both have the name."""
         own, shipped = _declared(ctx).get(name), super().get_command(ctx, name)
         if own is None or shipped is None:
             return shipped if own is None else _command(own)
-        raise PluginError(f"{own.title} has the name of a command that comes with Tilth; choose another name")
+        raise PluginError(
+            f"{own.title} has the name of a command that comes with Tilth; choose another name", key=f"command.{name}"
+        )
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names, those of plugins last."""
+        """Return the names, those of plugins last."""
         return [*super().list_commands(ctx), *_declared(ctx)]
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse the command line, which prints for ``--version`` and ``--help``."""
+        with _written():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for. ctx: click's context, which typer has of its own in recent versions."""
+        """Run the command. ctx: click's context, which recent versions of typer have a copy of."""
         try:
-            return super().invoke(ctx)
+            with _written():
+                return super().invoke(ctx)
         except (WorkerError, WorkerLost, CallTimeout) as error:
             _end(f"error: {error}", 2)  # with the worker's traceback, the tail of its log or the stacks
         except TilthError as error:
@@ -53,14 +77,6 @@ class Commands(TyperGroup):
             _end(f"error: {' '.join(error.format_message().split())} (tilth --help)", 2)
         except KeyboardInterrupt:
             _end("interrupted; whatever a run has saved is intact", 130)
-        except BrokenPipeError:
-            discard(sys.stdout)
-            raise typer.Exit(128 + signal.SIGPIPE) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EIO) or error.filename is not None:
-                raise
-            discard(sys.stdout)
-            _end(f"error: the output cannot be written: {error.strerror}", 2)
 
 
 def _declared(ctx: Any) -> dict[str, Declaration]:
@@ -77,16 +93,16 @@ def _command(declaration: Declaration) -> Any:
 
 
 def _end(line: str, code: int) -> NoReturn:
-    """Say a line to who still reads, and exit."""
+    """Print a line, if stderr takes it, and exit."""
     with suppress(OSError):
         typer.echo(line, err=True)
     raise typer.Exit(code) from None
 
 
 class RunFirst(TyperGroup):
-    """A group whose first word may be a run in place of a command: ``tilth trace RUN`` is its command ``RUN``."""
+    """A group whose first word may be a run instead of a command: ``tilth trace RUN`` calls its command ``RUN``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Whatever is neither a command nor a wish for help belongs to the command ``RUN``."""
+        """Pass what is neither a command nor an option for help to the command ``RUN``."""
         named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
         return super().parse_args(ctx, args if named or not args else ["RUN", *args])

@@ -1,9 +1,10 @@
-"""What stands where, before anything starts: roles, ranks, shares of the model, memory, and who talks to whom."""
+"""``tilth layout``: place roles on ranks, predict memory and traffic, before anything starts."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import typer
 from rich.table import Table
 
 from tilth.cli.tables import WIDTH, new_table
+from tilth.cli.tables import show as show_parts
 from tilth.config.axes import AXES
 from tilth.config.load import load_recipe
 from tilth.config.plugins import task_names
@@ -32,31 +34,31 @@ from tilth.plan.shape import DecoderShape, parameters
 from tilth.plan.steps import size
 from tilth.plan.traffic import Talk, tokens_of_rank, traffic, work
 from tilth.plan.working import total
-from tilth.ui.terminal import Terminal
+from tilth.ui import format
 
 MOST = 20_000
-"""Prompts that are tokenised to find the longest; of a larger source, so many spread evenly."""
+"""Most prompts that are tokenised to find the longest, spread evenly over a larger source."""
 SHOWN = 32
-"""Workers in the tables; ``--json`` has all."""
+"""Most workers in the tables; ``--json`` has all."""
 
 
 @dataclass
 class Plan:
-    """All that is found."""
+    """The plan of a recipe.
+
+    longest: tokens of the longest sequence. vocabulary: where its size comes from. places: the memories of this machine
+    and their predicted use. told: warnings on memories that are too small, and remedies.
+    """
 
     recipe: Recipe
     shape: DecoderShape
     longest: int
-    """Tokens of the longest sequence."""
     vocabulary: str
-    """Where its size comes from."""
     placed: dict[str, Placed]
     workers: list[RankPlan]
     talks: list[Talk]
     places: list[MemoryUse]
-    """The memories of this machine, with what they would hold."""
     told: list[str]
-    """Of those that would not do, and what would help."""
 
 
 def show(name: str, overrides: Sequence[str], *, as_json: bool) -> None:
@@ -64,17 +66,15 @@ def show(name: str, overrides: Sequence[str], *, as_json: bool) -> None:
     plan = look(load_recipe(name, list(overrides)))
     if as_json:
         typer.echo(json.dumps(as_object(plan), ensure_ascii=False))
-        return
-    console = Terminal(width=WIDTH, highlight=False)
-    for part in tables(plan):
-        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
+    else:
+        show_parts(*tables(plan), width=WIDTH)
 
 
-# ---- what is found ----
+# ---- planning ----
 
 
 def look(recipe: Recipe) -> Plan:
-    """Shape, places, memory and traffic. Trains nothing, not even a tokenizer. Raises TilthError for a bad recipe."""
+    """Plan shape, places, memory and traffic without training anything. TilthError: a bad recipe."""
     generates = generating(recipe)
     placed = place(recipe, generates=generates)  # before any file is read
     shape, longest, vocabulary = _model(recipe)
@@ -90,7 +90,7 @@ def look(recipe: Recipe) -> Plan:
 
 
 def generating(recipe: Recipe) -> bool:
-    """Whether the run has an engine and something that scores: fine-tuning has them where it can be evaluated."""
+    """True if the run has an engine and a reward: fine-tuning has them where its answers can be scored."""
     if recipe.flow_spec.value:
         return False
     if recipe.flow_spec.learns in ("answers", "pairs"):
@@ -99,7 +99,7 @@ def generating(recipe: Recipe) -> bool:
 
 
 def _model(recipe: Recipe) -> tuple[DecoderShape, int, str]:
-    """Shape, longest sequence, and where the vocabulary comes from. A loaded model brings its own."""
+    """Return shape, longest sequence, and where the vocabulary comes from. A loaded model has its own."""
     loaded = _loaded(recipe.model.path) if recipe.model.path else None
     name, context = recipe.data.tokenizer, recipe.model.context
     if loaded is None and name.startswith("bpe:") and name[4:].isdecimal():
@@ -111,7 +111,7 @@ def _model(recipe: Recipe) -> tuple[DecoderShape, int, str]:
         return new_config(recipe.model, tokenizer.vocab_size), context, name or "characters of the data"
     prompts = recipe_prompts(recipe)
     tokenizer = choose_tokenizer(recipe, prompts, loaded)
-    longest = context  # of what is only read, answers are of any length
+    longest = context  # given answers may have any length
     if recipe.flow_spec.samples:
         longest = min(context, _longest_prompt(recipe, prompts, tokenizer) + recipe.rollout.max_tokens)
     if loaded is not None:
@@ -120,7 +120,7 @@ def _model(recipe: Recipe) -> tuple[DecoderShape, int, str]:
 
 
 def _loaded(spec: str, group: str = "") -> LoadedModel:
-    """A model by path; of a Hugging Face directory, config.json and tokenizer will do."""
+    """Load a model by path; of a Hugging Face directory only config.json and tokenizer."""
     folder = Path(fetched(spec, weights=False))
     if not (folder / "config.json").is_file():
         return load_model(spec, group)
@@ -134,11 +134,11 @@ def _longest_prompt(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer) ->
     return max((len(ids) for ids in template.prompts(chosen)), default=0)
 
 
-# ---- for programs ----
+# ---- JSON ----
 
 
 def as_object(plan: Plan) -> dict[str, Any]:
-    """Everything as plain numbers; bytes and tokens."""
+    """Return the plan as plain data, in bytes and tokens."""
     return {
         "backend": plan.recipe.cluster.backend,
         "workers": len(plan.workers),
@@ -154,43 +154,36 @@ def as_object(plan: Plan) -> dict[str, Any]:
 
 
 def _role(plan: Plan, placed: Placed) -> dict[str, Any]:
-    mesh = placed.mesh
-    sizes = {name: mesh.size(name) for name in mesh.names}
+    sizes = {name: placed.mesh.size(name) for name in placed.mesh.names}
     tokens = tokens_of_rank(plan.recipe, placed, plan.longest)
     return {"pool": placed.pool, "ranks": list(placed.ranks), **sizes, "tokens_per_rank": tokens}
 
 
 def _worker(worker: RankPlan) -> dict[str, Any]:
-    return {
-        "rank": worker.rank,
-        "roles": [_seat(seat) for seat in worker.seats],
-        "memory": worker.memory.by_name(),
-        "peak": worker.memory.peak,
-    }
+    roles, memory = [_seat(seat) for seat in worker.seats], worker.memory
+    return {"rank": worker.rank, "roles": roles, "memory": memory.by_name(), "peak": memory.peak}
 
 
 def _seat(seat: Seat) -> dict[str, Any]:
-    """parameters: elements; all else but coordinates: bytes."""
+    """Return a seat as plain data; parameters: elements, the other sizes: bytes."""
     need = seat.need
-    working = {item.name: item.bytes for item in need.training + need.generation}
-    plain = {"role": seat.role, **seat.coordinates, "parameters": seat.elements}
-    return plain | {
-        "held": {item.name: item.bytes for item in need.held},
-        "gradients": need.gradients,
-        "working": working,
-    }
+    return {
+        "role": seat.role, **seat.coordinates, "parameters": seat.elements,
+        "held": {item.name: item.bytes for item in need.held}, "gradients": need.gradients,
+        "working": {item.name: item.bytes for item in need.training + need.generation},
+    }  # fmt: skip
 
 
-# ---- for people ----
+# ---- printing ----
 
 
 def tables(plan: Plan) -> list[Table | str]:
-    """What the terminal shows."""
-    seen = f"{len(plan.workers)} worker{'s' if len(plan.workers) > 1 else ''}, backend {plan.recipe.cluster.backend}"
+    """Return the tables and lines of the plan."""
+    backend = f"{format.count(len(plan.workers), 'worker')}, backend {plan.recipe.cluster.backend}"
     model = f"model: {parameters(plan.shape):,} parameters, vocabulary {plan.shape.vocab_size:,} ({plan.vocabulary})"
     rows = work(plan.recipe, "policy", 1, plan.longest).rows
     step = f"a step: {rows:,} sequences of at most {plan.longest:,} tokens, {rows * plan.longest:,} together"
-    parts: list[Table | str] = [seen, model, step, "", _roles(plan), "", _ranks(plan)]
+    parts: list[Table | str] = [backend, model, step, "", _roles(plan), "", _ranks(plan)]
     if len(plan.workers) > SHOWN:
         parts.append(f"and {len(plan.workers) - SHOWN} more; --json has all")
     heaviest = max(plan.workers, key=lambda worker: worker.memory.peak)
@@ -229,7 +222,7 @@ def _ranks(plan: Plan) -> Table:
 
 
 def _shares(seat: Seat) -> tuple[int, ...]:
-    """Bytes of weights, gradients, optimizer state, working set and KV cache."""
+    """Return bytes of weights, gradients, optimizer state, working set and KV cache."""
     held = {item.name: item.bytes for item in seat.need.held}
     state = sum(count for name, count in held.items() if name.endswith("optimizer state"))
     cache = sum(count for name, count in held.items() if name.endswith("KV cache"))
@@ -238,10 +231,8 @@ def _shares(seat: Seat) -> tuple[int, ...]:
 
 
 def _talks(plan: Plan) -> Table:
-    table = new_table("role", "axis", "ranks that talk", "what", "bytes a step", right=("bytes a step",))
-    for talk in plan.talks:
-        table.add_row(talk.role, talk.axis, _groups(talk), talk.what, size(talk.bytes))
-    return table
+    rows = [(talk.role, talk.axis, _groups(talk), talk.what, size(talk.bytes)) for talk in plan.talks]
+    return new_table("role", "axis", "ranks that talk", "what", "bytes a step", right=("bytes a step",), rows=rows)
 
 
 def _groups(talk: Talk) -> str:
@@ -250,11 +241,7 @@ def _groups(talk: Talk) -> str:
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Numbers in words: ``0-3, 6``."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and rank == found[-1][-1] + 1:
-            found[-1].append(rank)
-        else:
-            found.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
+    """Return ranks as ``0-3, 6``."""
+    place = count()
+    runs = [list(run) for _, run in groupby(ranks, key=lambda rank: rank - next(place))]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,4 +1,4 @@
-"""``tilth ls``: the runs of a folder, each with how it stands."""
+"""``tilth ls``: the runs of a folder with their states."""
 
 import json
 import time
@@ -17,7 +17,7 @@ METRICS = {
     "reward_heldout_last": "reward",
     "reward_last": "reward while training",
 }
-"""Key of a run's summary -> name, the first that was measured is shown; all but the last are of what is held out."""
+"""Key of a run's summary -> its title; the first that was measured is shown. All but the last are held-out metrics."""
 
 
 def ls(
@@ -26,7 +26,7 @@ def ls(
     ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="a list with an object for each")] = False,
 ) -> None:
-    """List runs, the newest first: flow, state, steps, what they came to, when they last wrote.
+    """List runs, the newest first: flow, state, steps, newest metric, time since the last write.
 
     Exit code 1: one of them cannot be read. Keys of --json: run, recipe, flow, state, error, step, metric, value, age
     (seconds since it wrote its last step or its state).
@@ -42,9 +42,9 @@ def ls(
 
 
 def look(folder: Path) -> list[dict[str, Any]]:
-    """Rows of the runs in a folder, or of the one that it is. DataError: no folder."""
+    """Return a row for each run in a folder, or for a run's folder. DataError: no such folder."""
     if not folder.is_dir():
-        raise DataError(f"no folder {str(folder)!r}; runs lie in the folder runs/ unless run.dir says otherwise")
+        raise DataError(f"no folder {str(folder)!r}; the default of run.dir is runs/", key="FOLDER")
     runs = [folder] if (folder / "run.json").is_file() else [path.parent for path in folder.glob("*/run.json")]
     return sorted(map(_row, runs), key=lambda row: (row["age"], row["run"]))
 
@@ -62,8 +62,8 @@ def _row(run: Path) -> dict[str, Any]:
         return {**row, "run": str(run), "state": "unreadable", "error": str(error), "age": age}
     key = next((key for key in METRICS if found.get(key) is not None), None)
     measured = {"metric": METRICS[key], "value": found[key]} if key else {}
-    said = {name: found[name] for name in ("run", "recipe", "state", "error")}
-    return {**row, **said, "flow": flow, "step": found["steps"], **measured, "age": age}
+    copied = {name: found[name] for name in ("run", "recipe", "state", "error")}
+    return {**row, **copied, "flow": flow, "step": found["steps"], **measured, "age": age}
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
@@ -72,15 +72,9 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
     table = new_table("run", "flow", "state", "step", "", "written", right=("step",))
     for row in rows:
-        step = "" if row["step"] is None else f"{row['step']:,}"
-        value = "" if row["metric"] is None else _value(row["metric"], row["value"])
+        step, metric = "" if row["step"] is None else f"{row['step']:,}", row["metric"]
+        form = format.share if metric in ("accuracy", "pairs in order") else format.number
+        value = "" if metric is None else f"{metric} {form(row['value'])}"
         state = f"{row['state']}: {row['error']}" if row["error"] else row["state"]
         table.add_row(row["run"], row["flow"] or "", state, step, value, f"{format.ago(row['age'])} ago")
     show(table)
-
-
-def _value(metric: str, value: float) -> str:
-    from tilth.ui import format
-
-    share = metric in ("accuracy", "pairs in order")
-    return f"{metric} {format.share(value) if share else format.number(value)}"

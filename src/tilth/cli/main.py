@@ -1,62 +1,91 @@
-"""``tilth``: the commands and their options. Each body lives in a module of its own, imported when it is called."""
+"""``tilth``: the commands and their options. Each body is a module of its own, imported when the command runs."""
 
+import platform
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from tilth.cli import completion, version
+import tilth
+from tilth.cli import completion
 from tilth.cli.arguments import (
     AnyArgument,
     AttemptOption,
     CheckpointArgument,
+    ColumnsOption,
+    JsonOption,
     ModelArgument,
+    OutArgument,
     OverridesArgument,
     RecipeArgument,
     RunArgument,
+    SeedOption,
     StepsOption,
+    StopOption,
+    TemperatureOption,
+    TemplateOption,
+    TopKOption,
+    TopPOption,
     WhereArgument,
 )
 from tilth.cli.groups import Commands, RunFirst
 from tilth.cli.ls import ls
 from tilth.core.errors import DataError
 
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        try:
+            torch = metadata.version("torch")
+        except metadata.PackageNotFoundError:
+            torch = "not installed"
+        typer.echo(f"tilth {tilth.__version__}, torch {torch}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+def options(
+    version: Annotated[
+        bool, Option("--version", callback=_version, is_eager=True, help="versions of tilth, torch and Python")
+    ] = False,
+    plugins: Annotated[
+        list[str] | None,
+        Option("--plugins", metavar="FILE.py", is_eager=True, help="your code that adds commands; repeatable"),
+    ] = None,
+) -> None:
+    """Train language models by reinforcement learning."""
+
+
 app = typer.Typer(
-    cls=Commands,
-    callback=version.options,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    cls=Commands, callback=options, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 
-TEMPLATE: Any = typer.Option(
-    help="how a text becomes a prompt: model (its chat template), chatml, a Jinja file, or '' (as it stands); "
-    "default: as the run did"
-)
+
+def _group(name: str, text: str, kind: type[typer.core.TyperGroup] = typer.core.TyperGroup) -> typer.Typer:
+    made = typer.Typer(cls=kind, help=text, no_args_is_help=True, rich_markup_mode=None)
+    app.add_typer(made, name=name)
+    return made
+
+
+ALLOW = Option(metavar="KEY", help="a key or section that may have changed; repeatable", autocompletion=completion.keys)
 
 
 @app.command()
 def run(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            help="a key or section that may differ in the run that goes on; may be repeated",
-            autocompletion=completion.keys,
-        ),
-    ] = None,
+    allow: Annotated[list[str] | None, ALLOW] = None,
     fallback: Annotated[
-        bool, typer.Option("--fallback", help="where the newest checkpoint is damaged, take the newest that is not")
+        bool, Option("--fallback", help="if the newest checkpoint is damaged, resume from the newest intact one")
     ] = False,
 ) -> None:
     """Train by a recipe.
 
-    The run goes into a new folder of runs/, or on in an unfinished one of the same recipe. Keys of the recipe are
-    changed on the command line, as in: tilth run addition-grpo algorithm.steps=50 run.name=short
+    Start a new run in runs/, or resume an unfinished one of the same recipe. Override keys of the recipe on the command
+    line, as in: tilth run addition-grpo algorithm.steps=50 run.name=short
 
-    A run whose recipe has changed is not gone on with, unless what changed is allowed by name: --allow algorithm.steps
+    A run whose recipe has changed is resumed only if each change is allowed by name: --allow algorithm.steps
     """
     from tilth.cli.run import train
 
@@ -67,16 +96,14 @@ def run(
 def algorithms(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[FLOW]... [KEY=VALUE]...", help="these only, as keys of a recipe change them; default: all"
-        ),
+        Argument(metavar="[FLOW]... [KEY=VALUE]...", help="flows to list and keys to override; default: all flows"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="by plain keys, and every name there is, as JSON")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """List all algorithms side by side; of two or more that are named only what differs.
+    """List all algorithms side by side; for two or more named flows only the differences.
 
     As in: tilth algorithms dapo grpo; with your own: tilth algorithms 'plugins=["mine.py"]'. Keys of --json: algorithms
-    (flow -> its keys, null: there is no such thing), entries (kind -> names).
+    (flow -> its keys, null: the flow has none), entries (kind -> names).
     """
     from tilth.cli.algorithms import compare
 
@@ -84,12 +111,8 @@ def algorithms(
 
 
 @app.command()
-def layout(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    as_json: Annotated[bool, typer.Option("--json", help="the whole plan as one JSON object")] = False,
-) -> None:
-    """Show what a recipe puts where: roles, ranks, shares of the model, memory, and who talks to whom.
+def layout(recipe: RecipeArgument, overrides: OverridesArgument = None, as_json: JsonOption = False) -> None:
+    """Show where a recipe puts roles, ranks, shares of the model and memory, and which ranks communicate.
 
     Nothing is started. As in: tilth layout addition-grpo cluster.backend=local cluster.workers=4
     """
@@ -101,44 +124,38 @@ def layout(
 @app.command()
 def generate(
     model: ModelArgument,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="text to continue")],
-    n: Annotated[int, typer.Option("--n", min=1, help="number of completions")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, help="softmax temperature; 0: greedy")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="keep the smallest set of tokens with this mass")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="keep the k likeliest tokens; 0: all")] = 0,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="longest completion in tokens; default: 64, or what the context leaves")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="text that ends a completion; may be repeated; default: the run's")
-    ] = None,
-    template: Annotated[str | None, TEMPLATE] = None,
-    seed: Annotated[int, typer.Option(min=0, help="seed of sampling")] = 0,
-    logprobs: Annotated[bool, typer.Option("--logprobs", help="show each token with its log-prob")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a completion")] = False,
+    prompt: Annotated[str, Argument(metavar="PROMPT", help="text to continue")],
+    n: Annotated[int, Option("--n", min=1, help="number of completions")] = 1,
+    temperature: TemperatureOption = 1.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    max_tokens: Annotated[int | None, Option(min=1, help="longest completion; default: 64, or what fits")] = None,
+    stop: StopOption = None,
+    template: TemplateOption = None,
+    seed: SeedOption = 0,
+    logprobs: Annotated[bool, Option("--logprobs", help="show each token with its log-prob")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Continue a text by a trained model."""
+    """Continue a text by a trained model. --json: one object a completion."""
     from tilth.cli.generate import GenerateOptions, speak
 
-    wish = GenerateOptions(n, temperature, top_p, top_k, max_tokens, tuple(stop or ()), seed, template)
-    speak(model, prompt, wish, logprobs=logprobs, as_json=as_json)
+    options = GenerateOptions(n, temperature, top_p, top_k, max_tokens, tuple(stop or ()), seed, template)
+    speak(model, prompt, options, logprobs=logprobs, as_json=as_json)
 
 
 @app.command()
 def chat(
     model: ModelArgument,
-    system: Annotated[str, typer.Option(help="what the model is told before the first turn")] = "",
-    temperature: Annotated[float, typer.Option(min=0.0, help="softmax temperature; 0: greedy")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="keep the smallest set of tokens with this mass")] = 1.0,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="longest answer in tokens, if the context leaves as many")
-    ] = 512,
-    template: Annotated[str | None, TEMPLATE] = None,
-    seed: Annotated[int, typer.Option(min=0, help="seed of sampling")] = 0,
+    system: Annotated[str, Option(help="system text before the first turn")] = "",
+    temperature: TemperatureOption = 0.7,
+    top_p: TopPOption = 1.0,
+    max_tokens: Annotated[int, Option(min=1, help="longest answer in tokens, if it fits the context")] = 512,
+    template: TemplateOption = None,
+    seed: SeedOption = 0,
 ) -> None:
     """Talk with a model.
 
-    Each line is a turn. /reset begins anew, /quit or Ctrl-D ends, Ctrl-C ends the current answer only. Lines may also
+    Each line is a turn. /reset starts over, /quit or Ctrl-D ends, Ctrl-C ends the current answer only. Lines may also
     come from a pipe.
     """
     from tilth.cli.chat import ChatOptions, talk
@@ -146,54 +163,43 @@ def chat(
     talk(ChatOptions(model, system, temperature, top_p, max_tokens, template, seed))
 
 
+REWARDS = Option(help="FILE.py:function or a verifier; repeated: their sum; default: the run's or the task's")
+
+
 @app.command("eval")
 def evaluate(
     model: ModelArgument,
-    data: Annotated[
-        str, typer.Argument(metavar="DATA", help="a task or files, as data.source; default: what the run held out")
-    ] = "",
-    reward: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="FILE.py:function or a verifier; may be repeated for their sum; default: the run's or the task's"
-        ),
-    ] = None,
-    k: Annotated[str, typer.Option("--k", help="pass@k and avg@k for these, as in 1,8")] = "1",
-    n: Annotated[int, typer.Option("--n", min=0, help="samples of each prompt; 0: the greatest k")] = 0,
+    data: Annotated[str, Argument(metavar="DATA", help="a task or files; default: held-out data of the run")] = "",
+    reward: Annotated[list[str] | None, REWARDS] = None,
+    k: Annotated[str, Option("--k", help="pass@k and avg@k for these, as in 1,8")] = "1",
+    n: Annotated[int, Option("--n", min=0, help="samples of each prompt; 0: the greatest k")] = 0,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="softmax temperature; default: 0 (greedy) for one sample, else 1")
+        float | None, Option(min=0.0, help="softmax temperature; default: 0 (greedy) for one sample, else 1")
     ] = None,
-    top_p: Annotated[float, typer.Option(help="keep the smallest set of tokens with this mass")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="keep the k likeliest tokens; 0: all")] = 0,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="longest completion in tokens; default: the run's, or 512")
-    ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="text that ends a completion; default: the run's")] = None,
-    template: Annotated[str | None, TEMPLATE] = None,
-    columns: Annotated[list[str] | None, typer.Option(help="which column is which, as in prompt=question")] = None,
-    limit: Annotated[int, typer.Option(min=0, help="that many of the prompts, always the same; 0: all")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="seed of sampling and of the intervals")] = 0,
-    max_rows: Annotated[int, typer.Option(min=1, help="most sequences decoded at once")] = 256,
-    workers: Annotated[int, typer.Option(min=1, help="processes that score")] = 1,
-    timeout: Annotated[
-        float | None, typer.Option(min=0.001, help="seconds one reward may take; default: the run's, or 10")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="keep every completion: FILE.jsonl or FILE.parquet")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="all numbers as one JSON object")] = False,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    max_tokens: Annotated[int | None, Option(min=1, help="longest completion; default: the run's, or 512")] = None,
+    stop: StopOption = None,
+    template: TemplateOption = None,
+    columns: ColumnsOption = None,
+    limit: Annotated[int, Option(min=0, help="number of prompts, always the same ones; 0: all")] = 0,
+    seed: SeedOption = 0,
+    max_rows: Annotated[int, Option(min=1, help="most sequences decoded at once")] = 256,
+    workers: Annotated[int, Option(min=1, help="processes that score")] = 1,
+    timeout: Annotated[float | None, Option(min=0.001, help="seconds a reward; default: the run's, or 10")] = None,
+    out: Annotated[Path | None, Option(help="write every completion: FILE.jsonl or FILE.parquet")] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Say how good a model is at a dataset: pass@k, avg@k, how sure that is."""
+    """Evaluate a model on a dataset: pass@k and avg@k with their confidence intervals."""
+    given = {name: value for name, value in locals().items() if value is not None}
     from tilth.cli.eval import EvalOptions, judge
 
-    wish = EvalOptions(
-        model, data, tuple(reward or ()), k, n, temperature, top_p, top_k, max_tokens, tuple(stop or ()), template,
-        tuple(columns or ()), limit, seed, max_rows, workers, timeout, out, as_json,
-    )  # fmt: skip
-    judge(wish)
+    judge(EvalOptions(**given))
 
 
 @app.command()
-def export(model: ModelArgument, out: Annotated[str, typer.Argument(metavar="OUT", help="a new directory")]) -> None:
-    """Write a model for transformers and vLLM; tilth ckpt export has more to choose."""
+def export(model: ModelArgument, out: OutArgument) -> None:
+    """Write a model for transformers and vLLM; tilth ckpt export has more options."""
     from tilth.cli.export import write_model
 
     write_model(model, out)
@@ -201,7 +207,7 @@ def export(model: ModelArgument, out: Annotated[str, typer.Argument(metavar="OUT
 
 @app.command()
 def report(run: RunArgument) -> None:
-    """Write report.html of a run, also while it goes on."""
+    """Write report.html of a run, finished or still running."""
     from tilth.cli.show import write
 
     write(run)
@@ -210,12 +216,12 @@ def report(run: RunArgument) -> None:
 @app.command()
 def show(
     run: RunArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="all numbers as one JSON object")] = False,
+    as_json: JsonOption = False,
     parquet: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="write the metrics of all steps there, with units, and no more")
+        Path | None, Option(metavar="PATH", help="only write the metrics of all steps there, with units")
     ] = None,
 ) -> None:
-    """Say how a run stands, also while it goes on."""
+    """Summarise a run, finished or still running."""
     from tilth.cli.show import show_run, write_table
 
     if parquet is not None:
@@ -225,77 +231,61 @@ def show(
 
 
 app.command()(ls)
-
-
-reward = typer.Typer(help="Look at reward functions.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(reward, name="reward")
+reward = _group("reward", "Inspect reward functions.")
+REWARD = Argument(
+    metavar="REWARD",
+    help="FILE.py:function, module:function, a verifier (addition, countdown, gsm8k, exact, regex:PATTERN), "
+    "or several with weights, as in '{gsm8k = 1.0, \"regex:####\" = 0.1}'",
+)
 
 
 @reward.command(name="try")
 def reward_try(
-    function: Annotated[
-        str,
-        typer.Argument(
-            metavar="REWARD",
-            help="FILE.py:function, module:function, a verifier (addition, countdown, gsm8k, exact, regex:PATTERN), "
-            "or several with weights, as in '{gsm8k = 1.0, \"regex:####\" = 0.1}'",
-        ),
-    ],
-    data: Annotated[str, typer.Argument(metavar="DATA", help="files as for data.source, or a task")],
-    columns: Annotated[
-        list[str] | None, typer.Option(metavar="ROLE=NAME", help="which column is which: prompt=question; repeatable")
-    ] = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="number of records, spread evenly")] = 20,
-    completion: Annotated[str | None, typer.Option(help="a completion of your own to score for each record")] = None,
-    digits: Annotated[int, typer.Option(min=1, max=9, help="digits of the numbers of a task")] = 3,
-    timeout: Annotated[float, typer.Option(min=0.001, help="seconds one call may take")] = 10.0,
-    as_json: Annotated[bool, typer.Option("--json", help="all findings as one JSON object")] = False,
+    function: Annotated[str, REWARD],
+    data: Annotated[str, Argument(metavar="DATA", help="files as for data.source, or a task")],
+    columns: ColumnsOption = None,
+    n: Annotated[int, Option("--n", min=1, help="number of records, spread evenly")] = 20,
+    completion: Annotated[str | None, Option(help="your own completion, scored for each record")] = None,
+    digits: Annotated[int, Option(min=1, max=9, help="digits of the numbers of a task")] = 3,
+    timeout: Annotated[float, Option(min=0.001, help="seconds one call may take")] = 10.0,
+    as_json: JsonOption = False,
 ) -> None:
-    """Score right, wrong and empty answers of some records, before a run is spent on a reward that cannot tell them.
+    """Score right, wrong and empty answers of some records, to test a reward before a run depends on it.
 
     The answer of each record, another record's, and an empty one are scored in a process with a time limit, as in a
-    run. Says what they earn, what fails and why, and how long it takes. Exit code 1: the verdict is "broken".
+    run. Report the rewards, the failures and their reasons, and the time. Exit code 1: the verdict is "broken".
     """
     from tilth.cli.reward import RewardOptions, columns_of, try_reward
 
-    wish = RewardOptions(columns_of(columns or []), n, completion, timeout, digits)
-    try_reward(function, data, wish, as_json=as_json)
+    options = RewardOptions(columns_of(columns or []), n, completion, timeout, digits)
+    try_reward(function, data, options, as_json=as_json)
 
 
-data = typer.Typer(help="Look at data.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(data, name="data")
+data = _group("data", "Inspect data.")
 
 
 @data.command(name="show")
 def data_show(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    n: Annotated[int, typer.Option("--n", min=0, help="number of examples, spread evenly")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="all findings and examples as one JSON object")] = False,
+    n: Annotated[int, Option("--n", min=0, help="number of examples, spread evenly")] = 3,
+    as_json: JsonOption = False,
 ) -> None:
-    """Show what a model will see: tokens, loss mask, template, lengths, what would stop the run (then exit code 1)."""
+    """Show what a model will see: tokens, loss mask, template, lengths, what would stop the run (exit code 1)."""
     from tilth.cli.data import show
 
     show(recipe, overrides or [], n, as_json=as_json)
 
 
-ckpt = typer.Typer(
-    help="Look at checkpoints, compare, export and remove them. Exit code 1: something is damaged or different.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-app.add_typer(ckpt, name="ckpt")
+ckpt = _group("ckpt", "Inspect, compare and remove checkpoints. Exit code 1: something is damaged or different.")
 
 
 @ckpt.command(name="ls")
-def ckpt_ls(
-    where: WhereArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="a list with an object for each")] = False,
-) -> None:
-    """List checkpoints: step, when saved, by which layout, tensors, bytes, state.
+def ckpt_ls(where: WhereArgument, as_json: JsonOption = False) -> None:
+    """List checkpoints: step, when saved, layout, tensors, bytes, state.
 
-    States: complete, damaged (and why), unfinished (a save under way, or cut off), replaced (by one of the same step).
-    Of a complete one that another run made it says so. A run goes on from the newest. Exit code 1: a run's checkpoints
+    States: complete, damaged (and why), unfinished (a save in progress, or cut off), replaced (by one of the same
+    step). A complete one of another run is marked. A run resumes from the newest. Exit code 1: a run's checkpoints
     are lost or cannot be listed; in --json its state is missing and its step null. Keys of --json: run, checkpoint,
     step, state, reason, newest, best, bytes, saved, layout, tensors.
     """
@@ -308,15 +298,15 @@ def ckpt_ls(
 def ckpt_show(
     checkpoint: CheckpointArgument,
     tensors: Annotated[
-        str | None, typer.Option(metavar="PATTERN", help="list the tensors that are called so, as in 'model/*norm*'")
+        str | None, Option(metavar="PATTERN", help="list tensors whose name matches, as in 'model/*norm*'")
     ] = None,
-    boxes: Annotated[bool, typer.Option("--boxes", help="and the boxes that each consists of")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="everything as one JSON object")] = False,
+    boxes: Annotated[bool, Option("--boxes", help="list the boxes of each tensor too")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Say what is in a checkpoint, or in a Hugging Face directory. No data is read.
+    """Show the contents of a checkpoint or a Hugging Face directory. No data is read.
 
     Keys of --json: path, kind, step, saved, layout, bytes, groups (group, tensors, elements, bytes, dtypes), files
-    (name, group, bytes), objects, and where asked for tensors (group, name, shape, dtype, bytes, files, boxes).
+    (name, group, bytes), objects, and on request tensors (group, name, shape, dtype, bytes, files, boxes).
     """
     from tilth.cli.ckpt_show import show
 
@@ -325,13 +315,13 @@ def ckpt_show(
 
 @ckpt.command(name="verify")
 def ckpt_verify(
-    where: Annotated[str, typer.Argument(metavar="WHERE", help="as for ls, or one checkpoint as for show")],
-    everything: Annotated[bool, typer.Option("--all", help="all checkpoints, not the newest only")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="a list with an object for each")] = False,
+    where: Annotated[str, Argument(metavar="WHERE", help="as for ls, or one checkpoint as for show")],
+    everything: Annotated[bool, Option("--all", help="all checkpoints, not the newest only")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Compare every byte with its checksum; names files and tensors that are damaged, and what another run made.
+    """Compare every byte with its checksum; name damaged files and tensors, and checkpoints of another run.
 
-    Exit code 1: there are some. What a running process removes meanwhile is passed over. Keys of --json: run,
+    Exit code 1: there are some. Checkpoints that a running process removes meanwhile are skipped. Keys of --json: run,
     checkpoint, step, intact, bytes, seconds, problems, own (its run made it).
     """
     from tilth.cli.ckpt import verify
@@ -341,14 +331,14 @@ def ckpt_verify(
 
 @ckpt.command(name="diff")
 def ckpt_diff(
-    a: Annotated[str, typer.Argument(metavar="A", help=AnyArgument)],
-    b: Annotated[str, typer.Argument(metavar="B", help="likewise")],
+    a: Annotated[str, Argument(metavar="A", help=AnyArgument)],
+    b: Annotated[str, Argument(metavar="B", help="likewise")],
     tolerance: Annotated[
-        float | None, typer.Option(help="greatest difference of a value that is none; default: bit for bit")
+        float | None, Option(help="greatest difference of two equal values; default: they are equal bit for bit")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="everything as one JSON object")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Say in which tensors, values and objects two checkpoints differ; with a Hugging Face directory, in weights only.
+    """List tensors, values and objects in which two checkpoints differ; with a Hugging Face directory, weights only.
 
     Exit code 1: they do. Never compared: events, the number of the attempt. Keys of --json: equal, a, b, tensors
     (group, name, kind, a, b, count, share, max_abs, max_rel, first), objects (key, a, b, there), compared, groups,
@@ -362,14 +352,14 @@ def ckpt_diff(
 @ckpt.command(name="export")
 def ckpt_export(
     checkpoint: Annotated[
-        str, typer.Argument(metavar="CKPT", help="RUN, RUN@best, RUN@STEP, or a checkpoint in its run's folder")
+        str, Argument(metavar="CKPT", help="RUN, RUN@best, RUN@STEP, or a checkpoint in its run's folder")
     ],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="a new directory")],
-    group: Annotated[str, typer.Option(help="weights to write: model, ema, critic, reference or reward_model")] = "",
-    dtype: Annotated[str, typer.Option(help="fp32 or bf16; default: as they are kept")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="what was written as one JSON object")] = False,
+    out: OutArgument,
+    group: Annotated[str, Option(help="weights to write: model, ema, critic, reference or reward_model")] = "",
+    dtype: Annotated[str, Option(help="fp32 or bf16; default: as saved")] = "",
+    as_json: JsonOption = False,
 ) -> None:
-    """Write weights for transformers and vLLM; model.path=OUT reads them back.
+    """Write weights for transformers and vLLM; model.path=OUT loads them.
 
     Keys of --json: path, step, files, bytes.
     """
@@ -378,22 +368,21 @@ def ckpt_export(
     write_model(checkpoint, out, group=group, dtype=dtype, as_json=as_json)
 
 
+EVERY = "also keep steps that are a multiple; default: run.keep_every of the run"
+
+
 @ckpt.command(name="prune")
 def ckpt_prune(
     where: WhereArgument,
-    keep: Annotated[int | None, typer.Option(min=1, help="newest ones that stay; default: run.keep of the run")] = None,
-    every: Annotated[
-        int | None, typer.Option(min=0, help="steps that are a multiple stay too; default: run.keep_every of the run")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
-    damaged: Annotated[
-        bool, typer.Option("--damaged", help="what is damaged, unfinished or replaced goes too")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="everything as one JSON object")] = False,
+    keep: Annotated[int | None, Option(min=1, help="newest ones to keep; default: run.keep of the run")] = None,
+    every: Annotated[int | None, Option(min=0, help=EVERY)] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="only list what would be removed")] = False,
+    damaged: Annotated[bool, Option("--damaged", help="also remove damaged, unfinished and replaced ones")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Remove old checkpoints, never the newest nor the best. Refused while a process writes the run.
 
-    Of a folder or URL that lies in no run that is not known, so --damaged leaves there what is unfinished.
+    In a folder or URL outside of any run no such process is known, so --damaged leaves unfinished ones there.
     Keys of --json: dry_run, removed (run, checkpoint, step, state, bytes), bytes, kept.
     """
     from tilth.cli.ckpt import prune
@@ -401,27 +390,17 @@ def ckpt_prune(
     prune(where, keep=keep, every=every, dry=dry_run, damaged=damaged, as_json=as_json)
 
 
-trace = typer.Typer(
-    cls=RunFirst,
-    help="Say what happened, and what would be gained. As in: tilth trace runs/addition-grpo-001 --steps 10:20",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-app.add_typer(trace, name="trace")
+trace = _group("trace", "Analyse the trace of a run. As in: tilth trace runs/addition-grpo-001 --steps 10:20", RunFirst)
 
 
 @trace.command(name="RUN")
 def trace_run(
-    run: RunArgument,
-    steps: StepsOption = "",
-    attempt: AttemptOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="all numbers as one JSON object")] = False,
+    run: RunArgument, steps: StepsOption = "", attempt: AttemptOption = None, as_json: JsonOption = False
 ) -> None:
-    """Say where the time of a run went, and what would be gained if the worst were mended; also while it goes on.
+    """Break down the time of a run, finished or still running, and estimate the gain of removing the worst.
 
-    Roles beside those of the recipe: weight_sync carries the policy's weights to its copies, loader turns what is
-    learned from into rows. S: how many times as long a step takes as it would if ranks and communications were as their
-    peers.
+    Roles beside those of the recipe: weight_sync carries the policy's weights to its copies, loader turns training data
+    into rows. S: time of a step over its time if ranks and communications were as their peers.
 
     Keys of --json: run, state, attempt, steps (first, last, count), seconds, step (mean, median, longest, longest_at),
     parts (name: seconds, share; means over ranks), roles (role: rank: seconds), ranks (rank, busy, pace, communication,
@@ -436,20 +415,18 @@ def trace_run(
 
 @trace.command(name="whatif")
 def trace_whatif(
-    path: Annotated[Path, typer.Argument(metavar="RUN|FILE", help="a run, or a trace in the straggler study's format")],
-    meta: Annotated[
-        Path | None, typer.Option(metavar="META.yaml", help="of a FILE: the job's sizes, to check it")
-    ] = None,
+    path: Annotated[Path, Argument(metavar="RUN|FILE", help="a run, or a trace in the straggler study's format")],
+    meta: Annotated[Path | None, Option(metavar="META.yaml", help="of a FILE: the job's sizes, to check it")] = None,
     steps: StepsOption = "",
     attempt: AttemptOption = None,
-    bandwidth: Annotated[str, typer.Option(metavar="RATE", help="of a RUN: on another network, as 10Gbit")] = "",
-    latency: Annotated[str, typer.Option(metavar="TIME", help="of a RUN: on another network, as 50us")] = "",
-    svg: Annotated[Path | None, typer.Option(metavar="PATH", help="write the heat map of workers as a picture")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="all numbers as one JSON object")] = False,
+    bandwidth: Annotated[str, Option(metavar="RATE", help="of a RUN: on another network, as 10Gbit")] = "",
+    latency: Annotated[str, Option(metavar="TIME", help="of a RUN: on another network, as 50us")] = "",
+    svg: Annotated[Path | None, Option(metavar="PATH", help="write the heat map of workers as SVG")] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Say what stragglers cost, which operations, stages and workers they are, and the likely cause.
+    """Estimate the cost of stragglers, name their operations, stages and workers, and the likely cause.
 
-    S: how many times as long a step takes as it would if all were ideal; of an operation or worker: if all else were.
+    S: time of a step over its ideal time; of an operation or worker: the same if everything else were ideal.
     M_W: share of the lost time that is gained if the worst 3 % of workers (at least one) were ideal; M_S: if the last
     stage were.
 
@@ -462,33 +439,32 @@ def trace_whatif(
         from tilth.cli.trace_whatif import whatif_of_run
 
         if meta is not None:
-            raise DataError("--meta is of a trace in the straggler study's format; of a run all sizes are known")
+            raise DataError("--meta describes a trace in the straggler study's format, not a run", key="--meta")
         whatif_of_run(path, steps, latency, bandwidth, svg, attempt, as_json=as_json)
         return
     from tilth.cli.trace_whatif import whatif_of_file
 
     if steps or bandwidth or latency or attempt is not None:
         raise DataError(
-            "--steps, --bandwidth, --latency and --attempt are of a RUN; of a trace in the study's format all is taken"
+            "--steps, --bandwidth, --latency and --attempt need a RUN, not a trace in the straggler study's format",
+            key="RUN",
         )
     whatif_of_file(path, meta, svg, as_json=as_json)
+
+
+PATH = Argument(metavar="PATH", help="the file to write, .gz: compressed; default: RUN/perfetto.json.gz")
+PERFETTO = Option("--perfetto", help="for ui.perfetto.dev; the only format, and the default", show_default=False)
 
 
 @trace.command(name="export")
 def trace_export(
     run: RunArgument,
-    path: Annotated[
-        Path | None,
-        typer.Argument(metavar="PATH", help="the file to write, .gz: compressed; default: RUN/perfetto.json.gz"),
-    ] = None,
-    perfetto: Annotated[
-        bool,
-        typer.Option("--perfetto", help="for ui.perfetto.dev; the only format, and the default", show_default=False),
-    ] = True,
+    path: Annotated[Path | None, PATH] = None,
+    perfetto: Annotated[bool, PERFETTO] = True,
     steps: StepsOption = "",
     attempt: AttemptOption = None,
-    ranks: Annotated[str, typer.Option(metavar="0,1", help="of these ranks only")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="what was written as one JSON object")] = False,
+    ranks: Annotated[str, Option(metavar="0,1", help="of these ranks only")] = "",
+    as_json: JsonOption = False,
 ) -> None:
     """Write the events of a run for Perfetto: ranks on one clock, threads, counters, arrows of calls.
 
@@ -505,10 +481,10 @@ def trace_costs(
     run: RunArgument,
     steps: StepsOption = "",
     attempt: AttemptOption = None,
-    save: Annotated[Path | None, typer.Option(metavar="PATH", help="write them as JSON, for planners")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="everything as one JSON object")] = False,
+    save: Annotated[Path | None, Option(metavar="PATH", help="write them as JSON, for planners")] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Say what work costs on this machine: seconds against tokens and bytes, fitted, each with its error.
+    """Fit the cost of work on this machine: seconds against tokens and bytes, each with its error.
 
     Keys of --json and of the file: format, version, about, compute (op, role, fixed, per_token, per_square in seconds,
     tokens, squares, lengths, count, ranks, separate, separate_squares, error), links (op, ranks, latency, bandwidth,
@@ -522,12 +498,12 @@ def trace_costs(
 @trace.command(name="capture")
 def trace_capture(
     run: RunArgument,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", help="how many of its next steps")] = 3,
-    ranks: Annotated[str, typer.Option("--ranks", metavar="0,1", help="ranks of workers")] = "0",
-    memory: Annotated[bool, typer.Option("--memory", help="each allocation too")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="what was recorded as one JSON object")] = False,
+    steps: Annotated[int, Option("--steps", metavar="N", help="number of its next steps")] = 3,
+    ranks: Annotated[str, Option("--ranks", metavar="0,1", help="ranks of workers")] = "0",
+    memory: Annotated[bool, Option("--memory", help="record each allocation too")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Let torch's profiler record the next steps of a run that goes on, and say where the traces are.
+    """Record the next steps of a running run with torch's profiler, and print the paths of the traces.
 
     Every operation with its shapes, from the end of one step to that of another, as Chrome traces in RUN/profiles. For
     steps that are known beforehand: run.profile=A:B. Keys of --json: id, state, first, last, ranks, memory, errors
@@ -541,13 +517,13 @@ def trace_capture(
 @app.command()
 def top(
     run: RunArgument,
-    once: Annotated[bool, typer.Option("--once", help="one look, not until the run ends")] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="seconds between two looks")] = 1.0,
-    as_json: Annotated[bool, typer.Option("--json", help="one look as one JSON object")] = False,
+    once: Annotated[bool, Option("--once", help="show the state once, not until the run ends")] = False,
+    every: Annotated[float, Option(min=0.1, help="seconds between two updates")] = 1.0,
+    as_json: JsonOption = False,
 ) -> None:
-    """Watch a run that goes on in another process: steps, rates, curves, what each rank is busy with.
+    """Watch a run of another process: steps, rates, curves, activity of each rank.
 
-    Reads only what is on disk. Keys of --json: run, state, attempt, step, phase, phase_step, phase_steps, seconds,
+    Reads only files of the run. Keys of --json: run, state, attempt, step, phase, phase_step, phase_steps, seconds,
     left, silent (since the last step), loss, reward, accuracy, reward_heldout, tokens_per_second, time, memory, recent
     (first, last, parts, ranks: shares of the newest steps), message.
     """
@@ -557,10 +533,8 @@ def top(
 
 
 @app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="all findings as one JSON object")] = False,
-) -> None:
-    """Look at this machine and say what to set."""
+def doctor(as_json: JsonOption = False) -> None:
+    """Examine this machine and suggest settings."""
     from tilth.cli.doctor import examine
 
     examine(as_json=as_json)

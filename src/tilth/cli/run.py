@@ -1,4 +1,4 @@
-"""Train by a recipe, watched, and say at the end what came of it."""
+"""``tilth run``: train by a recipe with a live view, and print the results at the end."""
 
 import shlex
 import signal
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 WORDS = 5
-"""Words of a document that a model may go on from."""
+"""Words of a document's beginning that the suggested prompt has."""
 ENOUGH = 512
-"""Prompts that tell how good a model is to within some percent; all of addition's would take an hour."""
+"""Prompts that measure accuracy to within some percent; all of addition's would take an hour."""
 
 
 def train(name_or_path: str, overrides: Sequence[str], allow: Sequence[str], *, fallback: bool) -> None:
-    """Run to the end. Ctrl-C ends in exit code 130, with everything saved and a line on how to go on; so do SIGTERM and
-    SIGHUP while there are steps, and in 143 and 129 before and after them."""
+    """Run to the end. Exit codes: 130 after Ctrl-C, SIGTERM or SIGHUP during the steps, with everything saved and a
+    line on how to resume; 143 and 129 after SIGTERM and SIGHUP before and after the steps."""
     with outlived(), _terminable():
         check_allowed(allow)
         recipe = _launched(name_or_path, overrides)
@@ -41,13 +41,13 @@ def train(name_or_path: str, overrides: Sequence[str], allow: Sequence[str], *, 
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal, its name the argument, where the run does not handle it itself: what was started is ended."""
+    """A signal, named by the argument, outside of the steps, where the run does not handle it itself."""
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """A SIGTERM or SIGHUP inside ends in a line and exit code 143 or 129, with all processes of the run freed; a second
-    one changes nothing, for who sends it may send it twice. Outside the main thread signals cannot be handled."""
+    """Turn the first SIGTERM or SIGHUP into a line and exit code 143 or 129, after all processes of the run have ended.
+    Only the main thread can handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -69,7 +69,7 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _launched(name_or_path: str, overrides: Sequence[str]) -> Recipe:
-    """The recipe, in the one process that controls; a process that a launcher started to be a worker ends in here."""
+    """Load the recipe in the controller; a process that a launcher started as a worker ends in here."""
     recipe = load_recipe(name_or_path, overrides, launched())
     entered(recipe.cluster.backend, sum(pools(recipe).values()), recipe.cluster.timeout)
     return recipe
@@ -92,7 +92,7 @@ def _watched(recipe: Recipe, name: str, allow: Sequence[str], *, fallback: bool)
 
 
 def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Path, report: Path) -> list[str]:
-    """What was learned, what it took, where to look, what to try. name: of the recipe, as on the command line."""
+    """Return lines on results, cost, the report and further commands. name: of the recipe on the command line."""
     best = format.best(summary.get("best"))
     lines = [*_learned(summary), *([best] if best else []), _took(summary), f"report: {report}", "", "next:"]
     run = shlex.quote(str(directory))
@@ -116,7 +116,7 @@ def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Pa
 
 
 def _learned(s: Mapping[str, Any]) -> list[str]:
-    """What each phase came to; of a run that was not asked for answers, one sentence."""
+    """Return the result of each phase; of a run without evaluated answers, one sentence."""
     if not s.get("phases"):
         return [_learned_text(s, f"{s['steps']:,} steps and {format.timed(s['seconds'])}")]
     first = s["phases"][0]
@@ -126,12 +126,12 @@ def _learned(s: Mapping[str, Any]) -> list[str]:
         took = f"{format.count(phase['steps'], 'step')}, {format.timed(phase['seconds'])}"
         rows.append((f"after {format.phase_name(phase['phase'])} ({took})", phase["last"]))
     width = max(len(name) for name, _ in rows)
-    told = [f"  {name:<{width}}  {format.figure(metric, value)}" for name, value in rows]
-    return [f"{format.MEASURES[metric].capitalize()} on problems it never trained on:", *told]
+    results = [f"  {name:<{width}}  {format.figure(metric, value)}" for name, value in rows]
+    return [f"{format.MEASURES[metric].capitalize()} on problems it never trained on:", *results]
 
 
 def _learned_text(s: Mapping[str, Any], spent: str) -> str:
-    """Of a run without accuracy: what it came to on text that it never trained on."""
+    """Return the result of a run without accuracy on held-out text."""
     first, last, bits = s.get("loss_heldout_first"), s.get("loss_heldout_last"), s.get("bits_per_byte")
     pairs = s.get("pairs_heldout_last")
     if pairs is not None:
@@ -163,7 +163,7 @@ def _heldout(recipe: Recipe) -> "PromptSet":
 
 
 def _question(recipe: Recipe, held: "PromptSet | None") -> str:
-    """A held-out prompt that fits a command line, or, of a recipe without them, a held-out document's beginning."""
+    """Return a held-out prompt that fits a command line, or the beginning of a held-out document."""
     if held is None:
         from tilth.data.prompts import load_texts
 

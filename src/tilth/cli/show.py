@@ -1,4 +1,4 @@
-"""How a run stands, as a table or as JSON; and its report."""
+"""``tilth show`` and ``tilth report``: summarise a run as lines or as JSON; write its report or its metrics."""
 
 import json
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from tilth.cli.tables import labelled
 from tilth.core.errors import DataError
 from tilth.ui import format
 
@@ -15,22 +16,16 @@ Lines = list[tuple[str, str]]
 
 def show_run(run: Path, *, as_json: bool) -> None:
     """Print the summary of a run's directory."""
-    _check(run)
+    check_run(run)
     from tilth.runs.readers import summarise
 
     summary = summarise(run)
-    if as_json:
-        typer.echo(json.dumps(summary))
-        return
-    lines = table(summary)
-    width = max(len(name) for name, _ in lines)
-    for name, value in lines:
-        typer.echo(f"{name:<{width}}  {value}")
+    typer.echo(json.dumps(summary) if as_json else "\n".join(labelled(table(summary))))
 
 
 def write(run: Path) -> None:
     """Write the report and print where it is."""
-    _check(run)
+    check_run(run)
     from tilth.ui.report import write_report
 
     typer.echo(str(write_report(run)))
@@ -38,45 +33,41 @@ def write(run: Path) -> None:
 
 def write_table(run: Path, path: Path) -> None:
     """Write the metrics of all steps as Parquet and print where they are."""
-    _check(run)
+    check_run(run)
     from tilth.runs.columns import write_metrics
 
     typer.echo(str(write_metrics(run, path)))
 
 
-def table(summary: Mapping[str, Any]) -> Lines:
-    """The lines that people read; what was never measured is left out."""
-    s = summary
+def table(s: Mapping[str, Any]) -> Lines:
+    """Return names and values of what was measured."""
+    missing = f"{s['rewards_missing']}, of them timed out {s.get('rewards_timed_out', 0)}"
     lines = [
         ("run", f"{s['run']} ({s['recipe']})"),
         ("state", str(s["state"]) + (f": {s['error']}" if s.get("error") else "")),
-        *[("warning", f"after step {said['step']:,}: {said['text']}") for said in s.get("warnings") or []],
+        *[("warning", f"after step {one['step']:,}: {one['text']}") for one in s.get("warnings") or []],
         ("steps", f"{s['steps']} in {format.duration(s['seconds'])}"),
         *_phases(s),
-        ("reward's parts", _parts(s)),
+        ("reward's parts", ", ".join(f"{k} {format.number(v)}" for k, v in (s.get("parts_heldout") or {}).items())),
         ("held-out loss", _loss(s)),
         ("best", format.best(s.get("best")).removeprefix("best ")),
         ("generation", _rate(s["tokens_per_second_generate"], s.get("tokens_generated"))),
         ("training", _rate(s["tokens_per_second_train"], s.get("tokens_trained"))),
-        ("log-prob mismatch", _number(s["mismatch_max"], "greatest {:.2g}")),
-        ("rewards missing", f"{s['rewards_missing']}, of them timed out {s.get('rewards_timed_out', 0)}"),
+        ("log-prob mismatch", "" if s["mismatch_max"] is None else f"greatest {s['mismatch_max']:.2g}"),
+        ("rewards missing", missing),
         ("checkpoints failed", str(s["saves_failed"]) if s.get("saves_failed") else ""),
         ("memory", _memory(s.get("memory_peak"), s.get("memory_predicted"))),
     ]
     return [(name, value) for name, value in lines if value]
 
 
-def _check(run: Path) -> None:
+def check_run(run: Path) -> None:
     if not run.is_dir():
-        raise DataError(f"no run at {str(run)!r}; runs lie in the folder runs/ unless run.dir says otherwise")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
+        raise DataError(f"no run at {str(run)!r}; the default of run.dir is runs/", key="RUN")
 
 
 def _phases(s: Mapping[str, Any]) -> Lines:
-    """What the answers to held-out prompts came to, from phase to phase."""
+    """Return the held-out metric before the first phase and after each one."""
     found = s.get("phases") or []
     if not found:
         return []
@@ -86,10 +77,6 @@ def _phases(s: Mapping[str, Any]) -> Lines:
         took = f"{format.count(phase['steps'], 'step')} of {format.phase_name(phase['phase'])}"
         ends.append(f"{format.figure(metric, phase['last'])} ({took})")
     return [(f"held-out {format.MEASURES[metric]}", " -> ".join(ends))]
-
-
-def _parts(s: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {format.number(value)}" for name, value in (s.get("parts_heldout") or {}).items())
 
 
 def _loss(s: Mapping[str, Any]) -> str:

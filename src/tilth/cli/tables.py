@@ -1,10 +1,12 @@
-"""Tables for the terminal."""
+"""Output of commands: tables and lines, written to standard output at once."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import typer
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from tilth.ui.terminal import Terminal
 
@@ -12,16 +14,30 @@ WIDTH = 100
 """Columns where there is no terminal."""
 
 
-def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """An empty table; the columns in ``right`` hold numbers."""
+def new_table(*columns: str, right: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()) -> Table:
+    """Make a table; the columns in ``right`` hold numbers."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
     return made
 
 
-def show(*parts: Table | str) -> None:
-    """Print tables, as wide as the terminal, and texts as they are."""
-    console = Terminal(width=shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
-    for part in parts:
-        console.print(part, markup=False, soft_wrap=True) if isinstance(part, str) else console.print(part)
+def show(*parts: Table | Text | str, width: int = 0) -> None:
+    """Print tables, as wide as the terminal, and texts as they are.
+
+    All of it is one write: a reader that needs the first line only (``| head -1``) gets it before its pipe closes.
+    """
+    console = Terminal(width=width or shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
+    with console.capture() as printed:
+        for part in parts:
+            console.print(part, markup=False, soft_wrap=not isinstance(part, Table))
+    typer.echo(printed.get(), nl=False, color=True)
+
+
+def labelled(rows: Iterable[tuple[str, str]], width: int = 0) -> list[str]:
+    """Lines of a name, padded to one width, and a value; rows without a value are left out."""
+    rows = [(name, value) for name, value in rows if value]
+    width = width or max(len(name) for name, _ in rows)
+    return [f"{name:<{width}}  {value}" for name, value in rows]

@@ -1,4 +1,4 @@
-"""``tilth top RUN``: a run that goes on, from another terminal."""
+"""``tilth top RUN``: watch a running run from another terminal."""
 
 import json
 import time
@@ -9,16 +9,15 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from tilth.core.errors import DataError
+from tilth.cli.show import check_run
 from tilth.ui.live import PLAIN_EVERY, line
 from tilth.ui.terminal import Terminal
 from tilth.ui.top import Look, RunWatcher, as_dict, drawn
 
 
 def top(run: Path, every: float, *, once: bool, as_json: bool) -> None:
-    """Show how a run stands, until it ends. every: seconds between two looks. once: a single look."""
-    if not run.is_dir():
-        raise DataError(f"no run at {str(run)!r}; runs lie in the folder runs/ unless run.dir says otherwise")
+    """Show a run until it ends. every: seconds between two looks. once: a single look."""
+    check_run(run)
     watch, console = RunWatcher(run), Terminal(highlight=False)
     look = watch.look()
     if as_json:
@@ -28,7 +27,7 @@ def top(run: Path, every: float, *, once: bool, as_json: bool) -> None:
     else:
         try:
             _follow(watch, look, console, every)
-        except KeyboardInterrupt:  # who leaves has seen enough; the run goes on
+        except KeyboardInterrupt:  # the end of watching, not of the run
             return
 
 
@@ -44,7 +43,7 @@ def _follow(watch: RunWatcher, look: Look, console: Console, every: float) -> No
 
 
 def _lines(watch: RunWatcher, look: Look, console: Console, every: float) -> None:
-    """Where there is no terminal: a line every few seconds, if there was a step, and how it ended."""
+    """Print a line every few seconds, after new steps only, and the state at the end; for output without a terminal."""
     shown, after = 0, 0.0
     while True:
         step = look.progress.record.get("step", 0)

@@ -9,7 +9,7 @@ import numpy as np
 import typer
 
 from tilth.analysis.events import Events, parse_ranks, parse_steps
-from tilth.analysis.perfetto import Counter, Written, export
+from tilth.analysis.perfetto import Counter, export
 from tilth.analysis.run_trace import open_run
 from tilth.core.errors import DataError
 from tilth.runs.metrics import declaration
@@ -20,70 +20,56 @@ FILE = "perfetto.json.gz"
 SHOWN = re.compile(r"tokens_per_second/.*|memory/.*|mfu|loss|reward/mean|(accuracy|reward)/heldout|grad_norm|entropy")
 """Metrics that become counters."""
 MANY = 2_000_000
-"""Spans above which a browser has much to do."""
+"""Number of spans above which a browser is slow."""
 HELD = ("last", "max", "min")
-"""Reductions of what is true at the end of a step; the others tell of the whole step."""
+"""Reductions of values that hold at the end of a step; the others describe the whole step."""
 
 
 def write(run: Path, path: Path | None, steps: str, ranks: str, attempt: int | None = None, *, as_json: bool) -> None:
-    """Write the file, by default perfetto.json.gz in the run's folder, and say what is in it."""
+    """Write the file, by default perfetto.json.gz in the run's folder, and print its contents."""
     if not run.exists():
-        raise DataError(f"no run at {str(run)!r}")
+        raise DataError(f"no run at {str(run)!r}", key="RUN")
     opened = open_run(run, attempt, parse_steps(steps) if steps else None)
     events = chosen(opened.events, ranks)
     target = path or (run if run.is_dir() else run.parent) / FILE
     about = {"run": run.resolve().name, "attempt": str(events.attempt), "steps": steps, "ranks": ranks, "by": "tilth"}
     found = export(events, target, counters(run, events), about)
+    clock_error = events.clock_error
+    error = None if clock_error is None or math.isinf(clock_error) else clock_error * 1e-9
     if as_json:
-        said = {"path": str(found.path), "spans": found.spans, "arrows": found.arrows, "counters": found.counters}
-        said |= {"bytes": found.bytes, "ranks": list(events.ranks), "steps": list(events.steps)}
-        typer.echo(json.dumps(said | {"clock_error": _error(events), "notes": opened.notes}))
-    else:
-        typer.echo("\n".join([*opened.notes, told(found, events)]))
-
-
-def told(found: Written, events: Events) -> str:
-    """What was written, and what to do with it."""
-    said = [
+        plain = {"path": str(found.path), "spans": found.spans, "arrows": found.arrows, "counters": found.counters}
+        plain |= {"bytes": found.bytes, "ranks": list(events.ranks), "steps": list(events.steps)}
+        typer.echo(json.dumps(plain | {"clock_error": error, "notes": opened.notes}))
+        return
+    clocks = "; clocks were not compared: ranks may be apart"
+    if error is not None:
+        clocks = f"; clocks within {1e6 * error:,.0f} us" if error else "; ranks on one clock"
+    lines = [
         f"{found.path}: {found.spans:,} spans of {format.count(len(events.ranks), 'rank')}, {found.arrows:,} arrows, "
-        f"{found.counters} counters, {found.bytes / 1e6:,.2f} MB{_clocks(events)}",
+        f"{found.counters} counters, {found.bytes / 1e6:,.2f} MB{clocks if len(events.ranks) > 1 else ''}",
+        *(["so many are slow in a browser: --steps A:B or --ranks 0,1 for fewer"] if found.spans > MANY else []),
         "open it at https://ui.perfetto.dev (the file stays on your machine)",
     ]
-    if found.spans > MANY:
-        said.insert(1, "so many are slow in a browser: --steps A:B or --ranks 0,1 for fewer")
-    return "\n".join(said)
-
-
-def _error(events: Events) -> float | None:
-    """Seconds by which times of different ranks may be wrong; None where that is not known."""
-    error = events.clock_error
-    return None if error is None or math.isinf(error) else error * 1e-9
-
-
-def _clocks(events: Events) -> str:
-    error = _error(events)
-    if len(events.ranks) < 2:
-        return ""
-    if error is None:
-        return "; clocks were not compared: ranks may be apart"
-    return f"; clocks within {1e6 * error:,.0f} us" if error else "; ranks on one clock"
+    typer.echo("\n".join([*opened.notes, *lines]))
 
 
 def chosen(events: Events, ranks: str) -> Events:
-    """Events of some ranks, "0,1"; "": all. DataError names a rank that has none."""
+    """Select the events of some ranks, "0,1"; "": all. DataError: a rank has none."""
     if not ranks:
         return events
     wanted = parse_ranks(ranks)
     for rank in wanted:
         if rank not in events.ranks:
             there = ", ".join(f"{r} (controller)" if r == events.controller else str(r) for r in events.ranks)
-            raise DataError(f"ranks {ranks!r}: there are no events of rank {rank}; there are of {there}")
+            raise DataError(f"--ranks {ranks!r}: rank {rank} has no events; these ranks have: {there}", key="--ranks")
     return events.select(np.isin(events.rank, wanted))
 
 
 def counters(run: Path, events: Events) -> list[Counter]:
-    """The metrics of the steps that are told in the events: rates from where the step begins, what is held from where
-    it ends. They belong to the controller: without its events there are none."""
+    """Return the metrics of the recorded steps: rates at the start of a step, held values at its end.
+
+    They belong to the controller: without its events there are none.
+    """
     if not (run / "metrics.jsonl").is_file():
         return []
     rows = np.flatnonzero(events.op.is_("step"))
@@ -97,9 +83,7 @@ def counters(run: Path, events: Events) -> list[Counter]:
             if SHOWN.fullmatch(name) and isinstance(value, int | float):
                 held = declaration(name).reduction in HELD
                 found.setdefault(name, []).append((end if held else begin, float(value)))
-    return [_counter(name, points) for name, points in sorted(found.items())]
-
-
-def _counter(name: str, points: list[tuple[int, float]]) -> Counter:
-    at, value = zip(*points)
-    return Counter(name, declaration(name).unit, np.array(at, np.int64), np.array(value, float))
+    return [
+        Counter(name, declaration(name).unit, np.array([t for t, _ in points]), np.array([y for _, y in points]))
+        for name, points in sorted(found.items())
+    ]

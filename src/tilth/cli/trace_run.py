@@ -1,4 +1,4 @@
-"""``tilth trace RUN``: where the time of a run went, in about ten lines."""
+"""``tilth trace RUN``: a breakdown of the time of a run, in about ten lines."""
 
 import json
 import shutil
@@ -22,35 +22,31 @@ from tilth.core.errors import DataError
 from tilth.ui import format
 
 SHOWN = 4
-"""Most ranks with a line of their own; of more the two with most work and the two with least."""
+"""Most ranks with a line of their own; of more, half have most work and half least."""
 INDENT, SHORT = 15, 40
-"""Columns before the text, and most letters of a part that stands in one line."""
+"""Columns of the labels, and most letters of a part that is not wrapped."""
 LEAST = 0.01
-"""Parts of the time below this share are told together."""
+"""Parts of the time below this share are summed up as the rest."""
 Found = dict[str, Any]
 
 
 def account_of(run: Path, steps: str, attempt: int | None = None, *, as_json: bool) -> None:
-    """Print where the time of a run's steps went. steps: "A:B" or "A"; empty: all that have ended."""
+    """Print the breakdown of a run's steps. steps: "A:B" or "A"; empty: all that have ended."""
     if not run.exists():
-        raise DataError(f"no run at {str(run)!r}, nor is it a command of tilth trace (tilth trace --help)")
+        raise DataError(f"no run at {str(run)!r}, nor is it a command of tilth trace (tilth trace --help)", key="RUN")
     opened = open_run(run, attempt)
     events = opened.events
+    ended = (told(events) or None) if _state(run) == "running" else None
     try:
-        found = account(events, parse_steps(steps) if steps else _ended(run, events))
+        found = account(events, parse_steps(steps) if steps else ended)
     except DataError as error:
-        raise DataError(f"{run}: {error}{hint(run, events.attempt) if steps else ''}") from error
-    said = as_dict(run, events, found) | {"gain": gain(events, found), "notes": opened.notes}
-    typer.echo(json.dumps(said, allow_nan=False) if as_json else "\n".join(lines(said)))
-
-
-def _ended(run: Path, events: Events) -> range | None:
-    """Of a run that goes on the steps that all ranks have told; None: all."""
-    return (told(events) or None) if _state(run) == "running" else None
+        raise DataError(f"{run}: {error}{hint(run, events.attempt) if steps else ''}", key=error.key) from error
+    plain = as_dict(run, events, found) | {"gain": gain(events, found), "notes": opened.notes}
+    typer.echo(json.dumps(plain, allow_nan=False) if as_json else "\n".join(lines(plain)))
 
 
 def as_dict(run: Path, events: Events, found: Account) -> Found:
-    """The findings as JSON has them. Times in seconds, rates in tokens per second, shares from 0 to 1."""
+    """Return the findings as JSON has them: seconds, tokens per second, shares from 0 to 1."""
     slowest = int(found.seconds.argmax())
     inline = events.controller in events.workers
     return {
@@ -64,9 +60,13 @@ def as_dict(run: Path, events: Events, found: Account) -> Found:
             "longest": float(found.seconds[slowest]), "longest_at": int(found.steps[slowest]),
         },
         "parts": {name: {"seconds": s, "share": s / found.whole} for name, s in found.parts.items()},
-        "roles": {role: _by_rank(found, took) for role, took in found.roles.items()},
+        "roles": {
+            role: {str(r): float(t) for r, t in zip(found.ranks, took) if t} for role, took in found.roles.items()
+        },
         "ranks": [_rank(found, i) for i in range(len(found.ranks))],
-        "communication": {"by_op": found.meetings.by_op, **_talk(found)},
+        "communication": {"by_op": found.meetings.by_op} | {
+            name: float(getattr(found.meetings, name).mean()) for name in ("transfer", "waiting", "hidden")
+        },
         "controller": None if inline else {"rank": events.controller, "busy": found.controller},
         "rates": _rates(run, found),
         "profiled": [step for step in profiled(events).tolist() if step in found.steps],
@@ -76,9 +76,9 @@ def as_dict(run: Path, events: Events, found: Account) -> Found:
 
 
 def gain(events: Events, found: Account) -> Found | None:
-    """What a step would take if ranks and communications were as their peers, and the likely cause that they are not.
+    """Estimate the time of a step if ranks and communications were as their peers, and the likely cause of the loss.
 
-    None: there are no peers (inline), or the calls of these steps are not told as a whole.
+    None: there are no peers (inline), or calls of these steps are missing.
     """
     if len(found.ranks) == 1:
         return None
@@ -95,14 +95,10 @@ def gain(events: Events, found: Account) -> Found | None:
 
 
 def _state(run: Path) -> str | None:
-    """None: not a run's folder, but that of its events."""
+    """Return the run's state; None for a folder of events."""
     from tilth.runs.readers import read_state
 
     return str(read_state(run)["state"]) if (run / "run.json").exists() else None
-
-
-def _by_rank(found: Account, took: np.ndarray) -> dict[str, float]:
-    return {str(r): float(t) for r, t in zip(found.ranks, took) if t}
 
 
 def _rank(found: Account, i: int) -> Found:
@@ -120,14 +116,8 @@ def _rank(found: Account, i: int) -> Found:
     }  # fmt: skip
 
 
-def _talk(found: Account) -> dict[str, float]:
-    """Means over ranks."""
-    meetings = found.meetings
-    return {name: float(getattr(meetings, name).mean()) for name in ("transfer", "waiting", "hidden")}
-
-
 def _rates(run: Path, found: Account) -> dict[str, float | None]:
-    """From the metrics of these steps; None where they have none."""
+    """Return rates from the metrics of these steps; None where they have none."""
     from tilth.runs.readers import rate, read_metrics
 
     first, last = int(found.steps[0]), int(found.steps[-1])
@@ -145,27 +135,29 @@ def _rates(run: Path, found: Account) -> dict[str, float | None]:
     }
 
 
-def lines(said: Found) -> list[str]:
-    """What a person reads."""
+def lines(found: Found) -> list[str]:
+    """Return the findings as lines."""
+    lost = found["dropped"]
     pairs = [
-        ("steps", _steps(said)),
-        ("where", _where(said)),
-        ("roles", _roles(said)),
-        *_ranks(said),
-        ("communication", _communication(said)),
-        ("controller", _controller(said)),
-        ("rates", _speeds(said["rates"])),
-        ("gain", _gain(said["gain"], inline=said["controller"] is None)),
-        ("cause", [said["gain"]["cause"]["text"]] if said["gain"] else []),
-        ("profile", _profile(said["profiled"])),
-        ("trace", _trace(said)),
-        *(("note", [note]) for note in said["notes"]),
-    ]
+        ("steps", _steps(found)),
+        ("where", _where(found)),
+        ("roles", _roles(found)),
+        *_ranks(found),
+        ("communication", _communication(found)),
+        ("controller", [f"busy {_share(found['controller']['busy'], found['seconds'])}, else it waits for answers"]
+         if found["controller"] else []),
+        ("rates", _speeds(found["rates"])),
+        ("gain", _gain(found["gain"], inline=found["controller"] is None)),
+        ("cause", [found["gain"]["cause"]["text"]] if found["gain"] else []),
+        ("profile", _profile(found["profiled"])),
+        ("trace", [f"{found['events']:,} events", f"{lost:,} dropped" if lost else "none dropped"]),
+        *(("note", [note]) for note in found["notes"]),
+    ]  # fmt: skip
     return [line for name, parts in pairs if parts for line in _wrapped(name, parts)]
 
 
 def _wrapped(name: str, parts: Sequence[str]) -> list[str]:
-    """A label, and parts behind it in as many lines as they need; short ones are not torn."""
+    """Wrap the parts behind a label; short ones are not split."""
     width = max(shutil.get_terminal_size((WIDTH, 24)).columns, 2 * INDENT)
     bound = [p.replace(" ", "\u00a0") if len(p) <= SHORT else p for p in parts]
     text = textwrap.wrap(", ".join(bound), width - INDENT, break_long_words=False)
@@ -176,49 +168,49 @@ def _share(seconds: float, whole: float) -> str:
     return format.part(seconds / whole)
 
 
-def _steps(said: Found) -> list[str]:
-    steps, step = said["steps"], said["step"]
+def _steps(found: Found) -> list[str]:
+    steps, step = found["steps"], found["step"]
     several = steps["count"] > 1
-    state = {"running": "so far", None: ""}.get(said["state"], said["state"])
+    state = {"running": "so far", None: ""}.get(found["state"], found["state"])
     return [
         f"{steps['first']} to {steps['last']}" if several else str(steps["first"]),
-        f"attempt {said['attempt']}",
+        f"attempt {found['attempt']}",
         *([state] if state else []),
-        format.timed(said["seconds"]) if said["seconds"] >= 60 else format.brief(said["seconds"]),
+        format.timed(found["seconds"]) if found["seconds"] >= 60 else format.brief(found["seconds"]),
         *([f"{format.brief(step['median'])} a step (median)"] if several else []),
         *([f"step {step['longest_at']} the longest with {format.brief(step['longest'])}"] if several else []),
     ]
 
 
-def _where(said: Found) -> list[str]:
-    """Shares of the time: what was done first, then waiting, the greatest first in both."""
-    items = sorted(said["parts"].items(), key=lambda kv: (kv[0] in (PEERS, CONTROLLER), -kv[1]["seconds"]))
+def _where(found: Found) -> list[str]:
+    """Return the shares of work, then those of waiting, the greatest first."""
+    items = sorted(found["parts"].items(), key=lambda kv: (kv[0] in (PEERS, CONTROLLER), -kv[1]["seconds"]))
     seconds = {name: part["seconds"] for name, part in items if part["share"] >= LEAST}
-    rest = sum(part["seconds"] for part in said["parts"].values()) - sum(seconds.values())
-    told = [f"{name} {_share(took, said['seconds'])}" for name, took in seconds.items()]
-    return told + ([f"the rest {_share(rest, said['seconds'])}"] if rest > 0 and len(told) < len(items) else [])
+    rest = sum(part["seconds"] for part in found["parts"].values()) - sum(seconds.values())
+    parts = [f"{name} {_share(took, found['seconds'])}" for name, took in seconds.items()]
+    return parts + ([f"the rest {_share(rest, found['seconds'])}"] if rest > 0 and len(parts) < len(items) else [])
 
 
-def _roles(said: Found) -> list[str]:
-    """Each role's share of its ranks' time; where ranks differ, the least and the most."""
-    found = []
-    for role, ranks in said["roles"].items():
+def _roles(found: Found) -> list[str]:
+    """Return each role's share of its ranks' time, the least and the greatest if they differ."""
+    roles = []
+    for role, ranks in found["roles"].items():
         shares = sorted(ranks.values())
-        low, high = (_share(s, said["seconds"]) for s in (shares[0], shares[-1]))
-        who = f" (rank {next(iter(ranks))})" if len(ranks) == 1 < len(said["ranks"]) else ""
-        found.append(f"{role} {high}{who}" if low == high else f"{role} {low.removesuffix(' %')} to {high}")
-    return found
+        low, high = (_share(s, found["seconds"]) for s in (shares[0], shares[-1]))
+        who = f" (rank {next(iter(ranks))})" if len(ranks) == 1 < len(found["ranks"]) else ""
+        roles.append(f"{role} {high}{who}" if low == high else f"{role} {low.removesuffix(' %')} to {high}")
+    return roles
 
 
-def _ranks(said: Found) -> list[tuple[str, list[str]]]:
-    ranks = said["ranks"]
+def _ranks(found: Found) -> list[tuple[str, list[str]]]:
+    ranks = found["ranks"]
     if len(ranks) == 1:
         return []
     order = sorted(ranks, key=lambda r: (-r["busy"], r["rank"]))
     half = SHOWN // 2
     shown = ranks if len(ranks) <= SHOWN else order[:half] + order[-half:]
     rest = [("", [f"and {len(ranks) - SHOWN} ranks between these"])] if len(ranks) > SHOWN else []
-    return [(f"rank {r['rank']}", _rank_parts(r, said["seconds"])) for r in shown] + rest
+    return [(f"rank {r['rank']}", _rank_parts(r, found["seconds"])) for r in shown] + rest
 
 
 def _rank_parts(rank: Mapping[str, Any], whole: float) -> list[str]:
@@ -231,8 +223,8 @@ def _rank_parts(rank: Mapping[str, Any], whole: float) -> list[str]:
     return [f"busy {_share(rank['busy'], whole)}", *(f"{name} {_share(s, whole)}" for name, s in named if s)]
 
 
-def _communication(said: Found) -> list[str]:
-    talk, whole = said["communication"], said["seconds"]
+def _communication(found: Found) -> list[str]:
+    talk, whole = found["communication"], found["seconds"]
     exposed = talk["transfer"] + talk["waiting"]
     if not exposed + talk["hidden"]:
         return []
@@ -245,22 +237,13 @@ def _communication(said: Found) -> list[str]:
     ]
 
 
-def _controller(said: Found) -> list[str]:
-    if said["controller"] is None:
-        return []
-    return [f"busy {_share(said['controller']['busy'], said['seconds'])}, else it waits for answers"]
-
-
 def _speeds(rates: Mapping[str, float | None]) -> list[str]:
-    """Rates within their phases, and over the whole time."""
-    pairs = [
-        (name, rates[key], rates[f"{name}_overall"]) for name, key in (("generated", "generate"), ("trained", "train"))
-    ]
-    found = [
-        f"{inside:,.0f} tokens/s {name}" + (f" ({overall:,.0f} over all time)" if overall else "")
-        for name, inside, overall in pairs
-        if inside
-    ]
+    """Return rates within their phases, and over the whole time."""
+    found = []
+    for name, key in (("generated", "generate"), ("trained", "train")):
+        inside, overall = rates[key], rates[f"{name}_overall"]
+        if inside:
+            found.append(f"{inside:,.0f} tokens/s {name}" + (f" ({overall:,.0f} over all time)" if overall else ""))
     if rates["mfu"] is not None and rates["mfu_overall"] is not None:
         found.append(f"MFU {format.part(rates['mfu'])} of updates ({format.part(rates['mfu_overall'])} of all time)")
     return found
@@ -268,7 +251,7 @@ def _speeds(rates: Mapping[str, float | None]) -> list[str]:
 
 def _gain(gain: Found | None, *, inline: bool) -> list[str]:
     if gain is None:
-        return ["not known: one process has no peers to be compared with"] if inline else []
+        return ["unknown: one process has no peers to be compared with"] if inline else []
     return [
         f"{format.brief(gain['ideal_step'])} a step instead of {format.brief(gain['step'])} (means) if ranks and "
         f"communications were as their peers: S {gain['slowdown']:.3f}",
@@ -282,8 +265,3 @@ def _profile(steps: Sequence[int]) -> list[str]:
         return []
     which = f"step {steps[0]} was" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} ({len(steps)}) were"
     return [f"{which} recorded by torch's profiler and took longer for that; gain and cause are of the other steps"]
-
-
-def _trace(said: Found) -> list[str]:
-    lost = f"{said['dropped']:,} dropped" if said["dropped"] else "none dropped"
-    return [f"{said['events']:,} events", lost]

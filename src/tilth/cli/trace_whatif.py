@@ -1,9 +1,9 @@
-"""``tilth trace whatif``: what stragglers cost, where they are, and the likely cause."""
+"""``tilth trace whatif``: the cost of stragglers, their places, and the likely cause."""
 
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,64 +22,63 @@ from tilth.cli.tables import WIDTH, new_table, show
 from tilth.core.errors import DataError, StorageError
 from tilth.ui import format
 from tilth.ui.heat import HIGH, LOW, colour, heat_map
-from tilth.ui.terminal import Terminal
 
 SHADES = " ░▒▓█"
 SHOWN = 8
-"""Rows of a table of dp ranks or workers."""
+"""Most rows of a table of dp ranks or workers."""
 
 
 def whatif_of_file(file: Path, meta: Path | None, svg: Path | None, *, as_json: bool) -> None:
-    """Analyse a trace in the straggler study's format and print what was found."""
+    """Analyse a trace in the straggler study's format and print the findings."""
     trace = read_study(file, meta)
     try:
         model = TraceModel(trace)
         found = what_if(trace, model)
     except DataError as error:
-        raise DataError(f"{file}: {error}") from error
+        raise DataError(f"{file}: {error}", key=error.key) from error
     cause = diagnose(model, found)
     if svg is not None:
         _write_map(svg, file.name, found, cause, [f"dp {w['dp']} stage {w['stage']}" for w in found.by_worker])
     if as_json:
         typer.echo(json.dumps(as_dict(found, cause), allow_nan=False))
     else:
-        _print_file(file, trace, found, cause)
+        show(*_file_parts(file, trace, found, cause))
 
 
 def whatif_of_run(
     run: Path, steps: str, latency: str, bandwidth: str, svg: Path | None, attempt: int | None, *, as_json: bool
 ) -> None:
-    """Analyse a run and print what was found. Empty texts: all steps, the network as it was."""
+    """Analyse a run and print the findings. Empty texts: all steps, the recorded network."""
     chosen = parse_steps(steps) if steps else None
     network = parse_seconds(latency) if latency else None, parse_bandwidth(bandwidth) if bandwidth else None
     opened = open_run(run, attempt)
     try:
         _, found, cause = analyse_events(opened.events, chosen, *network)
     except DataError as error:
-        raise DataError(f"{run}: {error}{hint(run, opened.events.attempt) if chosen else ''}") from error
+        raise DataError(f"{run}: {error}{hint(run, opened.events.attempt) if chosen else ''}", key=error.key) from error
     if svg is not None:
         if not found.by_worker:
-            raise DataError(f"--svg: {run} ran inline, so there are no workers to draw")
+            raise DataError(f"--svg: {run} ran inline, so there are no workers to draw", key="--svg")
         _write_map(svg, run.name, found, cause, [f"dp {w['dp']}" for w in found.by_worker])
     if as_json:
-        said = as_dict(found, cause) | _of_run(found) | {"attempt": opened.events.attempt, "notes": opened.notes}
-        typer.echo(json.dumps(said, allow_nan=False))
+        plain = as_dict(found, cause) | _of_run(found) | {"attempt": opened.events.attempt, "notes": opened.notes}
+        typer.echo(json.dumps(plain, allow_nan=False))
     else:
-        show(*opened.notes)
-        _print_run(run, found, cause)
+        show(*opened.notes, *_run_parts(run, found, cause))
 
 
 def about(cause: Cause) -> dict[str, Any]:
-    """A cause as JSON has it."""
-    findings = [{"kind": f.kind, "share": f.share, "where": list(f.where), "text": f.text} for f in cause.findings]
-    for told, finding in zip(findings, cause.findings):
-        if finding.seconds is not None:
-            told["seconds"] = finding.seconds
+    """Return a cause as JSON has it."""
+    findings = [
+        {"kind": f.kind, "share": f.share, "where": list(f.where), "text": f.text}
+        | ({"seconds": f.seconds} if f.seconds is not None else {})
+        for f in cause.findings
+    ]
     return {"text": cause.text, "findings": findings, "evidence": cause.evidence}
 
 
 def as_dict(found: Replayed, cause: Cause) -> dict[str, Any]:
-    """The findings of foreign traces and of runs as JSON has them. Times in seconds."""
+    """Return the findings that foreign traces and runs share, as JSON has them. Times in seconds."""
     return {
         "slowdown": found.slowdown,
         "ideal_step": float(found.ideal.mean()),
@@ -98,7 +97,7 @@ def _means(found: Mapping[Any, Slowdown]) -> dict[str, float]:
 
 
 def _of_run(found: RunWhatIf) -> dict[str, Any]:
-    """What else JSON has of a run."""
+    """Return the findings that only a run has, as JSON has them."""
     return {
         "by_axis": {axis: _means(at) for axis, at in found.by_axis.items()},
         "step": float(found.recorded.mean()),
@@ -113,7 +112,7 @@ def _of_run(found: RunWhatIf) -> dict[str, Any]:
 
 
 def _write_map(path: Path, title: str, found: Replayed, cause: Cause, names: Sequence[str]) -> None:
-    """The heat map of workers as a picture. StorageError if it cannot be written."""
+    """Write the heat map of workers as SVG. StorageError if it cannot be written."""
     note = "Slowdown of a step in which only this worker keeps its recorded times. "
     note += ", ".join(f.kind for f in cause.findings)
     grid = np.atleast_2d(found.exact)
@@ -122,7 +121,7 @@ def _write_map(path: Path, title: str, found: Replayed, cause: Cause, names: Seq
     try:
         path.write_text(heat_map(f"{title}: S = {found.slowdown:.3f}", note, grid, rows))
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}") from error
+        raise StorageError(f"cannot write {path}: {error.strerror}", key=path.name) from error
 
 
 def _summary(found: Replayed, over: str) -> list[str]:
@@ -135,58 +134,55 @@ def _summary(found: Replayed, over: str) -> list[str]:
     ]
 
 
-def _print_file(file: Path, trace: Trace, found: WhatIf, cause: Cause) -> None:
+def _file_parts(file: Path, trace: Trace, found: WhatIf, cause: Cause) -> Iterator[Any]:
     lost = trace.dropped
-    show(
+    yield (
         f"{file}: {format.count(len(found.by_worker), 'worker')} (stages {trace.stages}, dp {trace.dp}), "
         + format.count(len(found.steps), "step")
-        + (f"; {format.count(len(lost), 'step')} left out: operations are missing" if lost else ""),
-        *_summary(found, "replayed"),
-        f"M_W {found.m_w.share:.4f} (worst 3 % of workers mended), M_S {found.m_s.share:.4f} (last stage mended)",
-        f"forwards against backwards r = {cause.evidence['forward_backward_correlation']:.3f}, forwards vary by "
-        f"{100 * cause.evidence['forward_variation']:.1f} % (medians over workers)",
-        f"cause: {cause.text}",
-        "",
+        + (f"; {format.count(len(lost), 'step')} left out: operations are missing" if lost else "")
     )
-    _slowdowns("operation", found.by_optype, len(found.by_optype))
+    yield from _summary(found, "replayed")
+    yield f"M_W {found.m_w.share:.4f} (worst 3 % of workers mended), M_S {found.m_s.share:.4f} (last stage mended)"
+    yield (
+        f"forwards against backwards r = {cause.evidence['forward_backward_correlation']:.3f}, forwards vary by "
+        f"{100 * cause.evidence['forward_variation']:.1f} % (medians over workers)"
+    )
+    yield f"cause: {cause.text}\n"
+    yield from _slowdowns("operation", found.by_optype, len(found.by_optype))
     if len(found.by_stage) > 1:
-        _slowdowns("stage", found.by_stage, len(found.by_stage), ordered=False)
+        yield from _slowdowns("stage", found.by_stage, len(found.by_stage), ordered=False)
     if len(found.by_dp) > 1:
-        _slowdowns("dp rank", found.by_dp)
+        yield from _slowdowns("dp rank", found.by_dp)
     rows = [
         (f"dp {w['dp']} stage {w['stage']}", str(w["rank"]), f"{w['exact']:.4f}", f"{w['shortcut']:.4f}")
         for w in found.slowest
     ]
-    _table(("worker", "rank", "S exact", "S shortcut"), rows, right=("rank", "S exact", "S shortcut"))
-    _draw_map(found.exact)
+    yield from _table(("worker", "rank", "S exact", "S shortcut"), rows, right=("rank", "S exact", "S shortcut"))
+    yield _map(found.exact)
 
 
-def _print_run(run: Path, found: RunWhatIf, cause: Cause) -> None:
+def _run_parts(run: Path, found: RunWhatIf, cause: Cause) -> Iterator[Any]:
     steps, count = found.steps, len(found.by_worker)
     who = format.count(count, "worker") if count else "inline: one process, so there are no peers to compare it with"
     which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-    left = f"; {format.count(len(found.dropped), 'step')} left out: calls are missing" if found.dropped else ""
-    left += f"; {format.count(len(found.profiled), 'step')} left out: they were profiled" if found.profiled else ""
-    left += (
-        f"; {format.count(found.older, 'earlier step')} left out: --steps A:B looks at others" if found.older else ""
+    reasons = (
+        (len(found.dropped), "step", "calls are missing"),
+        (len(found.profiled), "step", "they were profiled"),
+        (found.older, "earlier step", "--steps A:B looks at others"),
     )
-    show(
-        f"{run}: {who}; {which}{left}",
-        *_summary(found, "a replay with usual delays of dispatch"),
-        *_shares(found),
-        *_elsewhere(found),
-        f"cause: {cause.text}",
-        "",
-    )
-    _slowdowns("operation", found.by_optype)
-    if not count:
-        return
-    for name, at in ({"dp": found.by_dp} | found.by_axis).items():
-        if len(at) > 1:
-            _slowdowns(f"{name} rank", at)
-    titles = ("worker", "dp rank", "S")
-    _table(titles, [(str(w["rank"]), str(w["dp"]), f"{w['exact']:.4f}") for w in found.slowest], right=titles)
-    _draw_map(found.exact[None])
+    left = "".join(f"; {format.count(n, name)} left out: {why}" for n, name, why in reasons if n)
+    yield f"{run}: {who}; {which}{left}"
+    yield from _summary(found, "a replay with usual delays of dispatch")
+    yield from (*_shares(found), *_other_network(found), f"cause: {cause.text}\n")
+    yield from _slowdowns("operation", found.by_optype)
+    if count:
+        for name, at in ({"dp": found.by_dp} | found.by_axis).items():
+            if len(at) > 1:
+                yield from _slowdowns(f"{name} rank", at)
+        titles = ("worker", "dp rank", "S")
+        rows = [(str(w["rank"]), str(w["dp"]), f"{w['exact']:.4f}") for w in found.slowest]
+        yield from _table(titles, rows, right=titles)
+        yield _map(found.exact[None])
 
 
 def _shares(found: RunWhatIf) -> list[str]:
@@ -195,57 +191,54 @@ def _shares(found: RunWhatIf) -> list[str]:
     worst = ", ".join(map(str, found.worst))
     who = f"rank{'s' * (len(found.worst) > 1)} {worst} of {len(found.by_worker)} mended"
     return [
-        f"shares of the loss: M_W {found.m_w.share:.4f} ({who}: what is ideal for its work in each step by itself, "
-        f"jitter too), communication {found.m_c.share:.4f}; they overlap"
+        f"shares of the loss: M_W {found.m_w.share:.4f} ({who}: each step ideal for its own work, jitter included), "
+        f"communication {found.m_c.share:.4f}; they overlap"
     ]
 
 
-def _elsewhere(found: RunWhatIf) -> list[str]:
+def _other_network(found: RunWhatIf) -> list[str]:
     if found.other_network is None:
         return []
     times = found.replayed.mean() / found.other_network
-    said = [f"on the other network a step takes {found.other_network:.4g} s, {times:.2f} times as fast"]
+    lines = [f"on the other network a step takes {found.other_network:.4g} s, {times:.2f} times as fast"]
     if found.assumed:
-        said.append(
-            "  that is if these wait for bandwidth alone and never for latency, of which one size of tensor says "
-            f"nothing: {'; '.join(found.assumed)}. With both --latency and --bandwidth nothing is taken for granted"
+        lines.append(
+            "  if these wait for bandwidth alone and never for latency, which one size of tensor cannot show: "
+            f"{'; '.join(found.assumed)}. Give both --latency and --bandwidth to assume nothing"
         )
-    return said
+    return lines
 
 
-def _slowdowns(what: str, found: Mapping[Any, Slowdown], most: int = SHOWN, *, ordered: bool = True) -> None:
-    """A table of S; ordered: the worst first."""
+def _slowdowns(what: str, found: Mapping[Any, Slowdown], most: int = SHOWN, *, ordered: bool = True) -> list[Any]:
+    """Make a table of S; ordered: the worst first."""
     rows = sorted(found.items(), key=lambda kv: -kv[1].mean) if ordered else list(found.items())
     cells = [(str(name), f"{s.mean:.4f}", f"{s.per_step.max():.4f}") for name, s in rows]
-    _table((what, "S", "worst step"), cells, right=("S", "worst step"), most=most)
+    return _table((what, "S", "worst step"), cells, right=("S", "worst step"), most=most)
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], most: int = SHOWN) -> None:
-    """At most so many of the rows, and how many more there are."""
-    table = new_table(*titles, right=right)
-    for row in rows[:most]:
-        table.add_row(*row)
-    show(table, *([f"and {len(rows) - most} more"] if len(rows) > most else []), "")
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], most: int = SHOWN) -> list[Any]:
+    """Make a table of at most ``most`` rows, and count the others."""
+    left = [f"and {len(rows) - most} more"] if len(rows) > most else []
+    return [new_table(*titles, right=right, rows=rows[:most]), *left, ""]
 
 
-def _draw_map(values: np.ndarray) -> None:
-    """Workers, [stages, dp], as a picture of characters; where they do not fit, a cell is the worst of several."""
-    console = Terminal(width=shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
+def _map(values: np.ndarray) -> Text:
+    """Draw workers, [stages, dp], with characters; where they do not fit, a cell is the worst of several."""
     stages, dp = values.shape
-    room = max(console.width - 12, 8)
+    room = max(shutil.get_terminal_size((WIDTH, 24)).columns - 12, 8)
     fold = -(-dp // room)
     several = f", a column is the worst of {fold}" if fold > 1 else ""
-    console.print(f"S of workers, a row a stage, a column a dp rank{several}; {LOW:g} to {HIGH:g}: ", end="")
-    console.print(Text.assemble(*(_shade(v, sys.stdout.isatty()) for v in np.linspace(LOW, HIGH, 5))))
+    text = Text(f"S of workers, a row a stage, a column a dp rank{several}; {LOW:g} to {HIGH:g}: ")
+    text.append_text(Text.assemble(*(_shade(v) for v in np.linspace(LOW, HIGH, 5))))
     wide = max(1, min(4, room // dp))
     for p in range(stages):
         row = [values[p, i : i + fold].max() for i in range(0, dp, fold)]
-        cells = [_shade(v, sys.stdout.isatty(), wide) for v in row]
-        console.print(Text.assemble(f"{f'stage {p}':>10} ", *cells, "|"), soft_wrap=True)
+        text.append_text(Text.assemble(f"\n{f'stage {p}':>10} ", *(_shade(v, wide) for v in row), "|"))
+    return text
 
 
-def _shade(value: float, coloured: bool, wide: int = 2) -> tuple[str, str]:
-    if coloured:
+def _shade(value: float, wide: int = 2) -> tuple[str, str]:
+    if sys.stdout.isatty():
         return " " * wide, "on rgb({},{},{})".format(*colour(value))
     share = min(max((value - LOW) / (HIGH - LOW), 0.0), 1.0)
     return SHADES[round(share * (len(SHADES) - 1))] * wide, ""

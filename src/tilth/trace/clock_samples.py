@@ -91,7 +91,7 @@ class RoundsFile:
             folder.mkdir(parents=True, exist_ok=True)
             self._file: TextIO | None = path.open("a", encoding="utf-8")
         except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}") from error
+            raise StorageError(f"cannot write {path}: {error.strerror}", key=path.name) from error
 
     def introduce(self, origins: Mapping[int, Origin]) -> None:
         """Say who has which clock."""
@@ -130,7 +130,7 @@ def read_rounds(folder: Path, attempt: int, since: int | None = None) -> dict[in
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        raise DataError(f"{path} cannot be read: {error}", key=path.name) from error
     found: dict[int, Asked] = {}
     lines = lines[:-1]  # what follows the last line end was torn off
     for i in range(len(lines)) if since is None else _newest(lines, since):
@@ -142,7 +142,8 @@ def read_rounds(folder: Path, attempt: int, since: int | None = None) -> dict[in
                 break
             raise DataError(
                 f"{path}, line {number}: this is no round of clocks: {line[:80]!r}; without this file the times of "
-                "each rank are by its own clock"
+                "each rank are by its own clock",
+                key=f"{path.name}.{number}",
             ) from error
     return found
 

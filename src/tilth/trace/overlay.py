@@ -45,7 +45,8 @@ def head_with_spans(head: bytes, folder: Path, rank: int, since: ClockMark) -> b
     """
     base, opened = BASE.search(head), EVENTS.search(head)
     if base is None or opened is None:
-        raise DataError("torch's trace does not begin as expected: it names no baseTimeNanoseconds or traceEvents")
+        missing = "traceEvents" if opened is None else "baseTimeNanoseconds"
+        raise DataError(f"torch's trace does not begin as expected: it has no {missing}", key=missing)
     lines = "".join(json.dumps(event) + ",\n" for event in _events(folder, rank, since, int(base[1])))
     return head[: opened.end()] + b"\n" + lines.encode() + head[opened.end() :]
 

@@ -491,7 +491,7 @@ class Recorder:
 
 
 def _unwritten(folder: Path, error: Exception) -> StorageError:
-    made = StorageError(f"cannot write events to {folder}: {type(error).__name__}: {error}")
+    made = StorageError(f"cannot write events to {folder}: {type(error).__name__}: {error}", key=folder.name)
     made.__cause__ = error
     return made
 

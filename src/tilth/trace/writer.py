@@ -69,7 +69,7 @@ class PartWriter:
                 half.unlink(missing_ok=True)
             names = [PART.fullmatch(p.name) for p in folder.iterdir()]
         except OSError as error:
-            raise StorageError(f"cannot write events to {folder}: {error.strerror}") from error
+            raise StorageError(f"cannot write events to {folder}: {error.strerror}", key=folder.name) from error
         mine = [int(m[3]) for m in names if m and (int(m[1]), int(m[2])) == (attempt, rank)]
         self.part = max(mine, default=0)
 

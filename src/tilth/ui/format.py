@@ -1,4 +1,4 @@
-"""Numbers in words, the same in terminal and report."""
+"""Numbers as text, the same in terminal and report."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def timed(seconds: float) -> str:
 
 
 def ago(seconds: float) -> str:
-    """A time that has gone by, in its largest unit: ``12 s``, ``5 min``, ``3 h`` or ``2 days``."""
+    """A past time in its largest unit: ``12 s``, ``5 min``, ``3 h`` or ``2 days``."""
     for unit, length in (("days", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             number = int(seconds // length)
@@ -36,21 +36,21 @@ def count(number: int, what: str) -> str:
 
 
 def share(value: float | None) -> str:
-    """``94.1 %``; a dash for what is not known."""
+    """``94.1 %``; a dash for None."""
     return "–" if value is None else f"{100 * value:.1f} %"
 
 
 MEASURES = {"accuracy/heldout": "accuracy", "reward/heldout": "mean reward"}
-"""What an evaluation of answers tells, as people say it."""
+"""Metric of an evaluation -> its name in text."""
 
 
 def figure(metric: str, value: float | None) -> str:
-    """A value as its metric is read: a share of right answers in percent, a reward as a number."""
+    """Format a value of a metric: accuracy in percent, a reward as a number."""
     return share(value) if metric.startswith("accuracy/") else number(value)
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, thousands set apart, no exponent where a person needs none."""
+    """Format with three significant digits and commas; an exponent only below 0.001."""
     if value is None:
         return "–"
     if value == 0 or abs(value) >= 1000:
@@ -65,7 +65,7 @@ def brief(seconds: float) -> str:
 
 
 def part(value: float) -> str:
-    """A share of a whole, as coarse as people want it: ``37 %``, ``2.8 %``, ``< 0.1 %``."""
+    """A coarse share of a whole: ``37 %``, ``2.8 %``, ``< 0.1 %``."""
     if value == 0 or value >= 0.0995:
         return f"{100 * value:.0f} %"
     return f"{100 * value:.1f} %" if value >= 0.0005 else "< 0.1 %"
@@ -80,21 +80,21 @@ def best(found: dict[str, Any] | None) -> str:
     """``best at step 300: held-out accuracy 81.2 %``; empty if no evaluation chose one."""
     if found is None:
         return ""
-    if found.get("metric") == "loss/heldout":
-        return f"best at step {found['step']:,}: held-out loss {found['value']:.4f} nats per token"
-    if found.get("metric") == "accuracy/pairs":
-        return f"best at step {found['step']:,}: {share(found['value'])} of the held-out pairs in their order"
-    metric = found["metric"]
-    return f"best at step {found['step']:,}: held-out {MEASURES[metric]} {figure(metric, found['value'])}"
+    start, metric, value = f"best at step {found['step']:,}: ", found.get("metric"), found["value"]
+    if metric == "loss/heldout":
+        return f"{start}held-out loss {value:.4f} nats per token"
+    if metric == "accuracy/pairs":
+        return f"{start}{share(value)} of the held-out pairs in their order"
+    return f"{start}held-out {MEASURES[found['metric']]} {figure(found['metric'], value)}"
 
 
 def phase_name(phase: str) -> str:
-    """A phase as people say it."""
+    """Return the title of a phase."""
     return FLOWS[phase].title if phase in FLOWS else PHASES.get(phase, phase or "run")
 
 
 def verdict(sample: dict[str, Any]) -> str:
-    """``right``, ``wrong``, ``partly`` or ``missing``: how a sampled answer did by its reward."""
+    """Classify a sampled answer by its reward: ``right``, ``wrong``, ``partly`` or ``missing``."""
     reward = sample.get("reward")
     if reward is None:
         return "missing"

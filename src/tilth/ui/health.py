@@ -1,4 +1,4 @@
-"""The ranks of a run beside each other: who works, who waits, who is slow, who is waited for."""
+"""The table of ranks in the report: work, waiting, pace, and time that others waited for each."""
 
 import math
 
@@ -10,19 +10,19 @@ from tilth.ui.html import render
 from tilth.ui.timeline import hues
 
 ROWS = 24
-"""Most ranks in the table; of more, those that differ most from the others."""
+"""Most ranks in the table; of more, those that differ most from the median."""
 SLOW = 1.1
-"""Times as long as its peers for the same work: from there on a rank is called slow."""
+"""Pace (time over that of its peers for the same work) from which a rank is called slow."""
 
 
 def health(found: Account) -> Markup:
-    """A table with a row a rank: how its time was divided, its pace, and how long the others waited for it."""
+    """Render the table: for each rank its parts of the time, its pace, and how long others waited for it."""
     shown = chosen(found)
     return render("health.html", rows=[_row(found, i) for i in shown], left=len(found.ranks) - len(shown))
 
 
 def chosen(found: Account, most: int = ROWS) -> list[int]:
-    """Places of the ranks that are shown, ascending: all, or those whose time is divided most unlike the others'."""
+    """Choose at most ``most`` ranks, those whose parts differ most from the median; return their places, ascending."""
     if len(found.ranks) <= most:
         return list(range(len(found.ranks)))
     far = np.abs(found.by_rank - np.median(found.by_rank, axis=0)).sum(1)
@@ -30,7 +30,7 @@ def chosen(found: Account, most: int = ROWS) -> list[int]:
 
 
 def _row(found: Account, i: int) -> tuple[int, list[tuple[str, float, str]], list[float], str, bool]:
-    """Rank, its parts, shares of the time, pace, and whether it is slow."""
+    """Return rank, parts, shares of the time, pace, and True if it is slow."""
     whole, colours = found.whole, hues(found.names)
     at = {name: float(found.by_rank[i, k]) / whole for k, name in enumerate(found.names)}
     pace = float(found.pace[i])

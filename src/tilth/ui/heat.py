@@ -1,4 +1,4 @@
-"""A heat map of workers as an SVG file that stands alone: a row a pipeline stage, a column a data-parallel rank."""
+"""A heat map of workers as an SVG file: a row for each pipeline stage, a column for each data-parallel rank."""
 
 from collections.abc import Sequence
 
@@ -8,22 +8,22 @@ from markupsafe import Markup
 from tilth.ui.html import render
 
 COOL, WARM = (0xF1, 0xEF, 0xE6), (0xB9, 0x53, 0x2D)
-"""Ground and clay of the pages."""
+"""Colours of the report: ground and clay."""
 LOW, HIGH = 1.0, 1.5
-"""The range of slowdowns that the colours span, as in the study; beyond it the colour stays."""
+"""Slowdowns at both ends of the colours, as in the study; values outside are clamped."""
 WIDTH, LEAST, LEFT, TOP = 960.0, 4.0, 70.0, 84.0
-"""Pixels: of the picture, least of a cell, beside and above the cells."""
+"""Pixels: width of the picture, least size of a cell, margins left of and above the cells."""
 
 
 def colour(value: float) -> tuple[int, int, int]:
-    """Red, green and blue of a slowdown, 0 to 255."""
+    """Return red, green and blue of a slowdown, 0 to 255."""
     share = min(max((value - LOW) / (HIGH - LOW), 0.0), 1.0)
     red, green, blue = (round(a + share * (b - a)) for a, b in zip(COOL, WARM))
     return red, green, blue
 
 
 def heat_map(title: str, note: str, values: np.ndarray, names: Sequence[Sequence[str]]) -> Markup:
-    """The picture. values: [stages, dp], 1 where nothing is lost. names: what is shown under the pointer, as many."""
+    """Draw the picture. values: [stages, dp], 1: nothing is lost. names: tooltips [stages, dp]."""
     stages, dp = values.shape
     side = max(min((WIDTH - LEFT - 20) / dp, 56.0), LEAST)
     tall = max(min(side, 40.0), 12.0)

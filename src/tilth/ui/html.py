@@ -1,4 +1,4 @@
-"""Pages and pictures from the templates beside this module: whatever is no markup of theirs is escaped."""
+"""Render pages and pictures from the templates beside this module; values are escaped."""
 
 import json
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from tilth.ui import format
 
 
 class _Templates(BaseLoader):
-    """Templates without the line ends and indents of their files: between elements there is no text."""
+    """Load templates without line ends and indents, so that there is no text between elements."""
 
     def get_source(self, environment: Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
-        """The text of a template, its name, and that it never changes."""
+        """Return text and name of a template, and that it never changes."""
         return "".join(line.lstrip() for line in text_of(template).splitlines()), template, lambda: True
 
 
 def text_of(name: str) -> str:
-    """The text of a file in the folder of templates."""
+    """Read a file in the folder of templates."""
     return (files("tilth.ui") / "templates" / name).read_text(encoding="utf-8")
 
 
@@ -33,11 +33,11 @@ def _environment() -> Environment:
 
 
 def render(template: str, **values: object) -> Markup:
-    """A template with these values, as markup."""
+    """Render a template with these values."""
     return Markup(_environment().get_template(template).render(values))
 
 
 def embed(value: object) -> Markup:
-    """JSON for a script element of type application/json: no text in it can end the element."""
+    """Return JSON for a script element of type application/json; no text in it can end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

@@ -1,7 +1,6 @@
-"""The terminal view of a run that goes on; on anything but a terminal, a plain line every few seconds.
+"""The terminal view of a running run; where there is no terminal, a plain line every few seconds.
 
-It draws only when a step is committed, at most four times a second and for at most about 1 % of the time, in the
-thread of the run: nothing spins beside the training.
+It draws in the thread of the run, when a step is committed, at most four times a second and for about 1 % of the time.
 """
 
 import atexit
@@ -41,9 +40,10 @@ COLOURS = (
     "green", "cyan", "yellow", "magenta", "bright_blue", "bright_green", "bright_magenta", "bright_yellow",
     "bright_cyan", "white",
 )  # fmt: skip
-"""Of the parts of a step, the longest first."""
+"""Colours of the parts of a step, the longest first; the others have REST."""
 REST = "grey62"
-"""Of those after them."""
+LEAST = 0.005
+"""Parts of the time below this share are not in the legend."""
 NARROW = 64
 LABEL, VALUE = 17, 25
 FASTEST, COST = 0.25, 0.01
@@ -52,7 +52,7 @@ PLAIN_EVERY = 5.0
 
 
 class Series:
-    """A curve in bounded memory: when it gets long, neighbours become their mean."""
+    """A curve in bounded memory: when it gets long, each pair of neighbours becomes its mean."""
 
     def __init__(self, limit: int = 256) -> None:
         self.limit, self.stride = limit, 1
@@ -60,7 +60,7 @@ class Series:
         self._waiting: list[float] = []
 
     def add(self, value: float) -> None:
-        """One more value."""
+        """Add a value."""
         self._waiting.append(value)
         if len(self._waiting) < self.stride:
             return
@@ -72,7 +72,7 @@ class Series:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """At most ``width`` blocks between the least and the greatest value; each is the mean of its stretch."""
+    """Draw a curve by at most ``width`` blocks; each is the mean of its stretch."""
     if not values or width < 1:
         return ""
     cells = min(width, len(values))
@@ -84,7 +84,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 class LiveState:
-    """Where the run is, from its records: phase, steps in it, time, and what each metric has been."""
+    """State of a run by its records: phase, steps in it, time, and the history of each metric."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.planned: dict[str, int] = {recipe.flow: recipe.supervised.steps}
@@ -105,7 +105,7 @@ class LiveState:
         self._pace: float | None = None
 
     def take(self, record: Mapping[str, Any], took: float) -> None:
-        """A committed step; ``took``: seconds since the one before."""
+        """Add a committed step; took: seconds since the one before."""
         phase = record.get("phase", "")
         if phase != self.phase:
             self.phase, self.done, self._pace, self.first = phase, 0, None, {}
@@ -116,38 +116,38 @@ class LiveState:
         self._pace = took if self._pace is None else 0.9 * self._pace + 0.1 * took
         self.record = record
         self.missing += int(record.get("reward/missing") or 0)
-        # Of a reward that is 0 or 1 the accuracy tells all; once it was neither, there never was one.
-        told, beside = (ACCURACY, REWARD) if ACCURACY in record else (REWARD, ACCURACY)
-        for known in (self.series, self.first, self.latest) if told in record else ():
-            known.pop(beside, None)
+        # A reward of 0 or 1 is shown as accuracy; after the first other value the accuracy has no meaning.
+        shown, hidden = (ACCURACY, REWARD) if ACCURACY in record else (REWARD, ACCURACY)
+        for known in (self.series, self.first, self.latest) if shown in record else ():
+            known.pop(hidden, None)
         for name, value in record.items():
-            if isinstance(value, (int, float)) and name not in KEYS and not (name == beside and told in record):
+            if isinstance(value, (int, float)) and name not in KEYS and not (name == hidden and shown in record):
                 self.series.setdefault(name, Series()).add(value)
                 self.first.setdefault(name, value)
                 self.latest[name] = value
 
     @property
     def steps(self) -> int:
-        """Most steps of the present phase; 0 if unknown."""
+        """Return the most steps of the present phase; 0 if unknown."""
         return self.planned.get(self.phase, 0)
 
     @property
     def left(self) -> float | None:
-        """Seconds left in the present phase at the recent pace."""
+        """Return the seconds left in the present phase at the recent pace."""
         return None if self._pace is None or not self.steps else max(self.steps - self.done, 0) * self._pace
 
     @property
     def times(self) -> list[tuple[str, float]]:
-        """Share of each phase of a step in the recent step, the greatest first."""
+        """Return the share of each part of the recent step, the greatest first."""
         spent = {k[5:]: v for k, v in self.record.items() if k.startswith("time/") and k != "time/step" and v}
         whole = sum(spent.values()) or 1.0
         return sorted(((k, v / whole) for k, v in spent.items()), key=lambda kv: -kv[1])
 
 
 class Live(Callback):
-    """Show a run in the terminal; ``stop`` (also at exit) gives the terminal back.
+    """Show a run in the terminal; ``stop`` (also at exit) restores the terminal.
 
-    A reader that leaves (``| head``), a terminal that is closed, a full disk: the run's log says so once.
+    If the output cannot be written any more (closed pipe or terminal, full disk), the run's log reports it once.
     """
 
     def __init__(self, recipe: Recipe, console: Console | None = None) -> None:
@@ -162,12 +162,12 @@ class Live(Callback):
         self._next = 0.0
 
     def on_run_start(self, run: RunView) -> None:
-        """Take the run's log, for a line when nobody reads the view any more."""
+        """Use the run's log from now on."""
         self._say = run.say
         self._note_loss()
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
-        """Draw, if it is time to."""
+        """Draw, if enough time has passed."""
         now = time.monotonic()
         self.progress.take(metrics, now - self._stepped)
         self._stepped = now
@@ -192,13 +192,13 @@ class Live(Callback):
             say(f"nobody reads the terminal's view any more ({self._lost.strerror}); the run goes on, this log too")
 
     def on_run_end(self, run: RunView, summary: dict[str, Any]) -> None:
-        """Draw the last picture, which stays; give the terminal back."""
+        """Draw the last picture, which stays; restore the terminal."""
         if self.progress.record:
             self._show()
         self.stop()
 
     def stop(self) -> None:
-        """Give the terminal back; twice is fine."""
+        """Restore the terminal; a second call does nothing."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -220,17 +220,12 @@ class Live(Callback):
 
 
 def line(p: LiveState) -> str:
-    """The state of a run in one plain line."""
+    """Return the state of a run in one plain line."""
     parts = [f"{format.phase_name(p.phase)} {p.done}/{p.steps or '?'}"]
-    shown = (("reward/mean", "reward"), ("loss", "loss"), ("entropy", "entropy"), ("length/mean", "length"))
-    for name, label in ((ACCURACY, "accuracy"), (REWARD, "held-out reward")):
-        if name in p.latest:
-            parts.append(f"{label} {format.figure(name, p.latest[name])}")
-    if "accuracy/pairs" in p.latest:
-        parts.append(f"held-out pairs {format.share(p.latest['accuracy/pairs'])}")
-    if "loss/heldout" in p.latest:
-        parts.append(f"held-out loss {format.number(p.latest['loss/heldout'])}")
-    parts += [f"{label} {format.number(p.record[name])}" for name, label in shown if p.record.get(name) is not None]
+    for name, label, _ in CURVES:
+        known = p.latest if label.startswith("held-out") else p.record
+        if known.get(name) is not None:
+            parts.append(f"{label} {format.figure(name, known[name])}")
     parts += [f"{label} {p.record[n]:,.0f} tokens/s" for n, label in RATES if p.record.get(n)]
     if p.record.get("mismatch/max") is not None:
         parts.append(f"mismatch {p.record['mismatch/max']:.1e}")
@@ -241,7 +236,7 @@ def line(p: LiveState) -> str:
 
 
 def picture(p: LiveState, sample: dict[str, Any] | None, width: int, *, times: bool = True) -> RenderableType:
-    """The whole view, for a terminal of this width. times: also where the time of the recent step went."""
+    """Draw the whole view for a terminal of this width. times: with the time of the recent step."""
     width = min(width, 110)
     parts: list[RenderableType] = [Text(), _head(p, width), _bar(p, width), Text(), _curves(p, width), Text()]
     parts += [_rates(p), _times(p, width)] if times else [_rates(p)]
@@ -325,18 +320,26 @@ def _rates(p: LiveState) -> RenderableType:
 
 
 def _times(p: LiveState, width: int) -> RenderableType:
-    """Where the time of the recent step went: one bar, split, and its legend."""
-    coloured = list(zip(p.times, itertools.chain(COLOURS, itertools.repeat(REST))))
-    legend = Text()
-    for (name, part), colour in coloured:
-        if part >= 0.01:
-            legend.append("■ ", colour).append(f"{name} {part:.0%}   ", "dim")
-    bar = split_bar([(part, colour) for (_, part), colour in coloured], width)
-    return Group(Text(), bar, legend) if p.times else Text()
+    """Draw the time of the recent step."""
+    return Group(Text(), *divided(p.times, width)) if p.times else Text()
+
+
+def divided(parts: Sequence[tuple[str, float]], width: int, fixed: Mapping[str, str] | None = None) -> list[Text]:
+    """Draw parts of the time, (name, share), as one split bar and its legend. fixed: colours of some parts."""
+    free = itertools.chain(COLOURS, itertools.repeat(REST))
+    coloured = [(name, share, (fixed or {}).get(name) or next(free)) for name, share in parts]
+    legend = [Text()]
+    for name, share, colour in coloured:
+        if share >= LEAST:
+            key = Text.assemble(("■ ", colour), (f"{name} {format.part(share)}   ", "dim"))
+            if legend[-1] and len(legend[-1]) + len(key) > width:
+                legend.append(Text())
+            legend[-1].append_text(key)
+    return [split_bar([(share, colour) for _, share, colour in coloured], width), *legend]
 
 
 def split_bar(parts: Sequence[tuple[float, str]], width: int) -> Text:
-    """A bar in parts, each with its share of the width and its colour."""
+    """Draw a bar in parts: (share of the width, colour)."""
     bar, filled = Text(), 0.0
     for share, colour in parts:
         filled += share * width
@@ -358,6 +361,6 @@ def _sample(sample: dict[str, Any], width: int) -> RenderableType:
 
 
 def _one_line(text: Any, limit: int) -> str:
-    """Text of a model, safe for the terminal: one line, no control characters, its end if it is long."""
+    """Make a model's text safe for the terminal: one line, no control characters, only its end if it is long."""
     plain = "".join(c if c.isprintable() else "⏎" if c == "\n" else "·" for c in str(text or ""))
     return plain if len(plain) <= limit else "…" + plain[-limit + 1 :]

@@ -1,34 +1,32 @@
-"""Output streams that a run outlives: a closed pipe, a terminal that went away, a full disk behind ``> FILE``."""
+"""Output streams that may fail without ending a run: a closed pipe or terminal, a full disk behind ``> FILE``."""
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 
 class Outlived:
-    """A text stream that takes whatever is written to it, also when what is behind it does not any more."""
+    """A text stream that drops what is written after its first error, ``lost``."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.lost: OSError | None = None
-        """The first error; from then on nothing is written."""
 
     def write(self, text: str) -> int:
-        """Write, unless nobody takes it."""
-        if self.lost is None:
-            try:
-                self._stream.write(text)
-            except OSError as error:
-                self.lost = error
+        """Write, unless the stream is lost."""
+        self._try(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        """Flush, unless nobody takes it."""
+        """Flush, unless the stream is lost."""
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[[], object]) -> None:
         if self.lost is None:
             try:
-                self._stream.flush()
+                action()
             except OSError as error:
                 self.lost = error
 
@@ -38,7 +36,7 @@ class Outlived:
 
 @contextlib.contextmanager
 def outlived() -> Iterator[None]:
-    """Make standard output and error of this process ``Outlived`` for the time of the block."""
+    """Make standard output and error ``Outlived`` inside the block."""
     before = sys.stdout, sys.stderr
     made = [stream and Outlived(stream) for stream in before]  # None: the process was started without it
     sys.stdout, sys.stderr = made  # type: ignore[assignment]
@@ -52,7 +50,7 @@ def outlived() -> Iterator[None]:
 
 
 def discard(stream: Any) -> None:
-    """Send to nowhere what waits in a stream, so that it is no error when the process ends and flushes it."""
+    """Redirect a stream to /dev/null, so that the flush at the end of the process cannot fail."""
     with contextlib.suppress(OSError, ValueError):  # a stream that is no file, or is closed
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

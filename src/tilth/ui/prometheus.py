@@ -1,6 +1,6 @@
-"""The newest metrics of a run for Prometheus: ``http://127.0.0.1:PORT/metrics`` while it goes on (``run.prometheus``).
+"""The newest metrics of a running run for Prometheus: ``http://127.0.0.1:PORT/metrics`` (``run.prometheus``).
 
-Read by the server that asks, so a step costs a few dictionary entries; nothing outside this machine can connect.
+A request formats the metrics, so a step costs a few dictionary entries. Only this machine can connect.
 """
 
 import importlib.util
@@ -12,21 +12,21 @@ from tilth.flows.callbacks import Callback, RunView
 from tilth.runs.metrics import KEYS, METRICS, MetricSpec, declaration
 
 HOST = "127.0.0.1"
-"""Loopback alone: metrics tell of the data, and the endpoint asks nobody who they are."""
+"""Loopback only: metrics describe the data, and the endpoint has no authentication."""
 POSITION = {
     "step": MetricSpec("step", "steps", "last", "the newest committed step"),
     "seconds": MetricSpec("seconds", "s", "last", "run time until then"),
 }
-"""Fields of a record that say how far it is, as metrics."""
+"""Fields of a record that count progress, as metrics."""
 OF_ONE_STEP = "time/"
-"""Parts of a step: a phase that a step did not have took no time in it, so the value of an earlier one is void."""
+"""Prefix of the parts of a step; a part that the newest step does not have is dropped."""
 _WORDS = {"s": "seconds", "bytes": "bytes"}
-"""Units that Prometheus wants at the end of a name."""
+"""Units that Prometheus names end in."""
 
 
 def exposed(metric: MetricSpec) -> str:
-    """The metric's name in Prometheus: ``memory/rss`` in bytes is tilth_memory_rss_bytes; a family ``time/*`` is
-    tilth_time_seconds, whose label ``name`` says which. A family beside a metric of the same name ends in _by_name."""
+    """Return the name in Prometheus: ``memory/rss`` in bytes is tilth_memory_rss_bytes; a family ``time/*`` is
+    tilth_time_seconds with a label ``name``, and ends in _by_name if there is a metric of the same name."""
     name = metric.name.removesuffix("/*")
     by_name = ["by_name"] if name != metric.name and name in METRICS else []
     unit = _WORDS.get(metric.unit, "")
@@ -34,15 +34,15 @@ def exposed(metric: MetricSpec) -> str:
 
 
 class Endpoint(Callback):
-    """The newest values of a run, to be fetched; of a metric that not every step measures, the last one, but
-    where the time went is told of the newest step alone."""
+    """Serve the newest value of each metric; ``time/*`` of the newest step only."""
 
     def __init__(self, port: int) -> None:
-        """Take the port. RecipeError: it cannot be had, or prometheus_client is not installed."""
+        """Listen on the port. RecipeError: it is not free, or prometheus_client is not installed."""
         if importlib.util.find_spec("prometheus_client") is None:
             raise RecipeError(
                 f"run.prometheus = {port} needs prometheus_client, which is not installed; in Tilth's folder: "
-                "pip install '.[prometheus]'"
+                "pip install '.[prometheus]'",
+                key="run.prometheus.library",
             )
         from prometheus_client import CollectorRegistry, start_http_server
 
@@ -54,24 +54,23 @@ class Endpoint(Callback):
             self._server, self._thread = start_http_server(port, HOST, registry)
         except OSError as error:
             raise RecipeError(
-                f"run.prometheus = {port}: {HOST}:{port} cannot be had ({error.strerror or error}); choose another "
-                "port, or 0 for none"
+                f"run.prometheus = {port}: {HOST}:{port} is not available ({error.strerror or error}); choose another "
+                "port, or 0 for none",
+                key="run.prometheus",
             ) from error
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Return the port."""
         return int(self._server.server_port)
 
-    # ---- what is observed ----
-
     def on_run_start(self, run: RunView) -> None:
-        """Take the folder's name as the label ``run``."""
+        """Use the folder's name as the label ``run``."""
         self._run = run.directory.path.name
         run.say(f"metrics for Prometheus: http://{HOST}:{self.port}/metrics")
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
-        """Show the step's numbers. One that is not finite is shown as it is: an old one in its place would lie."""
+        """Replace the values by those of the step, also by one that is not finite."""
         fresh = {
             name: (str(metrics.get("phase", "")), float(value))
             for name, value in metrics.items()
@@ -81,15 +80,13 @@ class Endpoint(Callback):
         self._newest = kept | fresh  # another dictionary: a request may be reading this one
 
     def close(self, failed: bool) -> None:
-        """Give the port back."""
+        """Free the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
-    # ---- what is asked for ----
-
     def collect(self) -> Iterator[Any]:
-        """One gauge for each metric, as prometheus_client wants them of a collector."""
+        """Yield a gauge for each metric: prometheus_client's protocol of a collector."""
         from prometheus_client.core import GaugeMetricFamily
 
         gauges: dict[str, Any] = {}

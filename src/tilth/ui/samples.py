@@ -1,4 +1,4 @@
-"""Sampled answers at several moments of a run, each token coloured by how likely the policy thought it."""
+"""The report's sampled answers at several steps of a run, each token coloured by its probability."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,22 +14,22 @@ from tilth.ui import format
 from tilth.ui.html import render
 
 MOMENTS, GROUPS, SAMPLES, TOKENS = 5, 2, 4, 250
-"""Moments of the run, groups at each, samples of a group and tokens of a sample that are shown at most."""
+"""Most steps, groups of a step, samples of a group and tokens of a sample that are shown."""
 BOUNDS = (0.99, 0.9, 0.75, 0.5, 0.25, 0.1, 0.01)
-"""Probabilities that part the colours: class p0 is at least the first, p7 below the last."""
+"""Probabilities between the colours: class p0 is at least the first, p7 below the last."""
 Row = dict[str, Any]
 Pieces = Callable[[Sequence[int]], list[str]]
 
 
 def samples(run: Path) -> Markup | None:
-    """The section, or None if no trajectory is on disk yet."""
+    """Render the section; None if there is no trajectory yet."""
     moments = [(step, read_trajectories(run, step).to_pylist()) for step in moments_of(run)]
     shown = [_moment(step, rows, pieces_of(run)) for step, rows in moments if rows]
     return render("samples.html", moments=shown) if shown else None
 
 
 def moments_of(run: Path) -> list[int]:
-    """At most MOMENTS steps with trajectories, evenly spread, the first and the last among them."""
+    """Choose at most MOMENTS steps with trajectories, evenly spread, with the first and the last."""
     ranges = steps_of(run)
     if not ranges:
         return []
@@ -39,7 +39,7 @@ def moments_of(run: Path) -> list[int]:
 
 
 def _nearest(run: Path, ranges: Sequence[tuple[int, int]], wanted: float) -> int:
-    """The step with trajectories that is nearest to the wanted one."""
+    """Return the step with trajectories that is nearest to the wanted one."""
     low, high = min(ranges, key=lambda r: max(r[0] - wanted, wanted - r[1], 0))
     if low == high:
         return low
@@ -48,7 +48,7 @@ def _nearest(run: Path, ranges: Sequence[tuple[int, int]], wanted: float) -> int
 
 
 def pieces_of(run: Path) -> Pieces:
-    """From token ids to the text of each, by the tokenizer that lies with the run; without one, the bare ids."""
+    """Return a function from token ids to texts, by the run's tokenizer; without one it returns the ids."""
     from tilth.data.tokenizer import Tokenizer
 
     try:
@@ -64,7 +64,7 @@ def pieces_of(run: Path) -> Pieces:
 
 
 def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
-    """Samples by group, at most GROUPS of them: those with unlike rewards first, in each the best and the worst."""
+    """Return at most GROUPS groups of samples, those with different rewards first."""
     by_group: dict[int, list[Row]] = {}
     for row in rows:
         by_group.setdefault(row["group"] if row["group"] is not None else row["id"], []).append(row)
@@ -73,7 +73,7 @@ def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _varied(group: Sequence[Row]) -> list[Row]:
-    """At most SAMPLES: of unlike rewards in turn, so that one of each kind is there."""
+    """Choose at most SAMPLES, one of each reward in turn; the best come first."""
     kinds: dict[Any, list[Row]] = {}
     for row in group:
         kinds.setdefault(row["reward"], []).append(row)
@@ -115,7 +115,7 @@ def _sample(row: Row, pieces: Pieces) -> Row:
 
 
 def _token(text: str, token: int, logprob: float) -> tuple[str, str, str, int]:
-    """What is shown, its class, log-prob and number."""
+    """Return text, class, log-prob and id of a token."""
     kind = sum(math.exp(min(logprob, 0.0)) < bound for bound in BOUNDS)
     special = text.startswith("<") and text.endswith(">") and len(text) > 2
     return text.replace("\n", "⏎\n") or "·", f"p{kind} special" if special else f"p{kind}", f"{logprob:.4g}", token

@@ -4,8 +4,8 @@ from rich.console import Console
 
 
 class Terminal(Console):
-    """Rich's console, for which a broken pipe is the error that it is for everybody else."""
+    """Rich's console, which raises BrokenPipeError instead of exiting."""
 
     def on_broken_pipe(self) -> None:
-        """Called where it was caught."""
+        """Raise the error again; rich calls this where it caught it."""
         raise

@@ -1,6 +1,6 @@
-"""Pictures of a trace for the report: what each rank did in one step, and how the steps were divided.
+"""Pictures of a trace for the report: the timeline of each rank in one step, and the parts of all steps.
 
-Both are SVG that stretches, one path for each colour, so that a page with many ranks and steps stays small.
+Both are SVG with one path for each colour, so that a page with many ranks and steps stays small.
 """
 
 import itertools
@@ -28,9 +28,9 @@ from tilth.ui.charts import HEIGHT, WIDTH, nice
 from tilth.ui.html import render
 
 HUES = ("leaf", "sky", "sun", "plum", "teal", "rose", "indigo", "olive", "aqua", "lilac", "moss", "soil")
-"""Of phases, the longest first, and of data; the others are grey."""
+"""Colours of phases, the longest first, and of data; the others are grey."""
 MEETING = "waiting in communication"
-"""Until the last member is there: in a timeline told from the transfer."""
+"""The part of a communication before its last member arrives."""
 FIXED = {
     COMMUNICATION: "ink",
     MEETING: "ink pale",
@@ -40,9 +40,9 @@ FIXED = {
     CONTROLLER: "idle far",
 }
 COLUMNS, FINE = 1000, 8
-"""Columns of a lane, and into how many parts each is divided to see which part of the time has most of it."""
+"""Columns of a lane, and samples of each column, whose most frequent part of the time it shows."""
 BARS = 160
-"""Most columns of the picture over steps; more steps are averaged."""
+"""Most columns of the picture over steps; further steps are averaged."""
 LANES = 16
 """Most ranks in a timeline."""
 TALL = 26
@@ -53,21 +53,21 @@ Band = tuple[str, str, str]
 
 @dataclass(frozen=True, eq=False)
 class TimelineRow:
-    """One row of a timeline: the code of the part at each of its columns (int64 [COLUMNS]), BLANK where none is."""
+    """One row of a timeline. codes: int64 [COLUMNS], the part of each column, or BLANK."""
 
     name: str
     codes: np.ndarray
 
 
 def hues(names: Sequence[str]) -> dict[str, str]:
-    """The class that colours each part of the time; the same in all pictures of a run."""
+    """Return the colour of each part of the time, the same in all pictures of a run."""
     phases = [n for n in names if n not in (*FIXED, OTHER)]
     named = {n: HUES[i] if i < len(HUES) else "grey" for i, n in enumerate(phases)}
     return {n: FIXED.get(n) or named.get(n, "grey") for n in names}
 
 
 def typical(found: Account, among: np.ndarray | None = None) -> tuple[int, int]:
-    """A step of median time, and the longest. among: bool [s], the steps to choose from; default: all."""
+    """Return a step of median time, and the longest. among: bool [s], the steps to choose from; default: all."""
     rows = np.flatnonzero(among) if among is not None and among.any() else np.arange(len(found.steps))
     took = found.seconds[rows]
     usual = rows[np.abs(took - np.median(took)).argmin()]
@@ -75,9 +75,9 @@ def typical(found: Account, among: np.ndarray | None = None) -> tuple[int, int]:
 
 
 def lanes(events: Events, step: int, ranks: Collection[int]) -> tuple[list[TimelineRow], tuple[str, ...], float]:
-    """What these ranks did in a step, until the next began: lanes, names of the parts, and its seconds.
+    """Return the lanes of ranks in a step, until the next began, the names of the parts, and the step's seconds.
 
-    The controller's lane, where it is a process of its own, shows when it did not wait for answers.
+    The controller's lane, if it is a process of its own, shows when it did not wait for answers.
     """
     bounds, known = periods(events)
     at = int(np.searchsorted(known, step))
@@ -102,9 +102,9 @@ def lanes(events: Events, step: int, ranks: Collection[int]) -> tuple[list[Timel
 
 
 def _painted(events: Events, rows: np.ndarray, low: int, high: int, code: np.ndarray) -> np.ndarray:
-    """int64 [COLUMNS * FINE]: codes of these spans, each over those around it."""
+    """Return int64 [COLUMNS * FINE]: codes of these spans, an inner one over its outer one."""
     line = np.full(COLUMNS * FINE, BLANK)
-    # Of a span and one inside it of the same length only the inner has time of its own.
+    # Of two nested spans of the same length only the inner has exclusive time.
     inner = rows[np.lexsort((events.own[rows], -events.duration[rows], events.start[rows]))]
     _paint(line, events.start[inner], events.duration[inner], low, high, code[inner])
     return line
@@ -118,21 +118,21 @@ def _paint(line: np.ndarray, start: np.ndarray, took: np.ndarray, low: int, high
 
 
 def _coarse(line: np.ndarray) -> np.ndarray:
-    """Each column is what most of it is."""
+    """Return the most frequent code of each column: int64 [COLUMNS]."""
     found = np.unique(line)
     counts = np.stack([(line.reshape(COLUMNS, FINE) == c).sum(1) for c in found])
     return found[counts.argmax(0)]
 
 
 def runs(codes: np.ndarray) -> list[tuple[int, int, int]]:
-    """Stretches of equal codes: code, first column, columns; BLANK ones left out."""
+    """Return the stretches of equal codes but BLANK: (code, first column, columns)."""
     edges = np.flatnonzero(np.diff(codes)) + 1
     begins, ends = np.append(0, edges), np.append(edges, len(codes))
     return [(int(codes[a]), int(a), int(b - a)) for a, b in zip(begins, ends) if codes[a] != BLANK]
 
 
 def timeline(events: Events, step: int, title: str, ranks: Collection[int] | None = None) -> Markup:
-    """The figure of one step: a lane a rank. ranks: the workers to show; default: all, at most ``LANES``."""
+    """Draw one step, a lane for each rank. ranks: the workers to show; default: the first ``LANES``."""
     chosen = events.workers[:LANES] if ranks is None else ranks
     made, names, seconds = lanes(events, step, chosen)
     more = f"; {len(chosen)} of {len(events.workers)} ranks" if len(chosen) < len(events.workers) else ""
@@ -153,13 +153,13 @@ def _bands(lane: TimelineRow, names: Sequence[str]) -> list[Band]:
 
 
 def divided(found: Account) -> Markup:
-    """All the time as one bar, and what the colours of all pictures say: each part's share, the mean over ranks."""
+    """Draw the whole time as one bar with a legend: each part's share, the mean over ranks."""
     colours, whole = hues(found.names), found.whole
     return render("bar.html", parts=[(n, s / whole, colours[n], "") for n, s in found.parts.items()])
 
 
 def stack(found: Account) -> Markup:
-    """How each step's time was divided, the mean over ranks: one area a part, one above the other."""
+    """Draw the parts of each step's time, the mean over ranks, as stacked areas."""
     edges = np.linspace(0, len(found.steps), min(len(found.steps), BARS) + 1).round().astype(int)
     heights = np.stack([found.by_step[a:b].mean(0) for a, b in itertools.pairwise(edges)])
     top = np.cumsum(heights, axis=1)
@@ -180,7 +180,7 @@ def stack(found: Account) -> Markup:
 
 
 def _area(across: np.ndarray, low: np.ndarray, high: np.ndarray, most: float) -> str:
-    """Steps of a stair up there and back below."""
+    """Return the path of an area: its upper edge as steps of a stair, then its lower edge back."""
     there = "".join(f"H{_x(across[i])}V{_y(high[i], most)}H{_x(across[i + 1])}" for i in range(len(high)))
     back = "".join(f"V{_y(low[i], most)}H{_x(across[i])}" for i in reversed(range(len(low))))
     return f"M0 {_y(high[0], most)}{there}{back}z"

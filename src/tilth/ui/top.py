@@ -1,13 +1,12 @@
-"""The essentials of a run from what is on disk: for whoever looks at it from another terminal.
+"""The view of a run from another process, by the ends of its files: metrics, log, newest events of each rank.
 
-Only the ends of files are read: of the metrics, of the log, of the newest events of each rank. A look costs
-milliseconds, however long the run is, and the run does not notice.
+A look costs milliseconds, however long the run is, and nothing in the run.
 """
 
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,30 +21,28 @@ from tilth.config.load import load_recipe
 from tilth.core.errors import DataError
 from tilth.runs.readers import ACCURACY, REWARD, read_state
 from tilth.ui import format
-from tilth.ui.live import COLOURS, REST, LiveState, picture, split_bar
+from tilth.ui.live import LiveState, divided, picture, split_bar
 
 TAIL = 1 << 18
-"""Bytes at the end of the metrics that are read at first: some hundred steps."""
+"""Bytes at the end of the metrics that are read first: some hundred steps."""
 STEPS = 20
-"""Most steps over which the newest events are summed up."""
+"""Most steps that the breakdown of the newest events covers."""
 RANKS = 16
 """Most ranks with a line of their own."""
 LOG = 1 << 12
-LEAST = 0.005
-"""Parts of the time below this share are not named."""
 FIXED = {COMMUNICATION: "blue", PAUSE: "red", PROFILE: "bright_black", PEERS: "grey39", CONTROLLER: "grey23"}
 METER = {"busy": "green", "communication": "blue", "gc": "red", "profile": "bright_black", "waiting": "grey23"}
 
 
 class Tail:
-    """The records of a growing file of JSON lines, from near its end on; a torn last line waits until it is whole."""
+    """The newest records of a growing file of JSON lines; an incomplete last line is read when it is complete."""
 
     def __init__(self, path: Path, reach: int = TAIL) -> None:
         self.path, self.reach = path, reach
         self._at, self._file = 0, -1
 
     def new(self) -> tuple[list[dict[str, Any]], bool]:
-        """Records that came since the last call, and whether the file began anew, so that earlier ones are void."""
+        """Return the records since the last call; True if the file was replaced, which voids earlier ones."""
         try:
             with open(self.path, "rb") as file:
                 found = os.fstat(file.fileno())
@@ -54,7 +51,7 @@ class Tail:
                     self._file, self._at = found.st_ino, max(0, found.st_size - self.reach)
                     if self._at:
                         file.seek(self._at - 1)
-                        self._at += len(file.readline()) - 1  # to the begin of a line
+                        self._at += len(file.readline()) - 1  # to the start of a line
                 file.seek(self._at)
                 text = file.read()
         except FileNotFoundError:
@@ -73,26 +70,24 @@ def _record(line: bytes) -> Any:
 
 @dataclass(frozen=True)
 class Look:
-    """What was seen of a run."""
+    """The state of a run. recent: time of the newest steps; message: last line of the log; silent: seconds since the
+    last step. None: not yet."""
 
     run: Path
     state: Mapping[str, Any]
     progress: LiveState
     recent: Account | None
-    """Where the time of the newest steps went; None before the first events are written."""
     message: str
-    """The last line of the log."""
     silent: float | None
-    """Seconds since the last step was committed; None before the first."""
 
     @property
     def running(self) -> bool:
-        """Whether it goes on."""
+        """True while the run is running."""
         return bool(self.state["state"] == "running")
 
 
 class RunWatcher:
-    """Looks at a run again and again; what did not change on disk is not read again. DataError: not a run."""
+    """Reads the state of a run repeatedly; unchanged files are not read again. DataError: not a run."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
@@ -104,7 +99,7 @@ class RunWatcher:
         self._recent: Account | None = None
 
     def look(self) -> Look:
-        """What the disk says now."""
+        """Return the present state."""
         state = read_state(self.run)
         records, again = self._tail.new()
         if again:
@@ -130,7 +125,7 @@ class RunWatcher:
             events, steps = recent(folder)
             if events is not None and len(steps):
                 self._recent = account(events, range(max(steps.start, steps.stop - STEPS), steps.stop))
-        except DataError:  # files that come and go under a look: the next one sees them whole
+        except DataError:  # a file came or went meanwhile: the next look reads them
             self._files = frozenset()
 
     def _silent(self) -> float | None:
@@ -140,7 +135,7 @@ class RunWatcher:
 
 
 def last_line(path: Path) -> str:
-    """The last whole line of a log without its time; empty where there is none."""
+    """Return the last complete line of a log without its time; empty if there is none."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG))
@@ -151,7 +146,7 @@ def last_line(path: Path) -> str:
 
 
 def as_dict(look: Look) -> dict[str, Any]:
-    """A look as JSON has it. Times in seconds, shares from 0 to 1."""
+    """Return a look as JSON has it. Times in seconds, shares from 0 to 1."""
     p, record = look.progress, look.progress.record
     return {
         "run": str(look.run), "state": look.state["state"], "attempt": look.state.get("attempt"),
@@ -179,7 +174,7 @@ def _recent(found: Account | None) -> dict[str, Any] | None:
 
 
 def shares(found: Account, i: int) -> dict[str, float]:
-    """How the i-th rank spent the time: busy, communication, gc, profile, waiting; they sum to 1."""
+    """Return the shares of the i-th rank's time: busy, communication, gc, profile, waiting; they sum to 1."""
     at = {name: float(found.by_rank[i, k]) / found.whole for k, name in enumerate(found.names)}
     return {
         "busy": float(found.busy[i]) / found.whole, "communication": at[COMMUNICATION], "gc": at[PAUSE],
@@ -188,16 +183,20 @@ def shares(found: Account, i: int) -> dict[str, float]:
 
 
 def drawn(look: Look, width: int) -> RenderableType:
-    """The whole view, for a terminal of this width."""
+    """Draw the whole view for a terminal of this width."""
     width = min(width, 110)
     parts: list[RenderableType] = [_title(look)]
     if look.progress.record:
         parts.append(picture(look.progress, None, width, times=look.recent is None))
     if look.recent is not None:
-        parts.append(_divided(look.recent, width))
-        parts += [_ranks(look.recent, width)] if len(look.recent.ranks) > 1 else []
+        found = look.recent
+        first, last = int(found.steps[0]), int(found.steps[-1])
+        title = f"steps {first:,} to {last:,}" if last > first else f"step {first:,}"
+        divisions = [(name, seconds / found.whole) for name, seconds in found.parts.items()]
+        parts += [Text(title, "dim"), *divided(divisions, width, FIXED), Text()]
+        parts += [_ranks(found, width)] if len(found.ranks) > 1 else []
     if look.message:
-        parts.append(Text.assemble(("last said  ", "dim"), look.message, no_wrap=True, overflow="ellipsis"))
+        parts.append(Text.assemble(("log  ", "dim"), look.message, no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
 
 
@@ -219,46 +218,21 @@ def _title(look: Look) -> Text:
 
 
 def _usual(look: Look) -> float:
-    """So long may a step take until that is worth a word: three times the last one, at least 10 s."""
+    """Return the seconds without a step that are worth a warning: three times the last step, at least 10."""
     return max(10.0, 3 * float(look.progress.record.get("time/step") or 0.0))
 
 
-def _divided(found: Account, width: int) -> RenderableType:
-    """Where the time of the newest steps went, the mean over ranks: one bar, split, and its legend."""
-    first, last = int(found.steps[0]), int(found.steps[-1])
-    title = f"steps {first:,} to {last:,}" if last > first else f"step {first:,}"
-    phases = iter(COLOURS)
-    parts = [(n, s / found.whole, FIXED.get(n) or next(phases, REST)) for n, s in found.parts.items()]
-    keys = [
-        Text.assemble(("■ ", colour), (f"{name} {format.part(part)}   ", "dim"))
-        for name, part, colour in parts
-        if part >= LEAST
-    ]
-    bar = split_bar([(part, colour) for _, part, colour in parts], width)
-    return Group(Text(title, "dim"), bar, *_packed(keys, width), Text())
-
-
-def _packed(parts: Sequence[Text], width: int) -> list[Text]:
-    """Parts in as few lines as they need, none of them torn."""
-    lines = [Text()]
-    for part in parts:
-        if lines[-1] and len(lines[-1]) + len(part) > width:
-            lines.append(Text())
-        lines[-1].append_text(part)
-    return lines
-
-
 def _ranks(found: Account, width: int) -> RenderableType:
-    """A line a rank: busy, communication, pauses; what is left is waiting."""
+    """Draw a line for each rank: busy, communication, pauses; the rest is waiting."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         grid.add_column(no_wrap=True)
     room = max(width - 70, 8)
     for i, rank in enumerate(found.ranks[:RANKS]):
         part = shares(found, i)
-        told = [f"{name} {format.part(v)}" for name, v in part.items() if v >= 0.0005]
+        text = "  ".join(f"{name} {format.part(v)}" for name, v in part.items() if v >= 0.0005)
         bar = split_bar([(part[name], colour) for name, colour in METER.items()], room)
-        grid.add_row(Text(f"rank {rank}", "dim"), bar, Text("  ".join(told), "dim"))
+        grid.add_row(Text(f"rank {rank}", "dim"), bar, Text(text, "dim"))
     if len(found.ranks) > RANKS:
         grid.add_row(Text(f"and {len(found.ranks) - RANKS} more", "dim"))
     return Group(grid, Text())

@@ -62,7 +62,8 @@ class Tracker(Callback):
         if self.package and importlib.util.find_spec(self.package) is None:
             raise RecipeError(
                 f"run.track asks for {self.package}, which is not installed; in Tilth's folder: "
-                f"pip install '.[{self.package}]'"
+                f"pip install '.[{self.package}]'",
+                key=f"run.track.{self.package}",
             )
         self.recipe = recipe
         self.name = self.package or type(self).__name__
@@ -258,7 +259,7 @@ def _tracker(name: str) -> type[Tracker]:
         return found
     declaration = declared("tracker")[name]
     if not (inspect.isclass(declaration.value) and issubclass(declaration.value, Tracker)):
-        raise PluginError(f"{declaration.title} is no subclass of tilth.Tracker")
+        raise PluginError(f"{declaration.title} is no subclass of tilth.Tracker", key=f"tracker.{name}")
     return declaration.value
 
 
