@@ -33,7 +33,7 @@ class Split(Protocol):
         ...
 
 
-class Sampled(NamedTuple):
+class StepSamples(NamedTuple):
     """Samples of one step. kept: those to learn from; drawn: all of them, in the order of their ids."""
 
     kept: Batch
@@ -90,7 +90,7 @@ class Sampler:
 
     # ---- samples ----
 
-    def sample(self, group: int, keep: Keep | None = None, rounds: int = 0) -> Sampled:
+    def sample(self, group: int, keep: Keep | None = None, rounds: int = 0) -> StepSamples:
         """Sample ``group`` answers for each of the recipe's number of prompts.
 
         Samples without a reward and those that ``keep`` refuses are not among the kept. rounds: if > 0, sample further
@@ -107,7 +107,7 @@ class Sampler:
         found = first_groups(concat(kept), prompts)
         self.metrics.add("samples/rounds", float(len(drawn)))
         self.metrics.add("samples/trained", float(len(found)))
-        return Sampled(found, concat(drawn))
+        return StepSamples(found, concat(drawn))
 
     def _filter(self, batch: Batch, keep: Keep | None) -> Batch:
         measure_rows(self.metrics, batch)
