@@ -5,6 +5,7 @@ python -m tests.errors      write these files again, after a sentence was change
 
 import ast
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,11 @@ def raises(kind, key):
     assert caught.value.key == key, f"{caught.value!r} has the key {caught.value.key!r}"
 
 
-def kinds():
+@cache
+def kinds(source):
     """Names of the classes of errors that carry a key."""
     bases = {"TilthError", "ArgumentError"}
-    classes = [node for path in SOURCE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    classes = [node for path in source.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     classes = [node for node in classes if isinstance(node, ast.ClassDef)]
     while True:
         more = {node.name for node in classes if bases & {base.id for base in node.bases if isinstance(base, ast.Name)}}
@@ -41,7 +43,7 @@ def packages():
 def found(path):
     """(file, line, class, key or None, sentence) of every error that the code of a package makes, in order."""
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    known = kinds()
+    known = kinds(SOURCE)
     rows = []
     for file in files:
         if file.suffix != ".py":
