@@ -13,6 +13,7 @@ import cloudpickle
 from tilth.cluster.backends.base import Call, PickledKwargs, Probe, Reply
 from tilth.cluster.worker.executor import Executor
 from tilth.core.batch import Handle, Jagged
+from tilth.core.errors import RecipeError
 
 
 class InlineStore:
@@ -71,11 +72,13 @@ def pickled_size(message: Call | Reply) -> int:
 
 
 class InlineBackend:
-    """One worker in this process: a call runs when it is submitted, and what it raises goes up as it is."""
+    """One worker in this process: a call runs when it is submitted and raises its own exception."""
 
-    workers = 1
-
-    def __init__(self, timeout: float = 600.0) -> None:
+    def __init__(self, workers: int = 1, *, timeout: float = 600.0, address: str = "", gpus: bool = False) -> None:
+        if workers != 1:
+            message = f"cluster.workers = {workers}: backend inline has one worker; use cluster.backend=local"
+            raise RecipeError(message, key="cluster.workers")
+        self.workers = workers
         self.store = InlineStore()
         self.host = Executor(0, 1, self.store, timeout=timeout, alone=True)
 

@@ -1,5 +1,6 @@
 """A cluster: workers of one backend, the roles on them, their payload store."""
 
+import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,13 +16,13 @@ from tilth.cluster.controller.group import WorkerGroup, call_numbers
 from tilth.cluster.controller.leases import LeasedStore
 from tilth.cluster.controller.totals import together
 from tilth.cluster.protocol import Divide
-from tilth.core.errors import PayloadLeak, RecipeError
+from tilth.config.plugins import BACKENDS, declared, describe
+from tilth.core.errors import ArgumentError, PayloadLeak, PluginError, RecipeError, TilthError
 from tilth.core.layout import Mesh
 from tilth.trace.capture import Captured
 from tilth.trace.collector import collector
 from tilth.trace.spans import Total, recorder, span
 
-BACKENDS = ("inline", "local", "ray")
 IMPORT = 120.0
 """Seconds that imports may take even where a call may not, on a machine at rest (``patience``)."""
 LEAVE = 10.0
@@ -55,7 +56,8 @@ class Cluster:
         """
         mesh = mesh or Mesh.of({})
         if outside := [rank for rank in mesh.ranks if not 0 <= rank < self.workers]:
-            raise ValueError(f"role {role}: rank {outside[0]} is not among the workers 0 to {self.workers - 1}")
+            message = f"role {role}: rank {outside[0]} is not among the workers 0 to {self.workers - 1}"
+            raise ArgumentError(message, key="mesh")
         group = WorkerGroup(role, factory, kwargs, mesh, self.dispatch, divide)
         self.make(group)
         return group
@@ -194,22 +196,34 @@ def open_cluster(
     gpus: bool = False,
     policy: FailurePolicy = ABORT,
 ) -> Cluster:
-    """Start the workers of a backend.
+    """Start the workers of the backend that ``cluster.backend`` names.
 
     timeout: seconds that one call may take. address: of a Ray cluster ("": start one here). gpus: each worker gets a
-    GPU of its own. policy: what a failure does. RecipeError for a backend that does not exist, is not installed or
-    cannot have so many workers.
+    GPU of its own. policy: decides what a failure does. Raises RecipeError for a backend that is not declared, is not
+    installed or cannot have this many workers, PluginError for a declared class that is no backend or cannot start.
     """
-    if backend == "inline":
-        if workers != 1:
-            raise RecipeError(f"cluster.workers = {workers}: backend inline has one worker; use cluster.backend=local")
-        return Cluster(InlineBackend(timeout), timeout, policy)
-    if backend == "local":
-        from tilth.cluster.controller.launcher import local_fleet
+    return Cluster(_backend(backend, workers, timeout=timeout, address=address, gpus=gpus), timeout, policy)
 
-        return Cluster(local_fleet(workers, timeout, gpus), timeout, policy)
-    if backend == "ray":
-        from tilth.cluster.backends.ray import RayBackend
 
-        return Cluster(RayBackend(workers, timeout=timeout, address=address, gpus=gpus), timeout, policy)
-    raise RecipeError(f"cluster.backend = {backend!r}: unknown; use {', '.join(BACKENDS)}")
+def _backend(name: str, workers: int, **options: Any) -> Backend:
+    if name in BACKENDS:
+        module, _, attribute = BACKENDS[name].partition(":")
+        shipped: Backend = getattr(importlib.import_module(module), attribute)(workers, **options)
+        return shipped
+    if (declaration := declared("backend").get(name)) is None:
+        known = ", ".join([*BACKENDS, *declared("backend")])
+        message = f"cluster.backend = {name!r}: unknown; use {known}, or a plugin that declares it"
+        raise RecipeError(message, key="cluster.backend")
+    try:
+        made = declaration.value(workers, **options)
+    except TilthError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{declaration.title}: {describe(error)}", key=f"backend.{name}") from error
+    missing = [
+        member for member in ("workers", "store", "submit", "control", "probe", "close") if not hasattr(made, member)
+    ]
+    if missing:
+        message = f"{declaration.title} has no {missing[0]!r}; see tilth.cluster.backends.base.Backend"
+        raise PluginError(message, key=f"backend.{name}.{missing[0]}")
+    return made

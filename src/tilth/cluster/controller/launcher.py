@@ -92,18 +92,21 @@ def _check(launch: Launch, backend: str, workers: int) -> None:
         where = f" on {launch.nodes} nodes" if launch.nodes > 1 else ""
         raise RecipeError(
             f"cluster.backend = {backend!r}: {started}{where}; on several machines use cluster.backend=ray and "
-            "start tilth once, on one of them"
+            "start tilth once, on one of them",
+            key="cluster.backend",
         )
     if backend != "local":
-        raise RecipeError(f"cluster.backend = {backend!r}: {started}; use cluster.backend=local, or start one")
+        message = f"cluster.backend = {backend!r}: {started}; use cluster.backend=local, or start one"
+        raise RecipeError(message, key="cluster.backend")
     if workers != launch.size:
         raise RecipeError(
-            f"cluster.workers = {workers}: {started}; use cluster.workers={launch.size}, or start {workers} processes"
+            f"cluster.workers = {workers}: {started}; use cluster.workers={launch.size}, or start {workers} processes",
+            key="cluster.workers",
         )
 
 
-def local_fleet(workers: int, timeout: float, gpus: bool) -> LocalBackend:
-    """The fleet of this process: with the workers that a launcher has started, else with its own."""
+def local_backend(workers: int, *, timeout: float = 600.0, address: str = "", gpus: bool = False) -> LocalBackend:
+    """Return the local backend over the workers that a launcher has started, or over new ones if there are none."""
     if not _waiting:
         return LocalBackend(workers, timeout, gpus)
     return LocalBackend(workers, timeout, gpus, folder=SessionDir.create(_waiting.pop().name), start=[0])
@@ -128,11 +131,13 @@ def _controller(launch: Launch) -> tuple[SessionDir, Connection]:
             with suppress(FileNotFoundError, ConnectionRefusedError):  # being made, or left behind by a dead controller
                 return folder, local_worker.connect(folder)
         time.sleep(LOOK)
-    raise StorageError(f"{launch.launcher}, rank {launch.rank}: no controller (rank 0) within {WAIT:g} s")
+    message = f"{launch.launcher}, rank {launch.rank}: no controller (rank 0) within {WAIT:g} s"
+    raise StorageError(message, key="session_dir.controller")
 
 
 def _check_private(path: Path) -> None:
     """A folder under a name that can be foretold is trusted only if nobody else can have made it or can write to it."""
     found = path.lstat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077 or not stat.S_ISDIR(found.st_mode):
-        raise StorageError(f"{path} is not a folder of this user alone (mode 0700); remove it")
+        message = f"{path} is not a folder of this user alone (mode 0700); remove it"
+        raise StorageError(message, key="session_dir.mode")
