@@ -13,6 +13,7 @@ import numpy as np
 
 from tilth.config.axes import DATA
 from tilth.core.batch import Batch, Column, concat
+from tilth.core.errors import ArgumentError
 from tilth.core.layout import Mesh
 
 Split = Literal["rows", "all", "each"]
@@ -118,7 +119,8 @@ def deal(how: Transfer, mesh: Mesh, divide: Divide, args: Sequence[Any], kwargs:
 def _each(ranks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Arguments]:
     for argument in args:
         if len(argument) != ranks:
-            raise ValueError(f"an argument split by 'each' has {len(argument)} items; the mesh has {ranks} ranks")
+            message = f"an argument split by 'each' has {len(argument)} items; the mesh has {ranks} ranks"
+            raise ArgumentError(message, key="args")
     return [Arguments(tuple(a[i] for a in args), dict(kwargs)) for i in range(ranks)]
 
 
@@ -126,12 +128,15 @@ def _divided(batches: Sequence[Batch], divide: Divide, count: int) -> list[np.nd
     """One division for all batches of a call, so that their rows stay together."""
     lengths = {len(batch) for batch in batches}
     if len(lengths) != 1:
-        raise ValueError(f"a call split by rows has batches of {sorted(lengths)} rows; it needs one number of rows")
+        message = f"a call split by rows has batches of {sorted(lengths)} rows; it needs one number of rows"
+        raise ArgumentError(message, key="batch")
     if taken := [name for name in ADDED if any(name in batch.rows for batch in batches)]:
-        raise ValueError(f"the row column {taken[0]!r} is kept for the split of a batch; give it another name")
+        message = f"the row column {taken[0]!r} is kept for the split of a batch; give it another name"
+        raise ArgumentError(message, key=taken[0])
     rows = [np.asarray(r, np.int64) for r in divide(batches[0], count)]
     if len(rows) != count or not np.array_equal(np.sort(np.concatenate(rows)), np.arange(len(batches[0]))):
-        raise ValueError(f"a division of {len(batches[0])} rows into {count} parts must hold every row once")
+        message = f"a division of {len(batches[0])} rows into {count} parts must hold every row once"
+        raise ArgumentError(message, key="divide")
     return rows
 
 
@@ -184,9 +189,8 @@ def _places(answer: Batch, sent: np.ndarray) -> np.ndarray:
     if "row" in answer.rows:
         return answer["row"]
     if len(answer) != len(sent):
-        raise ValueError(
-            f"{len(sent)} rows were sent and {len(answer)} came back without their column 'row': keep it in the answer"
-        )
+        message = f"{len(sent)} rows were sent and {len(answer)} came back without their column 'row': keep it"
+        raise ArgumentError(message, key="row")
     return sent
 
 
@@ -202,5 +206,6 @@ def _both(key: Any, mine: Any, other: Any) -> Any:
     if hasattr(mine, "merge"):
         return mine.merge(other)
     if mine is not other and not np.all(mine == other):
-        raise ValueError(f"two ranks answer {key!r} with different values, {mine!r} and {other!r}, that have no merge")
+        message = f"two ranks answer {key!r} with different values, {mine!r} and {other!r}, that have no merge"
+        raise ArgumentError(message, key=str(key))
     return mine

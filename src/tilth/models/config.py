@@ -115,13 +115,14 @@ def _families() -> ModuleType:
 def check(good: bool, name: str, value: object, right: str) -> None:
     """ModelError with the name, the value and what would be right, unless all is well."""
     if not good:
-        raise ModelError(f"model {name} is {value}; it must be {right}")
+        raise ModelError(f"model {name} is {value}; it must be {right}", key=name)
 
 
 def need(hf: Mapping[str, Any], key: str) -> int:
     """A whole number of config.json; ModelError if there is none."""
     if not isinstance(hf.get(key), int):
-        raise ModelError(f"config.json: {key} is {hf.get(key)!r}; it must be a whole number")
+        message = f"config.json: {key} is {hf.get(key)!r}; it must be a whole number"
+        raise ModelError(message, key=f"config.json.{key}")
     return hf[key]
 
 
@@ -147,7 +148,8 @@ def _check_rope(scaling: Mapping[str, Any] | None) -> None:
         return
     kind = scaling.get("rope_type")
     if kind not in ROPE_TYPES:
-        raise ModelError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        message = f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        raise ModelError(message, key="rope_scaling.rope_type")
     for key in ROPE_TYPES[kind]:
         value = scaling.get(key)
         check(isinstance(value, (int, float)), f"rope_scaling.{key}", value, f"a number ({kind} needs it)")

@@ -27,7 +27,8 @@ def converted(model: Decoder, names: Sequence[str]) -> Decoder:
     """Apply converters. ModelError: one that is not declared, or parameters that the model's table has no row for."""
     for name in names:
         if name not in CONVERTERS:
-            raise ModelError(f"converter {name!r} is not declared; there are {', '.join(CONVERTERS)}")
+            message = f"converter {name!r} is not declared; there are {', '.join(CONVERTERS)}"
+            raise ModelError(message, key=f"converters.{name}")
         model = CONVERTERS[name](model)
     for parameter, _ in model.named_parameters():
         rule_of(model.table, parameter)

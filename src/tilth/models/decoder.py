@@ -230,12 +230,15 @@ class Decoder(nn.Module):
             if own is None:
                 setattr(modules[path], leaf, nn.Parameter(torch.empty(sizes)))
             elif not isinstance(own, nn.Parameter) or own.shape != sizes:
-                raise ModelError(f"family {self.config.family}: its table has {name} {list(sizes)}, its modules do not")
+                message = f"family {self.config.family}: its table has {name} {list(sizes)}, its modules do not"
+                raise ModelError(message, key=f"{name}.module")
         for name, _ in self.named_parameters():
             rule_of(self.table, name)
         empty = [name for name, module in modules.items() if getattr(module, "weight", ()) is None]
         if empty:
-            raise ModelError(f"family {self.config.family}: its table has no {empty[0]}.weight, its modules do")
+            name = f"{empty[0]}.weight"
+            message = f"family {self.config.family}: its table has no {name}, its modules do"
+            raise ModelError(message, key=f"{name}.rule")
 
     @property
     def head_weight(self) -> nn.Parameter:

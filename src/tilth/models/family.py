@@ -196,7 +196,8 @@ def _shipped() -> dict[str, Family]:
 def _of_plugin(declaration: Declaration) -> Family:
     made = declaration.value()
     if not isinstance(made, Family):
-        raise PluginError(f"family {declaration.name!r} ({declaration.where}) returns no tilth.models.family.Family")
+        message = f"{declaration.title} returns no tilth.models.family.Family"
+        raise PluginError(message, key=f"family.{declaration.name}")
     return replace(made, name=declaration.name)
 
 
@@ -223,7 +224,8 @@ def family_of_hf(hf: Mapping[str, Any]) -> Family:
         if _claims(hf) == (family.architecture if hf.get("architectures") else name):
             return family
     supported = ", ".join(family.architecture for family in families().values())
-    raise ModelError(f"config.json: architecture {_claims(hf)!r} is not supported; supported: {supported}")
+    message = f"config.json: architecture {_claims(hf)!r} is not supported; supported: {supported}"
+    raise ModelError(message, key="config.json.architectures")
 
 
 def is_known(hf: Mapping[str, Any]) -> bool:

@@ -83,7 +83,8 @@ class LazyTensors(Unread):
         try:
             found: Tensor = file.get_slice(stored)[slices] if slices else file.get_tensor(stored)
         except SafetensorError as error:
-            raise ModelError(f"{self._directory / self._files[name]}: cannot read tensor {name}: {error}") from error
+            message = f"{self._directory / self._files[name]}: cannot read tensor {name}: {error}"
+            raise ModelError(message, key=name) from error
         return found if self._dtype is None else found.to(self._dtype)
 
     @property
@@ -119,7 +120,8 @@ class LazyTensors(Unread):
             self._open[file] = handle, frozenset(handle.keys())
         handle, names = self._open[file]
         if self._stored.get(name, name) not in names:
-            raise ModelError(f"{self._directory / INDEX} says that tensor {name} is in {file}, and it is not")
+            message = f"{self._directory / INDEX} says that tensor {name} is in {file}, and it is not"
+            raise ModelError(message, key=f"{file}.{name}")
         return handle
 
 
@@ -127,9 +129,9 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """``config.json`` of a directory as it stands. Raises ModelError if there is none or it is not JSON."""
     folder = Path(directory)
     if not folder.is_dir():
-        raise ModelError(f"no model directory {str(folder)!r}")
+        raise ModelError(f"no model directory {str(folder)!r}", key=folder.name)
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{str(folder)!r} is not a model directory: it has no config.json")
+        raise ModelError(f"{str(folder)!r} is not a model directory: it has no config.json", key="config.json")
     return _read_json(folder / "config.json")
 
 
@@ -149,7 +151,8 @@ def load_pretrained(
     tensors = _tensors(Path(directory), dtype).called(hf_names(config))
     if config.tie_embeddings and _HEAD in tensors and _EMBEDDING in tensors:
         if not torch.equal(tensors[_HEAD], tensors[_EMBEDDING]):
-            raise ModelError(f"{directory}: config.json ties {_HEAD} to {_EMBEDDING}, but their values differ")
+            message = f"{directory}: config.json ties {_HEAD} to {_EMBEDDING}, but their values differ"
+            raise ModelError(message, key=_HEAD)
         tensors = tensors.without(_HEAD)
     check_tensors(
         str(directory), parameter_shapes(config, value=values), {name: tensors.shape(name) for name in tensors}
@@ -198,9 +201,12 @@ def check_tensors(source: str, wanted: Mapping[str, tuple[int, ...]], found: Map
             if name in found and found[name] != shape
         ],
     }
-    said = [f"{kind}: {_some(names)}" for kind, names in problems.items() if names]
-    if said:
-        raise ModelError(f"{source}: tensors do not match the config; " + "; ".join(said))
+    wrong = {kind: names for kind, names in problems.items() if names}
+    if wrong:
+        kind, names = next(iter(wrong.items()))
+        key = f"{names[0].partition(' ')[0]}.{'shape' if kind == 'mis-shaped' else kind}"
+        message = "; ".join(f"{kind}: {_some(names)}" for kind, names in wrong.items())
+        raise ModelError(f"{source}: tensors do not match the config; {message}", key=key)
 
 
 def save_pretrained(
@@ -234,7 +240,8 @@ def save_pretrained(
     ids = {**{k: inherited[k] for k in _TOKEN_IDS if inherited.get(k) is not None}, **(token_ids or {})}
     kept = dtype or next(iter(state.values())).dtype
     if kept not in _STORED:
-        raise ModelError(f"a model of {kept} cannot be exported; one of {', '.join(map(str, _STORED))} can")
+        message = f"a model of {kept} cannot be exported; one of {', '.join(map(str, _STORED))} can"
+        raise ModelError(message, key="dtype")
     try:
         _clear(out)
         _write_weights(out, state, kept, shard_bytes, hf_names(config))
@@ -242,7 +249,7 @@ def save_pretrained(
         _write_generation(out, source, {**ids, **(generation or {})})
         _write_json(out / "config.json", {**hf, **ids, "torch_dtype": str(kept).removeprefix("torch.")})
     except (OSError, SafetensorError) as error:
-        raise StorageError(f"cannot write model to {str(out)!r}: {error}") from error
+        raise StorageError(f"cannot write model to {str(out)!r}: {error}", key=out.name) from error
 
 
 def _clear(out: Path) -> None:
@@ -342,37 +349,40 @@ def _tensors(folder: Path, dtype: torch.dtype | None) -> LazyTensors:
     if (folder / INDEX).is_file():
         weight_map = _read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise ModelError(f"{folder / INDEX} has no weight_map")
+            raise ModelError(f"{folder / INDEX} has no weight_map", key=f"{INDEX}.weight_map")
         for name, file in weight_map.items():
             if problem := name_problem(file, folders=True):
-                raise ModelError(f"{folder / INDEX}: file of tensor {name}: {problem}")
+                message = f"{folder / INDEX}: file of tensor {name}: {problem}"
+                raise ModelError(message, key=f"{INDEX}.weight_map.{name}")
         files = weight_map
     elif (folder / WEIGHTS).is_file():
         files = dict.fromkeys(_open_file(folder / WEIGHTS).keys(), WEIGHTS)
     else:
-        raise ModelError(f"{str(folder)!r} has neither {WEIGHTS} nor {INDEX}; other formats of weights are not read")
+        message = f"{str(folder)!r} has neither {WEIGHTS} nor {INDEX}; other formats of weights are not read"
+        raise ModelError(message, key=WEIGHTS)
     # Old Llama checkpoints carry this constant of the rotary embedding.
     return LazyTensors(folder, {k: f for k, f in files.items() if not k.endswith("rotary_emb.inv_freq")}, dtype)
 
 
 def _open_file(file: Path) -> Any:
     if file.exists() and not file.is_file():  # a pipe would be waited for
-        raise ModelError(f"{file} is not a file")
+        raise ModelError(f"{file} is not a file", key=f"{file.name}.type")
     try:
         return safe_open(file, framework="pt")
     except FileNotFoundError as error:
-        raise ModelError(f"{file} is missing") from error
+        raise ModelError(f"{file} is missing", key=file.name) from error
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is corrupt or not a safetensors file: {error}") from error
+        raise ModelError(f"{file} is corrupt or not a safetensors file: {error}", key=f"{file.name}.header") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
+        raise ModelError(f"{file} cannot be read: {error}", key=f"{file.name}.content") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{file} holds a {type(content).__name__}; it must hold an object")
+        message = f"{file} holds a {type(content).__name__}; it must hold an object"
+        raise ModelError(message, key=f"{file.name}.type")
     return content
 
 

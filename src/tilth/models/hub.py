@@ -42,5 +42,6 @@ def fetched(spec: str, *, weights: bool = True) -> str:
         name = spec.partition("/")[2]
         raise ModelError(
             f"{spec!r} is no folder here, and could not be had from the Hugging Face hub ({reason}). Where the hub can "
-            f"be reached: hf download {spec} --local-dir {name}; then name the folder, {name}"
+            f"be reached: hf download {spec} --local-dir {name}; then name the folder, {name}",
+            key=spec,
         ) from error

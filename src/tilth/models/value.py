@@ -58,11 +58,12 @@ class ValueModel(Decoder):
             if name.startswith(OUTPUT):
                 continue
             if name not in own or own[name].shape != tensor.shape:
-                raise ModelError(
-                    f"{name} {list(tensor.shape)} has no place in the value model: another shape of decoder"
-                )
+                message = f"{name} {list(tensor.shape)} has no place in the value model: another shape of decoder"
+                raise ModelError(message, key=f"{name}.{'shape' if name in own else 'extra'}")
             own.pop(name).copy_(tensor)
         if own:
-            raise ModelError(f"{next(iter(own))} is missing in the weights that the value model should begin with")
+            name = next(iter(own))
+            message = f"{name} is missing in the weights that the value model should begin with"
+            raise ModelError(message, key=f"{name}.missing")
         for parameter in self.score.parameters():
             parameter.zero_()

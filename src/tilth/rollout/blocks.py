@@ -156,7 +156,7 @@ class BlockManager:
         for index in reversed(table.blocks):
             block = self._blocks[index]
             if block.refs < 1:
-                raise BlockError(f"block {index} is freed more often than it was taken")
+                raise BlockError(f"block {index} is freed more often than it was taken", key="close")
             block.refs -= 1
             if block.refs == 0 and block.digest is None:
                 self._blank.append(index)
@@ -208,16 +208,16 @@ class BlockManager:
             for index in table.blocks:
                 refs[index] += 1
         if sorted([*self._blank, *self._idle]) != [i for i, n in enumerate(refs) if n == 0]:
-            raise BlockError("free blocks are not exactly those that no table holds")
+            raise BlockError("free blocks are not exactly those that no table holds", key="free")
         if len(self._blocks) > self.num_blocks:
-            raise BlockError(f"there are {len(self._blocks)} blocks, more than {self.num_blocks}")
+            raise BlockError(f"there are {len(self._blocks)} blocks, more than {self.num_blocks}", key="num_blocks")
         for i, block in enumerate(self._blocks):
             if block.refs != refs[i]:
-                raise BlockError(f"block {i} counts {block.refs} references, tables hold {refs[i]}")
+                raise BlockError(f"block {i} counts {block.refs} references, tables hold {refs[i]}", key="refs")
             if (block.digest is not None) != (self._registered.get(block.digest or b"") == i):
-                raise BlockError(f"block {i} and the table of hashes disagree")
+                raise BlockError(f"block {i} and the table of hashes disagree", key="digest")
             if block.refs == 0 and (i in self._idle) != (block.digest is not None):
-                raise BlockError(f"free block {i} is on the wrong list")
+                raise BlockError(f"free block {i} is on the wrong list", key="idle")
         slots = [self._blocks[i].slot for i in self._registered.values()]
         if len(set(slots) | set(self._slots)) != len(slots) + len(self._slots):
-            raise BlockError("two registered blocks share a store slot")
+            raise BlockError("two registered blocks share a store slot", key="slot")

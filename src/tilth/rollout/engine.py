@@ -139,7 +139,8 @@ class Engine(GenerationEngine):
         """Go on with a partial trajectory where it ended: same positions, same random numbers. Raises DataError."""
         answer = SequenceState.resume(trajectory, params)
         if answer.end <= len(answer.tokens):
-            raise DataError(f"trajectory {trajectory.id} already has max_tokens={params.max_tokens} tokens")
+            message = f"trajectory {trajectory.id} already has max_tokens={params.max_tokens} tokens"
+            raise DataError(message, key="params.max_tokens")
         self._check(answer, set())
         self._enqueue(answer)
 
@@ -147,21 +148,22 @@ class Engine(GenerationEngine):
         r = answer.request
         what = f"request {r.id}"
         if r.id in self._known or r.id in seen:
-            raise DataError(f"{what}: another request in flight has this id; ids must be unique")
+            raise DataError(f"{what}: another request in flight has this id; ids must be unique", key="request.id")
         seen.add(r.id)
         if not len(answer.tokens):
-            raise DataError(f"{what}: the prompt is empty; it must have at least one token")
+            raise DataError(f"{what}: the prompt is empty; it must have at least one token", key="request.prompt")
         if answer.tokens.min() < 0 or answer.tokens.max() >= self.config.vocab_size:
-            raise DataError(f"{what}: a token id is outside the vocabulary of {self.config.vocab_size}")
+            message = f"{what}: a token id is outside the vocabulary of {self.config.vocab_size}"
+            raise DataError(message, key="request.prompt.vocab_size")
         if answer.end > self.max_length:
             n, m = len(answer.tokens), answer.end - len(answer.tokens)
-            raise DataError(
-                f"{what}: {n} prompt tokens and {m} new ones exceed the context of {self.max_length} tokens"
-            )
+            message = f"{what}: {n} prompt tokens and {m} new ones exceed the context of {self.max_length} tokens"
+            raise DataError(message, key="request.max_tokens")
         if self._blocks.blocks_for(answer.end) > self._blocks.num_blocks:
-            raise DataError(f"{what}: {answer.end} tokens do not fit a KV cache of kv_tokens={self.kv_tokens}")
+            message = f"{what}: {answer.end} tokens do not fit a KV cache of kv_tokens={self.kv_tokens}"
+            raise DataError(message, key="kv_tokens")
         if r.params.stop and self.tokenizer is None:
-            raise DataError(f"{what}: stop strings need an engine with a tokenizer")
+            raise DataError(f"{what}: stop strings need an engine with a tokenizer", key="request.stop")
 
     def _enqueue(self, answer: SequenceState) -> None:
         params = answer.request.params
@@ -189,7 +191,8 @@ class Engine(GenerationEngine):
                 for row in lane.rows.tolist():
                     if lane.request_id(row) == trajectory:
                         return self._finish(self._vacate(lane, row), "aborted")
-            raise DataError(f"trajectory {trajectory} is not in flight, so it cannot be aborted")
+            message = f"trajectory {trajectory} is not in flight, so it cannot be aborted"
+            raise DataError(message, key="trajectory")
         return self._finish(answer, "aborted")
 
     def peek(self, trajectory: int) -> np.ndarray:
@@ -201,7 +204,7 @@ class Engine(GenerationEngine):
         for answer in self._scheduler.answers():
             if answer.request.id == trajectory:
                 return answer.completion.copy()
-        raise DataError(f"trajectory {trajectory} is not in flight, so there is nothing of it to see")
+        raise DataError(f"trajectory {trajectory} is not in flight, so it has no tokens to return", key="trajectory")
 
     # One step
 
@@ -209,7 +212,7 @@ class Engine(GenerationEngine):
     def poll(self) -> list[Trajectory]:
         """Decode one token of every running sequence, then compute prompts as the budget allows; what finished."""
         if self._released:
-            raise EngineError("the KV cache is released; call wake_up() before poll()")
+            raise EngineError("the KV cache is released; call wake_up() before poll()", key="poll")
         done, self._done = self._done, []
         self._stats.steps += 1
         self._warm_up()
@@ -477,21 +480,22 @@ class Engine(GenerationEngine):
             wrong = not_finite(self.model.named_parameters())
             why = f": of the weights {wrong} is not finite" if wrong else ""
             what = f"the engine's logits are not finite under weights of version {self.version}{why}"
-            raise NonFiniteError(f"{what}; requests in flight are dropped")
+            raise NonFiniteError(f"{what}; requests in flight are dropped", key="logits")
 
 
 def _check_weight(name: str, tensor: Tensor, mine: Mapping[str, Tensor]) -> None:
     if name not in mine:
-        raise ModelError(f"weights for the engine: {name} is not in the model")
+        raise ModelError(f"weights for the engine: {name} is not in the model", key=f"{name}.extra")
     if tensor.shape != mine[name].shape:
-        raise ModelError(
-            f"weights for the engine: {name} is {tuple(tensor.shape)}; it must be {tuple(mine[name].shape)}"
-        )
+        message = f"weights for the engine: {name} is {tuple(tensor.shape)}; it must be {tuple(mine[name].shape)}"
+        raise ModelError(message, key=f"{name}.shape")
 
 
 def _check_missing(names: Collection[str]) -> None:
     if names:
-        raise ModelError(f"weights for the engine: missing: {', '.join(sorted(names)[:5])} ({len(names)} in all)")
+        first = sorted(names)
+        message = f"weights for the engine: missing: {', '.join(first[:5])} ({len(first)} in all)"
+        raise ModelError(message, key=f"{first[0]}.missing")
 
 
 def _to_host(chosen: Chosen) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -102,7 +102,8 @@ class GenerationEngine(Protocol):
     def keep(self, others: list[Trajectory]) -> None:
         """Take finished trajectories of other callers back. Raises EngineError where that cannot be."""
         if others:
-            raise EngineError(f"request {others[0].id} of another caller has finished; use submit and poll instead")
+            message = f"request {others[0].id} of another caller has finished; use submit and poll instead"
+            raise EngineError(message, key="keep")
 
     def stream(self, requests: Iterable[Request], aborting: deque[int] | None = None) -> Iterator[Trajectory]:
         """Submit requests and yield each trajectory as soon as it has finished.
@@ -150,13 +151,15 @@ def make_engine(name: str, config: DecoderConfig, *, plugins: Iterable[str] = ()
         return shipped
     if (declaration := declared("engine").get(name)) is None:
         known = ", ".join([*ENGINES, *declared("engine")])
-        raise RecipeError(f"rollout.engine={name!r} is not an engine; use {known}, or a plugin that declares it")
+        message = f"rollout.engine={name!r} is not an engine; use {known}, or a plugin that declares it"
+        raise RecipeError(message, key="rollout.engine")
     kind, where = declaration.value, f"engine {name!r} ({declaration.where})"
     if GenerationEngine not in getattr(kind, "__mro__", ()):
-        raise PluginError(f"{where} is not a subclass of {GenerationEngine.__module__}.{GenerationEngine.__name__}")
+        message = f"{where} is not a subclass of {GenerationEngine.__module__}.{GenerationEngine.__name__}"
+        raise PluginError(message, key=f"engine.{name}.class")
     try:
         return kind(config, **options)
     except TilthError:
         raise
     except Exception as error:
-        raise PluginError(f"{where}: {describe(error)}") from error
+        raise PluginError(f"{where}: {describe(error)}", key=f"engine.{name}") from error

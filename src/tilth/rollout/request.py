@@ -55,7 +55,7 @@ class SamplingParams:
 
 def _check(good: bool, name: str, value: object, right: str) -> None:
     if not good:
-        raise DataError(f"sampling {name} is {value!r}; it must be {right}")
+        raise DataError(f"sampling {name} is {value!r}; it must be {right}", key=name)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Failure(NamedTuple):
         """The exception to raise in the controller: the same class, or a WorkerError with the worker's traceback."""
         where = place_of(call, rank)
         if self.kind is None:
-            found = WorkerError(f"{where}: {self.message}\n{self.traceback}")
+            found = WorkerError(f"{where}: {self.message}\n{self.traceback}", key=call.operation)
             found.collective = self.collective
             return found
         error = self.kind(f"{where}: {self.message}", key=self.key)
@@ -91,7 +91,7 @@ def settle(future: "Future[Reply]", call: Call, rank: int, sent: int, data: byte
     try:
         answer = pickle.loads(data)
     except Exception as error:  # noqa: BLE001 - whatever an answer's class raises; the caller is told
-        answer = WorkerError(f"{place_of(call, rank)}: its answer cannot be read here: {error}")
+        answer = WorkerError(f"{place_of(call, rank)}: its answer cannot be read here: {error}", key=call.operation)
     if isinstance(answer, Reply):
         future.set_result(answer._replace(sent=sent, received=len(data)))
     else:

@@ -34,12 +34,13 @@ def most_workers() -> int:
 def check_room(workers: int) -> None:
     """RecipeError with what would work if this machine cannot take so many workers."""
     if workers < 1:
-        raise RecipeError(f"cluster.workers = {workers}: at least 1 is needed")
+        raise RecipeError(f"cluster.workers = {workers}: at least 1 is needed", key="cluster.workers")
     if workers > (most := most_workers()):
         free = host_memory().free / 1e9
         raise RecipeError(
             f"cluster.workers = {workers}: this machine has {cores()} CPU cores and {free:.1f} GB of free memory (a "
-            f"worker takes about {WORKER / 1e9:.2f} GB), enough for at most {most}; use cluster.workers={most} or less"
+            f"worker takes about {WORKER / 1e9:.2f} GB), enough for at most {most}; use cluster.workers={most} or less",
+            key="cluster.workers",
         )
 
 

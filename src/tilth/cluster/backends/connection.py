@@ -35,7 +35,7 @@ class WorkerConnection:
         future: Future[Reply] = Future()
         with self._lock:
             if self._lost:
-                future.set_exception(WorkerLost(f"{place_of(call, self.rank)}: {self._lost}"))
+                future.set_exception(WorkerLost(f"{place_of(call, self.rank)}: {self._lost}", key=call.operation))
                 return future
             self._pending.append((call, len(data), future))
             try:
@@ -67,7 +67,7 @@ class WorkerConnection:
             self._lost = lost
             pending, self._pending = list(self._pending), deque()
         for call, _, future in pending:
-            future.set_exception(WorkerLost(f"{place_of(call, self.rank)}: {lost}"))
+            future.set_exception(WorkerLost(f"{place_of(call, self.rank)}: {lost}", key=call.operation))
 
     def close(self) -> None:
         """End the connection, which tells the worker, and the reader."""

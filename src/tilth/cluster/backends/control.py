@@ -34,7 +34,7 @@ def serve(address: str, answer: Callable[[str, str, Mapping[str, Any]], Any]) ->
 
 def ask(address: str, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
     """Send a message and return the answer. Raises WorkerError: what the worker raised; WorkerLost: no answer."""
-    where = f"role {role}, rank {rank}, {method}"
+    where, key = f"role {role}, rank {rank}, {method}", f"{role}.{method}"
     try:
         with socket.socket(socket.AF_UNIX) as there:
             there.settimeout(LIMIT)
@@ -42,7 +42,7 @@ def ask(address: str, rank: int, role: str, method: str, arguments: Mapping[str,
             there.sendall(json.dumps([role, method, arguments]).encode() + b"\n")
             reply = json.load(there.makefile())
     except (OSError, ValueError) as error:
-        raise WorkerLost(f"{where}: the worker does not answer a control message: {error}") from None
+        raise WorkerLost(f"{where}: the worker does not answer a control message: {error}", key=key) from None
     if "error" in reply:
-        raise WorkerError(f"{where}: {reply['error']}")
+        raise WorkerError(f"{where}: {reply['error']}", key=key)
     return reply["value"]

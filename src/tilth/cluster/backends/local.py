@@ -148,10 +148,12 @@ class LocalBackend:
         missing = [rank for rank in range(self.workers) if rank not in found]
         ended = [rank for rank in missing if rank in self._processes and self._processes[rank].poll() is not None]
         if ended:
-            raise WorkerLost(f"rank {ended[0]}, start: {self._ending(ended[0])}")
+            raise WorkerLost(f"rank {ended[0]}, start: {self._ending(ended[0])}", key="cluster.start")
         if time.monotonic() > until:
             log = self.watch.log_end(missing[0])
-            raise WorkerLost(f"rank {missing[0]}, start: the worker has not connected within {limit:g} s{log}")
+            raise WorkerLost(
+                f"rank {missing[0]}, start: the worker has not connected within {limit:g} s{log}", key="cluster.start"
+            )
 
     def submit(self, rank: int, call: Call) -> Future[Reply]:
         """Send a call. The same Call for several ranks, one after the other, is encoded once."""
@@ -224,7 +226,8 @@ def _check(workers: int, gpus: bool, ours: bool) -> None:
 
         if workers > (there := torch.cuda.device_count()):
             way = f"use at most {there}" if there else "use train.device=cpu"
-            raise RecipeError(f"cluster.workers = {workers}, but this machine has {there} GPUs; {way}")
+            message = f"cluster.workers = {workers}, but this machine has {there} GPUs; {way}"
+            raise RecipeError(message, key="cluster.workers")
 
 
 def _listen(address: str) -> socket.socket:

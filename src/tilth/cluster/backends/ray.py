@@ -54,7 +54,7 @@ class RayBackend:
 
     def __init__(self, workers: int, *, timeout: float = 600.0, address: str = "", gpus: bool = False) -> None:
         if workers < 1:
-            raise RecipeError(f"cluster.workers = {workers}: at least 1 is needed")
+            raise RecipeError(f"cluster.workers = {workers}: at least 1 is needed", key="cluster.workers")
         self.workers = workers
         self._ray = import_ray(address)
         self._machines: list[Any] = []
@@ -116,10 +116,11 @@ class RayBackend:
         except self._ray.exceptions.GetTimeoutError:
             raise RecipeError(
                 f"cluster.workers = {self.workers}: Ray has not started them within {limit:g} s; is the cluster "
-                "busy with another job? (ray status)"
+                "busy with another job? (ray status)",
+                key="cluster.workers",
             ) from None
         except self._ray.exceptions.RayError as error:
-            raise WorkerLost(f"a worker could not start: {str(error).strip()}") from None
+            raise WorkerLost(f"a worker could not start: {str(error).strip()}", key="cluster.start") from None
         return answers
 
     def submit(self, rank: int, call: Call) -> Future[Reply]:
@@ -145,9 +146,9 @@ class RayBackend:
     def _fail(self, rank: int, call: Call, future: Future[Reply], error: BaseException) -> None:
         where = place_of(call, rank)
         if isinstance(error, self._ray.exceptions.RayActorError):
-            future.set_exception(WorkerLost(f"{where}: {self._ending(rank)}"))
+            future.set_exception(WorkerLost(f"{where}: {self._ending(rank)}", key=call.operation))
         else:
-            future.set_exception(WorkerError(f"{where}: {type(error).__name__}: {error}"))
+            future.set_exception(WorkerError(f"{where}: {type(error).__name__}: {error}", key=call.operation))
 
     def _ending(self, rank: int) -> str:
         """How a worker was lost, as its machine tells; that one may be lost too."""
@@ -164,9 +165,13 @@ class RayBackend:
         try:
             return self._ray.get(machine.control.remote(rank, role, method, arguments), timeout=2 * LOOK)
         except self._ray.exceptions.RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, TilthError) else WorkerError(str(error))) from None
+            cause = error.cause
+            raise (
+                cause if isinstance(cause, TilthError) else WorkerError(str(error), key=f"{role}.{method}")
+            ) from None
         except self._ray.exceptions.RayError as error:
-            raise WorkerLost(f"role {role}, rank {rank}, {method}: {str(error).strip()}") from None
+            message = f"role {role}, rank {rank}, {method}: {str(error).strip()}"
+            raise WorkerLost(message, key=f"{role}.{method}") from None
 
     def probe(self, rank: int) -> Probe:
         """What the worker's machine sees of it."""
@@ -213,7 +218,8 @@ def import_ray(address: str = "") -> ModuleType:
         except ImportError:
             raise RecipeError(
                 "cluster.backend = 'ray': Ray is not installed; in Tilth's folder: pip install '.[ray]'; "
-                "or use cluster.backend=local"
+                "or use cluster.backend=local",
+                key="cluster.backend",
             ) from None
     return ray
 
@@ -270,7 +276,8 @@ def connect(ray: ModuleType, workers: int, address: str) -> bool:
     if address.startswith("ray://"):
         raise RecipeError(
             f"cluster.address = {address!r}: a Ray client cannot be the controller; run tilth on a node of the "
-            "cluster, with cluster.address=auto"
+            "cluster, with cluster.address=auto",
+            key="cluster.address",
         )
     if address:
         _check_address(address)
@@ -294,30 +301,33 @@ def _start(ray: ModuleType, workers: int) -> None:
         why = f"not within {START:g} s" if isinstance(error, _Late) else _first(error)
         raise RecipeError(
             f"cluster.backend = 'ray': Ray does not start on this machine: {why}; is it busy, or short of memory? Its "
-            "logs are in /tmp/ray/session_latest/logs; cluster.backend=local does without Ray"
+            "logs are in /tmp/ray/session_latest/logs; cluster.backend=local does without Ray",
+            key="cluster.backend",
         ) from None
 
 
 def _join(ray: ModuleType, address: str) -> None:
     """The Ray cluster at an address."""
-    key = f"cluster.address = {address!r}"
+    key, place = "cluster.address", f"cluster.address = {address!r}"
     try:
         with _our_signals():
             ray.init(address=address, **QUIET)
     except RuntimeError as error:  # its own sentence: which versions meet, what it cannot reach
-        raise RecipeError(f"{key}: {_first(error)}") from None
+        raise RecipeError(f"{place}: {_first(error)}", key=key) from None
     except ValueError as error:
-        raise RecipeError(f"{key}: {_first(error)}; {RIGHT}") from None
+        raise RecipeError(f"{place}: {_first(error)}; {RIGHT}", key=key) from None
     except (ConnectionError, ray.exceptions.RayError) as error:
         raise RecipeError(
-            f"{key}: the Ray cluster does not take this process: {_first(error)}; set "
-            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to what its nodes were started with"
+            f"{place}: the Ray cluster does not take this process: {_first(error)}; set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to what its nodes were started with",
+            key=key,
         ) from None
     except (Exception, _Late) as error:  # noqa: BLE001 - Ray raises plain Exceptions where it waits in vain
         why = f"no answer within {START:g} s" if isinstance(error, _Late) else _first(error)
         raise RecipeError(
-            f"{key}: the Ray cluster cannot be joined: {why}; see whether it is up (ray status), and with ray stop and "
-            "ray start put it up again"
+            f"{place}: the Ray cluster cannot be joined: {why}; see whether it is up (ray status); if not, "
+            "restart it with ray stop and ray start",
+            key=key,
         ) from None
 
 
@@ -327,7 +337,9 @@ def _check_address(address: str) -> None:
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise RecipeError(f"cluster.address = {address!r} is not the address of a Ray cluster; {RIGHT}")
+        raise RecipeError(
+            f"cluster.address = {address!r} is not the address of a Ray cluster; {RIGHT}", key="cluster.address"
+        )
     _knock(address)
 
 
@@ -346,9 +358,11 @@ def _knock(address: str) -> None:
             while len(answer) < 4 and (more := door.recv(4 - len(answer))):
                 answer += more
     except OSError as error:
-        raise RecipeError(f"cluster.address = {address!r}: no Ray cluster answers there: {error}") from None
+        message = f"cluster.address = {address!r}: no Ray cluster answers there: {error}"
+        raise RecipeError(message, key="cluster.address") from None
     if answer[3:] != b"\x04":
-        raise RecipeError(f"cluster.address = {address!r}: what answers there is no Ray cluster; {RIGHT}")
+        message = f"cluster.address = {address!r}: what answers there is no Ray cluster; {RIGHT}"
+        raise RecipeError(message, key="cluster.address")
 
 
 def nodes_of(table: Sequence[Mapping[str, Any]], gpus: bool) -> list[Node]:
@@ -370,7 +384,8 @@ def spread(room: Sequence[int], workers: int, what: str = "CPUs") -> list[int]:
     if sum(room) < workers:
         raise RecipeError(
             f"cluster.workers = {workers}: the Ray cluster has {sum(room)} {what} on {len(room)} "
-            f"node{'s' * (len(room) != 1)} and each worker takes one; use cluster.workers={sum(room)} or add nodes"
+            f"node{'s' * (len(room) != 1)} and each worker takes one; use cluster.workers={sum(room)} or add nodes",
+            key="cluster.workers",
         )
     shares = [0] * len(room)
     for _ in range(workers):

@@ -12,7 +12,6 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import psutil
 
@@ -21,6 +20,7 @@ from tilth.cluster.backends.base import Probe
 from tilth.cluster.backends.probe import NodeProbe, show_stacks
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.backends.status import StatusBoard
+from tilth.cluster.backends.store import column_key, column_of
 from tilth.cluster.worker import reaper
 from tilth.cluster.worker.executor import Executor, failure
 from tilth.cluster.worker.local_worker import encoded
@@ -168,7 +168,7 @@ class RayStore:
 
     def put(self, column: str, data: Jagged) -> Handle:
         """Keep a column. StorageError if the object store is full or its keeper is gone."""
-        key = f"{self._home}/{self.lease}~{quote(column, safe='')}-{self._writer}-{next(self._numbers)}"
+        key = f"{self._home}/{column_key(self.lease, column, self._writer, next(self._numbers))}"
         nbytes = data.values.nbytes + data.offsets.nbytes
         with span("payload.put", bytes=nbytes):
             self._ask(key, "keep", key, data, nbytes)
@@ -216,4 +216,5 @@ def _resolved(reference: Any, key: str) -> Any:
         return ray.get(reference)
     except ray.exceptions.RayError as error:
         first = str(error).strip().splitlines()[0]
-        raise StorageError(f"payload column {key} is out of reach in Ray's object store: {first}") from None
+        message = f"payload column {key} is out of reach in Ray's object store: {first}"
+        raise StorageError(message, key=column_of(key)) from None

@@ -45,11 +45,13 @@ class SessionDir:
                 file.write(secrets.token_bytes(32))
         except OSError as error:
             raise StorageError(
-                f"cluster.backend=local needs a folder in {root}: {error.strerror}{advice(error)}"
+                f"cluster.backend=local needs a folder in {root}: {error.strerror}{advice(error)}",
+                key="session_dir",
             ) from None
         if len(os.fsencode(folder.control(99_999))) > _SOCKET_PATH:
             folder.remove()
-            raise StorageError(f"{folder.socket} is too long for the name of a socket; set TMPDIR to a shorter path")
+            message = f"{folder.socket} is too long for the name of a socket; set TMPDIR to a shorter path"
+            raise StorageError(message, key="session_dir.socket")
         return folder
 
     @classmethod

@@ -29,7 +29,8 @@ class StatusBoard:
         try:
             path.write_bytes(bytes(SLOT * workers))
         except OSError as error:
-            raise StorageError(f"{path} could not be written: {error.strerror}{advice(error)}") from None
+            message = f"{path} could not be written: {error.strerror}{advice(error)}"
+            raise StorageError(message, key=path.name) from None
         return cls(path)
 
     def mark(self, rank: int, phase: str) -> None:

@@ -6,19 +6,29 @@ The files belong to no process: what a rank has put outlives it. In /dev/shm the
 import itertools
 import mmap
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import numpy as np
 
 from tilth.cluster.backends.capacity import advice
 from tilth.core.batch import Handle, Jagged
-from tilth.core.errors import StorageError
+from tilth.core.errors import ArgumentError, StorageError
 from tilth.trace.spans import span
 
 HEADER = 64
 """Bytes: the values' dtype (numpy's string, padded to 48), the number of offsets (int64), the number of values (int64);
 then the offsets (int64) and the values follow as they are in memory."""
 _NAME = 48
+
+
+def column_key(lease: str, column: str, writer: str, number: int) -> str:
+    """Return the key of a column: unique, and fit for the name of a file."""
+    return f"{lease}~{quote(column, safe='')}-{writer}-{number}"
+
+
+def column_of(key: str) -> str:
+    """Return the column's name that a key from ``column_key`` holds."""
+    return unquote(key.partition("~")[2].rsplit("-", 2)[0])
 
 
 class FolderStore:
@@ -34,11 +44,10 @@ class FolderStore:
         """Write a column. StorageError if there is no room; ValueError for values that are not numbers in one row."""
         values, offsets = np.ascontiguousarray(data.values), np.ascontiguousarray(data.offsets, np.int64)
         if values.ndim != 1 or values.dtype.hasobject:
-            raise ValueError(f"column {column!r}: payload is one row of numbers, not {values.dtype} of {values.shape}")
-        handle = Handle(
-            f"{self.lease}~{quote(column, safe='')}-{self._writer}-{next(self._numbers)}",
-            values.nbytes + offsets.nbytes,
-        )
+            message = f"column {column!r}: payload is one row of numbers, not {values.dtype} of {values.shape}"
+            raise ArgumentError(message, key=column)
+        key = column_key(self.lease, column, self._writer, next(self._numbers))
+        handle = Handle(key, values.nbytes + offsets.nbytes)
         sizes = np.array([len(offsets), len(values)], np.int64)
         try:
             with span("payload.put", bytes=handle.nbytes), open(self.folder / handle.key, "xb") as file:
@@ -76,5 +85,6 @@ class FolderStore:
 
 def _no_room(folder: Path, column: str, size: int, error: OSError) -> StorageError:
     return StorageError(
-        f"payload column {column!r} of {size} bytes could not be put in {folder}: {error.strerror}{advice(error)}"
+        f"payload column {column!r} of {size} bytes could not be put in {folder}: {error.strerror}{advice(error)}",
+        key=column,
     )

@@ -14,7 +14,7 @@ from functools import partial
 from typing import NoReturn, Protocol
 
 from tilth.cluster.backends.base import Backend, Call, Probe, Reply
-from tilth.cluster.controller.report import absence_report, absent, timeout_report
+from tilth.cluster.controller.report import absence, absent, overdue
 from tilth.cluster.controller.totals import Totals, Traffic
 from tilth.core.batch import Lease
 from tilth.core.errors import CallTimeout, TilthError, WorkerError, WorkerLost
@@ -179,7 +179,7 @@ class Dispatch:
             return [(rank, q[0].call) for rank, q in enumerate(self._flying) if q and self._due(rank) <= now]
 
     def _timeout_error(self, late: Iterable[tuple[int, Call]]) -> CallTimeout:
-        return CallTimeout(timeout_report(dict(late), self._probes(), self.timeout))
+        return overdue(dict(late), self._probes(), self.timeout)
 
     def _absence(self) -> CallTimeout | None:
         """The error that names who did not come to a collective, where others have failed because they waited for it:
@@ -198,7 +198,7 @@ class Dispatch:
         waited, probes = {rank: str(error) for rank, (_, error) in self._waited.items()}, self._probes()
         for late in (same, {rank: queue[0].call for rank, queue in flying.items()}):
             if absent(late, probes):
-                return CallTimeout(absence_report(late, probes, waited))
+                return absence(late, probes, waited)
         return None
 
     def _probes(self) -> list[Probe]:

@@ -93,7 +93,8 @@ class WorkerGroup:
         if call.generation != self.generation:
             raise StaleGeneration(
                 f"role {self.role}, {call.method}: an answer of generation {call.generation}, and the role was made "
-                f"again since: it is at {self.generation}"
+                f"again since: it is at {self.generation}",
+                key=call.operation,
             )
         with self._traced("await", call.number, call.method) as spent:
             replies = self._dispatch.wait(flights)

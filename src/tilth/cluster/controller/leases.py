@@ -81,8 +81,10 @@ class LeasedStore:
         held = self._store.held()
         if held:
             keys = {key.rpartition("/")[2].partition("~")[0] for key in held}
-            owners = sorted(repr(self._open[key].name) if key in self._open else "no lease" for key in keys)
+            owners = sorted(self._open[key].name if key in self._open else "" for key in keys)
             raise PayloadLeak(
                 f"{len(held)} payload columns ({sum(held.values()):,} bytes) are still held at the end, by "
-                f"{', '.join(owners)}: release the batches, or call inside a scope of the store"
+                f"{', '.join(repr(owner) if owner else 'no lease' for owner in owners)}: release the batches, or call "
+                "inside a scope of the store",
+                key=owners[0] or "payload",
             )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import psutil
 
 from tilth.cluster.backends.base import Call, Probe, place_of
+from tilth.core.errors import CallTimeout
 
 FRAMES = 6
 """Innermost frames of the main thread that are shown of a rank that is not late."""
@@ -28,8 +29,8 @@ _IMPORT = '  File "<frozen importlib.'
 _FILE = re.compile(r'  File "([^"]*)"')
 
 
-def timeout_report(late: Mapping[int, Call], probes: Sequence[Probe], limit: float) -> str:
-    """Which calls have exceeded ``limit`` seconds, then a paragraph a rank: stopped ones, late ones, the others.
+def overdue(late: Mapping[int, Call], probes: Sequence[Probe], limit: float) -> CallTimeout:
+    """Return the error of calls that exceeded ``limit`` seconds, with a paragraph per rank: stopped, late, others.
 
     late: by rank, the call that is overdue. Named are those of them that the others wait for, if there are such.
     limit: ``cluster.timeout``; calls may have more (``Call.least``).
@@ -39,11 +40,12 @@ def timeout_report(late: Mapping[int, Call], probes: Sequence[Probe], limit: flo
     named = absent(late, probes) or list(late)
     waiting = [rank for rank in late if rank not in named]
     more = f"; {_waited_for(waiting, named)} in a collective" if waiting else ""
-    return "\n".join([f"{_places(late, named)}: no answer within {within}{more}", *_paragraphs(late, probes, named)])
+    lines = [f"{_places(late, named)}: no answer within {within}{more}", *_paragraphs(late, probes, named)]
+    return CallTimeout("\n".join(lines), key=late[named[0]].operation)
 
 
-def absence_report(late: Mapping[int, Call], probes: Sequence[Probe], waited: Mapping[int, str]) -> str:
-    """Which ranks did not come to a collective that ran out of time for others, then a paragraph a rank.
+def absence(late: Mapping[int, Call], probes: Sequence[Probe], waited: Mapping[int, str]) -> CallTimeout:
+    """Return the error of ranks that did not join a collective which timed out for others, a paragraph per rank.
 
     late: by rank, the call that is not over; some of them are ``absent``. waited: by rank, the error of those that did
     come, whose first line is told.
@@ -53,7 +55,8 @@ def absence_report(late: Mapping[int, Call], probes: Sequence[Probe], waited: Ma
     head = (
         f"{_places(late, named)}: did not come to a collective; {_waited_for(waited, named)} until it ran out of time"
     )
-    return "\n".join([head, *_paragraphs(late, probes, named), *told])
+    lines = [head, *_paragraphs(late, probes, named), *told]
+    return CallTimeout("\n".join(lines), key=late[named[0]].operation)
 
 
 def absent(late: Mapping[int, Call], probes: Iterable[Probe]) -> list[int]:

@@ -81,7 +81,7 @@ class Executor:
     def _out_of_memory(self, call: Call, error: BaseException) -> OutOfMemory:
         """Inline the error itself says whose call it was, elsewhere its way to the controller does."""
         place = f"{place_of(call, self.rank)}: " if self.alone else ""
-        told = OutOfMemory(f"{place}{no_memory(error)}")
+        told = OutOfMemory(f"{place}{no_memory(error)}", key=call.operation)
         told.role = role_of(call)
         return told
 
@@ -91,14 +91,16 @@ class Executor:
         if not full or not self.init_method.startswith("file://"):
             return None
         place = Path(self.init_method.removeprefix("file://")).parent
-        told = StorageError(f"process groups could not meet in {place}: {os.strerror(errno.ENOSPC)}{MORE_ROOM}")
+        message = f"process groups could not meet in {place}: {os.strerror(errno.ENOSPC)}{MORE_ROOM}"
+        told = StorageError(message, key="session_dir.init_method")
         return told.with_traceback(error.__traceback__)
 
     def control(self, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
         """Answer a control message, in another thread than the calls. Raises WorkerError for what is no control."""
         found = offered(self.roles[role]).get(method) if role in self.roles else None
         if found is None or not found.control:
-            raise WorkerError(f"role {role}, rank {self.rank}: {method!r} is no control method")
+            message = f"role {role}, rank {self.rank}: {method!r} is no control method"
+            raise WorkerError(message, key=f"{role}.{method}")
         return getattr(self.roles[role], method)(**arguments)
 
     def _mark(self, phase: str) -> None:
@@ -108,7 +110,8 @@ class Executor:
 
     def _run(self, call: Call) -> Any:
         if call.role and call.generation != (now := self._generations[call.role]):
-            raise StaleGeneration(f"a call on generation {call.generation} of role {call.role}, which is at {now}")
+            message = f"a call on generation {call.generation} of role {call.role}, which is at {now}"
+            raise StaleGeneration(message, key=call.operation)
         method = getattr(self.roles[call.role], call.method) if call.role else getattr(self, f"_{call.method}")
         if not call.role and call.number < 0:  # of no step; and what starts and ends the trace is not in it
             return method(*call.args, **call.kwargs)
