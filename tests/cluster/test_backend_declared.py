@@ -7,7 +7,6 @@ from tests.cluster.test_conformance import (  # noqa: F401  (fixtures, and tests
     echo,
     test_a_generation_in_flight_is_looked_at_and_aborted,
     test_a_policy_may_keep_the_workers_when_a_call_fails,
-    test_a_role_is_told_where_it_is,
     test_a_role_made_again_is_the_next_generation_and_refuses_what_was_called_before,
     test_a_stopped_worker_is_lost_to_control_messages,
     test_an_error_in_a_factory_comes_up,

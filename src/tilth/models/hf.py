@@ -45,7 +45,6 @@ class SavesTokenizer(Protocol):
 
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and what belongs to it."""
-        ...
 
 
 class Unread(Mapping[str, Tensor]):

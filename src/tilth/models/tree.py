@@ -144,7 +144,6 @@ class TreeContext:
         self._first = self._tensor(np.cumsum(counts) - counts)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """See ``AttentionContext``."""
         if not self._groups:
             return q
         q = pad_rows(q, self._asked, self._slot)

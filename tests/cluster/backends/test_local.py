@@ -17,7 +17,7 @@ import pytest
 
 from tests.cluster.workers import HERE
 from tests.errors import raises
-from tilth.cluster.backends.local import LocalBackend, _told, environment
+from tilth.cluster.backends.local import LocalBackend, _how_ended, environment
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.errors import CallTimeout, DataError, RecipeError, StorageError, WorkerError, WorkerLost
@@ -389,7 +389,7 @@ def test_a_lost_keeper_does_not_break_the_end_and_is_told_in_a_line(monkeypatch,
     monkeypatch.setattr("tilth.cluster.backends.local.END", 2.0)
     watched = Watched(60.0)
     with watched.cluster:
-        os.kill(watched.cluster.fleet._keeper.pid, how)
+        os.kill(watched.cluster.fleet._reaper.pid, how)
         time.sleep(0.1)
         assert len(watched.echo.pid()) == 2
     watched.assert_gone()
@@ -470,5 +470,5 @@ def test_a_worker_whose_trace_cannot_be_written_ends_in_good_order(watched, tmp_
 )
 def test_who_was_killed_for_want_of_memory_is_told_so(monkeypatch, before, now, said):
     monkeypatch.setattr("tilth.cluster.backends.local.oom_kills", lambda: now)
-    assert said in _told(-signal.SIGKILL, before)
-    assert "memory" not in _told(-signal.SIGTERM, before) + _told(3, before)
+    assert said in _how_ended(-signal.SIGKILL, before)
+    assert "memory" not in _how_ended(-signal.SIGTERM, before) + _how_ended(3, before)

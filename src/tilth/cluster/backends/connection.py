@@ -1,4 +1,4 @@
-"""The controller's end of the connection to one worker process."""
+"""Controller's end of the connection to one worker process."""
 
 import os
 import select
@@ -15,9 +15,9 @@ from tilth.core.errors import WorkerLost
 
 
 class WorkerConnection:
-    """Calls go out in order, answers come back in that order: a reader thread matches them.
+    """Sends calls and matches their answers, which arrive in the same order, in a reader thread.
 
-    ``ending`` is asked, once the worker is gone, how it ended.
+    ending: returns how the worker ended, once it has.
     """
 
     def __init__(self, rank: int, pid: int, connection: Connection, ending: Callable[[], str]) -> None:
@@ -31,7 +31,7 @@ class WorkerConnection:
         self._reader.start()
 
     def submit(self, call: Call, data: bytes) -> Future[Reply]:
-        """Send. TimeoutError if the worker takes nothing within the limit of the socket."""
+        """Send a pickled call. Raises TimeoutError if the worker reads nothing within the limit of the socket."""
         future: Future[Reply] = Future()
         with self._lock:
             if self._lost:
@@ -42,7 +42,7 @@ class WorkerConnection:
                 self._connection.send_bytes(data)
             except BlockingIOError:
                 raise TimeoutError(f"worker {self.rank} takes no message") from None
-            except OSError:  # it is gone: the reader will say how, and fail what is pending
+            except OSError:  # the worker is gone: the reader fails what is pending
                 return future
         return future
 
@@ -70,10 +70,13 @@ class WorkerConnection:
             future.set_exception(WorkerLost(f"{place_of(call, self.rank)}: {lost}", key=call.operation))
 
     def close(self) -> None:
-        """End the connection, which tells the worker, and the reader."""
+        """Close the connection, which ends the worker, and join the reader."""
         if self._connection.closed:
             return
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as both, suppress(OSError):  # it may have left
+        with (
+            socket.socket(fileno=os.dup(self._connection.fileno())) as both,
+            suppress(OSError),
+        ):  # the worker may be gone
             both.shutdown(socket.SHUT_RDWR)
         self._reader.join()
         self._connection.close()
