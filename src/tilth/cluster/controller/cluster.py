@@ -41,12 +41,7 @@ class Cluster:
         self._clocks: Clocks | None = None
 
     def group(
-        self,
-        role: str,
-        factory: str,
-        kwargs: Mapping[str, Any],
-        mesh: Mesh | None = None,
-        divide: Divide | None = None,
+        self, role: str, factory: str, kwargs: Mapping[str, Any], mesh: Mesh | None = None, divide: Divide | None = None
     ) -> WorkerGroup:
         """Construct a role on the ranks of a mesh (None: worker 0 alone) and return its group.
 
