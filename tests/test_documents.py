@@ -56,6 +56,9 @@ NO_COMMANDS = {
     "runs/NAME-001/": "a picture",
     "reward.function ->": "a picture",
     'data.source = "countdown" ->': "a picture",
+    "controller    ": "a picture",
+    "config.json / [model] ->": "a picture",
+    "Request -> Scheduler": "a picture",
     "for batch in run.experience(": "a page of the package, shortened",
     "Accuracy on problems it never trained on:": "what the demo prints",
 }
