@@ -19,6 +19,7 @@ import transformers
 import typer
 from typer.testing import CliRunner
 
+from tests.cluster.test_backend_declared import BACKEND
 from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
 from tests.documents import PAGES, ROOT, Block, Command, blocks
 from tests.rollout.test_engine_conformance import ENGINE
@@ -55,6 +56,9 @@ NO_COMMANDS = {
     "runs/NAME-001/": "a picture",
     "reward.function ->": "a picture",
     'data.source = "countdown" ->': "a picture",
+    "controller    ": "a picture",
+    "config.json / [model] ->": "a picture",
+    "Request -> Scheduler": "a picture",
     "for batch in run.experience(": "a page of the package, shortened",
     "Accuracy on problems it never trained on:": "what the demo prints",
 }
@@ -353,6 +357,13 @@ def what_it_declares(text, monkeypatch):
     assert any(set(known) - before[kind] for kind, known in plugins._DECLARED.items())
 
 
+def a_backend(text, monkeypatch):
+    """A backend; tests/cluster/test_backend_declared.py runs the conformance suite on it."""
+    assert text == BACKEND
+    load_plugins([str(write(Path.cwd(), text))])
+    assert "pipes" in declared("backend")
+
+
 def an_engine(text, monkeypatch):
     """An engine; tests/rollout/test_engine_conformance.py does with it what is done with every engine."""
     assert text == ENGINE
@@ -381,6 +392,7 @@ PYTHON = {
     "# watch.py": what_it_declares,
     "# more.py": what_it_declares,
     "# slow.py": an_engine,
+    "# pipes.py": a_backend,
     "# an axis": an_axis,
     "def score(": a_reward_of_verl,
     "dataset = load_dataset(": of_trl,

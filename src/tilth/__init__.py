@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tilth.api import train
     from tilth.config.plugins import (
         advantage,
+        backend,
         callback,
         command,
         engine,
@@ -33,6 +34,7 @@ _HOME = {
     **dict.fromkeys(
         (
             "advantage",
+            "backend",
             "callback",
             "command",
             "engine",

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.errors import raises
 from tilth.cluster.backends import ray as backend
 from tilth.cluster.backends.ray import _knock, connect
 from tilth.core.errors import RecipeError
@@ -59,7 +60,7 @@ FAULTS = [
 @pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
 def test_whatever_ray_raises_is_one_line_that_names_the_key(address, error):
     ray, ended = stand_in(raising(error))
-    with pytest.raises(RecipeError, match="cluster.address" if address else "cluster.backend") as raised:
+    with raises(RecipeError, "cluster.address" if address else "cluster.backend") as raised:
         connect(ray, 1, address)
     told = str(raised.value)
     assert str(error).split("\n")[0] in told and "\n" not in told and raised.value.__suppress_context__
@@ -71,8 +72,9 @@ def test_one_that_never_answers_is_given_up(monkeypatch, address):
     monkeypatch.setattr(backend, "START", 0.2)
     numbers = (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP)
     before, began = [signal.getsignal(number) for number in numbers], time.monotonic()
-    with pytest.raises(RecipeError, match=r"within 0\.2 s"):
+    with raises(RecipeError, "cluster.address" if address else "cluster.backend") as raised:
         connect(stand_in(hanging)[0], 1, address)
+    assert "within 0.2 s" in str(raised.value)
     assert time.monotonic() - began < 30 and [signal.getsignal(number) for number in numbers] == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -108,7 +110,7 @@ def answering(text):
 @pytest.mark.parametrize("text", [None, b"", b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=str)
 def test_who_is_no_ray_is_found_out_in_seconds(monkeypatch, text):
     monkeypatch.setattr(backend, "LOOK", 0.5)
-    with answering(text) as address, pytest.raises(RecipeError, match=r"cluster\.address = '127"):
+    with answering(text) as address, raises(RecipeError, "cluster.address"):
         _knock(address)
 
 

@@ -194,7 +194,9 @@ class Faulty:
     @transfer("all", "merge")
     def fail(self, rank: int, kind: str) -> dict:
         if not self._other(rank):
-            raise {"data": DataError, "odd": Odd, "value": ValueError, "exit": SystemExit}[kind]("it is wrong")
+            if kind in ("data", "odd"):
+                raise {"data": DataError, "odd": Odd}[kind]("it is wrong", key=f"faulty.{kind}")
+            raise {"value": ValueError, "exit": SystemExit}[kind]("it is wrong")
         return {}
 
     @transfer("all", "merge")
@@ -217,7 +219,7 @@ class Faulty:
 
         if not self._other(absent):
             if how == "raise":
-                raise DataError("no collective without data")
+                raise DataError("no collective without data", key="faulty.data")
             if how in ("kill", "stop"):
                 os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
             time.sleep(600) if how == "sleep" else ctypes.PyDLL(None).sleep(600)
@@ -246,4 +248,4 @@ def faulty(context: Context, closed: str = "") -> Faulty:
 
 
 def broken(context: Context) -> None:
-    raise DataError("corpus.txt: empty")
+    raise DataError("corpus.txt: empty", key="corpus.txt")

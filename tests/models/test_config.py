@@ -7,6 +7,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.models.tiny import FAMILIES, ROPES, shape
 from tilth.core.errors import ModelError
 from tilth.models.config import DecoderConfig
@@ -110,32 +111,32 @@ def test_old_qwen_windows_begin_at_max_window_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "key"),
     [
-        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*LlamaForCausalLM.*Qwen3ForCausalLM"),
-        ({"model_type": "gpt2"}, "gpt2.*supported"),
-        ({"model_type": None}, "None.*supported"),
-        ({"hidden_size": None}, "hidden_size.*whole number"),
-        ({"num_hidden_layers": "many"}, "num_hidden_layers.*many"),
-        ({"num_hidden_layers": 0}, "num_layers is 0.*positive"),
-        ({"hidden_size": 65}, "hidden_size is 65.*multiple"),
-        ({"num_key_value_heads": 3}, "num_kv_heads is 3.*divisor"),
-        ({"head_dim": 7}, "head_dim is 7.*even"),
-        ({"hidden_act": "gelu"}, "hidden_act is gelu.*silu"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope.*supported.*yarn"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor.*number"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"architectures": ["GemmaForCausalLM"]}, "config.json.architectures"),
+        ({"model_type": "gpt2"}, "config.json.architectures"),
+        ({"model_type": None}, "config.json.architectures"),
+        ({"hidden_size": None}, "config.json.hidden_size"),
+        ({"num_hidden_layers": "many"}, "config.json.num_hidden_layers"),
+        ({"num_hidden_layers": 0}, "num_layers"),
+        ({"hidden_size": 65}, "hidden_size"),
+        ({"num_key_value_heads": 3}, "num_kv_heads"),
+        ({"head_dim": 7}, "head_dim"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor"),
     ],
 )
-def test_what_is_refused_in_one_line(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ModelError, match=said) as caught:
+def test_what_is_refused_in_one_line(change: dict[str, Any], key: str) -> None:
+    with raises(ModelError, key) as caught:
         DecoderConfig.from_hf({"model_type": "llama", **MINIMAL, **change})
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "said"),
+    ("family", "change", "key"),
     [
         ("llama", {"qk_norm": True}, "qk_norm"),
         ("llama", {"sliding_window": 5, "window_layers": (0,)}, "sliding_window"),
@@ -145,8 +146,8 @@ def test_what_is_refused_in_one_line(change: dict[str, Any], said: str) -> None:
         ("mistral", {"window_layers": (0, 2)}, "window_layers"),
     ],
 )
-def test_a_shape_that_its_family_cannot_say_is_not_written(family: str, change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ModelError, match=f"{said}.*family {family}"):
+def test_a_shape_that_its_family_cannot_say_is_not_written(family: str, change: dict[str, Any], key: str) -> None:
+    with raises(ModelError, key):
         shape(family, **change).to_hf()
 
 
@@ -154,5 +155,5 @@ def test_a_shape_that_its_family_cannot_say_is_not_written(family: str, change: 
     "change", [{"dropout": 1.0}, {"sliding_window": 0}, {"window_layers": (0,)}, {"family": "gpt"}, {"vocab_size": 0}]
 )
 def test_impossible_shapes(change: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match=next(iter(change))):
+    with raises(ModelError, next(iter(change))):
         shape(**{"family": "llama", **change})

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.errors import raises
 from tests.parallel.layouts import CONFIG
 from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
@@ -99,8 +100,9 @@ def test_converters_are_applied_in_their_order():
 
 
 def test_parameters_without_a_row_and_unknown_names_are_refused():
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.up_proj\.lora_a"):
+    with pytest.raises(ModelError) as raised:
         converted(Decoder(CONFIG), ["without_rows"])
-    with pytest.raises(ModelError, match="value_head"):
+    assert "model.layers.0.mlp.up_proj.lora_a" in str(raised.value)
+    with raises(ModelError, "converters.lowrank"):
         converted(Decoder(CONFIG), ["lowrank"])
     assert {"value_head", "frozen"} <= set(CONVERTERS)

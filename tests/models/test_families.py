@@ -15,6 +15,7 @@ from torch import nn
 import tilth
 from tests.checkpoint.make import cut, save_sharded
 from tests.config.test_plugins import forget
+from tests.errors import raises
 from tests.models.tiny import FAMILIES
 from tilth.checkpoint.read import open_checkpoint
 from tilth.config.load import from_dict
@@ -212,7 +213,7 @@ def test_hugging_face_has_its_own_names(tmp_path, value, shard_bytes):
         part = tuple(slice(0, 1) for _ in tensor.shape)
         assert torch.equal(tensors.part(name, part), tensor[part])
     (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace("relu2", "gelu"))
-    with pytest.raises(ModelError, match="hidden_act"):
+    with raises(ModelError, "hidden_act"):
         load_pretrained(tmp_path, values=value)
 
 
@@ -291,7 +292,7 @@ class Forgets(SandwichLayer):
 
 
 @pytest.mark.parametrize(
-    ("changes", "word"),
+    ("changes", "parameter"),
     [
         ({"layer": Gain}, "model.layers.0.gain"),
         ({"layer": Forgets}, "model.layers.0.behind.weight"),
@@ -299,19 +300,22 @@ class Forgets(SandwichLayer):
         ({"layer": None}, "model.layers.0.mlp.grow.weight"),
     ],
 )
-def test_a_parameter_of_the_table_or_the_modules_alone_is_refused_by_name(changes, word):
+def test_a_parameter_of_the_table_or_the_modules_alone_is_refused_by_name(changes, parameter):
     changed("odd", **changes)
-    with pytest.raises(ModelError, match=word):
+    with pytest.raises(ModelError) as raised:
         Decoder(config(family="odd"))
+    assert parameter in str(raised.value)
 
 
 def test_a_name_is_taken_once_and_unknown_ones_are_told_what_there_is():
-    with pytest.raises(PluginError, match="qwen3"):
+    with pytest.raises(PluginError) as raised:
         tilth.family("qwen3")(sandwich)
-    with pytest.raises(ModelError, match="sandwich"):
+    assert "qwen3" in str(raised.value)
+    with raises(ModelError, "family") as raised:
         config(family="sandwitch")
+    assert "sandwich" in str(raised.value)
     tilth.family("nothing")(lambda: None)
-    with pytest.raises(PluginError, match="nothing"):
+    with raises(PluginError, "family.nothing"):
         families()
 
 

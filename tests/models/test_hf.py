@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.errors import raises
 from tests.models.tiny import FAMILIES, decoder, reference, shape, tokens
 from tilth.core.errors import ModelError, StorageError
 from tilth.models.attention import PackedContext
@@ -159,7 +160,7 @@ def test_tied_head_may_be_in_the_file_if_it_is_equal(exported: Path) -> None:
     save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}, file)
     assert "lm_head.weight" not in load_pretrained(exported)[1]
     save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"] + 1}, file)
-    with pytest.raises(ModelError, match=r"ties lm_head\.weight"):
+    with raises(ModelError, "lm_head.weight"):
         load_pretrained(exported)
 
 
@@ -189,16 +190,16 @@ def reshape(state: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "key"),
     [
-        (drop, r"missing: model\.layers\.1\.mlp\.up_proj\.weight$"),
-        (add, r"extra: model\.layers\.9\.extra$"),
-        (reshape, r"mis-shaped: model\.norm\.weight \[3\] instead of \[64\]$"),
+        (drop, "model.layers.1.mlp.up_proj.weight.missing"),
+        (add, "model.layers.9.extra.extra"),
+        (reshape, "model.norm.weight.shape"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(change: Any, said: str, exported: Path) -> None:
+def test_tensors_that_do_not_fit_are_named(change: Any, key: str, exported: Path) -> None:
     change_state(exported, change)
-    with pytest.raises(ModelError, match=said) as caught:
+    with raises(ModelError, key) as caught:
         load_pretrained(exported)
     assert str(exported) in str(caught.value) and "\n" not in str(caught.value)
 
@@ -206,33 +207,35 @@ def test_tensors_that_do_not_fit_are_named(change: Any, said: str, exported: Pat
 def test_many_missing_tensors_are_counted(exported: Path) -> None:
     config = {**read_config(exported), "num_hidden_layers": 5}
     (exported / "config.json").write_text(json.dumps({**config, "layer_types": None}))
-    with pytest.raises(ModelError, match=r"missing: model\.layers\.3.* and 18 more"):
+    with pytest.raises(ModelError) as raised:
         load_pretrained(exported)
+    assert raised.value.key.endswith(".missing") and str(raised.value).endswith(" and 18 more")
 
 
 def test_load_weights_checks_too() -> None:
     model = decoder(FAMILIES["qwen3"])
     state = dict(model.state_dict())
     state["stray"] = state.pop("model.norm.weight")
-    with pytest.raises(ModelError, match=r"step 5: .*missing: model\.norm\.weight; extra: stray"):
+    with raises(ModelError, "model.norm.weight.missing") as raised:
         load_weights(model, state, "step 5")
+    assert "extra: stray" in str(raised.value)
 
 
 def test_no_directory_no_config_no_weights(tmp_path: Path, exported: Path) -> None:
-    with pytest.raises(ModelError, match=r"no model directory .*absent"):
+    with raises(ModelError, "absent"):
         load_pretrained(tmp_path / "absent")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match=r"empty.* no config\.json"):
+    with raises(ModelError, "config.json"):
         load_pretrained(tmp_path / "empty")
     (exported / "model.safetensors").rename(exported / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"neither model\.safetensors nor"):
+    with raises(ModelError, "model.safetensors"):
         load_pretrained(exported)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", "\xff"])
 def test_config_that_is_not_an_object(content: str, exported: Path) -> None:
     (exported / "config.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(ModelError, match=r"config\.json"):
+    with raises(ModelError, "config.json.type" if content == "[1]" else "config.json.content"):
         load_pretrained(exported)
 
 
@@ -240,7 +243,7 @@ def test_config_that_is_not_an_object(content: str, exported: Path) -> None:
 def test_truncated_file_is_corrupt(keep: int, exported: Path) -> None:
     file = exported / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ModelError, match=r"model\.safetensors is corrupt"):
+    with raises(ModelError, "model.safetensors.header"):
         load_pretrained(exported)
 
 
@@ -255,7 +258,7 @@ def test_shards_outside_of_the_directory_are_not_opened(tmp_path: Path, name: ob
     index = json.loads(file.read_text())
     index["weight_map"]["model.norm.weight"] = name
     file.write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"index\.json: file of tensor model\.norm\.weight: .* not the name of a file"):
+    with raises(ModelError, "model.safetensors.index.json.weight_map.model.norm.weight"):
         load_pretrained(tmp_path / "model")
 
 
@@ -279,14 +282,14 @@ def test_shards_in_folders_and_behind_links_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
 def test_brackets_without_end_are_no_json(exported: Path, name: str) -> None:
     (exported / name).write_text("[" * 100_000)
-    with pytest.raises(ModelError, match=name):
+    with raises(ModelError, f"{name}.content"):
         load_pretrained(exported)
 
 
 def test_a_pipe_in_the_place_of_weights_is_not_waited_for(exported: Path) -> None:
     (exported / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "pipe"}}')
     os.mkfifo(exported / "pipe")
-    with pytest.raises(ModelError, match="pipe is not a file"):
+    with raises(ModelError, "pipe.type"):
         load_pretrained(exported)
 
 
@@ -297,20 +300,20 @@ def test_shards_that_are_missing_or_do_not_hold_what_the_index_says(tmp_path: Pa
     first, last = sorted(set(index["weight_map"].values()))[:: len(set(index["weight_map"].values())) - 1]
     index["weight_map"]["model.norm.weight"] = first
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=rf"model\.norm\.weight is in {first}, and it is not"):
+    with raises(ModelError, f"{first}.model.norm.weight"):
         load_pretrained(tmp_path)
     (tmp_path / first).unlink()
-    with pytest.raises(ModelError, match=f"{first} is missing"):
+    with raises(ModelError, first):
         load_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ModelError, match="no weight_map"):
+    with raises(ModelError, "model.safetensors.index.json.weight_map"):
         load_pretrained(tmp_path)
     assert last != first
 
 
 def test_state_that_does_not_fit_is_not_exported(tmp_path: Path) -> None:
     model = decoder(FAMILIES["qwen3"])
-    with pytest.raises(ModelError, match=r"export: .*mis-shaped"):
+    with raises(ModelError, "model.layers.0.mlp.gate_proj.weight.shape"):
         save_pretrained(tmp_path, shape("qwen3", intermediate_size=32), model.state_dict())
     assert not list(tmp_path.iterdir())
 
@@ -318,7 +321,7 @@ def test_state_that_does_not_fit_is_not_exported(tmp_path: Path) -> None:
 def test_writing_that_fails_is_a_storage_error(tmp_path: Path) -> None:
     model = decoder(FAMILIES["qwen3"])
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"cannot write model to .*file"):
+    with raises(StorageError, "out"):
         save_pretrained(tmp_path / "file" / "out", model.config, model.state_dict())
 
 
@@ -389,13 +392,13 @@ def test_a_value_model_is_a_classifier_of_tokens(name: str, tmp_path: Path) -> N
     assert found.shape == (40, 1) and (found[:, 0] - ours).abs().max() <= 1e-4 * ours.abs().max()
     assert theirs.config.id2label == {0: "value"}
     assert shapes(open_tensors(tmp_path)) == parameter_shapes(FAMILIES[name], value=True)
-    with pytest.raises(ModelError, match="ForTokenClassification' is not supported"):
+    with raises(ModelError, "config.json.architectures"):
         load_pretrained(tmp_path)
 
 
 def test_weights_of_a_policy_are_no_value_model(tmp_path: Path) -> None:
     model = decoder(FAMILIES["qwen3"])
-    with pytest.raises(ModelError, match=r"missing: score\.weight, score\.bias"):
+    with raises(ModelError, "score.weight.missing"):
         save_pretrained(tmp_path, model.config, model.state_dict(), values=True)
     assert not list(tmp_path.iterdir())
 
@@ -419,5 +422,5 @@ def test_a_head_that_is_the_embedding_once_more_is_no_tensor_of_its_own(exported
 
 def test_integers_are_no_weights(tmp_path: Path) -> None:
     model = decoder(FAMILIES["qwen3"])
-    with pytest.raises(ModelError, match=r"torch\.int8 cannot be exported; one of torch\.float64"):
+    with raises(ModelError, "dtype"):
         save_pretrained(tmp_path, model.config, model.state_dict(), dtype=torch.int8)

@@ -7,6 +7,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.models import tiny
 from tilth.core.batch import Jagged
 from tilth.core.errors import ModelError
@@ -106,13 +107,13 @@ def test_it_follows_weights_that_have_moved_and_forgets_what_it_knew():
 
 def test_weights_of_another_shape_are_named():
     other = tiny.decoder(DecoderConfig(**{**SMALL.__dict__, "hidden_size": 32, "head_dim": 16}))
-    with pytest.raises(ModelError, match=r"model.embed_tokens.weight \[10, 32\] has no place"):
+    with raises(ModelError, "model.embed_tokens.weight.shape"):
         critic().follow(other.named_parameters())
     deeper = tiny.decoder(DecoderConfig(**{**SMALL.__dict__, "num_layers": 3}))
-    with pytest.raises(ModelError, match=r"model.layers.2\..* has no place"):
+    with raises(ModelError, "model.layers.2.self_attn.q_proj.weight.extra"):
         critic().follow(deeper.named_parameters())
     shallow = tiny.decoder(DecoderConfig(**{**SMALL.__dict__, "num_layers": 1}))
-    with pytest.raises(ModelError, match=r"model.layers.1\..* is missing"):
+    with raises(ModelError, "model.layers.1.self_attn.q_proj.weight.missing"):
         critic().follow(shallow.named_parameters())
 
 

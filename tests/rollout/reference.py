@@ -97,3 +97,24 @@ def make_requests(count, seed=0, longest=50, kinds=KINDS, vocab=100):
             prompt = np.concatenate([requests[-1].prompt[:35], prompt])
         requests.append(Request(i, prompt, kinds[int(rng.integers(len(kinds)))], group=i // 4, prompt_index=i))
     return requests
+
+
+def check_blocks(blocks, tables):
+    """The accounting of a BlockManager agrees with exactly these open tables; a word for the first contradiction."""
+    refs = [0] * len(blocks._blocks)
+    for table in tables:
+        for index in table.blocks:
+            refs[index] += 1
+    if sorted([*blocks._blank, *blocks._idle]) != [i for i, n in enumerate(refs) if n == 0]:
+        return "free"
+    if len(blocks._blocks) > blocks.num_blocks:
+        return "num_blocks"
+    for i, block in enumerate(blocks._blocks):
+        if block.refs != refs[i]:
+            return "refs"
+        if (block.digest is not None) != (blocks._registered.get(block.digest or b"") == i):
+            return "digest"
+        if block.refs == 0 and (i in blocks._idle) != (block.digest is not None):
+            return "idle"
+    slots = [blocks._blocks[i].slot for i in blocks._registered.values()]
+    return "" if len(set(slots) | set(blocks._slots)) == len(slots) + len(blocks._slots) else "slot"

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rollout.reference import CONFIG, KINDS, make_engine, make_model, make_requests, naive
+from tests.errors import raises
+from tests.rollout.reference import CONFIG, KINDS, check_blocks, make_engine, make_model, make_requests, naive
 from tilth.core.errors import DataError, ModelError, NonFiniteError
 from tilth.models.config import DecoderConfig
 from tilth.rollout.engine import EngineError
@@ -66,7 +67,7 @@ def test_same_tokens_as_a_naive_generator(options):
     check(engine.generate(REQUESTS))
     assert engine.pending == 0
     assert ("kv_tokens" in options) == (engine.stats().preemptions > 0)
-    engine._blocks.check([])
+    assert not check_blocks(engine._blocks, [])
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -91,7 +92,7 @@ def test_random_arrival_abort_and_resume(seed):
             aborted += 1
         for t in engine.poll():
             found[t.id] = t
-        engine._blocks.check(tables(engine))
+        assert not check_blocks(engine._blocks, tables(engine))
     assert aborted > 5
     check([found[r.id] for r in REQUESTS])
 
@@ -289,18 +290,18 @@ def test_weights_are_copied_into_the_live_storage():
 
 
 @pytest.mark.parametrize(
-    "harm, message",
+    "harm, key",
     [
-        (lambda w: w.pop("model.norm.weight"), "missing: model.norm.weight"),
-        (lambda w: w.update(extra=torch.zeros(1)), "extra is not in the model"),
-        (lambda w: w.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight is \(3,\); it must be \(32,\)"),
+        (lambda w: w.pop("model.norm.weight"), "model.norm.weight.missing"),
+        (lambda w: w.update(stray=torch.zeros(1)), "stray.extra"),
+        (lambda w: w.update({"model.norm.weight": torch.zeros(3)}), "model.norm.weight.shape"),
     ],
 )
-def test_wrong_weights_are_named_and_nothing_changes(harm, message):
+def test_wrong_weights_are_named_and_nothing_changes(harm, key):
     engine = make_engine(MODEL)
     weights = dict(make_model(seed=4).named_parameters())
     harm(weights)
-    with pytest.raises(ModelError, match=message):
+    with raises(ModelError, key):
         engine.update_weights(weights, version=2)
     assert engine.version == 1
     check(engine.generate(REQUESTS[:4]), REQUESTS[:4])
@@ -311,8 +312,9 @@ def test_weights_that_are_not_finite_are_an_error_not_an_answer():
     bad = {n: p.clone() for n, p in MODEL.named_parameters()}
     bad["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
     engine.update_weights(bad, version=2)
-    with pytest.raises(NonFiniteError, match=r"version 2: of the weights .*0\.mlp\.up_proj\.weight is not"):
+    with raises(NonFiniteError, "logits") as raised:
         engine.generate(REQUESTS[:3])
+    assert "version 2" in str(raised.value) and "model.layers.0.mlp.up_proj.weight" in str(raised.value)
     engine.update_weights(MODEL.named_parameters(), version=1)
     check(engine.generate(REQUESTS), REQUESTS)
 
@@ -327,7 +329,7 @@ def test_kv_memory_is_released_and_regained():
     assert engine.kv_bytes > 0
     engine.sleep()
     assert engine.kv_bytes == 0
-    with pytest.raises(EngineError, match="wake_up"):
+    with raises(EngineError, "poll"):
         engine.poll()
     engine.wake_up()
     found = finish(engine, done)
@@ -399,35 +401,35 @@ def test_an_answer_that_never_stops_ends_by_length():
 
 
 @pytest.mark.parametrize(
-    "prompt, params, message",
+    "prompt, params, key",
     [
-        ([], {}, "prompt is empty"),
-        ([1] * 300, {"max_tokens": 1}, "300 prompt tokens and 1 new ones exceed the context of 256"),
-        ([1] * 250, {"max_tokens": 7}, "250 prompt tokens and 7 new ones exceed the context of 256"),
-        ([100], {}, "outside the vocabulary of 100"),
-        ([-1], {}, "outside the vocabulary of 100"),
-        ([1] * 60, {"max_tokens": 5}, "65 tokens do not fit a KV cache of kv_tokens=64"),
-        ([1], {"stop": ("a",), "max_tokens": 5}, "stop strings need an engine with a tokenizer"),
+        ([], {}, "request.prompt"),
+        ([1] * 300, {"max_tokens": 1}, "request.max_tokens"),
+        ([1] * 250, {"max_tokens": 7}, "request.max_tokens"),
+        ([100], {}, "request.prompt.vocab_size"),
+        ([-1], {}, "request.prompt.vocab_size"),
+        ([1] * 60, {"max_tokens": 5}, "kv_tokens"),
+        ([1], {"stop": ("a",), "max_tokens": 5}, "request.stop"),
     ],
 )
-def test_requests_that_cannot_be_served_are_refused(prompt, params, message):
+def test_requests_that_cannot_be_served_are_refused(prompt, params, key):
     engine = make_engine(MODEL, kv_tokens=64)
-    with pytest.raises(DataError, match=f"request 3: .*{message}"):
+    with raises(DataError, key) as raised:
         engine.submit([Request(2, [1], SamplingParams(max_tokens=3)), Request(3, prompt, SamplingParams(**params))])
-    assert engine.pending == 0
+    assert engine.pending == 0 and str(raised.value).startswith("request 3: ")
 
 
 def test_ids_are_unique_and_known():
     engine = make_engine(MODEL)
     engine.submit([Request(1, [1])])
-    with pytest.raises(DataError, match="request 1: another request in flight"):
+    with raises(DataError, "request.id"):
         engine.submit([Request(1, [2])])
-    with pytest.raises(DataError, match="request 2: another request in flight"):
+    with raises(DataError, "request.id"):
         engine.submit([Request(2, [2]), Request(2, [2])])
-    with pytest.raises(DataError, match="trajectory 9 is not in flight"):
+    with raises(DataError, "trajectory"):
         engine.abort(9)
     done = finish(engine)[1]
-    with pytest.raises(DataError, match="already has max_tokens=64"):
+    with raises(DataError, "params.max_tokens"):
         engine.resume(done, SamplingParams())
 
 

@@ -5,6 +5,7 @@ weights Tilth does not look at.
 """
 
 from collections import deque
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
 from tests.documents import blocks
+from tests.errors import raises
 from tests.flows import tiny
 from tests.models.tiny import reference
 from tests.roles import small
@@ -98,8 +100,9 @@ def test_requests_come_back_once_whatever_their_company_and_order(made):
 @pytest.mark.parametrize("prompt, most", [([], 4), ([1] * 64, 1), ([1], 64)])
 def test_a_request_that_cannot_be_served_is_refused_with_all_others(made, prompt, most):
     engine = made()
-    with pytest.raises(DataError, match="request 2"):
+    with pytest.raises(DataError) as raised:
         engine.submit([Request(1, [1], KINDS[0]), Request(2, prompt, SamplingParams(max_tokens=most))])
+    assert "request 2" in str(raised.value)
     assert [t.id for t in engine.generate([Request(1, [1], KINDS[0])])] == [1]
 
 
@@ -116,7 +119,7 @@ def test_an_aborted_request_returns_what_it_has_and_frees_its_blocks(made):
     assert found.tokens[3:].tolist() == seen.tolist()
     assert found.tokens.tolist() == whole.tokens[: len(found.tokens)].tolist()
     for gone in (engine.abort, engine.peek):
-        with pytest.raises(DataError, match="trajectory 1"):
+        with raises(DataError, "trajectory"):
             gone(1)
     assert engine.generate([long])[0].tokens.tolist() == whole.tokens.tolist()
 
@@ -161,7 +164,7 @@ def test_sleep_keeps_weights_and_requests_or_says_that_it_does_not(made):
     engine.poll()
     before = dict(engine.fingerprint())
     engine.sleep()
-    with pytest.raises(EngineError, match="wake_up"):
+    with raises(EngineError, "poll"):
         engine.poll()
     engine.wake_up()
     assert dict(engine.fingerprint()) == before
@@ -185,15 +188,18 @@ def test_stats_have_the_same_keys_everywhere_and_begin_anew(made):
 
 
 def test_an_engine_that_is_not_there_is_named_with_those_that_are(tmp_path):
-    with pytest.raises(RecipeError, match=r"rollout\.engine.*native"):
+    with pytest.raises(RecipeError) as raised:
         tiny.recipe(tmp_path, rollout={"engine": "nativ"})
-    with pytest.raises(RecipeError, match=r"rollout\.engine.*native"):
+    assert "rollout.engine" in str(raised.value) and "native" in str(raised.value)
+    with raises(RecipeError, "rollout.engine") as raised:
         make_engine("nativ", CONFIG)
+    assert "native" in str(raised.value)
 
 
 def test_the_name_of_the_native_engine_is_taken():
-    with pytest.raises(PluginError, match="native"):
+    with pytest.raises(PluginError) as raised:
         engine("native")
+    assert "native" in str(raised.value)
 
 
 class Unlike:
@@ -207,11 +213,12 @@ class Partial(Engine):
         raise RuntimeError("no server")
 
 
-@pytest.mark.parametrize("kind, word", [(Unlike, "subclass"), (Partial, "no server")])
-def test_a_class_that_is_no_engine_is_named_with_its_file(kind, word):
+@pytest.mark.parametrize("kind, key", [(Unlike, "engine.mine.class"), (Partial, "engine.mine")])
+def test_a_class_that_is_no_engine_is_named_with_its_file(kind, key):
     engine("mine")(kind)
-    with pytest.raises(PluginError, match=rf"engine 'mine' \(test_engine_conformance.py:\d+\).*{word}"):
+    with raises(PluginError, key) as raised:
         make_engine("mine", CONFIG)
+    assert f"({Path(__file__).name}:" in str(raised.value)
 
 
 # ---- a run through an engine of a plugin ----
@@ -246,7 +253,7 @@ def test_weights_that_do_not_arrive_in_it_are_seen_by_what_it_says(tmp_path, slo
     )
     assert broken != ENGINE
     (tmp_path / "mine.py").write_text(broken)
-    with pytest.raises(LogprobMismatch, match=r"mismatch"):
+    with pytest.raises(LogprobMismatch):
         tiny.run(tiny.recipe(tmp_path, supervised={"lr": 5e-2}, optimizer={"lr": 5e-2}, **slow))
 
 
@@ -277,5 +284,6 @@ def test_quantised_weights_may_be_off_by_the_engine_s_tolerance(damage):
         worker.receive(policy.weights(), 1)
         assert worker.fingerprint() != small.checksums(policy.weights())
         return
-    with pytest.raises(WeightMismatch, match=r"model\.embed_tokens\.weight"):
+    with pytest.raises(WeightMismatch) as raised:
         worker.receive(policy.weights(), 1)
+    assert "model.embed_tokens.weight" in str(raised.value)

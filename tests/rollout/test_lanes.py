@@ -47,7 +47,7 @@ def step(lane):
     at = lane.columns.position[:rows].copy()
     for tensor in [*lane.slab.keys, *lane.slab.values]:
         for row in np.flatnonzero(lane.columns.live[:rows]):
-            tensor[row, :, at[row]] = lane.request_id(row) * 1000.0 + at[row]
+            tensor[row, :, at[row]] = lane.answer(row).request.id * 1000.0 + at[row]
     return lane.advance(at + 1, -at.astype(np.float32), None)
 
 
@@ -112,13 +112,13 @@ def test_holes_are_filled_before_rows_move():
     assert lane.compact() == 16 and not moves  # 13 rows: 16 are computed anyway
     del lane.slab.copy
     place(lane, [answer(20, 5)])
-    assert lane.request_id(0) == 20
+    assert lane.answer(0).request.id == 20
     for row in (1, 2, 4, 5, 6):
         lane.take(row)
     assert lane.compact() == 16  # 9 rows
     lane.take(7)
     assert lane.compact() == 8
-    assert sorted(lane.request_id(r) for r in lane.rows) == [9, 11, 12, 13, 14, 15, 16, 20]
+    assert sorted(lane.answer(r).request.id for r in lane.rows) == [9, 11, 12, 13, 14, 15, 16, 20]
     verify(lane)
 
 

@@ -1,8 +1,7 @@
-"""How a call on a worker group is split over its ranks and how the answers come together.
+"""Transfer protocol: how a call on a worker group is split over its ranks, and how the answers are gathered.
 
-A role's method says it once, in a decorator, in terms of the named dimensions of the role's mesh; every backend honours
-it (HybridFlow, arXiv 2409.19256, section 4.1; verl's later form over an N-d mesh). ``deal`` and ``gather`` are pure
-functions of tables: no process is needed to test them.
+A role's method declares it in a decorator, in terms of the mesh's axes (HybridFlow, arXiv 2409.19256, section 4.1;
+verl's N-d mesh). ``deal`` and ``gather`` are pure functions of tables.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,45 +12,46 @@ import numpy as np
 
 from tilth.config.axes import DATA
 from tilth.core.batch import Batch, Column, concat
+from tilth.core.errors import ArgumentError
 from tilth.core.layout import Mesh
 
 Split = Literal["rows", "all", "each"]
 Gather = Literal["rows", "first", "merge", "all"]
 Divide = Callable[[Batch, int], Sequence[np.ndarray]]
-"""(batch, parts) -> for each part the indices of its rows; every row belongs to one part, a part may be empty."""
+"""(batch, parts) -> row indices of each part; every row belongs to one part, a part may be empty."""
 Method = TypeVar("Method", bound=Callable[..., Any])
 ATTRIBUTE = "__tilth_transfer__"
 ADDED = ("row", "start")
-"""Row columns that a part of a batch carries and that a gather drops."""
+"""Row columns that ``deal`` adds to a part of a batch and ``gather`` drops."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What ``transfer`` declares."""
+    """Declaration of ``transfer``."""
 
     split: Split
     gather: Gather
     over: tuple[str, ...] = ()
     control: bool = False
-    """Answered beside the calls, at once."""
+    """True: answered at once, beside the calls."""
 
 
 def control(method: Method) -> Method:
-    """Declare a control method of a role: ``group.method(**arguments)`` answers at once, also while a call runs, with a
-    list in rank order. It runs in another thread than the calls; arguments and answer are JSON."""
+    """Declare a control method: ``group.method(**arguments)`` answers at once, also while a call runs, with a list in
+    rank order. It runs in another thread than the calls; arguments and answer are JSON."""
     setattr(method, ATTRIBUTE, Transfer("all", "all", control=True))
     return method
 
 
 def transfer(split: Split, gather: Gather, over: tuple[str, ...] = ()) -> Callable[[Method], Method]:
-    """Declare the transfer protocol of a role's method; without it a method cannot be called through a group.
+    """Declare the transfer protocol of a role's method, which a call through a group needs.
 
     split: "rows": every Batch argument is divided over the ranks along ``over``, ranks along other axes get copies;
     "all": every rank gets all; "each": every positional argument is a list with one item per rank of the mesh.
     gather: "rows": the collectors' Batches in the order of the whole batch; "first": the first rank's answer; "merge":
     the collectors' mappings as one (values with ``.merge`` are merged); "all": a list in rank order. over: axes of the
-    mesh, by default those that split rows. Collectors are the ranks with coordinate 0 along every other axis; where
-    ``over`` is the default, what is merged comes from the ranks of axes that split tokens too: each has its part.
+    mesh, by default those that split rows. Collectors are the ranks with coordinate 0 along every other axis; with
+    the default ``over``, "merge" also collects along axes that split tokens, where each rank has a part.
     """
 
     def mark(method: Method) -> Method:
@@ -62,44 +62,44 @@ def transfer(split: Split, gather: Gather, over: tuple[str, ...] = ()) -> Callab
 
 
 def transfer_of(method: Callable[..., Any]) -> Transfer | None:
-    """The declared protocol, if any."""
+    """Return the declared protocol; None without one."""
     found: Transfer | None = getattr(method, ATTRIBUTE, None)
     return found
 
 
 def offered(role: object) -> dict[str, Transfer]:
-    """The protocols of all methods of a role that can be called through a group, by name."""
+    """Return the protocols of a role's methods by name."""
     found = {name: transfer_of(getattr(type(role), name, None)) for name in dir(type(role))}  # type: ignore[arg-type]
     return {name: protocol for name, protocol in found.items() if protocol is not None}
 
 
 class Arguments(NamedTuple):
-    """What one rank is called with."""
+    """Arguments of one rank."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class Deal(NamedTuple):
-    """One call, dealt out to the ranks of a mesh."""
+    """One call, split over the ranks of a mesh."""
 
     arguments: list[Arguments]
-    """By place in the mesh."""
+    """By index in the mesh."""
     answers: list[bool]
-    """Whose answers the gather reads; the others need not send theirs."""
+    """True for ranks whose answers ``gather`` reads; the others need not send theirs."""
     rows: list[np.ndarray] | None
-    """int64 indices in the whole batch of the rows of each part; None where no batch was divided."""
+    """Row indices of each part in the whole batch, int64; None if no batch was split."""
 
 
 def evenly(batch: Batch, count: int) -> list[np.ndarray]:
-    """The default division: neighbouring rows, part sizes differ by at most one."""
+    """Split into neighbouring rows; part sizes differ by at most one."""
     return np.array_split(np.arange(len(batch)), count)
 
 
 def deal(how: Transfer, mesh: Mesh, divide: Divide, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Deal:
-    """The arguments of every rank of the mesh.
+    """Split the arguments of a call over the ranks of a mesh.
 
-    ValueError for arguments that cannot be split as declared, AxisError for an axis in ``over`` that does not exist.
+    Raises ArgumentError for arguments that cannot be split as declared, AxisError for an unknown axis in ``over``.
     """
     over = how.over or mesh.over("rows")
     heard = mesh.over(*DATA) if how.gather == "merge" and not how.over else over
@@ -118,20 +118,24 @@ def deal(how: Transfer, mesh: Mesh, divide: Divide, args: Sequence[Any], kwargs:
 def _each(ranks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Arguments]:
     for argument in args:
         if len(argument) != ranks:
-            raise ValueError(f"an argument split by 'each' has {len(argument)} items; the mesh has {ranks} ranks")
+            message = f"an argument split by 'each' has {len(argument)} items; the mesh has {ranks} ranks"
+            raise ArgumentError(message, key="args")
     return [Arguments(tuple(a[i] for a in args), dict(kwargs)) for i in range(ranks)]
 
 
 def _divided(batches: Sequence[Batch], divide: Divide, count: int) -> list[np.ndarray]:
-    """One division for all batches of a call, so that their rows stay together."""
+    """Divide all batches of a call alike, so that their rows stay together."""
     lengths = {len(batch) for batch in batches}
     if len(lengths) != 1:
-        raise ValueError(f"a call split by rows has batches of {sorted(lengths)} rows; it needs one number of rows")
+        message = f"a call split by rows has batches of {sorted(lengths)} rows; it needs one number of rows"
+        raise ArgumentError(message, key="batch")
     if taken := [name for name in ADDED if any(name in batch.rows for batch in batches)]:
-        raise ValueError(f"the row column {taken[0]!r} is kept for the split of a batch; give it another name")
+        message = f"the row column {taken[0]!r} is kept for the split of a batch; give it another name"
+        raise ArgumentError(message, key=taken[0])
     rows = [np.asarray(r, np.int64) for r in divide(batches[0], count)]
     if len(rows) != count or not np.array_equal(np.sort(np.concatenate(rows)), np.arange(len(batches[0]))):
-        raise ValueError(f"a division of {len(batches[0])} rows into {count} parts must hold every row once")
+        message = f"a division of {len(batches[0])} rows into {count} parts must hold every row once"
+        raise ArgumentError(message, key="divide")
     return rows
 
 
@@ -147,8 +151,7 @@ def _part(argument: Any, rows: np.ndarray) -> Any:
 
 
 def _pruned(column: Column) -> Column:
-    """Without the handles that none of the rows needs, so that a worker reads nothing in vain. Of no rows one stays: it
-    says what kind of values they would have."""
+    """Drop the handles that no row needs. Without rows one handle stays, for the dtype of the values."""
     if not len(column.part):
         return Column(column.handles[:1], column.part, column.row)
     used, part = np.unique(column.part, return_inverse=True)
@@ -156,7 +159,7 @@ def _pruned(column: Column) -> Column:
 
 
 def gather(how: Transfer, dealt: Deal, values: Sequence[Any]) -> Any:
-    """One answer out of those of the ranks (by place in the mesh; what ``dealt.answers`` leaves out is not read)."""
+    """Combine the ranks' answers (by index in the mesh; those that ``dealt.answers`` leaves out are not read)."""
     answers = [value for value, wanted in zip(values, dealt.answers) if wanted]
     match how.gather:
         case "all":
@@ -180,13 +183,12 @@ def _in_order(answers: Sequence[Batch], rows: Sequence[np.ndarray] | None) -> Ba
 
 
 def _places(answer: Batch, sent: np.ndarray) -> np.ndarray:
-    """Where the rows of an answer belong: what its ``row`` column says, else in the order in which they were sent."""
+    """Return the row indices of an answer in the whole batch: its ``row`` column, else the order of sending."""
     if "row" in answer.rows:
         return answer["row"]
     if len(answer) != len(sent):
-        raise ValueError(
-            f"{len(sent)} rows were sent and {len(answer)} came back without their column 'row': keep it in the answer"
-        )
+        message = f"{len(sent)} rows were sent and {len(answer)} came back without their column 'row': keep it"
+        raise ArgumentError(message, key="row")
     return sent
 
 
@@ -202,5 +204,6 @@ def _both(key: Any, mine: Any, other: Any) -> Any:
     if hasattr(mine, "merge"):
         return mine.merge(other)
     if mine is not other and not np.all(mine == other):
-        raise ValueError(f"two ranks answer {key!r} with different values, {mine!r} and {other!r}, that have no merge")
+        message = f"two ranks answer {key!r} with different values, {mine!r} and {other!r}, that have no merge"
+        raise ArgumentError(message, key=str(key))
     return mine

@@ -36,6 +36,7 @@ Kind = Literal[
     "task",
     "role",
     "engine",
+    "backend",
     "callback",
     "tracker",
     "optimizer",
@@ -80,6 +81,12 @@ class Declaration:
 
 ENGINES = {"native": "tilth.rollout.engine:Engine"}
 """Generation engines that come with Tilth: name -> module and class."""
+BACKENDS = {
+    "inline": "tilth.cluster.backends.inline:InlineBackend",
+    "local": "tilth.cluster.controller.launcher:local_backend",
+    "ray": "tilth.cluster.backends.ray:RayBackend",
+}
+"""Backends that come with Tilth: name -> module and class, or function that returns one."""
 _SHIPPED_FLOWS = frozenset(FLOWS)
 _DECLARED: dict[Kind, dict[str, Declaration]] = {kind: {} for kind in get_args(Kind)}
 
@@ -289,6 +296,17 @@ def engine(name: str) -> Callable[[T], T]:
     if name in ENGINES:
         raise PluginError(f"@tilth.engine({name!r}): an engine that comes with Tilth has this name; choose another one")
     return declare("engine", name)
+
+
+def backend(name: str) -> Callable[[T], T]:
+    """Declare a backend that ``cluster.backend=name`` chooses: a class with the methods of
+    ``tilth.cluster.backends.base.Backend``, called as ``Class(workers, timeout=, address=, gpus=)``. Raises
+    PluginError: a name that is taken."""
+    if name in BACKENDS:
+        raise PluginError(
+            f"@tilth.backend({name!r}): a backend that comes with Tilth has this name; choose another one"
+        )
+    return declare("backend", name)
 
 
 def shared_defaults(advantage: str, loss: str) -> dict[str, Any]:

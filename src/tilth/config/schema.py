@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from tilth.config.axes import AXES
 from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, below, own_defaults
 from tilth.config.open_sets import OPTIMIZERS, TRACKERS, OneOf
-from tilth.config.plugins import ENGINES, declared, family_names, load_plugins, shared_defaults, shipped_tasks
+from tilth.config.plugins import BACKENDS, ENGINES, declared, family_names, load_plugins, shared_defaults, shipped_tasks
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -376,9 +376,10 @@ class RunConfig(Section):
 class ClusterConfig(Section):
     """Which workers there are."""
 
-    backend: Literal["inline", "local", "ray"] = Field(
+    backend: Annotated[str, OneOf(lambda: [*BACKENDS, *declared("backend")])] = Field(
         "inline",
-        description="this process; processes of this machine; Ray's actors, on any number of them",
+        description="inline: this process; local: processes of this machine; ray: actors, on any number of them; "
+        "your own comes from a plugin",
     )
     workers: Positive = Field(1, description="worker processes; with pools: their sum, which need not be said")
     pools: dict[str, Positive] = Field(

@@ -59,11 +59,13 @@ class NonFiniteError(TilthError):
 
 
 class OutOfMemory(TilthError):
-    """Memory could not be had; names role, rank, method, what was wanted and what there is. What was committed is
-    intact."""
+    """Memory ran out; names role, rank, method, the bytes wanted and free. What was committed is intact.
+
+    key: ``ROLE.METHOD`` of the call (``policy.update``).
+    """
 
     role = ""
-    """Whose call it was; "" where that is not known."""
+    """Role of the call; "" if unknown."""
 
 
 class WeightMismatch(TilthError):
@@ -95,20 +97,28 @@ class TokenIdentityError(TilthError):
 
 
 class WorkerError(TilthError):
-    """A role raised something that is no TilthError; names role, rank and method, the worker's traceback follows."""
+    """A role raised an exception that is no TilthError; names role, rank and method, then the worker's traceback.
+
+    key: ``ROLE.METHOD`` of the call (``policy.update``); ``cluster.METHOD`` for a call of the cluster itself.
+    """
 
     collective = ""
-    """"broken" or "timeout" where it was raised by a collective: then another rank may be the cause, one that raised
-    something else, or did not come."""
+    """"broken" or "timeout" if a collective raised it: another rank may be the cause, which failed or did not join."""
 
 
 class WorkerLost(TilthError):
-    """A worker process died; names role, rank, method and signal, the tail of its log follows."""
+    """A worker process died; names role, rank, method and signal, then the tail of its log.
+
+    key: ``ROLE.METHOD`` of the lost call; ``cluster.start`` before the first one.
+    """
 
 
 class StaleGeneration(TilthError):
-    """A call on a role, or an answer to one, from before the role was made again."""
+    """A call on a role, or its answer, from before the role was made again. key: ``ROLE.METHOD`` of the call."""
 
 
 class CallTimeout(TilthError):
-    """A call exceeded its limit; names role, rank and method, what every rank does and its stack follow."""
+    """A call exceeded its limit; names role, rank and method, then what every rank does, with its stack.
+
+    key: ``ROLE.METHOD`` of the late call; of the first one if several are late.
+    """

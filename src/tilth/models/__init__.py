@@ -1,1 +1,1 @@
-"""What is trained: one-device decoders, attention contexts, log-probs, Hugging Face import and export."""
+"""Models: one-device decoders, attention contexts, log-probs, Hugging Face import and export."""

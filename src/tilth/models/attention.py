@@ -1,9 +1,10 @@
 """Attention by context object: what a decoder calls to mix tokens, and the context of packed whole sequences.
 
-A decoder sees flat tokens; who sees whom is the context's matter. ``PackedContext`` holds whole sequences (training,
-scoring); the rollout engine has another over its cache. Both use ``matmul_attention`` for short sequences on a CPU, so
-that in parity mode they agree bit for bit. For that (measured with MKL and oneDNN, fp32 and bf16): rows of a linear in
-multiples of 8 and at least 16 (``plan.kernels``), query rows in multiples of 4, key lengths in multiples of 16.
+A decoder sees flat tokens; the context decides which tokens attend to which. ``PackedContext`` holds whole sequences
+(training, scoring); the rollout engine has another over its KV cache. Both use ``matmul_attention`` for short sequences
+on a CPU, so that they agree bit for bit in parity mode. This needs (measured with MKL and oneDNN, fp32 and bf16) rows
+of a linear in multiples of 8 and at least 16 (``plan.kernels``), query rows in multiples of 4, key lengths in multiples
+of 16.
 """
 
 from collections.abc import Sequence
@@ -22,20 +23,20 @@ from tilth.models.rows import pad_rows, take_rows
 from tilth.plan.kernels import CAUSAL_UP_TO, MASKED_UP_TO, spare_rows
 
 _GROUP_TOKENS = 2048
-"""Padding tokens that cost about as much as one more group of sequences (a dozen kernels per layer)."""
+"""Padding tokens that cost as much as one more group of sequences (a dozen kernels per layer)."""
 
 
 @dataclass(frozen=True)
 class DropoutContext:
-    """Which random numbers residual dropout uses: those of (seed, "dropout", layer, branch, step) at ``tokens``."""
+    """Random numbers of residual dropout: stream (seed, "dropout", layer, branch, step) at ``tokens``."""
 
     seed: int
     step: int
     tokens: Tensor
-    """int64 [N], index of each token in the whole batch of the step, whatever its packing."""
+    """int64 [N], index of each token in the whole batch of the step, independent of packing."""
 
     def apply(self, x: Tensor, p: float, layer: int, branch: str) -> Tensor:
-        """x [N, width] with a share p of its elements zeroed and the rest scaled by 1 / (1 - p). Rows past N stay."""
+        """Zero a share p of x [N, width] and scale the rest by 1 / (1 - p). Rows past N stay."""
         n = self.tokens.shape[0]
         keep = dropout_mask(stream(self.seed, "dropout", layer, branch, self.step), self.tokens, x.shape[1], p)
         scale = keep.to(x.dtype).mul_(1 / (1 - p))
@@ -43,28 +44,25 @@ class DropoutContext:
 
 
 class AttentionContext(Protocol):
-    """What a decoder needs to know about the tokens of one forward pass."""
+    """Positions, dropout and attention of the tokens of one forward pass."""
 
     @property
     def positions(self) -> Tensor:
-        """int64 [N], position of each token in its sequence."""
-        ...
+        """Position of each token in its sequence, int64 [N]."""
 
     @property
     def dropout(self) -> DropoutContext | None:
-        """None: no dropout."""
-        ...
+        """Random numbers of dropout; None: no dropout."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """Attention of q [N, Hq, hd] over k and v [N, Hkv, hd] (roped already), scaled by hd**-0.5: [N, Hq, hd].
+        """Attend with q [N, Hq, hd] over k and v [N, Hkv, hd] (rotated already), scaled by hd**-0.5: [N, Hq, hd].
 
-        window: tokens that a token sees, itself included; None: all before it.
+        window: number of tokens that a token sees, itself included; None: all before it.
         """
-        ...
 
 
 def matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(hd) + mask) v by plain matmuls; softmax inside in fp32.
+    """Compute softmax(q k^T / sqrt(hd) + mask) v by plain matmuls; the softmax is fp32 inside.
 
     q: [B, Hkv, G, Tq, hd], k and v: [B, Hkv, Tk, hd]. mask: [B or 1, 1, 1, Tq, Tk], added to the scores (in q's dtype)
     or bool (True: visible); None: all visible. A row without any visible key gives NaN. Returns q's shape.
@@ -87,7 +85,7 @@ def matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """As ``matmul_attention``, by torch's fused kernels. No mask: causal."""
+    """Compute ``matmul_attention`` by torch's fused kernels. mask None: causal."""
     b, kv_heads, g, tq, hd = q.shape
     mask = None if mask is None else mask[:, 0]
     k, v = (x[:, :, None].expand(b, kv_heads, g, -1, hd).reshape(b, kv_heads * g, -1, hd) for x in (k, v))
@@ -97,12 +95,13 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tens
 
 
 def matmul_pays(length: int, dtype: torch.dtype, device: torch.device, causal: bool = False) -> bool:
-    """Whether plain matmuls win over SDPA for keys of this length, with a mask or causal without one."""
+    """Return True if plain matmuls are faster than SDPA for keys of this length, with a mask or causal."""
     return device.type == "cpu" and length <= (CAUSAL_UP_TO if causal else MASKED_UP_TO).get(dtype.itemsize, 0)
 
 
 def causal_mask(length: int, window: int | None, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Additive [1, 1, 1, length, length]: 0 where query i sees key j (i - window < j <= i), else -inf."""
+    """Return an additive mask [1, 1, 1, length, length]: 0 where query i sees key j (i - window < j <= i), else
+    -inf."""
     visible = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
     if window is not None and window < length:
         visible.triu_(1 - window)
@@ -110,10 +109,10 @@ def causal_mask(length: int, window: int | None, dtype: torch.dtype, device: tor
 
 
 def bucket_lengths(lengths: np.ndarray, whole: bool = False) -> np.ndarray:
-    """Padded length of each sequence, int64 [n]: at most 25 % (or 16 tokens) above it, in as few groups as pay.
+    """Return the padded length of each sequence, int64 [n], at most 25 % (or 16 tokens) longer, in few groups.
 
     Neighbouring buckets are merged while that adds less padding than another group of kernels costs. whole: every
-    padded length is a multiple of 16, the longest one too.
+    padded length is a multiple of 16, also the longest.
     """
     if not len(lengths):
         return lengths
@@ -130,7 +129,7 @@ def bucket_lengths(lengths: np.ndarray, whole: bool = False) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _PaddedGroup:
-    """Sequences padded to one length: slots ``start`` to ``start + count * length`` of the padded layout."""
+    """Sequences padded to one length, in slots ``start`` to ``start + count * length`` of the padded layout."""
 
     start: int
     count: int
@@ -138,11 +137,11 @@ class _PaddedGroup:
 
 
 class PackedContext:
-    """Whole sequences, packed one after another; a token sees its own sequence only.
+    """Whole sequences, packed one after another; a token sees only its own sequence.
 
-    lengths: int64 [n] (any integer sequence). ``parity``: everything has the shapes that agree bit for bit with cached
-    decoding on a CPU: plain matmuls at any length, padded keys and queries, and rows padded by ``spare_rows``
-    (``positions`` is then longer than the tokens; the decoder pads and drops). dropout: which random numbers to use.
+    lengths: int64 [n] (any integer sequence). parity: use the shapes that agree bit for bit with cached decoding on a
+    CPU: plain matmuls at any length, padded keys and queries, rows padded by ``spare_rows`` (``positions`` is then
+    longer than the tokens; the decoder pads and drops).
     """
 
     def __init__(
@@ -170,7 +169,8 @@ class PackedContext:
         return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self.device)
 
     def _plan(self, starts: np.ndarray, place: np.ndarray) -> None:
-        """Groups, and where each slot of the padded layout comes from (``_source``) and each token goes (``_slot``)."""
+        """Set groups, the token of each slot of the padded layout (``_source``) and the slot of each token
+        (``_slot``)."""
         padded = bucket_lengths(self._lengths, self.parity)
         self._groups: list[_PaddedGroup] = []
         sources, slot_start, at = [], np.zeros(len(padded), np.int64), 0
@@ -186,7 +186,6 @@ class PackedContext:
         self._slot = self._tensor(np.repeat(slot_start, self._lengths) + place)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """See ``AttentionContext``."""
         if not self._groups:
             return q
         if self._varlen(q):
@@ -201,12 +200,12 @@ class PackedContext:
         return out if self._source is None else take_rows(out, self._slot)
 
     def _varlen(self, q: Tensor) -> bool:
-        """Whether flash attention takes the packed tokens as they are: no padding, no groups, one kernel a layer."""
+        """Return True if flash attention takes the packed tokens without padding: one kernel per layer."""
         return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and self._causal(None) and not self.parity
 
     @cached_property
     def _ends(self) -> Tensor:
-        """int32 [n + 1]: where each sequence begins, and where the last one ends."""
+        """Cumulative lengths, int32 [n + 1]."""
         return torch.from_numpy(np.append(0, np.cumsum(self._lengths))).to(self.device, torch.int32)
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -232,11 +231,11 @@ class PackedContext:
         return (self.parity and self.device.type == "cpu") or matmul_pays(length, dtype, self.device, causal)
 
     def _causal(self, window: int | None) -> bool:
-        """Whether a token sees all before it in its sequence, so that kernels need no mask."""
+        """Return True if a token sees all earlier tokens of its sequence, so that kernels need no mask."""
         return window is None
 
     def _mask(self, group: _PaddedGroup, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive [1 or sequences of the group, 1, 1, length, length], made once for all layers."""
+        """Return the additive mask [1 or sequences of the group, 1, 1, length, length], cached for all layers."""
         key = (group, window, dtype)
         if key not in self._masks:
             self._masks[key] = self._make_mask(group, window, dtype)

@@ -1,4 +1,4 @@
-"""The shape of a decoder: what its family, a recipe or a Hugging Face ``config.json`` decides."""
+"""Shape of a decoder, decided by its family, a recipe or a Hugging Face ``config.json``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""Supported kinds of rope scaling and the keys each one needs."""
+"""Supported types of rope scaling -> keys that each one needs."""
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,25 @@ class DecoderConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int = 0
-    """0: as many as query heads."""
+    """0: equal to num_heads."""
     head_dim: int = 0
     """0: hidden_size / num_heads."""
     family: str = "qwen3"
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
-    """None, or ``rope_type`` and its factors, as in transformers."""
+    """``rope_type`` and its factors, as in transformers; None: no scaling."""
     qk_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
-    """A token sees itself and the ``sliding_window - 1`` tokens before it, in the layers of ``window_layers``."""
+    """Tokens that a token sees, itself included, in the layers of ``window_layers``."""
     window_layers: tuple[int, ...] = field(default=())
     tie_embeddings: bool = False
     max_positions: int = 2048
     dropout: float = 0.0
-    """On both residual branches, while training."""
+    """Probability on both residual branches, while training."""
 
     def __post_init__(self) -> None:
         if self.rope_scaling is not None:  # transformers writes into the dictionaries it is given
@@ -74,11 +74,11 @@ class DecoderConfig:
 
     @property
     def rope_type(self) -> str:
-        """Kind of rope scaling; ``default`` is none."""
+        """Type of rope scaling; ``default``: none."""
         return self.rope_scaling["rope_type"] if self.rope_scaling else "default"
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of a layer in tokens, the token itself included; None: all earlier tokens."""
+        """Return the sliding window of a layer in tokens, the token itself included; None: all earlier tokens."""
         return self.sliding_window if layer in self.window_layers else None
 
     @property
@@ -93,40 +93,42 @@ class DecoderConfig:
 
     @property
     def table(self) -> Table:
-        """The table of parameters of its family."""
+        """Table of parameters of its family."""
         return _families().family_of(self.family).table
 
     @staticmethod
     def from_hf(hf: Mapping[str, Any]) -> "DecoderConfig":
-        """Out of a ``config.json`` as transformers 4 or 5 writes it. Raises ModelError with the key and the reason."""
+        """Read a ``config.json`` of transformers 4 or 5. Raises ModelError with the key and the reason."""
         return _families().family_of_hf(hf).from_hf(hf)
 
     def to_hf(self) -> dict[str, Any]:
-        """A ``config.json`` that transformers 4 and 5 and vLLM read. Raises ModelError if the family cannot say it."""
+        """Return a ``config.json`` for transformers 4 and 5 and vLLM. Raises ModelError if the family cannot express
+        it."""
         return _families().family_of(self.family).to_hf(self)
 
 
 def _families() -> ModuleType:
-    from tilth.models import family  # which needs DecoderConfig
+    from tilth.models import family  # imports DecoderConfig
 
     return family
 
 
 def check(good: bool, name: str, value: object, right: str) -> None:
-    """ModelError with the name, the value and what would be right, unless all is well."""
+    """Raise ModelError with name, value and what would be right, unless good."""
     if not good:
-        raise ModelError(f"model {name} is {value}; it must be {right}")
+        raise ModelError(f"model {name} is {value}; it must be {right}", key=name)
 
 
 def need(hf: Mapping[str, Any], key: str) -> int:
-    """A whole number of config.json; ModelError if there is none."""
+    """Return a whole number of config.json. Raises ModelError if it is none."""
     if not isinstance(hf.get(key), int):
-        raise ModelError(f"config.json: {key} is {hf.get(key)!r}; it must be a whole number")
+        message = f"config.json: {key} is {hf.get(key)!r}; it must be a whole number"
+        raise ModelError(message, key=f"config.json.{key}")
     return hf[key]
 
 
 def rope_from_hf(hf: Mapping[str, Any], max_positions: int) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling). transformers 5 keeps both in rope_parameters, earlier ones in rope_theta and rope_scaling."""
+    """Return (theta, scaling): of rope_parameters in transformers 5, of rope_theta and rope_scaling before."""
     found = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     theta = float(found.pop("rope_theta", None) or hf.get("rope_theta") or 10_000.0)
     old_kind = found.pop("type", "default")
@@ -147,7 +149,8 @@ def _check_rope(scaling: Mapping[str, Any] | None) -> None:
         return
     kind = scaling.get("rope_type")
     if kind not in ROPE_TYPES:
-        raise ModelError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        message = f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        raise ModelError(message, key="rope_scaling.rope_type")
     for key in ROPE_TYPES[kind]:
         value = scaling.get(key)
         check(isinstance(value, (int, float)), f"rope_scaling.{key}", value, f"a number ({kind} needs it)")

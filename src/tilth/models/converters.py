@@ -1,7 +1,7 @@
-"""Converters: what is done to a one-device model after it is built and before it is sharded.
+"""Converters: changes of a one-device model after it is built and before it is sharded.
 
-A converter may put modules in the place of others and add parameters; the rows of these join the model's ``table``, or
-the model is refused. Converters are applied in their order, on the meta device.
+A converter may replace modules and add parameters, whose rows it adds to the model's ``table``; without a row the
+model is refused. Converters are applied in their order, on the meta device.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,21 +13,22 @@ from tilth.plan.rules import rule_of
 
 
 def frozen(model: Decoder) -> Decoder:
-    """Want no gradient of any parameter."""
+    """Disable the gradients of all parameters."""
     return model.requires_grad_(False)
 
 
 Converter = Callable[[Decoder], Decoder]
 CONVERTERS: dict[str, Converter] = {"value_head": ValueModel, "frozen": frozen}
-"""By name: a model -> the same one, changed in place, or another one. value_head: one value for each token instead of
-logits."""
+"""Name -> converter, which returns the model, changed in place, or another one. value_head: a value per token instead
+of logits."""
 
 
 def converted(model: Decoder, names: Sequence[str]) -> Decoder:
-    """Apply converters. ModelError: one that is not declared, or parameters that the model's table has no row for."""
+    """Apply converters. Raises ModelError for an undeclared one, or a parameter without a row in the model's table."""
     for name in names:
         if name not in CONVERTERS:
-            raise ModelError(f"converter {name!r} is not declared; there are {', '.join(CONVERTERS)}")
+            message = f"converter {name!r} is not declared; there are {', '.join(CONVERTERS)}"
+            raise ModelError(message, key=f"converters.{name}")
         model = CONVERTERS[name](model)
     for parameter, _ in model.named_parameters():
         rule_of(model.table, parameter)

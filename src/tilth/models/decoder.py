@@ -1,4 +1,4 @@
-"""One decoder for all families, with the layers and parameters that each declares: single-device code.
+"""Decoder of all families, with the layers and parameters that each declares: single-device code.
 
 Tokens are flat [N]; attention goes through a context object. Parameters are cast to the compute dtype at use, so that
 fp32 parameters (trainer) and parameters stored in the compute dtype (engine) do the same arithmetic. No autocast.
@@ -29,7 +29,7 @@ Parts = tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor
 
 
 class Linear(nn.Module):
-    """A matrix [out, in] and perhaps a bias, cast to the input's dtype at use."""
+    """Weight [out, in] and optional bias, cast to the input's dtype at use."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -46,7 +46,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) in fp32, rounded to x's dtype, times weight (as transformers does; arXiv 1910.07467)."""
+    """RMSNorm (arXiv 1910.07467): x / rms(x) in fp32, rounded to x's dtype, times weight, as in transformers."""
 
     weight: nn.Parameter
 
@@ -56,14 +56,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last dimension."""
+        """Normalise the last dimension."""
         if x.dtype == torch.float32 and self.weight.dtype == torch.float32:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight.to(x.dtype)
 
 
 class Embedding(nn.Module):
-    """Rows [V, width] looked up by token id."""
+    """Table [V, width] indexed by token id."""
 
     weight: nn.Parameter
 
@@ -77,7 +77,7 @@ class Embedding(nn.Module):
 
 
 def _joined(parts: list[Linear]) -> tuple[Tensor, Tensor | None]:
-    """One matrix (and bias) holding those of ``parts`` one under another; theirs become views into it."""
+    """Concatenate weights (and biases) of ``parts`` along the output; their parameters become views of the result."""
     weight = torch.cat([p.weight.data for p in parts])
     biases = [p.bias for p in parts if p.bias is not None]
     bias = torch.cat([b.data for b in biases]) if biases else None
@@ -95,7 +95,7 @@ def _joined_linear(x: Tensor, joined: tuple[Tensor, Tensor | None]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Projections, rotary embedding and (Qwen3) norms of queries and keys; attention itself is the context's."""
+    """Projections, rotary embedding and (Qwen3) norms of queries and keys; the context computes attention."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Attention(nn.Module):
         self.joined: tuple[Tensor, Tensor | None] | None = None
 
     def forward(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys (normed and rotated) and values, [N, heads, head_dim] each."""
+        """Return queries, keys (normed and rotated) and values, [N, heads, head_dim] each."""
         rows, hd = x.shape[0], self.head_dim
         heads, kv_heads = (part.weight.shape[0] // hd for part in (self.q_proj, self.k_proj))  # perhaps one rank's
         if self.joined is not None and not torch.is_grad_enabled():
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         return rotate(q, *tables), rotate(k, *tables), v
 
     def fuse(self) -> None:
-        """One matmul for queries, keys and values where no gradient is wanted."""
+        """Use one matmul for queries, keys and values in inference."""
         self.joined = _joined([self.q_proj, self.k_proj, self.v_proj])
 
 
@@ -146,12 +146,12 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(gate).mul_(up))
 
     def fuse(self) -> None:
-        """One matmul for gate and up where no gradient is wanted."""
+        """Use one matmul for gate and up in inference."""
         self.joined = _joined([self.gate_proj, self.up_proj])
 
 
 class Layer(nn.Module):
-    """Pre-norm residual block: attention, then MLP. The context's attention stands between two parts that compile."""
+    """Pre-norm residual block. The context's attention separates two parts that compile."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -169,11 +169,11 @@ class Layer(nn.Module):
         return leave(self, x, mixed, ctx.dropout if self.dropout and self.training else None)
 
     def enter(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
-        """What goes into attention: q, k, v [N, heads, head_dim]."""
+        """Return the inputs of attention: q, k, v [N, heads, head_dim]."""
         return self.self_attn(self.input_layernorm(x), tables)
 
     def leave(self, x: Tensor, mixed: Tensor, dropout: DropoutContext | None) -> Tensor:
-        """The rest of the layer, given attention's result [N, heads, head_dim]."""
+        """Return the layer's output, given attention's result [N, heads, head_dim]."""
         x = x + self._drop(self.self_attn.o_proj(mixed.flatten(1)), dropout, "attention")
         return x + self._drop(self.mlp(self.post_attention_layernorm(x)), dropout, "mlp")
 
@@ -193,7 +193,7 @@ class Stack(nn.Module):
 
 
 def not_finite(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """Names of the parameters that hold a NaN or an infinity, in words; empty if none does."""
+    """Describe the parameters that hold a NaN or an infinity: the first name and a count; "" if none does."""
     names = [name for name, p in parameters if not torch.isfinite(p).all()]
     return " and ".join(names[:1] + [f"{len(names) - 1} more"] * (len(names) > 1))
 
@@ -201,12 +201,11 @@ def not_finite(parameters: Iterable[tuple[str, Tensor]]) -> str:
 class Decoder(nn.Module):
     """A causal language model. Parameters are fp32 and uninitialised until ``init_weights_`` or ``load_state_dict``.
 
-    Modules have no sizes of their own: ``table``, the family's, says which parameters there are. ModelError where table
-    and modules differ.
+    The family's ``table`` gives modules their parameters. Raises ModelError where table and modules differ.
 
     dtype: compute dtype of the residual stream. ``checkpointing``: recompute each layer in the backward pass.
-    ``head_logits``, ``token_logprobs`` and ``token_squares``: how the output head is applied (``models.logprobs``); a
-    layout that splits the vocabulary puts its own there, with the same signatures.
+    ``head_logits``, ``token_logprobs`` and ``token_squares``: functions of the output head (``models.logprobs``),
+    which a layout that splits the vocabulary replaces.
     """
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> None:
@@ -222,7 +221,7 @@ class Decoder(nn.Module):
         self._allocate()
 
     def _allocate(self) -> None:
-        """Give the modules the parameters of the table; each must find its place, and each place its parameter."""
+        """Create the parameters of the table in the modules. Raises ModelError where one side lacks the other."""
         modules = dict(self.named_modules())
         for name, sizes in parameter_shapes(self.config).items():
             path, _, leaf = name.rpartition(".")
@@ -230,22 +229,25 @@ class Decoder(nn.Module):
             if own is None:
                 setattr(modules[path], leaf, nn.Parameter(torch.empty(sizes)))
             elif not isinstance(own, nn.Parameter) or own.shape != sizes:
-                raise ModelError(f"family {self.config.family}: its table has {name} {list(sizes)}, its modules do not")
+                message = f"family {self.config.family}: its table has {name} {list(sizes)}, its modules do not"
+                raise ModelError(message, key=f"{name}.module")
         for name, _ in self.named_parameters():
             rule_of(self.table, name)
         empty = [name for name, module in modules.items() if getattr(module, "weight", ()) is None]
         if empty:
-            raise ModelError(f"family {self.config.family}: its table has no {empty[0]}.weight, its modules do")
+            name = f"{empty[0]}.weight"
+            message = f"family {self.config.family}: its table has no {name}, its modules do"
+            raise ModelError(message, key=f"{name}.rule")
 
     @property
     def head_weight(self) -> nn.Parameter:
-        """[V, hidden] of the output head: the embedding's own if tied."""
+        """Weight of the output head [V, hidden], the embedding's if tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(self, ids: Tensor, ctx: AttentionContext) -> Tensor:
-        """ids: int64 [N] -> hidden [N, hidden] after the final norm, in the compute dtype.
+        """Return hidden states [N, hidden] of ids int64 [N] after the final norm, in the compute dtype.
 
-        ``ctx.positions`` may be longer than ids (parity): rows of token 0 fill up and are dropped at the end.
+        If ``ctx.positions`` is longer than ids (parity), rows of token 0 are padded and dropped at the end.
         """
         n, rows = ids.shape[0], ctx.positions.shape[0]
         x = self.model.embed_tokens(ids if rows == n else F.pad(ids, (0, rows - n))).to(self.dtype)
@@ -259,15 +261,15 @@ class Decoder(nn.Module):
         return x if rows == n else x[:n]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, hidden] -> float32 [N, V] (float64 of float64)."""
+        """Return logits float32 [N, V] (float64 of float64) of hidden [N, hidden]."""
         return self.head_logits(hidden, self.head_weight)
 
     def fuse(self) -> None:
-        """Lay q, k, v (and gate, up) of each layer into one storage, so that one matmul serves where no gradient is
-        wanted: 2 to 15 % faster decoding, the same bits (for rows padded as in parity mode).
+        """Put q, k, v (and gate, up) of each layer into one storage, for one matmul in inference: decoding is 2 to 15 %
+        faster, with equal bits (for rows padded as in parity mode).
 
-        Parameters keep their names and become views: ``copy_`` into them and checksums of them work as before. Moving
-        the module to another dtype or device, assigning other tensors by ``load_state_dict`` or copying it fuses anew.
+        Parameters keep their names and become views, so ``copy_`` and checksums work. Moving the module to another
+        dtype or device, copying it, or ``load_state_dict(assign=True)`` fuses it again.
         """
         self._fused = True
         for module in self.modules():
@@ -275,10 +277,10 @@ class Decoder(nn.Module):
                 module.fuse()
 
     def compile(self, **options: Any) -> None:
-        """``torch.compile`` what lies around attention in every layer, one pair of graphs for all of them.
+        """``torch.compile`` the two parts around attention, one pair of graphs for all layers.
 
-        The context stays eager: its shapes follow the lengths of the sequences, and compiling it (as
-        ``torch.compile(model)`` would) costs another graph for every new set of them. ``options`` go to torch.compile.
+        The context stays eager: its shapes follow the lengths of the sequences, so compiling it (as
+        ``torch.compile(model)`` would) costs a graph for every new set of lengths. options: of torch.compile.
         """
         layers = [layer for layer in self.modules() if isinstance(layer, Layer)]
         parts: dict[Any, Any] = dict.fromkeys(part for layer in layers for part in layer.parts)
@@ -298,7 +300,6 @@ class Decoder(nn.Module):
             self.fuse()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As in torch; a fused model stays fused."""
         keys = super().load_state_dict(state_dict, strict, assign)
         if self._fused and assign:
             self.fuse()
@@ -308,8 +309,8 @@ class Decoder(nn.Module):
     def init_weights_(self, seed: int) -> None:
         """Fill every parameter from ``stream(seed, "init", name)``, so that no layout or order changes a bit.
 
-        As the table says; a matrix that writes to the residual stream is scaled by 1 / sqrt(2 layers) (GPT-2), which
-        keeps the variance of the stream at initialisation independent of depth.
+        The table decides the distribution; a matrix that writes to the residual stream is scaled by 1 / sqrt(2 layers)
+        (GPT-2), which keeps the stream's variance at initialisation independent of depth.
         """
         for name, parameter in self.named_parameters():
             self.init_parameter_(name, parameter.data, seed)

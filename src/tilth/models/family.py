@@ -1,7 +1,6 @@
-"""Model families: what a family declares, once, in a file of its own, and how one is found by name.
+"""Model families: what a family declares, and the lookup by name.
 
-A file of ``tilth/models/families`` declares each family that comes with Tilth, as ``FAMILY``, and has its name; a
-plugin declares one with ``tilth.family``.
+Each file of ``tilth/models/families`` declares the family of its name, as ``FAMILY``; a plugin uses ``tilth.family``.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ _LAYER = "model.layers.*."
 
 
 def linear(name: str, shape: tuple[str, str], tp: Any, bias: str = "", init: Any = "normal") -> Table:
-    """Rows of a linear of the layers: its weight [out, in], and its bias where the config's flag ``bias`` is set."""
+    """Return the rows of a linear of the layers: weight [out, in], and a bias if the config's flag ``bias`` is set."""
     weight = Parameter(f"{_LAYER}{name}.weight", shape, "matrix", tp, init)
     rule: Any = "residual" if tp == "columns" else tp
     own = Parameter(f"{_LAYER}{name}.bias", shape[:1], "bias", rule, "zeros", bias)
@@ -28,7 +27,7 @@ def linear(name: str, shape: tuple[str, str], tp: Any, bias: str = "", init: Any
 
 
 def norm(name: str, size: str = "hidden_size", tp: Any = "residual", when: str = "") -> Table:
-    """Row of a norm of the layers, by default one over the residual stream."""
+    """Return the row of a norm of the layers, by default over the residual stream."""
     return (Parameter(f"{_LAYER}{name}.weight", (size,), "norm", tp, "ones", when),)
 
 
@@ -70,7 +69,7 @@ _KEYS = {
     "tie_embeddings": "tie_word_embeddings",
     "max_positions": "max_position_embeddings",
 }
-"""Fields of a config -> keys of config.json, in all families."""
+"""Field of a config -> key of config.json, in all families."""
 
 
 def _nothing(config: DecoderConfig) -> dict[str, Any]:
@@ -79,8 +78,8 @@ def _nothing(config: DecoderConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """What a family declares. All that Tilth does with a parameter follows from ``table``, all that it does with a
-    config.json from the other fields; a subclass may have further ways in ``from_hf`` and ``to_hf``."""
+    """Declaration of a family: ``table`` decides everything about parameters, the other fields about config.json; a
+    subclass may extend ``from_hf`` and ``to_hf``."""
 
     architecture: str
     """Class of transformers, ``...ForCausalLM``."""
@@ -90,21 +89,21 @@ class Family:
     """(config, number) -> one layer; None: ``decoder.Layer``."""
     config: type[DecoderConfig] = DecoderConfig
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Field of the config -> the value that all models of the family have; config.json does not say it."""
+    """Field of the config -> its value in all models of the family; not in config.json."""
     implied: Callable[[DecoderConfig], Mapping[str, Any]] = _nothing
-    """Further fields that config.json does not say -> the values that follow from the others."""
+    """Further fields that are not in config.json -> values that follow from the others."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Further field of the config -> key of config.json."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Key of config.json -> what transformers takes where it is left out."""
+    """Key of config.json -> default of transformers."""
     activation: str = "silu"
     windows: Literal["none", "all", "some"] = "none"
-    """Layers that can have a sliding window."""
+    """Layers that may have a sliding window."""
     name: str = ""
-    """That it is declared by: ``model.family`` in a recipe, ``model_type`` in config.json."""
+    """Name of the declaration: ``model.family`` in a recipe, ``model_type`` in config.json."""
 
     def new(self, model: ModelConfig, vocab_size: int) -> DecoderConfig:
-        """The config of a new model: a recipe's ``[model]`` with its zeros resolved."""
+        """Return the config of a new model: a recipe's ``[model]`` with its zeros resolved."""
         return self.config(
             vocab_size=vocab_size,
             hidden_size=model.hidden,
@@ -122,7 +121,7 @@ class Family:
         )
 
     def from_hf(self, hf: Mapping[str, Any]) -> DecoderConfig:
-        """The config that a ``config.json`` describes. Raises ModelError with the key and the reason."""
+        """Return the config that a ``config.json`` describes. Raises ModelError with the key and the reason."""
         get: Callable[..., Any] = {**self.defaults, **hf}.get
         theta, scaling = rope_from_hf(hf, get("max_position_embeddings"))
         activation = get("hidden_act", self.activation)
@@ -136,7 +135,8 @@ class Family:
         return self.config(family=self.name, **found, **self.fixed)
 
     def to_hf(self, config: DecoderConfig) -> dict[str, Any]:
-        """A ``config.json`` that transformers 4 and 5 and vLLM read. Raises ModelError if the family cannot say it."""
+        """Return a ``config.json`` for transformers 4 and 5 and vLLM. Raises ModelError if the family cannot express
+        it."""
         for name, value in {**self.fixed, **self.implied(config)}.items():
             self._must_be(config, name, value)
         hf: dict[str, Any] = {
@@ -151,8 +151,7 @@ class Family:
         return hf | self._windows_to_hf(config)
 
     def _must_be(self, config: DecoderConfig, name: str, value: object) -> None:
-        """ModelError unless a field has the value that the family's config.json implies: a reader would build another
-        model."""
+        """Raise ModelError unless a field has the value that the family's config.json implies to its readers."""
         check(getattr(config, name) == value, name, getattr(config, name), f"{value} in family {self.name}")
 
     def _windows_from_hf(self, get: Callable[..., Any], layers: int) -> tuple[int | None, tuple[int, ...]]:
@@ -196,34 +195,36 @@ def _shipped() -> dict[str, Family]:
 def _of_plugin(declaration: Declaration) -> Family:
     made = declaration.value()
     if not isinstance(made, Family):
-        raise PluginError(f"family {declaration.name!r} ({declaration.where}) returns no tilth.models.family.Family")
+        message = f"{declaration.title} returns no tilth.models.family.Family"
+        raise PluginError(message, key=f"family.{declaration.name}")
     return replace(made, name=declaration.name)
 
 
 def families() -> dict[str, Family]:
-    """Name -> family: those that come with Tilth, then those of plugins."""
+    """Return the families by name: those of Tilth, then those of plugins."""
     return _shipped() | {name: _of_plugin(found) for name, found in declared("family").items()}
 
 
 def family_of(name: str) -> Family:
-    """The family of this name; ModelError with those that there are."""
+    """Return the family of this name. Raises ModelError with the known names."""
     known = families()
     check(name in known, "family", name, f"one of {', '.join(known)}")
     return known[name]
 
 
 def new_config(model: ModelConfig, vocab_size: int) -> DecoderConfig:
-    """The shape that a recipe's ``[model]`` asks for."""
+    """Return the config that a recipe's ``[model]`` describes."""
     return family_of(model.family).new(model, vocab_size)
 
 
 def family_of_hf(hf: Mapping[str, Any]) -> Family:
-    """The family of a ``config.json``, by its architecture or else its model type; ModelError if none is it."""
+    """Return the family of a ``config.json``, by its architecture or else its model type. Raises ModelError."""
     for name, family in families().items():
         if _claims(hf) == (family.architecture if hf.get("architectures") else name):
             return family
     supported = ", ".join(family.architecture for family in families().values())
-    raise ModelError(f"config.json: architecture {_claims(hf)!r} is not supported; supported: {supported}")
+    message = f"config.json: architecture {_claims(hf)!r} is not supported; supported: {supported}"
+    raise ModelError(message, key="config.json.architectures")
 
 
 def is_known(hf: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Hugging Face directories: read and written so that transformers and vLLM load what Tilth trains, and the reverse."""
+"""Import and export of Hugging Face directories, compatible with transformers and vLLM."""
 
 import json
 import math
@@ -44,24 +44,23 @@ class SavesTokenizer(Protocol):
     """A tokenizer that writes its own files."""
 
     def save(self, directory: Path) -> None:
-        """Write tokenizer.json and what belongs to it."""
-        ...
+        """Write tokenizer.json and its companion files."""
 
 
 class Unread(Mapping[str, Tensor]):
-    """Tensors by name that are read when they are asked for, one at a time; their shapes are known before."""
+    """Tensors by name that are read on access, one at a time; shapes are known without reading."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
+        """Return the shape of a tensor, without reading it."""
 
     def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """One block of a tensor; only its bytes are read where that can be done."""
+        """Return a block of a tensor, reading only its bytes if possible."""
         return self[name][slices]
 
 
 class LazyTensors(Unread):
-    """Tensors of a directory by name, read from their file when asked for. dtype: cast to it; None: as stored."""
+    """Tensors of a directory by name, read on access. dtype: cast to it; None: as stored."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class LazyTensors(Unread):
         dtype: torch.dtype | None = None,
         stored: Mapping[str, str] | None = None,
     ) -> None:
-        """files: name of a tensor -> its file; stored: name -> name in that file, where that is another one."""
+        """files: name of a tensor -> its file; stored: name -> its name in the file, if different."""
         self._directory, self._files, self._dtype, self._stored = directory, dict(files), dtype, dict(stored or {})
         self._open: dict[str, tuple[Any, frozenset[str]]] = {}
 
@@ -78,17 +77,17 @@ class LazyTensors(Unread):
         return self.part(name, ())
 
     def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """One block of a tensor, of which only its bytes are read; no slices: all of it."""
         file, stored = self._file(name), self._stored.get(name, name)
         try:
             found: Tensor = file.get_slice(stored)[slices] if slices else file.get_tensor(stored)
         except SafetensorError as error:
-            raise ModelError(f"{self._directory / self._files[name]}: cannot read tensor {name}: {error}") from error
+            message = f"{self._directory / self._files[name]}: cannot read tensor {name}: {error}"
+            raise ModelError(message, key=name) from error
         return found if self._dtype is None else found.to(self._dtype)
 
     @property
     def files(self) -> Mapping[str, str]:
-        """Name of a tensor -> name of its file."""
+        """File of each tensor by name."""
         return self._files
 
     def __iter__(self) -> Iterator[str]:
@@ -98,16 +97,15 @@ class LazyTensors(Unread):
         return len(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
         return tuple(self._file(name).get_slice(self._stored.get(name, name)).get_shape())
 
     def without(self, name: str) -> "LazyTensors":
-        """The other tensors."""
+        """Return all tensors but one."""
         files = {k: f for k, f in self._files.items() if k != name}
         return LazyTensors(self._directory, files, self._dtype, self._stored)
 
     def called(self, stored: Mapping[str, str]) -> "LazyTensors":
-        """These tensors under other names: own name -> the one that it has in its file."""
+        """Return these tensors under other names. stored: new name -> name in the file."""
         own = {there: name for name, there in stored.items()}
         files = {own.get(name, name): file for name, file in self._files.items()}
         return LazyTensors(self._directory, files, self._dtype, stored)
@@ -119,37 +117,39 @@ class LazyTensors(Unread):
             self._open[file] = handle, frozenset(handle.keys())
         handle, names = self._open[file]
         if self._stored.get(name, name) not in names:
-            raise ModelError(f"{self._directory / INDEX} says that tensor {name} is in {file}, and it is not")
+            message = f"{self._directory / INDEX} says that tensor {name} is in {file}, and it is not"
+            raise ModelError(message, key=f"{file}.{name}")
         return handle
 
 
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """``config.json`` of a directory as it stands. Raises ModelError if there is none or it is not JSON."""
+    """Return ``config.json`` of a directory. Raises ModelError if there is none or it is not JSON."""
     folder = Path(directory)
     if not folder.is_dir():
-        raise ModelError(f"no model directory {str(folder)!r}")
+        raise ModelError(f"no model directory {str(folder)!r}", key=folder.name)
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{str(folder)!r} is not a model directory: it has no config.json")
+        raise ModelError(f"{str(folder)!r} is not a model directory: it has no config.json", key="config.json")
     return _read_json(folder / "config.json")
 
 
 def load_pretrained(
     directory: str | os.PathLike[str], dtype: torch.dtype | None = None, *, values: bool = False
 ) -> tuple[DecoderConfig, LazyTensors]:
-    """Config and tensors (read when used) of a Hugging Face directory, checked against each other.
+    """Return config and tensors (read on access) of a Hugging Face directory, checked against each other.
 
-    dtype: of the tensors; None: as stored. values: it is a value model, as ``save_pretrained`` writes one. Raises
-    ModelError in one line for a missing directory or file, an architecture or rope type that is not supported,
-    missing, extra or mis-shaped tensors, a corrupt file.
+    dtype: of the tensors; None: as stored. values: the directory is a value model of ``save_pretrained``. Raises
+    ModelError in one line for a missing directory or file, an unsupported architecture or rope type, missing, extra or
+    mis-shaped tensors, a corrupt file.
     """
-    said = read_config(directory)
+    hf = read_config(directory)
     if values:
-        said = {**said, "architectures": [str(a).replace(_VALUES, _LOGITS) for a in said.get("architectures") or []]}
-    config = DecoderConfig.from_hf(said)
+        hf = {**hf, "architectures": [str(a).replace(_VALUES, _LOGITS) for a in hf.get("architectures") or []]}
+    config = DecoderConfig.from_hf(hf)
     tensors = _tensors(Path(directory), dtype).called(hf_names(config))
     if config.tie_embeddings and _HEAD in tensors and _EMBEDDING in tensors:
         if not torch.equal(tensors[_HEAD], tensors[_EMBEDDING]):
-            raise ModelError(f"{directory}: config.json ties {_HEAD} to {_EMBEDDING}, but their values differ")
+            message = f"{directory}: config.json ties {_HEAD} to {_EMBEDDING}, but their values differ"
+            raise ModelError(message, key=_HEAD)
         tensors = tensors.without(_HEAD)
     check_tensors(
         str(directory), parameter_shapes(config, value=values), {name: tensors.shape(name) for name in tensors}
@@ -158,7 +158,8 @@ def load_pretrained(
 
 
 def load_weights(model: Decoder, tensors: Mapping[str, Tensor], source: str = "state") -> None:
-    """Copy tensors into the model's parameters, cast to their dtype. Raises ModelError that names what does not fit."""
+    """Copy tensors into the model's parameters, cast to their dtype. Raises ModelError with the names that do not
+    fit."""
     own = dict(model.named_parameters())
     check_tensors(source, {k: tuple(p.shape) for k, p in own.items()}, shapes(tensors))
     with torch.no_grad():
@@ -167,28 +168,28 @@ def load_weights(model: Decoder, tensors: Mapping[str, Tensor], source: str = "s
 
 
 def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each of these tensors; those that are not read yet stay so."""
+    """Return the shape of each tensor by name, without reading unread tensors."""
     shape_of = tensors.shape if isinstance(tensors, Unread) else (lambda name: tuple(tensors[name].shape))
     return {name: shape_of(name) for name in tensors}
 
 
 def open_tensors(directory: str | os.PathLike[str]) -> LazyTensors:
-    """The tensors of a Hugging Face directory by name, whatever its architecture; ModelError if it has none. Those of a
-    family that is known have the names that they have here.
+    """Return the tensors of a Hugging Face directory of any architecture, with Tilth's names for a known family.
 
-    A head that config.json ties to the embedding is left out if its values are the same, as it is elsewhere.
+    A head that config.json ties to the embedding is left out if its values are equal. Raises ModelError without
+    tensors.
     """
     folder = Path(directory)
-    said = read_config(folder)
-    tied, tensors = bool(said.get("tie_word_embeddings")), _tensors(folder, None)
-    if is_known(said):
-        tensors = tensors.called(hf_names(DecoderConfig.from_hf(said)))
+    hf = read_config(folder)
+    tied, tensors = bool(hf.get("tie_word_embeddings")), _tensors(folder, None)
+    if is_known(hf):
+        tensors = tensors.called(hf_names(DecoderConfig.from_hf(hf)))
     doubled = tied and _HEAD in tensors and _EMBEDDING in tensors
     return tensors.without(_HEAD) if doubled and torch.equal(tensors[_HEAD], tensors[_EMBEDDING]) else tensors
 
 
 def check_tensors(source: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ModelError if names or shapes differ, naming the first few of each kind."""
+    """Raise ModelError if names or shapes differ, with the first few of each kind."""
     problems = {
         "missing": [name for name in wanted if name not in found],
         "extra": [name for name in found if name not in wanted],
@@ -198,9 +199,12 @@ def check_tensors(source: str, wanted: Mapping[str, tuple[int, ...]], found: Map
             if name in found and found[name] != shape
         ],
     }
-    said = [f"{kind}: {_some(names)}" for kind, names in problems.items() if names]
-    if said:
-        raise ModelError(f"{source}: tensors do not match the config; " + "; ".join(said))
+    wrong = {kind: names for kind, names in problems.items() if names}
+    if wrong:
+        kind, names = next(iter(wrong.items()))
+        key = f"{names[0].partition(' ')[0]}.{'shape' if kind == 'mis-shaped' else kind}"
+        message = "; ".join(f"{kind}: {_some(names)}" for kind, names in wrong.items())
+        raise ModelError(f"{source}: tensors do not match the config; {message}", key=key)
 
 
 def save_pretrained(
@@ -219,14 +223,12 @@ def save_pretrained(
 ) -> None:
     """Write a directory that ``AutoModelForCausalLM.from_pretrained`` and vLLM load.
 
-    state: parameter name -> tensor, taken one at a time, so that ``Unread`` ones need no memory for the whole. dtype:
-    of the file; None: as in ``state``. shard_bytes: weights above it are in several files with an index. values: it is
-    a value model, which ``AutoModelForTokenClassification`` loads; its one label is the value. Tokenizer files come
-    from ``tokenizer`` or else from ``source`` (a directory the model was loaded from), which also gives the special
-    token ids and generation_config.json; ``token_ids`` (bos_token_id, ...), ``generation`` and ``chat_template``
-    (Jinja) override.
-    config.json is written last, so that an interrupted export is not a model directory. Raises ModelError if the state
-    does not fit the config, StorageError if writing fails.
+    state: parameter name -> tensor, read one at a time. dtype: of the file; None: as in ``state``. shard_bytes: larger
+    weights are split into files with an index. values: write a value model for ``AutoModelForTokenClassification`` with
+    one label. Tokenizer files come from ``tokenizer`` or else ``source`` (the directory the model was loaded from),
+    which also gives special token ids and generation_config.json; ``token_ids`` (bos_token_id, ...), ``generation`` and
+    ``chat_template`` (Jinja) override. config.json is written last, so an interrupted export is no model directory.
+    Raises ModelError if the state does not fit the config, StorageError if writing fails.
     """
     check_tensors("export", parameter_shapes(config, value=values), shapes(state))
     hf, out = _of_values(config) if values else config.to_hf(), Path(directory)
@@ -234,7 +236,8 @@ def save_pretrained(
     ids = {**{k: inherited[k] for k in _TOKEN_IDS if inherited.get(k) is not None}, **(token_ids or {})}
     kept = dtype or next(iter(state.values())).dtype
     if kept not in _STORED:
-        raise ModelError(f"a model of {kept} cannot be exported; one of {', '.join(map(str, _STORED))} can")
+        message = f"a model of {kept} cannot be exported; one of {', '.join(map(str, _STORED))} can"
+        raise ModelError(message, key="dtype")
     try:
         _clear(out)
         _write_weights(out, state, kept, shard_bytes, hf_names(config))
@@ -242,18 +245,18 @@ def save_pretrained(
         _write_generation(out, source, {**ids, **(generation or {})})
         _write_json(out / "config.json", {**hf, **ids, "torch_dtype": str(kept).removeprefix("torch.")})
     except (OSError, SafetensorError) as error:
-        raise StorageError(f"cannot write model to {str(out)!r}: {error}") from error
+        raise StorageError(f"cannot write model to {str(out)!r}: {error}", key=out.name) from error
 
 
 def _clear(out: Path) -> None:
-    """Make the folder and remove weights of an earlier export: a reader would prefer them to new shards."""
+    """Create the folder and remove an earlier export, whose weights a reader would prefer to new shards."""
     out.mkdir(parents=True, exist_ok=True)
     for old in [out / "config.json", out / GENERATION, out / INDEX, *out.glob("model*.safetensors")]:
         old.unlink(missing_ok=True)
 
 
 def _of_values(config: DecoderConfig) -> dict[str, Any]:
-    """config.json of a value model: a classifier of tokens with one label."""
+    """Return config.json of a value model: a token classifier with one label."""
     hf = config.to_hf()
     kind = str(hf["architectures"][0]).replace(_LOGITS, _VALUES)
     labels = {"num_labels": 1, "id2label": {"0": "value"}, "label2id": {"value": 0}}
@@ -263,7 +266,7 @@ def _of_values(config: DecoderConfig) -> dict[str, Any]:
 def _write_weights(
     out: Path, state: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int, stored: Mapping[str, str]
 ) -> None:
-    """stored: name of a tensor -> its name in the file, where that is another one."""
+    """Write weights. stored: name of a tensor -> its name in the file, if different."""
     known = shapes(state)
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in known.items()}
     shards = _shards(sizes, shard_bytes)
@@ -283,7 +286,7 @@ def _write_file(
     dtype: torch.dtype,
     stored: Mapping[str, str],
 ) -> None:
-    """A safetensors file, one tensor after another: the library wants all of a file in memory."""
+    """Write a safetensors file tensor by tensor; the library needs the whole file in memory."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in known.items():
@@ -299,7 +302,7 @@ def _write_file(
 
 
 def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Names in order, cut so that no shard is above ``most`` bytes (unless one tensor alone is)."""
+    """Split names in order into shards of at most ``most`` bytes (unless a single tensor is larger)."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -315,7 +318,9 @@ def _write_tokenizer(
     out: Path, source: str | os.PathLike[str] | None, tokenizer: SavesTokenizer | None, chat_template: str | None
 ) -> None:
     if source is not None:
-        _copy_files(Path(source), out, TOKENIZER_FILES if tokenizer is None else (CHAT_TEMPLATE,))
+        for name in TOKENIZER_FILES if tokenizer is None else (CHAT_TEMPLATE,):
+            if (Path(source) / name).is_file():
+                shutil.copyfile(Path(source) / name, out / name)
     if tokenizer is not None:
         tokenizer.save(out)
     if chat_template is not None:
@@ -323,7 +328,7 @@ def _write_tokenizer(
 
 
 def _write_generation(out: Path, source: str | os.PathLike[str] | None, own: Mapping[str, Any]) -> None:
-    """Settings of the source, or else those that the tokenizer brought, under our own."""
+    """Write the settings of the source, or else of the tokenizer, overridden by ``own``."""
     folders = [out] if source is None else [Path(source), out]
     found = next((f / GENERATION for f in folders if (f / GENERATION).is_file()), None)
     inherited = {} if found is None else _read_json(found)
@@ -331,48 +336,45 @@ def _write_generation(out: Path, source: str | os.PathLike[str] | None, own: Map
         _write_json(out / GENERATION, {**inherited, **own})
 
 
-def _copy_files(source: Path, out: Path, names: tuple[str, ...]) -> None:
-    for name in names:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
-
-
 def _tensors(folder: Path, dtype: torch.dtype | None) -> LazyTensors:
-    """The tensors of model.safetensors, or of the shards that the index names."""
+    """Return the tensors of model.safetensors, or of the shards in the index."""
     if (folder / INDEX).is_file():
         weight_map = _read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise ModelError(f"{folder / INDEX} has no weight_map")
+            raise ModelError(f"{folder / INDEX} has no weight_map", key=f"{INDEX}.weight_map")
         for name, file in weight_map.items():
             if problem := name_problem(file, folders=True):
-                raise ModelError(f"{folder / INDEX}: file of tensor {name}: {problem}")
+                message = f"{folder / INDEX}: file of tensor {name}: {problem}"
+                raise ModelError(message, key=f"{INDEX}.weight_map.{name}")
         files = weight_map
     elif (folder / WEIGHTS).is_file():
         files = dict.fromkeys(_open_file(folder / WEIGHTS).keys(), WEIGHTS)
     else:
-        raise ModelError(f"{str(folder)!r} has neither {WEIGHTS} nor {INDEX}; other formats of weights are not read")
-    # Old Llama checkpoints carry this constant of the rotary embedding.
+        message = f"{str(folder)!r} has neither {WEIGHTS} nor {INDEX}; other formats of weights are not read"
+        raise ModelError(message, key=WEIGHTS)
+    # Old Llama checkpoints hold this constant of the rotary embedding.
     return LazyTensors(folder, {k: f for k, f in files.items() if not k.endswith("rotary_emb.inv_freq")}, dtype)
 
 
 def _open_file(file: Path) -> Any:
-    if file.exists() and not file.is_file():  # a pipe would be waited for
-        raise ModelError(f"{file} is not a file")
+    if file.exists() and not file.is_file():  # opening a pipe would block
+        raise ModelError(f"{file} is not a file", key=f"{file.name}.type")
     try:
         return safe_open(file, framework="pt")
     except FileNotFoundError as error:
-        raise ModelError(f"{file} is missing") from error
+        raise ModelError(f"{file} is missing", key=file.name) from error
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is corrupt or not a safetensors file: {error}") from error
+        raise ModelError(f"{file} is corrupt or not a safetensors file: {error}", key=f"{file.name}.header") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
+        raise ModelError(f"{file} cannot be read: {error}", key=f"{file.name}.content") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{file} holds a {type(content).__name__}; it must hold an object")
+        message = f"{file} holds a {type(content).__name__}; it must hold an object"
+        raise ModelError(message, key=f"{file.name}.type")
     return content
 
 

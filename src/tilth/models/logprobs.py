@@ -1,10 +1,10 @@
 """Log-probs, entropy and sums of squared probabilities of chosen tokens without keeping logits.
 
-The head's logits of a long packed batch are the largest tensor of language model training. Here rows go through the
-head in chunks, forward and again backward, so only one chunk [rows, V] exists at a time (the idea of Liger's fused
-linear cross entropy, arXiv 2410.10989, with an entropy whose gradient is exact). Where all of them together are small,
-they are kept instead of computed twice; the bits are the same. A chunk is large, so that its matrix products are fast;
-what is done element by element goes through it in parts that stay in the cache.
+The logits of a long packed batch are the largest tensor of language model training. Rows go through the head in chunks,
+forward and again backward, so only one chunk [rows, V] exists at a time (as in Liger's fused linear cross entropy,
+arXiv 2410.10989, with an exact gradient of the entropy). Small log-probs are kept instead of computed twice, with
+equal bits. Chunks are large for fast matrix products; element-wise work goes through them in parts that stay in the
+cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,24 +20,24 @@ from tilth.plan.kernels import CACHED_ELEMENTS, chunk_rows, spare_rows
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What logits, log-probs and values have: float64 where the residual stream has it, else float32."""
+    """Return the dtype of logits, log-probs and values: float64 if the residual stream is float64, else float32."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
 def keeps(rows: int, vocab: int) -> bool:
-    """Whether the log-probs of so many rows are kept, for a backward pass that will come."""
+    """Return True if the log-probs of this many rows are kept for the backward pass."""
     return torch.is_grad_enabled() and kernels.keeps(rows, vocab)
 
 
 def cached_parts(some: slice, logits: Tensor) -> Iterator[slice]:
-    """``some`` rows, whose logits are these, in parts that stay in the cache of a CPU; elsewhere all at once."""
+    """Yield ``some`` rows in parts whose logits stay in the cache of a CPU; on other devices all at once."""
     rows = max(CACHED_ELEMENTS // max(logits.shape[1], 1) if logits.device.type == "cpu" else len(logits), 1)
     for i in range(some.start, some.stop, rows):
         yield slice(i, min(i + rows, some.stop))
 
 
 def within(part: slice, some: slice) -> slice:
-    """Where ``part`` of ``some`` rows stands in a tensor of these rows alone."""
+    """Return ``part`` of ``some`` rows relative to the first of them."""
     return slice(part.start - some.start, part.stop - some.start)
 
 
@@ -69,9 +69,9 @@ def token_logprobs(
 def token_squares(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of ``targets``, the same bits as of ``token_logprobs``, and the sum over the vocabulary of p squared.
+    """Return log-probs of ``targets``, bit-equal to ``token_logprobs``, and sums over the vocabulary of p squared.
 
-    Arguments as there. Two float32 [N] (float64 of float64) without a gradient; one chunk of logits exists at a time.
+    Arguments of ``token_logprobs``. Returns two float32 [N] (float64 of float64) without a gradient.
     """
     rows, used = chunk_rows(weight.shape[0], chunk), weight.to(hidden.dtype)
     logprobs = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
@@ -84,16 +84,12 @@ def token_squares(
 
 
 def logits_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-prob of ``targets`` int64 [N] given logits [N, V]: float32 [N] (float64 of float64), as in
-    ``token_logprobs``."""
+    """Return log-probs float32 [N] (float64 of float64) of targets int64 [N], given logits [N, V]."""
     return _log_softmax(logits, temperature).gather(1, targets[:, None]).squeeze(1)
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden [N, d] times weight [V, d]: float32 [N, V] (float64 of float64).
-
-    On a CPU rows are padded by ``spare_rows``.
-    """
+    """Return logits float32 [N, V] (float64 of float64) of hidden [N, d] and weight [V, d]; pads rows on a CPU."""
     n = hidden.shape[0]
     spare = spare_rows(n) if hidden.device.type == "cpu" else 0
     padded = F.pad(hidden, (0, 0, 0, spare)) if spare else hidden
@@ -162,9 +158,9 @@ class _TokenLogprobs(torch.autograd.Function):
 def head_gradients(
     hidden: Tensor, weight: Tensor, chunk: int, fill: Callable[[slice, Tensor], None], wanted: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden [N, d] and weight [V, d], those of them that are wanted.
+    """Return the wanted gradients of hidden [N, d] and weight [V, d].
 
-    fill: puts the gradient of the logits of some rows, at most ``chunk``, into a tensor [rows, V] of hidden's dtype.
+    fill: writes the gradient of the logits of some rows, at most ``chunk``, to a tensor [rows, V] of hidden's dtype.
     """
     used = weight.to(hidden.dtype)
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
@@ -183,7 +179,7 @@ def head_gradients(
 
 
 def _entropy(logp: Tensor) -> Tensor:
-    """-sum p log p over the last dimension; logits are finite, so every log p is."""
+    """Return -sum p log p over the last dimension; logits are finite, so every log p is."""
     return logp.exp().mul_(logp).sum(-1).neg_()
 
 
@@ -192,8 +188,8 @@ def grad_logits(
 ) -> Tensor:
     """d(log p[target]) = onehot - p, d(entropy) = -p (log p + entropy), each times its incoming gradient: [rows, V].
 
-    of_entropy: the entropy and its incoming gradient. targets: int64, their columns; here: what comes in at these
-    columns (0 where another rank has the target). Everything but logp is [rows, 1].
+    of_entropy: entropy and its incoming gradient. targets: int64 columns; here: incoming gradient at these columns (0
+    where another rank has the target). Everything but logp is [rows, 1].
     """
     p = logp.exp()
     if of_entropy is None:

@@ -10,7 +10,7 @@ from tilth.models.logprobs import wide
 
 
 def inverse_frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
-    """(float32 [head_dim / 2] radians per token, factor on cos and sin) of the config's scaling, dynamic at rest."""
+    """Return (float32 [head_dim / 2] radians per token, factor of cos and sin); dynamic scaling without its growth."""
     plain = 1.0 / _powers(config.rope_theta, config.head_dim)
     scaling = config.rope_scaling or {}
     if config.rope_type == "linear":
@@ -27,7 +27,7 @@ def _powers(base: float | Tensor, dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: dict) -> Tensor:
-    """Long waves are stretched by ``factor``, short ones kept, a smooth passage between (Llama 3.1)."""
+    """Stretch long waves by ``factor``, keep short ones, interpolate between (Llama 3.1)."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     context = scaling["original_max_position_embeddings"]
     wave = 2 * math.pi / plain
@@ -38,7 +38,7 @@ def _llama3(plain: Tensor, scaling: dict) -> Tensor:
 
 
 def _yarn(config: DecoderConfig, scaling: dict) -> tuple[Tensor, float]:
-    """YaRN (arXiv 2309.00071): interpolate the slow dimensions, keep the fast ones, a ramp between; scale attention."""
+    """Interpolate slow dimensions, keep fast ones, ramp between, scale attention (YaRN, arXiv 2309.00071)."""
     factor, dim = scaling["factor"], config.head_dim
     powers = _powers(config.rope_theta, dim)
     low, high = _yarn_range(config, scaling)
@@ -70,14 +70,14 @@ def _yarn_attention(factor: float, scaling: dict) -> float:
 
 
 class Rope:
-    """Makes the tables of one forward pass. Frequencies stay fp32 whatever the model's dtype."""
+    """Rotary tables of a forward pass. Frequencies stay fp32 for any dtype of the model."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config
         self.frequencies, self.factor = inverse_frequencies(config)
 
     def tables(self, positions: Tensor, extents: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [N, 1, head_dim] in ``dtype``; the first half of sin is negated, as ``rotate`` wants it.
+        """Return cos and sin, [N, 1, head_dim] in ``dtype``, with the first half of sin negated for ``rotate``.
 
         positions: int64 [N]. extents: int64 [N], length of the sequence that each token belongs to; only ``dynamic``
         scaling reads it, and only beyond ``max_positions``; None: each token's own position + 1.
@@ -104,5 +104,5 @@ class Rope:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads. x: [N, H, head_dim]; tables from ``Rope.tables``. Three kernels: roll, multiply, multiply-add."""
+    """Rotate heads x [N, H, head_dim] by ``Rope.tables`` in three kernels: roll, multiply, multiply-add."""
     return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), sin)

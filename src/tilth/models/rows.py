@@ -1,4 +1,4 @@
-"""Moving rows between layouts. Where every row has at most one image the gradient is a gather, else a sum of few."""
+"""Copy rows between layouts. The gradient is a gather if a row has at most one copy, else a sum of few."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 
 class _GatherRows(torch.autograd.Function):
-    """``x[index]``; ``inverse[i]`` is the one slot of the result whose gradient belongs to row i."""
+    """``x[index]``; ``inverse[i]`` is the slot of the result whose gradient belongs to row i."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """``x[index]`` for distinct indices: the gradient is written into zeros."""
+    """``x[index]`` for distinct indices; the gradient is written into zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """``x[index]`` with images of a row in several slots, whose gradients add up."""
+    """``x[index]`` with copies of a row in several slots, whose gradients add up."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, images: Tensor, first: Tensor) -> Tensor:
@@ -55,22 +55,22 @@ class _Spread(torch.autograd.Function):
 
 
 def pad_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """Rows ``x[index]`` [P, ...] of x [N, ...], where slot ``inverse[i]`` holds row i and every other slot is a filler.
+    """Return ``x[index]`` [P, ...] of x [N, ...]; slot ``inverse[i]`` holds row i, every other slot is padding.
 
-    The gradient of a filler slot is dropped: nothing may depend on it.
+    The gradient of padding is dropped: nothing may depend on it.
     """
     return _GatherRows.apply(x, index, inverse)
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Rows ``x[index]`` of x [N, ...] for distinct int64 indices [M]; its backward pass writes instead of adding up."""
+    """Return ``x[index]`` of x [N, ...] for distinct int64 indices [M]; the backward pass writes instead of adding."""
     return _Take.apply(x, index)
 
 
 def spread_rows(x: Tensor, index: Tensor, images: Tensor, first: Tensor) -> Tensor:
-    """Rows ``x[index]`` [P, ...] of x [N, ...], a row in as many slots as it is wanted.
+    """Return ``x[index]`` [P, ...] of x [N, ...], with any number of copies of a row.
 
-    images: int64, the slots of row 0, then those of row 1 and so on; first: int64 [N], where each row's slots begin.
-    Slots in no list are fillers: their gradient is dropped.
+    images: int64, slots of row 0, then those of row 1 and so on; first: int64 [N], begin of each row's slots in images.
+    Slots that are not in images are padding: their gradient is dropped.
     """
     return _Spread.apply(x, index, images, first)

@@ -1,8 +1,8 @@
-"""Samples of one prompt as one tree: the prompt's tokens are computed once, each sample is a branch after them.
+"""Prefix trees: the tokens of a shared prompt are computed once, each sample is a branch after them.
 
-The forward and backward pass of a group of G samples then has P + G C tokens instead of G (P + C). A token sees the
-prompt and its own branch; positions go on after the prompt in every branch. The values are those of separate sequences,
-with another order of additions.
+Forward and backward of G samples have P + G C tokens instead of G (P + C). A token attends to the prompt and its own
+branch; positions continue after the prompt in every branch. Values equal those of separate sequences up to the order of
+additions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,22 +19,22 @@ from tilth.models.rows import pad_rows, spread_rows, take_rows
 
 
 class PrefixTrees(NamedTuple):
-    """How packed sequences lie in trees. N: packed tokens, M <= N: tokens of the trees, which stand tree after tree."""
+    """Layout of packed sequences in trees. N: packed tokens; M <= N: tokens of the trees, tree after tree."""
 
     source: np.ndarray
-    """int64 [M]: index of the packed token that a tree's token is."""
+    """int64 [M]: packed token of each tree token."""
     slot: np.ndarray
-    """int64 [N]: index of the tree's token that a packed token is."""
+    """int64 [N]: tree token of each packed token."""
     lengths: np.ndarray
     """int64 [trees]: tokens of each tree."""
     branch: np.ndarray
-    """int64 [M]: 0 on a prompt, else the number of the branch in its tree, from 1."""
+    """int64 [M]: 0 on a prompt, else number of the branch in its tree, from 1."""
     position: np.ndarray
-    """int64 [M]: place of the token in its own sequence."""
+    """int64 [M]: position of the token in its sequence."""
 
 
 def plant(tokens: Jagged, prompts: np.ndarray, groups: Sequence[np.ndarray]) -> PrefixTrees:
-    """Put each group of rows, which share their first ``prompts[row]`` tokens, into one tree.
+    """Lay out each group of rows, which share their first ``prompts[row]`` tokens, as one tree.
 
     tokens: n sequences; prompts: int [n], tokens of each prompt; groups: row indices, every row in exactly one group.
     """
@@ -63,16 +63,16 @@ def plant(tokens: Jagged, prompts: np.ndarray, groups: Sequence[np.ndarray]) -> 
 
 
 class _Segments(NamedTuple):
-    """The stretches of trees that are queried together: every prompt, and every branch after its prompt. All [n]."""
+    """Segments of trees that are queried together: each prompt, and each branch after its prompt. All [n]."""
 
     start: np.ndarray
-    """First token in the trees."""
+    """First token of the segment."""
     own: np.ndarray
-    """Tokens of the stretch itself."""
+    """Number of tokens of the segment."""
     trunk: np.ndarray
-    """First token of the prompt before it."""
+    """First token of its prompt."""
     before: np.ndarray
-    """Tokens of that prompt; 0 for a prompt itself."""
+    """Number of tokens of that prompt; 0 for a prompt itself."""
 
 
 def _segments(trees: PrefixTrees) -> _Segments:
@@ -86,7 +86,7 @@ def _segments(trees: PrefixTrees) -> _Segments:
 
 @dataclass(frozen=True)
 class _Group:
-    """Segments padded alike: ``count`` times ``queries`` slots from ``query_start`` on, and keys likewise."""
+    """Segments padded to one size: ``count`` x ``queries`` slots from ``query_start``, and keys likewise."""
 
     query_start: int
     key_start: int
@@ -98,10 +98,10 @@ class _Group:
 
 
 class TreeContext:
-    """The attention context of trees: a branch asks with its own tokens, of its prompt and of itself.
+    """Attention context of trees: a branch queries its prompt and itself.
 
-    So prompts are copied as keys and values only; they are projected, normed and queried once. Without parity, whose
-    shapes it cannot have, and without dropout.
+    Prompts are copied as keys and values only; they are projected, normed and queried once. Supports neither parity,
+    which needs other shapes, nor dropout.
     """
 
     dropout: DropoutContext | None = None
@@ -119,7 +119,7 @@ class TreeContext:
         return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self.device)
 
     def _plan(self, s: _Segments, tokens: int) -> None:
-        """Groups, where each slot of the padded queries and keys comes from, and where each token's images are."""
+        """Set groups, the token of each slot of padded queries and keys, and the slots of each token."""
         self._groups: list[_Group] = []
         asked, seen, real = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, bool)]
         slot, queries, keys = np.zeros(tokens, np.int64), 0, 0
@@ -144,7 +144,6 @@ class TreeContext:
         self._first = self._tensor(np.cumsum(counts) - counts)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """See ``AttentionContext``."""
         if not self._groups:
             return q
         q = pad_rows(q, self._asked, self._slot)
@@ -163,7 +162,7 @@ class TreeContext:
         return attention(heads_first, k, v, self._mask(number, window, q.dtype)).permute(0, 3, 1, 2, 4).reshape(q.shape)
 
     def _mask(self, number: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive [1 or segments of the group, 1, 1, queries, keys], made once for all layers."""
+        """Return the additive mask [1 or segments of the group, 1, 1, queries, keys], cached for all layers."""
         key = number, window, dtype
         if key not in self._masks:
             visible = self._tensor(_visible(self._groups[number], window)).bool()
@@ -173,7 +172,7 @@ class TreeContext:
 
 
 def _buckets(own: np.ndarray, total: np.ndarray) -> Iterator[tuple[np.ndarray, int, int]]:
-    """Segments that are padded to the same numbers of queries and of keys: (their indices, queries, keys)."""
+    """Yield (segments, queries, keys) of segments padded to equal numbers of queries and keys."""
     queries = bucket_lengths(own)
     for q in np.unique(queries):
         members = np.flatnonzero(queries == q)
@@ -183,7 +182,7 @@ def _buckets(own: np.ndarray, total: np.ndarray) -> Iterator[tuple[np.ndarray, i
 
 
 def _visible(g: _Group, window: int | None) -> np.ndarray:
-    """bool [1 or segments, queries, keys]. Fillers see what the last real token sees, so that none sees nothing."""
+    """Return bool [1 or segments, queries, keys]. Padding sees what the last real token sees, so no row is empty."""
     alike = bool((g.before == g.before[0]).all())
     before = g.before[:1] if alike else g.before
     last = np.full(1, g.keys - 1 - before[0]) if alike else g.own - 1

@@ -1,1 +1,1 @@
-"""Generation engines: their protocol, and the native one, which batches continuously with the model's own modules."""
+"""Generation engines: protocol, and the native one with continuous batching over the trainer's modules."""

@@ -1,12 +1,11 @@
-"""Accounting of the KV cache in blocks of tokens: who may hold how much, and what is shared. Pure Python, no memory.
+"""Accounting of the KV cache in blocks of tokens: allocation and shared prefixes. Pure Python, no tensors.
 
-A block is free, or referenced by one or more tables. A *full* block whose KV is really computed may be registered
-under the hash of its tokens and of all before it (a chain, salted with the weight version); a later table with the
-same beginning then shares it. A freed block keeps its hash and waits on an LRU list, from which a hit revives it in
-O(1), until its space is needed: roots of chains survive longest (vLLM, arXiv 2309.06180, with an O(1) free list).
+A block is free, or referenced by one or more tables. A *full* block whose KV is computed may be registered under the
+hash of its tokens and all tokens before it (a chain, salted with the weight version); a later table with the same
+prefix shares it. A freed block keeps its hash on an LRU list, from which a hit takes it back in O(1), until its space
+is needed: roots of chains survive longest (vLLM, arXiv 2309.06180, with an O(1) free list).
 
-Where KV lives is not known here. ``slot`` numbers the registered blocks 0 .. max_cached - 1, for a store that keeps a
-copy of each.
+``slot`` numbers the registered blocks 0 .. max_cached - 1, for a store that keeps a copy of the KV of each.
 """
 
 from collections import OrderedDict
@@ -19,12 +18,12 @@ from tilth.core.errors import TilthError
 
 
 class BlockError(TilthError):
-    """The accounting contradicts itself: a bug, never a user's mistake."""
+    """The accounting contradicts itself: a bug in Tilth."""
 
 
 @dataclass(eq=False, slots=True)
 class BlockTable:
-    """The blocks of one sequence, in order. ``cached`` tokens came with their KV when the table was opened."""
+    """Blocks of one sequence, in order. cached: tokens whose KV was shared when the table was opened."""
 
     blocks: list[int] = field(default_factory=list)
     cached: int = 0
@@ -54,20 +53,20 @@ class BlockManager:
 
     @property
     def free(self) -> int:
-        """Blocks that no table references, registered ones included."""
+        """Number of blocks that no table references, including registered ones."""
         return self.num_blocks - len(self._blocks) + len(self._blank) + len(self._idle)
 
     @property
     def used(self) -> int:
-        """Blocks that some table references."""
+        """Number of blocks that a table references."""
         return self.num_blocks - self.free
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold this many tokens."""
+        """Return the number of blocks for this many tokens."""
         return -(-tokens // self.block_size)
 
     def chain(self, tokens: np.ndarray, salt: int, count: int) -> list[tuple[bytes, bytes]]:
-        """(digest, token bytes) of the first ``count`` full blocks of int64 tokens."""
+        """Return (digest, token bytes) of the first ``count`` full blocks of int64 tokens."""
         raw, width = np.ascontiguousarray(tokens, np.int64).tobytes(), 8 * self.block_size
         parent, found = salt.to_bytes(8, "little", signed=True), []
         for at in range(0, count * width, width):
@@ -77,9 +76,9 @@ class BlockManager:
         return found
 
     def open(self, tokens: np.ndarray, salt: int, spare: int = 0) -> BlockTable | None:
-        """A table for tokens, the longest registered beginning shared; None if under ``spare`` blocks would be left.
+        """Return a table that shares the longest registered prefix; None if fewer than ``spare`` blocks would be left.
 
-        At least one token is left to compute, since its logits are wanted.
+        At least one token stays to be computed, for its logits.
         """
         shared = self._match(tokens, salt)
         need = self.blocks_for(len(tokens)) - len(shared)
@@ -103,7 +102,8 @@ class BlockManager:
         return found
 
     def fork(self, table: BlockTable, tokens: int) -> BlockTable | None:
-        """A second table of this many tokens: full blocks shared, a fresh one for the rest; None if none is free."""
+        """Return a second table of this many tokens with shared full blocks and a fresh last one; None if none is
+        free."""
         full = tokens // self.block_size
         if tokens % self.block_size and not self.free:
             return None
@@ -115,7 +115,7 @@ class BlockManager:
         return copy
 
     def extend(self, table: BlockTable, tokens: int) -> bool:
-        """Make the table cover this many tokens; False, and nothing changes, if too few blocks are free."""
+        """Extend the table to this many tokens; False, without a change, if too few blocks are free."""
         need = self.blocks_for(tokens) - len(table.blocks)
         if need > self.free:
             return False
@@ -123,9 +123,9 @@ class BlockManager:
         return True
 
     def register(self, table: BlockTable, tokens: np.ndarray, computed: int, salt: int) -> list[tuple[int, int]]:
-        """Name the full blocks whose KV is computed; (index in the table, slot) of those to be copied to the store.
+        """Register the full blocks of the first ``computed`` tokens, whose KV must exist already.
 
-        Call it after the KV of the first ``computed`` tokens exists, never before.
+        Returns (index in the table, slot) of the blocks to copy to the store.
         """
         new = []
         for i, (digest, part) in enumerate(self.chain(tokens, salt, computed // self.block_size)):
@@ -141,22 +141,22 @@ class BlockManager:
         return new
 
     def _slot(self) -> int | None:
-        """A free slot; None if every registered block is in use."""
+        """Return a free slot; None if every registered block is in use."""
         if self._slots_used < self.max_cached and not self._slots:
             self._slots_used += 1
             return self._slots_used - 1
         return self._slots.pop() if self._slots or self._forget_oldest() else None
 
     def slots(self, table: BlockTable) -> list[int]:
-        """Store slots of the blocks that came with their KV."""
+        """Return the store slots of the shared blocks."""
         return [self._blocks[b].slot for b in table.blocks[: table.cached // self.block_size]]
 
     def close(self, table: BlockTable) -> None:
-        """Give the blocks back, the deepest first."""
+        """Free the blocks, the last first."""
         for index in reversed(table.blocks):
             block = self._blocks[index]
             if block.refs < 1:
-                raise BlockError(f"block {index} is freed more often than it was taken")
+                raise BlockError(f"block {index} is freed more often than it was taken", key="close")
             block.refs -= 1
             if block.refs == 0 and block.digest is None:
                 self._blank.append(index)
@@ -165,7 +165,7 @@ class BlockManager:
         table.blocks, table.cached = [], 0
 
     def flush(self) -> None:
-        """Forget every registered block: the weights that made them are gone."""
+        """Unregister all blocks, after the weights changed."""
         for index in list(self._registered.values()):
             self._forget(index)
         self._blank.extend(self._idle)
@@ -186,7 +186,7 @@ class BlockManager:
         return index
 
     def _forget_oldest(self) -> bool:
-        """Move the registered block that is free for longest to the blank ones; False if all are in use."""
+        """Unregister the least recently used free block; False if all are in use."""
         if not self._idle:
             return False
         index, _ = self._idle.popitem(last=False)
@@ -200,24 +200,3 @@ class BlockManager:
         del self._registered[block.digest]
         self._slots.append(block.slot)
         block.digest, block.tokens, block.slot = None, b"", -1
-
-    def check(self, tables: list[BlockTable]) -> None:
-        """Raise BlockError unless the accounting agrees with exactly these open tables. O(blocks), for tests."""
-        refs = [0] * len(self._blocks)
-        for table in tables:
-            for index in table.blocks:
-                refs[index] += 1
-        if sorted([*self._blank, *self._idle]) != [i for i, n in enumerate(refs) if n == 0]:
-            raise BlockError("free blocks are not exactly those that no table holds")
-        if len(self._blocks) > self.num_blocks:
-            raise BlockError(f"there are {len(self._blocks)} blocks, more than {self.num_blocks}")
-        for i, block in enumerate(self._blocks):
-            if block.refs != refs[i]:
-                raise BlockError(f"block {i} counts {block.refs} references, tables hold {refs[i]}")
-            if (block.digest is not None) != (self._registered.get(block.digest or b"") == i):
-                raise BlockError(f"block {i} and the table of hashes disagree")
-            if block.refs == 0 and (i in self._idle) != (block.digest is not None):
-                raise BlockError(f"free block {i} is on the wrong list")
-        slots = [self._blocks[i].slot for i in self._registered.values()]
-        if len(set(slots) | set(self._slots)) != len(slots) + len(self._slots):
-            raise BlockError("two registered blocks share a store slot")

@@ -1,7 +1,7 @@
-"""The physical KV cache of a device: rows of contiguous slots, a store of shared prefixes, and the model's view of it.
+"""KV cache of a device: rows of contiguous slots, a store of shared prefixes, and the attention context over it.
 
-A slab holds one K and one V tensor per layer, [rows, kv_heads, capacity, head_dim] (gathering by block table is 8 times
-slower on a CPU; one stacked tensor made a compiled step 35 times slower). Whatever lies beyond a row's length is
+A cache holds one K and one V tensor per layer, [rows, kv_heads, capacity, head_dim] (gathering by block table is 8
+times slower on a CPU; one stacked tensor made a compiled step 35 times slower). Values beyond a row's length are
 finite and masked.
 """
 
@@ -17,14 +17,14 @@ from tilth.models.config import DecoderConfig
 from tilth.plan.kernels import grown
 
 QUERY_MULTIPLE = 4
-"""Parity: attention sees query rows in multiples of this."""
+"""Multiple to which parity mode pads the query rows of attention."""
 
 
 class KVCache:
-    """KV of ``rows`` sequences of up to ``capacity`` tokens each: dense, in buffers that are laid out anew to grow.
+    """Dense KV of ``rows`` sequences of up to ``capacity`` tokens each, laid out again to grow.
 
-    Dense, because batched matmul on a CPU copies whatever is not (measured: 8 times slower on a slice of the slots).
-    Buffers are larger than their layout by one spare among all of them, so that each tensor moves once.
+    Dense, because batched matmul on a CPU copies other layouts (8 times slower on a slice of the slots). One spare
+    buffer lets each tensor move once.
     """
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -38,14 +38,14 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its buffers."""
+        """Bytes of all buffers."""
         return sum(b.nbytes for b in self._buffers)
 
     def _zeros(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=self._dtype, device=self._device)
 
     def layout(self, rows: int, capacity: int, keep_rows: int = 0, keep_tokens: int = 0) -> None:
-        """Another shape; of the old contents, the first tokens of the first rows stay. The rest is finite."""
+        """Change the shape; keep the first ``keep_tokens`` of the first ``keep_rows``. Other values are finite."""
         heads, width = self._inner
         need = rows * capacity * heads * width
         larger = self._buffers[0].numel() < need
@@ -63,14 +63,14 @@ class KVCache:
         self.rows, self.capacity, self.layouts = rows, capacity, self.layouts + 1
 
     def copy(self, to: Sequence[int], source: "KVCache", rows: Sequence[int], length: int) -> None:
-        """Rows ``to`` get the first ``length`` tokens of ``rows`` of another slab (or of this one, if disjoint)."""
+        """Copy the first ``length`` tokens of ``rows`` of a cache (also this one, if disjoint) to rows ``to``."""
         for there, here, count, step in _runs(to, rows):
             for mine, other in zip([*self.keys, *self.values], [*source.keys, *source.values]):
                 mine[there : there + count, :, :length].copy_(other[here : here + 1 + step * (count - 1), :, :length])
 
 
 def _runs(to: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """(first target, first source, count, step): runs of targets whose source is one row (step 0) or a run too (1)."""
+    """Yield (first target, first source, count, step) of runs: the source is one row (step 0) or a run (1)."""
     at = 0
     while at < len(to):
         count, step = 1, rows[at + 1] - rows[at] if at + 1 < len(to) else 0
@@ -86,7 +86,7 @@ def _runs(to: Sequence[int], rows: Sequence[int]) -> Iterator[tuple[int, int, in
 
 
 class PrefixStore:
-    """Copies of registered blocks, by store slot; grows as it is used."""
+    """Copies of registered blocks by store slot; grows with use."""
 
     def __init__(
         self, config: DecoderConfig, block_size: int, dtype: torch.dtype, device: torch.device, most: int
@@ -100,7 +100,7 @@ class PrefixStore:
         return self._slab.nbytes
 
     def save(self, blocks: Sequence[tuple[int, int]], slab: KVCache, row: int) -> None:
-        """Keep blocks (index in the sequence, slot) of a row."""
+        """Copy blocks (index in the sequence, slot) of a row into the store."""
         if blocks:
             self._grow(max(slot for _, slot in blocks) + 1)
         for index, slot in blocks:
@@ -109,7 +109,7 @@ class PrefixStore:
                 mine[slot].copy_(other[row, :, some])
 
     def load(self, slots: Sequence[int], slab: KVCache, row: int) -> None:
-        """Write the blocks of these slots to the beginning of a row."""
+        """Copy the blocks of these slots to the beginning of a row."""
         for index, slot in enumerate(slots):
             some = slice(index * self._block_size, (index + 1) * self._block_size)
             for mine, other in self._pairs(slab):
@@ -125,18 +125,18 @@ class PrefixStore:
 
 
 class KVCacheView(NamedTuple):
-    """The tensors of a slab, as compiled code is given them."""
+    """Tensors of a KVCache, as arguments of compiled code."""
 
     keys: list[Tensor]
     values: list[Tensor]
 
 
 class CachedContext:
-    """Attention of ``width`` new tokens in each of the first rows of a slab, over what the slab holds of that row.
+    """Attention of ``width`` new tokens in each of the first rows of a cache over that row's KV.
 
-    start: int64 [B], position of each row's first new token. ``length``: slots of the slab that are looked at, above
-    every new position. ``parity``: shapes that agree bit for bit with ``PackedContext(parity=True)``; B * width must
-    then be a multiple of 8, at least 16, and ``length`` one of 16. ``fused``: for compiled code of width 1.
+    start: int64 [B], position of each row's first new token. length: slots that are read, above every new position.
+    parity: use shapes that agree bit for bit with ``PackedContext(parity=True)``; B * width must be a multiple of 8 and
+    at least 16, length a multiple of 16. fused: for compiled code of width 1.
     """
 
     dropout = None
@@ -160,7 +160,7 @@ class CachedContext:
         self._slots = (row + self._place[:, :, None]).flatten()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """See ``tilth.models.attention.AttentionContext``; writes k and v to the slab."""
+        """Write k and v to the cache and attend over it; arguments of ``AttentionContext.attend``."""
         rows, width, kv_heads, hd = self._rows, self._width, k.shape[1], k.shape[2]
         keys, values = self._slab.keys[layer], self._slab.values[layer]
         keys.view(-1, hd).index_copy_(0, self._slots, k.reshape(-1, hd))
@@ -182,7 +182,7 @@ class CachedContext:
         return matmul_attention(q, k, v, mask)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive [B, 1, 1, width, length]."""
+        """Return the additive mask [B, 1, 1, width, length]."""
         if window not in self._masks:
             at, key = self._place[:, :, None], torch.arange(self._length, device=self._place.device)
             hidden = key > at if window is None else (key > at) | (key <= at - window)
@@ -192,20 +192,20 @@ class CachedContext:
 
 
 def shared_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """As ``matmul_attention``, by SDPA, where heads that share keys go as further queries of one head: with a mask and
-    fewer heads of keys, no fused kernel of a GPU takes them, and the keys would be copied for every head."""
+    """Compute ``matmul_attention`` by SDPA, with heads that share keys as queries of one head: no fused GPU kernel
+    takes a mask and fewer key heads, and the keys would be copied for every head."""
     mask = mask[:, 0].expand(-1, q.shape[2], -1, -1).flatten(1, 2)[:, None]
     return F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask).view(q.shape)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """The same as ``matmul_attention`` for one query, written for a compiler that fuses it.
+    """Compute ``matmul_attention`` for one query in a form that inductor fuses.
 
-    Two passes over the cache at the speed of memory: 1.3 times faster than batched matmul in fp32, 1.5 in bf16
-    (compiled by inductor on a CPU; eager it would be slower). q: [B, Hkv, G, 1, hd]; k, v: [B, Hkv, T, hd].
+    Two passes over the cache at memory speed: 1.3 times faster than batched matmul in fp32, 1.5 in bf16 (compiled on a
+    CPU; slower in eager mode). q: [B, Hkv, G, 1, hd]; k, v: [B, Hkv, T, hd].
     """
     q = q.contiguous()
-    q = q.as_strided(q.shape, q.stride())  # a buffer of its own: fused too, it would be computed anew for every key
+    q = q.as_strided(q.shape, q.stride())  # a separate buffer, or it would be recomputed for every key
     scores = (q * k[:, :, None]).sum(-1, dtype=torch.float32) * q.shape[-1] ** -0.5 + mask[:, :, :, 0]
     weights = torch.softmax(scores, -1)
     return (weights[..., None] * v[:, :, None]).sum(3, keepdim=True).to(q.dtype)

@@ -28,14 +28,14 @@ from tilth.trace.spans import span
 
 
 class Engine(GenerationEngine):
-    """The native generation engine. Requests come and go at any step; weights are replaced in place.
+    """Native generation engine with continuous batching; weights are replaced in place.
 
-    config: the decoder to build, with storage of its own in ``dtype`` (compute dtype too). tokenizer: wanted for stop
-    strings and ``Trajectory.text`` only. seed: of all draws; token t of trajectory i is chosen by value t of the stream
-    (seed, "sample", i), whatever else happens. max_rows: sequences decoded at once. kv_tokens: accounted capacity of
-    the KV cache (0: ``max_rows`` whole sequences). step_tokens: tokens a step computes at most, decode first.
-    max_length: longest sequence (0: the model's). compile: torch.compile of decode steps (CUDA graphs on a GPU).
-    parity: eager, in shapes whose log-probs equal those of a packed forward pass with ``parity``, bit for bit (CPU).
+    config: decoder to build, with storage and compute in ``dtype``. tokenizer: for stop strings and ``Trajectory.text``
+    only. seed: token t of trajectory i is drawn by value t of the stream (seed, "sample", i), whatever else happens.
+    max_rows: sequences decoded at once. kv_tokens: capacity of the KV cache (0: ``max_rows`` whole sequences).
+    step_tokens: largest number of tokens per step, decode first. max_length: longest sequence (0: the model's).
+    compile: torch.compile of decode steps (CUDA graphs on a GPU). parity: eager, in shapes whose log-probs equal those
+    of a packed forward pass with ``parity`` bit for bit (CPU).
     """
 
     tolerance: float | None = 0.0
@@ -64,7 +64,7 @@ class Engine(GenerationEngine):
         self.step_tokens, self._block_size = step_tokens, block_size
         self.version = 0
         self.model = Decoder(config, dtype).to(self.device, dtype).requires_grad_(False).eval()
-        if not parity:  # the last elements of a row are rounded otherwise if the inner width is no multiple of 32
+        if not parity:  # fused, the end of a row rounds differently if the inner width is no multiple of 32
             self.model.fuse()
         self._parity = parity
         self._runner = Runner(self.model, parity, compile and not parity, self.device)
@@ -74,7 +74,7 @@ class Engine(GenerationEngine):
         self._stats = Stats()
 
     def _forget_all(self) -> None:
-        """No requests, no KV: the state of a new engine."""
+        """Reset to the state of a new engine: no requests, no KV."""
         count = self.kv_tokens // self._block_size
         self._blocks = BlockManager(count, self._block_size, count // 4)
         self._scheduler = Scheduler(self._blocks, self._max_rows)
@@ -86,19 +86,19 @@ class Engine(GenerationEngine):
     # Weights
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The live storage that generates, by the names of the trainer."""
+        """Iterate over the live storage by the trainer's names."""
         return self.model.named_parameters()
 
     @torch.no_grad()
     def update_weights(
         self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int, keep_kv: bool = False
     ) -> None:
-        """Copy all weights into the live storage, between two steps; tokens from now on are stamped ``version``.
+        """Copy all weights into the live storage between two steps; later tokens are stamped ``version``.
 
-        weights are taken one by one as they come, so a stream of them needs no memory for the whole. The prefix cache
-        is dropped. Sequences in flight are computed anew under the new weights and go on; with ``keep_kv`` they go on
-        with KV of the old ones (faster, biased). Raises ModelError unless names and shapes match: for a mapping before
-        anything changes, for a stream where it comes to the tensor, and the engine is not to be used then.
+        weights: taken one by one, so a stream needs no memory for the whole. The prefix cache is dropped. KV of
+        sequences in flight is computed again under the new weights, or kept with ``keep_kv`` (faster, biased). Raises
+        ModelError unless names and shapes match: for a mapping before any change; for a stream at the tensor, after
+        which the engine is unusable.
         """
         mine = dict(self.model.named_parameters())
         if isinstance(weights, Mapping):
@@ -115,18 +115,17 @@ class Engine(GenerationEngine):
             missing.discard(name)
         _check_missing(missing)
         self.version = version
-        for lane in self._lanes.values():
-            for row in lane.rows.tolist():
-                answer = lane.settle(row)
-                answer.stamp(version)
-                answer.stale = True
+        for lane, row in self._rows():
+            answer = lane.settle(row)
+            answer.stamp(version)
+            answer.stale = True
 
     # Requests
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests. Raises DataError, and queues none of them, if one cannot be served.
 
-        ``max_tokens`` is never cut: a prompt whose longest completion exceeds the context is refused.
+        ``max_tokens`` is never reduced: a prompt whose longest completion exceeds the context is refused.
         """
         answers = [SequenceState.start(r) for r in requests]
         seen: set[int] = set()
@@ -136,10 +135,11 @@ class Engine(GenerationEngine):
             self._enqueue(answer)
 
     def resume(self, trajectory: Trajectory, params: SamplingParams) -> None:
-        """Go on with a partial trajectory where it ended: same positions, same random numbers. Raises DataError."""
+        """Continue a partial trajectory with its positions and random numbers. Raises DataError."""
         answer = SequenceState.resume(trajectory, params)
         if answer.end <= len(answer.tokens):
-            raise DataError(f"trajectory {trajectory.id} already has max_tokens={params.max_tokens} tokens")
+            message = f"trajectory {trajectory.id} already has max_tokens={params.max_tokens} tokens"
+            raise DataError(message, key="params.max_tokens")
         self._check(answer, set())
         self._enqueue(answer)
 
@@ -147,21 +147,22 @@ class Engine(GenerationEngine):
         r = answer.request
         what = f"request {r.id}"
         if r.id in self._known or r.id in seen:
-            raise DataError(f"{what}: another request in flight has this id; ids must be unique")
+            raise DataError(f"{what}: another request in flight has this id; ids must be unique", key="request.id")
         seen.add(r.id)
         if not len(answer.tokens):
-            raise DataError(f"{what}: the prompt is empty; it must have at least one token")
+            raise DataError(f"{what}: the prompt is empty; it must have at least one token", key="request.prompt")
         if answer.tokens.min() < 0 or answer.tokens.max() >= self.config.vocab_size:
-            raise DataError(f"{what}: a token id is outside the vocabulary of {self.config.vocab_size}")
+            message = f"{what}: a token id is outside the vocabulary of {self.config.vocab_size}"
+            raise DataError(message, key="request.prompt.vocab_size")
         if answer.end > self.max_length:
             n, m = len(answer.tokens), answer.end - len(answer.tokens)
-            raise DataError(
-                f"{what}: {n} prompt tokens and {m} new ones exceed the context of {self.max_length} tokens"
-            )
+            message = f"{what}: {n} prompt tokens and {m} new ones exceed the context of {self.max_length} tokens"
+            raise DataError(message, key="request.max_tokens")
         if self._blocks.blocks_for(answer.end) > self._blocks.num_blocks:
-            raise DataError(f"{what}: {answer.end} tokens do not fit a KV cache of kv_tokens={self.kv_tokens}")
+            message = f"{what}: {answer.end} tokens do not fit a KV cache of kv_tokens={self.kv_tokens}"
+            raise DataError(message, key="kv_tokens")
         if r.params.stop and self.tokenizer is None:
-            raise DataError(f"{what}: stop strings need an engine with a tokenizer")
+            raise DataError(f"{what}: stop strings need an engine with a tokenizer", key="request.stop")
 
     def _enqueue(self, answer: SequenceState) -> None:
         params = answer.request.params
@@ -173,43 +174,46 @@ class Engine(GenerationEngine):
 
     @property
     def pending(self) -> int:
-        """Requests in flight, and trajectories that the next ``poll`` returns."""
+        """Number of requests in flight and of trajectories that the next ``poll`` returns."""
         return len(self._known) + len(self._done)
 
     def keep(self, others: list[Trajectory]) -> None:
-        """Return these from the next ``poll``: they belong to another caller than the one that polled."""
         self._done.extend(others)
 
     @torch.inference_mode()
     def abort(self, trajectory: int) -> Trajectory:
-        """Stop one now and return what there is of it; its KV may still serve ``resume``. Raises DataError."""
+        """Stop a request and return its tokens; its KV may still serve ``resume``. Raises DataError."""
         answer = self._scheduler.remove(trajectory)
         if answer is None:
-            for lane in self._lanes.values():
-                for row in lane.rows.tolist():
-                    if lane.request_id(row) == trajectory:
-                        return self._finish(self._vacate(lane, row), "aborted")
-            raise DataError(f"trajectory {trajectory} is not in flight, so it cannot be aborted")
+            found = self._row_of(trajectory)
+            if found is None:
+                message = f"trajectory {trajectory} is not in flight, so it cannot be aborted"
+                raise DataError(message, key="trajectory")
+            answer = self._vacate(*found)
         return self._finish(answer, "aborted")
 
     def peek(self, trajectory: int) -> np.ndarray:
-        """Tokens int64 that one in flight has chosen so far, a copy; it goes on as if nobody had looked. DataError."""
-        for lane in self._lanes.values():
-            for row in lane.rows.tolist():
-                if lane.request_id(row) == trajectory:
-                    return lane.peek(row)
+        """Return a copy of the completion so far, int64, of a request in flight. Raises DataError."""
+        if (found := self._row_of(trajectory)) is not None:
+            return found[0].peek(found[1])
         for answer in self._scheduler.answers():
             if answer.request.id == trajectory:
                 return answer.completion.copy()
-        raise DataError(f"trajectory {trajectory} is not in flight, so there is nothing of it to see")
+        raise DataError(f"trajectory {trajectory} is not in flight, so it has no tokens to return", key="trajectory")
+
+    def _rows(self) -> list[tuple[LengthBucket, int]]:
+        return [(lane, row) for lane in self._lanes.values() for row in lane.rows.tolist()]
+
+    def _row_of(self, trajectory: int) -> tuple[LengthBucket, int] | None:
+        return next(((lane, row) for lane, row in self._rows() if lane.answer(row).request.id == trajectory), None)
 
     # One step
 
     @torch.inference_mode()
     def poll(self) -> list[Trajectory]:
-        """Decode one token of every running sequence, then compute prompts as the budget allows; what finished."""
+        """Decode a token of every running sequence, then prefill within the budget; return finished trajectories."""
         if self._released:
-            raise EngineError("the KV cache is released; call wake_up() before poll()")
+            raise EngineError("the KV cache is released; call wake_up() before poll()", key="poll")
         done, self._done = self._done, []
         self._stats.steps += 1
         self._warm_up()
@@ -226,11 +230,11 @@ class Engine(GenerationEngine):
 
     @property
     def running(self) -> int:
-        """Sequences that decode."""
+        """Number of sequences that decode."""
         return sum(int(lane.columns.live.sum()) for lane in self._lanes.values())
 
     def _decode(self, done: list[Trajectory]) -> int:
-        """One token of every row; returns the number of rows."""
+        """Decode a token of every row; return the number of rows."""
         self._secure_blocks()
         self._promote()
         total = 0
@@ -258,12 +262,12 @@ class Engine(GenerationEngine):
         self._end_rows(lane, ended.tolist(), tokens, done)
 
     def _end_rows(self, lane: LengthBucket, ended: list[int], tokens: np.ndarray, done: list[Trajectory]) -> None:
-        """Take finished rows out; only these, and rows with stop strings, are looked at one by one."""
-        said = {row for row in lane.watched if lane.watch(row, int(tokens[row]))}
-        for row in sorted({*ended, *said}):
+        """Remove finished rows; only these, and rows with stop strings, are visited one by one."""
+        matched = {row for row in lane.watched if lane.watch(row, int(tokens[row]))}
+        for row in sorted({*ended, *matched}):
             answer = lane.take(row)
             self._blocks.close(answer.table)
-            stopped = row in said or int(tokens[row]) in answer.request.params.stop_tokens
+            stopped = row in matched or int(tokens[row]) in answer.request.params.stop_tokens
             done.append(self._finish(answer, "stop" if stopped else "length"))
 
     def _finish(self, answer: SequenceState, reason: Finish) -> Trajectory:
@@ -278,7 +282,7 @@ class Engine(GenerationEngine):
     # Prompts
 
     def _prefill(self, budget: int) -> int:
-        """Compute the next chunk of prompts; returns its tokens, 0 if nothing can be done now."""
+        """Compute the next chunk of prompts; return its number of tokens, 0 if nothing can be done now."""
         scheduler = self._scheduler
         if scheduler.batch is None:
             if scheduler.ready or not scheduler.waiting:
@@ -319,7 +323,7 @@ class Engine(GenerationEngine):
         return spent.tokens
 
     def _place(self, done: list[Trajectory]) -> None:
-        """Choose the first tokens of answers whose prompt is computed, and give each a row."""
+        """Draw the first tokens of sequences whose prompt is computed, and place them in rows."""
         placed = self._scheduler.place(self.running)
         if not placed:
             return
@@ -353,7 +357,7 @@ class Engine(GenerationEngine):
             answer.append(tokens[some], logprobs[some], None if sampling is None else sampling[some])
 
     def _ended(self, answer: SequenceState) -> Finish | None:
-        """Why an answer ends with its newest token, if it does."""
+        """Return the finish reason of a sequence after its newest token; None if it continues."""
         token = int(answer.tokens[-1])
         if (answer.stops is not None and answer.stops.push([token])) or token in answer.request.params.stop_tokens:
             return "stop"
@@ -362,14 +366,12 @@ class Engine(GenerationEngine):
     # Room
 
     def _secure_blocks(self) -> None:
-        """A block for every row whose next token begins one; the newest make room if there are too few."""
+        """Allocate a block for every row whose next token begins one; preempt the newest if there are too few."""
         needy = []
         for lane in self._lanes.values():
             c = lane.columns
             for row in np.flatnonzero(c.live & (c.position % self._block_size == 0)).tolist():
-                answer = lane.answers[row]
-                assert answer is not None
-                needy.append((answer.order, lane, row, answer))
+                needy.append((lane.answer(row).order, lane, row, lane.answer(row)))
         for _, lane, row, answer in sorted(needy, key=lambda n: n[0]):
             while lane.answers[row] is answer and not self._blocks.extend(
                 answer.table, int(lane.columns.position[row]) + 1
@@ -379,15 +381,12 @@ class Engine(GenerationEngine):
     def _make_room(self) -> None:
         if self._scheduler.yield_prompt():
             return
-        lane, row = max(
-            ((lane, row) for lane in self._lanes.values() for row in lane.rows.tolist()),
-            key=lambda found: found[0].order(found[1]),
-        )
+        lane, row = max(self._rows(), key=lambda found: found[0].answer(found[1]).order)
         self._scheduler.requeue([self._vacate(lane, row)])
         self._stats.preemptions += 1
 
     def _vacate(self, lane: LengthBucket, row: int) -> SequenceState:
-        """Take an unfinished row out; its full blocks stay in the prefix store as long as there is room."""
+        """Remove an unfinished row; its full blocks stay in the prefix store while there is room."""
         computed = int(lane.columns.position[row])
         answer = lane.take(row)
         if not answer.stale:
@@ -397,7 +396,7 @@ class Engine(GenerationEngine):
         return answer
 
     def _promote(self) -> None:
-        """Move rows that outgrew their lane."""
+        """Move rows that outgrew their lane to the next one."""
         for lane in sorted(self._lanes.values(), key=lambda lane: -lane.limit):
             rows = lane.outgrown()
             if len(rows):
@@ -405,22 +404,18 @@ class Engine(GenerationEngine):
                 self._stats.moved_rows += len(rows)
 
     def _interrupt(self, rows: bool = True) -> None:
-        """Everything in flight (but the rows, if not ``rows``) goes back to the queue, to be computed anew."""
+        """Requeue prompts, and rows if ``rows``, to compute them again."""
         while self._scheduler.yield_prompt():
             pass
-        answers = []
-        for lane in self._lanes.values() if rows else ():
-            for row in lane.rows.tolist():
-                answers.append(lane.take(row))
-                self._blocks.close(answers[-1].table)
+        answers = [lane.take(row) for lane, row in self._rows()] if rows else []
+        for answer in answers:
+            self._blocks.close(answer.table)
         self._scheduler.requeue(sorted(answers, key=lambda a: a.order))
 
     def reset_prefix_cache(self) -> None:
-        """Forget shared prefixes of finished work."""
         self._blocks.flush()
 
     def sleep(self) -> None:
-        """Give the memory of the KV cache back; what is in flight will be computed anew after ``wake_up``."""
         self._interrupt()
         self._blocks.flush()
         self._lanes, self._store, self._staging, self._released = {}, self._new_store(), self._new_slab(), True
@@ -431,17 +426,16 @@ class Engine(GenerationEngine):
             trim(0)
 
     def wake_up(self) -> None:
-        """Allow steps again; memory is taken as it is needed."""
         self._released = False
 
     @property
     def kv_bytes(self) -> int:
-        """Memory that the cache holds now, in bytes: kept until ``sleep``."""
+        """Bytes of memory of the KV cache, held until ``sleep``."""
         slabs = [self._staging, *(lane.slab for lane in self._lanes.values())]
         return self._store.nbytes + sum(slab.nbytes for slab in slabs)
 
     def stats(self, reset: bool = False) -> Stats:
-        """What was done so far; ``reset``: start counting anew."""
+        """Return counts so far; reset: start a new count."""
         found = self._stats
         if reset:
             self._stats = Stats()
@@ -477,21 +471,22 @@ class Engine(GenerationEngine):
             wrong = not_finite(self.model.named_parameters())
             why = f": of the weights {wrong} is not finite" if wrong else ""
             what = f"the engine's logits are not finite under weights of version {self.version}{why}"
-            raise NonFiniteError(f"{what}; requests in flight are dropped")
+            raise NonFiniteError(f"{what}; requests in flight are dropped", key="logits")
 
 
 def _check_weight(name: str, tensor: Tensor, mine: Mapping[str, Tensor]) -> None:
     if name not in mine:
-        raise ModelError(f"weights for the engine: {name} is not in the model")
+        raise ModelError(f"weights for the engine: {name} is not in the model", key=f"{name}.extra")
     if tensor.shape != mine[name].shape:
-        raise ModelError(
-            f"weights for the engine: {name} is {tuple(tensor.shape)}; it must be {tuple(mine[name].shape)}"
-        )
+        message = f"weights for the engine: {name} is {tuple(tensor.shape)}; it must be {tuple(mine[name].shape)}"
+        raise ModelError(message, key=f"{name}.shape")
 
 
 def _check_missing(names: Collection[str]) -> None:
     if names:
-        raise ModelError(f"weights for the engine: missing: {', '.join(sorted(names)[:5])} ({len(names)} in all)")
+        first = sorted(names)
+        message = f"weights for the engine: missing: {', '.join(first[:5])} ({len(first)} in all)"
+        raise ModelError(message, key=f"{first[0]}.missing")
 
 
 def _to_host(chosen: Chosen) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

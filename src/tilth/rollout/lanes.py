@@ -1,8 +1,8 @@
-"""Lanes: rows of similar length that decode together, their state in arrays, so that no step visits a row in Python.
+"""Length buckets ("lanes"): rows of similar length that decode together, with state in arrays instead of per-row loops.
 
-Rows that are done leave holes; the next newcomers fill them. Only when that saves a multiple of 8 rows (16 in parity
-mode) do the last rows move into holes. A row that outgrows its lane moves to the next larger one, so a few long answers
-do not make the attention of all others long.
+Finished rows leave holes, which new rows fill. The last rows move into holes only if that saves a multiple of 8 rows
+(16 in parity mode). A row that outgrows its lane moves to the next larger one, so that few long answers do not
+lengthen the attention of all others.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from tilth.rollout.request import SequenceState
 from tilth.rollout.sampling import Rules
 
 Draw = Callable[[Sequence[int], Sequence[int], int], np.ndarray]
-"""(trajectory ids, first positions, count) -> float32 [ids, count]: the random numbers of those positions."""
+"""(trajectory ids, first positions, count) -> random numbers of these positions, float32 [ids, count]."""
 
 
 @dataclass
@@ -27,10 +27,10 @@ class RowState:
 
     live: np.ndarray
     position: np.ndarray
-    """Of the newest token, the next to be computed."""
+    """Position of the newest token, the next to be computed."""
     end: np.ndarray
     tokens: np.ndarray
-    """By absolute position, like the next three; from the newest token at the time of placing on."""
+    """By absolute position, as the next three; valid from the newest token at placing."""
     logprobs: np.ndarray
     sampling: np.ndarray
     uniform: np.ndarray
@@ -44,7 +44,7 @@ class RowState:
 
     @classmethod
     def blank(cls, rows: int, limit: int, stops: int) -> "RowState":
-        """Holes only."""
+        """Return rows of holes."""
         long, real = (rows, limit), np.float32
         return cls(
             live=np.zeros(rows, bool),
@@ -64,7 +64,7 @@ class RowState:
         )
 
     def copy(self, to: np.ndarray, source: "RowState", rows: np.ndarray) -> None:
-        """Rows ``to`` become ``rows`` of columns that are no wider."""
+        """Copy ``rows`` of a source that is no wider to rows ``to``."""
         for f in fields(self):
             mine, other = getattr(self, f.name), getattr(source, f.name)
             if mine.ndim == 1:
@@ -74,7 +74,7 @@ class RowState:
 
 
 class LengthBucket:
-    """Rows of up to ``limit`` tokens, in a slab that grows with their number and length."""
+    """Rows of up to ``limit`` tokens, in a KV cache that grows with their number and length."""
 
     def __init__(self, limit: int, slab: KVCache, most: int, fixed: bool = False, multiple: int = ROWS) -> None:
         self.limit, self.slab, self._multiple = limit, slab, multiple
@@ -91,13 +91,13 @@ class LengthBucket:
 
     @property
     def slots(self) -> int:
-        """Slots that attention must look at."""
+        """Number of slots that attention reads."""
         if not self._fixed:
             return self.slab.capacity  # a slice would be copied, see KVCache
         return min(self.slab.capacity, round_up(int(self.columns.position.max()) + 1, KEYS))
 
     def reserve(self, rows: int, stops: int) -> None:
-        """Make room for this many rows and stop tokens."""
+        """Allocate this many rows and stop tokens."""
         old, have, m = self.columns, len(self.answers), self._multiple
         if rows <= have and stops <= old.stops.shape[1]:
             return
@@ -107,9 +107,9 @@ class LengthBucket:
         self.answers.extend([None] * (total - have))
 
     def fit(self, tokens: int) -> None:
-        """Give the slab a row for each of ours and slots for sequences of this many tokens, not many more.
+        """Lay out the KV cache for all rows and sequences of this many tokens, without many spare slots.
 
-        An empty lane gets the layout of a new one, so that what it computes does not depend on what it did before.
+        An empty lane gets the layout of a new one, so that its results do not depend on earlier work.
         """
         slab, rows = self.slab, len(self.answers)
         used = int(self.columns.position.max(initial=0))
@@ -120,7 +120,7 @@ class LengthBucket:
             slab.layout(rows, want, keep, min(used, slab.capacity))
 
     def place(self, answers: Sequence[SequenceState], slab: KVCache, rows: Sequence[int], draw: Draw) -> None:
-        """Add answers whose newest token is not computed; the KV before it is in these rows of a slab."""
+        """Add sequences whose newest token is not computed yet; the KV before it is in these rows of ``slab``."""
         to = self._holes(len(answers), max(len(a.request.params.stop_tokens) for a in answers))
         lengths = [len(a.tokens) for a in answers]
         self.fit(max(lengths))
@@ -133,7 +133,7 @@ class LengthBucket:
             self.columns.uniform[row, length : length + room] = some[:room]
 
     def _holes(self, count: int, stops: int) -> np.ndarray:
-        """The first ``count`` rows that are free."""
+        """Return the first ``count`` free rows."""
         self.reserve(int(self.columns.live.sum()) + count, stops)
         return np.flatnonzero(~self.columns.live)[:count]
 
@@ -152,7 +152,7 @@ class LengthBucket:
             self.watched.add(row)
 
     def take(self, row: int) -> SequenceState:
-        """Remove a row and give its answer all that it made here."""
+        """Remove a row and return its sequence with all its tokens."""
         answer = self.settle(row)
         self._clear(row)
         return answer
@@ -166,44 +166,36 @@ class LengthBucket:
         self.watched.discard(row)
 
     def settle(self, row: int) -> SequenceState:
-        """Give the answer all that it made here so far; the row goes on."""
-        c, answer = self.columns, self.answers[row]
-        assert answer is not None
+        """Append the tokens of this lane to a row's sequence and return it; the row stays."""
+        c, answer = self.columns, self.answer(row)
         some = slice(len(answer.tokens), int(c.position[row]) + 1)
         answer.append(c.tokens[row, some], c.logprobs[row, some], c.sampling[row, some] if c.filtered[row] else None)
         return answer
 
     def peek(self, row: int) -> np.ndarray:
-        """The tokens that a live row has chosen so far, those of earlier lanes among them."""
-        c, answer = self.columns, self.answers[row]
-        assert answer is not None
+        """Return the completion of a live row so far, including tokens of earlier lanes."""
+        c, answer = self.columns, self.answer(row)
         newest = c.tokens[row, len(answer.tokens) : int(c.position[row]) + 1]
         return np.concatenate([answer.completion, newest])
 
-    def order(self, row: int) -> int:
-        """Rank of a live row's admission."""
+    def answer(self, row: int) -> SequenceState:
+        """Return the sequence of a live row, without the tokens of this lane."""
         answer = self.answers[row]
         assert answer is not None
-        return answer.order
-
-    def request_id(self, row: int) -> int:
-        """Trajectory id of a live row."""
-        answer = self.answers[row]
-        assert answer is not None
-        return answer.request.id
+        return answer
 
     def watch(self, row: int, token: int) -> bool:
-        """Whether a row's text now contains one of its stop strings."""
-        answer = self.answers[row]
-        return answer is not None and answer.stops is not None and answer.stops.push([token])
+        """Return True if a live row's text now contains one of its stop strings."""
+        stops = self.answer(row).stops
+        return stops is not None and stops.push([token])
 
     def outgrown(self) -> np.ndarray:
-        """Rows whose next token has no column here."""
+        """Return the rows whose next token has no column here."""
         c = self.columns
         return np.flatnonzero(c.live & (c.position + 1 >= self.limit))
 
     def adopt(self, other: "LengthBucket", rows: np.ndarray, draw: Draw) -> None:
-        """Take rows over from a smaller lane, state, KV and all."""
+        """Move rows with state and KV from a smaller lane here."""
         to = self._holes(len(rows), other.columns.stops.shape[1])
         self.fit(other.limit)
         self.slab.copy(to.tolist(), other.slab, rows.tolist(), other.limit - 1)
@@ -218,7 +210,7 @@ class LengthBucket:
             other._clear(source)
 
     def compact(self) -> int:
-        """Move the last rows into holes if that saves a multiple of rows; returns the number of rows to decode."""
+        """Move the last rows into holes if that saves a multiple of rows; return the number of rows to decode."""
         self.fit(0)
         live = self.rows
         want = round_up(len(live), self._multiple)
@@ -238,7 +230,7 @@ class LengthBucket:
             self._clear(source)
 
     def rules(self, rows: int, device: torch.device) -> Rules:
-        """How the first ``rows`` rows are drawn; on a CPU without copying."""
+        """Return the sampling rules of the first ``rows`` rows; on a CPU without a copy."""
         c = self.columns
 
         def tensor(values: np.ndarray) -> Tensor:
@@ -254,7 +246,7 @@ class LengthBucket:
         )  # fmt: skip
 
     def advance(self, tokens: np.ndarray, logprobs: np.ndarray, sampling: np.ndarray | None) -> np.ndarray:
-        """Write down the next token of each decoded row; the indices of rows that end with it."""
+        """Store the next token of each decoded row; return the rows that end with it."""
         n, c = len(tokens), self.columns
         every, at = np.arange(n), c.position[:n] + 1
         c.tokens[every, at], c.logprobs[every, at] = tokens, logprobs

@@ -1,4 +1,4 @@
-"""Prompts on their way into the cache: computed once, in chunks, in their own slab, then copied to every sample."""
+"""Prefill: prompts are computed once, in chunks, in a separate cache, then copied to every sample."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -13,35 +13,35 @@ from tilth.rollout.cache import KVCache
 from tilth.rollout.request import SequenceState
 
 CHUNK = 512
-"""Most tokens of one prompt in one forward pass; bounds the attention scores in memory."""
+"""Largest number of tokens of one prompt per forward pass; bounds the memory of attention scores."""
 PARITY_WIDTH = 16
-"""The same in parity mode: a matmul of under 4096 products would use another kernel."""
+"""Multiple of the width in parity mode: a matmul of under 4096 products would use another kernel."""
 _WASTE = 16
-"""Prompts share a forward pass if the shortest is within a quarter, or this many tokens, of the longest (a chunk)."""
+"""Prompts of up to a chunk share a forward pass if their lengths differ by at most a quarter, or this many tokens."""
 
 
 @dataclass(eq=False)
 class PrefillJob:
-    """Tokens that one or more answers begin with (for an answer that was interrupted, all that it has so far)."""
+    """Tokens that one or more sequences begin with (of an interrupted sequence: all its tokens)."""
 
     tokens: np.ndarray
     answers: deque[SequenceState]
     table: BlockTable = field(default_factory=BlockTable)
     computed: int = 0
-    """Tokens with KV in row ``row`` of the batch's slab."""
+    """Number of tokens with KV in row ``row`` of the batch's cache."""
     row: int = 0
     logits: Tensor | None = None
-    """float32 [1, V] after the last token, once all is computed."""
+    """float32 [1, V] after the last token, once computed."""
     order: int = -1
 
     @property
     def remaining(self) -> int:
-        """Tokens to be computed."""
+        """Number of tokens to compute."""
         return len(self.tokens) - self.computed
 
 
 class PrefillBatch:
-    """Prompts of similar length that are computed together, a row each. One too long for the budget is alone."""
+    """Prompts of similar length that are computed together, a row each; one above the budget is alone."""
 
     def __init__(self, prompts: list[PrefillJob], slab: KVCache, multiple: int = PROMPT_WIDTH) -> None:
         self.prompts, self.slab, self._multiple = prompts, slab, multiple
@@ -53,17 +53,17 @@ class PrefillBatch:
 
     @property
     def finished(self) -> bool:
-        """Whether every prompt is computed."""
+        """True if every prompt is computed."""
         return all(p.remaining == 0 for p in self.prompts)
 
     def chunk(self, budget: int) -> np.ndarray:
-        """Tokens that each prompt computes next, int64 [prompts], at most ``budget`` in sum."""
+        """Return the number of tokens that each prompt computes next, int64 [prompts], at most ``budget`` in sum."""
         if len(self.prompts) > 1:
             return np.array([p.remaining for p in self.prompts], np.int64)
         return np.array([min(self.prompts[0].remaining, budget, CHUNK)], np.int64)
 
     def inputs(self, chunk: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        """(ids int64 [rows, width] padded with 0, start int64 [rows], slots to look at) of the forward pass."""
+        """Return (ids int64 [rows, width] padded with 0, start int64 [rows], slots to read) of the forward pass."""
         width = round_up(int(chunk.max()), self._multiple)
         ids = np.zeros((len(self.prompts), width), np.int64)
         for row, (prompt, count) in enumerate(zip(self.prompts, chunk)):
@@ -73,6 +73,6 @@ class PrefillBatch:
 
 
 def similar(prompts: Sequence[PrefillJob], other: PrefillJob) -> bool:
-    """Whether another prompt may join these without much padding."""
+    """Return True if another prompt may join these without much padding."""
     lengths = [p.remaining for p in prompts] + [other.remaining]
     return max(lengths) <= CHUNK and max(lengths) - min(lengths) <= max(_WASTE, max(lengths) // 4)

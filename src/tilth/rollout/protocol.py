@@ -19,7 +19,7 @@ from tilth.rollout.stats import Stats
 
 
 class EngineError(TilthError):
-    """An engine was used in an order that has no meaning."""
+    """An engine was called in an invalid order."""
 
 
 class GenerationEngine(Protocol):
@@ -43,7 +43,6 @@ class GenerationEngine(Protocol):
     @abstractmethod
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests. Raises DataError, and queues none of them, if one cannot be served."""
-        ...
 
     @abstractmethod
     def poll(self) -> list[Trajectory]:
@@ -52,18 +51,15 @@ class GenerationEngine(Protocol):
         ``Trajectory.logprobs`` are float32 [tokens], in nats, of the softmax at ``params.temperature`` before filters
         (at 1 for temperature 0). Raises EngineError while the engine sleeps.
         """
-        ...
 
     @abstractmethod
     def abort(self, trajectory: int) -> Trajectory:
         """Stop a request now, free its KV and return what there is of it, with finish "aborted". Raises DataError if it
         is not in flight."""
-        ...
 
     @abstractmethod
     def peek(self, trajectory: int) -> np.ndarray:
         """Return a copy of the tokens, int64 [n], that a request in flight has chosen so far. Raises DataError."""
-        ...
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -71,38 +67,35 @@ class GenerationEngine(Protocol):
 
         Requests in flight go on under the new ones. Raises ModelError unless names and shapes match.
         """
-        ...
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors that generate, by the names of ``update_weights``; none if they cannot be had."""
         return iter(())
 
     def fingerprint(self) -> Mapping[str, int]:
-        """Return numbers that change with the weights: the checksum of each tensor by its name, or what there is."""
+        """Return numbers that change with the weights: by default the checksum of each tensor by its name."""
         return {name: checksum(tensor) for name, tensor in self.named_parameters()}
 
     @abstractmethod
     def sleep(self) -> None:
         """Give the KV cache's memory back. Requests in flight go on after ``wake_up``, or EngineError is raised."""
-        ...
 
     @abstractmethod
     def wake_up(self) -> None:
         """Allow ``poll`` again; weights are those of before ``sleep``."""
-        ...
 
     @abstractmethod
     def stats(self, reset: bool = False) -> Stats:
         """Return counts since the engine was constructed, or since the last ``reset``; 0 for what it does not count."""
-        ...
 
     def reset_prefix_cache(self) -> None:
         """Forget prefixes of finished requests."""
 
     def keep(self, others: list[Trajectory]) -> None:
-        """Take finished trajectories of other callers back. Raises EngineError where that cannot be."""
+        """Return these trajectories of other callers from the next ``poll``. Raises EngineError if unsupported."""
         if others:
-            raise EngineError(f"request {others[0].id} of another caller has finished; use submit and poll instead")
+            message = f"request {others[0].id} of another caller has finished; use submit and poll instead"
+            raise EngineError(message, key="keep")
 
     def stream(self, requests: Iterable[Request], aborting: deque[int] | None = None) -> Iterator[Trajectory]:
         """Submit requests and yield each trajectory as soon as it has finished.
@@ -133,7 +126,7 @@ class GenerationEngine(Protocol):
 
 
 def _popped(ids: deque[int] | None) -> list[int]:
-    """Take all ids out, each once, in order."""
+    """Remove and return all ids, each once, in order."""
     return list(dict.fromkeys(ids.popleft() for _ in range(len(ids)))) if ids else []
 
 
@@ -150,13 +143,15 @@ def make_engine(name: str, config: DecoderConfig, *, plugins: Iterable[str] = ()
         return shipped
     if (declaration := declared("engine").get(name)) is None:
         known = ", ".join([*ENGINES, *declared("engine")])
-        raise RecipeError(f"rollout.engine={name!r} is not an engine; use {known}, or a plugin that declares it")
+        message = f"rollout.engine={name!r} is not an engine; use {known}, or a plugin that declares it"
+        raise RecipeError(message, key="rollout.engine")
     kind, where = declaration.value, f"engine {name!r} ({declaration.where})"
     if GenerationEngine not in getattr(kind, "__mro__", ()):
-        raise PluginError(f"{where} is not a subclass of {GenerationEngine.__module__}.{GenerationEngine.__name__}")
+        message = f"{where} is not a subclass of {GenerationEngine.__module__}.{GenerationEngine.__name__}"
+        raise PluginError(message, key=f"engine.{name}.class")
     try:
         return kind(config, **options)
     except TilthError:
         raise
     except Exception as error:
-        raise PluginError(f"{where}: {describe(error)}") from error
+        raise PluginError(f"{where}: {describe(error)}", key=f"engine.{name}") from error

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and the state of one answer on its way."""
+"""Requests to an engine, and the state of a sequence in flight."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ from tilth.rollout.stops import StopStrings
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one completion is chosen and where it ends. Raises DataError on impossible values.
+    """Sampling and stop conditions of a completion. Raises DataError for impossible values.
 
-    Filters act in this order on the softmax at ``temperature``: the ``top_k`` likeliest (0: all), of these the smallest
-    set with mass ``top_p``, of these the tokens at least ``min_p`` times as likely as the likeliest. A token as likely
-    as the last one kept is kept too. ``temperature`` 0 takes the likeliest token (filters change nothing); its
-    log-probs are those at temperature 1.
+    Filters act in this order on the softmax at ``temperature``: the ``top_k`` most likely (0: all), of these the
+    smallest set with mass ``top_p``, of these the tokens at least ``min_p`` times as likely as the first. A token that
+    ties with the last one kept is kept too. ``temperature`` 0 takes the most likely token, with log-probs at
+    temperature 1.
 
     A completion ends with any of ``stop_tokens`` (the end token belongs to it), when its text contains one of the
     strings ``stop`` (all its tokens are kept, ``Trajectory.text`` ends before the string), or after ``max_tokens``.
-    A special token may be such a string or stand in one, though a text is without it.
+    ``stop`` may contain special tokens, although texts do not.
     """
 
     max_tokens: int = 64
@@ -49,21 +49,21 @@ class SamplingParams:
 
     @property
     def filtered(self) -> bool:
-        """Whether tokens are drawn from another distribution than the softmax at ``temperature``."""
+        """True if filters change the softmax at ``temperature``."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 def _check(good: bool, name: str, value: object, right: str) -> None:
     if not good:
-        raise DataError(f"sampling {name} is {value!r}; it must be {right}")
+        raise DataError(f"sampling {name} is {value!r}; it must be {right}", key=name)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One completion that is wanted. Samples of one group that stand side by side share the work on their prompt."""
+    """Request for one completion. Neighbouring samples of one group share the computation of their prompt."""
 
     id: int
-    """Unique among requests in flight; keys the random numbers, and becomes ``Trajectory.id``."""
+    """Unique among requests in flight; selects the random numbers and becomes ``Trajectory.id``."""
     prompt: Sequence[int] | np.ndarray
     """Token ids, at least one."""
     params: SamplingParams = SamplingParams()
@@ -75,7 +75,7 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class SequenceState:
-    """A trajectory in the making. Columns as in ``Trajectory``; while it decodes, the newest tokens are in its lane."""
+    """A trajectory in flight, with columns of ``Trajectory``; while it decodes, its newest tokens are in its lane."""
 
     request: Request
     tokens: np.ndarray
@@ -83,20 +83,20 @@ class SequenceState:
     logprobs: np.ndarray
     sampling: np.ndarray | None
     segments: list[Segment]
-    """Those before the one that is being written."""
+    """Segments before the current one."""
     versions: list[tuple[int, int]]
     end: int
-    """Length in tokens at which it ends for want of room."""
+    """Length in tokens at which it ends with finish "length"."""
     stops: StopStrings | None = None
     table: BlockTable = field(default_factory=BlockTable)
     order: int = -1
-    """Rank of its admission; the highest is preempted first."""
+    """Order of admission; the highest is preempted first."""
     stale: bool = False
-    """Whether its KV was made by other weights than those that generate now."""
+    """True if its KV was computed with earlier weights."""
 
     @classmethod
     def start(cls, request: Request) -> "SequenceState":
-        """From the prompt."""
+        """Begin with the prompt."""
         tokens = np.asarray(request.prompt, np.int64)
         n = len(tokens)
         sampling = np.zeros(n, np.float32) if request.params.filtered else None
@@ -106,9 +106,9 @@ class SequenceState:
 
     @classmethod
     def resume(cls, t: Trajectory, params: SamplingParams) -> "SequenceState":
-        """From a partial trajectory: its last assistant segment, or a new one where another role spoke last.
+        """Continue a partial trajectory: its last assistant segment, or a new one after another role.
 
-        ``max_tokens`` counts the tokens that the segment has already.
+        ``max_tokens`` includes the tokens that the segment already has.
         """
         *before, last = t.segments
         before, begin = (before, last.start) if last.role == "assistant" else (t.segments, len(t.tokens))
@@ -120,7 +120,7 @@ class SequenceState:
         return cls(request, t.tokens, t.mask, t.logprobs, sampling, list(before), list(t.versions), end)
 
     def append(self, tokens: np.ndarray, logprobs: np.ndarray, sampling: np.ndarray | None) -> None:
-        """Add chosen tokens. Equal-length arrays, copied."""
+        """Append drawn tokens, as arrays of equal length; copies them."""
         self.tokens = np.concatenate([self.tokens, tokens])
         self.mask = np.concatenate([self.mask, np.ones(len(tokens), np.uint8)])
         self.logprobs = np.concatenate([self.logprobs, logprobs])
@@ -133,12 +133,12 @@ class SequenceState:
         return self.tokens[len(self.request.prompt) :]
 
     def stamp(self, version: int) -> None:
-        """Tokens from here on are made by this version of the weights."""
+        """Set the version of the weights for later tokens."""
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((len(self.tokens), version))
 
     def finish(self, reason: Finish, text: str) -> Trajectory:
-        """The result. A version, or an assistant, that made no token leaves no span."""
+        """Return the trajectory, without versions or assistant segments that have no token."""
         r = self.request
         segments = [*self.segments, Segment("assistant", len(r.prompt))] if len(self.completion) else self.segments
         versions = [span for span in self.versions if span[0] < len(self.tokens)]

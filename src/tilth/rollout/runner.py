@@ -1,4 +1,4 @@
-"""Forward passes over the cache: one path for decode (one token a row) and prefill chunks; decode may be compiled."""
+"""Forward passes over the cache, for decode (one token per row) and prefill chunks; decode may be compiled."""
 
 import itertools
 import time
@@ -21,12 +21,12 @@ Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]
 
 
 class Runner:
-    """The model and how its steps are run. ``compile``: torch.compile of decode on a CPU, CUDA graphs on a GPU."""
+    """Runs the model's steps. compile: torch.compile of decode on a CPU, CUDA graphs on a GPU."""
 
     def __init__(self, model: Decoder, parity: bool, compile: bool, device: torch.device) -> None:
         self.model = model
         self.compile_seconds = 0.0
-        """Spent in first calls of compiled code so far."""
+        """Seconds in first calls of compiled code so far."""
         self._parity, self._compiled, self._graphs = parity, None, None
         if compile and device.type == "cuda":
             self._graphs = Graphs(self)
@@ -34,23 +34,22 @@ class Runner:
             self._compiled = CompiledDecode(model, device)
 
     def forward_rows(self, slab: KVCache | KVCacheView, ids: Tensor, start: Tensor, length: int) -> Tensor:
-        """New tokens ids int64 [B, C] of the first B rows from positions start [B]: hidden [B * C, hidden].
+        """Return hidden [B * C, hidden] of new tokens ids int64 [B, C] in the first B rows, from positions start [B].
 
-        length: slots of the slab to look at. A row with fewer than C tokens is padded at its end.
+        length: slots of the cache to read. A row with fewer than C tokens is padded at its end.
         """
         return self.model(ids.flatten(), CachedContext(slab, start, ids.shape[1], length, self._parity))
 
     def prefill(self, slab: KVCache, ids: Tensor, start: Tensor, length: int, last: Tensor) -> Tensor:
-        """Logits float32 [rows, V] after the tokens with these flat indices of [B * C] (perhaps none)."""
+        """Return logits float32 [rows, V] after the tokens at flat indices ``last`` of [B * C] (may be empty)."""
         return self.model.logits(self.forward_rows(slab, ids, start, length)[last])
 
     def decode(
         self, slab: KVCache, ids: Tensor, start: Tensor, length: int, temperature: Tensor, unit: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs float32 [B, V] of rows 0 .. B - 1, whose newest token ids [B] is at positions start [B].
+        """Return log-probs float32 [B, V] of rows 0 .. B - 1, whose newest token ids [B] is at positions start [B].
 
-        temperature: float32 [B]; unit: all of them are 1. The second result is their ``group_mass``, if it was made in
-        passing.
+        temperature: float32 [B]; unit: all are 1. The second result is their ``group_mass``, if the pass computes it.
         """
         if self._compiled is not None:
             return self._compiled(slab, ids, start, temperature)
@@ -61,7 +60,7 @@ class Runner:
         return log_softmax(logits, None if unit else temperature), None
 
     def warm_up(self, slab: KVCache) -> None:
-        """Compile what is to be compiled, with the help of an empty slab."""
+        """Compile decode, with the help of an empty cache."""
         if self._compiled is not None and not self.compile_seconds:
             begin = time.perf_counter()
             self._compiled.warm_up(slab)
@@ -69,7 +68,7 @@ class Runner:
 
 
 class CompiledDecode:
-    """One graph for every number of rows and slots: the model from ids to logits, attention fused into two loops."""
+    """One graph for all numbers of rows and slots: from ids to log-probs, attention fused into two loops."""
 
     def __init__(self, model: Decoder, device: torch.device) -> None:
         self._device = device
@@ -81,7 +80,7 @@ class CompiledDecode:
             logp = log_softmax(model.logits(model(ids, context)), temperature)
             return logp, group_mass(logp)
 
-        # Compiled code is found by code object; with the guards on the model off, each engine needs one of its own.
+        # Compiled code is cached by code object; without guards on the model, each engine needs its own.
         forward.__code__ = forward.__code__.replace(co_name=f"decode_{next(_numbers)}")
         options: dict[str, Any] = {"guard_filter_fn": _argument_guards, "cpp_wrapper": True}
         self._forward: Forward = torch.compile(forward, dynamic=True, fullgraph=True, options=options)
@@ -90,7 +89,7 @@ class CompiledDecode:
         return self._forward(ids, start, temperature, slab.keys, slab.values)
 
     def warm_up(self, slab: KVCache) -> None:
-        """Compile for sizes that differ from one another, or equal ones would be taken for always equal."""
+        """Compile for distinct sizes, since equal ones would be assumed to be always equal."""
         taken, size = set(slab.keys[0].shape), 24
         sizes: list[int] = []
         while len(sizes) < 3:
@@ -105,12 +104,12 @@ class CompiledDecode:
 
 
 def _argument_guards(guards: Sequence[Any]) -> list[bool]:
-    """Check arguments and global state before a call, not each of the model's parts: the engine never changes those."""
+    """Guard arguments and global state, not the model's parts, which the engine never changes."""
     return [g.name.split("[")[0].split(".")[0] in _ARGUMENTS for g in guards]
 
 
 class Graphs:
-    """CUDA graphs of decode, by slab, slots and a bucket of rows, until the slab's layout changes.
+    """CUDA graphs of decode by cache, slots and a bucket of rows, until the layout changes.
 
     Inputs and outputs are static buffers.
     """
@@ -121,7 +120,7 @@ class Graphs:
         self._pool: Any = None
 
     def decode(self, slab: KVCache, ids: Tensor, start: Tensor, length: int) -> Tensor:
-        """Replay the smallest graph that holds the rows; unused rows are holes of the slab, computed at position 0."""
+        """Replay the smallest graph that holds the rows; unused rows are holes, computed at position 0."""
         rows = ids.shape[0]
         bucket = min(slab.rows, next(b for b in (8, 16, 32, 64, 128, 256, slab.rows) if b >= rows))
         key, known = (slab.layouts, bucket, length), self._graphs.setdefault(slab, {})
@@ -139,10 +138,10 @@ class Graphs:
     def _capture(self, slab: KVCache, rows: int, length: int) -> Captured:
         begin = time.perf_counter()
         ids, start = (torch.zeros(rows, dtype=torch.int64, device=slab.keys[0].device) for _ in range(2))
-        logits = self._step(slab, ids, start, length)  # allocates work spaces outside the graph
+        logits = self._step(slab, ids, start, length)  # allocates workspaces outside the graph
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: the thread that writes the trace asks meanwhile which events have come to pass.
+        # thread_local: the thread that writes the trace queries events meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._step(slab, ids, start, length)
         self._pool = self._pool or graph.pool()

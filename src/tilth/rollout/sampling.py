@@ -1,8 +1,7 @@
-"""Choosing tokens: one uniform number per (seed, trajectory, position), inverse CDF, filters as thresholds.
+"""Sampling: one uniform number per (seed, trajectory, position), inverse CDF, filters as thresholds.
 
-Each row's choice depends on its own logits, number and rules only, never on the other rows of the batch: a filter is a
-threshold on the row's log-probs, so that neither ties nor the widest ``top_k`` of the batch can change what is
-kept; the draw then goes through the vocabulary in its own order.
+A row's token depends only on its own logits, number and rules: a filter is a threshold on the row's log-probs, so
+neither ties nor the largest ``top_k`` of the batch change it; the inverse CDF follows the order of the vocabulary.
 """
 
 import math
@@ -16,19 +15,19 @@ from torch import Tensor
 from tilth.rollout.request import SamplingParams
 
 _GROUP = 64
-"""Tokens summed up at a time: two short cumulative sums replace one over the vocabulary (6 times faster)."""
+"""Tokens per group: two short cumulative sums replace one over the vocabulary (6 times faster)."""
 _ELEMENTS = 1 << 17
-"""Probabilities in flight at a time on a CPU: they stay in its cache."""
+"""Probabilities processed at a time, so that they stay in a CPU's cache."""
 _WIDTH = 256
-"""Likeliest tokens looked at first for top-p; the whole vocabulary is sorted only if they do not hold its mass."""
+"""Most likely tokens tried first for top-p, before the whole vocabulary is sorted."""
 
 
 @dataclass
 class Rules:
-    """How each row is drawn. All tensors [B] on one device.
+    """Sampling parameters of each row, tensors [B] on one device.
 
-    temperature float32, 1 where greedy; greedy bool; top_k int64, 0: off; top_p, min_p float32. Known to the
-    host, so that needless work is skipped: ``unit``, every temperature is 1; ``filtered``, some row has a filter.
+    temperature float32, 1 if greedy; greedy bool; top_k int64, 0: off; top_p, min_p float32. Flags of the host skip
+    work: ``unit``, every temperature is 1; ``filtered``, some row has a filter.
     """
 
     temperature: Tensor
@@ -43,7 +42,7 @@ class Rules:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> "Rules":
-        """One row for each of these."""
+        """Return a row for each of these."""
 
         def column(values: list, dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
@@ -62,7 +61,7 @@ class Rules:
 
 @dataclass
 class Chosen:
-    """tokens int64 [B]; logprobs float32 [B] before filters; sampling float32 [B] after them, or None."""
+    """Drawn tokens int64 [B]; logprobs float32 [B] before filters; sampling float32 [B] after them, or None."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -75,12 +74,12 @@ def choose(logits: Tensor, uniform: Tensor, rules: Rules) -> Chosen:
 
 
 def log_softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    """Log-probs float32 [B, V] at temperature float32 [B], as ``models.logprobs.logits_logprobs`` computes them."""
+    """Return log-probs float32 [B, V] at temperature float32 [B], equal to ``models.logprobs.logits_logprobs``."""
     return torch.log_softmax(logits if temperature is None else logits / temperature[:, None], -1)
 
 
 def choose_from(logp: Tensor, mass: Tensor | None, uniform: Tensor, rules: Rules) -> Chosen:
-    """The same from log-probs [B, V] and, where it is known already, their ``group_mass``."""
+    """Draw one token per row from log-probs [B, V]. mass: their ``group_mass``, if already computed."""
     filtered = None
     if rules.filtered:
         low = logp < thresholds(logp, rules)[:, None]
@@ -98,25 +97,25 @@ def _pick(logp: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _groups(logp: Tensor) -> Tensor:
-    """[B, V] as [B, groups, 64], filled up with probability 0."""
+    """Reshape [B, V] to [B, groups, 64], padded with probability 0."""
     short = -logp.shape[1] % _GROUP
     return (F.pad(logp, (0, short), value=-torch.inf) if short else logp).unflatten(1, (-1, _GROUP))
 
 
 def _inside(groups: Tensor, group: Tensor) -> Tensor:
-    """The group of each row: [B, groups, 64], int64 [B, 1] -> [B, 64]."""
+    """Select a group per row: [B, groups, 64], int64 [B, 1] -> [B, 64]."""
     return groups.gather(1, group[:, :, None].expand(-1, 1, _GROUP))[:, 0]
 
 
 def argmax(logp: Tensor) -> Tensor:
-    """Index of the first greatest value of each row: int64 [B] (5 times faster than torch's on a CPU)."""
+    """Return the index of the first maximum of each row, int64 [B] (5 times faster than torch's on a CPU)."""
     groups = _groups(logp)
     group = groups.amax(-1).argmax(-1, keepdim=True)
     return group[:, 0] * _GROUP + _inside(groups, group).argmax(-1)
 
 
 def group_mass(logp: Tensor) -> Tensor:
-    """Probability of each 64 neighbouring tokens: [B, V] -> [B, groups]."""
+    """Return the probability of each group of 64 neighbouring tokens: [B, V] -> [B, groups]."""
     return _groups(logp).exp().sum(-1)
 
 
@@ -139,7 +138,7 @@ def inverse_cdf(logp: Tensor, mass: Tensor | None, uniform: Tensor) -> Tensor:
 
 
 def thresholds(logp: Tensor, rules: Rules) -> Tensor:
-    """Smallest log-prob that each row keeps: float32 [B], -inf where there is no filter. logp: [B, V]."""
+    """Return the smallest log-prob that each row keeps, float32 [B], -inf without a filter. logp: [B, V]."""
     vocab = logp.shape[1]
     open_ended = bool(((rules.top_k == 0) & (rules.top_p < 1)).any())
     most = max(int(rules.top_k.max()), _WIDTH if open_ended else 1)
@@ -151,9 +150,9 @@ def thresholds(logp: Tensor, rules: Rules) -> Tensor:
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """The ``count`` greatest of each row, in descending order: [B, V] -> [B, count].
+    """Return the ``count`` largest values of each row, in descending order: [B, V] -> [B, count].
 
-    They lie in the ``count`` groups with the greatest maxima, whose elements are far fewer (4 times faster).
+    Searches only the ``count`` groups with the largest maxima (4 times faster).
     """
     size = 1 << int(math.log2(values.shape[1] / count) / 2)
     if size < 4:
@@ -164,7 +163,7 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 def _cutoff(logp: Tensor, rules: Rules, width: int) -> tuple[Tensor, bool]:
-    """Threshold of top-k and top-p from the ``width`` likeliest tokens; False if some row's mass needs more of them."""
+    """Return the threshold of top-k and top-p from the ``width`` most likely tokens; False if a row needs more."""
     values = largest(logp, width)
     whole = rules.top_k == 0
     count = torch.where(whole, width, rules.top_k.clamp(max=width))

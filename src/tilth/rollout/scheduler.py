@@ -1,6 +1,6 @@
-"""Who goes next: a queue of answers, prompts computed once for all samples that stand side by side, blocks for each.
+"""Scheduler: queue of sequences, prompts computed once for neighbouring samples, blocks for each.
 
-Pure bookkeeping; takes no clock and no random number, so a run replays.
+Pure bookkeeping without clock and random numbers, so a run replays.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from tilth.rollout.request import SequenceState
 
 
 class Scheduler:
-    """Queues in front of the lanes: waiting -> being computed (``batch``) -> ready -> a row of a lane."""
+    """Queues before the lanes: waiting -> computing (``batch``) -> ready -> a row of a lane."""
 
     def __init__(self, blocks: BlockManager, max_rows: int) -> None:
         self.blocks = blocks
@@ -28,16 +28,16 @@ class Scheduler:
 
     @property
     def queued(self) -> int:
-        """Answers that have no row yet."""
+        """Number of sequences without a row."""
         return len(self.waiting) + sum(len(p.answers) for p in self._prompts())
 
     def _prompts(self) -> list[PrefillJob]:
         return [*self.ready, *(self.batch.prompts if self.batch else [])]
 
     def admit(self, budget: int, running: int, version: int) -> list[PrefillJob]:
-        """Prompts to compute next, taken off the queue: similar in length, ``budget`` tokens in sum or one alone.
+        """Dequeue the prompts to compute next: similar in length, at most ``budget`` tokens in sum, or one alone.
 
-        running: rows in use. Blocks for all tokens of each prompt are taken, beyond a small reserve while others run.
+        running: rows in use. Allocates blocks for all tokens of each prompt, keeping a small reserve while others run.
         """
         found: list[PrefillJob] = []
         rows = self.max_rows - running
@@ -56,7 +56,7 @@ class Scheduler:
         return found
 
     def _open(self, version: int, spare: int) -> PrefillJob | None:
-        """The prompt at the head of the queue with all answers behind it that begin with the same tokens."""
+        """Open the first prompt of the queue with all sequences behind it that have the same tokens."""
         tokens = self.waiting[0].tokens
         table = self.blocks.open(tokens, version, spare)
         if table is None:
@@ -65,7 +65,7 @@ class Scheduler:
         return PrefillJob(tokens, deque(same), table, table.cached)
 
     def place(self, running: int) -> list[tuple[PrefillJob, SequenceState]]:
-        """Answers of computed prompts that get a row now, each with a table of its own."""
+        """Return sequences of computed prompts that get a row now, each with its own table."""
         found: list[tuple[PrefillJob, SequenceState]] = []
         while self.ready and running + len(found) < self.max_rows:
             prompt = self.ready[0]
@@ -74,7 +74,7 @@ class Scheduler:
             if table is None and not alone:
                 break
             answer = prompt.answers.popleft()
-            if table is None:  # no room for two: this one takes all, the others wait
+            if table is None:  # no room for two: this one takes the blocks, the others wait
                 table = prompt.table
                 self.ready.popleft()
                 self.requeue(prompt.answers)
@@ -84,14 +84,14 @@ class Scheduler:
         return found
 
     def _share(self, prompt: PrefillJob, spare: int) -> BlockTable | None:
-        """A table for the next answer of a prompt, the prompt's own for the last; None if blocks are short."""
+        """Return a table for the next sequence of a prompt, the prompt's own for the last; None without blocks."""
         if len(prompt.answers) == 1:
             self.ready.popleft()
             return prompt.table
         return self.blocks.fork(prompt.table, len(prompt.tokens)) if self.blocks.free > spare else None
 
     def computed(self) -> None:
-        """The batch is done: its prompts are ready (those whose answers were all aborted are dropped)."""
+        """Mark the prompts of the batch as ready; drop those whose sequences were all aborted."""
         assert self.batch is not None
         for prompt in self.batch.prompts:
             if prompt.answers:
@@ -101,7 +101,7 @@ class Scheduler:
         self.batch = None
 
     def yield_prompt(self) -> bool:
-        """Give up the blocks of prompts that have no row yet, the newest first; False if there are none."""
+        """Free the blocks of prompts without a row, newest first; False if there are none."""
         if self.batch is not None:
             for prompt in reversed(self.batch.prompts):
                 self._requeue(prompt)
@@ -117,15 +117,15 @@ class Scheduler:
         self.requeue(prompt.answers)
 
     def requeue(self, answers: Iterable[SequenceState]) -> None:
-        """Put answers in front of the queue, in this order."""
+        """Put sequences at the front of the queue, in this order."""
         self.waiting.extendleft(reversed(list(answers)))
 
     def answers(self) -> Iterator[SequenceState]:
-        """Those that have no row yet."""
+        """Iterate over the sequences without a row."""
         return itertools.chain(self.waiting, *(p.answers for p in self._prompts()))
 
     def remove(self, trajectory: int) -> SequenceState | None:
-        """Take out an answer that has no row yet; None if there is none of this id."""
+        """Remove and return the sequence with this id that has no row; None if there is none."""
         for queue in [self.waiting, *(p.answers for p in self._prompts())]:
             for answer in queue:
                 if answer.request.id == trajectory:

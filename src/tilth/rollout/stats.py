@@ -1,4 +1,4 @@
-"""What the engine has done, in numbers."""
+"""Counters of an engine."""
 
 from dataclasses import asdict, dataclass
 

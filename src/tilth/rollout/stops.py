@@ -1,4 +1,4 @@
-"""Stop strings: found in text that is decoded piece by piece, for the requests that ask for them."""
+"""Stop strings: search in incrementally decoded text."""
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable
@@ -7,19 +7,17 @@ from typing import Protocol
 import numpy as np
 
 _OPEN = "\N{REPLACEMENT CHARACTER}"
-"""How decoders show a character whose bytes are not complete yet."""
+"""Output of decoders for a character with incomplete bytes."""
 
 
 class Decodes(Protocol):
-    """What the engine needs of a tokenizer."""
+    """Methods of a tokenizer that the engine uses."""
 
     def decode(self, ids: list[int], special: bool = False) -> str:
-        """Text of token ids; ``special``: with special tokens spelled out, which are left out otherwise."""
-        ...
+        """Return the text of token ids. special: include the text of special tokens."""
 
     def special(self) -> dict[str, int]:
-        """Ids of the special tokens by their text."""
-        ...
+        """Return the ids of the special tokens by their text."""
 
 
 class StopStrings:
@@ -39,7 +37,7 @@ class StopStrings:
 
     @property
     def text(self) -> str:
-        """The completion so far, up to a stop string."""
+        """Completion so far, up to a stop string."""
         return self._read.text[: self._end]
 
     def push(self, ids: Iterable[int]) -> bool:

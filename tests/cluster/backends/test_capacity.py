@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.errors import raises
 from tilth.cluster.backends import capacity, local
 from tilth.cluster.backends.capacity import MORE_ROOM, PER_CORE, WORKER, check_room, most_workers
 from tilth.cluster.backends.ray import connect
@@ -24,8 +25,9 @@ def test_the_most_is_what_cores_and_memory_allow(monkeypatch, cores, memory, mos
     monkeypatch.setattr(capacity, "host_memory", lambda: SimpleNamespace(free=memory))
     assert most_workers() == most
     check_room(most)
-    with pytest.raises(RecipeError, match=rf"^cluster.workers = {most + 1}: .* {cores} CPU .* cluster.workers={most} "):
+    with raises(RecipeError, "cluster.workers") as raised:
         check_room(most + 1)
+    assert f"{cores} CPU" in str(raised.value) and f"cluster.workers={most} " in str(raised.value)
 
 
 def test_a_storm_of_processes_is_refused_before_the_first(monkeypatch):
@@ -34,10 +36,10 @@ def test_a_storm_of_processes_is_refused_before_the_first(monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", started)
     monkeypatch.setattr(SessionDir, "create", started)
-    with pytest.raises(RecipeError, match=r"^cluster.workers = 100000: this machine has \d+ CPU cores and .* GB"):
+    with raises(RecipeError, "cluster.workers"):
         open_cluster("local", 100_000)
     ray = SimpleNamespace(is_initialized=lambda: False, init=started)
-    with pytest.raises(RecipeError, match=r"^cluster.workers = 100000: this machine has \d+ CPU cores and .* GB"):
+    with raises(RecipeError, "cluster.workers"):
         connect(ray, 100_000, "")
 
 
@@ -53,13 +55,13 @@ def test_a_folder_without_room_ends_with_the_advice(monkeypatch, tmp_path, numbe
 
     monkeypatch.setattr("tilth.cluster.backends.session_dir._root", lambda: tmp_path)
     monkeypatch.setattr(type(tmp_path), "write_bytes", full)
-    with pytest.raises(StorageError, match="board could not be written") as raised:
+    with raises(StorageError, "board") as raised:
         local.LocalBackend(1)
     assert str(raised.value).endswith(end) and not list(tmp_path.iterdir())
-    with pytest.raises(StorageError, match="board could not be written"):
+    with raises(StorageError, "board"):
         StatusBoard.create(tmp_path / "board", 2)
     monkeypatch.setattr("tilth.cluster.backends.session_dir.tempfile.mkdtemp", full)
-    with pytest.raises(StorageError, match="needs a folder in") as raised:
+    with raises(StorageError, "session_dir") as raised:
         SessionDir.create()
     assert str(raised.value).endswith(end)
 
@@ -78,5 +80,6 @@ def test_workers_that_do_not_come_are_named_with_the_time_that_they_had(tmp_path
     monkeypatch.syspath_prepend(tmp_path)  # which workers inherit
     monkeypatch.setattr(local, "START", 0.001)
     monkeypatch.setattr(os, "getloadavg", lambda: (3.0 * capacity.cores(), 0.0, 0.0))
-    with pytest.raises(WorkerLost, match=r"^rank 0, start: the worker has not connected within 0\.003 s"):
+    with raises(WorkerLost, "cluster.start") as raised:
         open_cluster("local", 1)
+    assert "within 0.003 s" in str(raised.value)

@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from tests.cluster.workers import HERE
-from tilth.cluster.backends.local import LocalBackend, _told, environment
+from tests.errors import raises
+from tilth.cluster.backends.local import LocalBackend, _how_ended, environment
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.errors import CallTimeout, DataError, RecipeError, StorageError, WorkerError, WorkerLost
@@ -68,57 +69,54 @@ def watched(request):
 short = pytest.mark.parametrize("watched", [LIMIT], indirect=True)
 
 
-def within(seconds, error, call, match):
+def within(seconds, error, call, key, rank):
+    """Return the message of the error that ``call`` raises, with this key and about this rank."""
     began = time.monotonic()
-    with pytest.raises(error, match=match) as raised:
+    with raises(error, key) as raised:
         call()
-    assert time.monotonic() - began < seconds
+    assert time.monotonic() - began < seconds and f"rank {rank}, " in str(raised.value).splitlines()[0]
     return str(raised.value)
 
 
 def test_a_worker_killed_in_a_call(watched):
-    told = within(SLACK, WorkerLost, watched.group.kill(1).wait, "^role faulty, rank 1, kill: ")
+    told = within(SLACK, WorkerLost, watched.group.kill(1).wait, "faulty.kill", 1)
     assert re.search(r"process \d+\) was killed by SIGKILL .* while in faulty.kill \(for \d", told)
     watched.assert_gone()
-    with pytest.raises(WorkerLost, match="role faulty, rank 1, kill"):  # the cluster is over, and says why
+    with raises(WorkerLost, "faulty.kill"):  # the cluster is over, and says why
         watched.echo.pid()
 
 
 def test_a_worker_killed_between_calls(watched):
     os.kill(watched.pids[0], signal.SIGKILL)
-    told = within(SLACK, WorkerLost, watched.echo.pid, "^role echo, rank 0, pid: ")
+    told = within(SLACK, WorkerLost, watched.echo.pid, "echo.pid", 0)
     assert "was killed by SIGKILL" in told and "between calls" in told
     watched.assert_gone()
 
 
 def test_a_worker_that_leaves_shows_its_last_words(watched):
-    told = within(SLACK, WorkerLost, watched.group.leave(0).wait, "^role faulty, rank 0, leave: ")
+    told = within(SLACK, WorkerLost, watched.group.leave(0).wait, "faulty.leave", 0)
     assert "ended with exit code 3" in told and told.endswith("its log ends:\n    the last words of a worker")
     watched.assert_gone()
 
 
 def test_a_worker_that_raises_ends_all(watched):
-    told = within(
-        SLACK, WorkerError, watched.group.fail(1, "value").wait, "^role faulty, rank 1, fail: ValueError: it is"
-    )
+    told = within(SLACK, WorkerError, watched.group.fail(1, "value").wait, "faulty.fail", 1)
     assert "Traceback" in told
     watched.assert_gone()
 
 
 def test_a_failure_that_nobody_waited_for_is_raised_at_the_next_call_or_at_the_end(watched):
     watched.group.fail(0, "data")
-    within(SLACK, DataError, watched.echo.pid, "^role faulty, rank 0, fail: it is wrong")
+    within(SLACK, DataError, watched.echo.pid, "faulty.data", 0)
     other = Watched(60.0)
     other.group.fail(1, "data")
-    within(SLACK, DataError, other.cluster.close, "^role faulty, rank 1, fail: it is wrong")
+    within(SLACK, DataError, other.cluster.close, "faulty.data", 1)
     other.assert_gone()
 
 
 @short
 def test_a_stopped_worker(watched):
-    told = within(
-        LIMIT + SLACK, CallTimeout, watched.group.stop(1).wait, r"^role faulty, rank 1, stop: no answer within 1 s"
-    )
+    told = within(LIMIT + SLACK, CallTimeout, watched.group.stop(1).wait, "faulty.stop", 1)
     assert re.search(
         r"rank 1 \(process \d+, stopped\): in faulty.stop \(for \d.*\); stopped by a signal; kill -CONT \d+ lets it",
         told,
@@ -130,14 +128,14 @@ def test_a_stopped_worker(watched):
 @short
 def test_a_worker_stopped_between_calls(watched):
     os.kill(watched.pids[1], signal.SIGSTOP)
-    told = within(LIMIT + SLACK, CallTimeout, watched.echo.pid, "^role echo, rank 1, pid: no answer")
+    told = within(LIMIT + SLACK, CallTimeout, watched.echo.pid, "echo.pid", 1)
     assert re.search(r"rank 1 \(process \d+, stopped\): has not begun echo.pid; stopped by a signal; kill -CONT", told)
     watched.assert_gone()
 
 
 @short
 def test_a_worker_that_holds_the_gil_shows_its_stack(watched):
-    told = within(LIMIT + SLACK, CallTimeout, watched.group.hold(0, 600).wait, "^role faulty, rank 0, hold: no answer")
+    told = within(LIMIT + SLACK, CallTimeout, watched.group.hold(0, 600).wait, "faulty.hold", 0)
     assert re.search(r"rank 0 .*: in faulty.hold \(for \d", told) and re.search(r"workers.py\", line \d+ in hold", told)
     watched.assert_gone()
 
@@ -147,7 +145,11 @@ def test_a_message_that_a_stuck_worker_does_not_take(watched):
     """Its receiving thread needs the GIL too, and a socket holds little."""
     watched.group.hold(0, 600)
     big = [bytes(4_000_000)] * 2
-    told = within(LIMIT + SLACK, CallTimeout, lambda: watched.echo.each(big), "rank 0, .*: no answer within 1 s")
+    began = time.monotonic()
+    with pytest.raises(CallTimeout) as raised:
+        watched.echo.each(big)
+    assert time.monotonic() - began < LIMIT + SLACK
+    told = str(raised.value)
     # Where the limit of the first call passes before the second one is sent, only the first is named.
     assert re.search(r"rank 0 .*: in faulty.hold \(for \d.*\)(; has not begun echo.each)?\n", told)
     watched.assert_gone()
@@ -162,14 +164,14 @@ def test_the_limit_is_that_of_each_call_not_of_the_queue(watched):
     assert len([dict(part) for part in found]) == 4  # 2.4 s of work, no call of which takes more than a second
 
 
-@pytest.mark.parametrize("how, error, who", [
-    ("raise", DataError, "rank 1, reduce: no collective without data"),
-    ("kill", WorkerLost, "rank 1, reduce: the worker .* was killed by SIGKILL"),
+@pytest.mark.parametrize("how, error, key", [
+    ("raise", DataError, "faulty.data"),
+    ("kill", WorkerLost, "faulty.reduce"),
 ])  # fmt: skip
-def test_one_rank_fails_while_the_other_waits_in_a_collective(how, error, who):
+def test_one_rank_fails_while_the_other_waits_in_a_collective(how, error, key):
     watched = Watched(60.0)
     watched.group.meet().wait()
-    within(SLACK, error, watched.group.reduce(1, how).wait, f"^role faulty, {who}")
+    within(SLACK, error, watched.group.reduce(1, how).wait, key, 1)
     watched.assert_gone()
 
 
@@ -183,7 +185,7 @@ def test_who_does_not_come_to_a_collective_is_named_and_not_who_waits_for_it(how
     watched = Watched(60.0)
     watched.group.meet(3.0).wait()
     watched.cluster.dispatch.timeout = 3.0
-    told = within(3.0 + SLACK, CallTimeout, watched.group.reduce(1, how).wait, "^role faulty, rank 1, reduce: ")
+    told = within(3.0 + SLACK, CallTimeout, watched.group.reduce(1, how).wait, "faulty.reduce", 1)
     assert "rank 0" in told.partition("\n")[0].partition("; ")[2]  # who waited
     assert re.search(rf"\n  rank 1 \(process \d+, {fact}", told)
     watched.assert_gone()
@@ -193,7 +195,7 @@ def test_a_stopped_worker_is_named_where_the_collective_ends_long_before_the_cal
     """As of a call that does much before it: what comes first is the word of the one that waited."""
     watched = Watched(60.0)
     watched.group.meet(3.0).wait()
-    told = within(3.0 + SLACK, CallTimeout, watched.group.reduce(1, "stop").wait, "^role faulty, rank 1, reduce: ")
+    told = within(3.0 + SLACK, CallTimeout, watched.group.reduce(1, "stop").wait, "faulty.reduce", 1)
     assert re.search(r"\n  role faulty, rank 0, reduce: \w+Error: .*[Tt]imed out", told)
     watched.assert_gone()
 
@@ -201,12 +203,12 @@ def test_a_stopped_worker_is_named_where_the_collective_ends_long_before_the_cal
 def test_what_a_role_has_started_goes_with_its_worker(watched):
     children = [psutil.Process(pid) for pid in watched.group.child("")]
     watched.group.kill(0)
-    within(SLACK, WorkerLost, watched.echo.pid, "rank 0, kill")
+    within(SLACK, WorkerLost, watched.echo.pid, "faulty.kill", 0)
     gone(children[1:])  # rank 0 died by itself: its child is the pool's own matter
 
 
 def test_an_answer_that_cannot_travel_is_an_error_of_its_call(watched):
-    within(SLACK, WorkerError, watched.echo.generator, "^role echo, rank 0, generator: TypeError: cannot pickle")
+    within(SLACK, WorkerError, watched.echo.generator, "echo.generator", 0)
 
 
 def test_an_argument_that_cannot_be_read_is_an_error_of_its_call(watched):
@@ -219,7 +221,7 @@ def test_an_argument_that_cannot_be_read_is_an_error_of_its_call(watched):
     module.Here = Here
     sys.modules["tests.cluster.nowhere"] = module
     try:
-        within(SLACK, WorkerError, lambda: watched.echo.each([Here(), 1]), "each: ModuleNotFoundError: .*nowhere")
+        within(SLACK, WorkerError, lambda: watched.echo.each([Here(), 1]), "echo.each", 0)
     finally:
         del sys.modules["tests.cluster.nowhere"], sys.modules[__name__].Here
 
@@ -340,8 +342,9 @@ def test_a_worker_that_cannot_start_is_named_with_its_log(monkeypatch, tmp_path)
     (tmp_path / "tilth").mkdir()
     (tmp_path / "tilth" / "__init__.py").write_text("raise ImportError('half of an installation')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(WorkerLost, match=r"^rank \d, start: the worker .* ended with exit code 1") as raised:
+    with raises(WorkerLost, "cluster.start") as raised:
         LocalBackend(2)
+    assert "ended with exit code 1" in str(raised.value)
     assert str(raised.value).endswith("ImportError: half of an installation")
     gone([p for p in psutil.Process().children(recursive=True) if p not in before])
 
@@ -350,7 +353,7 @@ def test_a_long_temporary_folder_is_named(monkeypatch, tmp_path):
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     monkeypatch.setattr("tilth.cluster.backends.session_dir._root", lambda: deep)
-    with pytest.raises(StorageError, match="too long for the name of a socket; set TMPDIR"):
+    with raises(StorageError, "session_dir.socket"):
         SessionDir.create()
     assert not list(deep.iterdir())
 
@@ -360,8 +363,9 @@ def test_more_workers_than_gpus_are_refused_with_what_works(monkeypatch, there, 
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
-    with pytest.raises(RecipeError, match=f"cluster.workers = 3, but this machine has {there} GPUs; {way}"):
+    with raises(RecipeError, "cluster.workers") as raised:
         open_cluster("local", 3, gpus=True)
+    assert str(raised.value).endswith(way)
 
 
 def test_threads_and_interface_of_a_worker(monkeypatch):
@@ -375,7 +379,7 @@ def test_threads_and_interface_of_a_worker(monkeypatch):
 
 def test_a_failure_inside_a_scope_is_what_is_raised(watched):
     """The folder is gone when the scope ends; that is no error beside the one that took it."""
-    with pytest.raises(WorkerLost, match="role faulty, rank 1, kill"), watched.cluster.store.scope():
+    with raises(WorkerLost, "faulty.kill"), watched.cluster.store.scope():
         watched.echo.put([1, 2])
         watched.group.kill(1)
 
@@ -385,7 +389,7 @@ def test_a_lost_keeper_does_not_break_the_end_and_is_told_in_a_line(monkeypatch,
     monkeypatch.setattr("tilth.cluster.backends.local.END", 2.0)
     watched = Watched(60.0)
     with watched.cluster:
-        os.kill(watched.cluster.fleet._keeper.pid, how)
+        os.kill(watched.cluster.fleet._reaper.pid, how)
         time.sleep(0.1)
         assert len(watched.echo.pid()) == 2
     watched.assert_gone()
@@ -412,7 +416,9 @@ def test_a_worker_leaves_an_interrupt_to_the_controller(watched, number):
 
 def test_no_room_where_process_groups_meet_ends_with_the_advice(watched):
     (watched.folder / "meeting").symlink_to("/dev/full")
-    told = within(60.0, StorageError, watched.group.meet().wait, r"^role faulty, rank \d, meet: process groups could")
+    with raises(StorageError, "session_dir.init_method") as raised:
+        watched.group.meet().wait()
+    told = str(raised.value)
     assert told.endswith("No space left on device; free memory there or set TMPDIR to a larger place")
 
 
@@ -464,5 +470,5 @@ def test_a_worker_whose_trace_cannot_be_written_ends_in_good_order(watched, tmp_
 )
 def test_who_was_killed_for_want_of_memory_is_told_so(monkeypatch, before, now, said):
     monkeypatch.setattr("tilth.cluster.backends.local.oom_kills", lambda: now)
-    assert said in _told(-signal.SIGKILL, before)
-    assert "memory" not in _told(-signal.SIGTERM, before) + _told(3, before)
+    assert said in _how_ended(-signal.SIGKILL, before)
+    assert "memory" not in _how_ended(-signal.SIGTERM, before) + _how_ended(3, before)

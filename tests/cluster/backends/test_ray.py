@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cluster.workers import HERE
+from tests.errors import raises
 from tilth.cluster.backends.capacity import patience
 from tilth.cluster.backends.ray import Node, RayBackend, _knock, connect, import_ray, nodes_of, spread
 from tilth.cluster.backends.ray_actors import interface_for
@@ -38,7 +39,7 @@ SLACK = 15.0
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 30))
 def test_every_worker_gets_a_place_and_no_node_more_than_it_has(room, workers):
     if sum(room) < workers:
-        with pytest.raises(RecipeError, match=rf"cluster.workers = {workers}: the Ray cluster has {sum(room)} CPUs"):
+        with raises(RecipeError, "cluster.workers"):
             spread(room, workers)
         return
     on = spread(room, workers)
@@ -50,8 +51,9 @@ def test_every_worker_gets_a_place_and_no_node_more_than_it_has(room, workers):
 
 
 def test_a_cluster_too_small_says_what_it_has():
-    with pytest.raises(RecipeError, match=r"cluster.workers = 3: the Ray cluster has 1 GPUs on 1 node and each worker"):
+    with raises(RecipeError, "cluster.workers") as raised:
         spread([1], 3, "GPUs")
+    assert "1 GPUs on 1 node " in str(raised.value)
 
 
 def test_nodes_are_the_living_ones_with_what_a_worker_needs():
@@ -66,12 +68,12 @@ def test_nodes_are_the_living_ones_with_what_a_worker_needs():
 
 def test_ray_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(RecipeError, match=r"cluster.backend = 'ray': Ray is not installed.*pip install '\.\[ray\]'"):
+    with raises(RecipeError, "cluster.backend"):
         open_cluster("ray", 2)
 
 
 def test_no_workers():
-    with pytest.raises(RecipeError, match=r"cluster.workers = 0: at least 1"):
+    with raises(RecipeError, "cluster.workers"):
         open_cluster("ray", 0)
 
 
@@ -96,38 +98,38 @@ def refusing(error):
 
 def test_another_version_on_the_cluster_is_one_line():
     told = "Version mismatch: The cluster was started with:\n    Ray: 2.40.0\n    Python: 3.11.7\nThis process ..."
-    with pytest.raises(RecipeError, match=r"^cluster.address = 'auto': Version mismatch: .* Ray: 2.40.0 Python: 3.11"):
+    with raises(RecipeError, "cluster.address") as raised:
         connect(refusing(RuntimeError(told)), 2, "auto")
+    assert "Ray: 2.40.0 Python: 3.11" in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     "address", ["1.2.3", "10.0.0.1", "10.0.0.1:", "10.0.0.1:ray", ":6379", "10.0.0.1:0", "10.0.0.1:65536", "local"]
 )
 def test_an_address_that_is_none_says_what_one_is(address):
-    told = rf"^cluster.address = '{address}' is not the address of a Ray cluster; it is HOST:PORT, as in 10.0.0.1:6379"
-    with pytest.raises(RecipeError, match=told) as raised:
+    with raises(RecipeError, "cluster.address") as raised:
         connect(refusing(ValueError(f"Invalid address format: {address}")), 2, address)
-    assert "TOKEN" not in str(raised.value)
+    assert "HOST:PORT" in str(raised.value) and "TOKEN" not in str(raised.value)
 
 
 def test_an_address_that_ray_has_from_elsewhere_names_no_token():
-    told = r"^cluster.address = 'auto': Invalid address format: 1.2.3; it is HOST:PORT, as in 10.0.0.1:6379"
-    with pytest.raises(RecipeError, match=told) as raised:
+    with raises(RecipeError, "cluster.address") as raised:
         connect(refusing(ValueError("Invalid address format: 1.2.3")), 2, "auto")  # RAY_ADDRESS
-    assert "TOKEN" not in str(raised.value)
+    assert "HOST:PORT" in str(raised.value) and "TOKEN" not in str(raised.value)
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no"), LookupError("Unauthenticated")])
 def test_a_cluster_that_refuses_names_the_token(error):
-    with pytest.raises(RecipeError, match=r"cluster.address = 'auto': .* RAY_AUTH_TOKEN"):
+    with raises(RecipeError, "cluster.address") as raised:
         connect(refusing(error), 2, "auto")
+    assert "RAY_AUTH_TOKEN" in str(raised.value)
 
 
 def test_addresses_that_cannot_be():
-    with pytest.raises(RecipeError, match=r"cluster.address = 'ray://host:10001': a Ray client cannot be"):
+    with raises(RecipeError, "cluster.address"):
         connect(refusing(AssertionError()), 2, "ray://host:10001")
     began = time.monotonic()
-    with pytest.raises(RecipeError, match=r"cluster.address = '127.0.0.1:9': no Ray cluster answers there: .*refused"):
+    with raises(RecipeError, "cluster.address"):
         _knock("127.0.0.1:9")
     assert time.monotonic() - began < 5
 
@@ -173,7 +175,7 @@ class TestWithRay:
         assert open_doors and {ip.removeprefix("::ffff:") for ip in open_doors} == {"127.0.0.1"}
 
     def test_workers_meet_and_a_killed_one_is_named(self):
-        with pytest.raises(WorkerLost) as raised, self.open() as cluster:
+        with raises(WorkerLost, "faulty.reduce") as raised, self.open() as cluster:
             faulty = cluster.group("faulty", f"{HERE}:faulty", {}, BOTH)
             dict(faulty.meet())
             child = faulty.child("")[0]
@@ -185,8 +187,9 @@ class TestWithRay:
         self.assert_gone(child)
 
     def test_last_words(self):
-        with pytest.raises(WorkerLost, match="its log ends:\n    the last words of a worker"), self.open() as cluster:
+        with raises(WorkerLost, "faulty.leave") as raised, self.open() as cluster:
             dict(cluster.group("faulty", f"{HERE}:faulty", {}, BOTH).leave(0))
+        assert "\n    the last words of a worker" in str(raised.value)
         self.assert_gone()
 
     @pytest.mark.parametrize(
@@ -240,7 +243,7 @@ class TestWithRay:
                 and "Current thread" in probe.stack
             )
             os.kill(self.ray.get(self.fleet._machines[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
-            with pytest.raises(StorageError, match="payload column 0/~big-controller-0 is out of reach"):
+            with raises(StorageError, "big"):
                 cluster.store.get(handle)
             self.fleet.close(kill=True)
             cluster.dispatch.failed = WorkerLost("the machine")
@@ -248,7 +251,7 @@ class TestWithRay:
 
     def test_too_many_workers(self):
         have = int(self.ray.cluster_resources()["CPU"])
-        with pytest.raises(RecipeError, match=rf"cluster.workers = {have + 1}: the Ray cluster has {have} CPUs on 1"):
+        with raises(RecipeError, "cluster.workers"):
             open_cluster("ray", have + 1)
 
     def test_a_ray_that_was_there_before_stays(self):

@@ -10,6 +10,7 @@ import pytest
 
 from tests.analysis.clocks import Shifted
 from tests.cluster.controller.test_dispatch import ByHand
+from tests.errors import raises
 from tilth.analysis.align import Known
 from tilth.analysis.events import load
 from tilth.analysis.read import read_events
@@ -123,8 +124,8 @@ def test_answers_that_take_long_are_bounds_all_the_same(tmp_path):
 def test_a_worker_that_is_lost_is_told_as_ever(tmp_path):
     fleet = ByHand(1)
     made = Clocks(Dispatch(fleet, 60), tmp_path, 0)
-    threading.Timer(0.05, lambda: fleet.sent[0].set_exception(WorkerLost("rank 0: gone"))).start()
-    with pytest.raises(WorkerLost, match="gone"):
+    threading.Timer(0.05, lambda: fleet.sent[0].set_exception(WorkerLost("rank 0: gone", key="cluster.origin"))).start()
+    with raises(WorkerLost, "cluster.origin"):
         made.begin()
 
 
@@ -235,7 +236,7 @@ def test_a_file_that_cannot_be_closed_leaves_no_worker_behind(tmp_path, monkeypa
     for error in (None, KeyError("x")):
         cluster = Cluster(fleet, 60)
         cluster.trace(tmp_path, 0)
-        with pytest.raises(RuntimeError, match="broken"), cluster:
+        with pytest.raises(RuntimeError), cluster:
             if error:
                 raise error
     assert ended == [False, False]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.errors import raises
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.controller import launcher
 from tilth.cluster.controller.launcher import Launch, entered, launch_of, launched
@@ -78,19 +79,20 @@ def test_a_process_alone_is_left_alone():
 
 
 @pytest.mark.parametrize(
-    "backend, workers, env, told",
+    "backend, workers, env, key, way",
     [
-        ("local", 2, TORCHRUN, r"cluster.workers = 2: torchrun started 4 processes; use cluster.workers=4, or start 2"),
-        ("local", 1, TORCHRUN, r"cluster.workers = 1: torchrun started 4 processes; use cluster.workers=4"),
-        ("inline", 1, SLURM, r"cluster.backend = 'inline': srun started 4 processes; use cluster.backend=local, or st"),
-        ("local", 8, TORCHRUN | {"WORLD_SIZE": "8"}, r"started 8 processes on 2 nodes; .* use cluster.backend=ray and"),
-        ("ray", 4, SLURM, r"cluster.backend = 'ray': srun started 4 processes; .* start tilth once"),
+        ("local", 2, TORCHRUN, "cluster.workers", "cluster.workers=4, or start 2"),
+        ("local", 1, TORCHRUN, "cluster.workers", "cluster.workers=4"),
+        ("inline", 1, SLURM, "cluster.backend", "cluster.backend=local"),
+        ("local", 8, TORCHRUN | {"WORLD_SIZE": "8"}, "cluster.backend", "cluster.backend=ray"),
+        ("ray", 4, SLURM, "cluster.backend", "start tilth once"),
     ],
 )
-def test_a_recipe_that_does_not_fit_the_job_is_told_what_would(backend, workers, env, told):
+def test_a_recipe_that_does_not_fit_the_job_is_told_what_would(backend, workers, env, key, way):
     for rank in ("0", "1"):  # every process says so: none waits for another
-        with pytest.raises(RecipeError, match=told):
+        with raises(RecipeError, key) as raised:
             entered(backend, workers, 1.0, env | {"RANK": rank, "SLURM_PROCID": rank})
+        assert way in str(raised.value)
 
 
 def test_rank_0_controls_with_as_many_workers_as_there_are_processes():
@@ -101,13 +103,13 @@ def test_rank_0_controls_with_as_many_workers_as_there_are_processes():
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path):
     tmp_path.chmod(0o770)
-    with pytest.raises(StorageError, match=r"is not a folder of this user alone \(mode 0700\)"):
+    with raises(StorageError, "session_dir.mode"):
         launcher._check_private(tmp_path)
     tmp_path.chmod(0o700)
     launcher._check_private(tmp_path)
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
-    with pytest.raises(StorageError, match="not a folder of this user alone"):
+    with raises(StorageError, "session_dir.mode"):
         launcher._check_private(link)
 
 
@@ -120,7 +122,7 @@ def test_a_name_is_found_by_others_and_only_one_can_have_it():
         assert found is not None and found.path == folder.path and found.key == folder.key
         with pytest.raises(FileNotFoundError):
             local_worker.connect(found)  # nobody listens yet: a worker tries again
-        with pytest.raises(StorageError, match="needs a folder in"):
+        with raises(StorageError, "session_dir"):
             SessionDir.create(name)
     finally:
         folder.remove()
@@ -128,7 +130,7 @@ def test_a_name_is_found_by_others_and_only_one_can_have_it():
 
 def test_a_worker_without_a_controller_gives_up(monkeypatch):
     monkeypatch.setattr(launcher, "WAIT", 0.3)
-    with pytest.raises(StorageError, match=r"torchrun, rank 2: no controller \(rank 0\) within 0.3 s"):
+    with raises(StorageError, "session_dir.controller"):
         launcher._controller(launch_of(TORCHRUN | {"TORCHELASTIC_RUN_ID": f"none-{os.getpid()}"}))
 
 

@@ -3,6 +3,7 @@ import pickle
 import numpy as np
 import pytest
 
+from tests.errors import raises
 from tilth.cluster.controller.lazy import LazyBatch, LazyMap, resolved
 from tilth.core.batch import Batch, Column, Handle, Jagged, concat
 from tilth.core.errors import DataError
@@ -58,7 +59,7 @@ def test_a_lazy_batch_equals_and_travels_as_the_plain_one(batch):
     assert LazyBatch(Counted(batch)) == batch
     sent = pickle.loads(pickle.dumps(LazyBatch(Counted(batch))))
     assert type(sent) is Batch and sent["id"].tolist() == [0, 1, 2]
-    with pytest.raises(TypeError, match="unhashable"):
+    with pytest.raises(TypeError):
         hash(LazyBatch(Counted(batch)))
 
 
@@ -78,11 +79,11 @@ def test_a_lazy_map_travels_as_a_dict():
 
 def test_what_went_wrong_is_raised_where_the_answer_is_read():
     def fails():
-        raise DataError("role policy, rank 1, update: no data")
+        raise DataError("role policy, rank 1, update: no data", key="data.source")
 
     for lazy in (LazyBatch(fails), LazyMap(fails)):
         for _ in range(2):
-            with pytest.raises(DataError, match="rank 1"):
+            with raises(DataError, "data.source"):
                 len(lazy)
 
 

@@ -1,7 +1,7 @@
 """The report of a call over its limit, from stacks as faulthandler writes them."""
 
 from tilth.cluster.backends.base import Call, Probe
-from tilth.cluster.controller.report import FRAMES, timeout_report
+from tilth.cluster.controller.report import FRAMES, overdue
 
 CALL = Call("policy", "update")
 MAIN = [f'  File "/x/main.py", line {n} in f{n}' for n in range(FRAMES + 3)]
@@ -26,7 +26,7 @@ STACK = "\n".join([IDLE, BUSY, WRITER, RECEIVE, "Current thread 0x09 (most recen
 
 
 def report(*probes, late=None):
-    return timeout_report(late or {1: CALL}, probes, 2.0).splitlines()
+    return str(overdue(late or {1: CALL}, probes, 2.0)).splitlines()
 
 
 def probe(rank, state="sleeping", phase="", stack=STACK):

@@ -1,4 +1,4 @@
-"""What a backend is: a number of workers that take calls in order, and a store."""
+"""Protocol and messages of a backend: N workers that execute calls in order, and a payload store."""
 
 import pickle
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from tilth.core.batch import Store
 from tilth.core.errors import OutOfMemory, TilthError, WorkerError
 
 OF_ROLES = ("import", "create")
-"""Calls to the worker itself whose first argument is the role that they are for."""
+"""Calls to the worker itself whose first argument is a role."""
 
 
 @dataclass(frozen=True)
@@ -24,59 +24,59 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     answer: bool = True
-    """Whether the value is wanted; without it the reply's is None, and its tokens are counted by another rank."""
+    """False: the reply's value is None, and another rank counts its tokens."""
     step: int = -1
-    """The controller's step that it belongs to, for the trace; -1: none."""
+    """Step of the controller, for the trace; -1: none."""
     number: int = -1
-    """Which call of the controller it is part of: the same in the traces of both sides; -1: of the cluster's own."""
+    """Number of the controller's call, equal in the traces of both sides; -1: a call of the cluster itself."""
     lease: str = ""
-    """That of the payload that is put while it is executed; "": none."""
+    """Lease of the payload that the call puts; "": none."""
     least: float = 0.0
-    """Seconds that it may take even where ``cluster.timeout`` is less."""
+    """Seconds that it may take even if ``cluster.timeout`` is less."""
     generation: int = 0
-    """That of the role which it is for."""
+    """Generation of its role."""
 
     @property
     def name(self) -> str:
-        """What the phase board says while it runs: "policy.update", "create policy"."""
+        """Name on the status board while it runs: "policy.update", "create policy"."""
         if self.role:
             return f"{self.role}.{self.method}"
         return f"{self.method} {self.args[0]}" if self.method in OF_ROLES else self.method
 
     @property
     def operation(self) -> str:
-        """Name under which its bytes are counted: "policy.update", "policy.create", "cluster.clock"."""
+        """Name in byte counts and error keys: "policy.update", "policy.create", "cluster.clock"."""
         return f"{role_of(self) or 'cluster'}.{self.method}"
 
 
 class Reply(NamedTuple):
-    """The answer of a worker: the value, and the sums of the spans that ended during the call."""
+    """Answer of a worker."""
 
     value: Any
     sums: dict[str, list[float]]
-    """As ``recorder.rows`` gives them."""
+    """Sums of the spans that ended during the call, from ``recorder.rows``."""
     sent: int = 0
-    """Bytes of the call as it travelled to the worker; the backend notes them when the answer is there."""
+    """Bytes of the call; the backend sets them when the answer has arrived."""
     received: int = 0
     """Bytes of the answer."""
 
 
 class Failure(NamedTuple):
-    """An exception of a worker on its way to the controller. kind: its class if that is a TilthError, else None."""
+    """An exception that travels from a worker to the controller. kind: its class if a TilthError, else None."""
 
     kind: type[TilthError] | None
     message: str
     traceback: str
     collective: str = ""
-    """As in WorkerError."""
+    """``WorkerError.collective``."""
     key: str = ""
-    """As in TilthError."""
+    """``TilthError.key``."""
 
     def error(self, call: Call, rank: int) -> TilthError:
-        """The exception to raise in the controller: the same class, or a WorkerError with the worker's traceback."""
+        """Return the exception to raise in the controller: ``kind``, or a WorkerError with the worker's traceback."""
         where = place_of(call, rank)
         if self.kind is None:
-            found = WorkerError(f"{where}: {self.message}\n{self.traceback}")
+            found = WorkerError(f"{where}: {self.message}\n{self.traceback}", key=call.operation)
             found.collective = self.collective
             return found
         error = self.kind(f"{where}: {self.message}", key=self.key)
@@ -87,11 +87,11 @@ class Failure(NamedTuple):
 
 
 def settle(future: "Future[Reply]", call: Call, rank: int, sent: int, data: bytes) -> None:
-    """Complete a call of ``sent`` bytes with its answer, a pickled Reply or Failure."""
+    """Resolve the future of a call of ``sent`` bytes with its answer, a pickled Reply or Failure."""
     try:
         answer = pickle.loads(data)
-    except Exception as error:  # noqa: BLE001 - whatever an answer's class raises; the caller is told
-        answer = WorkerError(f"{place_of(call, rank)}: its answer cannot be read here: {error}")
+    except Exception as error:  # noqa: BLE001 - unpickling runs code of the answer's class
+        answer = WorkerError(f"{place_of(call, rank)}: its answer cannot be read here: {error}", key=call.operation)
     if isinstance(answer, Reply):
         future.set_result(answer._replace(sent=sent, received=len(data)))
     else:
@@ -99,64 +99,63 @@ def settle(future: "Future[Reply]", call: Call, rank: int, sent: int, data: byte
 
 
 def role_of(call: Call) -> str:
-    """The role that a call is of, or for; "" for one of the cluster's own."""
+    """Return the role that a call addresses or makes; "" for a call of the cluster itself."""
     return call.role or (str(call.args[0]) if call.method in OF_ROLES else "")
 
 
 def place_of(call: Call, rank: int) -> str:
-    """ "role policy, rank 1, update"."""
+    """Return the beginning of an error message: "role policy, rank 1, update"."""
     role = role_of(call)
     return f"role {role}, rank {rank}, {call.method}" if role else f"rank {rank}, {call.method}"
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a worker does, seen from outside: right for a stopped process and for one that holds the GIL."""
+    """State of a worker, read from outside: correct for a stopped process and for one that holds the GIL."""
 
     rank: int
     pid: int
     state: str
-    """As the operating system says (running, sleeping, stopped, zombie, ...), or "gone"."""
+    """State from the operating system (running, sleeping, stopped, zombie ...), or "gone"."""
     phase: str
-    """The call and how long it runs, "policy.update (for 3.1 s)", or "" between calls."""
+    """Call and its duration so far, "policy.update (for 3.1 s)"; "" between calls."""
     stack: str
-    """Stacks of all threads, "" if they could not be had."""
+    """Stacks of all threads; "" if unavailable."""
 
 
 class Backend(Protocol):
-    """N workers. Each executes the calls that it was sent in order, one at a time, and answers control
-    messages meanwhile."""
+    """N workers. Each executes its calls in order of submission, one at a time, and answers control messages meanwhile.
+
+    ``open_cluster`` constructs it as ``Backend(workers, timeout=, address=, gpus=)``: seconds per call, the address of
+    an existing cluster ("": none), whether each worker gets a GPU. The constructor returns when all workers are ready.
+    """
 
     @property
     def workers(self) -> int:
-        """Their number; ranks are 0 to workers - 1."""
-        ...
+        """Number of workers; ranks are 0 to workers - 1."""
 
     @property
     def store(self) -> Store:
-        """The payload store, as the controller sees it."""
-        ...
+        """Payload store of the controller's process."""
 
     def submit(self, rank: int, call: Call) -> Future[Reply]:
-        """Send a call and return at once. The future fails with a TilthError: the worker's own class, WorkerError or
-        WorkerLost. TimeoutError if the message itself could not be sent within the limit."""
-        ...
+        """Send a call and return at once. The future fails with the worker's TilthError, WorkerError or WorkerLost.
+
+        Raises TimeoutError if the message could not be sent within the limit.
+        """
 
     def control(self, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Ask a role on a worker something at once, beside its calls. Raises WorkerError, or WorkerLost: no answer."""
-        ...
+        """Run a control method of a role now, beside its calls. Raises WorkerError; WorkerLost without an answer."""
 
     def probe(self, rank: int) -> Probe:
-        """Look at a worker from outside; takes at most about a second."""
-        ...
+        """Read a worker's state from outside, in at most about a second."""
 
     def close(self, kill: bool) -> None:
-        """Free every process and all payload. kill: at once; else the workers may finish. Twice is fine."""
-        ...
+        """End all workers and free all payload; idempotent. kill: at once, else the workers may finish."""
 
 
 class PickledKwargs:
-    """Keyword arguments of a factory. They travel by cloudpickle, so functions of ``__main__`` and lambdas can."""
+    """Keyword arguments of a factory, pickled by cloudpickle: lambdas and functions of ``__main__`` are allowed."""
 
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
         self.kwargs = dict(kwargs)

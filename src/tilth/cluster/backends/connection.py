@@ -1,4 +1,4 @@
-"""The controller's end of the connection to one worker process."""
+"""Controller's end of the connection to one worker process."""
 
 import os
 import select
@@ -15,9 +15,9 @@ from tilth.core.errors import WorkerLost
 
 
 class WorkerConnection:
-    """Calls go out in order, answers come back in that order: a reader thread matches them.
+    """Sends calls and matches their answers, which arrive in the same order, in a reader thread.
 
-    ``ending`` is asked, once the worker is gone, how it ended.
+    ending: returns how the worker ended, once it has.
     """
 
     def __init__(self, rank: int, pid: int, connection: Connection, ending: Callable[[], str]) -> None:
@@ -31,18 +31,18 @@ class WorkerConnection:
         self._reader.start()
 
     def submit(self, call: Call, data: bytes) -> Future[Reply]:
-        """Send. TimeoutError if the worker takes nothing within the limit of the socket."""
+        """Send a pickled call. Raises TimeoutError if the worker reads nothing within the limit of the socket."""
         future: Future[Reply] = Future()
         with self._lock:
             if self._lost:
-                future.set_exception(WorkerLost(f"{place_of(call, self.rank)}: {self._lost}"))
+                future.set_exception(WorkerLost(f"{place_of(call, self.rank)}: {self._lost}", key=call.operation))
                 return future
             self._pending.append((call, len(data), future))
             try:
                 self._connection.send_bytes(data)
             except BlockingIOError:
                 raise TimeoutError(f"worker {self.rank} takes no message") from None
-            except OSError:  # it is gone: the reader will say how, and fail what is pending
+            except OSError:  # the worker is gone: the reader fails what is pending
                 return future
         return future
 
@@ -67,13 +67,16 @@ class WorkerConnection:
             self._lost = lost
             pending, self._pending = list(self._pending), deque()
         for call, _, future in pending:
-            future.set_exception(WorkerLost(f"{place_of(call, self.rank)}: {lost}"))
+            future.set_exception(WorkerLost(f"{place_of(call, self.rank)}: {lost}", key=call.operation))
 
     def close(self) -> None:
-        """End the connection, which tells the worker, and the reader."""
+        """Close the connection, which ends the worker, and join the reader."""
         if self._connection.closed:
             return
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as both, suppress(OSError):  # it may have left
+        with (
+            socket.socket(fileno=os.dup(self._connection.fileno())) as both,
+            suppress(OSError),
+        ):  # the worker may be gone
             both.shutdown(socket.SHUT_RDWR)
         self._reader.join()
         self._connection.close()

@@ -1,7 +1,7 @@
-"""Control messages: small questions and requests in JSON that a worker answers while a call runs.
+"""Control messages: small JSON requests that a worker answers while a call runs.
 
-A thread of the worker serves them at a socket in the cluster's private folder, one after another. The methods behind
-them (``protocol.control``) only read, or leave a note that the running call looks at.
+A thread of the worker serves them one at a time at a Unix socket in the session directory. Their methods
+(``protocol.control``) only read, or set a flag for the running call.
 """
 
 import json
@@ -14,11 +14,11 @@ from typing import Any
 from tilth.core.errors import WorkerError, WorkerLost
 
 LIMIT = 5.0
-"""Seconds that a worker has to answer: only one that is stopped, or holds the GIL, takes longer."""
+"""Seconds for an answer; only a worker that is stopped or holds the GIL takes longer."""
 
 
 def serve(address: str, answer: Callable[[str, str, Mapping[str, Any]], Any]) -> None:
-    """Answer (role, method, keyword arguments) at a Unix socket, in a thread, as long as the process lives."""
+    """Answer (role, method, keyword arguments) at a Unix socket in a daemon thread."""
 
     class Handler(StreamRequestHandler):
         def handle(self) -> None:
@@ -33,8 +33,8 @@ def serve(address: str, answer: Callable[[str, str, Mapping[str, Any]], Any]) ->
 
 
 def ask(address: str, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
-    """Send a message and return the answer. Raises WorkerError: what the worker raised; WorkerLost: no answer."""
-    where = f"role {role}, rank {rank}, {method}"
+    """Send a message and return the answer. Raises WorkerError if the method failed, WorkerLost without an answer."""
+    where, key = f"role {role}, rank {rank}, {method}", f"{role}.{method}"
     try:
         with socket.socket(socket.AF_UNIX) as there:
             there.settimeout(LIMIT)
@@ -42,7 +42,7 @@ def ask(address: str, rank: int, role: str, method: str, arguments: Mapping[str,
             there.sendall(json.dumps([role, method, arguments]).encode() + b"\n")
             reply = json.load(there.makefile())
     except (OSError, ValueError) as error:
-        raise WorkerLost(f"{where}: the worker does not answer a control message: {error}") from None
+        raise WorkerLost(f"{where}: the worker does not answer a control message: {error}", key=key) from None
     if "error" in reply:
-        raise WorkerError(f"{where}: {reply['error']}")
+        raise WorkerError(f"{where}: {reply['error']}", key=key)
     return reply["value"]

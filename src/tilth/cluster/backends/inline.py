@@ -13,6 +13,7 @@ import cloudpickle
 from tilth.cluster.backends.base import Call, PickledKwargs, Probe, Reply
 from tilth.cluster.worker.executor import Executor
 from tilth.core.batch import Handle, Jagged
+from tilth.core.errors import RecipeError
 
 
 class InlineStore:
@@ -24,27 +25,23 @@ class InlineStore:
         self._numbers = count()
 
     def put(self, column: str, data: Jagged) -> Handle:
-        """Keep a column under a new key."""
         handle = Handle(f"{self.lease}~{column}-{next(self._numbers)}", data.values.nbytes + data.offsets.nbytes)
         self._columns[handle.key] = data
         return handle
 
     def get(self, handle: Handle) -> Jagged:
-        """A column as it was put."""
         return self._columns[handle.key]
 
     def release(self, lease: str) -> None:
-        """Forget everything that was put under a lease."""
         for key in [key for key in self._columns if key.startswith(f"{lease}~")]:
             del self._columns[key]
 
     def held(self) -> dict[str, int]:
-        """Key -> bytes of all columns that are held now."""
         return {key: column.values.nbytes + column.offsets.nbytes for key, column in self._columns.items()}
 
 
 class _Counted:
-    """A file that only counts what is written to it."""
+    """A file that counts the bytes written to it."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -58,9 +55,9 @@ class _Counted:
 
 
 def pickled_size(message: Call | Reply) -> int:
-    """Bytes of a message as the other backends send it, to within a few for each array; no array is copied.
+    """Return the bytes of a pickled message, to within a few per array; no array is copied.
 
-    What cannot be pickled (inline it need not be) counts as far as it could be written.
+    A message that cannot be pickled counts up to where pickling failed.
     """
     counted = _Counted()
     kwargs = [a.kwargs for a in message.args if isinstance(a, PickledKwargs)] if isinstance(message, Call) else []
@@ -71,16 +68,18 @@ def pickled_size(message: Call | Reply) -> int:
 
 
 class InlineBackend:
-    """One worker in this process: a call runs when it is submitted, and what it raises goes up as it is."""
+    """One worker in this process: a call runs when it is submitted and raises its own exception."""
 
-    workers = 1
-
-    def __init__(self, timeout: float = 600.0) -> None:
+    def __init__(self, workers: int = 1, *, timeout: float = 600.0, address: str = "", gpus: bool = False) -> None:
+        if workers != 1:
+            message = f"cluster.workers = {workers}: backend inline has one worker; use cluster.backend=local"
+            raise RecipeError(message, key="cluster.workers")
+        self.workers = workers
         self.store = InlineStore()
         self.host = Executor(0, 1, self.store, timeout=timeout, alone=True)
 
     def submit(self, rank: int, call: Call) -> Future[Reply]:
-        """Run it now. Nothing travels; the bytes are those that another backend would send."""
+        """Run a call now. The reply states the bytes that another backend would send."""
         future: Future[Reply] = Future()
         sent = pickled_size(call)
         reply = self.host.handle(call)
@@ -88,12 +87,11 @@ class InlineBackend:
         return future
 
     def control(self, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Answer in the thread that asks: another one than that of the calls, or the call's own between two steps."""
+        """Answer in the calling thread."""
         return self.host.control(role, method, arguments)
 
     def probe(self, rank: int) -> Probe:
-        """This process."""
         return Probe(rank, os.getpid(), "running", self.host.phase, "")
 
     def close(self, kill: bool) -> None:
-        """Nothing to free: the payload goes with the store."""
+        """Free nothing: the payload goes with the store."""

@@ -1,7 +1,4 @@
-"""The ``local`` backend: worker processes on one machine, Unix sockets, payload in shared memory files.
-
-Nothing here schedules or negotiates: processes are started, each connects, calls go out in order.
-"""
+"""The ``local`` backend: worker processes of one machine, Unix sockets, payload in files of shared memory."""
 
 import os
 import pickle
@@ -31,14 +28,14 @@ from tilth.core.errors import RecipeError, StorageError, WorkerLost
 from tilth.core.memory import oom_kills
 
 START = 120.0
-"""Seconds in which every worker must have connected, on a machine at rest (``patience``)."""
+"""Seconds in which all workers must connect, on an idle machine (``patience``)."""
 END = 10.0
-"""Seconds that a worker has to end by itself."""
+"""Seconds for a worker to end by itself."""
 
 
 class LocalBackend:
-    """Workers as processes of this machine. ``start``: the ranks to start here (None: all); others connect by
-    themselves (cluster.local_worker) to ``folder``."""
+    """Workers as processes of this machine. start: ranks to start here (None: all); a launcher starts the others, which
+    connect to ``folder``."""
 
     def __init__(
         self,
@@ -58,14 +55,14 @@ class LocalBackend:
         self._encoded: tuple[Call | None, bytes] = None, b""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._kills = oom_kills()
-        self._keeper = _start_keeper(self.folder)
-        self._unkept = self._closed = False
+        self._reaper = _start_reaper(self.folder)
+        self._reaper_lost = self._closed = False
         try:
             with _listen(self.folder.socket) as door:
                 for rank in range(workers) if start is None else start:
                     self._start(rank, timeout)
                 found = self._accept(door, timeout)
-        except BaseException:  # also for an interrupt while they start: no process may be left
+        except BaseException:  # an interrupt too: no process may be left
             self.close(kill=True)
             raise
         self.links = [
@@ -90,39 +87,37 @@ class LocalBackend:
                 stdout=log,
                 stderr=log,
                 env=environment(self.workers),
-                start_new_session=True,  # an interrupt at the terminal is the controller's to handle
+                start_new_session=True,  # the controller handles an interrupt at the terminal
             )
         self._processes[rank] = process
-        self._keep(process.pid)
+        self._notify_reaper(process.pid)
 
-    def _keep(self, pid: int) -> None:
-        self._tell(f"{pid}\n")
-
-    def _tell(self, line: str) -> None:
-        """A keeper that is lost is told about once, and missed only if this process is killed."""
-        pipe: IO[bytes] = self._keeper.stdin  # type: ignore[assignment]
+    def _notify_reaper(self, line: int | str) -> None:
+        """Write a line to the reaper. Its loss is reported once; it matters only if this process is killed."""
+        pipe: IO[bytes] = self._reaper.stdin  # type: ignore[assignment]
         try:
-            pipe.write(line.encode())
+            pipe.write(f"{line}\n".encode())
             pipe.flush()
         except BrokenPipeError:
-            self._keeper_lost(f"(process {self._keeper.pid}) {_told(self._keeper.wait())}")
+            self._report_reaper(_how_ended(self._reaper.wait()))
 
-    def _keeper_lost(self, how: str) -> None:
-        if not self._unkept:
-            self._unkept = True
-            print(f"tilth: the keeper of the workers {how}; the run itself is not affected", file=sys.stderr)
+    def _report_reaper(self, how: str) -> None:
+        if not self._reaper_lost:
+            self._reaper_lost = True
+            message = f"the keeper of the workers (process {self._reaper.pid}) {how}; the run itself is not affected"
+            print(f"tilth: {message}", file=sys.stderr)
 
-    def _end_keeper(self) -> None:
-        self._tell("done\n")
+    def _end_reaper(self) -> None:
+        self._notify_reaper("done")
         try:
-            self._keeper.communicate(timeout=END)
+            self._reaper.communicate(timeout=END)
         except subprocess.TimeoutExpired:
-            self._keeper_lost(f"(process {self._keeper.pid}) has not ended within {END:g} s and was killed")
-            self._keeper.kill()
-            self._keeper.wait()
+            self._report_reaper(f"has not ended within {END:g} s and was killed")
+            self._reaper.kill()
+            self._reaper.wait()
 
     def _accept(self, door: socket.socket, timeout: float) -> dict[int, tuple[int, Connection]]:
-        """(process id, connection) of every rank. WorkerLost if one ends, or has not come in time."""
+        """Return (process id, connection) of every rank. Raises WorkerLost if one ends or does not connect in time."""
         found: dict[int, tuple[int, Connection]] = {}
         limit, key = patience(START), self.folder.key
         until = time.monotonic() + limit
@@ -141,46 +136,45 @@ class LocalBackend:
             rank, pid = map(int, connection.recv_bytes().split())
             found[rank] = pid, connection
             if rank not in self._processes:
-                self._keep(pid)
+                self._notify_reaper(pid)
         return found
 
     def _check_started(self, found: dict[int, tuple[int, Connection]], until: float, limit: float) -> None:
         missing = [rank for rank in range(self.workers) if rank not in found]
         ended = [rank for rank in missing if rank in self._processes and self._processes[rank].poll() is not None]
         if ended:
-            raise WorkerLost(f"rank {ended[0]}, start: {self._ending(ended[0])}")
+            raise WorkerLost(f"rank {ended[0]}, start: {self._ending(ended[0])}", key="cluster.start")
         if time.monotonic() > until:
             log = self.watch.log_end(missing[0])
-            raise WorkerLost(f"rank {missing[0]}, start: the worker has not connected within {limit:g} s{log}")
+            raise WorkerLost(
+                f"rank {missing[0]}, start: the worker has not connected within {limit:g} s{log}", key="cluster.start"
+            )
 
     def submit(self, rank: int, call: Call) -> Future[Reply]:
-        """Send a call. The same Call for several ranks, one after the other, is encoded once."""
+        """Send a call; consecutive submissions of one Call pickle it once."""
         if self._encoded[0] is not call:
             self._encoded = call, pickle.dumps(call, protocol=5)
         return self.links[rank].submit(call, self._encoded[1])
 
     def control(self, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Ask at the worker's own socket."""
         return control.ask(self.folder.control(rank), rank, role, method, arguments)
 
     def probe(self, rank: int) -> Probe:
-        """What the operating system, the phase board and the worker's signal handler say."""
         return self.watch.probe(rank, self.links[rank].pid)
 
     def _ending(self, rank: int) -> str:
-        """How a worker that has left its connection ended."""
+        """Describe how a worker whose connection has ended was lost."""
         how, process = "has ended", self._processes.get(rank)
         if process is not None:
             try:
-                how = _told(process.wait(END), self._kills)
+                how = _how_ended(process.wait(END), self._kills)
             except subprocess.TimeoutExpired:
                 how = "has closed its connection"
         pid = process.pid if process is not None else self.links[rank].pid
         return self.watch.ending(rank, pid, how)
 
     def close(self, kill: bool) -> None:
-        """End the workers (kill: at once, else they have END seconds after their connection ended) and remove the
-        folder with all payload."""
+        """End the workers and remove the session directory. kill: at once, else within END seconds."""
         if self._closed:
             return
         self._closed = True
@@ -193,19 +187,19 @@ class LocalBackend:
                 process.wait(END)
             except subprocess.TimeoutExpired:
                 self._kill()
-        self._end_keeper()
+        self._end_reaper()
         self.watch.board.close()
         self.folder.remove()
 
     def _kill(self) -> None:
-        """All workers and what their roles have started."""
+        """Kill all workers and the processes that their roles have started."""
         pids = {link.pid for link in self.links} | {process.pid for process in self._processes.values()}
         reaper.kill(psutil.Process(pid) for pid in pids if psutil.pid_exists(pid))
 
 
 def environment(workers: int) -> dict[str, str]:
-    """The environment of each of so many workers of this machine: the controller's own and its import path, threads
-    such that they do not exceed the cores together, collectives on the loopback interface. What the user set holds."""
+    """Return the environment of one of N workers: the controller's, its import path, cores / N threads, collectives on
+    the loopback interface. Variables that the user set stay."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
     ours = {
         "GOMP_SPINCOUNT": "1000",
@@ -216,7 +210,7 @@ def environment(workers: int) -> dict[str, str]:
 
 
 def _check(workers: int, gpus: bool, ours: bool) -> None:
-    """ours: all of them are to be started here; a launcher's are there already."""
+    """Raise RecipeError for too many workers. ours: they start here, not by a launcher."""
     if ours:
         check_room(workers)
     if gpus:
@@ -224,24 +218,25 @@ def _check(workers: int, gpus: bool, ours: bool) -> None:
 
         if workers > (there := torch.cuda.device_count()):
             way = f"use at most {there}" if there else "use train.device=cpu"
-            raise RecipeError(f"cluster.workers = {workers}, but this machine has {there} GPUs; {way}")
+            message = f"cluster.workers = {workers}, but this machine has {there} GPUs; {way}"
+            raise RecipeError(message, key="cluster.workers")
 
 
 def _listen(address: str) -> socket.socket:
     door = socket.socket(socket.AF_UNIX)
     door.bind(address)
     door.listen(128)
-    door.settimeout(0.2)  # so often a worker that ended before it could connect is looked for
+    door.settimeout(0.2)  # interval at which workers that ended before connecting are detected
     return door
 
 
-def _start_keeper(folder: SessionDir) -> subprocess.Popen[bytes]:
+def _start_reaper(folder: SessionDir) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", reaper.__file__, str(folder.path)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment(1), start_new_session=True)
 
 
-def _told(code: int, kills: int | None = None) -> str:
-    """How a process ended. kills: processes that the kernel had killed for want of memory when it started."""
+def _how_ended(code: int, kills: int | None = None) -> str:
+    """Describe how a process ended. kills: out-of-memory kills of the kernel at its start."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name

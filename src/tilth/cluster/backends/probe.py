@@ -1,4 +1,4 @@
-"""A look at the workers of one machine from outside: right for one that is stopped or holds the GIL."""
+"""State of the workers of one machine, read from outside: correct for one that is stopped or holds the GIL."""
 
 import faulthandler
 import os
@@ -13,26 +13,26 @@ from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.backends.status import StatusBoard
 
 STACK = 1.0
-"""Seconds that a worker has to write its stacks: a signal handler does it, so only a stopped one takes longer."""
+"""Seconds for a worker to write its stacks; a signal handler does, so only a stopped one takes longer."""
 TAIL = 4000
-"""Bytes of a lost worker's log that its error shows."""
+"""Bytes of a lost worker's log in its error."""
 
 
 def show_stacks(path: Path) -> None:
-    """In a worker: append the stacks of all threads to this file on each SIGUSR1, whatever Python does."""
+    """Append the stacks of all threads of this process to a file on each SIGUSR1, whatever Python does."""
     stack = open(path, "w")  # noqa: SIM115 - it stays open: the signal handler writes to it
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
 
 
 class NodeProbe:
-    """What the operating system, the phase board and the workers' signal handlers say."""
+    """Reads the operating system, the status board and the stacks that signal handlers write."""
 
     def __init__(self, folder: SessionDir, workers: int) -> None:
         self.folder = folder
         self.board = StatusBoard.create(folder.board, workers)
 
     def probe(self, rank: int, pid: int) -> Probe:
-        """Look at a worker; takes at most about a second."""
+        """Return the state of a worker, in at most about a second."""
         try:
             state = psutil.Process(pid).status()
         except psutil.NoSuchProcess:
@@ -41,7 +41,7 @@ class NodeProbe:
         return Probe(rank, pid, state, self.board.read(rank), self._stack(rank, pid) if alive else "")
 
     def _stack(self, rank: int, pid: int) -> str:
-        """What the worker's handler of SIGUSR1 adds to its file. It ends with the main thread's frames."""
+        """Return what the worker's handler of SIGUSR1 appends to its file."""
         path, until = self.folder.stack(rank), time.monotonic() + STACK
         before = size = path.stat().st_size
         os.kill(pid, signal.SIGUSR1)
@@ -53,13 +53,13 @@ class NodeProbe:
         return path.read_bytes()[before:].decode(errors="replace")
 
     def ending(self, rank: int, pid: int, how: str) -> str:
-        """A lost worker in words: how it ended, what it was in, the end of its log."""
+        """Describe a lost worker: how it ended, its current call, the end of its log."""
         phase = self.board.read(rank)
         doing = f"while in {phase}" if phase else "between calls"
         return f"the worker (process {pid}) {how} {doing}{self.log_end(rank)}"
 
     def log_end(self, rank: int) -> str:
-        """The last lines that a worker printed, as the rest of a sentence; "" if there are none."""
+        """Return the last lines of a worker's log as the end of a message; "" without any."""
         path = self.folder.log(rank)
         text = path.read_bytes()[-TAIL:].decode(errors="replace").strip() if path.exists() else ""
         return "; its log ends:\n" + "\n".join(f"    {line}" for line in text.splitlines()) if text else ""

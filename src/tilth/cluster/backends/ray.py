@@ -1,7 +1,7 @@
-"""The ``ray`` backend: an actor a worker, on as many machines as the Ray cluster has.
+"""The ``ray`` backend: one actor per worker, on any number of machines.
 
-Ray starts processes, carries bytes and says when an actor is dead; order, limits and reports are those of every other
-backend. Ray is imported when a fleet is made, never before (extra ``tilth-train[ray]``).
+Ray starts processes, carries bytes and reports dead actors; the controller does the rest, as for every backend. Ray is
+imported only when a ``RayBackend`` is constructed (extra ``tilth-train[ray]``).
 """
 
 import os
@@ -24,37 +24,37 @@ from tilth.cluster.backends.ray_actors import NodeAgent, RayStore, RayWorker
 from tilth.core.errors import RecipeError, TilthError, WorkerError, WorkerLost
 
 START = 120.0
-"""Seconds in which all workers must run, on a machine at rest (``patience``)."""
+"""Seconds in which all workers must run, on an idle machine (``patience``)."""
 LOOK = 5.0
-"""Seconds that a machine has to answer a question about a worker."""
+"""Seconds for a node to answer a question about a worker."""
 INLINE = 64 * 1024
-"""Bytes of a call above which it is put into the object store once, not sent with each message."""
+"""Bytes of a call above which it is put into the object store once, instead of sent with each message."""
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 RIGHT = "it is HOST:PORT, as in 10.0.0.1:6379, or auto on a node of the cluster"
-"""What ``cluster.address`` may be."""
+"""Valid values of ``cluster.address``, for error messages."""
 QUIET = {"log_to_driver": False, "configure_logging": False}
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""What a client of HTTP/2 begins with: the preface and empty settings."""
+"""First bytes of an HTTP/2 client: preface and empty settings."""
 THREADS = 16
-"""Of a Machine: questions that it answers at once."""
+"""Concurrent requests that a NodeAgent answers."""
 
 
 class Node(NamedTuple):
-    """A machine of the Ray cluster."""
+    """Node of the Ray cluster."""
 
     id: str
     address: str
     room: int
-    """Workers that it has CPUs (and GPUs) for."""
+    """Workers that fit its CPUs (and GPUs)."""
 
 
 class RayBackend:
     """Workers as actors. address: of a Ray cluster; "": the one that this process is connected to, else a new one on
-    this machine, which listens on the loopback interface only, with a token, and goes with the fleet."""
+    this machine, which listens on the loopback interface only, with a token, and ends with this backend."""
 
     def __init__(self, workers: int, *, timeout: float = 600.0, address: str = "", gpus: bool = False) -> None:
         if workers < 1:
-            raise RecipeError(f"cluster.workers = {workers}: at least 1 is needed")
+            raise RecipeError(f"cluster.workers = {workers}: at least 1 is needed", key="cluster.workers")
         self.workers = workers
         self._ray = import_ray(address)
         self._machines: list[Any] = []
@@ -68,12 +68,12 @@ class RayBackend:
             self._machines = [self._machine(node) for node in self._nodes]
             self.store = RayStore(self._machines, 0, "controller")
             self._begin(timeout, gpus)
-        except BaseException:  # also for an interrupt while they start: no process may be left
+        except BaseException:  # an interrupt too: no process may be left
             self.close(kill=True)
             raise
 
     def _places(self, gpus: bool) -> tuple[list[Node], list[int]]:
-        """The nodes that get workers, the controller's own first if it does, and the node of each rank."""
+        """Return the nodes that get workers, this one first if it does, and the node index of each rank."""
         here = self._ray.get_runtime_context().get_node_id()
         nodes = sorted(nodes_of(self._ray.nodes(), gpus), key=lambda node: (node.id != here, node.address, node.id))
         on = spread([node.room for node in nodes], self.workers, "GPUs" if gpus else "CPUs")
@@ -89,7 +89,7 @@ class RayBackend:
         return self._actor(NodeAgent, node, self.workers, num_cpus=0, max_concurrency=THREADS)
 
     def _begin(self, timeout: float, gpus: bool) -> None:
-        folders = self._told([machine.folder.remote() for machine in self._machines])
+        folders = self._wait_for([machine.folder.remote() for machine in self._machines])
         init_method = self._init_method(folders)
         for rank, at in enumerate(self._on):
             local = 0 if gpus else self._on[:rank].count(at)  # Ray shows each worker its own GPU alone
@@ -97,33 +97,34 @@ class RayBackend:
             arguments = rank, self.workers, local, init_method, timeout, folders[at], store
             options = {"num_cpus": 1, "num_gpus": int(gpus), "max_task_retries": 0}
             self._actors.append(self._actor(RayWorker, self._nodes[at], *arguments, **options))
-        self._pids = self._told([actor.pid.remote() for actor in self._actors])
+        self._pids = self._wait_for([actor.pid.remote() for actor in self._actors])
 
     def _init_method(self, folders: Sequence[str]) -> str:
-        """Where torch.distributed meets: a file if all are on one machine, else a port of the first."""
+        """Return a file if all workers are on one node, else a port of the first node."""
         if self.workers == 1:
             return ""
         if len(self._nodes) == 1:
             return f"file://{folders[0]}/meeting"
-        port = self._told([self._machines[0].free_port.remote()])[0]
+        port = self._wait_for([self._machines[0].free_port.remote()])[0]
         return f"tcp://{self._nodes[0].address}:{port}"
 
-    def _told(self, references: Sequence[Any]) -> list[Any]:
-        """Answers of actors that are starting. RecipeError if Ray does not start them, WorkerLost if one dies."""
+    def _wait_for(self, references: Sequence[Any]) -> list[Any]:
+        """Return the answers of starting actors. Raises RecipeError if they do not start, WorkerLost if one dies."""
         limit = patience(START)
         try:
             answers: list[Any] = self._ray.get(list(references), timeout=limit)
         except self._ray.exceptions.GetTimeoutError:
             raise RecipeError(
                 f"cluster.workers = {self.workers}: Ray has not started them within {limit:g} s; is the cluster "
-                "busy with another job? (ray status)"
+                "busy with another job? (ray status)",
+                key="cluster.workers",
             ) from None
         except self._ray.exceptions.RayError as error:
-            raise WorkerLost(f"a worker could not start: {str(error).strip()}") from None
+            raise WorkerLost(f"a worker could not start: {str(error).strip()}", key="cluster.start") from None
         return answers
 
     def submit(self, rank: int, call: Call) -> Future[Reply]:
-        """Send a call. The same Call for several ranks, one after the other, is encoded once."""
+        """Send a call; consecutive submissions of one Call pickle it once."""
         if self._encoded[0] is not call:
             data = pickle.dumps(call, protocol=5)
             self._encoded = call, len(data), self._ray.put(data) if len(data) > INLINE else data
@@ -134,7 +135,7 @@ class RayBackend:
         return future
 
     def _land(self, rank: int, call: Call, sent: int, future: Future[Reply], answer: Future[bytes]) -> None:
-        """Runs in Ray's own thread, which must not wait for Ray: a death is looked into by another one."""
+        """Resolve a call. Runs in Ray's thread, which must not wait for Ray: another thread asks about a death."""
         error = answer.exception()
         if error is not None:
             look = threading.Thread(target=self._fail, args=(rank, call, future, error), daemon=True)
@@ -145,31 +146,31 @@ class RayBackend:
     def _fail(self, rank: int, call: Call, future: Future[Reply], error: BaseException) -> None:
         where = place_of(call, rank)
         if isinstance(error, self._ray.exceptions.RayActorError):
-            future.set_exception(WorkerLost(f"{where}: {self._ending(rank)}"))
+            future.set_exception(WorkerLost(f"{where}: {self._ending(rank)}", key=call.operation))
         else:
-            future.set_exception(WorkerError(f"{where}: {type(error).__name__}: {error}"))
+            future.set_exception(WorkerError(f"{where}: {type(error).__name__}: {error}", key=call.operation))
 
     def _ending(self, rank: int) -> str:
-        """How a worker was lost, as its machine tells; that one may be lost too."""
+        """Describe how a worker was lost, by its node if that still answers."""
         pid, at = self._pids[rank], self._on[rank]
         if not self._closed:
             with suppress(self._ray.exceptions.RayError):
-                told: str = self._ray.get(self._machines[at].ending.remote(rank, pid, "has died"), timeout=LOOK)
-                return told
+                return str(self._ray.get(self._machines[at].ending.remote(rank, pid, "has died"), timeout=LOOK))
         return f"the worker (process {pid}) has died with its machine {self._nodes[at].address}"
 
     def control(self, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Ask through the worker's machine; an actor's own methods wait for the call that runs."""
+        """Send a control message by the worker's node, since an actor's methods wait for the running call."""
         machine = self._machines[self._on[rank]]
         try:
             return self._ray.get(machine.control.remote(rank, role, method, arguments), timeout=2 * LOOK)
         except self._ray.exceptions.RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, TilthError) else WorkerError(str(error))) from None
+            known = error.cause if isinstance(error.cause, TilthError) else None
+            raise (known or WorkerError(str(error), key=f"{role}.{method}")) from None
         except self._ray.exceptions.RayError as error:
-            raise WorkerLost(f"role {role}, rank {rank}, {method}: {str(error).strip()}") from None
+            message = f"role {role}, rank {rank}, {method}: {str(error).strip()}"
+            raise WorkerLost(message, key=f"{role}.{method}") from None
 
     def probe(self, rank: int) -> Probe:
-        """What the worker's machine sees of it."""
         pid, machine = self._pids[rank], self._machines[self._on[rank]]
         try:
             found: Probe = self._ray.get(machine.probe.remote(rank, pid), timeout=LOOK)
@@ -178,8 +179,7 @@ class RayBackend:
         return found
 
     def close(self, kill: bool) -> None:
-        """End workers and machines with all payload; Ray too, if it was started here. (The workers have nothing left
-        to do: either they have answered ``end``, or they are to be killed.)"""
+        """End workers and node agents with all payload, and a Ray that was started here. The workers are idle."""
         if self._closed:
             return
         self._closed = True
@@ -193,7 +193,7 @@ class RayBackend:
             self._ray.shutdown()
 
     def _kill(self, actors: Sequence[Any]) -> None:
-        """What Ray does itself, in good order; a process that is stopped does not hear of it."""
+        """Let Ray end actors; a stopped process does not react."""
         for actor in actors:
             self._ray.kill(actor)
 
@@ -202,8 +202,8 @@ class RayBackend:
 
 
 def import_ray(address: str = "") -> ModuleType:
-    """The module; RecipeError if it is not there. Imported for a cluster of its own, it keeps to the loopback interface
-    (Ray reads that once, at import)."""
+    """Import Ray, limited to the loopback interface without an address (Ray reads that once, at import). Raises
+    RecipeError if it is not installed."""
     if not address and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     with _loopback(not address):
@@ -213,15 +213,16 @@ def import_ray(address: str = "") -> ModuleType:
         except ImportError:
             raise RecipeError(
                 "cluster.backend = 'ray': Ray is not installed; in Tilth's folder: pip install '.[ray]'; "
-                "or use cluster.backend=local"
+                "or use cluster.backend=local",
+                key="cluster.backend",
             ) from None
     return ray
 
 
 @contextmanager
 def _loopback(wanted: bool) -> Iterator[None]:
-    """Ray's own switch for machines whose firewall asks: every part of it listens on 127.0.0.1 only. Its processes
-    inherit it; later ones of ours that join a real cluster must not."""
+    """Set Ray's switch that makes it listen on 127.0.0.1 only. Ray's processes inherit it; later processes that join a
+    cluster must not, so it is removed."""
     if not wanted or LOOPBACK in os.environ:
         yield
         return
@@ -233,7 +234,7 @@ def _loopback(wanted: bool) -> Iterator[None]:
 
 
 class _Late(BaseException):
-    """Ray has taken too long. No Exception: Ray tries again after any of those."""
+    """Ray took too long. A BaseException, since Ray retries after any Exception."""
 
 
 def _late(number: int, frame: FrameType | None) -> NoReturn:
@@ -242,10 +243,10 @@ def _late(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def _our_signals() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM, which Ray replaces; _Late after START seconds. Processes that are started
-    inside ignore SIGHUP, which a closed terminal sends to all: the controller saves and ends them.
+    """Keep this process's handler of SIGTERM, which Ray replaces, and raise _Late after START seconds.
 
-    Only the main thread can set signals.
+    Processes started inside ignore SIGHUP of a closed terminal: the controller saves and ends them. Without effect
+    outside of the main thread, which alone can set signal handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -262,15 +263,16 @@ def _our_signals() -> Iterator[None]:
 
 
 def connect(ray: ModuleType, workers: int, address: str) -> bool:
-    """Connect this process to a Ray cluster; True if it was started for it. RecipeError if there is none at the
-    address, if it does not let us in, or if it runs another version; without an address if this machine has no room for
-    so many workers, or if Ray does not start; if either takes too long."""
+    """Connect this process to a Ray cluster; True if it was started here. Raises RecipeError if the address has no
+    cluster, or one that refuses this process or runs another version; without an address, if this machine has no room
+    for the workers or Ray does not start; and if either takes too long."""
     if ray.is_initialized():
         return False
     if address.startswith("ray://"):
         raise RecipeError(
             f"cluster.address = {address!r}: a Ray client cannot be the controller; run tilth on a node of the "
-            "cluster, with cluster.address=auto"
+            "cluster, with cluster.address=auto",
+            key="cluster.address",
         )
     if address:
         _check_address(address)
@@ -282,59 +284,64 @@ def connect(ray: ModuleType, workers: int, address: str) -> bool:
 
 
 def _start(ray: ModuleType, workers: int) -> None:
-    """A Ray of our own."""
+    """Start Ray on this machine."""
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     cpus = max(workers, os.cpu_count() or 1)
     try:
         with _loopback(True), _our_signals():
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, **QUIET)
-    except (Exception, _Late) as error:  # noqa: BLE001 - of Ray's own start; it raises plain Exceptions
+    except (Exception, _Late) as error:  # noqa: BLE001 - Ray raises plain Exceptions
         ray.shutdown()
         why = f"not within {START:g} s" if isinstance(error, _Late) else _first(error)
         raise RecipeError(
             f"cluster.backend = 'ray': Ray does not start on this machine: {why}; is it busy, or short of memory? Its "
-            "logs are in /tmp/ray/session_latest/logs; cluster.backend=local does without Ray"
+            "logs are in /tmp/ray/session_latest/logs; cluster.backend=local does without Ray",
+            key="cluster.backend",
         ) from None
 
 
 def _join(ray: ModuleType, address: str) -> None:
-    """The Ray cluster at an address."""
-    key = f"cluster.address = {address!r}"
+    """Join the Ray cluster at an address."""
+    key, place = "cluster.address", f"cluster.address = {address!r}"
     try:
         with _our_signals():
             ray.init(address=address, **QUIET)
-    except RuntimeError as error:  # its own sentence: which versions meet, what it cannot reach
-        raise RecipeError(f"{key}: {_first(error)}") from None
+    except RuntimeError as error:  # Ray names the versions, or what it cannot reach
+        raise RecipeError(f"{place}: {_first(error)}", key=key) from None
     except ValueError as error:
-        raise RecipeError(f"{key}: {_first(error)}; {RIGHT}") from None
+        raise RecipeError(f"{place}: {_first(error)}; {RIGHT}", key=key) from None
     except (ConnectionError, ray.exceptions.RayError) as error:
         raise RecipeError(
-            f"{key}: the Ray cluster does not take this process: {_first(error)}; set "
-            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to what its nodes were started with"
+            f"{place}: the Ray cluster does not take this process: {_first(error)}; set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to what its nodes were started with",
+            key=key,
         ) from None
-    except (Exception, _Late) as error:  # noqa: BLE001 - Ray raises plain Exceptions where it waits in vain
+    except (Exception, _Late) as error:  # noqa: BLE001 - Ray raises plain Exceptions
         why = f"no answer within {START:g} s" if isinstance(error, _Late) else _first(error)
         raise RecipeError(
-            f"{key}: the Ray cluster cannot be joined: {why}; see whether it is up (ray status), and with ray stop and "
-            "ray start put it up again"
+            f"{place}: the Ray cluster cannot be joined: {why}; see whether it is up (ray status); if not, "
+            "restart it with ray stop and ray start",
+            key=key,
         ) from None
 
 
 def _check_address(address: str) -> None:
-    """RecipeError unless it is "auto" or a HOST:PORT at which Ray answers."""
+    """Raise RecipeError unless the address is "auto" or a HOST:PORT at which Ray answers."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise RecipeError(f"cluster.address = {address!r} is not the address of a Ray cluster; {RIGHT}")
+        raise RecipeError(
+            f"cluster.address = {address!r} is not the address of a Ray cluster; {RIGHT}", key="cluster.address"
+        )
     _knock(address)
 
 
 def _knock(address: str) -> None:
-    """See whether anybody listens at "host:port" who speaks gRPC: Ray itself takes minutes to find out.
+    """Raise RecipeError unless a gRPC server listens at "host:port"; Ray itself takes minutes to find out.
 
-    A server of HTTP/2 answers with its settings, a frame of type 4, before it is asked for anything (RFC 9113, 3.4).
+    An HTTP/2 server first sends its settings, a frame of type 4 (RFC 9113, 3.4).
     """
     host, _, port = address.rpartition(":")
     answer = b""
@@ -346,13 +353,15 @@ def _knock(address: str) -> None:
             while len(answer) < 4 and (more := door.recv(4 - len(answer))):
                 answer += more
     except OSError as error:
-        raise RecipeError(f"cluster.address = {address!r}: no Ray cluster answers there: {error}") from None
+        message = f"cluster.address = {address!r}: no Ray cluster answers there: {error}"
+        raise RecipeError(message, key="cluster.address") from None
     if answer[3:] != b"\x04":
-        raise RecipeError(f"cluster.address = {address!r}: what answers there is no Ray cluster; {RIGHT}")
+        message = f"cluster.address = {address!r}: what answers there is no Ray cluster; {RIGHT}"
+        raise RecipeError(message, key="cluster.address")
 
 
 def nodes_of(table: Sequence[Mapping[str, Any]], gpus: bool) -> list[Node]:
-    """The living nodes out of ``ray.nodes()``. A worker takes a CPU and, with ``gpus``, a GPU."""
+    """Return the live nodes of ``ray.nodes()``. A worker takes a CPU and, with ``gpus``, a GPU."""
     found = []
     for row in table:
         if row["Alive"]:
@@ -363,14 +372,15 @@ def nodes_of(table: Sequence[Mapping[str, Any]], gpus: bool) -> list[Node]:
 
 
 def spread(room: Sequence[int], workers: int, what: str = "CPUs") -> list[int]:
-    """The node of each rank: every node gets as equal a share as its room allows, neighbouring ranks share a node.
+    """Return the node of each rank: shares as equal as the nodes' room allows, neighbouring ranks on one node.
 
-    room: places on each node. RecipeError if they are too few.
+    room: workers that fit on each node. Raises RecipeError if it is too little.
     """
     if sum(room) < workers:
         raise RecipeError(
             f"cluster.workers = {workers}: the Ray cluster has {sum(room)} {what} on {len(room)} "
-            f"node{'s' * (len(room) != 1)} and each worker takes one; use cluster.workers={sum(room)} or add nodes"
+            f"node{'s' * (len(room) != 1)} and each worker takes one; use cluster.workers={sum(room)} or add nodes",
+            key="cluster.workers",
         )
     shares = [0] * len(room)
     for _ in range(workers):

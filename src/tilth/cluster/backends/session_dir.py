@@ -1,4 +1,4 @@
-"""The private folder of a local cluster: socket, payload, phase board, stacks, logs, where collectives meet."""
+"""Session directory of a local cluster: sockets, payload, status board, stacks, logs, rendezvous of collectives."""
 
 import fcntl
 import os
@@ -16,23 +16,28 @@ from tilth.core.errors import StorageError
 
 SHARED_MEMORY = Path("/dev/shm")
 ROOM = 2**30
-"""Bytes that must be free there; else the folder is made in the temporary directory."""
+"""Bytes that must be free there; else the temporary directory is used."""
 _ALIVE, _KEY = "alive", "key"
 _SOCKET_PATH = 107  # bytes that a Unix socket's address holds
 
 
 class SessionDir:
-    """Mode 0700, locked by the controller that made it, with the key that a worker needs to connect."""
+    """A folder of mode 0700, locked by its controller, with the key that a worker needs to connect.
+
+    socket: address on which the controller listens at start; payload: folder of the store; board: file of the status
+    board; init_method: of torch.distributed, a file, so that no port is open.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.payload, self.board = path, path / "payload", path / "board"
+        self.socket, self.init_method = str(path / "socket"), f"file://{path}/meeting"
         self._lock: IO[bytes] | None = None
 
     @classmethod
     def create(cls, name: str = "") -> "SessionDir":
-        """A new one; those that dead controllers left behind are removed. StorageError if none can be made.
+        """Create a directory and remove those of dead controllers. Raises StorageError.
 
-        name: one that others can find it by; "": a name of its own.
+        name: lets other processes ``find`` it; "": a random name.
         """
         root, prefix = _root(), f"tilth-{os.getuid()}-"
         for path in root.glob(f"{prefix}*"):
@@ -45,58 +50,39 @@ class SessionDir:
                 file.write(secrets.token_bytes(32))
         except OSError as error:
             raise StorageError(
-                f"cluster.backend=local needs a folder in {root}: {error.strerror}{advice(error)}"
+                f"cluster.backend=local needs a folder in {root}: {error.strerror}{advice(error)}", key="session_dir"
             ) from None
         if len(os.fsencode(folder.control(99_999))) > _SOCKET_PATH:
             folder.remove()
-            raise StorageError(f"{folder.socket} is too long for the name of a socket; set TMPDIR to a shorter path")
+            message = f"{folder.socket} is too long for the name of a socket; set TMPDIR to a shorter path"
+            raise StorageError(message, key="session_dir.socket")
         return folder
 
     @classmethod
     def find(cls, name: str) -> "SessionDir | None":
-        """The folder that another process has created under this name, if it is there."""
+        """Return the directory that another process created under this name; None if there is none."""
         places = (root / f"tilth-{os.getuid()}-{name}" for root in (SHARED_MEMORY, Path(tempfile.gettempdir())))
         return next((cls(path) for path in places if path.exists()), None)
 
     @property
     def key(self) -> bytes:
-        """What both ends of a connection must know."""
+        """Secret that both ends of a connection must have."""
         return (self.path / _KEY).read_bytes()
 
-    @property
-    def socket(self) -> str:
-        """Where the controller listens while the workers start."""
-        return str(self.path / "socket")
-
-    @property
-    def payload(self) -> Path:
-        """Columns of the store."""
-        return self.path / "payload"
-
-    @property
-    def board(self) -> Path:
-        """What each worker does."""
-        return self.path / "board"
-
-    @property
-    def init_method(self) -> str:
-        """``init_method`` of torch.distributed: a file, so that nothing listens for strangers."""
-        return f"file://{self.path}/meeting"
-
     def log(self, rank: int) -> Path:
-        """What a worker printed."""
+        """Output of a worker."""
         return self.path / f"log-{rank}"
 
     def stack(self, rank: int) -> Path:
-        """Stacks of a worker, appended when it gets SIGUSR1."""
+        """Stacks of a worker, appended at each SIGUSR1."""
         return self.path / f"stack-{rank}"
 
     def control(self, rank: int) -> str:
-        """Where a worker answers control messages."""
+        """Address at which a worker answers control messages."""
         return str(self.path / f"control-{rank}")
 
     def remove(self) -> None:
-        """Remove it with all that is in it. Twice is fine."""
+        """Remove it with its contents; idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
@@ -114,7 +100,7 @@ def _named(path: Path) -> Path:
 
 
 def _locked(path: Path) -> IO[bytes]:
-    """The lock gets its name when it is held, so that nobody finds it free."""
+    """Create and hold the lock; it is renamed when held, so that no other process finds it free."""
     lock = open(path / f"{_ALIVE}.new", "wb")  # noqa: SIM115 - held as long as the folder
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.rename(lock.name, path / _ALIVE)
@@ -122,9 +108,9 @@ def _locked(path: Path) -> IO[bytes]:
 
 
 def _remove_if_left(path: Path) -> None:
-    """The lock of a controller goes with its process, however that ended.
+    """Remove the directory of a dead controller, whose lock ended with its process.
 
-    Anybody can make such a name in a folder that all may write to, and put a pipe there that would be waited for.
+    Opens only directories and regular files of this user: others may create such names, even pipes, in a shared folder.
     """
     try:
         with _opened(path, os.O_DIRECTORY) as place, _opened(_ALIVE, os.O_NONBLOCK, place) as lock:
@@ -132,13 +118,13 @@ def _remove_if_left(path: Path) -> None:
                 return
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
-    except OSError:  # in use, or just being made by another controller
+    except OSError:  # in use, or another controller is creating it
         return
 
 
 @contextmanager
 def _opened(path: Path | str, flags: int, within: int | None = None) -> Iterator[int]:
-    """A descriptor for reading of a name that is no link, in an open folder if one is given. OSError."""
+    """Open a path that is no link for reading, relative to an open folder if given; yield its descriptor."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=within)
     try:
         yield descriptor

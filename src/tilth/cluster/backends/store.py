@@ -1,28 +1,38 @@
-"""The payload store of the local backend: one file a column in the private folder, mapped where it is read.
+"""Payload store of the local backend: one file per column in the session directory, mapped by its readers.
 
-The files belong to no process: what a rank has put outlives it. In /dev/shm they are shared memory.
+The files belong to no process, so a column outlives the rank that put it. In /dev/shm they are shared memory.
 """
 
 import itertools
 import mmap
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import numpy as np
 
 from tilth.cluster.backends.capacity import advice
 from tilth.core.batch import Handle, Jagged
-from tilth.core.errors import StorageError
+from tilth.core.errors import ArgumentError, StorageError
 from tilth.trace.spans import span
 
 HEADER = 64
-"""Bytes: the values' dtype (numpy's string, padded to 48), the number of offsets (int64), the number of values (int64);
-then the offsets (int64) and the values follow as they are in memory."""
+"""Bytes before the offsets (int64) and the values: dtype (numpy's string, padded to 48), counts of offsets and values
+(int64)."""
 _NAME = 48
 
 
+def column_key(lease: str, column: str, writer: str, number: int) -> str:
+    """Return the key of a column: unique, and fit for the name of a file."""
+    return f"{lease}~{quote(column, safe='')}-{writer}-{number}"
+
+
+def column_of(key: str) -> str:
+    """Return the column's name that a key from ``column_key`` holds."""
+    return unquote(key.partition("~")[2].rsplit("-", 2)[0])
+
+
 class FolderStore:
-    """Columns as files of a folder that all processes of one machine share. ``writer`` makes the keys unique."""
+    """Columns as files of a folder that all processes of one machine share. writer: makes keys unique."""
 
     def __init__(self, folder: Path, writer: str) -> None:
         self.folder = folder
@@ -31,14 +41,13 @@ class FolderStore:
         self._numbers = itertools.count()
 
     def put(self, column: str, data: Jagged) -> Handle:
-        """Write a column. StorageError if there is no room; ValueError for values that are not numbers in one row."""
+        """Write a column. Raises StorageError if there is no room, ArgumentError unless its values are 1-D numbers."""
         values, offsets = np.ascontiguousarray(data.values), np.ascontiguousarray(data.offsets, np.int64)
         if values.ndim != 1 or values.dtype.hasobject:
-            raise ValueError(f"column {column!r}: payload is one row of numbers, not {values.dtype} of {values.shape}")
-        handle = Handle(
-            f"{self.lease}~{quote(column, safe='')}-{self._writer}-{next(self._numbers)}",
-            values.nbytes + offsets.nbytes,
-        )
+            message = f"column {column!r}: payload is one row of numbers, not {values.dtype} of {values.shape}"
+            raise ArgumentError(message, key=column)
+        key = column_key(self.lease, column, self._writer, next(self._numbers))
+        handle = Handle(key, values.nbytes + offsets.nbytes)
         sizes = np.array([len(offsets), len(values)], np.int64)
         try:
             with span("payload.put", bytes=handle.nbytes), open(self.folder / handle.key, "xb") as file:
@@ -50,7 +59,7 @@ class FolderStore:
         return handle
 
     def get(self, handle: Handle) -> Jagged:
-        """A column as it was put: a private map, of which only what is read takes memory. KeyError if it is gone."""
+        """Return a column as a private map, which takes memory for what is read. Raises KeyError if it was released."""
         try:
             with span("payload.get", bytes=handle.nbytes), open(self.folder / handle.key, "rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -62,19 +71,18 @@ class FolderStore:
         return Jagged(np.frombuffer(data, dtype, length, HEADER + offsets.nbytes), offsets)
 
     def release(self, lease: str) -> None:
-        """Remove everything that any process has put under a lease; maps of it stay valid."""
         for key in self.held():
             if key.startswith(f"{lease}~"):
                 (self.folder / key).unlink(missing_ok=True)
 
     def held(self) -> dict[str, int]:
-        """Key -> bytes of all columns; none where the folder is gone: a failure has ended the workers, and is what must
-        be told."""
+        """Return the bytes of each column by key; {} after a failure has removed the folder, which must be reported."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return {path.name: path.stat().st_size - HEADER for path in found}
 
 
 def _no_room(folder: Path, column: str, size: int, error: OSError) -> StorageError:
     return StorageError(
-        f"payload column {column!r} of {size} bytes could not be put in {folder}: {error.strerror}{advice(error)}"
+        f"payload column {column!r} of {size} bytes could not be put in {folder}: {error.strerror}{advice(error)}",
+        key=column,
     )

@@ -1,4 +1,4 @@
-"""Rounds between the controller's clock and its workers': at the start, now and then, at the end."""
+"""Clock samples between the controller and its workers: at the start, in between, at the end."""
 
 import time
 from pathlib import Path
@@ -9,25 +9,25 @@ from tilth.trace.clock_samples import Origin, Round, RoundsFile, origin
 from tilth.trace.spans import recorder
 
 MANY, FEW = 12, 3
-"""Rounds with each worker at the start and at the end, and in between: the best of them counts."""
+"""Samples per worker at the start and at the end, and in between; the best one counts."""
 COST = 1e-3
-"""Most share of the time that rounds may take."""
+"""Largest share of the time that sampling may take."""
 SHORTEST, LONGEST = 1.0, 20.0
-"""Seconds between bursts: 1 % of the time so far, within these."""
+"""Bounds on the seconds between bursts, which are 1 % of the time so far."""
 
 
 class Clocks:
-    """Asks the workers of a dispatch, when they are idle, and keeps what they say beside the events."""
+    """Samples the clocks of idle workers and writes the samples beside the events."""
 
     def __init__(self, dispatch: Dispatch, folder: Path, attempt: int) -> None:
         self._dispatch = dispatch
         self._ranks = range(dispatch.fleet.workers)
         self._file = RoundsFile(folder, attempt)
-        self._epoch = recorder.epoch  # the recorder may have stopped when the last rounds are made
+        self._epoch = recorder.epoch  # the recorder may stop before the last samples
         self._began = self._next = time.monotonic()
 
     def begin(self) -> None:
-        """Learn which clocks there are, and how they stand."""
+        """Identify the clocks and take the first samples."""
         call = Call("", "origin")
         replies = self._dispatch.wait([self._dispatch.submit(rank, call) for rank in self._ranks])
         origins = dict(enumerate(Origin(*reply.value) for reply in replies))
@@ -35,17 +35,17 @@ class Clocks:
         self._burst(MANY)
 
     def now_and_then(self) -> None:
-        """Make some rounds if it is time for them and no worker has anything to do."""
+        """Take samples if they are due and all workers are idle."""
         if time.monotonic() >= self._next and self._dispatch.idle():
             self._burst(FEW)
 
     def end(self) -> None:
-        """The last rounds; then nothing more is kept."""
+        """Take the last samples and close the file."""
         self._burst(MANY)
         self.close()
 
     def close(self) -> None:
-        """Nothing more is kept. Twice is fine."""
+        """Close the file; idempotent."""
         self._file.close()
 
     def _burst(self, count: int) -> None:
@@ -56,7 +56,7 @@ class Clocks:
         self._next = now + max(pause, (now - began) / COST)
 
     def _round(self, rank: int) -> Round:
-        """The answer's time is taken when it lands, before this thread wakes up."""
+        """Return (sent, remote, received) in ns; the callback takes the last before this thread wakes up."""
         landed: list[int] = []
         asked = self._now()
         flight = self._dispatch.submit(rank, Call("", "clock"))
@@ -65,5 +65,5 @@ class Clocks:
         return asked, reply.value, landed[0] if landed else self._now()
 
     def _now(self) -> int:
-        """ns on the clock of this process's events."""
+        """Return ns on the clock of this process's events."""
         return time.perf_counter_ns() + self._epoch

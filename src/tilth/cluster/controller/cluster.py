@@ -1,5 +1,6 @@
-"""A cluster: workers of one backend, the roles on them, their payload store."""
+"""Cluster: workers of one backend, the roles on them, their payload store."""
 
+import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,24 +16,23 @@ from tilth.cluster.controller.group import WorkerGroup, call_numbers
 from tilth.cluster.controller.leases import LeasedStore
 from tilth.cluster.controller.totals import together
 from tilth.cluster.protocol import Divide
-from tilth.core.errors import PayloadLeak, RecipeError
+from tilth.config.plugins import BACKENDS, declared, describe
+from tilth.core.errors import ArgumentError, PayloadLeak, PluginError, RecipeError, TilthError
 from tilth.core.layout import Mesh
 from tilth.trace.capture import Captured
 from tilth.trace.collector import collector
 from tilth.trace.spans import Total, recorder, span
 
-BACKENDS = ("inline", "local", "ray")
 IMPORT = 120.0
-"""Seconds that imports may take even where a call may not, on a machine at rest (``patience``)."""
+"""Seconds that imports may take even if ``cluster.timeout`` is less, on an idle machine (``patience``)."""
 LEAVE = 10.0
-"""Seconds that roles have to close when the controller leaves with an exception."""
+"""Seconds for roles to close when the controller leaves with an exception."""
 
 
 class Cluster:
-    """Workers and what runs on them; a context manager. Leaving it frees every process and all payload."""
+    """Workers and their roles; a context manager whose end frees every process and all payload."""
 
     def __init__(self, fleet: Backend, timeout: float = 600.0, policy: FailurePolicy = ABORT) -> None:
-        """policy: what a failure does."""
         self.fleet = fleet
         self.workers = fleet.workers
         self.dispatch = Dispatch(fleet, timeout, policy)
@@ -41,28 +41,24 @@ class Cluster:
         self._clocks: Clocks | None = None
 
     def group(
-        self,
-        role: str,
-        factory: str,
-        kwargs: Mapping[str, Any],
-        mesh: Mesh | None = None,
-        divide: Divide | None = None,
+        self, role: str, factory: str, kwargs: Mapping[str, Any], mesh: Mesh | None = None, divide: Divide | None = None
     ) -> WorkerGroup:
-        """The group of a role that is made on the ranks of a mesh (None: worker 0 alone).
+        """Construct a role on the ranks of a mesh (None: worker 0 alone) and return its group.
 
-        factory: "module:function", called in each worker as ``function(context, **kwargs)`` (cluster.context.Context);
-        kwargs travel by cloudpickle. divide: how batches are divided by rows; default: neighbouring rows, evenly.
+        factory: "module:function", called in each worker as ``function(context, **kwargs)`` (worker.context.Context);
+        kwargs are pickled by cloudpickle. divide: splits batches by rows; default: neighbouring rows, evenly.
         """
         mesh = mesh or Mesh.of({})
         if outside := [rank for rank in mesh.ranks if not 0 <= rank < self.workers]:
-            raise ValueError(f"role {role}: rank {outside[0]} is not among the workers 0 to {self.workers - 1}")
+            message = f"role {role}: rank {outside[0]} is not among the workers 0 to {self.workers - 1}"
+            raise ArgumentError(message, key="mesh")
         group = WorkerGroup(role, factory, kwargs, mesh, self.dispatch, divide)
         self.make(group)
         return group
 
     def make(self, group: WorkerGroup) -> None:
-        """Make a group's role on its ranks and wait until it is there. One that was made before begins its next
-        generation: its objects are made anew, and what was called before is refused (StaleGeneration)."""
+        """Construct a group's role on its ranks and wait for it. Constructing it again begins its next generation:
+        earlier calls and answers are refused (StaleGeneration)."""
         group.generation += 1
         imports = Call("", "import", (group.role, group.factory.partition(":")[0]), least=patience(IMPORT))
         for rank in group.mesh.ranks:
@@ -75,15 +71,13 @@ class Cluster:
 
     @property
     def rank(self) -> int:
-        """The controller's number in the trace: that of the worker that it is itself (inline), else the one behind the
-        workers'. Its recorder must be started with it, so that no two processes write the same files."""
+        """Rank of the controller's recorder, which no worker has: the number of workers; inline, that of its worker."""
         return 0 if isinstance(self.fleet, InlineBackend) else self.workers
 
     def trace(self, path: str | Path, attempt: int, planned: bool = False) -> None:
-        """Every worker writes its spans to ``path`` under its rank. How its clock stands against the controller is kept
-        there too. The controller's own recorder, which must be running then, is not touched.
+        """Record the spans of every worker under its rank in ``path``, with clock samples against the controller.
 
-        planned: Python's garbage is collected by ``collect`` only.
+        The controller's recorder must run already. planned: Python's garbage is collected by ``collect`` only.
         """
         call = Call("", "trace", (str(path), attempt, planned))
         self.dispatch.wait([self.dispatch.submit(rank, call) for rank in range(self.workers)])
@@ -92,7 +86,7 @@ class Cluster:
             self._clocks.begin()
 
     def collect(self, step: int) -> None:
-        """The controller and all workers collect Python's garbage now, at the same time; returns when all have."""
+        """Collect Python's garbage in the controller and all workers at the same time, and wait for it."""
         call = Call("", "collect", step=step, number=next(call_numbers))
         if isinstance(self.fleet, InlineBackend):
             self.dispatch.submit(0, call)
@@ -104,40 +98,40 @@ class Cluster:
             self.dispatch.wait(flights)
 
     def profile(self, ranks: Sequence[int], memory: bool = False) -> dict[int, str]:
-        """Let torch's profiler record what these workers do from now on; answers rank -> what went wrong, for those
-        that cannot. memory: each allocation too."""
+        """Start torch's profiler on these ranks; return rank -> error where it fails. memory: record allocations."""
         call = Call("", "profile", (memory,))
         with span("profile", detail="begin"):
             replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in ranks])
         return {rank: reply.value for rank, reply in zip(ranks, replies) if reply.value}
 
     def profiled(self, ranks: Sequence[int], stem: Path | None) -> dict[int, Captured]:
-        """End that, and write what was seen to ``stem-rank-R.json.gz``; None: forget it. The time of writing counts
-        towards the limit of a call."""
+        """Stop the profiler on these ranks and write ``stem-rank-R.json.gz``, within a call's limit; None: discard."""
         call = Call("", "profiled", (str(stem.resolve()) if stem else "",))
         with span("profile", detail="end"):
             replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in ranks])
         return {rank: reply.value for rank, reply in zip(ranks, replies)}
 
     def totals(self) -> dict[str, Total]:
-        """``recorder.totals()`` of the controller and all workers: where the time since the last call of this went."""
+        """Return ``recorder.totals()`` of the controller and all workers since the last call of this method."""
         return together(recorder.totals(), self.dispatch.totals.take())
 
     def traffic(self) -> dict[tuple[str, str], int]:
-        """Bytes between controller and workers since the last call of this, by (operation, "sent" or "received"): of
-        every call and answer, and of payload that the controller itself puts or reads."""
+        """Return bytes since the last call of this method by (operation, "sent" or "received"): of calls, answers, and
+        payload that the controller itself puts or gets."""
         return self.dispatch.traffic.take()
 
     def compare_clocks(self) -> None:
-        """See how the workers' clocks stand, if it is time for it and they are idle. Where a worker is lost raises what
-        any call would: call it when the step before is committed."""
+        """Sample the workers' clocks if it is due and they are idle. Raises as any call if a worker is lost, so call it
+        after a commit."""
         if self._clocks is not None:
             self._clocks.now_and_then()
 
     def close(self) -> list[str]:
-        """Wait for outstanding calls, let the roles close, end the workers; answers what of their traces could not be
-        written, a line for each. Raises what failed in a call that nobody waited for, and PayloadLeak where payload is
-        still held; the processes are gone even then. Twice is fine."""
+        """Wait for outstanding calls, close the roles, end the workers; return a line per trace that was not written.
+
+        Raises the failure of a call that nobody waited for, and PayloadLeak if payload is still held; the workers are
+        ended in any case. Idempotent.
+        """
         if not self._open:
             return []
         self._open = False
@@ -168,20 +162,20 @@ class Cluster:
         if error is None:
             self.close()
         elif isinstance(self.fleet, InlineBackend):
-            with suppress(PayloadLeak):  # the error says why
+            with suppress(PayloadLeak):  # a consequence of the error
                 self.close()
         else:
             self._leave()
 
     def _leave(self) -> None:
-        """End after an exception of the controller: in good order where the workers are idle (an interrupt between two
-        steps), else at once: they may be in the middle of anything, waiting for them could hang."""
+        """End after an exception of the controller: close roles if the workers are idle, else kill them, since waiting
+        for a busy worker could hang."""
         if not self._open:
             return
         self._open, kill = False, True
         try:
             kill = not self.dispatch.end(LEAVE)
-        finally:  # an interrupt while they end kills them
+        finally:  # also on an interrupt
             self._end(kill)
 
 
@@ -194,22 +188,34 @@ def open_cluster(
     gpus: bool = False,
     policy: FailurePolicy = ABORT,
 ) -> Cluster:
-    """Start the workers of a backend.
+    """Start the workers of the backend that ``cluster.backend`` names.
 
     timeout: seconds that one call may take. address: of a Ray cluster ("": start one here). gpus: each worker gets a
-    GPU of its own. policy: what a failure does. RecipeError for a backend that does not exist, is not installed or
-    cannot have so many workers.
+    GPU of its own. policy: decides what a failure does. Raises RecipeError for a backend that is not declared, is not
+    installed or cannot have this many workers, PluginError for a declared class that is no backend or cannot start.
     """
-    if backend == "inline":
-        if workers != 1:
-            raise RecipeError(f"cluster.workers = {workers}: backend inline has one worker; use cluster.backend=local")
-        return Cluster(InlineBackend(timeout), timeout, policy)
-    if backend == "local":
-        from tilth.cluster.controller.launcher import local_fleet
+    return Cluster(_backend(backend, workers, timeout=timeout, address=address, gpus=gpus), timeout, policy)
 
-        return Cluster(local_fleet(workers, timeout, gpus), timeout, policy)
-    if backend == "ray":
-        from tilth.cluster.backends.ray import RayBackend
 
-        return Cluster(RayBackend(workers, timeout=timeout, address=address, gpus=gpus), timeout, policy)
-    raise RecipeError(f"cluster.backend = {backend!r}: unknown; use {', '.join(BACKENDS)}")
+def _backend(name: str, workers: int, **options: Any) -> Backend:
+    if name in BACKENDS:
+        module, _, attribute = BACKENDS[name].partition(":")
+        shipped: Backend = getattr(importlib.import_module(module), attribute)(workers, **options)
+        return shipped
+    if (declaration := declared("backend").get(name)) is None:
+        known = ", ".join([*BACKENDS, *declared("backend")])
+        message = f"cluster.backend = {name!r}: unknown; use {known}, or a plugin that declares it"
+        raise RecipeError(message, key="cluster.backend")
+    try:
+        made = declaration.value(workers, **options)
+    except TilthError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{declaration.title}: {describe(error)}", key=f"backend.{name}") from error
+    missing = [
+        member for member in ("workers", "store", "submit", "control", "probe", "close") if not hasattr(made, member)
+    ]
+    if missing:
+        message = f"{declaration.title} has no {missing[0]!r}; see tilth.cluster.backends.base.Backend"
+        raise PluginError(message, key=f"backend.{name}.{missing[0]}")
+    return made

@@ -1,6 +1,6 @@
-"""The controller's side of every backend: sends calls, waits for answers, and asks a policy what a failure does.
+"""Controller side of every backend: sends calls, waits for answers, and applies the failure policy.
 
-A failure is raised, with the role, the rank and the method that caused it, wherever the controller waits next.
+A failure is raised where the controller waits next, with the role, rank and method that caused it.
 """
 
 import math
@@ -14,30 +14,28 @@ from functools import partial
 from typing import NoReturn, Protocol
 
 from tilth.cluster.backends.base import Backend, Call, Probe, Reply
-from tilth.cluster.controller.report import absence_report, absent, timeout_report
+from tilth.cluster.controller.report import absence, absent, overdue
 from tilth.cluster.controller.totals import Totals, Traffic
 from tilth.core.batch import Lease
 from tilth.core.errors import CallTimeout, TilthError, WorkerError, WorkerLost
 from tilth.trace.spans import in_phase
 
 GRACE = 0.5
-"""Seconds that later failures are collected for: a peer's broken collective may be told before the death that broke
-it. And what an answer that is on its way gets when a limit ends."""
+"""Seconds to wait for further failures after the first, since a peer may report a broken collective before the crash
+that caused it; also the grace of an answer at its limit."""
 
 
 class FailurePolicy(Protocol):
-    """What becomes of the cluster when a call fails."""
+    """Decides what a failed call does to the cluster."""
 
     def ends(self, error: BaseException) -> bool:
-        """True: all workers are killed, and nothing can be called any more. False: they stay, and calls go on."""
-        ...
+        """Return True to kill all workers, after which every call fails; False to keep them."""
 
 
 class Abort:
-    """The first failure ends all: a collective that has lost a rank never ends."""
+    """End the cluster at the first failure: a collective that lost a rank never ends."""
 
     def ends(self, error: BaseException) -> bool:
-        """Always."""
         return True
 
 
@@ -46,21 +44,21 @@ ABORT = Abort()
 
 @dataclass(eq=False)
 class PendingCall:
-    """A call that was sent."""
+    """A call in flight."""
 
     rank: int
     call: Call
     future: Future[Reply]
     covered: bool
-    """Whether it was made inside a phase of the step."""
+    """True if it was submitted inside a phase of the step."""
     leases: tuple[Lease, ...] = ()
-    """Those that it reads from or puts under."""
+    """Leases that it reads from or puts under."""
     landed: bool = False
 
 
 class Dispatch:
-    """Calls on a fleet, each limited to ``timeout`` seconds (or its own ``least``) from the time when its worker can
-    begin with it."""
+    """Calls on a backend, each limited to ``timeout`` seconds (or its ``least``) from when its worker is free for
+    it."""
 
     def __init__(self, fleet: Backend, timeout: float, policy: FailurePolicy = ABORT) -> None:
         self.fleet = fleet
@@ -69,17 +67,17 @@ class Dispatch:
         self.totals = Totals(fleet.workers)
         self.traffic = Traffic()
         self.lease: Lease | None = None
-        """That of calls that are made now."""
+        """Lease of the calls submitted now."""
         self.failed: BaseException | None = None
         self._changed = threading.Condition()
         self._flying: list[deque[PendingCall]] = [deque() for _ in range(fleet.workers)]
         self._since = [0.0] * fleet.workers
         self._failures: list[BaseException] = []
         self._waited: dict[int, tuple[Call, WorkerError]] = {}
-        """By rank, what failed because another rank did not come."""
+        """Rank -> call that timed out in a collective because another rank did not join."""
 
     def submit(self, rank: int, call: Call, leases: tuple[Lease, ...] = ()) -> PendingCall:
-        """Send a call to one worker. Raises what failed before, if anything did."""
+        """Send a call to one worker. Raises an earlier failure that ended the cluster."""
         if self.failed is not None:
             raise self.failed
         try:
@@ -110,8 +108,8 @@ class Dispatch:
             self.totals.add(flight.rank, reply.sums, flight.call.answer, flight.covered)
 
     def wait(self, flights: Sequence[PendingCall]) -> list[Reply]:
-        """The replies, when all have come. On a failure of any worker, or when one exceeds its limit: does what the
-        policy says and raises a TilthError of the worker's class, WorkerError, WorkerLost or CallTimeout."""
+        """Return the replies when all have arrived. On a failure of any worker, or a call over its limit, apply the
+        policy and raise a TilthError of the worker's class, WorkerError, WorkerLost or CallTimeout."""
         if self.failed is not None:
             raise self.failed
         with self._changed:
@@ -130,19 +128,19 @@ class Dispatch:
         return [flight.future.result() for flight in flights]
 
     def idle(self) -> bool:
-        """Whether no call is in flight, and none has failed."""
+        """Return True if no call is in flight and none has failed."""
         with self._changed:
             return self.failed is None and not self._failures and not any(self._flying)
 
     def drain(self, lease: Lease | None = None) -> None:
-        """Wait for all calls that nobody waited for: those that need a lease, or all."""
+        """Wait for the calls in flight that use a lease, or for all."""
         with self._changed:
             flights = [flight for queue in self._flying for flight in queue]
         self.wait([flight for flight in flights if lease is None or lease in flight.leases])
 
     def end(self, seconds: float) -> bool:
-        """Let the roles of idle workers close. False, and no error, if a call has failed or is in flight, or if not all
-        workers have answered within ``seconds``."""
+        """Close the roles of idle workers. Return False, without an error, if a call has failed or is in flight, or if
+        a worker does not answer within ``seconds``."""
         if not self.idle():
             return False
         call = Call("", "end")
@@ -155,15 +153,15 @@ class Dispatch:
             return not self._failures and all(flight.landed for flight in flights)
 
     def _limit(self) -> float:
-        """When the first of the calls that are being executed is overdue. (Called with the lock.)"""
+        """Return the earliest deadline of the running calls. (Called with the lock.)"""
         return min((self._due(rank) for rank, queue in enumerate(self._flying) if queue), default=math.inf)
 
     def _due(self, rank: int) -> float:
-        """When the call that this rank is executing is overdue. (Called with the lock.)"""
+        """Return the deadline of this rank's running call. (Called with the lock.)"""
         return self._since[rank] + max(self.timeout, self._flying[rank][0].call.least)
 
     def _first_failure(self) -> BaseException | None:
-        """The failure that caused the others: a death, else what is not of a collective, else what was told first.
+        """Return the failure that caused the others: a lost worker, else one outside of collectives, else the first.
         (Called with the lock.)"""
         until = time.monotonic() + GRACE
         while self._failures and not any(isinstance(e, WorkerLost) for e in self._failures) and any(self._flying):
@@ -179,11 +177,13 @@ class Dispatch:
             return [(rank, q[0].call) for rank, q in enumerate(self._flying) if q and self._due(rank) <= now]
 
     def _timeout_error(self, late: Iterable[tuple[int, Call]]) -> CallTimeout:
-        return CallTimeout(timeout_report(dict(late), self._probes(), self.timeout))
+        return overdue(dict(late), self._probes(), self.timeout)
 
     def _absence(self) -> CallTimeout | None:
-        """The error that names who did not come to a collective, where others have failed because they waited for it:
-        of the ranks that have the same call still to answer, or else any call, those that do not wait themselves."""
+        """Return the error that names the ranks which did not join a collective that timed out for others.
+
+        They are the ranks, with the same call or else any call in flight, that do not wait in a collective themselves.
+        """
         with self._changed:
             calls = {(call.number, call.name) for call, _ in self._waited.values()}
             flying = {
@@ -198,7 +198,7 @@ class Dispatch:
         waited, probes = {rank: str(error) for rank, (_, error) in self._waited.items()}, self._probes()
         for late in (same, {rank: queue[0].call for rank, queue in flying.items()}):
             if absent(late, probes):
-                return CallTimeout(absence_report(late, probes, waited))
+                return absence(late, probes, waited)
         return None
 
     def _probes(self) -> list[Probe]:

@@ -1,4 +1,4 @@
-"""The controller's handle on the ranks of one role."""
+"""Controller's handle on the ranks of one role."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -18,14 +18,14 @@ from tilth.core.layout import Mesh
 from tilth.trace.spans import current_step, span
 
 call_numbers = itertools.count()
-"""Of all calls of this controller."""
+"""Numbers of the calls of this controller."""
 
 
 class WorkerGroup:
-    """Calls on a role. ``group.update(batch)`` is split, sent and gathered as the method's ``transfer`` declares.
+    """Calls on a role: ``group.update(batch)`` is split, sent and gathered as the method's ``transfer`` declares.
 
-    Answers that are gathered as "rows" or "merge" are lazy (LazyBatch, LazyMap): the call returns when it is sent. The
-    others wait. With the inline backend every answer is there at once and plain.
+    Answers gathered by "rows" or "merge" are lazy (LazyBatch, LazyMap): the call returns when it is sent. Other calls
+    wait. With the inline backend every answer is plain.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class WorkerGroup:
         dispatch: Dispatch,
         divide: Divide | None = None,
     ) -> None:
-        """What ``Cluster.make`` makes the role from, now and again."""
+        """Keep what ``Cluster.make`` constructs the role from, each time."""
         self.role, self.factory, self.kwargs, self.mesh = role, factory, kwargs, mesh
         self.generation = -1
         self.methods: Mapping[str, Transfer] = {}
@@ -59,7 +59,7 @@ class WorkerGroup:
         return partial(self._control, name) if how.control else partial(self._call, name, how)
 
     def _control(self, method: str, /, **arguments: Any) -> list[Any]:
-        """Send a control message to every rank. Raises WorkerError or WorkerLost; the calls in flight go on."""
+        """Send a control message to every rank, beside the calls in flight. Raises WorkerError or WorkerLost."""
         with ThreadPoolExecutor(min(16, len(self.mesh))) as pool:
             control = self._dispatch.fleet.control
             return list(pool.map(lambda rank: control(rank, self.role, method, arguments), self.mesh.ranks))
@@ -76,7 +76,7 @@ class WorkerGroup:
         return LazyBatch(resolve, leases) if how.gather == "rows" else LazyMap(resolve)
 
     def _send(self, method: str, dealt: Deal, leases: tuple[Lease, ...]) -> list[PendingCall]:
-        """Ranks with the same arguments share one Call, which a backend then has to encode only once."""
+        """Send the calls; ranks with the same arguments share one Call, which a backend pickles once."""
         calls: dict[tuple[int, bool], Call] = {}
         put = self._dispatch.lease
         at = current_step(), next(call_numbers), "" if put is None else put.key
@@ -93,7 +93,8 @@ class WorkerGroup:
         if call.generation != self.generation:
             raise StaleGeneration(
                 f"role {self.role}, {call.method}: an answer of generation {call.generation}, and the role was made "
-                f"again since: it is at {self.generation}"
+                f"again since: it is at {self.generation}",
+                key=call.operation,
             )
         with self._traced("await", call.number, call.method) as spent:
             replies = self._dispatch.wait(flights)
@@ -103,5 +104,5 @@ class WorkerGroup:
         return Batch(found.rows, found.payload, leases) if isinstance(found, Batch) else found
 
     def _traced(self, op: str, number: int, method: str) -> AbstractContextManager[Any]:
-        """A span of the controller's side. Inline there is one side only, and its span is that of the call."""
+        """Return the controller's span of a call; inline, the call's own span is the only one."""
         return nullcontext() if self._inline else span(op, detail=f"{self.role}.{method}", seq=number)

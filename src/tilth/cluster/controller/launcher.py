@@ -1,7 +1,7 @@
-"""Processes that torchrun or Slurm started: one becomes the controller, the others its workers (backend local).
+"""Processes started by torchrun or Slurm: one becomes the controller, the others its workers (backend local).
 
-Every process runs the same command. The one with rank 0 controls and starts worker 0 itself; the others connect to its
-private folder, whose name follows from the job alone, so nobody has to be told anything.
+Every process runs the same command. Rank 0 is the controller and starts worker 0 itself; the others connect to its
+session directory, whose name derives from the job.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from tilth.cluster.worker import local_worker
 from tilth.core.errors import RecipeError, StorageError
 
 WAIT = 600.0
-"""Seconds that a worker waits for its controller, which reads the data first."""
+"""Seconds for a worker to find its controller, which reads the data first."""
 LOOK = 0.1
-"""Seconds between two looks for a folder that another process will make."""
+"""Seconds between checks for the session directory."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One process of a job. launcher: how it calls itself in errors."""
+    """One process of a job. launcher: name in error messages."""
 
     launcher: str
     job: str
@@ -38,16 +38,16 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """Of the private folder: the same in all processes of the job, and in no other job of this user."""
+        """Name of the session directory, equal in all processes of the job and in no other job of this user."""
         return "job-" + hashlib.blake2s(f"{self.launcher} {self.job}".encode(), digest_size=10).hexdigest()
 
 
 _waiting: list[Launch] = []
-"""The job whose workers wait for a fleet of this process; empty if this process was not launched so."""
+"""The job whose workers wait for this controller; empty without a launcher."""
 
 
 def launch_of(env: Mapping[str, str]) -> Launch | None:
-    """What the environment says; None where it speaks of one process only."""
+    """Read the job from the environment; None for a single process."""
     if "TORCHELASTIC_RUN_ID" in env:
         job = " ".join(env.get(k, "") for k in ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
         size = int(env["WORLD_SIZE"])
@@ -64,16 +64,16 @@ def launch_of(env: Mapping[str, str]) -> Launch | None:
 
 
 def launched(env: Mapping[str, str] = os.environ) -> int:
-    """Processes of the job that this one belongs to: as many workers as a recipe gets that leaves their number out."""
+    """Return the number of processes of this job, which is the default number of workers of a recipe."""
     launch = launch_of(env)
     return launch.size if launch else 1
 
 
 def entered(backend: str, workers: int, timeout: float, env: Mapping[str, str] = os.environ) -> None:
-    """Call this first in every process of a job, with the number of workers of the recipe: that of the job's processes.
+    """Enter a job: return in the controller (or without a job), serve and exit in a worker.
 
-    A process that is to be a worker does not come back: it serves until the controller is done and exits with 0, or
-    with ``local_worker.GONE`` if that has died. RecipeError if the recipe does not fit the job.
+    Every process calls it first, with the recipe's number of workers. A worker exits with 0 when the controller is
+    done, with ``local_worker.GONE`` if it died. Raises RecipeError if the recipe does not fit the job.
     """
     launch = launch_of(env)
     if launch is None:
@@ -92,26 +92,28 @@ def _check(launch: Launch, backend: str, workers: int) -> None:
         where = f" on {launch.nodes} nodes" if launch.nodes > 1 else ""
         raise RecipeError(
             f"cluster.backend = {backend!r}: {started}{where}; on several machines use cluster.backend=ray and "
-            "start tilth once, on one of them"
+            "start tilth once, on one of them",
+            key="cluster.backend",
         )
     if backend != "local":
-        raise RecipeError(f"cluster.backend = {backend!r}: {started}; use cluster.backend=local, or start one")
+        message = f"cluster.backend = {backend!r}: {started}; use cluster.backend=local, or start one"
+        raise RecipeError(message, key="cluster.backend")
     if workers != launch.size:
         raise RecipeError(
-            f"cluster.workers = {workers}: {started}; use cluster.workers={launch.size}, or start {workers} processes"
+            f"cluster.workers = {workers}: {started}; use cluster.workers={launch.size}, or start {workers} processes",
+            key="cluster.workers",
         )
 
 
-def local_fleet(workers: int, timeout: float, gpus: bool) -> LocalBackend:
-    """The fleet of this process: with the workers that a launcher has started, else with its own."""
+def local_backend(workers: int, *, timeout: float = 600.0, address: str = "", gpus: bool = False) -> LocalBackend:
+    """Return the local backend over the workers that a launcher has started, or over new ones if there are none."""
     if not _waiting:
         return LocalBackend(workers, timeout, gpus)
     return LocalBackend(workers, timeout, gpus, folder=SessionDir.create(_waiting.pop().name), start=[0])
 
 
 def _serve(launch: Launch, timeout: float) -> None:
-    """Be a worker. What the terminal or the launcher sends to all processes is the controller's to handle, once there
-    is one: before all workers have come it ends at once too, and who waited for it would wait in vain."""
+    """Serve as a worker. It ignores signals only once it has found its controller; before, it ends with the job."""
     os.environ.update(environment(launch.size))
     folder, controller = _controller(launch)
     local_worker.leave_to_controller()
@@ -125,14 +127,16 @@ def _controller(launch: Launch) -> tuple[SessionDir, Connection]:
         folder = SessionDir.find(launch.name)
         if folder is not None:
             _check_private(folder.path)
-            with suppress(FileNotFoundError, ConnectionRefusedError):  # being made, or left behind by a dead controller
+            with suppress(FileNotFoundError, ConnectionRefusedError):  # being created, or of a dead controller
                 return folder, local_worker.connect(folder)
         time.sleep(LOOK)
-    raise StorageError(f"{launch.launcher}, rank {launch.rank}: no controller (rank 0) within {WAIT:g} s")
+    message = f"{launch.launcher}, rank {launch.rank}: no controller (rank 0) within {WAIT:g} s"
+    raise StorageError(message, key="session_dir.controller")
 
 
 def _check_private(path: Path) -> None:
-    """A folder under a name that can be foretold is trusted only if nobody else can have made it or can write to it."""
+    """Raise StorageError unless the directory, whose name can be guessed, belongs to this user alone."""
     found = path.lstat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077 or not stat.S_ISDIR(found.st_mode):
-        raise StorageError(f"{path} is not a folder of this user alone (mode 0700); remove it")
+        message = f"{path} is not a folder of this user alone (mode 0700); remove it"
+        raise StorageError(message, key="session_dir.mode")

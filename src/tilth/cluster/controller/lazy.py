@@ -1,29 +1,39 @@
-"""Results that are still being made: the call has returned, the answer resolves when it is first read."""
+"""Lazy results: the call has returned, and its answer is awaited when it is first read."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from tilth.core.batch import Batch, Column, Lease
 
+T = TypeVar("T")
 
-class LazyBatch(Batch):
-    """A Batch whose rows wait for the workers on first access. Equal to a plain one in every other way.
 
-    Reading raises what went wrong in the call: a TilthError with role, rank and method in front.
-    """
+class _Lazy(Generic[T]):
+    """Resolves once, at the first ``wait``. Raises there what failed in the call: a TilthError with role, rank,
+    method."""
+
+    def __init__(self, resolve: Callable[[], T]) -> None:
+        self._resolve: Callable[[], T] | None = resolve
+        self._value: T
+
+    def wait(self) -> T:
+        """Return the plain value, when all its workers have answered."""
+        if self._resolve is not None:
+            self._value, self._resolve = self._resolve(), None
+        return self._value
+
+    def __repr__(self) -> str:
+        return repr(self._value) if self._resolve is None else f"{type(self).__name__}(not resolved)"
+
+
+class LazyBatch(_Lazy[Batch], Batch):
+    """A Batch that waits for the workers on first access and equals the plain one."""
 
     def __init__(self, resolve: Callable[[], Batch], leases: tuple[Lease, ...] = ()) -> None:
-        self._resolve: Callable[[], Batch] | None = resolve
+        super().__init__(resolve)
         self.leases = leases
-        self._batch: Batch
-
-    def wait(self) -> Batch:
-        """The plain batch, when all its workers have answered."""
-        if self._resolve is not None:
-            self._batch, self._resolve = self._resolve(), None
-        return self._batch
 
     @property
     def rows(self) -> dict[str, np.ndarray]:  # type: ignore[override]
@@ -40,22 +50,9 @@ class LazyBatch(Batch):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __repr__(self) -> str:
-        return repr(self._batch) if self._resolve is None else "LazyBatch(not resolved)"
 
-
-class LazyMap(Mapping[Any, Any]):
+class LazyMap(_Lazy[Mapping[Any, Any]], Mapping[Any, Any]):
     """A mapping (of metrics) that waits for the workers on first access."""
-
-    def __init__(self, resolve: Callable[[], Mapping[Any, Any]]) -> None:
-        self._resolve: Callable[[], Mapping[Any, Any]] | None = resolve
-        self._map: Mapping[Any, Any]
-
-    def wait(self) -> Mapping[Any, Any]:
-        """The plain mapping, when all its workers have answered."""
-        if self._resolve is not None:
-            self._map, self._resolve = self._resolve(), None
-        return self._map
 
     def __getitem__(self, key: Any) -> Any:
         return self.wait()[key]
@@ -66,13 +63,10 @@ class LazyMap(Mapping[Any, Any]):
     def __len__(self) -> int:
         return len(self.wait())
 
-    def __repr__(self) -> str:
-        return repr(self._map) if self._resolve is None else "LazyMap(not resolved)"
-
     def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[Any, ...]]:
         return dict, (dict(self.wait()),)
 
 
 def resolved(argument: Any) -> Any:
-    """An argument of a call without laziness: waits where it must."""
-    return argument.wait() if isinstance(argument, LazyBatch | LazyMap) else argument
+    """Return an argument of a call without laziness, waiting if needed."""
+    return argument.wait() if isinstance(argument, _Lazy) else argument

@@ -1,4 +1,4 @@
-"""Who owns payload, and until when: leases, and the store as the controller sees it."""
+"""Lifetime of payload: leases, and the controller's view of the store."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,12 +9,12 @@ from tilth.core.batch import Handle, Jagged, Lease, Store
 from tilth.core.errors import PayloadLeak
 
 PAYLOAD = "controller.payload"
-"""Operation under which columns that the controller itself reads or puts are counted."""
+"""Operation that counts columns which the controller itself puts or gets."""
 
 
 class LeasedStore:
-    """The controller's view of the store: what it reads and puts is counted, and everything that any process puts
-    belongs to the lease under which the controller has called it."""
+    """The store in the controller: counts the bytes that it puts and gets. Columns that a worker puts belong to the
+    lease of the controller's call."""
 
     def __init__(self, store: Store, dispatch: Dispatch) -> None:
         self._store = store
@@ -23,14 +23,14 @@ class LeasedStore:
         self._open: dict[str, Lease] = {}
 
     def lease(self, name: str) -> Lease:
-        """A new lease, for ``under``. Its payload must be released before the cluster closes."""
+        """Create a lease, for ``under``. Its payload must be released before the cluster closes."""
         lease = Lease(name, str(next(self._numbers)), self.release)
         self._open[lease.key] = lease
         return lease
 
     @contextmanager
     def under(self, lease: Lease) -> Iterator[None]:
-        """Calls made in the block put under this lease, and the batches that they answer share it."""
+        """Let calls in the block put under this lease; the batches that they return share it."""
         before, self._dispatch.lease = self._dispatch.lease, lease
         try:
             yield
@@ -39,8 +39,7 @@ class LeasedStore:
 
     @contextmanager
     def scope(self, name: str = "") -> Iterator[None]:
-        """A lease that is released at the end of the block; waits for the calls made under it first, unless the block
-        raises."""
+        """Release a new lease at the end of the block, after its calls have ended unless the block raises."""
         lease = self.lease(name)
         try:
             with self.under(lease):
@@ -50,14 +49,14 @@ class LeasedStore:
             self._free(lease)
 
     def put(self, column: str, data: Jagged) -> Handle:
-        """Keep a column, counted; the handle is its only name."""
+        """Put a column and count its bytes; the handle is its only name."""
         self._store.lease = "" if self._dispatch.lease is None else self._dispatch.lease.key
         handle = self._store.put(column, data)
         self._dispatch.traffic.add(PAYLOAD, sent=handle.nbytes)
         return handle
 
     def get(self, handle: Handle) -> Jagged:
-        """A column as it was put, counted."""
+        """Get a column and count its bytes."""
         found = self._store.get(handle)
         self._dispatch.traffic.add(PAYLOAD, received=handle.nbytes)
         return found
@@ -68,7 +67,7 @@ class LeasedStore:
         return sum(self._store.held().values())
 
     def release(self, lease: Lease) -> None:
-        """Wait for the calls made under a lease, then free everything that was put under it."""
+        """Wait for the calls under a lease, then free its columns."""
         self._dispatch.drain(lease)
         self._free(lease)
 
@@ -77,12 +76,14 @@ class LeasedStore:
         self._store.release(lease.key)
 
     def check_released(self) -> None:
-        """Raise PayloadLeak if anything is still held, with whose it is."""
+        """Raise PayloadLeak, which names the leases, if any column is still held."""
         held = self._store.held()
         if held:
             keys = {key.rpartition("/")[2].partition("~")[0] for key in held}
-            owners = sorted(repr(self._open[key].name) if key in self._open else "no lease" for key in keys)
+            owners = sorted(self._open[key].name if key in self._open else "" for key in keys)
             raise PayloadLeak(
                 f"{len(held)} payload columns ({sum(held.values()):,} bytes) are still held at the end, by "
-                f"{', '.join(owners)}: release the batches, or call inside a scope of the store"
+                f"{', '.join(repr(owner) if owner else 'no lease' for owner in owners)}: release the batches, or call "
+                "inside a scope of the store",
+                key=owners[0] or "payload",
             )

@@ -1,4 +1,4 @@
-"""A call over its limit in words: the facts first, then of every rank as much of its stacks as can help."""
+"""Errors of calls over their limit: the facts first, then the relevant part of every rank's stacks."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import psutil
 
 from tilth.cluster.backends.base import Call, Probe, place_of
+from tilth.core.errors import CallTimeout
 
 FRAMES = 6
-"""Innermost frames of the main thread that are shown of a rank that is not late."""
+"""Innermost frames of the main thread shown for a rank that is not late."""
 _IDLE = re.compile(
     r'/cluster/worker/local_worker\.py", line \d+ in _receive$'
     r'|/socketserver\.py", line \d+ in serve_forever$'
@@ -16,60 +17,55 @@ _IDLE = re.compile(
     r'|\A  File "[^"]*/concurrent/futures/thread\.py", line \d+ in _worker$',
     re.MULTILINE,
 )
-"""Frames that only helpers which wait for work have: the receive loop, the control
-loop, the trace's writer, a thread pool's idle worker
-(one that works has frames inside ``_worker``)."""
-
-
+"""Frames of helper threads without work: receive loop, control loop, writer of the trace, idle thread of a pool."""
 _IMPORT = '  File "<frozen importlib.'
-"""Beginning of the frames of Python's own import machinery: five for each module that imports another."""
-
-
+"""Beginning of the frames of Python's import machinery, five for each nested import."""
 _FILE = re.compile(r'  File "([^"]*)"')
 
 
-def timeout_report(late: Mapping[int, Call], probes: Sequence[Probe], limit: float) -> str:
-    """Which calls have exceeded ``limit`` seconds, then a paragraph a rank: stopped ones, late ones, the others.
+def overdue(late: Mapping[int, Call], probes: Sequence[Probe], limit: float) -> CallTimeout:
+    """Return the error of calls that exceeded ``limit`` seconds, with a paragraph per rank: stopped, late, others.
 
-    late: by rank, the call that is overdue. Named are those of them that the others wait for, if there are such.
-    limit: ``cluster.timeout``; calls may have more (``Call.least``).
+    late: rank -> overdue call; the error names those that the others wait for, if any. limit: ``cluster.timeout``; a
+    call may have more (``Call.least``).
     """
     least = max((call.least for call in late.values()), default=0.0)
     within = f"{limit:g} s (cluster.timeout)" if limit >= least else f"{least:g} s"
     named = absent(late, probes) or list(late)
     waiting = [rank for rank in late if rank not in named]
     more = f"; {_waited_for(waiting, named)} in a collective" if waiting else ""
-    return "\n".join([f"{_places(late, named)}: no answer within {within}{more}", *_paragraphs(late, probes, named)])
+    lines = [f"{_places(late, named)}: no answer within {within}{more}", *_paragraphs(late, probes, named)]
+    return CallTimeout("\n".join(lines), key=late[named[0]].operation)
 
 
-def absence_report(late: Mapping[int, Call], probes: Sequence[Probe], waited: Mapping[int, str]) -> str:
-    """Which ranks did not come to a collective that ran out of time for others, then a paragraph a rank.
+def absence(late: Mapping[int, Call], probes: Sequence[Probe], waited: Mapping[int, str]) -> CallTimeout:
+    """Return the error of ranks that did not join a collective which timed out for others, a paragraph per rank.
 
-    late: by rank, the call that is not over; some of them are ``absent``. waited: by rank, the error of those that did
-    come, whose first line is told.
+    late: rank -> unfinished call; some of them are ``absent``. waited: rank -> error of a rank that joined, whose first
+    line is quoted.
     """
     named = absent(late, probes)
-    told = [f"  {error.splitlines()[0]}" for error in waited.values()]
+    quoted = [f"  {error.splitlines()[0]}" for error in waited.values()]
     head = (
         f"{_places(late, named)}: did not come to a collective; {_waited_for(waited, named)} until it ran out of time"
     )
-    return "\n".join([head, *_paragraphs(late, probes, named), *told])
+    lines = [head, *_paragraphs(late, probes, named), *quoted]
+    return CallTimeout("\n".join(lines), key=late[named[0]].operation)
 
 
 def absent(late: Mapping[int, Call], probes: Iterable[Probe]) -> list[int]:
-    """Those of the late ranks that do not wait in a collective themselves: a stopped one, or one that does something
-    else."""
+    """Return the late ranks that do not wait in a collective: stopped, or busy with something else."""
     return [p.rank for p in probes if p.rank in late and (_stopped(p) or not _waits(p))]
 
 
 def in_collective(files: Sequence[str]) -> bool:
-    """Whether this is where a thread waits for other ranks. files: of its frames, the innermost first."""
+    """Return True if a thread waits for other ranks. files: of its frames, innermost first."""
     inner = next((file for file in files if not file.endswith("/torch/_ops.py")), "")
     return "/torch/distributed/" in inner
 
 
 def _waits(probe: Probe) -> bool:
-    """Whether a thread is in a collective. (Modules of torch.distributed are imported, too.)"""
+    """Return True if a thread is in a collective, not just importing torch.distributed."""
     stacks = [] if _IMPORT in probe.stack else _threads(probe.stack)
     return any(in_collective(_FILE.findall("\n".join(frames))) for frames in stacks)
 
@@ -106,8 +102,7 @@ def _stopped(probe: Probe) -> bool:
 
 
 def _threads(stack: str) -> list[list[str]]:
-    """Frames of each thread, the innermost first; the main thread is the last. (faulthandler's text.) Of imports only
-    the files that import are kept."""
+    """Parse faulthandler's text into frames per thread, innermost first, main thread last; skip import machinery."""
     found: list[list[str]] = []
     for line in stack.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
@@ -120,7 +115,7 @@ def _threads(stack: str) -> list[list[str]]:
 def _main_thread(stack: str) -> list[str]:
     threads = _threads(stack)
     if not threads:
-        return stack.splitlines()  # no stack: what was found instead of one
+        return stack.splitlines()  # no stack: the reason
     more = len(threads[-1]) - FRAMES
     return [*threads[-1][:FRAMES], *([f"  ... and {more} frames that called these"] if more > 0 else [])]
 

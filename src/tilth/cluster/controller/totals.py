@@ -1,4 +1,4 @@
-"""Where the time of the workers went, as one process would tell it, and the bytes between them and the controller."""
+"""Time of the workers' operations as one total, and bytes between controller and workers."""
 
 import threading
 from collections import Counter
@@ -9,21 +9,20 @@ from tilth.trace.spans import Total, total_of
 
 Sums = dict[str, list[float]]
 DONE = tuple(f.name in ("tokens", "bytes", "flops", "phase_tokens") for f in fields(Total))
-"""Which fields say how much was done; the others say how long and how often."""
+"""True for the fields that count work; the others are durations and numbers of calls."""
 _row = attrgetter(*(f.name for f in fields(Total)))
 
 
 class Totals:
-    """Sums of the workers' spans. Of an operation that several ranks do together the time is that of the slowest rank;
-    what was done is summed over the ranks that answer for their part, so copies along other axes count once."""
+    """Sums of the workers' spans. The time of an operation is that of its slowest rank; its work is summed over the
+    ranks that answer, so copies along other axes count once."""
 
     def __init__(self, workers: int) -> None:
         self._lock = threading.Lock()
         self._times: list[Sums] = [{} for _ in range(workers)]
 
     def add(self, rank: int, sums: Sums, answers: bool, covered: bool = False) -> None:
-        """The spans of one call, as ``recorder.rows`` gives them. covered: it was made inside a phase, so that its time
-        is part of that phase's."""
+        """Add the spans of one call, from ``recorder.rows``. covered: the call is part of a phase's time."""
         with self._lock:
             for op, row in sums.items():
                 row = [*row[:-2], 0, 0] if covered else row  # phase_seconds and phase_tokens
@@ -32,7 +31,7 @@ class Totals:
                 self._times[rank][op] = row if before is None else [a + b for a, b in zip(before, row)]
 
     def take(self) -> dict[str, Total]:
-        """All sums since the last take, by operation."""
+        """Return the sums since the last take, by operation."""
         with self._lock:
             times, self._times = self._times, [{} for _ in self._times]
         ops = dict.fromkeys(op for sums in times for op in sums)
@@ -40,21 +39,21 @@ class Totals:
 
 
 class Traffic:
-    """Bytes between controller and workers, by operation and direction: "sent" by the controller, "received"."""
+    """Bytes by operation and direction, "sent" by the controller or "received"."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bytes: Counter[tuple[str, str]] = Counter()
 
     def add(self, operation: str, sent: int = 0, received: int = 0) -> None:
-        """Count one call with its answer, or one column of payload that the controller puts or reads."""
+        """Count a call with its answer, or a payload column that the controller puts or gets."""
         with self._lock:
             for key, nbytes in (((operation, "sent"), sent), ((operation, "received"), received)):
                 if nbytes:
                     self._bytes[key] += nbytes
 
     def take(self) -> dict[tuple[str, str], int]:
-        """All sums since the last take, those above 0."""
+        """Return the sums above 0 since the last take."""
         with self._lock:
             found, self._bytes = self._bytes, Counter()
         return dict(found)
@@ -65,7 +64,7 @@ def _joined(rows: list[list[float]]) -> Total:
 
 
 def together(mine: dict[str, Total], other: dict[str, Total]) -> dict[str, Total]:
-    """Sums of two places that work one after the other (the controller and its workers)."""
+    """Add the sums of controller and workers, which work one after the other."""
     both = dict(mine)
     for op, total in other.items():
         row = zip(_row(both[op]), _row(total)) if op in both else [(value, 0) for value in _row(total)]

@@ -1,4 +1,4 @@
-"""What a role is told about the place where it is made."""
+"""Context of a role: where it runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,23 +10,23 @@ from tilth.core.layout import Mesh
 
 @dataclass(frozen=True)
 class Context:
-    """First argument of every factory: ``function(context, **kwargs)`` makes the role's object of one rank."""
+    """First argument of every factory: ``function(context, **kwargs)`` returns the role's object on one rank."""
 
     role: str
     mesh: Mesh
-    """Of this role: the axes of ``config.axes``, ranks are global."""
+    """Mesh of this role: axes of ``config.axes`` over global ranks."""
     rank: int
-    """This worker's global number."""
+    """Global rank of this worker."""
     workers: int
-    """Number of all workers: the world size of torch.distributed."""
+    """World size of torch.distributed."""
     store: Store
     local_rank: int = 0
-    """This worker's number on its machine: which device is its own."""
+    """Rank on this machine, which selects the device."""
     init_method: str = ""
-    """Where torch.distributed meets; "" if there is one worker."""
+    """``init_method`` of torch.distributed; "" with one worker."""
     timeout: float = 600.0
-    """Seconds that the controller allows a call. Give collectives longer, so that the controller speaks first."""
+    """Seconds that the controller allows a call. Allow collectives more, so that the controller reports first."""
     roles: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
-    """The role objects that were made in this process before."""
+    """Roles made earlier in this process."""
     generation: int = 0
-    """How often the role was made before; process groups of two generations are different ones."""
+    """Number of earlier constructions of this role; each generation has process groups of its own."""

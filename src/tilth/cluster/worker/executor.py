@@ -1,4 +1,4 @@
-"""The worker's side of every backend: holds the roles of one process and executes calls."""
+"""Worker side of every backend: holds the roles of one process and executes calls."""
 
 import errno
 import importlib
@@ -29,9 +29,9 @@ _TIMEOUT = re.compile("time(d |d-)?out", re.IGNORECASE)
 
 
 class Executor:
-    """The roles of one worker. ``note`` is told the name of each call when it begins, and "" when it ends.
+    """Roles of one worker. note: called with the name of each call at its begin, and with "" at its end.
 
-    alone: this process is the controller too (inline): its spans are in the controller's totals already.
+    alone: the controller runs in this process (inline), so its totals hold these spans already.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Executor:
         self._events = ""
 
     def handle(self, call: Call) -> Reply:
-        """Execute a call. What it raises goes up as it is, but for memory that cannot be had: OutOfMemory."""
+        """Execute a call; its exceptions pass, but exhausted memory becomes OutOfMemory."""
         self._mark(call.name)
         self.store.lease = call.lease
         try:
@@ -72,33 +72,34 @@ class Executor:
         return Reply(value if call.answer else None, {} if self.alone else recorder.rows())
 
     def answer(self, call: Call) -> Reply | Failure:
-        """The same for a call from another process: an exception becomes a Failure that can travel."""
+        """Execute a call of another process; an exception becomes a Failure, which can be pickled."""
         try:
             return self.handle(call)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a role raises is reported, not swallowed
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - reported by the controller
             return failure(self._no_room(error) or error)
 
     def _out_of_memory(self, call: Call, error: BaseException) -> OutOfMemory:
-        """Inline the error itself says whose call it was, elsewhere its way to the controller does."""
+        """Build the error; inline it names its call, elsewhere ``Failure.error`` does."""
         place = f"{place_of(call, self.rank)}: " if self.alone else ""
-        told = OutOfMemory(f"{place}{no_memory(error)}")
-        told.role = role_of(call)
-        return told
+        found = OutOfMemory(f"{place}{no_memory(error)}", key=call.operation)
+        found.role = role_of(call)
+        return found
 
     def _no_room(self, error: BaseException) -> StorageError | None:
-        """torch's error (known here by its name alone) when the file where process groups meet cannot be written."""
+        """Translate torch's DistStoreError, known by its name alone, if the rendezvous file cannot be written."""
         full = type(error).__name__ == "DistStoreError" and os.strerror(errno.ENOSPC) in str(error)
         if not full or not self.init_method.startswith("file://"):
             return None
         place = Path(self.init_method.removeprefix("file://")).parent
-        told = StorageError(f"process groups could not meet in {place}: {os.strerror(errno.ENOSPC)}{MORE_ROOM}")
-        return told.with_traceback(error.__traceback__)
+        message = f"process groups could not meet in {place}: {os.strerror(errno.ENOSPC)}{MORE_ROOM}"
+        return StorageError(message, key="session_dir.init_method").with_traceback(error.__traceback__)
 
     def control(self, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Answer a control message, in another thread than the calls. Raises WorkerError for what is no control."""
+        """Answer a control message, in another thread than the calls. Raises WorkerError for other methods."""
         found = offered(self.roles[role]).get(method) if role in self.roles else None
         if found is None or not found.control:
-            raise WorkerError(f"role {role}, rank {self.rank}: {method!r} is no control method")
+            message = f"role {role}, rank {self.rank}: {method!r} is no control method"
+            raise WorkerError(message, key=f"{role}.{method}")
         return getattr(self.roles[role], method)(**arguments)
 
     def _mark(self, phase: str) -> None:
@@ -108,7 +109,8 @@ class Executor:
 
     def _run(self, call: Call) -> Any:
         if call.role and call.generation != (now := self._generations[call.role]):
-            raise StaleGeneration(f"a call on generation {call.generation} of role {call.role}, which is at {now}")
+            message = f"a call on generation {call.generation} of role {call.role}, which is at {now}"
+            raise StaleGeneration(message, key=call.operation)
         method = getattr(self.roles[call.role], call.method) if call.role else getattr(self, f"_{call.method}")
         if not call.role and call.number < 0:  # of no step; and what starts and ends the trace is not in it
             return method(*call.args, **call.kwargs)
@@ -119,13 +121,13 @@ class Executor:
             return method(*call.args, **call.kwargs)
 
     def _import(self, role: str, module: str) -> None:
-        """What making a role needs, in a call of its own: at the first one a worker imports torch, for seconds."""
+        """Import a factory's module in a separate call, since importing torch takes seconds."""
         importlib.import_module(module)
 
     def _create(
         self, role: str, factory: str, packed: PickledKwargs, mesh: Mesh, generation: int = 0
     ) -> dict[str, Transfer]:
-        """Make a role's object, in the place of the one that there is; answers the protocols of its methods."""
+        """Construct a role, in place of an earlier one, and return the protocols of its methods."""
         _close(self.roles.pop(role, None))
         self._generations[role] = generation
         module, _, function = factory.partition(":")
@@ -146,8 +148,7 @@ class Executor:
         return offered(self.roles[role])
 
     def _trace(self, path: str, attempt: int, planned: bool) -> None:
-        """Write the spans of this process from now on, under its rank, and watch its collections of garbage. A recorder
-        that runs already is left alone."""
+        """Record the spans of this process under its rank, and its garbage collections, unless a recorder runs."""
         self._events = path
         if not recorder.recording:
             recorder.start(path, rank=self.rank, attempt=attempt)
@@ -159,7 +160,7 @@ class Executor:
         return origin()
 
     def _clock(self) -> int:
-        """Now, on the clock of the events of this process."""
+        """Return the current time on the clock of this process's events, in ns."""
         return time.perf_counter_ns() + recorder.epoch
 
     def _collect(self) -> None:
@@ -174,8 +175,7 @@ class Executor:
             return self._capture.stop(f"{stem}-rank-{self.rank}" if stem else "", self._events, self.rank)
 
     def _end(self) -> str:
-        """Close the roles that can be closed, the newest first, and the trace; answers what of it could not be
-        written."""
+        """Close roles, newest first, and the trace; return what of the trace could not be written."""
         self._capture.drop()
         while self.roles:
             _close(self.roles.popitem()[1])
@@ -192,7 +192,7 @@ def _close(role: object) -> None:
 
 
 def failure(error: BaseException) -> Failure:
-    """An exception in a form that travels between processes without its objects."""
+    """Convert an exception to a form that can be pickled."""
     text = "".join(traceback.format_exception(error))
     if isinstance(error, TilthError) and _can_be_made_again(type(error)):
         return Failure(type(error), str(error), text, key=error.key)
@@ -200,7 +200,7 @@ def failure(error: BaseException) -> Failure:
 
 
 def _collective(error: BaseException) -> str:
-    """As in WorkerError. torch has no class of its own for time that ran out on every backend."""
+    """Return ``WorkerError.collective``. torch has no class for timeouts that all its backends use."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not in_collective(files[::-1]):
         return ""
@@ -208,5 +208,5 @@ def _collective(error: BaseException) -> str:
 
 
 def _can_be_made_again(kind: type[TilthError]) -> bool:
-    """Whether another process can import the class and make it from a message."""
+    """True if another process can import the class and construct it from a message."""
     return kind.__init__ is TilthError.__init__ and "<locals>" not in kind.__qualname__

@@ -1,7 +1,7 @@
 """A worker process of the local backend: ``python -m tilth.cluster.worker.local_worker FOLDER RANK WORKERS TIMEOUT``.
 
-One thread receives, so that the end of the connection ends the process at once whatever the main thread does (a Unix
-socket, multiprocessing.connection); the main thread executes the calls in the order of arrival.
+A thread receives, so that the end of the connection ends the process at once whatever the main thread does; the main
+thread executes the calls in order of arrival.
 """
 
 import os
@@ -26,32 +26,32 @@ from tilth.cluster.worker import reaper
 from tilth.cluster.worker.executor import Executor, failure
 
 GONE = 70
-"""Exit code of a worker whose controller is gone."""
+"""Exit code of a worker whose controller died."""
 
 
 def main(folder: SessionDir, rank: int, workers: int, timeout: float) -> None:
-    """Connect to the controller of this folder and serve it until it says ``end``."""
+    """Connect to the controller of this directory and serve it until it calls ``end``."""
     leave_to_controller()
     with connect(folder) as controller:
         serve(controller, folder, rank, workers, timeout)
 
 
 def leave_to_controller() -> None:
-    """Do nothing on signals that a terminal or a launcher sends to all processes: the controller saves and ends.
+    """Ignore signals that a terminal or a launcher sends to all processes: the controller saves and ends.
 
-    By a handler, which processes that a role starts do not inherit, as they would SIG_IGN.
+    Uses a handler, because processes that a role starts would inherit SIG_IGN.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
 
 
 def connect(folder: SessionDir) -> Connection:
-    """FileNotFoundError or ConnectionRefusedError if no controller listens there."""
+    """Connect to the controller. Raises FileNotFoundError or ConnectionRefusedError if none listens."""
     return Client(folder.socket, "AF_UNIX", authkey=folder.key)
 
 
 def serve(controller: Connection, folder: SessionDir, rank: int, workers: int, timeout: float) -> None:
-    """Be the worker with this rank until the controller says ``end``."""
+    """Serve as the worker of this rank until the controller calls ``end``."""
     show_stacks(folder.stack(rank))
     board = StatusBoard(folder.board)
     host = Executor(
@@ -69,7 +69,7 @@ def serve(controller: Connection, folder: SessionDir, rank: int, workers: int, t
 
 
 class Serving:
-    """The loop of a worker."""
+    """Main loop of a worker."""
 
     def __init__(self, controller: Connection, host: Executor) -> None:
         self._controller = controller
@@ -97,7 +97,7 @@ class Serving:
     def _execute(self, data: bytes) -> Reply | Failure:
         try:
             call: Call = pickle.loads(data)
-        except Exception as error:  # noqa: BLE001 - an argument's class may raise anything; the controller is told
+        except Exception as error:  # noqa: BLE001 - unpickling runs code of the arguments' classes
             return failure(error)
         answer = self._host.answer(call)
         self._ended = not call.role and call.method == "end"
@@ -105,10 +105,10 @@ class Serving:
 
 
 def encoded(answer: Reply | Failure) -> bytes:
-    """An answer as it travels; one that cannot be pickled becomes the Failure that says so."""
+    """Pickle an answer; one that cannot be pickled becomes a Failure."""
     try:
         return pickle.dumps(answer, protocol=5)
-    except Exception as error:  # noqa: BLE001 - whatever an answer's class raises; the controller is told
+    except Exception as error:  # noqa: BLE001 - pickling runs code of the answer's class
         return pickle.dumps(failure(error), protocol=5)
 
 

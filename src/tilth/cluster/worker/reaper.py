@@ -1,8 +1,8 @@
-"""Run beside a local cluster: kills its workers and removes its folder when the controller is gone.
+"""Process beside a local cluster that kills its workers and removes its directory if the controller dies.
 
-A worker leaves by itself when its connection ends, but one that is stopped or holds the GIL cannot. This process only
-waits: its standard input names the workers, a line each, and ends with the controller; the line "done" says that there
-is nothing to do. It is run as a file and imports nothing of Tilth, so that it starts in a moment and stays small.
+A worker ends with its connection, but not while it is stopped or holds the GIL. Standard input lists the process ids of
+the workers, a line each, and ends with the controller; the line "done" ends this process without effect. It is run as a
+file and imports nothing of Tilth, so that it starts fast and stays small.
 """
 
 import shutil
@@ -14,7 +14,7 @@ import psutil
 
 
 def main(folder: str) -> None:
-    """Read process ids until the end of the controller. An id is looked up at once: later it might be another's."""
+    """Read process ids until the controller ends. Each is looked up at once: the system may reuse it later."""
     workers: list[psutil.Process] = []
     for line in sys.stdin:
         if line.strip() == "done":
@@ -26,22 +26,18 @@ def main(folder: str) -> None:
 
 
 def kill(workers: Iterable[psutil.Process]) -> None:
-    """End these processes and all that they have started, also what has left their group (reward processes)."""
+    """Kill these processes and their descendants, including those that left their group (reward processes)."""
     for process in [process for worker in workers if worker.is_running() for process in (worker, *below(worker))]:
-        _end(process)
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def below(worker: psutil.Process) -> list[psutil.Process]:
-    """What a process has started, and what that has."""
+    """Return the descendants of a process."""
     try:
         return worker.children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-
-
-def _end(process: psutil.Process) -> None:
-    with suppress(psutil.NoSuchProcess):  # it has left already
-        process.kill()
 
 
 if __name__ == "__main__":
