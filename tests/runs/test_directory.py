@@ -529,7 +529,7 @@ def test_the_log_says_how_each_attempt_ended_and_the_next_one_knows(tmp_path, er
 
 @pytest.mark.parametrize(
     "changes, cause",
-    [({}, "out of memory"), ({"host": "elsewhere"}, "elsewhere"), ({"pid_started": 0.0}, "started anew")],
+    [({}, "out of memory"), ({"host": "elsewhere"}, "elsewhere"), ({"pid_started": 0.0}, "rebooted")],
 )
 def test_an_attempt_that_ended_without_a_word(tmp_path, changes, cause):
     with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE) as child:
