@@ -226,11 +226,15 @@ def _check_tokens(recipe: Recipe, key: str, loaded: LoadedModel, tokenizer: Toke
             "tokenizer",
             key=f"{key}.tokenizer",
         )
-    if recipe.model.context > loaded.config.max_positions:
+    _check_context(recipe, loaded.config, f"{key} = {loaded.run or loaded.source}", key=f"{key}.context")
+
+
+def _check_context(recipe: Recipe, config: DecoderConfig, model: str, *, key: str) -> None:
+    """Raise RecipeError if a model has fewer positions than the recipe's context."""
+    if recipe.model.context > config.max_positions:
         raise RecipeError(
-            f"model.context = {recipe.model.context} is more than the {loaded.config.max_positions} positions of "
-            f"{key} = {loaded.run or loaded.source}",
-            key=f"{key}.context",
+            f"model.context = {recipe.model.context} is more than the {config.max_positions} positions of {model}",
+            key=key,
         )
 
 
@@ -297,10 +301,5 @@ def _config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenizer) ->
     """Return the shape of a new model, or of the loaded one with the recipe's dropout."""
     if loaded is None:
         return new_config(recipe.model, tokenizer.vocab_size)
-    if recipe.model.context > loaded.config.max_positions:
-        raise RecipeError(
-            f"model.context = {recipe.model.context} is more than the {loaded.config.max_positions} positions "
-            f"of model.path = {recipe.model.path}",
-            key="model.context",
-        )
+    _check_context(recipe, loaded.config, f"model.path = {recipe.model.path}", key="model.context")
     return replace(loaded.config, dropout=recipe.model.dropout)

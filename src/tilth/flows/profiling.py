@@ -13,6 +13,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -180,11 +181,8 @@ class Profiling(Callback):
         try:
             with writing(path):
                 self._folder.mkdir(exist_ok=True)
-                log = Lines(path)
-                try:
+                with closing(Lines(path)) as log:
                     log.append(to_json(line))
-                finally:
-                    log.close()
         except StorageError as error:
             self._say(str(error))
 

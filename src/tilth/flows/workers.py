@@ -34,7 +34,7 @@ from tilth.roles.reward import RewardWorker
 from tilth.roles.rollout import RolloutWorker
 from tilth.roles.trajectory_writer import TrajectoryWriter
 from tilth.roles.weight_sync import WeightSyncWorker
-from tilth.rollout.protocol import make_engine
+from tilth.rollout.protocol import GenerationEngine, make_engine
 from tilth.training.engine import TrainEngine
 from tilth.training.packed import appraise, rate
 
@@ -99,23 +99,20 @@ def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> Refere
 
 def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> RolloutWorker:
     """Make one generation engine in each worker; weight sync brings its weights."""
-    r, device = recipe.rollout, prepare(context, recipe)
-    engine = make_engine(
-        r.engine,
-        config,
-        tokenizer=tokenizer,
-        device=device,
-        dtype=DTYPES[recipe.train.precision],
-        seed=recipe.seed,
-        max_rows=r.max_rows,
-        kv_tokens=r.kv_tokens or r.max_rows * recipe.model.context,
-        step_tokens=r.step_tokens,
-        max_length=recipe.model.context,
-        compile=r.compile,
-        parity=recipe.train.parity,
-    )
+    r = recipe.rollout
+    more = {"kv_tokens": r.kv_tokens or r.max_rows * recipe.model.context, "max_length": recipe.model.context}
+    more |= {"compile": r.compile, "parity": recipe.train.parity}
+    engine = _engine(context, recipe, config, tokenizer, **more)
     template = make_template(recipe.data.template, tokenizer)
     return RolloutWorker(engine, template, r, context.store)
+
+
+def _engine(
+    context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, **more: Any
+) -> GenerationEngine:
+    r, device, dtype = recipe.rollout, prepare(context, recipe), DTYPES[recipe.train.precision]
+    how = {"device": device, "dtype": dtype, "seed": recipe.seed, "max_rows": r.max_rows, "step_tokens": r.step_tokens}
+    return make_engine(r.engine, config, tokenizer=tokenizer, **how, **more)
 
 
 def reward(context: Context, pool: RewardPool) -> RewardWorker:
@@ -137,19 +134,9 @@ def _prompts(context: Context) -> PromptSet:
 
 def judge(context: Context, recipe: Recipe) -> JudgeWorker:
     """Make one engine in each worker with the fixed weights of ``judge.path``; their step is its version."""
-    device = prepare(context, recipe)
     loaded = load_model(recipe.judge.path)
     tokenizer = wants_tokenizer(loaded)
-    engine = make_engine(
-        recipe.rollout.engine,
-        loaded.config,
-        tokenizer=tokenizer,
-        device=device,
-        dtype=DTYPES[recipe.train.precision],
-        seed=recipe.seed,
-        max_rows=recipe.rollout.max_rows,
-        step_tokens=recipe.rollout.step_tokens,
-    )
+    engine = _engine(context, recipe, loaded.config, tokenizer)
     engine.update_weights(loaded.tensors.items(), version=loaded.step or 0)
     return JudgeWorker(engine, make_template(loaded.template, tokenizer), recipe.judge, context.store)
 
