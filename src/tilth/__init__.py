@@ -28,9 +28,24 @@ if TYPE_CHECKING:
     from tilth.ui.track import Tracker
 
 __version__ = "0.1.0"
-_DECORATORS = "advantage callback command engine family flow optimizer policy_loss reward role task tracker"
 _HOME = {
-    **dict.fromkeys(_DECORATORS.split(), "tilth.config.plugins"),
+    **dict.fromkeys(
+        (
+            "advantage",
+            "callback",
+            "command",
+            "engine",
+            "family",
+            "flow",
+            "optimizer",
+            "policy_loss",
+            "reward",
+            "role",
+            "task",
+            "tracker",
+        ),
+        "tilth.config.plugins",
+    ),
     "Callback": "tilth.flows.callbacks",
     "Tracker": "tilth.ui.track",
     "train": "tilth.api",

@@ -96,8 +96,9 @@ def _material(recipe: Recipe, prompts: "Dataset | None", function: Spec | None) 
     if isinstance(prompts, PretrainTexts):
         return prompts
     if recipe.flow_spec.learns == "documents":
-        given = prompts is not None
-        return PretrainTexts.of(prompts, recipe.data.holdout) if given else PretrainTexts(*load_texts(recipe.data))
+        if prompts is None:
+            return PretrainTexts(*load_texts(recipe.data))
+        return PretrainTexts.of(prompts, recipe.data.holdout)
     asked = prompts or recipe_prompts(recipe)
     if function and not (prompts is None and _task(recipe)):  # a task's answers are valid, and slow to check
         check_answers(function, asked)

@@ -187,7 +187,7 @@ def test_a_tracker_of_ones_own_is_a_value_of_run_track(tmp_path):
     directory = tiny.run(tiny.recipe(tmp_path / "a", **own)).directory
     told = [json.loads(line) for line in (directory / "lines.jsonl").read_text().splitlines()]
     assert told == [[row["step"], row["loss"]] for row in read_metrics(directory)]
-    with pytest.raises(RecipeError, match=r"run\.track.*lines"):
+    with raises(RecipeError, "run.track.0"):
         tiny.recipe(tmp_path / "b", **{**own, "run": {"track": ["line"]}})
 
 
