@@ -77,10 +77,9 @@ def test_a_damaged_checkpoint_is_named_each_time_and_fallback_goes_on_from_the_o
     kept = again / "tiny-001" / "checkpoints"
     flip(latest(kept) / "optimizer.safetensors")
     for _ in range(2):
-        with pytest.raises(
-            CheckpointError, match=r"tensor optimizer/\S+ is corrupt .*--fallback goes on from step-000006"
-        ):
+        with pytest.raises(CheckpointError) as caught:
             go(again)
+        assert caught.value.key.startswith("optimizer/") and "--fallback goes on from step-000006" in str(caught.value)
     directory, said = go(again, fallback=True)
     assert any("is corrupt in file optimizer.safetensors" in line and "put aside" in line for line in said)
     assert "continuing after step 6" in said

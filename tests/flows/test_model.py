@@ -197,7 +197,7 @@ def test_a_checkpoint_without_its_run_is_told(several, tmp_path):
 
 def test_a_checkpoint_of_another_shape_is_told(several):
     save_shape(several / MODEL_FOLDER, small.config(num_layers=3), small.TOKENIZER)
-    with pytest.raises(ModelError, match=r"group model of .*step-000009: tensors do not match .*missing"):
+    with raises(ModelError, "model.layers.2.self_attn.q_proj.weight.missing"):
         load_model(several)
 
 
@@ -284,7 +284,7 @@ def test_then_the_model_s_own():
 def test_then_one_token_for_each_character_of_the_data():
     found = choose_tokenizer(tiny.recipe("runs"), PromptSet.of([{"prompt": "xy", "answer": "z"}]), None)
     assert found.decode(found.encode("zyx")) == "zyx" and found.vocab_size == 5
-    with pytest.raises(DataError, match="'a'"):
+    with raises(DataError, "tokenizer.a"):
         found.encode("a")
 
 

@@ -140,20 +140,20 @@ def test_what_is_said_of_an_invented_role_is_kept_with_the_recipe(teaching, tmp_
 @pytest.mark.parametrize(
     ("sections", "key"),
     [
-        ({"roles": {"student": {"layout": {"tp": 3}}}, "cluster": TWO}, r"roles\.student\.layout\.tp"),
-        ({"roles": {"student": {"pool": "train"}}}, r"roles\.student\.pool"),
-        ({"roles": {"student": {"pool": 3}}}, r"roles\.student\.pool = 3"),
-        ({"roles": {"student": {"layout": {"xp": 3}}}}, r"roles\.student\.layout\.xp"),
-        ({"roles": {"scorer": {"layout": {"dp": 1}}}}, r"roles\.scorer\.layout"),
-        ({"roles": {"scorer": {"path": "runs/x"}}}, r"roles\.scorer\.path"),
-        ({"roles": {"scorer": {"options": {"bonsu": 1.0}}}}, r"roles\.scorer\.options\.bonsu.*bonus"),
-        ({"roles": {"scorer": {"options": {"bonus": "much"}}}}, r"roles\.scorer\.options\.bonus"),
-        ({"roles": {"scoerer": {}}}, r"roles\.scoerer.*scorer"),
-        ({"roles": {"scorer": {}}, "flow": "grpo"}, r"roles\.scorer.*grpo"),
+        ({"roles": {"student": {"layout": {"tp": 3}}}, "cluster": TWO}, "roles.student.layout.tp"),
+        ({"roles": {"student": {"pool": "train"}}}, "roles.student.pool"),
+        ({"roles": {"student": {"pool": 3}}}, "roles.student.pool"),
+        ({"roles": {"student": {"layout": {"xp": 3}}}}, "roles.student.layout.xp"),
+        ({"roles": {"scorer": {"layout": {"dp": 1}}}}, "roles.scorer.layout.unused"),
+        ({"roles": {"scorer": {"path": "runs/x"}}}, "roles.scorer.path.unused"),
+        ({"roles": {"scorer": {"options": {"bonsu": 1.0}}}}, "roles.scorer.options.bonsu"),
+        ({"roles": {"scorer": {"options": {"bonus": "much"}}}}, "roles.scorer.options.bonus.type"),
+        ({"roles": {"scoerer": {}}}, "roles.scoerer.unused"),
+        ({"roles": {"scorer": {}}, "flow": "grpo"}, "roles.scorer.unused"),
     ],
 )
 def test_what_is_wrong_with_an_invented_role_is_found_before_the_run(teaching, sections, key):
-    with pytest.raises(RecipeError, match=key):
+    with raises(RecipeError, key):
         teaching(**sections)
 
 

@@ -275,7 +275,7 @@ def test_a_model_and_a_tokenizer_of_different_vocabulary_are_refused(pretrained,
         "model": {"path": str(pretrained.directory), "context": 12},
         "data": {"tokenizer": str(tmp_path / "other")},
     }
-    with pytest.raises(DataError, match=r"data\.tokenizer .*other"):
+    with raises(DataError, "data.tokenizer.+"):
         tiny.learn(tmp_path / "runs", "sft", **where)
     assert not (tmp_path / "runs").exists()
 
