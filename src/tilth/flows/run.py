@@ -78,14 +78,14 @@ class Run:
         self._engine_version: int | None = None
         self._syncs = self._empty = 0
 
-    # ---- phases ----
-
     @property
     def critic(self) -> WorkerGroup:
         """The critic; RecipeError in a flow that has none."""
         if self.roles.critic is None:
             raise RecipeError(f"flow={self.recipe.flow} has no critic; set flow=ppo or vapo", key="flow.critic")
         return self.roles.critic
+
+    # ---- phases ----
 
     def enter(self, phase: str, steps: int, lr: float) -> "Run":
         """Begin a phase of this many steps, or continue it after a resume, also if it is longer than before."""

@@ -110,9 +110,10 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
 def _engine(
     context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, **more: Any
 ) -> GenerationEngine:
-    r, device, dtype = recipe.rollout, prepare(context, recipe), DTYPES[recipe.train.precision]
-    how = {"device": device, "dtype": dtype, "seed": recipe.seed, "max_rows": r.max_rows, "step_tokens": r.step_tokens}
-    return make_engine(r.engine, config, tokenizer=tokenizer, **how, **more)
+    r, device = recipe.rollout, prepare(context, recipe)
+    more |= {"device": device, "dtype": DTYPES[recipe.train.precision], "seed": recipe.seed}
+    more |= {"max_rows": r.max_rows, "step_tokens": r.step_tokens}
+    return make_engine(r.engine, config, tokenizer=tokenizer, **more)
 
 
 def reward(context: Context, pool: RewardPool) -> RewardWorker:

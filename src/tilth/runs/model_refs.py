@@ -191,8 +191,8 @@ def _chosen(root: Location, which: str, run: Path | None, who: str) -> Named:
     """Return the checkpoint under a root that ``which`` selects: newest, best, a step, or the newest's ema."""
     kept = {step_of(path) or 0: path for path in complete(root)}
     if not kept:
-        if told := lost(run, root):
-            raise ModelError(told, key="checkpoints")
+        if message := lost(run, root):
+            raise ModelError(message, key="checkpoints")
         if str(root).startswith("memory://"):
             raise ModelError(
                 f"{who} has none: checkpoints in memory:// are gone when their process ends", key="run.checkpoints"
