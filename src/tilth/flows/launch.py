@@ -141,36 +141,43 @@ def launch(
         ):
             if parts.roles.reward is not None:
                 parts.roles.reward.print_to(str(directory.path.resolve() / REWARD_LOG))
-            with _add_hints(directory.path), StopRequest(recipe.run.grace) as stop:
-                cluster.trace(directory.events.resolve(), directory.attempt, bool(recipe.run.collect_every))
-                profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
-                watching = [_Clocks(cluster), *callbacks, profiling]
-                run = _run(parts, cluster, directory, watching, stop)
-                for text in warned:
-                    directory.log(text)
-                directory.update(data=data)
-                _announce(run, parts)
-                _restore(run, fallback=fallback)
-                notify(watching, "on_run_start", run)
-                try:
-                    _phases(run)
-                    profiling.conclude()
-                    run.saving.finish()
-                    if run.saving.failed:
-                        run.secure()
-                except Interrupted as stopped:
-                    directory.end("interrupted", why=str(stopped))
-                    raise
-                finally:
-                    if not cluster.dispatch.idle():  # rows that the writer still holds are lost with their step
-                        directory.trajectories = TrajectoryFiles(directory.path / TRAJECTORIES)
-                    run.saving.give_up()
+            for text in warned:
+                directory.log(text)
+            directory.update(data=data)
+            run = _train(parts, cluster, directory, callbacks, fallback=fallback)
             directory.end("finished")
             summary = summarise(directory.path)
             for line in cluster.close():
                 _log_late(directory, callbacks, line)
-    notify(watching, "on_run_end", run, summary)
+    notify(run.callbacks, "on_run_end", run, summary)
     return RunResult(directory.path, summary)
+
+
+def _train(
+    parts: RunParts, cluster: Cluster, directory: RunDir, callbacks: Sequence[Callback], *, fallback: bool
+) -> Run:
+    """Make the run, restore it, and run its phases to their end and its last checkpoint."""
+    with _add_hints(directory.path), StopRequest(parts.recipe.run.grace) as stop:
+        cluster.trace(directory.events.resolve(), directory.attempt, bool(parts.recipe.run.collect_every))
+        profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
+        run = _run(parts, cluster, directory, [_Clocks(cluster), *callbacks, profiling], stop)
+        _announce(run, parts)
+        _restore(run, fallback=fallback)
+        notify(run.callbacks, "on_run_start", run)
+        try:
+            _phases(run)
+            profiling.conclude()
+            run.saving.finish()
+            if run.saving.failed:
+                run.secure()
+        except Interrupted as stopped:
+            directory.end("interrupted", why=str(stopped))
+            raise
+        finally:
+            if not cluster.dispatch.idle():  # rows that the writer still holds are lost with their step
+                directory.trajectories = TrajectoryFiles(directory.path / TRAJECTORIES)
+            run.saving.give_up()
+    return run
 
 
 def _check_place(where: str) -> None:
