@@ -86,53 +86,53 @@ def test_the_terminal_watches_too_unless_told_otherwise(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wrong, says",
+    "wrong, key",
     [
-        ({"rollouts": {"group": 4}}, "did you mean rollout"),
-        ({"rollout": {"grup": 4}}, r"rollout\.grup"),
-        ({"rollout": {"group": 0}}, r"rollout\.group"),
-        ({"model": {"hidden": 30, "heads": 4}}, r"model\.heads"),
+        ({"rollouts": {"group": 4}}, "rollouts"),
+        ({"rollout": {"grup": 4}}, "rollout.grup"),
+        ({"rollout": {"group": 0}}, "rollout.group"),
+        ({"model": {"hidden": 30, "heads": 4}}, "model.hidden"),
         ({"seed": "one"}, "seed"),
     ],
 )
-def test_a_wrong_setting_is_told_as_in_a_recipe(tmp_path, wrong, says):
-    with pytest.raises(RecipeError, match=says):
+def test_a_wrong_setting_is_told_as_in_a_recipe(tmp_path, wrong, key):
+    with raises(RecipeError, key):
         tilth.train(SUMS, len, live=False, **{"run": {"dir": str(tmp_path / "runs")}, **wrong})
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    "data, says",
+    "data, key",
     [
-        ([], "empty"),
-        ([{"question": "1+1="}], "record 1: no column 'prompt'"),
-        (["1+1=", 3], "record 2"),
-        ([{"prompt": "1", "answer": 2}], "answer is 2"),
-        ("tr.jsonl", "'tr.jsonl'"),
-        (Path("tr.jsonl"), "'tr.jsonl'"),
-        ("", "data.source is empty"),
-        (b"tr.jsonl", "bytes"),
-        ({"prompt": "1+1=", "answer": "2"}, "one dict"),
-        (7, "type int"),
-        (iter([]), "once"),
+        ([], "data"),
+        ([{"question": "1+1="}], "record 1.prompt.missing"),
+        (["1+1=", 3], "record 2.type"),
+        ([{"prompt": "1", "answer": 2}], "record 1.answer.type"),
+        ("tr.jsonl", "data.source"),
+        (Path("tr.jsonl"), "data.source"),
+        ("", "data.source.empty"),
+        (b"tr.jsonl", "data.bytes"),
+        ({"prompt": "1+1=", "answer": "2"}, "data.dict"),
+        (7, "data.int"),
+        (iter([]), "data.exhausted"),
     ],
 )
-def test_wrong_data_are_told_with_their_place(tmp_path, data, says):
-    with pytest.raises(DataError, match=says):
+def test_wrong_data_are_told_with_their_place(tmp_path, data, key):
+    with raises(DataError, key):
         tilth.train(data, tiny.close_enough, live=False, **settings(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("reward, says", [(7, "neither a function"), (lambda prompt: 1.0, "prompt, completion, info")])
-def test_a_reward_that_cannot_be_called_is_refused(tmp_path, reward, says):
-    with pytest.raises(RewardError, match=says):
+@pytest.mark.parametrize("reward, key", [(7, "function"), (lambda prompt: 1.0, "<lambda>.arguments")])
+def test_a_reward_that_cannot_be_called_is_refused(tmp_path, reward, key):
+    with raises(RewardError, key):
         tilth.train(SUMS, reward, live=False, **settings(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_warm_up_needs_answers(tmp_path):
     how = settings(tmp_path) | {"supervised": {"steps": 1, "batch": 4}}
-    with pytest.raises(DataError, match=r"has no answer.*supervised\.steps = 0"):
+    with raises(DataError, "record 1.answer"):
         tilth.train([s["prompt"] for s in SUMS], tiny.close_enough, live=False, **how)
 
 
@@ -160,7 +160,7 @@ def test_records_leave_no_name_in_the_recipe(monkeypatch):
     seen = caught(monkeypatch)
     tilth.train(SUMS, len, live=False)
     assert seen["recipe"].data.source == ""
-    with pytest.raises(DataError, match=r"data\.source is empty"):
+    with raises(DataError, "data.source.empty"):
         load_source(seen["recipe"].data)
 
 
@@ -183,9 +183,9 @@ def test_heldout_is_of_any_kind_that_data_is(monkeypatch, tmp_path, kind):
 def test_heldout_is_given_once_and_has_records(tmp_path):
     with raises(RecipeError, "data.heldout"):
         tilth.train(SUMS, len, heldout=HELD, live=False, keys={"data.heldout": "te.jsonl"})
-    with pytest.raises(DataError, match="heldout is empty"):
+    with raises(DataError, "heldout"):
         tilth.train(SUMS, len, heldout=[], live=False)
-    with pytest.raises(DataError, match="heldout record 2: no column"):
+    with raises(DataError, "heldout record 2.prompt.missing"):
         tilth.train(SUMS, len, heldout=[HELD[0], {"question": "?"}], live=False)
 
 
@@ -211,7 +211,7 @@ def test_allow_is_handed_on(monkeypatch, allow):
     seen = caught(monkeypatch)
     tilth.train(SUMS, len, live=False, allow=allow)
     assert seen["allow"] == ((allow,) if isinstance(allow, str) else tuple(allow))
-    with pytest.raises(RecipeError, match=r"optimizer\.lr"):
+    with raises(RecipeError, "--allow"):
         tilth.train(SUMS, len, live=False, allow="optimizer.rl")
 
 
@@ -222,7 +222,7 @@ def test_prompts_of_data_heldout_are_those_held_out(monkeypatch, tmp_path):
     train, held = seen["prompts"].split(0.5)
     assert [p.text for p in held] == ["7+7=", "1+1="]
     assert [p.text for p in train] == [s["prompt"] for s in SUMS if s["prompt"] != "1+1="]
-    with pytest.raises(DataError, match=r"none\.jsonl"):
+    with raises(DataError, "data.heldout"):
         tilth.train(SUMS, len, live=False, keys={"data.heldout": str(tmp_path / "none.jsonl")})
 
 

@@ -9,8 +9,8 @@ import time
 from types import CodeType, FrameType
 
 PHASES = (
-    ("saving", r"flows/launch\.py _save|flows/run\.py save|/tilth/checkpoint/"),
-    ("publishing", r"flows/run\.py publish|roles/relay\.py|rollout/engine\.py update_weights"),
+    ("saving", r"flows/run\.py save|/tilth/checkpoint/"),
+    ("publishing", r"flows/run\.py sync_weights|roles/weight_sync\.py|rollout/engine\.py update_weights"),
     ("evaluating", r"flows/heldout\.py (evaluate|measure)$"),
     ("generating", r"flows/sampler\.py generate_and_score|roles/rollout\.py|rollout/engine\.py"),
     ("training", r"flows/step_log\.py flush|training/engine\.py|roles/(policy|critic)\.py"),

@@ -1,7 +1,6 @@
 """Tilth trains language models by reinforcement learning.
 
-``tilth.train(...)`` and the pure functions of ``tilth.rl`` are loaded when they are first used, so that importing
-``tilth`` costs no torch.
+``tilth.train`` and ``tilth.rl`` are loaded on first use, so that ``import tilth`` does not import torch.
 """
 
 import importlib
@@ -53,22 +52,22 @@ _HOME = {
     "Tracker": "tilth.ui.track",
     "train": "tilth.api",
 }
-"""Name -> the module that it is loaded from when it is first used."""
+"""Name -> module that it is loaded from on first use."""
 __all__ = ["__version__", "rl", *_HOME]
 
-# Idle OpenMP threads spin and starve every other process of a small machine (10 to 30 times slower);
-# the runtime reads this once, when torch is imported.
+# Idle OpenMP threads spin and slow down other processes of a small machine 10 to 30 times. The runtime reads this
+# variable once, when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# oneDNN (bf16, and fp32 at "medium") and torch's layer above it keep kernels and their memory for the last 1,024
-# shapes: with packed batches, whose sizes hardly ever repeat, that is gigabytes. Only one layer's are used again.
+# oneDNN and torch's layer above it cache kernels and their memory for the last 1,024 shapes. Sizes of packed batches
+# hardly ever repeat, so that would be gigabytes; 32 are enough for the shapes of one layer.
 for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_cache, "32")
-# Processes of gloo connect when they first speak to each other, not all with all when they join (also read once): so a
-# role can be made on some workers before the others have joined.
+# Gloo processes connect on first communication instead of all at once (also read once), so that a role can be made on
+# some workers before the others have joined.
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name == "rl":

@@ -1,4 +1,4 @@
-"""Tilth as a library: ``tilth.train`` and what the command line calls."""
+"""Tilth as a library: ``tilth.train``, and ``run_recipe`` for the command line."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
 Spec = Reward | str | Mapping[str, float]
-"""A reward by value, by name, or several names with their weights."""
+"""A reward function, its name, or several names with weights."""
 
 
 def run_recipe(
@@ -32,13 +32,11 @@ def run_recipe(
     allow: Sequence[str] = (),
     fallback: bool = False,
 ) -> "RunResult":
-    """Run a recipe to its end, or continue its newest unfinished run.
+    """Run a recipe to its end, or resume its newest unfinished run, and write ``report.html``.
 
-    prompts and reward replace the recipe's own; callbacks of plugins and trackers of run.track watch too. allow: keys
-    and sections in which the run that goes on may have had other values. fallback: where its newest checkpoint is
-    damaged, take the newest valid one.
-
-    Writes ``report.html`` at the end. Raises TilthError (bad input, a broken invariant) and Interrupted.
+    prompts and reward replace the recipe's own; callbacks of plugins and trackers of run.track are added. allow: keys
+    and sections whose values may have changed. fallback: resume from the newest valid checkpoint if the newest one is
+    damaged. Raises TilthError (bad input, a broken invariant) and Interrupted.
     """
     from tilth.flows.callbacks import checked
     from tilth.rewards.fingerprint import fingerprint
@@ -47,7 +45,7 @@ def run_recipe(
     callbacks = checked(callbacks, recipe.plugins)
     function = _reward(recipe, prompts, reward)
     with tracking(recipe) as trackers, _pool(recipe, function) as pool:
-        # The pool's processes start while torch is being imported here.
+        # The pool's processes start while this one imports torch.
         from tilth.flows.launch import launch
 
         result = launch(
@@ -67,7 +65,7 @@ def run_recipe(
 
 
 def _reward(recipe: Recipe, prompts: "Dataset | None", given: Spec | None) -> Spec | None:
-    """What scores; None where nothing is generated: pre-training, and fine-tuning without a reward."""
+    """Return the reward; None if nothing is generated: pre-training, and fine-tuning without a reward."""
     if recipe.flow_spec.learns == "documents" or recipe.flow_spec.value:
         return None
     from tilth.rewards.functions import of_plugins
@@ -83,13 +81,13 @@ def _pool(recipe: Recipe, function: Spec | None) -> "AbstractContextManager[Rewa
 
     if function is None:
         return nullcontext()
-    here = recipe.cluster.backend == "inline"  # otherwise the worker that scores has a pool of its own
+    here = recipe.cluster.backend == "inline"  # otherwise the reward role's worker starts the pool
     how = recipe.reward
     return RewardPool(function, workers=how.workers, timeout=how.timeout, quiet=True, wait=False, start=here)
 
 
 def _material(recipe: Recipe, prompts: "Dataset | None", function: Spec | None) -> "Dataset":
-    """What is learned from; of prompts with answers that the reward can verify. Raises DataError."""
+    """Return the training data; DataError for answers that the reward cannot verify."""
     from tilth.data.pairs import recipe_prompts
     from tilth.data.prompts import load_texts
     from tilth.flows.build import PretrainTexts
@@ -98,13 +96,11 @@ def _material(recipe: Recipe, prompts: "Dataset | None", function: Spec | None) 
     if isinstance(prompts, PretrainTexts):
         return prompts
     if recipe.flow_spec.learns == "documents":
-        return (
-            PretrainTexts(*load_texts(recipe.data))
-            if prompts is None
-            else PretrainTexts.of(prompts, recipe.data.holdout)
-        )
+        if prompts is None:
+            return PretrainTexts(*load_texts(recipe.data))
+        return PretrainTexts.of(prompts, recipe.data.holdout)
     asked = prompts or recipe_prompts(recipe)
-    if function and not (prompts is None and _task(recipe)):  # a task's are right, and a million are slow to check
+    if function and not (prompts is None and _task(recipe)):  # a task's answers are valid, and slow to check
         check_answers(function, asked)
     return asked
 
@@ -123,26 +119,25 @@ def train(
 ) -> "RunResult":
     """Train a language model by reinforcement learning on prompts and a reward function.
 
-    data: records with ``prompt`` and, for a warm-up or the reward's use, ``answer`` and whatever else (of other names:
+    data: records with ``prompt`` and optionally ``answer`` and further columns (for other names,
         ``keys={"data.columns": {"prompt": "question"}}``): a list or an iterator of dictionaries, a DataFrame of pandas
         or polars, an Arrow table, a ``datasets.Dataset``; or texts; or, as ``data.source``, the name of a file (JSONL,
         CSV, Parquet, ...), a folder or a task. An iterator is read once, to its end.
-    reward: (prompt, completion, info) -> number, or a dict with "reward"; a lambda or a function of the script works.
-        Or what ``reward.function`` of a recipe may be: ``"gsm8k"``, ``{"exact": 1.0, "style.py:brevity": 0.1}``; or
-        nothing where ``flow`` is "sft" or "pretrain", or ``data`` a task.
-    heldout: what to evaluate on, of the same kinds as data; default: a share of data (``data.holdout``).
+    reward: (prompt, completion, info) -> number, or a dict with "reward"; or any value of ``reward.function``:
+        ``"gsm8k"``, ``{"exact": 1.0, "style.py:brevity": 0.1}``. Not needed if ``flow`` is "sft" or "pretrain", or
+        ``data`` is a task.
+    heldout: data to evaluate on, of the same kinds as data; default: a share of data (``data.holdout``).
     settings: sections of a recipe, e.g. ``model={"path": "..."}``, ``algorithm={"steps": 50}``, ``seed=1``.
     keys: any key by its full name, e.g. ``{"data.template": "chatml", "reward.timeout": 5.0}``; not data.source.
-    allow: keys and sections in which the unfinished run may have had other values, as ``--allow``; "data" too.
-    callbacks: instances of ``tilth.Callback``. live: whether the terminal shows the run.
+    allow: keys and sections whose values may have changed in a resumed run, as ``--allow``; "data" too.
+    callbacks: instances of ``tilth.Callback``. live: show the run in the terminal.
 
-    The same call (same data, same reward) continues an unfinished run. Returns its directory, with ``report.html`` in
-    it, and its summary.
+    The same call with the same data and reward resumes an unfinished run. Return the directory and the summary.
     """
     allow = (allow,) if isinstance(allow, str) else tuple(allow)
     check_allowed(allow)
     if not name or "/" in name or name in (".", ".."):
-        raise RecipeError(f"name = {name!r} is not the name of a folder; give one such as 'train'", key="name")
+        raise RecipeError(f"name = {name!r} is not the name of a folder; use for example 'train'", key="name")
     wanted, brought = _sources(_with_keys(settings, keys or {}), data, heldout)
     recipe = from_dict(wanted)
     prompts = _given(recipe, brought) if brought else None
@@ -157,17 +152,17 @@ def train(
 
 
 def _sources(wanted: dict[str, Any], data: Any, heldout: Any) -> tuple[dict[str, Any], "Brought"]:
-    """The recipe with the names of files and tasks in their place, and the records that have none."""
+    """Return the recipe with names of files and tasks, and the records that have no name."""
     from tilth.data.given import file_name
 
     section = dict(wanted.get("data", {}))
     if "source" in section:
         raise RecipeError(
-            "data.source has no place beside the data that tilth.train is given; leave it out", key="data.source"
+            "data.source conflicts with the data that tilth.train is given; leave it out", key="data.source"
         )
     if heldout is not None and section.get("heldout"):
         raise RecipeError(
-            f"data.heldout = {section['heldout']} has no place beside heldout; give one of them", key="data.heldout"
+            f"data.heldout = {section['heldout']} conflicts with heldout; give one of them", key="data.heldout"
         )
     brought: dict[Key, Given] = {}
     places: tuple[tuple[Key, Any], ...] = (("source", data), ("heldout", heldout))
@@ -176,15 +171,15 @@ def _sources(wanted: dict[str, Any], data: Any, heldout: Any) -> tuple[dict[str,
             section[key] = named
         elif key == "source" or value is not None:
             brought[key] = value
-    # The recipe of a run does not name what it cannot read again: not the default either.
+    # A run's recipe does not name data that it cannot read again, nor the default task.
     section.setdefault("source", "")
     if "heldout" in brought:
-        section.pop("holdout", None)  # no share of the data
+        section.pop("holdout", None)
     return wanted | {"data": section}, brought
 
 
 def _given(recipe: Recipe, brought: "Brought") -> "Dataset":
-    """What the caller brought, with what the recipe names. Raises DataError."""
+    """Return the caller's records with the data that the recipe names. Raises DataError."""
     from tilth.data.pairs import recipe_prompts
     from tilth.data.prompts import load_texts
 
@@ -207,7 +202,7 @@ def _with_keys(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str
 
 
 def _task(recipe: Recipe) -> str:
-    """The task that is trained on, whose reward has its name; empty for other data."""
+    """Return the name of the task in ``data.source``, which is also that of its reward; "" for other data."""
     from tilth.config.plugins import task_names
 
     return recipe.data.source if recipe.data.source in task_names() else ""
@@ -218,7 +213,7 @@ def _no_reward(recipe: Recipe, prompts: "Dataset | None") -> NoReturn:
     from tilth.rewards.verifiers import verifier_specs
 
     if prompts is None:
-        load_source(recipe.data)  # a mistyped source is the error to tell first
+        load_source(recipe.data)  # raises for a mistyped source
     what = "the data" if prompts is not None else f"data.source={recipe.data.source}"
     known = ", ".join(verifier_specs())
     raise RewardError(

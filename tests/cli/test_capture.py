@@ -125,7 +125,7 @@ def test_what_cannot_be_is_named_at_once_and_not_asked(run, options, told):
 def test_a_finished_run_and_what_is_no_run_are_named(run, tmp_path):
     run.end("finished")
     result = call(run.path)
-    assert result.exit_code == 2 and "is finished: only steps that are still to come" in result.stderr
+    assert result.exit_code == 2 and "is finished: only steps of an active run" in result.stderr
     result = call(tmp_path / "nothing")
     assert result.exit_code == 2 and "nothing is not a run" in result.stderr
 

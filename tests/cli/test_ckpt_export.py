@@ -160,7 +160,7 @@ def test_what_others_put_there_meanwhile_stays(run, tmp_path, monkeypatch):
 
 def test_a_checkpoint_in_a_store_needs_its_run(run, tmp_path):
     url = upload(run / "checkpoints", "memory://export/checkpoints")
-    assert "its run's config.json is not beside it; say RUN@STEP" in refused(
+    assert "its run's config.json is not beside it; use RUN@STEP" in refused(
         "ckpt", "export", f"{url}@4", tmp_path / "out"
     )
     away = tmp_path / "away"

@@ -270,42 +270,42 @@ def test_a_run_goes_on_with_another_teacher_only_if_that_is_allowed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flow, algorithm, said",
+    "flow, algorithm, key",
     [
-        ("grpo", {"options": {"alpha": 0.1}}, "grpo and ppo_clip have no such option; it is one of .*vapo"),
-        ("grpo", {"options": {"epz": 0.1}}, "did you mean 'eps'"),
-        ("grpo", {"options": {"clip_low": 0.1}}, "a key of its own: algorithm.clip_low"),
-        ("grpo", {"lam": 0.9}, "algorithm.lam = 0.9: grpo and ppo_clip have no such option; it is one of gae"),
-        ("ppo", {"advantage": "remax"}, "never looks at the critic"),
-        ("grpo", {"advantage": "vapo"}, "needs a critic"),
-        ("ppo", {"advantage": "grpo"}, "never looks at the critic"),
-        ("grpo", {"advantage": "distill"}, "needs the column 'ref_logprobs'"),
-        ("grpo", {"correction": "decoupled_token_iss"}, "did you mean 'decoupled_token_is'"),
-        ("grpo", {"loss": "gspoo"}, "did you mean 'gspo'"),
-        ("grpo", {"aggregation": "token-men"}, "did you mean 'token-mean'"),
+        ("grpo", {"options": {"alpha": 0.1}}, "algorithm.options.alpha"),
+        ("grpo", {"options": {"epz": 0.1}}, "algorithm.options.epz"),
+        ("grpo", {"options": {"clip_low": 0.1}}, "algorithm.options.clip_low"),
+        ("grpo", {"lam": 0.9}, "algorithm.lam"),
+        ("ppo", {"advantage": "remax"}, "algorithm.advantage.values"),
+        ("grpo", {"advantage": "vapo"}, "flow.critic"),
+        ("ppo", {"advantage": "grpo"}, "algorithm.advantage.values"),
+        ("grpo", {"advantage": "distill"}, "ref_logprobs"),
+        ("grpo", {"correction": "decoupled_token_iss"}, "corrections"),
+        ("grpo", {"loss": "gspoo"}, "losses"),
+        ("grpo", {"aggregation": "token-men"}, "aggregations"),
     ],
 )
-def test_what_does_not_fit_is_named_before_anything_starts(tmp_path, flow, algorithm, said):
-    with pytest.raises(RecipeError, match=said):
+def test_what_does_not_fit_is_named_before_anything_starts(tmp_path, flow, algorithm, key):
+    with raises(RecipeError, key):
         check_algorithm(recipe(tmp_path, flow, algorithm))
 
 
 @pytest.mark.parametrize(
-    "flow, sections, said",
+    "flow, sections, key",
     [
-        ("distill", {}, "reference.path, which is empty"),
-        ("grpo", {"reference": {"path": "x"}}, "has no use: algorithm.kl_coef is 0"),
+        ("distill", {}, "reference.path"),
+        ("grpo", {"reference": {"path": "x"}}, "reference.path.unused"),
     ],
 )
-def test_keys_that_contradict_each_other(tmp_path, flow, sections, said):
-    with pytest.raises(RecipeError, match=said):
+def test_keys_that_contradict_each_other(tmp_path, flow, sections, key):
+    with raises(RecipeError, key):
         recipe(tmp_path, flow, **sections)
 
 
 def test_an_adapted_weight_needs_a_beginning(tmp_path):
-    with pytest.raises(RecipeError, match=r"kl_target = 0\.1 adapts algorithm\.kl_coef, which is 0"):
+    with raises(RecipeError, "algorithm.kl_target"):
         recipe(tmp_path, "grpo", {"kl_target": 0.1})
-    with pytest.raises(RecipeError, match=r"entropy_coef = -0\.1 is below 0, where algorithm\.entropy_target adapts"):
+    with raises(RecipeError, "algorithm.entropy_coef"):
         recipe(tmp_path, "grpo", {"entropy_target": 0.2, "entropy_coef": -0.1})
     assert recipe(tmp_path, "grpo", {"entropy_coef": -0.1}).algorithm.entropy_coef == -0.1
 
@@ -379,26 +379,22 @@ def test_a_penalty_that_would_be_lost_or_blown_up_is_refused(tmp_path, flow, alg
 
 
 @pytest.mark.parametrize(
-    "flow, given, said",
+    "flow, given, key",
     [
-        ("rloo", {"minibatches": 2}, "algorithm.minibatches = 2 has no use in flow = rloo; it is of grpo"),
-        ("grpo", {"refill": 3}, "algorithm.refill = 3 has no use in flow = grpo; it is of dapo, fapo"),
-        (
-            "ppo",
-            {"drop_flat": False},
-            "algorithm.drop_flat = False has no use in flow = ppo; it is of grpo, dapo, fapo",
-        ),
-        ("ppo", {"entropy_target": 0.1, "entropy_coef": -0.1}, "entropy"),
+        ("rloo", {"minibatches": 2}, "algorithm.minibatches.unused"),
+        ("grpo", {"refill": 3}, "algorithm.refill.unused"),
+        ("ppo", {"drop_flat": False}, "algorithm.drop_flat.unused"),
+        ("ppo", {"entropy_target": 0.1, "entropy_coef": -0.1}, "algorithm.entropy_coef"),
     ],
 )
-def test_a_key_that_its_flow_never_reads_is_refused(tmp_path, flow, given, said):
-    with pytest.raises(RecipeError, match=said):
+def test_a_key_that_its_flow_never_reads_is_refused(tmp_path, flow, given, key):
+    with raises(RecipeError, key):
         recipe(tmp_path, flow, given)
 
 
 @pytest.mark.parametrize("flow", ["grpo", "dapo", "fapo", "rloo"])
 def test_a_group_of_one_where_samples_are_compared_is_refused(tmp_path, flow):
-    with pytest.raises(RecipeError, match=f"rollout.group = 1 in flow = {flow}"):
+    with raises(RecipeError, "rollout.group"):
         recipe(tmp_path, flow, rollout={"group": 1}, judge={"path": "x"} if flow == "fapo" else {})
 
 

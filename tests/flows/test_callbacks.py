@@ -187,7 +187,7 @@ def test_a_tracker_of_ones_own_is_a_value_of_run_track(tmp_path):
     directory = tiny.run(tiny.recipe(tmp_path / "a", **own)).directory
     told = [json.loads(line) for line in (directory / "lines.jsonl").read_text().splitlines()]
     assert told == [[row["step"], row["loss"]] for row in read_metrics(directory)]
-    with pytest.raises(RecipeError, match=r"run\.track.*lines"):
+    with raises(RecipeError, "run.track.0"):
         tiny.recipe(tmp_path / "b", **{**own, "run": {"track": ["line"]}})
 
 
@@ -201,6 +201,6 @@ def test_a_tracker_that_fails_is_told_and_the_run_goes_on(tmp_path):
 
 def test_a_declared_tracker_that_is_none_is_refused(tmp_path):
     path = write(tmp_path, "import tilth\n\n@tilth.tracker('lines')\nclass Lines: pass\n")
-    with pytest.raises(PluginError, match=r"mine\.py:3"):
+    with raises(PluginError, "tracker.lines"):
         run_recipe(tiny.recipe(tmp_path / "a", plugins=[str(path)], run={"track": ["lines"]}), name="x")
     assert not Path(tmp_path / "a").exists()

@@ -291,10 +291,9 @@ WRONG = {"supervised": {"steps": 0}, "cluster": {**LOCAL, "timeout": 60.0}}
 def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path, shared, monkeypatch):
     with monkeypatch.context() as once:
         replace_rollout(once, "dies")
-        with pytest.raises(
-            WorkerLost, match=r"role rollout, rank 1, generate: .*SIGKILL(.|\n)*the same command continues in"
-        ):
+        with raises(WorkerLost, "rollout.generate") as caught:
             tiny.run(tiny.recipe(tmp_path, **WRONG))
+        assert "SIGKILL" in str(caught.value) and "the same command continues in" in str(caught.value)
     (directory,) = [p for p in tmp_path.iterdir() if p.name.startswith("tiny")]
     assert read_state(directory)["state"] != "finished"
     assert tiny.run(tiny.recipe(tmp_path, **WRONG)).directory == directory
@@ -303,9 +302,9 @@ def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path, shared, mon
 @pytest.mark.slow
 def test_a_mistake_in_a_worker_comes_with_its_traceback(tmp_path, shared, monkeypatch):
     replace_rollout(monkeypatch, "mistaken")
-    said = r"role rollout, rank \d, generate: AttributeError(.|\n)*requests\[0\]\.nothing"
-    with pytest.raises(WorkerError, match=said):
+    with raises(WorkerError, "rollout.generate") as caught:
         tiny.run(tiny.recipe(tmp_path, **WRONG))
+    assert "requests[0].nothing" in str(caught.value)
 
 
 def test_rewards_of_the_script_itself_travel_to_the_worker_that_scores(tmp_path, shared):
@@ -346,6 +345,6 @@ def test_rewards_that_are_slow_together_end_within_the_limit_of_a_call(tmp_path,
 def test_a_tensor_that_one_engine_holds_wrongly_stops_the_run_in_that_step(tmp_path, shared, monkeypatch, damage):
     replace_rollout(monkeypatch, "harmed", damage=damage)
     watcher = tiny.Recorder()
-    with pytest.raises(WeightMismatch, match=r"rank 1.* model\.layers\.1\.mlp\.up_proj\.weight in the rollout engine"):
+    with raises(WeightMismatch, "model.layers.1.mlp.up_proj.weight"):
         tiny.run(tiny.recipe(tmp_path, **WRONG), callbacks=[watcher])
     assert not watcher.records  # the publish at the end of the first step is the first with a version above 0

@@ -59,7 +59,7 @@ def run(model, pool, *, prompts=PROMPTS, **how):
 
 
 def completions(found):
-    return {(s.prompt.index, s.number): s.said.tokens.tolist() for s in found.samples}
+    return {(s.prompt.index, s.number): s.trajectory.tokens.tolist() for s in found.samples}
 
 
 # ---- completions ----
@@ -70,9 +70,9 @@ def test_greedy_answers_are_those_of_the_plain_loop(model, pool):
     decoder = speaking.decoder(model.tokenizer, context=48)
     for sample in found.samples:
         ids = model.tokenizer.encode(sample.prompt.text)
-        assert sample.said.tokens.tolist() == [*ids, *speaking.greedy(decoder, ids, 8, model.tokenizer.stop_ids)]
-        begin = sample.said.text
-        assert begin == model.tokenizer.decode(sample.said.tokens[len(ids) :])
+        assert sample.trajectory.tokens.tolist() == [*ids, *speaking.greedy(decoder, ids, 8, model.tokenizer.stop_ids)]
+        begin = sample.trajectory.text
+        assert begin == model.tokenizer.decode(sample.trajectory.tokens[len(ids) :])
 
 
 def test_a_template_makes_the_prompts_and_ends_the_answers(tmp_path):
@@ -83,7 +83,7 @@ def test_a_template_makes_the_prompts_and_ends_the_answers(tmp_path):
     template = make_template("model", tokenizer)
     for sample in found.samples:
         (ids,) = template.prompts([sample.prompt])
-        assert sample.said.tokens.tolist() == [*ids, *speaking.greedy(decoder, ids, 8, template.stops)]
+        assert sample.trajectory.tokens.tolist() == [*ids, *speaking.greedy(decoder, ids, 8, template.stops)]
 
 
 def test_the_same_again_and_something_else_with_another_seed(model, pool):

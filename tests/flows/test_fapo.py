@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tilth.flows.step_judge as judged
+from tests.errors import raises
 from tests.flows import tiny
 from tilth.config.load import from_dict
 from tilth.core.batch import Batch
@@ -201,7 +202,7 @@ def test_a_run_goes_on_with_the_same_weights_of_its_judge_only(tmp_path, judge, 
 
 
 def test_a_judge_that_is_not_there_is_told_before_the_run(tmp_path):
-    with pytest.raises(ModelError, match="nowhere"):
+    with raises(ModelError, "nowhere"):
         tiny.run(recipe(tmp_path, tmp_path / "nowhere"), reward=odd)
 
 
@@ -209,23 +210,23 @@ def test_a_judge_that_is_not_there_is_told_before_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flow, given, message",
+    "flow, given, key",
     [
-        ("fapo", {}, "judge.path, which is empty"),
-        ("grpo", {"path": "runs/x"}, "judge.path = runs/x has no use in flow = grpo"),
+        ("fapo", {}, "judge.path"),
+        ("grpo", {"path": "runs/x"}, "judge.path.unused"),
         ("fapo", {"path": "x", "penalty": -1.0}, "judge.penalty"),
-        ("fapo", {"path": "x", "pool": "other"}, "judge.pool = 'other' is not in cluster.pools"),
-        ("fapo", {"path": "x", "layout": {"tp": 2}}, "judge.layout.tp = 2"),
+        ("fapo", {"path": "x", "pool": "other"}, "judge.pool"),
+        ("fapo", {"path": "x", "layout": {"tp": 2}}, "judge.layout.tp"),
     ],
 )
-def test_recipes_that_contradict_themselves(flow, given, message):
-    with pytest.raises(RecipeError, match=message):
+def test_recipes_that_contradict_themselves(flow, given, key):
+    with raises(RecipeError, key):
         from_dict({"flow": flow, "judge": given})
 
 
 def test_an_engine_is_not_divided():
     divided = {"path": "x", "layout": {"fsdp": 2}}
-    with pytest.raises(RecipeError, match="the judge engine takes dp only"):
+    with raises(RecipeError, "judge.layout.fsdp.copies"):
         from_dict({"flow": "fapo", "judge": divided, "cluster": {"backend": "local", "workers": 2}})
 
 

@@ -77,10 +77,9 @@ def test_a_damaged_checkpoint_is_named_each_time_and_fallback_goes_on_from_the_o
     kept = again / "tiny-001" / "checkpoints"
     flip(latest(kept) / "optimizer.safetensors")
     for _ in range(2):
-        with pytest.raises(
-            CheckpointError, match=r"tensor optimizer/\S+ is corrupt .*--fallback goes on from step-000006"
-        ):
+        with pytest.raises(CheckpointError) as caught:
             go(again)
+        assert caught.value.key.startswith("optimizer/") and "--fallback goes on from step-000006" in str(caught.value)
     directory, said = go(again, fallback=True)
     assert any("is corrupt in file optimizer.safetensors" in line and "put aside" in line for line in said)
     assert "continuing after step 6" in said
@@ -98,7 +97,7 @@ def test_fallback_changes_nothing_where_nothing_is_damaged(again, whole):
 def test_where_every_checkpoint_is_damaged_the_run_does_not_begin_anew(again):
     for path in (again / "tiny-001" / "checkpoints").glob("step-*/model.safetensors"):
         flip(path)
-    with pytest.raises(CheckpointError, match="no valid checkpoint"):
+    with raises(CheckpointError, "root"):
         go(again, fallback=True)
 
 
@@ -286,7 +285,7 @@ def test_an_optimizer_that_is_not_there_or_another_one_is_told_before_the_run(wh
     save_pretrained(tmp_path / "hf", loaded.config, loaded.tensors, tokenizer=loaded.tokenizer)
     with raises(RecipeError, "model.optimizer"):
         go(tmp_path, model={**path, "path": str(tmp_path / "hf")})
-    with pytest.raises(RecipeError, match=r"model\.optimizer = true needs a run in model\.path"):
+    with raises(RecipeError, "model.optimizer"):
         go(tmp_path, model={"optimizer": True})
     assert not list(tmp_path.glob("tiny-*"))
 

@@ -75,9 +75,9 @@ def test_a_directory_of_hugging_face_is_read_as_it_is(exported):
 
 
 def test_neither_run_nor_model_is_named(tmp_path):
-    with pytest.raises(ModelError, match="nowhere"):
+    with raises(ModelError, "nowhere"):
         load_model(tmp_path / "nowhere")
-    with pytest.raises(ModelError, match=r"config\.json"):
+    with raises(ModelError, "config.json"):
         load_model(tmp_path)
 
 
@@ -100,7 +100,7 @@ def test_a_model_whose_tokenizer_has_more_tokens_cannot_read(exported):
     model = load_model(exported[0])
     assert wants_tokenizer(model) is model.tokenizer
     alphabet = "".join(map(chr, range(33, 120)))
-    with pytest.raises(DataError, match=r"embeddings of \d+ tokens, its own tokenizer 89 tokens; config.json and"):
+    with raises(DataError, "config.json.vocab_size"):
         wants_tokenizer(model._replace(tokenizer=Tokenizer.characters(alphabet)))
 
 
@@ -184,7 +184,7 @@ def test_only_a_run_has_several(exported):
     out, _ = exported
     with raises(ModelError, "run.json"):
         load_model(f"{out}@best")
-    with pytest.raises(ModelError, match="no model directory"):
+    with raises(ModelError, "not"):
         load_model("nowhere/really/not")
 
 
@@ -197,7 +197,7 @@ def test_a_checkpoint_without_its_run_is_told(several, tmp_path):
 
 def test_a_checkpoint_of_another_shape_is_told(several):
     save_shape(several / MODEL_FOLDER, small.config(num_layers=3), small.TOKENIZER)
-    with pytest.raises(ModelError, match=r"group model of .*step-000009: tensors do not match .*missing"):
+    with raises(ModelError, "model.layers.2.self_attn.q_proj.weight.missing"):
         load_model(several)
 
 
@@ -249,23 +249,23 @@ def test_documents_train_a_tokenizer_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "key"),
     [
-        ("bpe:", "bpe:4096"),
-        ("bpe:many", "bpe:4096"),
-        ("bpe:0", "bpe:4096"),
-        ("bpe:10", "too small"),
-        ("none", "'none'"),
+        ("bpe:", "data.tokenizer.size"),
+        ("bpe:many", "data.tokenizer.size"),
+        ("bpe:0", "data.tokenizer.size"),
+        ("bpe:10", "size"),
+        ("none", "tokenizer.json.missing"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_made_is_told(name, message):
-    with pytest.raises(DataError, match=message):
+def test_a_tokenizer_that_cannot_be_made_is_told(name, key):
+    with raises(DataError, key):
         choose_tokenizer(wanting(name), small.PROMPTS, None)
 
 
 def test_a_tokenizer_that_means_other_texts_than_the_model_learned_is_refused(tmp_path):
     OWN.save(tmp_path)
-    with pytest.raises(DataError, match=r"token 2 is 'a' in the one and '\+' in the other"):
+    with raises(DataError, "data.tokenizer.a"):
         choose_tokenizer(wanting(str(tmp_path)), small.PROMPTS, loaded(small.TOKENIZER))
 
 
@@ -284,7 +284,7 @@ def test_then_the_model_s_own():
 def test_then_one_token_for_each_character_of_the_data():
     found = choose_tokenizer(tiny.recipe("runs"), PromptSet.of([{"prompt": "xy", "answer": "z"}]), None)
     assert found.decode(found.encode("zyx")) == "zyx" and found.vocab_size == 5
-    with pytest.raises(DataError, match="'a'"):
+    with raises(DataError, "tokenizer.a"):
         found.encode("a")
 
 
@@ -297,7 +297,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(exported, tmp_pa
     out, _ = exported
     Tokenizer.characters("abcdefghijklmnop+0123456789=").save(tmp_path)
     recipe = tiny.recipe("runs", model={"path": str(out)}, data={"tokenizer": str(tmp_path)})
-    with pytest.raises(DataError, match=r"embeddings of 14 tokens, the tokenizer 30 tokens; take"):
+    with raises(DataError, "data.tokenizer.size"):
         build(recipe, small.PROMPTS, None, tiny.inline())
 
 

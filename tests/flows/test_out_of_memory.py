@@ -81,6 +81,6 @@ def test_a_role_that_finds_no_memory_is_named(tmp_path, monkeypatch, backend):
     from tilth.cluster.controller.cluster import open_cluster
     from tilth.core.layout import Mesh
 
-    with open_cluster(backend, 1) as cluster, pytest.raises(OutOfMemory, match="role greedy, rank 0, take") as caught:
+    with open_cluster(backend, 1) as cluster, raises(OutOfMemory, "greedy.take") as caught:
         cluster.group("greedy", "tests.flows.greedy:greedy", {}, Mesh(("dp",), (1,))).take(1 << 60)
     assert caught.value.role == "greedy" and "\n" not in str(caught.value)

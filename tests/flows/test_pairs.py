@@ -283,32 +283,28 @@ def test_a_reward_model_in_a_pool_of_its_own(tmp_path, shared, made):
 
 
 @pytest.mark.parametrize(
-    "flow, sections, message",
+    "flow, sections, key",
     [
-        ("dpo", {"preference": {"loss": "ipo", "smoothing": 0.1}}, "ipo: no option 'smoothing'"),
-        ("dpo", {"preference": {"loss": "sigmoidd"}}, "did you mean 'sigmoid'"),
-        (
-            "dpo",
-            {"preference": {"loss": "bradley_terry"}},
-            "compares rewards of answers, and flow=dpo has their logprobs",
-        ),
-        ("dpo", {"preference": {"centring": 0.1}}, "sigmoid: no option 'centring'"),
-        ("reward_model", {"preference": {"loss": "sigmoid"}}, "use preference.loss=bradley_terry"),
-        ("reward_model", {"preference": {"beta": 0.1}}, "bradley_terry: no option 'beta'"),
-        ("reward_model", {"preference": {"sft": 0.1}}, "a reward model has no likelihood"),
-        ("dpo", {"model": {"dropout": 0.1}}, "compares whole answers; set it to 0"),
-        ("dpo", {"reward": {"model": "x"}}, "reward.model is for flows that learn from experience"),
-        ("dpo", {"supervised": {"steps": 0}}, "nothing to train: flow = dpo"),
+        ("dpo", {"preference": {"loss": "ipo", "smoothing": 0.1}}, "ipo.smoothing"),
+        ("dpo", {"preference": {"loss": "sigmoidd"}}, "preferences"),
+        ("dpo", {"preference": {"loss": "bradley_terry"}}, "preference.loss"),
+        ("dpo", {"preference": {"centring": 0.1}}, "sigmoid.centring"),
+        ("reward_model", {"preference": {"loss": "sigmoid"}}, "preference.loss"),
+        ("reward_model", {"preference": {"beta": 0.1}}, "bradley_terry.beta"),
+        ("reward_model", {"preference": {"sft": 0.1}}, "preference.sft"),
+        ("dpo", {"model": {"dropout": 0.1}}, "model.dropout"),
+        ("dpo", {"reward": {"model": "x"}}, "reward.model"),
+        ("dpo", {"supervised": {"steps": 0}}, "supervised.steps"),
     ],
 )
-def test_what_contradicts_itself_is_told_before_anything_starts(tmp_path, flow, sections, message):
-    with pytest.raises(RecipeError, match=message):
+def test_what_contradicts_itself_is_told_before_anything_starts(tmp_path, flow, sections, key):
+    with raises(RecipeError, key):
         learn(tmp_path, flow, **sections)
     assert not list(tmp_path.iterdir())
 
 
 def test_pairs_that_do_not_fit_are_told_before_anything_starts(tmp_path):
-    with pytest.raises(DataError, match=r"prompt 0, chosen with its answer has 7 tokens; model\.context is 6"):
+    with raises(DataError, "prompt 0, chosen.tokens"):
         learn(tmp_path, "reward_model", model={"context": 6}, rollout={"max_tokens": 2})
 
 

@@ -101,7 +101,7 @@ def test_what_a_script_declares_works_here_and_is_refused_where_workers_could_no
 def test_an_estimator_that_fails_ends_the_run_with_its_line(tmp_path):
     text = MINE.replace("n = int(own.sum())", "n = int(own.missing())")
     path = write(tmp_path, text)
-    with pytest.raises(PluginError, match=r"my_rloo.*mine\.py:9"):
+    with raises(PluginError, "my_rloo"):
         run(tmp_path / "a", plugins=[str(path)], **OWN)
 
 
@@ -150,12 +150,12 @@ def test_a_run_goes_on_where_its_plugin_has_moved(tmp_path, plugin):
 
 
 def test_a_reward_that_nothing_has_is_named_with_those_of_plugins(tmp_path, plugin):
-    with pytest.raises(RewardError, match="my_reward"):
+    with raises(RewardError, "my_rewrad"):
         run(tmp_path / "a", plugins=[plugin], reward={"function": "my_rewrad"})
 
 
 def test_a_plugin_that_is_no_text_is_named(tmp_path):
-    with pytest.raises(RecipeError, match="plugins"):
+    with raises(RecipeError, "plugins.0"):
         tiny.recipe(tmp_path, plugins=[3])
     assert tiny.recipe(tmp_path, plugins=[write(tmp_path, MINE)]).plugins == (str(tmp_path / "mine.py"),)
 
@@ -191,5 +191,5 @@ def test_a_family_of_ones_own_is_trained_kept_and_read_again(tmp_path):
     forget()
     loaded = load_model(here.directory)
     assert loaded.config.family == "behind" and "model.layers.0.behind.weight" in loaded.tensors
-    with pytest.raises(RecipeError, match=r"model\.family"):
+    with raises(RecipeError, "model.family"):
         tiny.recipe(tmp_path / "c", model={"family": "behin"})

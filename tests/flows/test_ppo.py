@@ -273,7 +273,7 @@ def test_the_right_ones_pass(tmp_path):
     check_algorithm(recipe(tmp_path))
     check_algorithm(tiny.recipe(tmp_path))
     check_algorithm(tiny.recipe(tmp_path, flow="sft", algorithm={"advantage": "gae"}))
-    with pytest.raises(RecipeError, match="did you mean 'gae'"):
+    with raises(RecipeError, "advantages"):
         check_algorithm(recipe(tmp_path, algorithm={"advantage": "gea"}))
 
 

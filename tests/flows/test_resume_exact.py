@@ -155,11 +155,11 @@ LOOP = "flows/policy_gradient.py policy_gradient"
 @pytest.mark.parametrize(
     "stack, said",
     [
-        (["flows/launch.py _save"], "saving"),
-        (["flows/run.py evaluate", "flows/run.py collect", "rollout/engine.py step"], "evaluating"),
-        (["flows/run.py evaluate", "flows/run.py publish", "roles/weight_sync.py relay"], "publishing"),
-        ([LOOP, "flows/run.py collect"], "generating"),
-        ([LOOP, "flows/run.py _settle"], "training"),
+        (["flows/run.py save"], "saving"),
+        (["flows/heldout.py evaluate", "flows/sampler.py generate_and_score", "rollout/engine.py step"], "evaluating"),
+        (["flows/heldout.py evaluate", "flows/run.py sync_weights", "roles/weight_sync.py relay"], "publishing"),
+        ([LOOP, "flows/sampler.py generate_and_score"], "generating"),
+        ([LOOP, "flows/step_log.py flush"], "training"),
         (
             [LOOP, "roles/policy.py update", "training/engine.py update"],
             "training",

@@ -15,6 +15,7 @@ from tilth.cluster.protocol import transfer
 from tilth.core.errors import (
     DataError,
     LogprobMismatch,
+    ModelError,
     NonFiniteError,
     RecipeError,
     RewardError,
@@ -142,7 +143,7 @@ def test_a_tensor_that_does_not_arrive_is_named(tmp_path, monkeypatch):
         whole(self, iter({**some, name: mine[name].clone()}.items()), version, **options)
 
     monkeypatch.setattr(Engine, "update_weights", drops_one)
-    with pytest.raises(WeightMismatch, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+    with raises(WeightMismatch, "model.layers.1.mlp.up_proj.weight"):
         tiny.run(tiny.recipe(tmp_path))
 
 
@@ -158,7 +159,7 @@ def test_a_damaged_tensor_is_named(tmp_path, monkeypatch, damage):
 
     monkeypatch.setattr(Engine, "update_weights", damages)
     watcher = tiny.Recorder()
-    with pytest.raises(WeightMismatch, match=r"layers\.0\.self_attn\.k_proj"):
+    with raises(WeightMismatch, "model.layers.0.self_attn.k_proj.weight"):
         tiny.run(tiny.recipe(tmp_path), callbacks=[watcher])
     assert len(watcher.records) == 7  # the publish of the eighth update is the first bad one
 
@@ -187,7 +188,7 @@ def test_tokens_that_are_not_those_generated_stop_the_run(tmp_path, monkeypatch)
         return whole(self, batch, how)
 
     monkeypatch.setattr(PolicyWorker, "update", retokenises)
-    with pytest.raises(TokenIdentityError, match="re-tokenised"):
+    with raises(TokenIdentityError, "trajectory.23.tokens"):
         tiny.run(tiny.recipe(tmp_path))
 
 
@@ -202,7 +203,7 @@ def test_a_part_of_the_loss_with_a_denominator_of_its_own_stops_the_run(tmp_path
         tmp_path, algorithm={"aggregation": aggregation, "drop_flat": False}, train={"threads": 1, "micro_tokens": 40}
     )
     monkeypatch.setattr(rl, "aggregate", own_denominator, raising=False)
-    with pytest.raises(TokenCountError, match="denominator"):
+    with raises(TokenCountError, "weight"):
         tiny.run(made)
 
 
@@ -214,7 +215,7 @@ def test_a_loss_that_is_not_finite_stops_and_what_was_saved_stays(tmp_path, monk
 
     whole = PolicyWorker.update
     monkeypatch.setattr(PolicyWorker, "update", explodes)
-    with pytest.raises(NonFiniteError, match=r"training began with are not finite: model\.norm\.weight"):
+    with raises(NonFiniteError, "model.norm.weight"):
         tiny.run(tiny.recipe(tmp_path))
     (directory,) = tmp_path.iterdir()
     assert read_state(directory)["state"] == "failed"
@@ -322,22 +323,22 @@ def test_a_reward_beyond_fp32_is_missing_and_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong, error, says",
+    "wrong, error, key",
     [
-        ({"algorithm": {"advantage": "gae"}}, RecipeError, "needs a critic"),
-        ({"algorithm": {"advantage": "grpoo"}}, RecipeError, "grpo"),
-        ({"algorithm": {"loss": "ppoclip"}}, RecipeError, "ppo_clip"),
-        ({"algorithm": {"aggregation": "mean"}}, RecipeError, "token-mean"),
+        ({"algorithm": {"advantage": "gae"}}, RecipeError, "flow.critic"),
+        ({"algorithm": {"advantage": "grpoo"}}, RecipeError, "advantages"),
+        ({"algorithm": {"loss": "ppoclip"}}, RecipeError, "losses"),
+        ({"algorithm": {"aggregation": "mean"}}, RecipeError, "aggregations"),
         ({"flow": "sft", "supervised": {"steps": 0}}, RecipeError, "supervised.steps"),
-        ({"data": {"source": "nowhere.jsonl"}}, DataError, "nowhere.jsonl"),
-        ({"model": {"path": "nowhere"}}, Exception, "nowhere"),
-        ({"data": {"tokenizer": "nowhere"}}, DataError, "nowhere"),
-        ({"train": {"device": "cuda:7"}}, RecipeError, "cuda"),
-        ({"model": {"context": 6}}, Exception, "context"),
+        ({"data": {"source": "nowhere.jsonl"}}, DataError, "data.source"),
+        ({"model": {"path": "nowhere"}}, ModelError, "nowhere"),
+        ({"data": {"tokenizer": "nowhere"}}, DataError, "tokenizer.json.missing"),
+        ({"train": {"device": "cuda:7"}}, RecipeError, "train.device.cuda"),
+        ({"model": {"context": 6}}, DataError, "prompt 0.tokens"),
     ],
 )
-def test_bad_recipes_are_refused_before_a_directory_is_made(tmp_path, wrong, error, says):
-    with pytest.raises(error, match=says):
+def test_bad_recipes_are_refused_before_a_directory_is_made(tmp_path, wrong, error, key):
+    with raises(error, key):
         tiny.run(tiny.recipe(tmp_path, **wrong))
     assert not list(tmp_path.iterdir())
 
@@ -368,7 +369,7 @@ def records(answers=True):
 
 def test_prompts_without_answers_are_refused_before_a_warm_up(tmp_path):
     data = PromptSet.of([*records()[:99], {"prompt": "9+9="}])
-    with pytest.raises(DataError, match=r"record 100 has no answer"):
+    with raises(DataError, "record 100.answer"):
         tiny.run(tiny.recipe(tmp_path), prompts=data)
     assert not list(tmp_path.iterdir())
 

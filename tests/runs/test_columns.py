@@ -93,10 +93,10 @@ def test_damaged_metrics_are_named(run):
 
 
 def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(run):
-    with pytest.raises(StorageError, match=r"cannot write .*nowhere/m.parquet: "):
+    with raises(StorageError, "m.parquet"):
         write_metrics(run, run / "nowhere" / "m.parquet")
     (run / "taken").mkdir()
-    with pytest.raises(StorageError, match=r"cannot write .*taken: "):
+    with raises(StorageError, "taken.type"):
         write_metrics(run, run / "taken")
     assert sorted(p.name for p in run.iterdir()) == ["metrics.jsonl", "taken"]
 
@@ -115,5 +115,5 @@ def test_a_link_is_written_through_and_what_is_no_file_is_refused(run, tmp_path)
     write_metrics(run, tmp_path / "link.parquet")
     assert (tmp_path / "link.parquet").is_symlink() and len(pq.read_table(tmp_path / "target.parquet")) == 3
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(StorageError, match="is no regular file"):
+    with raises(StorageError, "pipe.type"):
         write_metrics(run, tmp_path / "pipe")

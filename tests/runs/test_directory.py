@@ -217,11 +217,11 @@ def test_many_rows_are_written_before_the_flush(tmp_path, monkeypatch):
 
 def test_trajectory_columns_are_checked(tmp_path):
     with RunDir.create(recipe(tmp_path), "demo") as run:
-        with pytest.raises(DataError, match="unknown column 'rewards'"):
+        with raises(DataError, "trajectories.rewards"):
             run.trajectories.add(rows(1).append_column("rewards", pa.array([1, 2])))
-        with pytest.raises(DataError, match="no column step or id"):
+        with raises(DataError, "trajectories.step"):
             run.trajectories.add(rows(1).drop_columns(["step"]))
-        with pytest.raises(DataError, match="column version"):
+        with raises(DataError, "trajectories.version.type"):
             run.trajectories.add(rows(1).append_column("version", pa.array(["x", "y"])))
 
 
@@ -315,11 +315,11 @@ def test_a_full_disk_is_one_named_error_and_loses_nothing(tmp_path, monkeypatch)
         commit(run, 2)
         with monkeypatch.context() as m:
             m.setattr(pq, "write_table", full)
-            with pytest.raises(StorageError, match=r"steps-000002-000002\.parquet: No space left on device; what was"):
+            with raises(StorageError, "steps-000002-000002.parquet"):
                 run.flush()
         with monkeypatch.context() as m:
             m.setattr(os, "replace", full)
-            with pytest.raises(StorageError, match=r"run\.json: No space left"):
+            with raises(StorageError, "run.json"):
                 run.update(note="x")
             assert read_state(run.path) == before
         assert not [p for p in run.path.rglob(".*")]
@@ -346,7 +346,7 @@ def test_a_line_that_does_not_fit_is_taken_back(tmp_path, monkeypatch):
             return getattr(self.file, name)
 
     lines._file = Full(lines._file)
-    with pytest.raises(StorageError, match="log: No space left"):
+    with raises(StorageError, "log"):
         lines.append("a longer second line")
     assert (tmp_path / "log").read_text() == "first\n"
 
@@ -354,13 +354,13 @@ def test_a_line_that_does_not_fit_is_taken_back(tmp_path, monkeypatch):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_permission(tmp_path):
     (tmp_path / "runs").mkdir(mode=0o500)
-    with pytest.raises(StorageError, match="Permission denied"):
+    with raises(StorageError, "runs"):
         RunDir.create(recipe(tmp_path), "demo")
 
 
 def test_a_path_that_is_a_file(tmp_path):
     (tmp_path / "runs").write_text("")
-    with pytest.raises(StorageError, match=r"cannot write .*runs"):
+    with raises(StorageError, "runs"):
         RunDir.create(recipe(tmp_path), "demo")
 
 
@@ -471,7 +471,7 @@ def test_a_torn_trajectory_file_is_named(tmp_path):
     folder = tmp_path / "trajectories"
     folder.mkdir()
     (folder / "steps-000001-000002.parquet").write_bytes(b"PAR1 torn")
-    with pytest.raises(DataError, match=r"steps-000001-000002\.parquet is truncated"):
+    with raises(DataError, "steps-000001-000002.parquet"):
         read_trajectories(tmp_path)
 
 
@@ -529,7 +529,7 @@ def test_the_log_says_how_each_attempt_ended_and_the_next_one_knows(tmp_path, er
 
 @pytest.mark.parametrize(
     "changes, cause",
-    [({}, "out of memory"), ({"host": "elsewhere"}, "elsewhere"), ({"pid_started": 0.0}, "started anew")],
+    [({}, "out of memory"), ({"host": "elsewhere"}, "elsewhere"), ({"pid_started": 0.0}, "rebooted")],
 )
 def test_an_attempt_that_ended_without_a_word(tmp_path, changes, cause):
     with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE) as child:

@@ -171,7 +171,7 @@ def test_damage_says_what_there_is_instead(run):
         tensors[name]
     assert str(caught.value) == (
         f"checkpoint {run}/checkpoints/step-000006: tensor model/{name} is corrupt in file model.safetensors; "
-        f"'tilth ckpt verify {run}@6' says all that is wrong with it; the one before it is {run}@4"
+        f"'tilth ckpt verify {run}@6' lists all damage; the one before it is {run}@4"
     )
 
 

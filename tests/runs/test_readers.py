@@ -16,8 +16,9 @@ ODD = ["[" * 100_000, "9" * 5000, "{", "[]", '{"rank": 0, "rounds": [[9223372036
 def test_what_is_no_file_of_a_run(tmp_path, text):
     for file, read in [("run.json", read_state), ("metrics.jsonl", read_metrics)]:
         (tmp_path / file).write_text(f"{text}\n")
-        with pytest.raises(DataError, match=file):
+        with pytest.raises(DataError) as caught:
             read(tmp_path)
+        assert caught.value.key.startswith(file)
     (tmp_path / MARK).write_text(text)
     assert original(tmp_path, str(tmp_path)) is None
     (tmp_path / "about.json").write_text(text)
@@ -27,10 +28,12 @@ def test_what_is_no_file_of_a_run(tmp_path, text):
 @pytest.mark.parametrize("text", ODD)
 def test_what_are_no_costs_and_no_rounds_of_clocks(tmp_path, text):
     (tmp_path / "costs.json").write_text(text)
-    with pytest.raises(DataError, match=r"costs\.json"):
+    with pytest.raises(DataError) as caught:
         load_costs(tmp_path / "costs.json")
+    assert caught.value.key.startswith("costs.json")
     rounds = rounds_path(tmp_path, 0)
     rounds.parent.mkdir(exist_ok=True)
     rounds.write_text(f"{text}\n{text}\n")
-    with pytest.raises(DataError, match=rounds.name):
+    with pytest.raises(DataError) as caught:
         read_rounds(tmp_path, 0)
+    assert caught.value.key.startswith(rounds.name)

@@ -271,7 +271,7 @@ def examples(found: Evaluation) -> list[str]:
         by_prompt = {s.prompt.index: s for s in reversed(found.samples) if s.right is right}
         for sample in list(by_prompt.values())[::-1][:SHOWN]:
             gold = "" if sample.prompt.answer is None else f"   (answer: {_short(sample.prompt.answer)})"
-            lines += ["", f"{title}{gold}", f"  {_short(sample.prompt.text)}", f"  → {_short(sample.said.text)}"]
+            lines += ["", f"{title}{gold}", f"  {_short(sample.prompt.text)}", f"  → {_short(sample.trajectory.text)}"]
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The training loops of algorithms with a critic: PPO (arXiv 1707.06347) and VAPO (arXiv 2504.05118).
+"""Training loops of algorithms with a critic: PPO (arXiv 1707.06347) and VAPO (arXiv 2504.05118).
 
 VAPO's seven changes are keys: critic.steps (value pre-training), options value_lam and alpha (decoupled and
 length-adaptive GAE), aggregation, clip_high, nll_coef (likelihood of right answers) and rollout.group.
@@ -8,20 +8,20 @@ from tilth.flows.run import Run
 
 
 def pretrain_critic(run: Run) -> None:
-    """Train the critic alone, towards the rewards that samples of the frozen policy end with (VC-PPO, 2503.01491)."""
-    # No value of an untrained critic in its own target; nothing that the policy's loss alone goes by.
-    how = run.algo.updated(advantage="gae", lam=1.0, options={}, correction="")
+    """Train the critic alone towards Monte-Carlo returns of the frozen policy (VC-PPO, arXiv 2503.01491)."""
+    # lam=1: an untrained critic's values are not in its own targets; no options of the policy's loss.
+    algo = run.algo.updated(advantage="gae", lam=1.0, options={}, correction="")
     for batch in run.experience(group=run.recipe.rollout.group):
         batch = run.critic.values(batch)
-        if how.kl_in_reward:  # what samples end with has the penalty in it
+        if algo.kl_in_reward:  # the return includes the KL penalty
             batch = run.logprobs(batch)
-        batch = run.policy.advantages(batch, how)
+        batch = run.policy.advantages(batch, algo)
         for part in run.minibatches(batch):
-            run.log_values(run.critic.update(part, how))
+            run.log_values(run.critic.update(part, algo))
 
 
 def actor_critic(run: Run) -> None:
-    """Sample, score, value each token, compare what came with what was expected, update both models; each step."""
+    """Sample, score, compute values and advantages, update both models, sync the engine's weights; each step."""
     for batch in run.experience(group=run.recipe.rollout.group):
         batch = run.policy.advantages(run.logprobs(run.critic.values(batch)), run.algo)
         for part in run.minibatches(batch):

@@ -1,4 +1,4 @@
-"""The roles of a run, built from its recipe on the workers of a cluster."""
+"""Build the roles of a run from its recipe on the workers of a cluster."""
 
 import hashlib
 import inspect
@@ -42,7 +42,7 @@ from tilth.runs.model_refs import find_checkpoint, split_spec
 
 _WORKERS = "tilth.flows.workers"
 CACHE = ".cache"
-"""Folder in run.dir of what can be made again: tokenised documents."""
+"""Folder in run.dir of tokenised documents, which can be made again."""
 
 
 class PretrainTexts(NamedTuple):
@@ -53,11 +53,11 @@ class PretrainTexts(NamedTuple):
 
     @classmethod
     def of(cls, prompts: PromptSet, holdout: float) -> "PretrainTexts":
-        """Prompts, each with its answer as it stands, as documents."""
+        """Make documents of prompts, each followed by its answer."""
         return cls(*([p.text + (p.answer or "") for p in side] for side in prompts.split(holdout)))
 
     def fingerprint(self) -> str:
-        """Tells these documents from any others."""
+        """Return a digest of all documents."""
         found = hashlib.blake2b(digest_size=8)
         for text in (*self.train, "\0heldout\0", *self.heldout):
             found.update(hashlib.blake2b(text.encode(), digest_size=8).digest())
@@ -65,15 +65,15 @@ class PretrainTexts(NamedTuple):
 
 
 Dataset = PromptSet | PretrainTexts
-"""What a run learns from: prompts, or whole documents for flow pretrain."""
+"""Training data of a run: prompts, or whole documents for flow pretrain."""
 
 
 @dataclass
 class RunParts:
-    """What a run is made of, before it has a directory."""
+    """Parts of a run before it has a directory."""
 
     recipe: Recipe
-    """With supervised.steps instead of epochs."""
+    """The recipe with supervised.steps instead of epochs."""
     config: DecoderConfig
     tokenizer: Tokenizer
     train: Split
@@ -81,20 +81,20 @@ class RunParts:
     plan: RunPlan
     roles: Roles
     notes: list[str]
-    """What is to be told of the data."""
+    """Lines to log about the data."""
     adopt: str | None = None
-    """The checkpoint whose optimizer state the run begins with."""
+    """Checkpoint whose optimizer state the run begins with."""
 
 
 @dataclass
 class TrainingData:
-    """What is learned, tokenised and checked. longest: tokens of the longest prompt, or such that the plan is right."""
+    """Tokenised and checked data. longest: tokens of the longest prompt plus what the plan has to add to it."""
 
     train: Split
     heldout: Split
     longest: int
     given: dict[str, Any]
-    """What roles can ask for of it, by name."""
+    """Arguments that roles can ask for, by name."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -106,11 +106,10 @@ def build(
     earlier: Path | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> RunParts:
-    """Model, engines and roles on the workers. All that can be wrong with data, tokenizer, shape or memory is found
-    before.
+    """Check data, tokenizer, shape and memory, then make the roles on the workers.
 
-    pool: None where nothing is generated. earlier: model folder of the run that is to go on, with its tokenizer. warn:
-    is told before anything is allocated that the memory may not do.
+    pool: None if nothing is generated. earlier: model folder of the run to resume, with its tokenizer. warn: called
+    before anything is allocated if memory may run out.
     """
     loaded = load_beginning(recipe) if recipe.model.path else None
     adopt = _optimizer_of(recipe) if recipe.model.optimizer else None
@@ -119,53 +118,55 @@ def build(
     check_shape(recipe, config)
     others = loaded_models(recipe)
     for role, model in others.items():
-        if ROLES[role].mesh == "layout":  # it reads tokens; an engine reads text, with a tokenizer of its own
+        if ROLES[role].mesh == "layout":  # reads tokens; an engine reads text with its own tokenizer
             _check_tokens(recipe, ROLES[role].loads, model, tokenizer)
     generates = pool is not None or bool(recipe.reward.model)
     if isinstance(material, PretrainTexts):
-        lesson = _documents(recipe, material, tokenizer)
+        data = _documents(recipe, material, tokenizer)
     else:
-        lesson = _prompts(recipe, material, tokenizer, generates=generates)
+        data = _prompts(recipe, material, tokenizer, generates=generates)
     planned = partial(
         plan_run,
         shape=config,
-        train_prompts=len(lesson.train),
-        heldout_prompts=len(lesson.heldout),
-        longest_prompt=lesson.longest,
+        train_prompts=len(data.train),
+        heldout_prompts=len(data.heldout),
+        longest_prompt=data.longest,
         generates=generates,
         loaded={role: model.config for role, model in others.items()},
     )
     plan = planned(resolved(recipe))
     for text in check_fits(resolved(recipe), planned, *rooms(resolved(recipe))):
         warn(text)
-    recipe = _counted(recipe, len(lesson.train))
+    recipe = recipe.replaced("supervised", steps=supervised_steps(recipe.supervised, len(data.train)))
     places = place(recipe, generates=generates)
-    given = {"recipe": rooted(recipe), "config": config, "tokenizer": tokenizer, **lesson.given}
+    given = {"recipe": rooted(recipe), "config": config, "tokenizer": tokenizer, **data.given}
     if pool is not None:
         given["pool"] = pool
     else:
-        places.pop("reward", None)  # a model alone scores
+        places.pop("reward", None)  # only a reward model scores
     roles = make_roles(cluster, {role: placed.mesh for role, placed in places.items()}, given)
-    return RunParts(recipe, config, tokenizer, lesson.train, lesson.heldout, plan, roles, lesson.notes, adopt)
+    return RunParts(recipe, config, tokenizer, data.train, data.heldout, plan, roles, data.notes, adopt)
 
 
 def loaded_models(recipe: Recipe) -> dict[str, LoadedModel]:
-    """Role -> its model, of those that have one of their own by a path."""
+    """Return role -> its model, for roles that load one from a path."""
     wanted = {role: (spec.path(recipe), spec.group) for role, spec in roles_of(recipe).items()}
     return {role: load_model(path, group) for role, (path, group) in wanted.items() if path}
 
 
 def make_roles(cluster: Cluster, meshes: Mapping[str, Mesh], given: Mapping[str, Any]) -> Roles:
-    """Worker groups of a run, made one after the other, each with what its worker asks for by name; and the role
-    ``weight_sync`` on every worker that holds the policy or receives its weights."""
+    """Make the worker groups one after the other, each with the arguments that its worker asks for by name.
+
+    The role ``weight_sync`` stands on every worker that holds the policy or receives its weights.
+    """
     recipe: Recipe = given["recipe"]
     made = dict[str, WorkerGroup]()
     for role, mesh in meshes.items():
         spec = ROLES[role]
         if isinstance(spec.worker, str):
             factory, kwargs = spec.worker, _asked_for(spec, given)
-        else:  # the recipe brings the plugins
-            factory, kwargs = f"{_WORKERS}:brought", {"recipe": recipe, "given": _asked_for(spec, given)}
+        else:  # unpickling the recipe imports the plugins
+            factory, kwargs = f"{_WORKERS}:plugin_role", {"recipe": recipe, "given": _asked_for(spec, given)}
         made[role] = cluster.group(role, factory, kwargs, mesh=mesh, divide=divide_batch)
     loaded = frozenset(role for role in made if ROLES[role].path(recipe))
     targets = {role: mesh for role, mesh in meshes.items() if ROLES[role].receives and role not in loaded}
@@ -181,24 +182,24 @@ def make_roles(cluster: Cluster, meshes: Mapping[str, Mesh], given: Mapping[str,
 
 
 def _asked_for(spec: RoleSpec, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a worker is given of what there is. RecipeError names what there is not."""
+    """Return the arguments that a worker asks for; RecipeError for one that the flow does not have."""
     _, *asked = inspect.signature(resolve(spec.worker)).parameters.values()
     wanted = [p for p in asked if p.kind is not p.KEYWORD_ONLY]
     missing = [p.name for p in wanted if p.name not in given and p.default is p.empty]
     if missing:
         raise RecipeError(
-            f"role {spec.name} asks for {missing[0]!r}; in this flow there is {', '.join(given)}",
+            f"role {spec.name} asks for {missing[0]!r}; this flow has {', '.join(given)}",
             key=f"roles.{spec.name}.{missing[0]}",
         )
     return {p.name: given[p.name] for p in wanted if p.name in given}
 
 
 def _optimizer_of(recipe: Recipe) -> str:
-    """The checkpoint of ``model.path``; RecipeError unless it holds the state of an optimizer as the recipe has it."""
+    """Return the checkpoint of ``model.path``; RecipeError unless it has the state of the recipe's optimizer."""
     named = find_checkpoint(recipe.model.path)
     if named is None:
         raise RecipeError(
-            f"model.optimizer = true, but model.path = {recipe.model.path} is no run: it has none",
+            f"model.optimizer = true, but model.path = {recipe.model.path} is no run, so it has no optimizer state",
             key="model.optimizer",
         )
     kinds = {name.partition(".")[0] for name in open_checkpoint(named.path).names("optimizer")} - {"step"}
@@ -213,7 +214,7 @@ def _optimizer_of(recipe: Recipe) -> str:
 
 
 def _check_tokens(recipe: Recipe, key: str, loaded: LoadedModel, tokenizer: Tokenizer) -> None:
-    """RecipeError unless the model of this key reads the very tokens that the policy writes."""
+    """Raise RecipeError unless the model of this key has the policy's tokens and context."""
     other, ours = loaded.tokenizer, tokenizer.vocab_size
     theirs = other.vocab_size if other is not None else loaded.config.vocab_size
     pairs = [(i, other.token(i), tokenizer.token(i)) for i in range(min(theirs, ours))] if other is not None else []
@@ -221,20 +222,24 @@ def _check_tokens(recipe: Recipe, key: str, loaded: LoadedModel, tokenizer: Toke
     found += [f"{theirs} there and {ours} here"] if theirs < ours else []
     if found:
         raise RecipeError(
-            f"{key} = {loaded.run or loaded.source} has other tokens than the policy ({found[0]}): it cannot judge "
-            "them; both need the same tokenizer",
+            f"{key} = {loaded.run or loaded.source} has other tokens than the policy ({found[0]}); both need the same "
+            "tokenizer",
             key=f"{key}.tokenizer",
         )
-    if recipe.model.context > loaded.config.max_positions:
+    _check_context(recipe, loaded.config, f"{key} = {loaded.run or loaded.source}", key=f"{key}.context")
+
+
+def _check_context(recipe: Recipe, config: DecoderConfig, model: str, *, key: str) -> None:
+    """Raise RecipeError if a model has fewer positions than the recipe's context."""
+    if recipe.model.context > config.max_positions:
         raise RecipeError(
-            f"model.context = {recipe.model.context} is more than the {loaded.config.max_positions} positions of "
-            f"{key} = {loaded.run or loaded.source}",
-            key=f"{key}.context",
+            f"model.context = {recipe.model.context} is more than the {config.max_positions} positions of {model}",
+            key=key,
         )
 
 
 def rooted(recipe: Recipe) -> Recipe:
-    """With whole paths where workers read files: their working directory may be another one."""
+    """Return the recipe with absolute paths of files that workers read from other working directories."""
     for key in ("model.path", *(spec.loads for spec in ROLES.values() if spec.loads)):
         name, _, last = key.rpartition(".")
         if path := getattr(recipe.section(name), last):
@@ -248,16 +253,11 @@ def rooted(recipe: Recipe) -> Recipe:
 
 
 def divide_batch(batch: Batch, parts: int) -> list[np.ndarray]:
-    """Rows of a batch for so many workers: balanced by tokens where lengths are known, groups together if that pays."""
+    """Deal rows of a batch to ``parts`` workers: balanced by tokens if lengths are known, groups kept together."""
     lengths, groups = batch.rows.get("length"), batch.rows.get("group")
     if lengths is None and groups is None:
         return np.array_split(np.arange(len(batch), dtype=np.int64), parts)
     return divide(lengths, groups, parts)
-
-
-def _counted(recipe: Recipe, examples: int) -> Recipe:
-    """The recipe with as many supervised steps as its epochs take."""
-    return recipe.replaced("supervised", steps=supervised_steps(recipe.supervised, examples))
 
 
 def _tokenizer(recipe: Recipe, material: Dataset, loaded: LoadedModel | None, earlier: Path | None) -> Tokenizer:
@@ -281,7 +281,7 @@ def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, genera
     template = make_template(recipe.data.template, tokenizer)
     context, room = recipe.model.context, recipe.rollout.max_tokens
     longest = check_prompts(prompts, template, context - room) if generates else 0
-    if recipe.flow == "sft":  # what is held out is read too
+    if recipe.flow == "sft":  # held-out answers are evaluated too
         longest = max(longest, check_examples(prompts, template, context) - room)
     elif recipe.flow_spec.learns == "pairs":
         longest = max(longest, check_pairs(prompts, template, context) - room)
@@ -293,18 +293,13 @@ def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, genera
             f"set a larger data.holdout, data.heldout=FILE, or data.holdout=0 for no evaluation",
             key="data.holdout",
         )
-    told = f"{prompts.copies} prompts are in data.heldout too, word for word, and are left out of training"
-    return TrainingData(train, heldout, longest, {"prompts": prompts}, [told] if prompts.copies else [])
+    note = f"{prompts.copies} prompts are in data.heldout too, word for word, and are left out of training"
+    return TrainingData(train, heldout, longest, {"prompts": prompts}, [note] if prompts.copies else [])
 
 
 def _config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenizer) -> DecoderConfig:
-    """A loaded model keeps its own shape; the recipe's context must fit it, and its dropout holds."""
+    """Return the shape of a new model, or of the loaded one with the recipe's dropout."""
     if loaded is None:
         return new_config(recipe.model, tokenizer.vocab_size)
-    if recipe.model.context > loaded.config.max_positions:
-        raise RecipeError(
-            f"model.context = {recipe.model.context} is more than the {loaded.config.max_positions} positions "
-            f"of model.path = {recipe.model.path}",
-            key="model.context",
-        )
+    _check_context(recipe, loaded.config, f"model.path = {recipe.model.path}", key="model.context")
     return replace(loaded.config, dropout=recipe.model.dropout)

@@ -1,4 +1,4 @@
-"""Callbacks: what watches a run, or acts on it between two steps."""
+"""Callbacks: user code that watches a run, or acts on it between two steps."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from tilth.runs.state import RunState
 
 Say = Callable[[str], None]
-"""Puts a line into the run's log and before whoever watches."""
+"""Log a line and show it."""
 
 
 class RunView(Protocol):
-    """What a callback sees of a run and may do with it.
+    """The part of a run that a callback may use.
 
     directory: its files are in ``directory.path``. state: step, phase and position. say: log a line and show it.
     """
@@ -33,28 +33,29 @@ class RunView(Protocol):
         ...
 
     def save(self) -> None:
-        """Begin to make everything up to this step durable."""
+        """Begin a checkpoint of everything up to this step."""
 
     def stop(self, why: str) -> None:
         """End the run after this step as Ctrl-C does: everything is saved, and the same command continues."""
 
 
 class Callback:
-    """Base of what watches a run. Its methods do nothing; a subclass overrides those that it wants.
+    """Base class of callbacks; a subclass overrides the methods it needs.
 
-    They are called in the process that controls the run, one callback after another, and a step waits for them. An
-    exception ends the run: PluginError names class, method, file and line, and what was committed stays.
+    The controller calls one callback after another, and the step waits for them. An exception ends the run with a
+    PluginError that names class, method, file and line; committed steps stay.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Raise PluginError for a method ``on_...`` that nothing would ever call."""
+        """Raise PluginError for a method ``on_...`` that is never called."""
         super().__init_subclass__(**options)
         events = [name for name in vars(Callback) if name.startswith("on_")]
         for name in vars(cls):
             if name.startswith("on_") and name not in events:
                 where = f"{cls.__qualname__}.{name} ({source(cls)})"
                 raise PluginError(
-                    f"{where} is no method of a callback; there are {', '.join(events)}", key=f"{cls.__name__}.{name}"
+                    f"{where} is not a method of a callback; use one of {', '.join(events)}",
+                    key=f"{cls.__name__}.{name}",
                 )
 
     def on_run_start(self, run: RunView) -> None:
@@ -65,20 +66,20 @@ class Callback:
         """A step was committed. metrics: its line of ``metrics.jsonl``."""
 
     def on_evaluation(self, run: RunView, step: int, metrics: dict[str, float]) -> None:
-        """What is held out was measured after this step, 0 before the first; called once the figures are committed."""
+        """Held-out data was evaluated after this step (0: before the first), and the figures are committed."""
 
     def on_save(self, run: RunView, step: int, path: str) -> None:
-        """The checkpoint of this step is complete: a folder or the URL of one."""
+        """The checkpoint of this step is complete. path: its folder or URL."""
 
     def on_message(self, text: str) -> None:
-        """A line of the run's log, also of before the run has a folder."""
+        """A line was logged, possibly before the run has a folder."""
 
     def on_run_end(self, run: RunView, summary: dict[str, Any]) -> None:
-        """The run came to its end, not to an error. summary: as in ``tilth show RUN --json``."""
+        """The run has finished without an error. summary: as in ``tilth show RUN --json``."""
 
 
 def notify(callbacks: Iterable[Callback], event: str, *given: Any) -> None:
-    """Call the method ``event`` of each. PluginError names the one that fails; errors of Tilth's own pass."""
+    """Call the method ``event`` of each callback; PluginError for one that fails, but a TilthError passes."""
     for callback in callbacks:
         try:
             getattr(callback, event)(*given)
@@ -91,19 +92,21 @@ def notify(callbacks: Iterable[Callback], event: str, *given: Any) -> None:
 
 
 def checked(callbacks: Sequence[Any], plugins: Iterable[str]) -> list[Callback]:
-    """The callbacks that were given, and one of each class that these plugins or the script declare.
+    """Return the given callbacks, and one of each class that these plugins or the script declare.
 
-    Raises RecipeError: one that is no Callback; PluginError: a declared class that is none, or cannot be made.
+    RecipeError for a given object, PluginError for a declared class, that is not a Callback or cannot be made.
     """
     for callback in callbacks:
         if not isinstance(callback, Callback):
             right = f"{callback.__name__}()" if inspect.isclass(callback) else "an instance of a tilth.Callback"
-            raise RecipeError(f"callbacks has {callback!r}, which is no tilth.Callback; give {right}", key="callbacks")
+            raise RecipeError(
+                f"callbacks has {callback!r}, which is not a tilth.Callback; give {right}", key="callbacks"
+            )
     made = []
     for declaration in declared_by("callback", plugins):
         if not (inspect.isclass(declaration.value) and issubclass(declaration.value, Callback)):
             raise PluginError(
-                f"{declaration.title} is no subclass of tilth.Callback", key=f"callback.{declaration.name}"
+                f"{declaration.title} is not a subclass of tilth.Callback", key=f"callback.{declaration.name}"
             )
         try:
             made.append(declaration.value())

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with an algorithm before a run starts."""
+"""Check an algorithm before a run starts: unknown names, unused options, missing roles."""
 
 from typing import cast
 
@@ -17,14 +17,14 @@ from tilth.rl.registry import Kind, lookup, nearest, require
 from tilth.rl.rollout_correction import CorrectionRule
 
 _MADE = {"values": "critic", "baselines": "greedy answers", "ref_logprobs": "teacher's log-probs"}
-"""Columns that a flow makes for its own estimator alone, in words."""
+"""Columns that a flow makes only for its default estimator -> name in messages."""
 _CHOICE = "token-mean"
-"""The aggregation of losses that any other goes with as well."""
+"""Aggregation of losses that do not require one."""
 
 
 def check_algorithm(recipe: Recipe) -> None:
-    """Raise RecipeError for an unknown estimator, loss, aggregation or correction, for an option that none of them has,
-    and for one that needs what no role makes."""
+    """Raise RecipeError for an unknown estimator, loss, aggregation or correction, an option that none of them has, or
+    a column that no role computes."""
     if recipe.flow == "pretrain" and recipe.reward.function:
         raise RecipeError(
             "flow=pretrain generates nothing, so nothing is scored; leave reward.function out", key="reward.function"
@@ -45,7 +45,7 @@ def check_algorithm(recipe: Recipe) -> None:
 
 
 def in_scripts(recipe: Recipe) -> dict[str, Declaration]:
-    """Key -> what it names, where a script or a notebook declares that: other processes cannot import it."""
+    """Return key -> declaration for names that a script or notebook declares, which workers cannot import."""
     named = {
         "flow": ("flow", recipe.flow),
         "model.family": ("family", recipe.model.family),
@@ -60,7 +60,7 @@ def in_scripts(recipe: Recipe) -> dict[str, Declaration]:
 
 
 def _check_declared(recipe: Recipe) -> None:
-    """Workers can import what the recipe names. The training loop runs here, whatever the backend."""
+    """Raise RecipeError for a declaration that workers cannot import; the training loop runs in this process."""
     for key, declaration in in_scripts(recipe).items():
         if key != "flow" and recipe.cluster.backend != "inline":
             raise RecipeError(
@@ -72,7 +72,7 @@ def _check_declared(recipe: Recipe) -> None:
 
 
 def _check_preference(recipe: Recipe) -> None:
-    """The loss compares what the flow's model says of an answer, and has the options that are set."""
+    """Check that the loss compares outputs that the flow's model has, and has the options that are set."""
     how = recipe.preference
     found = cast(PreferenceLoss, rl.check(how.loss, {"ref_logprobs"}, how.options, kind="preferences"))
     wanted, right = ("rewards", "bradley_terry") if recipe.flow_spec.value else ("logprobs", "sigmoid")
@@ -85,32 +85,32 @@ def _check_preference(recipe: Recipe) -> None:
 
 
 def replaced(recipe: Recipe) -> list[str]:
-    """Lines on what the recipe has in the place of its flow's own estimator and loss, and of the loss's own options."""
+    """Return log lines on an estimator, a loss or options of a loss other than the flow's defaults."""
     if not recipe.flow_spec.samples:
         return []
     own = {"loss": "ppo_clip", **recipe.flow_spec.own.get("algorithm", {})}
     chosen = {key: getattr(recipe.algorithm, key) for key in ("advantage", "loss") if key in own}
-    told = [f"{key} = {name} instead of {own[key]}" for key, name in chosen.items() if name != own[key]]
-    lines = [f"flow {recipe.flow} with {' and '.join(told)}, as the recipe says"] if told else []
+    changed = [f"{key} = {name} instead of {own[key]}" for key, name in chosen.items() if name != own[key]]
+    lines = [f"flow {recipe.flow} with {' and '.join(changed)}, as the recipe says"] if changed else []
     return lines + unpublished(Algorithm.of(recipe))
 
 
 def unpublished(algorithm: Algorithm) -> list[str]:
-    """A line on aggregation and clips other than the loss was published with, where these are part of what it is.
+    """Return a log line on an aggregation or clips other than in the loss's paper, if the loss requires them.
 
-    PPO's own are choices of each algorithm: token-mean is DAPO's, seq-mean-token-mean GRPO's.
+    PPO's clip loss does not: DAPO uses token-mean, GRPO seq-mean-token-mean.
     """
     keys, published = algorithm.keys, type(algorithm.loss)()
     own = {key: getattr(published, key) for key in LOSSES.get(keys.loss, {}) if hasattr(published, key)}
     if published.aggregation != _CHOICE:
         own["aggregation"] = published.aggregation
     used = {key: getattr(keys, key) for key in own} | {"aggregation": algorithm.aggregation.entry_name}
-    told = [f"{key} = {used[key]} instead of {value}" for key, value in own.items() if used[key] != value]
-    return [f"loss {keys.loss} with {' and '.join(told)}: not as published"] if told else []
+    changed = [f"{key} = {used[key]} instead of {value}" for key, value in own.items() if used[key] != value]
+    return [f"loss {keys.loss} with {' and '.join(changed)}: not as published"] if changed else []
 
 
 def check_parts(algorithm: Algorithm, scored: Batch) -> None:
-    """RewardError if the estimator wants a part that the reward does not return."""
+    """Raise RewardError if the estimator needs a part that the reward does not return."""
     parts = {name for name in scored.rows if name.startswith("part/")}
     wanted = algorithm.parts - parts
     if wanted and not np.isnan(scored["reward"]).all():
@@ -123,7 +123,7 @@ def check_parts(algorithm: Algorithm, scored: Batch) -> None:
 
 
 def _check_reward(recipe: Recipe, algorithm: Algorithm) -> None:
-    """What is added to the reward reaches the policy, and does not become noise on the way."""
+    """Check that terms added to the reward reach the policy, and are not amplified to noise."""
     keys, found = algorithm.keys, algorithm.estimator
     if algorithm.kl_in_reward and found.relative_to_spread:
         raise RecipeError(
@@ -145,7 +145,7 @@ def _check_reward(recipe: Recipe, algorithm: Algorithm) -> None:
 
 
 def _check_options(algorithm: Algorithm) -> None:
-    """Each option is one of what was chosen; otherwise whose it is, or the nearest."""
+    """Raise RecipeError for an option that nothing chosen has, naming its owner or the nearest option."""
     keys, chosen = algorithm.keys, algorithm.chosen
     known = {option for entry in chosen.values() for option in type(entry).model_fields}
     have = " and ".join(entry.entry_name for entry in chosen.values())
@@ -169,7 +169,7 @@ def _check_options(algorithm: Algorithm) -> None:
 
 
 def _whose(key: str, known: set[str]) -> str:
-    """Who has an option that nothing chosen has."""
+    """Name the entries that have an option, or the nearest option."""
     kinds: tuple[Kind, ...] = ("advantages", "losses", "corrections")
     owners = [name for kind in kinds for name in rl.names()[kind] if key in lookup(kind, name).model_fields]
     if owners:
@@ -178,18 +178,18 @@ def _whose(key: str, known: set[str]) -> str:
 
 
 def _check_made(recipe: Recipe, algorithm: Algorithm) -> None:
-    """A critic is there if and only if the estimator asks for its values; so are greedy answers and a teacher."""
+    """Check that critic, greedy answers and teacher are there if and only if the estimator needs them."""
     flow, name, needs = recipe.flow_spec, algorithm.keys.advantage, set(algorithm.estimator.needs)
     if "values" in needs and not flow.critic:
         raise RecipeError(
-            f"algorithm.advantage={name} needs a critic, which flow={recipe.flow} has not; set flow=ppo",
+            f"algorithm.advantage={name} needs a critic, which flow={recipe.flow} does not have; set flow=ppo",
             key="flow.critic",
         )
     usual = flow.own.get("algorithm", {}).get("advantage", "grpo")
     own = set() if flow.own_loop else set(algorithm.updated(advantage=usual, options={}).estimator.needs) & set(_MADE)
     for column in (own | ({"values"} if flow.critic else set())) - needs:
         raise RecipeError(
-            f"algorithm.advantage={name} never looks at the {_MADE[column]} that flow={recipe.flow} makes; "
+            f"algorithm.advantage={name} does not use the {_MADE[column]} that flow={recipe.flow} makes; "
             f"use algorithm.advantage={usual if column in own else 'gae'}, or flow=grpo",
             key=f"algorithm.advantage.{column}",
         )

@@ -1,4 +1,4 @@
-"""Which held-out prompts the model that a run begins with was trained on."""
+"""Find held-out prompts that the model of ``model.path`` was trained on."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ from tilth.data.prompts import PromptSet, load_documents
 from tilth.runs.model_refs import split_spec
 
 _MOST = 2**28
-"""Bytes of a file that is read again for this."""
+"""Largest file, in bytes, that is read again for this check."""
 
 
 def seen_before(recipe: Recipe, heldout: PromptSet) -> list[str]:
-    """The line that is told of it; none where ``model.path`` names no run or nothing held out was trained on.
+    """Return a log line with the number of such prompts; [] if ``model.path`` names no run or there are none.
 
-    Only the run itself is looked at, not those that it began with in turn. Data that cannot be read again soon is said.
+    Only that run's data is compared, not those of the runs before it. A line reports data that cannot be compared.
     """
     folder = Path(split_spec(recipe.model.path)[0])
     if not recipe.model.path or not len(heldout) or not (folder / "recipe.toml").is_file():
@@ -31,8 +31,8 @@ def seen_before(recipe: Recipe, heldout: PromptSet) -> list[str]:
         count = _common(earlier, heldout)
     except TilthError as error:
         return [f"not compared with what {folder} was trained on: {error}"]
-    told = f"{count} of {len(heldout)} held-out prompts are among what {folder} was trained on; hold the same data out"
-    return [told] if count else []
+    line = f"{count} of {len(heldout)} held-out prompts are among what {folder} was trained on; hold the same data out"
+    return [line] if count else []
 
 
 def _readable(source: str) -> bool:

@@ -1,4 +1,4 @@
-"""How good a model is at the prompts of a dataset: samples from the engine, scored in the pool, in honest numbers."""
+"""Evaluate a model on prompts: sample from the engine, score in the pool, report pass@k and avg@k with intervals."""
 
 import math
 import time
@@ -21,22 +21,21 @@ from tilth.data.template import make_template
 from tilth.flows.model import LoadedModel, make_engine, wants_tokenizer
 from tilth.rewards.process_pool import Outcome, RewardPool
 from tilth.rl.passk import Interval, avg_at_k, interval, pass_at_k
-from tilth.rollout.protocol import GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
 from tilth.runs.files import to_json
 
 SAMPLES = 1 << 20
-"""Trajectory ids are index of the prompt times this plus the number of the sample: neither how many prompts nor how
-many samples are asked for changes the random numbers of one."""
+"""Trajectory id = index of the prompt * SAMPLES + number of the sample, so that a sample's random numbers do not depend
+on the number of prompts or samples."""
 
 GREEDY = SamplingParams(temperature=0.0)
 Progress = Callable[[int, int], None]
-"""Told (completions done, of all): first when nothing stands in the way of the first."""
+"""Called with (completions done, all completions), first with 0 done."""
 
 
 @dataclass(frozen=True)
 class How:
-    """What is asked for. Raises DataError on what cannot be."""
+    """Settings of an evaluation; DataError for impossible ones."""
 
     k: tuple[int, ...] = (1,)
     n: int = 0
@@ -48,16 +47,14 @@ class How:
 
     def __post_init__(self) -> None:
         if not self.k or min(self.k) < 1:
-            raise DataError(
-                f"k is {', '.join(map(str, self.k)) or 'empty'}; it must be whole numbers of at least 1", key="k"
-            )
+            raise DataError(f"k is {', '.join(map(str, self.k)) or 'empty'}; use whole numbers of at least 1", key="k")
         if self.n and self.n < max(self.k):
             raise DataError(
                 f"pass@{max(self.k)} needs at least {max(self.k)} samples of each prompt; n is {self.n}", key="n"
             )
         if self.samples > 1 and self.sampling.temperature == 0:
             raise DataError(
-                f"temperature 0 says the same each time; {self.samples} samples of a prompt need more",
+                f"temperature 0 gives {self.samples} equal samples of a prompt; use a higher temperature",
                 key="temperature",
             )
 
@@ -69,11 +66,11 @@ class How:
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion and what became of it."""
+    """One completion and its outcome."""
 
     prompt: Prompt
     number: int
-    said: Trajectory
+    trajectory: Trajectory
     outcome: Outcome
 
     @property
@@ -83,18 +80,18 @@ class Sample:
 
     @property
     def right(self) -> bool | None:
-        """Whether it is right; None: nobody knows."""
+        """True if it is right; None if its reward is missing."""
         return None if math.isnan(self.score) else self.score >= 1
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All completions, prompt by prompt, ``how.samples`` of each, and the numbers that follow from them."""
+    """All completions, prompt by prompt, ``how.samples`` of each, and their statistics."""
 
     how: How
     samples: list[Sample]
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of generation and of scoring."""
+    """Seconds of ``generate`` and ``score``."""
 
     def _matrix(self, values: Callable[[Sample], float]) -> np.ndarray:
         """float64 [prompts, samples]; NaN: missing."""
@@ -106,44 +103,50 @@ class Evaluation:
         return self._matrix(lambda s: s.score)
 
     def passes(self, k: int) -> tuple[Interval, int]:
-        """pass@k, and the prompts with enough known rewards that it is the mean of."""
+        """Return pass@k, and the number of prompts with enough known rewards."""
         known = ~np.isnan(self.scores)
         return self._over_prompts(pass_at_k((self.scores >= 1).sum(1), known.sum(1), k))
 
     def averages(self, k: int) -> tuple[Interval, int]:
-        """avg@k, likewise."""
+        """Return avg@k, and the number of prompts with enough known rewards."""
         return self._over_prompts(avg_at_k(self.scores, k))
 
     def _over_prompts(self, values: np.ndarray) -> tuple[Interval, int]:
         return interval(values, self.how.seed), int((~np.isnan(values)).sum())
 
     def parts(self) -> dict[str, Interval]:
-        """Mean of the reward and of each of its parts, over prompts."""
-        names = sorted({name for s in self.samples for name in s.outcome.parts})
-        matrices = {"reward": self._matrix(lambda s: math.nan if s.outcome.value is None else s.outcome.value)}
-        for name in names:
-            matrices[name] = self._matrix(lambda s, name=name: s.outcome.parts.get(name, math.nan))  # type: ignore[misc]
-        return {name: interval(_means(values), self.how.seed) for name, values in matrices.items()}
+        """Return the mean of the reward and of each of its parts, over prompts."""
+        found = {"reward": self._mean(lambda s: math.nan if s.outcome.value is None else s.outcome.value)}
+        for name in sorted({name for s in self.samples for name in s.outcome.parts}):
+            found[name] = self._mean(lambda s, name=name: s.outcome.parts.get(name, math.nan))  # type: ignore[misc]
+        return found
+
+    def _mean(self, values: Callable[[Sample], float]) -> Interval:
+        matrix = self._matrix(values)
+        known = ~np.isnan(matrix)
+        count = known.sum(1)
+        means = np.where(count > 0, np.where(known, matrix, 0).sum(1) / np.maximum(count, 1), np.nan)
+        return interval(means, self.how.seed)
 
     @property
     def graded(self) -> bool:
-        """Whether a score is neither 0 nor 1, so that no mean of them is a share of right answers."""
+        """True if some score is neither 0 nor 1, so that their mean is no share of right answers."""
         return not np.isin(self.scores[~np.isnan(self.scores)], (0.0, 1.0)).all()
 
     @property
     def missing(self) -> list[Sample]:
-        """Samples whose reward could not be had: they are in no mean."""
+        """Samples whose reward is missing, which are in no mean."""
         return [s for s in self.samples if s.outcome.value is None]
 
     @property
     def tokens(self) -> int:
         """Tokens generated."""
-        return sum(s.said.completion_length for s in self.samples)
+        return sum(s.trajectory.completion_length for s in self.samples)
 
     def summary(self) -> dict[str, Any]:
-        """All numbers as plain data; only ``seconds`` and ``tokens_per_second`` may differ next time."""
-        how, lengths = self.how, [s.said.completion_length for s in self.samples]
-        cut = sum(s.said.finish == "length" for s in self.samples)
+        """Return all numbers as plain data; only ``seconds`` and ``tokens_per_second`` differ between evaluations."""
+        how, lengths = self.how, [s.trajectory.completion_length for s in self.samples]
+        cut = sum(s.trajectory.finish == "length" for s in self.samples)
         return {
             "prompts": len(self.samples) // how.samples,
             "samples": how.samples,
@@ -164,31 +167,24 @@ class Evaluation:
         }
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Every completion as plain data."""
+        """Yield every completion as plain data."""
         for s in self.samples:
-            begin = s.said.prompt_length
+            begin, trajectory = s.trajectory.prompt_length, s.trajectory
             yield {
                 "prompt": s.prompt.index,
                 "sample": s.number,
                 "prompt_text": s.prompt.text,
-                "text": s.said.text,
+                "text": trajectory.text,
                 "answer": s.prompt.answer,
                 "reward": s.outcome.value,
                 "right": s.right,
                 "parts": s.outcome.parts,
                 "reason": s.outcome.reason,
-                "finish": s.said.finish,
-                "prompt_tokens": s.said.tokens[:begin].tolist(),
-                "tokens": s.said.tokens[begin:].tolist(),
-                "logprobs": s.said.logprobs[begin:].tolist(),
+                "finish": trajectory.finish,
+                "prompt_tokens": trajectory.tokens[:begin].tolist(),
+                "tokens": trajectory.tokens[begin:].tolist(),
+                "logprobs": trajectory.logprobs[begin:].tolist(),
             }
-
-
-def _means(values: np.ndarray) -> np.ndarray:
-    """Mean of what is known in each row; NaN where nothing is."""
-    known = ~np.isnan(values)
-    count = known.sum(1)
-    return np.where(count > 0, np.where(known, values, 0).sum(1) / np.maximum(count, 1), np.nan)
 
 
 def _plain(found: Interval, prompts: int) -> dict[str, Any]:
@@ -198,32 +194,31 @@ def _plain(found: Interval, prompts: int) -> dict[str, Any]:
 def evaluate(
     model: LoadedModel, prompts: PromptSet, pool: RewardPool, how: How, progress: Progress | None = None
 ) -> Evaluation:
-    """``how.samples`` completions of each prompt, scored.
+    """Generate and score ``how.samples`` completions of each prompt, a pure function of the arguments.
 
-    The same model, prompts and ``how`` give the same completions. Raises DataError for a prompt that does not fit the
-    context or a set without prompts, RewardError if not one reward can be had.
+    DataError for a prompt that does not fit the context, or no prompts; RewardError if all rewards are missing.
     """
     if not len(prompts):
         raise DataError("there are no prompts to evaluate on", key="prompts")
     asked = list(prompts)
     pool.ready()
-    said, generating = _generate(model, asked, how, progress)
+    trajectories, generating = _generate(model, asked, how, progress)
     begin = time.perf_counter()
-    items = [(t.id, asked[i // how.samples].text, t.text, asked[i // how.samples].info) for i, t in enumerate(said)]
-    outcomes = pool.score(items)
+    pairs = [(asked[i // how.samples], t) for i, t in enumerate(trajectories)]
+    outcomes = pool.score([(t.id, prompt.text, t.text, prompt.info) for prompt, t in pairs])
     scoring = time.perf_counter() - begin
     if all(o.value is None for o in outcomes):
         raise RewardError(
-            f"none of {len(outcomes)} rewards could be had; the first reason: {outcomes[0].reason}", key="reward"
+            f"all {len(outcomes)} rewards are missing; the first reason: {outcomes[0].reason}", key="reward"
         )
-    samples = [Sample(asked[i // how.samples], i % how.samples, t, o) for i, (t, o) in enumerate(zip(said, outcomes))]
+    samples = [Sample(prompt, i % how.samples, t, o) for i, ((prompt, t), o) in enumerate(zip(pairs, outcomes))]
     return Evaluation(how, samples, {"generate": generating, "score": scoring})
 
 
 def _generate(
     model: LoadedModel, asked: list[Prompt], how: How, progress: Progress | None
 ) -> tuple[list[Trajectory], float]:
-    """Completions, those of one prompt side by side (they share the work on it), and the seconds they took."""
+    """Return the completions, adjacent for one prompt so that they share its prefill, and the seconds they took."""
     template = make_template(how.template, wants_tokenizer(model))
     ids = template.prompts(asked)
     longest = max(map(len, ids)) + how.sampling.max_tokens
@@ -236,9 +231,12 @@ def _generate(
         for i, (prompt, tokens) in enumerate(zip(asked, ids))
         for number in range(how.samples)
     ]
-    begin = time.perf_counter()
-    found = _run(engine, requests, progress)
-    return found, time.perf_counter() - begin
+    begin, found, show = time.perf_counter(), dict[int, Trajectory](), progress or (lambda done, of: None)
+    show(0, len(requests))
+    for trajectory in engine.stream(requests):
+        found[trajectory.id] = trajectory
+        show(len(found), len(requests))
+    return [found[r.id] for r in requests], time.perf_counter() - begin
 
 
 def _check_lengths(asked: list[Prompt], ids: list[list[int]], how: How, context: int) -> None:
@@ -253,20 +251,11 @@ def _check_lengths(asked: list[Prompt], ids: list[list[int]], how: How, context:
             )
 
 
-def _run(engine: GenerationEngine, requests: list[Request], progress: Progress | None) -> list[Trajectory]:
-    found, tell = dict[int, Trajectory](), progress or (lambda done, of: None)
-    tell(0, len(requests))
-    for trajectory in engine.stream(requests):
-        found[trajectory.id] = trajectory
-        tell(len(found), len(requests))
-    return [found[r.id] for r in requests]
-
-
-# ---- what is kept ----
+# ---- files ----
 
 
 def check_out(path: Path) -> None:
-    """Raise DataError if completions cannot be written there, before any is made."""
+    """Raise DataError if completions cannot be written to this path."""
     if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(f"{str(path)!r} must end in .jsonl or .parquet", key="path.suffix")
     if not path.parent.is_dir():
@@ -274,17 +263,14 @@ def check_out(path: Path) -> None:
 
 
 def write_completions(path: Path, evaluation: Evaluation) -> None:
-    """Every completion with its tokens, log-probs and reward, as JSON lines or Parquet by the ending. StorageError."""
+    """Write every completion with tokens, log-probs and reward, as JSON lines or Parquet by suffix. StorageError."""
     with writing(path):
         if path.suffix == ".jsonl":
             with open(path, "w", encoding="utf-8") as file:
                 file.writelines(to_json(record) + "\n" for record in evaluation.records())
         else:
-            pq.write_table(pa.Table.from_pylist([_row(r) for r in evaluation.records()], schema=COLUMNS), path)
-
-
-def _row(record: dict[str, Any]) -> dict[str, Any]:
-    return {**record, "parts": list(record["parts"].items())}
+            rows = [{**record, "parts": list(record["parts"].items())} for record in evaluation.records()]
+            pq.write_table(pa.Table.from_pylist(rows, schema=COLUMNS), path)
 
 
 COLUMNS = pa.schema(

@@ -1,4 +1,4 @@
-"""What this machine has for a run, compared with what its plan says, before anything of it is allocated."""
+"""Compare the memory of this machine with the plan of a run before anything is allocated."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,20 +17,21 @@ Planner = Callable[[Recipe], RunPlan]
 
 
 def resolved(recipe: Recipe) -> Recipe:
-    """With the kind of device that ``train.device=auto`` finds here."""
+    """Return the recipe with the device type that ``train.device=auto`` resolves to."""
     if recipe.train.device != "auto":
         return recipe
     return recipe.replaced("train", device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_fits(recipe: Recipe, planned: Planner, host: Room | None, gpus: Sequence[Room] = ()) -> list[str]:
-    """What is to be said of a run that may not fit. RecipeError for one whose weights, gradients and optimizer states
-    alone are more than there is. Both with keys that would help, by prediction."""
-    plan = planned(recipe)
-    refused, told = judged(recipe, plan.longest, lambda other: planned(other).workers, host, gpus)
+    """Return warnings for a run that may not fit, with keys that would help.
+
+    RecipeError if weights, gradients and optimizer states alone need more memory than there is.
+    """
+    refused, warnings = judged(recipe, planned(recipe).longest, lambda other: planned(other).workers, host, gpus)
     if refused:
         raise RecipeError(refused, key="memory")
-    return told
+    return warnings
 
 
 def judged(
@@ -40,35 +41,36 @@ def judged(
     host: Room | None,
     gpus: Sequence[Room],
 ) -> tuple[str, list[str]]:
-    """Why a recipe cannot run here, or "", and where its memory may run out. workers: of a recipe, as predicted."""
+    """Return why a recipe cannot run here, or "", and warnings; workers: predicts the ranks of a recipe."""
 
-    def again(other: Recipe) -> list[MemoryUse]:
+    def uses(other: Recipe) -> list[MemoryUse]:
         return places(other, workers(other), host, gpus)
 
-    return verdict(again(recipe), lambda place: remedies(recipe, longest, place, again))
+    return verdict(uses(recipe), lambda place: remedies(recipe, longest, place, uses))
 
 
 def rooms(recipe: Recipe) -> tuple[Room | None, list[Room]]:
-    """Of the machine that all workers share, None where they are on others, and of each worker's GPU. What this process
-    and its children hold already counts as free: the plan has it."""
+    """Return the memory of this machine, None if the workers are on others, and of each worker's GPU.
+
+    Memory of this process and its children counts as free, since the plan includes it.
+    """
     elsewhere = recipe.cluster.backend == "ray" and bool(recipe.cluster.address)
     host = host_memory()
     return None if elsewhere else host._replace(free=min(host.total, host.free + _ours())), _gpus(recipe)
 
 
 def _ours() -> int:
-    """Private memory of this process and of what it has started."""
+    """Return the private memory of this process and its children in bytes."""
     me, found = psutil.Process(), 0
     for process in (me, *me.children(recursive=True)):
-        with suppress(psutil.Error):  # it has ended meanwhile
+        with suppress(psutil.Error):  # it has ended
             info = process.memory_info()
             found += info.rss - getattr(info, "shared", 0)
     return found
 
 
 def _gpus(recipe: Recipe) -> list[Room]:
-    """Inline this process asks the device what is free; elsewhere it takes no context on the workers' devices, and what
-    they have at all must do."""
+    """Return free memory of the GPU of an inline run, else total memory of all GPUs, which opens no CUDA context."""
     if not recipe.train.device.startswith("cuda") or not torch.cuda.is_available():
         return []
     chosen = torch.device(recipe.train.device).index

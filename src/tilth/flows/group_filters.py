@@ -1,4 +1,4 @@
-"""Which experience to learn from: functions of rows, from a batch to a boolean mask or to fewer rows."""
+"""Select samples to learn from: functions from the rows of a batch to a boolean mask or to fewer rows."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,27 +10,27 @@ from tilth.rl.algorithm import Algorithm
 from tilth.roles.experience import is_right, outcome
 
 Keep = Callable[[Batch], np.ndarray]
-"""From a batch to bool [n]: the rows to learn from."""
+"""Maps a batch to bool [n]: the rows to learn from."""
 
 LEAST = 1 / 8
-"""Share of the prompts that is thought to be kept at least, so that a round is of a bounded size."""
+"""Lower bound of the estimated share of kept prompts, which bounds the size of a round."""
 
 
 def has_spread(batch: Batch) -> np.ndarray:
-    """bool [n]: rows of groups whose rewards are not all equal; the others have no gradient under a group baseline."""
+    """Return bool [n]: rows of groups whose rewards differ; flat groups have no gradient under a group baseline."""
     return _spread(batch["group"], batch["reward"])
 
 
 def is_mixed(batch: Batch) -> np.ndarray:
-    """bool [n]: rows of groups that are neither all right nor all wrong (DAPO's dynamic sampling, 2503.14476 eq. 11).
+    """Return bool [n]: rows of groups neither all right nor all wrong (DAPO's dynamic sampling, 2503.14476 eq. 11).
 
-    By what the verifier said, never by a shaped reward: that differs between equally right answers of other lengths.
+    It uses outcomes, since shaped rewards differ between right answers of different lengths.
     """
     return _spread(batch["group"], outcome(batch))
 
 
 def group_filter(recipe: Recipe, algorithm: Algorithm) -> Keep | None:
-    """Which groups a recipe keeps: mixed ones (dynamic sampling), those with a gradient, or None: all."""
+    """Return the recipe's filter: mixed groups (dynamic sampling), groups with a gradient, or None for all."""
     if recipe.algorithm.refill:
         return is_mixed
     if not algorithm.drops_flat:
@@ -39,10 +39,7 @@ def group_filter(recipe: Recipe, algorithm: Algorithm) -> Keep | None:
 
 
 def can_differ(coefficient: float) -> Keep:
-    """The rows of groups whose rewards differ, or will if the judge calls some of their right answers flawed.
-
-    So a group that is all right is not left out before it is judged, and without a penalty nothing else is.
-    """
+    """Return a filter for groups whose rewards differ, or can differ after the judge's penalty on right answers."""
     if not coefficient:
         return has_spread
 
@@ -55,7 +52,7 @@ def can_differ(coefficient: float) -> Keep:
 
 
 def _spread(groups: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """bool [n]: rows of groups in which two values that are known differ; NaN is unknown."""
+    """Return bool [n]: rows of groups in which two values differ; NaN is ignored."""
     _, group = np.unique(groups, return_inverse=True)
     low = np.full(group.max(initial=-1) + 1, np.inf)
     high = -low
@@ -65,15 +62,13 @@ def _spread(groups: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def first_groups(batch: Batch, most: int) -> Batch:
-    """The rows of the first ``most`` groups, in the order in which they were drawn: whole groups, whatever their
-    length."""
+    """Return the rows of the first ``most`` groups in the order they were drawn, regardless of their lengths."""
     first = np.unique(batch["group"])[:most]
     return batch.select(np.isin(batch["group"], first))
 
 
 def missing_prompts(wanted: int, sampled: Sequence[Batch], kept: Sequence[Batch]) -> int:
-    """How many prompts to sample next, so that about ``wanted`` of all are kept, by the share kept so far; at most
-    ``wanted``, and 0 when there are enough."""
+    """Return how many prompts to sample next, at most ``wanted``, to keep about ``wanted``; 0 if enough are kept."""
     asked, have = (sum(len(np.unique(batch["group"])) for batch in some) for some in (sampled, kept))
     if have >= wanted:
         return 0

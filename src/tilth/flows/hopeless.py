@@ -1,4 +1,4 @@
-"""Steps in a row whose rewards teach nothing, and what to try then: a run may go on so for days."""
+"""Warn of consecutive steps without a learning signal, which can otherwise last for days."""
 
 from collections.abc import Mapping
 
@@ -11,16 +11,16 @@ from tilth.rl.estimators import Advantage
 from tilth.roles.experience import CUT, is_right
 
 PATIENCE = 20
-"""Steps without any difference between rewards after which a run warns."""
+"""Consecutive steps without a learning signal before the warning."""
 MANY = 0.5
-"""Share of answers that are cut from which on their length is thought to be the cause."""
+"""Share of cut answers from which on the warning proposes a larger rollout.max_tokens."""
 
 
 def counted(before: Mapping[str, float], sampled: Batch, estimator: Advantage, group: int) -> dict[str, float]:
-    """The state of an episode after one more step: how many steps it has, least and greatest reward; {}: there is none.
+    """Return the episode after one more step: number of steps, lowest and highest reward; {} if it has ended.
 
-    A step belongs to it where no two rewards of a group differ; for an estimator that learns from such groups too,
-    where all rewards are equal, and those of the steps before them. A step without any reward changes nothing.
+    A step continues the episode if no two rewards of a group differ; for an estimator that learns from flat groups, if
+    all rewards of the episode are equal. A step without any reward changes nothing.
     """
     scored = sampled.select(~np.isnan(sampled["reward"]))
     if not len(scored) or not estimator.reads_reward:
@@ -39,7 +39,7 @@ def counted(before: Mapping[str, float], sampled: Batch, estimator: Advantage, g
 
 
 def warning(episode: Mapping[str, float], sampled: Batch, recipe: Recipe) -> str:
-    """What to say after the newest step of an episode, once for each; "": nothing."""
+    """Return the warning after the ``PATIENCE``-th step of an episode, else ""."""
     if episode.get("steps") != PATIENCE:
         return ""
     one, r = episode["low"] == episode["high"], recipe.rollout

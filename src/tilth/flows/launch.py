@@ -1,4 +1,4 @@
-"""From a recipe to a run: set the machine up, build or restore, run the phases, end cleanly."""
+"""Launch a run: set up the machine, build or restore the roles, run the phases, end cleanly."""
 
 import hashlib
 import tempfile
@@ -51,45 +51,44 @@ from tilth.trace.spans import recorder
 
 
 class _Clocks(Callback):
-    """Compare the workers' clocks between two steps: a worker that is lost there loses none."""
+    """Compare the workers' clocks between two steps, so that a lost worker loses no earlier comparison."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
-        """Compare; the cluster does so a last time when it ends."""
+        """Compare the clocks; the cluster does it once more at its end."""
         self._cluster.compare_clocks()
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended. summary: as in ``tilth show RUN --json``."""
+    """Result of a run. summary: as printed by ``tilth show RUN --json``."""
 
     directory: Path
     summary: dict[str, Any]
 
     @property
     def report(self) -> Path:
-        """The page that tells of the run."""
+        """The HTML report of the run."""
         return self.directory / "report.html"
 
     @property
     def accuracy(self) -> float | None:
-        """Share of right greedy answers to prompts never trained on, at the end; None where an answer is not just right
-        or wrong."""
+        """Share of right greedy answers to held-out prompts at the end; None if some outcome was neither 0 nor 1."""
         found: float | None = self.summary.get("accuracy_last")
         return found
 
     @property
     def reward(self) -> float | None:
-        """Mean reward of the same answers."""
+        """Mean reward of greedy answers to held-out prompts at the end."""
         found: float | None = self.summary.get("reward_heldout_last")
         return found
 
 
 @contextmanager
 def machine(recipe: Recipe) -> Iterator[None]:
-    """Threads and matmul precision of this process for the time of a run."""
+    """Set threads and matmul precision of this process for the time of a run."""
     before = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_num_threads(threads(recipe, 1))
     torch.set_float32_matmul_precision(recipe.train.matmul)
@@ -111,21 +110,25 @@ def launch(
     allow: Sequence[str] = (),
     fallback: bool = False,
 ) -> RunResult:
-    """Run a recipe to its end, in a new directory or continuing its newest unfinished one.
+    """Run a recipe to its end, in a new directory or resuming its newest unfinished run.
 
-    pool: None where nothing is to be generated. reward: fingerprint of the reward function; a run goes on only with the
-    same one, the same data and the same template. allow: keys in which the run that goes on may have had other values.
-    fallback: where its newest checkpoint is damaged, go on from the newest that is not.
+    pool: None if nothing is generated. reward: fingerprint of the reward function; a run resumes only with the same
+    reward, data and template. allow: keys whose values may have changed. fallback: resume from the newest valid
+    checkpoint if the newest one is damaged.
     """
     check_algorithm(recipe)
     data = material.fingerprint()
     who = Identity(recipe, _inputs(recipe, data, reward), tuple(allow))
     who.check_name()
     if recipe.run.checkpoints:
-        _check_place(recipe.run.checkpoints)  # before anything is made
+        _check_place(recipe.run.checkpoints)
     warned: list[str] = []
-    with _told_what_would_help(), machine(recipe), _cluster(recipe) as cluster:
-        warn = partial(_warn, warned, callbacks)
+
+    def warn(text: str) -> None:  # the log does not exist yet
+        warned.append(text)
+        notify(callbacks, "on_message", text)
+
+    with _add_hints(), machine(recipe), _cluster(recipe) as cluster:
         parts = build(recipe, material, pool, cluster, _earlier(who, name), warn)
         if isinstance(parts.heldout, PromptSet):
             parts.notes.extend(seen_before(recipe, parts.heldout))
@@ -138,40 +141,47 @@ def launch(
         ):
             if parts.roles.reward is not None:
                 parts.roles.reward.print_to(str(directory.path.resolve() / REWARD_LOG))
-            with _told_how_to_go_on(directory.path), StopRequest(recipe.run.grace) as stop:
-                cluster.trace(directory.events.resolve(), directory.attempt, bool(recipe.run.collect_every))
-                profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
-                watching = [_Clocks(cluster), *callbacks, profiling]
-                run = _run(parts, cluster, directory, watching, stop)
-                for text in warned:
-                    directory.log(text)
-                directory.update(data=data)
-                _announce(run, parts)
-                _restore(run, fallback=fallback)
-                notify(watching, "on_run_start", run)
-                try:
-                    _phases(run)
-                    profiling.conclude()
-                    run.saving.finish()
-                    if run.saving.failed:
-                        run.secure()
-                except Interrupted as stopped:
-                    directory.end("interrupted", why=str(stopped))
-                    raise
-                finally:
-                    if not cluster.dispatch.idle():  # what the writer has not written goes with it, as does its step
-                        directory.trajectories = TrajectoryFiles(directory.path / TRAJECTORIES)
-                    run.saving.give_up()
+            for text in warned:
+                directory.log(text)
+            directory.update(data=data)
+            run = _train(parts, cluster, directory, callbacks, fallback=fallback)
             directory.end("finished")
             summary = summarise(directory.path)
             for line in cluster.close():
-                _tell(directory, callbacks, line)
-    notify(watching, "on_run_end", run, summary)
+                _log_late(directory, callbacks, line)
+    notify(run.callbacks, "on_run_end", run, summary)
     return RunResult(directory.path, summary)
 
 
+def _train(
+    parts: RunParts, cluster: Cluster, directory: RunDir, callbacks: Sequence[Callback], *, fallback: bool
+) -> Run:
+    """Make the run, restore it, and run its phases to their end and its last checkpoint."""
+    with _add_hints(directory.path), StopRequest(parts.recipe.run.grace) as stop:
+        cluster.trace(directory.events.resolve(), directory.attempt, bool(parts.recipe.run.collect_every))
+        profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
+        run = _run(parts, cluster, directory, [_Clocks(cluster), *callbacks, profiling], stop)
+        _announce(run, parts)
+        _restore(run, fallback=fallback)
+        notify(run.callbacks, "on_run_start", run)
+        try:
+            _phases(run)
+            profiling.conclude()
+            run.saving.finish()
+            if run.saving.failed:
+                run.secure()
+        except Interrupted as stopped:
+            directory.end("interrupted", why=str(stopped))
+            raise
+        finally:
+            if not cluster.dispatch.idle():  # rows that the writer still holds are lost with their step
+                directory.trajectories = TrajectoryFiles(directory.path / TRAJECTORIES)
+            run.saving.give_up()
+    return run
+
+
 def _check_place(where: str) -> None:
-    """StorageError, naming the key: a store or a folder in which no file can be made."""
+    """Raise StorageError for a store or a folder in which no file can be made."""
     try:
         if is_url(where):
             probe = f".tilth-{uuid.uuid4().hex}"
@@ -182,67 +192,56 @@ def _check_place(where: str) -> None:
         with tempfile.TemporaryFile(dir=where):
             pass
     except (OSError, StorageError) as error:
-        what = "a folder that can be written, or the URL of a store that fsspec knows, as in s3://bucket/path"
-        raise StorageError(f"run.checkpoints = {where!r}: {error}; it must be {what}", key="run.checkpoints") from error
+        raise StorageError(
+            f"run.checkpoints = {where!r}: {error}; use a writable folder, or the URL of a store that fsspec "
+            "supports, as in s3://bucket/path",
+            key="run.checkpoints",
+        ) from error
 
 
 @contextmanager
 def _recorded(directory: RunDir, rank: int, callbacks: Sequence[Callback]) -> Iterator[None]:
-    """The spans of this process are written. That some could not be is told: it ends no run, and hides no error."""
+    """Write the spans of this process; log it if some could not be written, without ending the run."""
     recorder.start(directory.events, rank, directory.attempt)
     try:
         yield
     finally:
         if line := recorder.conclude():
-            _tell(directory, callbacks, line)
+            _log_late(directory, callbacks, line)
 
 
-def _tell(directory: RunDir, callbacks: Sequence[Callback], line: str) -> None:
-    """What comes when the run is over, in the log as far as its disk takes it."""
+def _log_late(directory: RunDir, callbacks: Sequence[Callback], line: str) -> None:
+    """Log a line after the end of a run, if its disk can take it, and show it."""
     with suppress(StorageError):
         directory.log(line)
     notify(callbacks, "on_message", line)
 
 
 @contextmanager
-def _told_how_to_go_on(directory: Path) -> Iterator[None]:
-    """A lost or silent worker is no fault of the run's own: what was committed is intact."""
+def _add_hints(directory: Path | None = None) -> Iterator[None]:
+    """Add hints to the error of a lost, silent or too large worker: a smaller key, and where the run resumes.
+
+    directory: the run's, once it exists. An OutOfMemory without a role already has its hint.
+    """
     try:
         yield
     except (WorkerLost, CallTimeout, OutOfMemory) as error:
-        kept = latest(checkpoints_of(directory))
-        where = f"from {Path(kept).name}" if kept else "from its beginning: it had not come to a checkpoint"
-        said = _with_key(error) if isinstance(error, OutOfMemory) else str(error)
-        raise type(error)(f"{said}\nthe same command continues in {directory} {where}", key=error.key) from error
-
-
-def _with_key(error: OutOfMemory) -> str:
-    """What a role that could not have its memory says, with the key that makes it need less."""
-    key = ROLES[error.role if error.role in ROLES else "policy"].less
-    more = ", or train.checkpointing=true" if key == "train.micro_tokens" else ""
-    return f"{error}; a smaller {key}{more} needs less (in a run that goes on, with --allow {key})"
-
-
-@contextmanager
-def _told_what_would_help() -> Iterator[None]:
-    """Around a run that may find no memory before it has a directory."""
-    try:
-        yield
-    except OutOfMemory as error:
-        if not error.role:  # it has been said where the run can go on
+        message = str(error)
+        if isinstance(error, OutOfMemory) and (directory is not None or error.role):
+            key = ROLES[error.role if error.role in ROLES else "policy"].less
+            more = ", or train.checkpointing=true" if key == "train.micro_tokens" else ""
+            message += f"; a smaller {key}{more} needs less (to resume the run with it, --allow {key})"
+        elif directory is None:
             raise
-        raise OutOfMemory(_with_key(error), key=error.key) from error
-
-
-def _warn(warned: list[str], callbacks: Sequence[Callback], text: str) -> None:
-    """Before there is a log."""
-    warned.append(text)
-    notify(callbacks, "on_message", text)
+        if directory is not None:
+            kept = latest(checkpoints_of(directory))
+            where = f"from {Path(kept).name}" if kept else "from its beginning: it has no checkpoint yet"
+            message += f"\nthe same command continues in {directory} {where}"
+        raise type(error)(message, key=error.key) from error
 
 
 def _inputs(recipe: Recipe, data: str, reward: str) -> dict[str, str]:
-    """Key -> fingerprint of what decides the run beside its recipe: the data, the reward function, plugins, what a
-    script declares, a template's file, the models that paths lead to."""
+    """Return key -> fingerprint of the inputs that a recipe only names: data, reward, plugins, template, models."""
     found = {"data": data}
     if reward:
         found["reward.function"] = reward
@@ -256,13 +255,13 @@ def _inputs(recipe: Recipe, data: str, reward: str) -> dict[str, str]:
 
 
 def _earlier(who: Identity, name: str) -> Path | None:
-    """Model folder of the run that will go on, where it has come to a checkpoint: before that it is not complete."""
+    """Return the model folder of the run to resume; None if it has no checkpoint, so that the folder may be partial."""
     folder = find(who, name)
     return folder / MODEL_FOLDER if folder and latest(checkpoints_of(folder)) else None
 
 
 def _cluster(recipe: Recipe) -> Cluster:
-    """The workers of ``[cluster]``; they start while the data is being read."""
+    """Start the workers of ``[cluster]``, which happens while the data is being read."""
     c, device = recipe.cluster, recipe.train.device
     gpus = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     return open_cluster(c.backend, sum(pools(recipe).values()), timeout=c.timeout, address=c.address, gpus=gpus)
@@ -270,10 +269,15 @@ def _cluster(recipe: Recipe) -> Cluster:
 
 def _run(parts: RunParts, cluster: Cluster, directory: RunDir, callbacks: Sequence[Callback], stop: StopRequest) -> Run:
     metrics = Metrics(sum(parts.roles.policy.peak_flops()), cluster.totals, cluster.traffic)
+    every = parts.recipe.run.collect_every
 
     def say(text: str) -> None:
         directory.log(text)
         notify(callbacks, "on_message", text)
+
+    def collect_garbage(step: int) -> None:
+        if every and step % every == 0:
+            cluster.collect(step)
 
     return Run(
         parts.recipe,
@@ -288,17 +292,12 @@ def _run(parts: RunParts, cluster: Cluster, directory: RunDir, callbacks: Sequen
         metrics=metrics,
         say=say,
         adopt=parts.adopt,
-        collect_garbage=partial(_collect_garbage, cluster, parts.recipe.run.collect_every),
+        collect_garbage=collect_garbage,
     )
 
 
-def _collect_garbage(cluster: Cluster, every: int, step: int) -> None:
-    if every and step % every == 0:
-        cluster.collect(step)
-
-
 def _phases(run: Run) -> None:
-    """The recipe's flow, after a supervised warm-up where it learns from experience and has one."""
+    """Run the phases: a supervised warm-up and value pre-training where the recipe has them, then the flow."""
     recipe, given = run.recipe, run.recipe.supervised
     loop = training_loop(recipe)
     if not recipe.flow_spec.samples:
@@ -312,7 +311,7 @@ def _phases(run: Run) -> None:
 
 
 def training_loop(recipe: Recipe) -> Callable[[Run], None]:
-    """The loop of the recipe's flow: one that a plugin declares, or that of all flows that learn from the same."""
+    """Return the loop of the recipe's flow: a plugin's, or the one for what the flow learns from."""
     if own := declared("flow").get(recipe.flow):
         return own.value
     if recipe.flow_spec.samples:
@@ -321,34 +320,34 @@ def training_loop(recipe: Recipe) -> Callable[[Run], None]:
 
 
 def _announce(run: Run, parts: RunParts) -> None:
-    directory = run.directory
-    say = [f"{'continuing' if directory.resumed else 'new run'} in {directory.path}"]
-    say += [directory.before] if directory.before else []
-    say += [*parts.plan.lines(), *parts.notes]
+    """Store plan and model shape, and log what the run is going to do."""
+    directory, elsewhere = run.directory, run.recipe.run.checkpoints
+    lines = [f"{'continuing' if directory.resumed else 'new run'} in {directory.path}"]
+    lines += [directory.before] if directory.before else []
+    lines += [*parts.plan.lines(), *parts.notes]
     directory.set_plan(parts.plan.as_dict())
-    say += replaced(run.recipe)
+    lines += replaced(run.recipe)
     save_shape(directory.path / MODEL_FOLDER, parts.config, parts.tokenizer)
     if directory.changes:
         changed = "; ".join(directory.changes.values())
-        say.append(f"it goes on changed, as allowed, and what it has learned so far stays: {changed}")
-    elsewhere = run.recipe.run.checkpoints
+        lines.append(f"it goes on changed, as allowed, and what it has learned so far stays: {changed}")
     if elsewhere and not directory.checkpoints.startswith((elsewhere.rstrip("/"), str(Path(elsewhere).resolve()))):
-        say.append(f"its checkpoints stay where they are, in {directory.checkpoints}")
+        lines.append(f"its checkpoints stay where they are, in {directory.checkpoints}")
     if directory.checkpoints.startswith("memory://"):
-        say.append("checkpoints in memory:// are gone when this process ends: nothing can go on from them")
-    say += [f"{s.label}: {directory.inputs[s.loads]}" for s in ROLES.values() if s.loads in directory.inputs]
-    for line in say:
+        lines.append("checkpoints in memory:// are gone when this process ends: nothing can go on from them")
+    lines += [f"{s.label}: {directory.inputs[s.loads]}" for s in ROLES.values() if s.loads in directory.inputs]
+    for line in lines:
         run.say(line)
 
 
 def _restore(run: Run, *, fallback: bool) -> None:
-    """Go back to the newest checkpoint of the run, or to the very beginning."""
-    directory, step = run.directory, 0
+    """Return to the newest checkpoint of the run, or to its beginning."""
+    directory = run.directory
     newest = _newest(run, fallback=fallback)
     if newest is not None:
         _load(newest, run.roles, directory)
         run.restore(newest.objects["progress"])
-        step = run.state.step
+    step = run.state.step
     note_best(directory.checkpoints, run.state.best)  # a kill may have come between a checkpoint and this
     directory.rewind(step)
     directory.accept()
@@ -358,43 +357,36 @@ def _restore(run: Run, *, fallback: bool) -> None:
 
 
 def _newest(run: Run, *, fallback: bool) -> Checkpoint | None:
-    """The checkpoint to go on from; None before the first. CheckpointError if it is damaged, or not to be found."""
-    root, saved = run.directory.checkpoints, run.directory.saved
+    """Return the checkpoint to resume from; None before the first. CheckpointError if it is damaged or missing."""
+    directory, root, saved = run.directory, run.directory.checkpoints, run.directory.saved
     found = latest(root)
-    if saved and (found is None or (step_of(found) or 0) < saved):
-        _miss(run, root, found, saved, fallback=fallback)
     if found is None:
+        if saved:  # a run that has saved does not begin anew because its disk is not mounted
+            raise CheckpointError(
+                f"{all_lost(root, saved)} If they are lost for good, begin a new run (run.name=NAME)", key="checkpoints"
+            )
         return None
-    own = partial(_check_own, directory=run.directory)
+    if (step_of(found) or 0) < saved:
+        message = f"the newest checkpoint in {root} is {split(found)[1]}, but this run saved one of step {saved} there"
+        if not fallback:
+            raise CheckpointError(f"{message}; {_alternative(directory, saved)}", key=f"step-{saved:06d}")
+        run.say(message)
     if fallback:
-        return newest_valid(root, run.say, own)
+        return newest_valid(root, run.say, partial(_check_own, directory=directory))
     try:
         newest = open_checkpoint(found)
-        own(newest)
+        _check_own(newest, directory)
         return newest
     except CheckpointError as error:
-        raise _hinted(error, found, run.directory) from error
+        raise _with_alternative(error, found, directory) from error
 
 
-def _miss(run: Run, root: str, found: str | Path | None, saved: int, *, fallback: bool) -> None:
-    """A run that has saved does not begin anew because its disk is not mounted, or its newest checkpoint is gone."""
-    if found is None:
-        raise CheckpointError(
-            f"{all_lost(root, saved)} If they are lost for good, begin a new run (run.name=NAME)", key="checkpoints"
-        )
-    told = f"the newest checkpoint in {root} is {split(found)[1]}, but this run saved one of step {saved} there"
-    if not fallback:
-        raise CheckpointError(f"{told}; {_what_is_left(run.directory, saved)}", key=f"step-{saved:06d}")
-    run.say(told)
+def _with_alternative(error: CheckpointError, newest: Location, directory: RunDir) -> CheckpointError:
+    return CheckpointError(f"{error}; {_alternative(directory, step_of(newest) or 0)}", key=error.key)
 
 
-def _hinted(error: CheckpointError, newest: Location, directory: RunDir) -> CheckpointError:
-    """The error of a checkpoint that cannot be gone on from, with what else there is."""
-    return CheckpointError(f"{error}; {_what_is_left(directory, step_of(newest) or 0)}", key=error.key)
-
-
-def _what_is_left(directory: RunDir, before: int) -> str:
-    """The newest checkpoint of an earlier step that this run made and that can be opened, in words."""
+def _alternative(directory: RunDir, before: int) -> str:
+    """Name the newest checkpoint of an earlier step that this run made and that can be opened."""
     for path in reversed(complete(directory.checkpoints)):
         with suppress(CheckpointError):
             if (step_of(path) or 0) < before:
@@ -404,28 +396,23 @@ def _what_is_left(directory: RunDir, before: int) -> str:
 
 
 def _check_own(checkpoint: Checkpoint, directory: RunDir) -> None:
-    """CheckpointError for a checkpoint that another run made: its progress is not this one's."""
-    told = foreign(checkpoint.objects, directory.digests)
-    if told:
+    """Raise CheckpointError for a checkpoint of another run."""
+    if message := foreign(checkpoint.objects, directory.digests):
         path = checkpoint.path
         raise CheckpointError(
-            f"{path} {told}; model.path={path} would begin with its weights", key=f"{split(path)[1]}.digest"
+            f"{path} {message}; model.path={path} begins with its weights", key=f"{split(path)[1]}.digest"
         )
 
 
 def _load(checkpoint: Checkpoint, roles: Roles, directory: RunDir) -> None:
-    """Into every role, on all its workers. CheckpointError: damaged, with what else there is, or of another shape."""
+    """Load every role on all its workers. CheckpointError for another shape, or for damage, with the alternative."""
     positions = checkpoint.objects["positions"]
     try:
         for role, group in roles.keepers().items():
             group.load(str(checkpoint.path), positions.get(role, {}))
     except CheckpointError as error:
-        raise (_hinted(error, checkpoint.path, directory) if _damaged(checkpoint) else error) from error
-
-
-def _damaged(checkpoint: Checkpoint) -> bool:
-    try:
-        checkpoint.verify()
-    except CheckpointError:
-        return True
-    return False
+        try:
+            checkpoint.verify()
+        except CheckpointError:
+            raise _with_alternative(error, checkpoint.path, directory) from error
+        raise

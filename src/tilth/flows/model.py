@@ -1,4 +1,4 @@
-"""Models by path: a run, one of its checkpoints or a Hugging Face directory."""
+"""Load a model from a run, one of its checkpoints or a Hugging Face directory; choose its tokenizer."""
 
 import json
 import os
@@ -30,35 +30,32 @@ from tilth.rollout.protocol import GenerationEngine
 from tilth.runs.model_refs import EMA, Named, explained, find_checkpoint, run_settings
 
 MODEL_FOLDER = "model"
-"""Folder of a run with its config.json and tokenizer: the weights are in the checkpoints."""
+"""Folder of a run with config.json and tokenizer; the weights are in the checkpoints."""
 
 
 class LoadedModel(NamedTuple):
-    """Everything needed to speak or to go on learning."""
+    """A model with everything needed for generation and further training."""
 
     config: DecoderConfig
     tensors: Mapping[str, Tensor]
     tokenizer: Tokenizer | None
     source: Path
-    """Directory that tokenizer and config come from."""
+    """Directory of tokenizer and config."""
     run: Path | None = None
-    """Directory of the run that made it."""
+    """Directory of its run."""
     settings: Mapping[str, Any] = MappingProxyType({})
-    """That run's recipe as it stands in its file."""
+    """Recipe of that run as plain data."""
     step: int | None = None
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
 
     @property
     def template(self) -> str:
-        """What makes a prompt of a text as the run did, for ``make_template``: "model" or, as it stands, "".
-
-        Whatever ``data.template`` named, the tokenizer of the run's model folder carries it.
-        """
+        """Argument for ``make_template``: "model" if the run had a template, which its tokenizer carries; else ""."""
         return "model" if self.settings.get("data", {}).get("template") else ""
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Strings that ended the run's completions: ``rollout.stop``."""
+        """Stop strings of the run: ``rollout.stop``."""
         return tuple(self.settings.get("rollout", {}).get("stop", ()))
 
 
@@ -69,13 +66,13 @@ REWARD_MODEL = "reward_model"
 
 
 def models() -> dict[str, bool]:
-    """Groups of tensors of a checkpoint that are weights of a model -> whether of a value model."""
+    """Return name -> "is a value model" for the groups of a checkpoint that are weights of a model."""
     held = {name: spec.values for name, spec in ROLES.items() if spec.mesh == "layout" and name != "policy"}
     return {"model": False, EMA: False, **held}
 
 
 class StoredTensors(Unread):
-    """Tensors of a group of a checkpoint, read and checked when they are asked for. CheckpointError: damaged."""
+    """Tensors of a group of a checkpoint, read and verified on access; CheckpointError if damaged."""
 
     def __init__(self, checkpoint: Checkpoint, group: str, named: Named) -> None:
         self._checkpoint, self._group, self._named = checkpoint, group, named
@@ -88,13 +85,13 @@ class StoredTensors(Unread):
             return self._checkpoint.read(self._group, name)
 
     def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """One block of a tensor; only what is needed of the file is read."""
+        """Return one block of a tensor, reading only that part of the file."""
         box = Box(tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices))
         with explained(self._named):
             return self._checkpoint.read(self._group, name, box)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
+        """Return the shape of a tensor without reading it."""
         return self._checkpoint.entry(self._group, name).shape
 
     def __contains__(self, name: object) -> bool:
@@ -108,26 +105,24 @@ class StoredTensors(Unread):
 
 
 def load_model(spec: str | Path, group: str = "") -> LoadedModel:
-    """The model that a text names; its tensors are read, one at a time, when they are used.
+    """Return the model of a reference; its tensors are read, one at a time, on access.
 
-    ``RUN``: its newest checkpoint; ``RUN@best``: the best by evaluation; ``RUN@STEP``: the one of a step; ``RUN@ema``:
-    the moving average of the weights, from the newest; a checkpoint's own directory; a Hugging Face directory, or an id
-    of its hub; for all forms see ``named.find_checkpoint``. group: of the checkpoint's tensors (``models``); empty: as
-    the text says.
-    ModelError in one line if there is no such thing, with what there is; CheckpointError for a damaged one.
+    spec: a reference as in ``model_refs.find_checkpoint`` (``RUN``, ``RUN@best``, ``RUN@STEP``, ``RUN@ema``, a
+    checkpoint), a Hugging Face directory or an id of its hub. group: group of tensors (``models``); empty: that of the
+    reference. ModelError if there is none, naming what there is; CheckpointError if it is damaged.
     """
     spec = fetched(str(spec))
     named = find_checkpoint(spec)
     if named is not None:
         return _from_checkpoint(named._replace(group=group or named.group))
     if group not in ("", "model", REWARD_MODEL):
-        raise ModelError(f"{spec!r} is no checkpoint, so it has no group {group}", key="group")
+        raise ModelError(f"{spec!r} is not a checkpoint, so it has no group {group}", key="group")
     config, tensors = load_pretrained(spec, values=group == REWARD_MODEL)
     return LoadedModel(config, tensors, _tokenizer(Path(spec)), Path(spec))
 
 
 def load_beginning(recipe: Recipe) -> LoadedModel:
-    """The model of ``model.path``: in flow reward_model a reward model goes on, and any other lends its body."""
+    """Return the model of ``model.path``; in flow reward_model a reward model with its head if it is one."""
     spec = recipe.model.path
     named = find_checkpoint(spec) if recipe.flow == "reward_model" else None
     if named is not None and REWARD_MODEL in open_checkpoint(named.path).groups:
@@ -139,19 +134,19 @@ def _from_checkpoint(named: Named) -> LoadedModel:
     run = named.run
     if run is None and is_url(named.path):
         raise ModelError(
-            f"{named.path} is a checkpoint, but its run's config.json is not beside it; say RUN@STEP", key="run"
+            f"{named.path} is a checkpoint, but its run's config.json is not beside it; use RUN@STEP", key="run"
         )
     run = run or Path(os.path.normpath(Path(named.path) / ".." / ".."))
     source = run / MODEL_FOLDER
     if not (source / "config.json").is_file():
         raise ModelError(
-            f"{named.path} is a checkpoint, but {source / 'config.json'}, which says its shape, is not there",
+            f"{named.path} is a checkpoint, but {source / 'config.json'} with its shape does not exist",
             key="config.json",
         )
-    said, settings = read_config(source), run_settings(run)
-    if not is_known(said):
-        load_plugins(settings.get("plugins", ()))  # which may declare its family
-    config = DecoderConfig.from_hf(said)
+    fields, settings = read_config(source), run_settings(run)
+    if not is_known(fields):
+        load_plugins(settings.get("plugins", ()))  # one may declare the family
+    config = DecoderConfig.from_hf(fields)
     with explained(named):
         checkpoint = open_checkpoint(named.path)
     tensors = _tensors(checkpoint, named)
@@ -163,7 +158,8 @@ def _from_checkpoint(named: Named) -> LoadedModel:
 def _tensors(checkpoint: Checkpoint, named: Named) -> StoredTensors:
     if named.group == EMA and EMA not in checkpoint.groups:
         raise ModelError(
-            f"{named.path} has no moving average of the weights; train.ema = 0.999 would keep one", key="train.ema"
+            f"{named.path} has no moving average of the weights; train with train.ema = 0.999 to get one",
+            key="train.ema",
         )
     if named.group not in models() or named.group not in checkpoint.groups:
         there = ", ".join(name for name in checkpoint.groups if name in models()) or "none"
@@ -179,18 +175,17 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def wants_tokenizer(loaded: LoadedModel) -> Tokenizer:
-    """The model's tokenizer; DataError if it has none, so that it cannot read a text, or one of too many tokens."""
+    """Return the model's tokenizer; DataError if it has none, or one with more tokens than the model."""
     if loaded.tokenizer is None:
         raise DataError(
-            f"model {str(loaded.source)!r} has no tokenizer.json, so it cannot read a text", key="tokenizer.json"
+            f"model {str(loaded.source)!r} has no tokenizer.json, so it cannot read text", key="tokenizer.json"
         )
     check_vocabulary(loaded.tokenizer, loaded.config.vocab_size, loaded.tokenizer, f"model {str(loaded.source)!r}")
     return loaded.tokenizer
 
 
 def make_engine(loaded: LoadedModel, *, seed: int, max_rows: int, max_length: int) -> GenerationEngine:
-    """The engine of the model's run, or the native one, with these weights: on a GPU in bf16, on a CPU in the run's
-    precision, or else fp32."""
+    """Return an engine with these weights, of the run's kind or native: bf16 on a GPU or if the run was, else fp32."""
     gpu = torch.cuda.is_available()
     half = gpu or loaded.settings.get("train", {}).get("precision") == "bf16"
     engine = protocol.make_engine(
@@ -204,7 +199,7 @@ def make_engine(loaded: LoadedModel, *, seed: int, max_rows: int, max_length: in
         max_rows=max_rows,
         max_length=max_length,
     )
-    engine.update_weights(loaded.tensors.items(), version=0)  # one after another: they were compared with the config
+    engine.update_weights(loaded.tensors.items(), version=0)  # one at a time
     return engine
 
 
@@ -214,16 +209,16 @@ def make_engine(loaded: LoadedModel, *, seed: int, max_rows: int, max_length: in
 def choose_tokenizer(
     recipe: Recipe, prompts: PromptSet | None, loaded: LoadedModel | None, texts: Iterable[str] | None = None
 ) -> Tokenizer:
-    """The recipe's own (``data.tokenizer``), else the model's, else one token per character of the data.
+    """Return the tokenizer of ``data.tokenizer``, else the model's, else one with a token per character of the data.
 
-    texts: documents to learn from, of flow pretrain; otherwise those are the prompts with their answers. A new
-    tokenizer (``characters``, ``bpe:SIZE``) is made of them. DataError where it does not fit the model.
+    A new tokenizer (``characters``, ``bpe:SIZE``) is made of ``texts``, the documents of flow pretrain, or of prompts
+    with their answers. DataError if it does not fit the model.
     """
     name = recipe.data.tokenizer
     if loaded is not None and name.startswith("bpe:"):
         raise DataError(
-            f"data.tokenizer = {name} would be new to the model of model.path = {recipe.model.path}; "
-            "data.tokenizer= (empty) keeps the model's own",
+            f"data.tokenizer = {name} makes new tokens, which the model of model.path = {recipe.model.path} does not "
+            "have; data.tokenizer= (empty) keeps the model's tokenizer",
             key="data.tokenizer.bpe",
         )
     if not name and loaded is not None:
@@ -247,7 +242,7 @@ def _bpe_size(name: str) -> int:
     size = name.removeprefix("bpe:")
     if not size.isdecimal() or not int(size):
         raise DataError(
-            f"data.tokenizer = {name!r} names no number of tokens; write as in bpe:4096", key="data.tokenizer.size"
+            f"data.tokenizer = {name!r} has no number of tokens; use for example bpe:4096", key="data.tokenizer.size"
         )
     return int(size)
 
@@ -259,18 +254,18 @@ def _alphabet(prompts: PromptSet | None, texts: Iterable[str] | None) -> str:
 
 
 def _texts(recipe: Recipe, prompts: PromptSet | None, texts: Iterable[str] | None) -> Iterable[str]:
-    """What a new tokenizer learns its merges from: never from what is held out."""
+    """Return the texts that a new tokenizer is trained on; held-out data is not among them."""
     if texts is not None or prompts is None:
         return texts or ()
     train, _ = prompts.split(recipe.data.holdout)
     return (f"{p.text}{p.answer or ''}" for p in train)
 
 
-# ---- a run's own ----
+# ---- the model folder of a run ----
 
 
 def save_shape(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> None:
-    """Write config.json and tokenizer files, chat template included, to a run's model folder, each as a whole."""
+    """Write config.json and tokenizer files, chat template included, to a run's model folder, each atomically."""
     made = folder.with_name(f".{folder.name}.tmp")
     with writing(folder):
         make_folder(folder)

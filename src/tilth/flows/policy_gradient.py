@@ -1,6 +1,6 @@
-"""The training loop of algorithms without a critic: GRPO, RLOO, REINFORCE++, ReMax, DAPO, FAPO, distillation.
+"""Training loop of algorithms without a critic: GRPO, RLOO, REINFORCE++, ReMax, DAPO, FAPO, distillation.
 
-What tells them apart are keys, whose defaults for each are one row of ``tilth.config.flows.FLOWS``: the estimator
+They differ in keys, whose defaults are one row of ``tilth.config.flows.FLOWS`` each: the estimator
 (``algorithm.advantage``), the loss and its clips, the KL penalty, dynamic sampling (``refill``), overlong shaping, the
 judge.
 """
@@ -12,12 +12,10 @@ from tilth.flows.step_judge import ask_judge, drop_flat_groups, penalised
 
 
 def policy_gradient(run: Run) -> None:
-    """Sample groups of answers, score them, compare them, update the policy, sync the engine's weights; each step."""
+    """Sample groups of answers, score them, compute advantages, update the policy, sync the engine; each step."""
     rollout, algo, judge = run.recipe.rollout, run.recipe.algorithm, run.roles.judge
     for batch in run.experience(group=rollout.group, keep=group_filter(run.recipe, run.algorithm), rounds=algo.refill):
-        if (
-            judge is not None
-        ):  # called first, read below: a judge with a pool of its own works beside what comes between
+        if judge is not None:  # read below, so that a judge with its own pool works beside other roles
             verdicts = ask_judge(judge, run.loader, batch)
         if "baselines" in run.algorithm.computed:  # ReMax: the reward of the greedy answer
             batch = run.baselines(batch)

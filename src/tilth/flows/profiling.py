@@ -1,11 +1,11 @@
-"""Profiles of chosen steps and ranks of a run: as ``run.profile`` says, or as asked for while it goes on.
+"""Profile chosen steps and ranks of a run, as planned in ``run.profile`` or requested while it is active.
 
-    RUN/profiles/.request.json    what is asked for: written by ``ask``, taken by the run between two steps
-    RUN/profiles/captures.jsonl   what became of each capture, a line when it begins and one when it has ended
+    RUN/profiles/.request.json    a request: written by ``ask``, taken by the run between two steps
+    RUN/profiles/captures.jsonl   one line when a capture begins and one when it has ended
     RUN/profiles/steps-A-B-rank-R.json.gz    a Chrome trace
 
-A run looks once a step whether something is asked for, which takes about a microsecond. A profile that cannot be had is
-told and the run goes on; none of its numbers depend on it, but its steps take longer while they are recorded.
+The run checks for a request once a step, in about a microsecond. A failed capture is logged and does not end the run.
+Recorded steps take longer; their numbers do not change.
 """
 
 import json
@@ -13,6 +13,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,12 @@ REQUEST = ".request.json"
 LOG = "captures.jsonl"
 TOO_LATE = "the run came to its end before the next step"
 PERIOD = 0.2
-"""Seconds between two looks of who waits."""
+"""Seconds between two reads of the log in ``follow``."""
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """So many steps on these ranks; memory: with every allocation; attempt: of the run, another one's is void."""
+    """Capture this many steps on these ranks. memory: record allocations; attempt: the attempt it is valid for."""
 
     id: str
     steps: int
@@ -56,7 +57,7 @@ class ProfileRequest:
 
 @dataclass
 class PendingCapture:
-    """One that is under way. last: the step it shall end with; done: the newest that has been recorded."""
+    """An active capture. first, last: its steps; done: newest recorded step; errors: message by rank."""
 
     request: ProfileRequest
     ranks: list[int]
@@ -66,14 +67,14 @@ class PendingCapture:
     done: int = 0
 
     def line(self, state: str, **more: Any) -> dict[str, Any]:
-        """Of the log. The last step is that it has come to, once it has ended."""
+        """Return a line of the log; its last step is the newest recorded one unless the capture is active."""
         last = self.last if state == "capturing" else self.done
         where = {"first": self.first, "last": last, "ranks": list(self.request.ranks), "memory": self.request.memory}
         return {"id": self.request.id, "state": state, **where, "errors": self.errors, **more}
 
 
 class Profiling(Callback):
-    """Let the workers of a run record what they do from the end of one step to that of another."""
+    """Start and stop torch's profiler in the workers of a run between two steps."""
 
     def __init__(self, cluster: Cluster, recipe: Recipe, directory: Path, attempt: int, stop: StopRequest) -> None:
         self._cluster, self._recipe, self._attempt, self._stop = cluster, recipe, attempt, stop
@@ -85,12 +86,12 @@ class Profiling(Callback):
         self._say: Say = print
 
     def on_run_start(self, run: RunView) -> None:
-        """Begin what is planned or asked for from the first step on."""
+        """Begin a capture that is planned or requested from the first step on."""
         self._say, self._step = run.say, run.state.step
         self._look(self._step + 1)
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
-        """End the capture under way if this was its last step, and begin another."""
+        """End the active capture if this was its last step; begin the next one."""
         self._step = step
         if self._now is not None:
             self._now.done = step
@@ -100,7 +101,7 @@ class Profiling(Callback):
             self._look(step + 1)
 
     def conclude(self) -> None:
-        """No further step follows: end what is under way, and answer who still asks."""
+        """End the active capture and answer an open request: no further step follows."""
         if self._now is not None:
             self._end(self._now)
         if os.access(self._asked, os.F_OK) and (request := self._take()) is not None:
@@ -109,7 +110,7 @@ class Profiling(Callback):
             self._say(f"run.profile = {self._recipe.run.profile}: the run came to its end after step {self._step}")
 
     def _look(self, step: int) -> None:
-        """Begin what is planned or asked for, from this step on."""
+        """Begin a capture that is planned or requested, from this step on."""
         if step in self._planned:
             request = ProfileRequest("recipe", self._planned.stop - step, self._recipe.run.profile_ranks)
         elif not os.access(self._asked, os.F_OK) or (found := self._take()) is None:
@@ -124,28 +125,23 @@ class Profiling(Callback):
         self._begin(request, step)
 
     def _take(self) -> ProfileRequest | None:
-        """What is asked for, which is no longer asked for then. What is no request is told of; what was asked of an
-        earlier attempt is void."""
+        """Return and remove the request; None if it is invalid, which is logged, or for an earlier attempt."""
         path = Path(self._asked)
         try:
             text = path.read_text(encoding="utf-8")
             path.unlink()
             request = _request(json.loads(text))
             return request if request.attempt == self._attempt else None
-        except FileNotFoundError:  # who asked has taken it back
+        except FileNotFoundError:  # taken back
             return None
         except (OSError, ValueError, RecursionError, DataError) as error:
             self._say(f"{path} is no request of tilth trace capture: {error}")
-            self._discard()
-            return None
-
-    def _discard(self) -> None:
-        """Remove what is asked for; where that cannot be, nothing can be asked for any more."""
         try:
-            Path(self._asked).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         except OSError as error:
-            self._say(f"cannot remove {self._asked}: {error.strerror}; this run cannot be asked for profiles")
+            self._say(f"cannot remove {path}: {error.strerror}; this run cannot be asked for profiles")
             self._asked = ""
+        return None
 
     def _begin(self, request: ProfileRequest, step: int) -> None:
         errors = self._cluster.profile(request.ranks, request.memory)
@@ -180,16 +176,13 @@ class Profiling(Callback):
         self._say(f"{steps_in_words(now.first, now.last)} could not be profiled: {error}; the run goes on")
 
     def _note(self, line: dict[str, Any]) -> None:
-        """Into the log; a disk that is full keeps no run from going on for this."""
+        """Append a line to the log; a full disk is reported and does not end the run."""
         path = self._folder / LOG
         try:
             with writing(path):
                 self._folder.mkdir(exist_ok=True)
-                log = Lines(path)
-                try:
+                with closing(Lines(path)) as log:
                     log.append(to_json(line))
-                finally:
-                    log.close()
         except StorageError as error:
             self._say(str(error))
 
@@ -204,7 +197,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _request(found: Any) -> ProfileRequest:
-    """DataError for JSON of another kind: anybody may write into a run's folder."""
+    """Return the request in JSON that any program may have written; DataError if it is not valid."""
     if not isinstance(found, dict) or set(found) != {field.name for field in fields(ProfileRequest)}:
         raise DataError("it must have id, steps, ranks, memory and attempt, and nothing else", key=REQUEST)
     steps, ranks, attempt = found["steps"], found["ranks"], found["attempt"]
@@ -213,12 +206,15 @@ def _request(found: Any) -> ProfileRequest:
     return ProfileRequest(str(found["id"])[:64], steps, tuple(dict.fromkeys(ranks)), bool(found["memory"]), attempt)
 
 
-# ---- who asks ----
+# ---- requests from outside ----
 
 
 def ask(run: Path, steps: int, ranks: Sequence[int], memory: bool = False) -> ProfileRequest:
-    """Ask a run that goes on for its next steps. DataError: it does not go on, has no such ranks, or another request
-    waits; StorageError if its folder cannot be written to."""
+    """Request a capture of an active run's next steps.
+
+    DataError if it is not active, has no such ranks, or has another request; StorageError if its folder is not
+    writable.
+    """
     attempt = running_attempt(run)
     request = ProfileRequest(uuid.uuid4().hex[:12], steps, tuple(dict.fromkeys(ranks)), memory, attempt)
     request.check(load_recipe(str(run / "recipe.toml")))
@@ -228,7 +224,7 @@ def ask(run: Path, steps: int, ranks: Sequence[int], memory: bool = False) -> Pr
         folder.mkdir(exist_ok=True)
         try:
             mine.write_text(json.dumps(asdict(request)), encoding="utf-8")
-            os.link(mine, folder / REQUEST)  # as a whole, and never in the place of another's
+            os.link(mine, folder / REQUEST)  # atomic, and never replaces another request
         except FileExistsError:
             raise DataError(
                 f"{run} is asked for another capture already; ask again when that has begun", key=REQUEST
@@ -239,19 +235,19 @@ def ask(run: Path, steps: int, ranks: Sequence[int], memory: bool = False) -> Pr
 
 
 def running_attempt(run: Path) -> int:
-    """The attempt that is going on. DataError unless one is."""
+    """Return the number of the active attempt; DataError if there is none."""
     state = read_state(run)
     if state["state"] != "running":
         raise DataError(
-            f"{run} is {state['state']}: only steps that are still to come can be profiled; run.profile=A:B does so "
-            "when a run begins or goes on",
+            f"{run} is {state['state']}: only steps of an active run can be profiled; to profile a run that begins or "
+            "resumes, set run.profile=A:B",
             key="run.json.state",
         )
     return int(state["attempt"])
 
 
 def take_back(run: Path, request: ProfileRequest) -> bool:
-    """Ask no longer. False: it has been taken already."""
+    """Remove a request; False if the run has taken it already."""
     path = run / FOLDER / REQUEST
     try:
         mine = json.loads(path.read_text(encoding="utf-8")).get("id") == request.id
@@ -263,18 +259,20 @@ def take_back(run: Path, request: ProfileRequest) -> bool:
 
 
 def follow(run: Path, request: ProfileRequest) -> Iterator[dict[str, Any]]:
-    """The lines of the log about this request as they come: when it begins ("capturing") and when it has ended ("done"
-    or "failed"). DataError if the run ends without one."""
-    told = 0
+    """Yield the lines of the log about this request: "capturing" when it begins, then "done" or "failed".
+
+    DataError if the run ends before that.
+    """
+    seen = 0
     while True:
         state = read_state(run)
         running = state["state"] == "running" and state["attempt"] == request.attempt
         lines = [line for line in read_lines(run / FOLDER / LOG) if line.get("id") == request.id]
-        for line in lines[told:]:
+        for line in lines[seen:]:
             yield line
             if line["state"] != "capturing":
                 return
-        told = len(lines)
+        seen = len(lines)
         if not running:
             take_back(run, request)
             raise DataError(f"{run} has ended before its steps were profiled", key=LOG)

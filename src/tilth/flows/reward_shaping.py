@@ -1,4 +1,4 @@
-"""What changes rewards and weights on their way into an update: functions of rows and of metrics."""
+"""Shape rewards and adapt loss weights before an update: functions of rows and metrics."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,12 +10,14 @@ from tilth.core.batch import Batch
 from tilth.roles.experience import CUT
 
 _ADAPTED = {"kl_coef": "kl_target", "entropy_coef": "entropy_target"}
-"""Keys of [algorithm] that may be adapted -> the key that says to what."""
+"""Keys of [algorithm] that can be adapted -> key of the target."""
 
 
 def overlong(batch: Batch, how: AlgorithmConfig, most: int) -> Batch:
-    """Soft overlong punishment (DAPO 2503.14476, eq. 13): in the last share ``overlong_buffer`` of ``most`` tokens the
-    reward falls linearly, by ``overlong_penalty`` in all; a completion of ``most`` tokens loses the whole of it."""
+    """Apply the soft overlong punishment (DAPO 2503.14476, eq. 13).
+
+    Over the last share ``overlong_buffer`` of ``most`` tokens the reward falls linearly by ``overlong_penalty``.
+    """
     if not how.overlong_buffer:
         return batch
     buffer = max(how.overlong_buffer * most, 1.0)
@@ -24,15 +26,14 @@ def overlong(batch: Batch, how: AlgorithmConfig, most: int) -> Batch:
 
 
 def uncut(batch: Batch, how: AlgorithmConfig) -> Batch:
-    """Overlong filtering: without completions that were cut, so that they have no part in the loss or in what it is
-    divided by. They have been part of their group's statistics."""
+    """Drop cut completions from loss and denominators (overlong filtering); group statistics include them."""
     return batch.select(batch["finish"] != CUT) if how.overlong_filter else batch
 
 
 def current(how: AlgorithmConfig, weights: Mapping[str, float]) -> dict[str, float]:
-    """Key of the recipe's algorithm -> its value now, of those that ``adapted`` has found one for.
+    """Return key of [algorithm] -> current value, for adapted weights.
 
-    An adapted entropy bonus is in the loss only while the entropy of the step before was at most its target.
+    An adapted entropy bonus is in the loss only if the entropy of the previous step was at most its target.
     """
     held = _held(how, weights)
     keys = {name: held[name] for name in _ADAPTED if name in held}
@@ -45,10 +46,9 @@ def current(how: AlgorithmConfig, weights: Mapping[str, float]) -> dict[str, flo
 def adapted(
     how: AlgorithmConfig, weights: Mapping[str, float], updates: Sequence[Mapping[str, rl.Metric]], samples: int
 ) -> dict[str, float]:
-    """Key -> its new value, for weights that the recipe wants adapted, from the metrics of a step's updates; the value
-    in the recipe that each began from; and the entropy where that decides.
+    """Return the state of adapted weights after a step: key -> value, the recipe's initial values, and the entropy.
 
-    weights: what it found before, in place of which this is.
+    weights: the state before; updates: metrics of the step's updates.
     """
     found = _held(how, weights)
     before = how.model_copy(update={name: found[name] for name in _ADAPTED if name in found})
@@ -63,8 +63,7 @@ def adapted(
 
 
 def _held(how: AlgorithmConfig, weights: Mapping[str, float]) -> dict[str, float]:
-    """What was found before and still holds. A weight has its value while its target is set and the recipe has the
-    value that it began from: so one that was changed in the recipe begins anew."""
+    """Return the values that are still valid: a weight starts again if its target or initial value has changed."""
     found = {"entropy": weights["entropy"]} if how.entropy_target and "entropy" in weights else {}
     for name, target in _ADAPTED.items():
         if getattr(how, target) and weights.get(f"{name}_from") == getattr(how, name):

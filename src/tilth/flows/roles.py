@@ -1,4 +1,4 @@
-"""The roles of a run: a mapping of worker groups, and what the table of roles says of those that are there."""
+"""Roles of a run: a mapping of worker groups with typed accessors."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from tilth.core.errors import RecipeError
 
 
 class _Optional:
-    """A role by its attribute; None in a run without it."""
+    """Descriptor of a role that a run may lack (None)."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -18,7 +18,7 @@ class _Optional:
 
 
 class Roles(dict[str, WorkerGroup]):
-    """The worker groups of a run, by role. RecipeError for ``roles[NAME]`` that the run does not have."""
+    """Worker groups of a run by role; ``roles[NAME]`` is a RecipeError for a role that the run does not have."""
 
     rollout = _Optional()
     reward = _Optional()
@@ -34,23 +34,23 @@ class Roles(dict[str, WorkerGroup]):
         loaded: frozenset[str] = frozenset(),
         weight_sync: WorkerGroup | None = None,
     ) -> None:
-        """loaded: those whose weights come from a path; weight_sync: carries the policy's to its copies."""
+        """loaded: roles whose weights come from a path; weight_sync: copies the policy's weights to other roles."""
         super().__init__(groups)
         self.loaded, self.weight_sync = loaded, weight_sync
 
     @property
     def policy(self) -> WorkerGroup:
-        """The model that learns, which every run has."""
+        """The model that learns; every run has it."""
         return self["policy"]
 
     def __missing__(self, name: str) -> WorkerGroup:
-        raise RecipeError(f"this run has no role {name!r}; there is {', '.join(self)}", key=f"roles.{name}")
+        raise RecipeError(f"this run has no role {name!r}; it has {', '.join(self)}", key=f"roles.{name}")
 
     def receiving(self, when: Receives) -> list[str]:
-        """Those that take over the policy's weights where a phase begins, or in each step."""
+        """Return the roles that receive the policy's weights at the start of a phase, or in each step."""
         return [name for name in self if ROLES[name].receives == when and name not in self.loaded]
 
     def keepers(self) -> dict[str, WorkerGroup]:
-        """Those with a state that a checkpoint holds: what trains, and copies of the policy as a phase began."""
+        """Return the roles in a checkpoint: those that train, and copies of the policy from the start of a phase."""
         kept = {name for name in self if ROLES[name].trains}.union(self.receiving("phase"))
         return {name: group for name, group in self.items() if name in kept}

@@ -64,43 +64,19 @@ class Run:
         collect_garbage: called at the end of each step."""
         self.recipe, self.algorithm = recipe, Algorithm.of(recipe)
         self.roles, self.store, self.directory, self.callbacks = roles, store, directory, callbacks
+        self.policy, self.loader = roles.policy, roles["loader"]
+        self.rollout, self.reference = roles.rollout, roles.reference
         self.metrics, self.say, self.saving = metrics, say, saving
         self.state = RunState()
         self.bounds = SyncBounds.of(recipe)
-        reward_log = directory.path / REWARD_LOG
-        self.sampler = Sampler(
-            recipe, self.algorithm, roles, train, self.state, metrics, directory.journal, reward_log, say
-        )
-        self.evaluator = Evaluator(
-            recipe, roles, self.sampler, heldout, store, self.state, metrics, self._refresh_engine
-        )
-        self.log = StepLog(recipe, self.algorithm, roles, directory, self.state, metrics, self.bounds, say)
+        algo, state, reward_log = self.algorithm, self.state, directory.path / REWARD_LOG
+        self.sampler = Sampler(recipe, algo, roles, train, state, metrics, directory.journal, reward_log, say)
+        self.evaluator = Evaluator(recipe, roles, self.sampler, heldout, store, state, metrics, self._refresh_engine)
+        self.log = StepLog(recipe, algo, roles, directory, state, metrics, self.bounds, say)
         saving.then = lambda step, path: notify(callbacks, "on_save", self, step, path)
         self._stop, self._adopt, self._collect_garbage = stop, adopt, collect_garbage
         self._engine_version: int | None = None
         self._syncs = self._empty = 0
-
-    # ---- roles ----
-
-    @property
-    def policy(self) -> WorkerGroup:
-        """The model that learns."""
-        return self.roles.policy
-
-    @property
-    def loader(self) -> WorkerGroup:
-        """The role that turns prompts, answers and documents into payload."""
-        return self.roles["loader"]
-
-    @property
-    def rollout(self) -> WorkerGroup | None:
-        """The generation engines; None in a run that generates nothing."""
-        return self.roles.rollout
-
-    @property
-    def reference(self) -> WorkerGroup | None:
-        """The frozen model that the policy is compared with; None in a run without one."""
-        return self.roles.reference
 
     @property
     def critic(self) -> WorkerGroup:

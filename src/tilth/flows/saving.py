@@ -1,8 +1,8 @@
-"""Checkpoints of a run: when one is made, one at a time in the background, and what happens when one fails.
+"""Save checkpoints of a run: when they are due, one at a time in the background, and how many may fail.
 
-A save stalls the run for a copy in host memory only; workers write the copies while the next steps go on, and the
-checkpoint counts when all of them have reported (two phases; ByteCheckpoint, arXiv 2407.20143, section 4.2). Workers
-answer with what went wrong instead of raising it: a full disk must not cost the run its workers.
+A save stalls the run only for a copy in host memory. Workers write the copies while training continues, and the
+checkpoint is complete when all have reported (two phases; ByteCheckpoint, arXiv 2407.20143, section 4.2). Workers
+return errors instead of raising them, so that a full disk does not end them.
 """
 
 import time
@@ -23,38 +23,38 @@ from tilth.runs.metrics import Metrics
 from tilth.trace.spans import span
 
 Say = Callable[[str], None]
-MOMENT = 5.0
-"""Seconds."""
+GRACE = 5.0
+"""Seconds that a save under way gets when the run fails."""
 
 
 class Saving:
-    """What makes the checkpoints of one run."""
+    """Saver of one run's checkpoints."""
 
     def __init__(
         self, recipe: Recipe, directory: RunDir, keepers: Mapping[str, WorkerGroup], metrics: Metrics, say: Say
     ) -> None:
-        """keepers: the groups whose state a checkpoint holds."""
+        """keepers: the roles whose state a checkpoint holds."""
         self.section, self.timeout = recipe.run, recipe.cluster.timeout
         self.directory, self.keepers, self.metrics, self.say = directory, keepers, metrics, say
         self.root = directory.checkpoints
         self.failed = 0
-        """Saves that failed since one that did not."""
+        """Consecutive failed saves."""
         self.error: StorageError | CheckpointError | None = None
-        """Why the last of them did."""
+        """Error of the last failed save."""
         self.then: Callable[[int, str], None] = lambda step, path: None
-        """What to do with step and place of a checkpoint that is complete."""
+        """Called with step and path of a complete checkpoint."""
         self._under_way: Commit | None = None
         self._step, self._path = 0, ""
         self._best: Mapping[str, Any] | None = None
         self._began = self._durable = time.monotonic()
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be made at the end of this step, by steps or by minutes."""
+        """True if a checkpoint is due at the end of this step, by steps or by minutes."""
         late = self.section.save_minutes and time.monotonic() - self._began >= 60 * self.section.save_minutes
         return step % self.section.save_every == 0 or bool(late)
 
     def begin(self, step: int, objects: Mapping[str, Any], best: Mapping[str, Any] | None, mesh: Mesh) -> None:
-        """Start a save; waits for the one before. A failure is told; StorageError after too many in a row."""
+        """Start a save after the previous one has ended. A failure is logged; StorageError after too many in a row."""
         self.finish()
         self._began, self._step, self._best = time.monotonic(), step, best
         try:
@@ -69,18 +69,18 @@ class Saving:
             self.finish()
 
     def look(self) -> None:
-        """At the end of a step: take note of a save that has ended, without waiting for one that has not."""
+        """Finish a save that has ended or failed, without waiting for one that is under way."""
         if self._under_way is not None and (self._under_way.done() or any(self._problems(wait=False))):
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the save under way has ended. A failure is told; StorageError after too many in a row."""
+        """Wait until the save under way has ended. A failure is logged; StorageError after too many in a row."""
         commit, self._under_way = self._under_way, None
         if commit is None:
             return
         try:
             with span("save.wait"):
-                problems = self._problems(wait=True)  # nothing of it is left in any worker
+                problems = self._problems(wait=True)  # after this, no worker has a copy left
                 if problems and not commit.done():
                     commit.cancel()
                     raise StorageError(problems[0], key=f"step-{self._step:06d}")
@@ -96,7 +96,7 @@ class Saving:
             if not isinstance(error, StageError) or error.stage != "retention":
                 self._fail(error)
                 return
-            self.say(str(error))  # the checkpoint is complete: what failed is to remove older ones
+            self.say(str(error))  # the checkpoint is complete; removing older ones failed
             self._succeed()
         else:
             self._succeed()
@@ -108,32 +108,31 @@ class Saving:
         self.then(self._step, self._path)
 
     def give_up(self) -> None:
-        """The run ends in an error: a save that is written in a moment counts, any other does not."""
+        """Give the save under way ``GRACE`` seconds to complete and then cancel it, when the run fails."""
         commit, self._under_way = self._under_way, None
         if commit is None:
             return
-        with suppress(TimeoutError, StorageError, CheckpointError):  # the run's own error is the one to tell
-            commit.wait(MOMENT)
+        with suppress(TimeoutError, StorageError, CheckpointError):  # report the error of the run instead
+            commit.wait(GRACE)
         commit.cancel()
 
     def _snapshot(self, folder: Any) -> None:
-        """Every worker's copy. StorageError with the first problem in words; nothing is left of it then."""
+        """Let every worker copy its state; StorageError with the first problem, after all copies are dropped."""
         found = [keeper.save(str(folder), self.section.save_background) for keeper in self.keepers.values()]
-        problem = next((text for texts in found for text in texts if text), "")
-        if problem:
+        if problem := next((text for texts in found for text in texts if text), ""):
             self._problems(wait=True)
             abandon_save(folder)
             raise StorageError(problem, key=f"step-{self._step:06d}")
 
     def _problems(self, *, wait: bool) -> list[str]:
-        """What went wrong in the workers' threads, in words. wait: until those are through."""
+        """Return the error messages of the workers' threads; wait: until the threads are done."""
         found = [keeper.saving(wait) for keeper in self.keepers.values()]
         return [text for texts in found for text in texts if text]
 
     def _tidy(self, path: Location) -> None:
         self._durable, self._path = time.monotonic(), str(path)
         self._best = note_best(self.root, self._best)
-        if step_of(latest(self.root)) == self._step:  # a newer one is another run's, and would count as one to keep
+        if step_of(latest(self.root)) == self._step:  # a newer one is another run's and must not count
             prune(self.root, self.section.keep, self.section.keep_every)
 
     def _fail(self, error: StorageError | CheckpointError) -> None:

@@ -1,4 +1,4 @@
-"""What a judge of steps does to rewards (FAPO, arXiv 2510.22543): flawed-positive answers lose a part of theirs."""
+"""Penalise right answers in which a judge finds a wrong step (FAPO, arXiv 2510.22543)."""
 
 import numpy as np
 
@@ -11,30 +11,27 @@ from tilth.roles.experience import is_right
 from tilth.roles.judge import JUDGED_BY, VERDICT
 
 FLAWED = "part/flawed"
-"""Where a task knows of a right answer whether a step of it is wrong; the judge is measured by it, no reward is."""
+"""Part that a task may return: 1 if a right answer has a wrong step. It measures the judge and changes no reward."""
 
 
 def ask_judge(judge: WorkerGroup, loader: WorkerGroup, batch: Batch) -> Batch:
-    """The right answers of a batch, with the judge's verdicts; it is asked about no others. Lazy: a judge with a pool
-    of its own reads while other roles work."""
+    """Return the right answers of a batch with the judge's verdicts, lazily: a judge with its own pool runs beside
+    other roles."""
     right = batch.select(is_right(batch))
     return judge.verdicts(loader.texts(right)) if len(right) else right.with_rows(**{VERDICT: np.zeros(0, np.float32)})
 
 
-def penalised(run: Run, batch: Batch, told: Batch) -> Batch:
-    """With the rewards of right answers that are flawed lowered. told: see ``ask_judge``.
-
-    A verdict that is missing lowers nothing, and is counted.
-    """
-    flawed = ~np.isnan(told[VERDICT]) & (told[VERDICT] != NONE_WRONG)
-    _measure(run, told, flawed)
-    place = np.isin(batch["id"], told["id"][flawed])
+def penalised(run: Run, batch: Batch, verdicts: Batch) -> Batch:
+    """Lower the rewards of flawed right answers. verdicts: from ``ask_judge``; a missing one changes nothing."""
+    flawed = ~np.isnan(verdicts[VERDICT]) & (verdicts[VERDICT] != NONE_WRONG)
+    _measure(run, verdicts, flawed)
+    place = np.isin(batch["id"], verdicts["id"][flawed])
     lowered = penalty(batch["reward"], coefficient=run.recipe.judge.penalty, flawed=place)
     return batch.with_rows(reward=lowered.astype(np.float32))
 
 
 def drop_flat_groups(run: Run, batch: Batch) -> Batch:
-    """Without the groups in which all rewards are equal now, where the recipe leaves such out."""
+    """Drop groups whose rewards are all equal after the penalty, if the recipe drops flat groups."""
     if run.recipe.algorithm.refill or not run.algorithm.drops_flat:
         return batch
     kept = batch.select(has_spread(batch))
@@ -42,16 +39,16 @@ def drop_flat_groups(run: Run, batch: Batch) -> Batch:
     return kept
 
 
-def _measure(run: Run, told: Batch, flawed: np.ndarray) -> None:
-    add, asked = run.metrics.add, len(told)
+def _measure(run: Run, verdicts: Batch, flawed: np.ndarray) -> None:
+    add, asked = run.metrics.add, len(verdicts)
     add("judge/asked", float(asked))
-    add("judge/unparsed", float(np.isnan(told[VERDICT]).sum()))
+    add("judge/unparsed", float(np.isnan(verdicts[VERDICT]).sum()))
     if asked:
         add("judge/flawed", float(flawed.mean()), asked)
-        add("judge/version", float(told[JUDGED_BY][-1]))
-    if FLAWED not in told.rows:
+        add("judge/version", float(verdicts[JUDGED_BY][-1]))
+    if FLAWED not in verdicts.rows:
         return
-    truth = told[FLAWED]
+    truth = verdicts[FLAWED]
     for name, among in (("judge/precision", flawed), ("judge/recall", truth == 1)):
         known = among & ~np.isnan(truth)
         if known.any():

@@ -1,4 +1,4 @@
-"""The training loops of what learns from given data: fine-tuning, pre-training, preference pairs, reward models."""
+"""Training loops that learn from given data: fine-tuning, pre-training, preference pairs, reward models."""
 
 from tilth.flows.run import Run
 
@@ -13,7 +13,7 @@ def supervised(run: Run) -> None:
 def preference(run: Run) -> None:
     """Learn from pairs of answers: a policy (DPO, arXiv 2305.18290) or a reward model (arXiv 2203.02155, section 3.5).
 
-    The losses are ``tilth.rl.preference``. A reference, where the loss compares with one, is the policy as it began.
+    The losses are in ``tilth.rl.preference``. A reference, if the loss needs one, is the initial policy.
     """
     for batch in run.pairs(run.recipe.supervised.batch):
         if run.reference is not None:

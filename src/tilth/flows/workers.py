@@ -1,4 +1,4 @@
-"""What each role of a run is made of in its worker: factories, called there with its context and the recipe."""
+"""Factories of roles, called in the workers with a context and the recipe."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ from tilth.roles.reward import RewardWorker
 from tilth.roles.rollout import RolloutWorker
 from tilth.roles.trajectory_writer import TrajectoryWriter
 from tilth.roles.weight_sync import WeightSyncWorker
-from tilth.rollout.protocol import make_engine
+from tilth.rollout.protocol import GenerationEngine, make_engine
 from tilth.training.engine import TrainEngine
 from tilth.training.packed import appraise, rate
 
@@ -42,7 +42,7 @@ VALUES = ("value_head",)
 
 
 def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWorker | RewardModelWorker:
-    """The model that learns, begun from ``model.path`` or new; in flow reward_model that is a reward model."""
+    """Make the policy, from ``model.path`` or new; in flow reward_model it is a reward model."""
     value, more = recipe.flow_spec.value, {"ema": recipe.train.ema, "watch": recipe.train.watch}
     sharded = shard_model(context, recipe, config, converters=VALUES if value else ())
     if recipe.model.path:
@@ -57,7 +57,7 @@ def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWor
 
 
 def reward_model(context: Context, recipe: Recipe) -> RatingWorker:
-    """The reward model of ``reward.model``, which scores what is generated."""
+    """Make the reward model of ``reward.model``."""
     loaded = load_model(recipe.reward.model, REWARD_MODEL)
     sharded = shard_model(context, recipe, loaded.config, converters=(*VALUES, "frozen"))
     sharded.load_(loaded.tensors)
@@ -71,7 +71,7 @@ def reward_model(context: Context, recipe: Recipe) -> RatingWorker:
 
 
 def critic(context: Context, recipe: Recipe, config: DecoderConfig) -> CriticWorker:
-    """The value model. It gets its weights, those of the policy, where its first phase begins."""
+    """Make the value model. It gets the policy's weights at the start of its first phase."""
     sharded = shard_model(context, recipe, config, converters=VALUES)
     sharded.init_(recipe.seed)
     section = recipe.optimizer.model_copy(update={"lr": recipe.critic.lr})
@@ -80,7 +80,7 @@ def critic(context: Context, recipe: Recipe, config: DecoderConfig) -> CriticWor
 
 
 def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> ReferenceWorker:
-    """The policy as it was, which gets its weights where a phase begins; or the model of ``reference.path``."""
+    """Make the model of ``reference.path``, or a frozen copy of the policy, updated at the start of each phase."""
     loaded = load_model(recipe.reference.path) if recipe.reference.path else None
     shape = config if loaded is None else loaded.config
     sharded = shard_model(context, recipe, shape, converters=("frozen",))
@@ -98,58 +98,46 @@ def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> Refere
 
 
 def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> RolloutWorker:
-    """One engine in each worker; it gets its weights by the weight_sync."""
-    r, device = recipe.rollout, prepare(context, recipe)
-    engine = make_engine(
-        r.engine,
-        config,
-        tokenizer=tokenizer,
-        device=device,
-        dtype=DTYPES[recipe.train.precision],
-        seed=recipe.seed,
-        max_rows=r.max_rows,
-        kv_tokens=r.kv_tokens or r.max_rows * recipe.model.context,
-        step_tokens=r.step_tokens,
-        max_length=recipe.model.context,
-        compile=r.compile,
-        parity=recipe.train.parity,
-    )
+    """Make one generation engine in each worker; weight sync brings its weights."""
+    r = recipe.rollout
+    more = {"kv_tokens": r.kv_tokens or r.max_rows * recipe.model.context, "max_length": recipe.model.context}
+    more |= {"compile": r.compile, "parity": recipe.train.parity}
+    engine = _engine(context, recipe, config, tokenizer, **more)
     template = make_template(recipe.data.template, tokenizer)
     return RolloutWorker(engine, template, r, context.store)
 
 
+def _engine(
+    context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, **more: Any
+) -> GenerationEngine:
+    r, device = recipe.rollout, prepare(context, recipe)
+    more |= {"device": device, "dtype": DTYPES[recipe.train.precision], "seed": recipe.seed}
+    more |= {"max_rows": r.max_rows, "step_tokens": r.step_tokens}
+    return make_engine(r.engine, config, tokenizer=tokenizer, **more)
+
+
 def reward(context: Context, pool: RewardPool) -> RewardWorker:
-    """The pool of processes that score, beside the loader whose prompts they are told."""
+    """Make the role that scores in a pool of processes, on the loader's worker."""
     return RewardWorker(pool, _prompts(context), context.store)
 
 
 def writer(context: Context) -> TrajectoryWriter:
-    """What writes trajectories, beside the loader whose prompts are in them."""
+    """Make the role that writes trajectories, on the loader's worker."""
     return TrajectoryWriter(_prompts(context), context.store)
 
 
 def _prompts(context: Context) -> PromptSet:
-    """Those of the loader of this worker, which alone are sent."""
-    beside: Any = context.roles["loader"]
-    found: PromptSet = beside.prompts
-    return found
+    """Return the prompts of this worker's loader, so that they are sent once."""
+    loader: Any = context.roles["loader"]
+    prompts: PromptSet = loader.prompts
+    return prompts
 
 
 def judge(context: Context, recipe: Recipe) -> JudgeWorker:
-    """One engine in each worker with the weights of ``judge.path``, which stay; its version is their step."""
-    device = prepare(context, recipe)
+    """Make one engine in each worker with the fixed weights of ``judge.path``; their step is its version."""
     loaded = load_model(recipe.judge.path)
     tokenizer = wants_tokenizer(loaded)
-    engine = make_engine(
-        recipe.rollout.engine,
-        loaded.config,
-        tokenizer=tokenizer,
-        device=device,
-        dtype=DTYPES[recipe.train.precision],
-        seed=recipe.seed,
-        max_rows=recipe.rollout.max_rows,
-        step_tokens=recipe.rollout.step_tokens,
-    )
+    engine = _engine(context, recipe, loaded.config, tokenizer)
     engine.update_weights(loaded.tensors.items(), version=loaded.step or 0)
     return JudgeWorker(engine, make_template(loaded.template, tokenizer), recipe.judge, context.store)
 
@@ -162,36 +150,36 @@ def loader(
     train: Corpus | None = None,
     heldout: Corpus | None = None,
 ) -> PromptLoader | DocumentLoader:
-    """What turns prompts, their answers and pairs, or pieces of documents into payload."""
+    """Make the role that turns prompts, answers, pairs, or pieces of documents into payload."""
     if prompts is None:
         assert train is not None
         return DocumentLoader(train, heldout, tokenizer, context.store)
     return PromptLoader(prompts, make_template(recipe.data.template, tokenizer), recipe.model.context, context.store)
 
 
-def brought(context: Context, recipe: Recipe, given: Mapping[str, Any]) -> Any:
-    """A role that a plugin declares, with what it asks for and its options."""
+def plugin_role(context: Context, recipe: Recipe, given: Mapping[str, Any]) -> Any:
+    """Make a role that a plugin declares, with the arguments it asks for and its options."""
     return resolve(ROLES[context.role].worker)(context, **given, **recipe.section(ROLES[context.role].key).options)
 
 
 def weight_sync(
     context: Context, recipe: Recipe, config: DecoderConfig, source: Mesh, targets: dict[str, Mesh]
 ) -> WeightSyncWorker:
-    """What carries the policy's weights to its copies: an engine's in its dtype, the others' as they are."""
+    """Make the role that copies the policy's weights: to engines in their dtype, to other roles in fp32."""
     device, engine = prepare(context, recipe), DTYPES[recipe.train.precision]
     dtypes = {name: engine if ROLES[name].mesh == "copies" else torch.float32 for name in targets}
     return WeightSyncWorker(context, parameter_shapes(config), dtypes, source, targets, device=device)
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of ``train.device`` for a worker of this number on its machine; RecipeError if it is not there."""
+    """Return the device of ``train.device`` for a worker by its number on its machine; RecipeError if missing."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         raise RecipeError(
-            f"train.device={name!r} is no device; use auto, cpu, cuda or cuda:N", key="train.device"
+            f"train.device={name!r} is not a device; use auto, cpu, cuda or cuda:N", key="train.device"
         ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RecipeError(
@@ -209,19 +197,19 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def prepare(context: Context, recipe: Recipe) -> torch.device:
-    """Set this process's threads, matmul precision and device, join the workers, return the device; safe to repeat."""
+    """Set threads, matmul precision and device of this process, join the process group, return the device."""
     torch.set_num_threads(threads(recipe, context.workers))
     torch.set_float32_matmul_precision(recipe.train.matmul)
     device = pick_device(recipe.train.device, context.local_rank)
     if device.type != "cpu":
-        # fully_shard, Triton and synchronize() use the process's current device, which is the first one until set.
+        # fully_shard, Triton and synchronize() use the process's current device.
         torch.accelerator.set_device_index(device)
     join(context.rank, context.workers, context.init_method, context.timeout, device=device.type)
     return device
 
 
 def threads(recipe: Recipe, workers: int) -> int:
-    """CPU threads of one of so many workers: what the recipe says, or the physical cores shared out."""
+    """Return the CPU threads of one worker: ``train.threads``, or an equal share of the physical cores."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     wanted = recipe.train.threads or max(1, cores // workers)
     return min(wanted, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else wanted
@@ -230,7 +218,7 @@ def threads(recipe: Recipe, workers: int) -> int:
 def shard_model(
     context: Context, recipe: Recipe, config: DecoderConfig, *, converters: Sequence[str] = ()
 ) -> ShardedModel:
-    """This rank's part of a decoder of this shape, after ``models.converters``, by the role's own layout."""
+    """Return this rank's shard of a decoder, converted by ``models.converters``, in the role's layout."""
     layout, device = ROLES[context.role].placed_by(recipe).layout, prepare(context, recipe)
 
     def build() -> Decoder:
@@ -243,12 +231,12 @@ def shard_model(
 
 
 def _temperature(recipe: Recipe) -> float:
-    """Of log-probs: that of sampling; of answers that are given, 1."""
+    """Return the temperature of log-probs: that of sampling, or 1 for given answers."""
     return recipe.rollout.temperature or 1.0 if recipe.flow_spec.samples else 1.0
 
 
 def train_engine(recipe: Recipe, sharded: ShardedModel, section: OptimizerConfig, **more: Any) -> TrainEngine:
-    """What trains a model as [train] says. section: its optimizer."""
+    """Return the train engine of a model with the settings of [train]; section: its optimizer."""
     return TrainEngine(
         sharded,
         section,

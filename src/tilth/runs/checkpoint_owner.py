@@ -1,7 +1,7 @@
-"""Checkpoints outside a run's folder belong to one run: a mark in their place says in which folder that is.
+"""Ownership of checkpoint directories outside a run's folder: a marker in each names the folder of its run.
 
-The name of a place is random, and ``run.json`` holds it. So of two folders that hold the same one, that which the mark
-does not name is a copy. Where the marked folder is gone, or has another place now, the run was moved or renamed.
+The name of a directory is random, and ``run.json`` holds it. If two run folders claim the same directory, the one the
+marker does not name is a copy. If the named folder is gone, or claims another directory, the run was moved.
 """
 
 import json
@@ -14,30 +14,35 @@ from tilth.core.target import make_folder
 from tilth.runs.readers import read_state
 
 MARK = "owner.json"
-"""In the place: {"folder": the run's, as a whole path}."""
+"""File in the checkpoint directory: {"folder": absolute path of the run}."""
 
 
 def original(run: Path, place: str) -> Path | None:
-    """The run whose checkpoints are in this place, where the one in the folder ``run`` is a copy of it. OSError."""
+    """Return the run that owns the checkpoints in ``place`` if the folder ``run`` is a copy of it. Raises OSError."""
     owner = _owner(place)
     if owner is None or not (owner / "run.json").is_file() or owner.samefile(run):
         return None
     try:
         theirs = read_state(owner).get("checkpoints")
-    except DataError:  # no run any more
+    except DataError:  # no longer a run
         return None
     return owner if theirs == place else None
 
 
 def take(run: Path, place: str, *, fresh: bool) -> None:
-    """Make the place this run's, if it is new or another's no more. fresh: the run has just been given it.
+    """Make this run the owner of ``place`` if it is new or its former owner is gone. fresh: the place is new.
 
-    CheckpointError for a copy of a run, which would write into the place of that one; StorageError.
+    CheckpointError if this run is a copy, which would write among the checkpoints of the original; StorageError.
     """
     try:
         owner = original(run, place)
         if owner is not None:
-            raise CheckpointError(_refusal(run, owner, place), key=f"{MARK}.folder")
+            raise CheckpointError(
+                f"{run} is a copy of {owner}, and the checkpoints in {place} belong to {owner}: resume that one; or "
+                f"begin a new run with its weights (run.name=NAME model.path={owner}); or, to resume the copy, copy "
+                f'{place} too and write the new path to "checkpoints" in {run / "run.json"}',
+                key=f"{MARK}.folder",
+            )
         there = fresh or bool(storage_of(place).names())  # a disk that is not mounted is not written to
         if there and _owner(place) != run.resolve():
             _mark(run, place)
@@ -46,7 +51,7 @@ def take(run: Path, place: str, *, fresh: bool) -> None:
 
 
 def holds_some(place: str) -> bool:
-    """Whether there is a checkpoint in a place. StorageError: nobody knows."""
+    """True if there is a checkpoint in ``place``; StorageError if it cannot be read."""
     try:
         return latest(place) is not None
     except OSError as error:
@@ -55,21 +60,12 @@ def holds_some(place: str) -> bool:
         ) from error
 
 
-def _refusal(run: Path, owner: Path, place: str) -> str:
-    return (
-        f"{run} is a copy of {owner}, and the checkpoints in {place} belong to {owner}: go on with that one; or begin "
-        f"another with its weights (run.name=NAME model.path={owner}); or, to go on with the copy, copy that place "
-        f'too and put the new one for "checkpoints" in {run / "run.json"}'
-    )
-
-
 def _owner(place: str) -> Path | None:
-    """The folder that the mark names; None without one."""
+    """Return the folder that the marker names; None without a valid marker."""
     try:
-        said = json.loads(storage_of(place).read(MARK))
-    except (FileNotFoundError, ValueError, RecursionError):
+        return Path(json.loads(storage_of(place).read(MARK))["folder"])
+    except (FileNotFoundError, ValueError, RecursionError, TypeError, KeyError):
         return None
-    return Path(said["folder"]) if isinstance(said, dict) and isinstance(said.get("folder"), str) else None
 
 
 def _mark(run: Path, place: str) -> None:

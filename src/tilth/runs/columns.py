@@ -1,4 +1,4 @@
-"""The metrics of a run as a table: a row a committed step, a column a metric, each with its unit and reduction."""
+"""Metrics of a run as an Arrow table: a row per committed step, a column per metric with unit and reduction."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +15,10 @@ _KEY_TYPES = {"phase": pa.string(), "seconds": pa.float64()}
 
 
 def metrics_table(run: str | Path) -> pa.Table:
-    """Columns step, attempt, phase, phase_step, phase_steps, seconds, then all metrics that some step has, as float64,
-    by name; null where a step has not measured one. The metadata of a metric's field are unit, reduction, description.
-    DataError: not the metrics of a run."""
+    """Return a table with the columns ``KEYS`` and, sorted by name, each metric as float64; null where not measured.
+
+    The metadata of a metric's field are unit, reduction and description. DataError if the run has no valid metrics.
+    """
     records = read_metrics(run)
     names = sorted({name for record in records for name in record} - set(KEYS))
     keys = [pa.field(key, _KEY_TYPES.get(key, pa.int64())) for key in KEYS]
@@ -26,7 +27,7 @@ def metrics_table(run: str | Path) -> pa.Table:
 
 
 def write_metrics(run: str | Path, path: Path) -> Path:
-    """The table as a Parquet file, as a whole or not at all. StorageError if it cannot be written."""
+    """Write the table as a Parquet file atomically; StorageError if it cannot be written."""
     table = metrics_table(run)
     with written_whole(path) as temporary:
         pq.write_table(table, temporary, compression="zstd")
@@ -43,6 +44,6 @@ def _column(records: Sequence[dict[str, Any]], field: pa.Field) -> pa.Array:
 def _about(name: str) -> dict[str, str]:
     try:
         metric = declaration(name)
-    except MetricError:  # of another version of Tilth: its numbers are there all the same
+    except MetricError:  # written by another version of Tilth
         return {}
     return {"unit": metric.unit, "reduction": metric.reduction, "description": metric.description}

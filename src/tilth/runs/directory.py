@@ -1,11 +1,11 @@
-"""The directory of a run: everything that is kept, written so that nothing committed is ever lost.
+"""The directory of a run, written so that no committed step is ever lost.
 
     recipe.toml  run.json  metrics.jsonl  metrics_schema.json  trajectories/  events/  checkpoints/  rewards.jsonl
-    scores.jsonl  log.txt  reward.log  report.html, and where asked for profiles/
+    scores.jsonl  log.txt  reward.log  report.html, and profiles/ if requested
 
-A step is committed by one line of ``metrics.jsonl``. Trajectories follow in files of several steps, at the latest when
-the flow makes a checkpoint (``flush``). On resume ``rewind(step)`` drops what lies behind the checkpoint's step; the
-journal of rewards stays, so that a step that runs again has the same ones.
+One line of ``metrics.jsonl`` commits a step. Trajectories follow in files of several steps, at the latest with the next
+checkpoint (``flush``). On resume ``rewind(step)`` drops everything after the checkpoint's step, except the journal of
+rewards, so that a step that runs again gets the same rewards.
 """
 
 import os
@@ -39,14 +39,14 @@ __all__ = ["RunDir", "State", "read_metrics", "read_state", "read_trajectories",
 State = Literal["running", "finished", "interrupted", "failed"]
 FORMAT = 1
 REWARD_LOG = "reward.log"
-"""What the reward function prints: the newest 8 to 16 MB, those before the last 8 in ``reward.log.1``."""
+"""Output of the reward function: the newest 8 to 16 MB, the older part in ``reward.log.1``."""
 
 
 class RunDir:
     """A run's directory while this process writes it. As a context manager it records how the run ended."""
 
     def __init__(self, path: Path, who: Identity, name: str, lock: Lock) -> None:
-        """Use ``create``. ``lock`` is held until ``close``."""
+        """Call ``create`` instead. lock: held until ``close``."""
         self.path, self.recipe, self.name, self._lock = path, who.recipe, name, lock
         self.digest, self.inputs = who.digest, dict(who.inputs)
         self.events = path / "events"
@@ -54,21 +54,21 @@ class RunDir:
         self.resumed = bool(before)
         changed = before.get("digest", self.digest) != self.digest
         self.changes: dict[str, str] = who.changes(path, before) if changed else {}
-        """In which keys it goes on as another recipe than it began with, in words."""
+        """Key -> message for each difference from the recipe that the run began with."""
         self.attempt: int = before.get("attempt", 0) + 1
         self._began = time.monotonic()
         self._last = _last_step(path) if self.resumed else 0
         self.before = _ending(path, before, self._last)
-        """How the attempt before this one ended, in words; "": there was none."""
+        """How the previous attempt ended; "" if there was none."""
         self._earlier = 0.0
-        """Seconds of earlier attempts, up to the step that this one continues from."""
+        """Seconds of earlier attempts, up to the step that this one resumes from."""
         with writing(path):
             make_folder(self.events)
         self._metrics = Lines(path / "metrics.jsonl")
         self.journal = Journal(path, who.reward, replay=not who.allows("reward.function"))
         self._log = Lines(path / "log.txt")
         self.trajectories: TrajectoryFiles | WorkerGroup = TrajectoryFiles(path / TRAJECTORIES)
-        """Who writes the trajectories: a worker, once there is one."""
+        """Writer of the trajectories: a worker once the roles are built."""
         self._state = self._begin(before)
         self._announce()
 
@@ -76,10 +76,9 @@ class RunDir:
     def create(
         cls, recipe: Recipe, name: str, inputs: Mapping[str, str] | None = None, allow: tuple[str, ...] = ()
     ) -> "RunDir":
-        """The run that this recipe goes on with, or a new one: see ``continuing.claim`` for which, and what it raises.
+        """Open the unfinished run that this recipe resumes, or a new one: see ``identity.claim``.
 
-        inputs: key -> fingerprint of what the recipe does not hold (data, reward ...); other inputs, other run.
-        allow: keys in which the run that goes on may differ.
+        inputs: key -> fingerprint of data, reward and models; allow: keys whose values may have changed.
         """
         who = Identity(recipe, inputs or {}, allow)
         path, lock = claim(who, name)
@@ -91,31 +90,31 @@ class RunDir:
 
     @property
     def checkpoints(self) -> str:
-        """Where its checkpoints are: a whole path, or a store's URL."""
+        """Absolute path or URL of its checkpoints."""
         return checkpoints_of(self.path)
 
     @property
     def digests(self) -> list[str]:
-        """Of all recipes that it went on as."""
+        """Digests of every recipe that this run has had."""
         return list(self._state["digests"])
 
     @property
     def saved(self) -> int:
-        """The step of the newest checkpoint that is known to have been made; 0: none."""
+        """Step of the newest checkpoint on record; 0: none."""
         return int(self._state.get("saved") or 0)
 
     def accept(self) -> None:
-        """The recipe of this attempt is the run's from now on: it could be gone on with."""
+        """Make the recipe of this attempt the run's own, once the attempt has resumed from its checkpoint."""
         digests = [*(d for d in self.digests if d != self.digest), self.digest]
         self.update(digest=self.digest, digests=digests, inputs=self.inputs)
         replace(self.path / "recipe.toml", dump_toml(self.recipe).encode())
 
-    # ---- what a step leaves ----
+    # ---- steps ----
 
     def commit_step(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Commit a step: its metrics, keyed (step, attempt), and the trajectories added since the last commit.
 
-        record: ``step``, ``phase`` and metrics. Returns what was written, ``seconds`` of run time so far included.
+        record: ``step``, ``phase`` and metrics. Return the record as written, with ``seconds`` of run time.
         """
         seconds = round(self.seconds, 3)
         keys = {"step": record["step"], "attempt": self.attempt, "phase": record.get("phase", ""), "seconds": seconds}
@@ -127,12 +126,12 @@ class RunDir:
         return written
 
     def flush(self) -> None:
-        """Make everything committed durable: bytes and names. Call it before a checkpoint is written."""
+        """Flush everything committed to disk; to call before a checkpoint is written."""
         self.trajectories.flush()
         self._metrics.sync()
 
     def rewind(self, step: int) -> None:
-        """Drop everything of steps after ``step``, the last one that the checkpoint holds (0: all)."""
+        """Drop everything after ``step``, the step of the checkpoint (0: everything)."""
         self.trajectories.rewind(step)
         self.journal.rewind(step)
         self._metrics.close()
@@ -144,50 +143,49 @@ class RunDir:
         self._earlier = kept[-1].get("seconds", 0.0) if kept else 0.0
         self._began = time.monotonic()
         now = self._state["attempts"][-1] | {"from_step": step, "from_seconds": self._earlier}
-        warnings = [said for said in self._state.get("warnings", []) if said["step"] <= step]
+        warnings = [one for one in self._state.get("warnings", []) if one["step"] <= step]
         self.update(attempts=[*self._state["attempts"][:-1], now], warnings=warnings)
 
     @property
     def seconds(self) -> float:
-        """Run time in seconds: of this attempt, and of earlier ones up to where it continues."""
+        """Run time in seconds: of this attempt, and of earlier ones up to the step it resumed from."""
         return self._earlier + time.monotonic() - self._began
 
     # ---- the state ----
 
     def log(self, text: str) -> None:
-        """A line, with the time, in log.txt."""
+        """Write a line with the time to log.txt."""
         self._log.append(f"{_now()} {text}")
 
     def warn(self, step: int, text: str) -> None:
-        """Keep, for the report, what a person should know of the run after this step."""
+        """Store a warning for the report."""
         self.update(warnings=[*self._state.get("warnings", []), {"step": step, "text": text}])
 
     def update(self, **fields: Any) -> None:
-        """Set fields of run.json, which is replaced as a whole."""
+        """Set fields of run.json and write it atomically."""
         self._state.update(fields)
         replace(self.path / "run.json", (to_json(self._state) + "\n").encode())
 
     def note_checkpoint(self, step: int, best: Mapping[str, Any] | None) -> None:
-        """The checkpoint of this step is complete; best: the best evaluation of those that are kept."""
+        """Record a complete checkpoint; best: the best evaluation among the kept checkpoints."""
         if 0 < self.saved < step:
-            self.journal.trim(self.saved)  # a resume may still go back to the one before
+            self.journal.trim(self.saved)  # a resume may still fall back to the previous checkpoint
         self.update(best=best, saved=step)
 
     def set_plan(self, plan: Mapping[str, Any]) -> None:
-        """Keep the plan; its ``memory_peak`` is the predicted memory that the peak is shown beside."""
+        """Store the plan; its ``memory_peak`` is the predicted peak memory."""
         self.update(plan=dict(plan), memory={"predicted": plan.get("memory_peak"), "peak": None})
 
     def end(self, state: State, error: str | None = None, *, why: str = "", **fields: Any) -> None:
-        """The run ended: log it, flush, and write state, time, peak memory and summary.
+        """Log the end of the run, flush, and write state, time, peak memory, summary and ``fields`` to run.json.
 
-        why: of an end that is no error. Further fields as in ``update``.
+        error: message of a failure; why: reason of another end.
         """
-        self.log(
-            f"attempt {self.attempt} {state} after step {self._last}" + (f": {error or why}" if error or why else "")
-        )
+        why = error or why
+        self.log(f"attempt {self.attempt} {state} after step {self._last}" + (f": {why}" if why else ""))
         self.flush()
         memory = self._state.get("memory") or {"predicted": None}
-        last = self._state["attempts"][-1] | {"ended": _now(), "state": state, "why": error or why}
+        last = self._state["attempts"][-1] | {"ended": _now(), "state": state, "why": why}
         self._state.update(
             state=state,
             error=error,
@@ -201,7 +199,7 @@ class RunDir:
         self.update(summary=summarise(self.path))
 
     def close(self) -> None:
-        """Release the files and the lock; the state stays as it is."""
+        """Close the files and release the lock; the state is not changed."""
         for file in (self._metrics, self.journal, self._log):
             file.close()
         self._lock.release()
@@ -214,7 +212,7 @@ class RunDir:
             if self._state["state"] == "running":
                 self._end_with(error)
         except StorageError:
-            # The disk that ended the run cannot say so; readers see a state "running" without a process: interrupted.
+            # A full disk cannot record the end; readers take "running" without a process for interrupted.
             if not isinstance(error, StorageError):
                 raise
         finally:
@@ -224,15 +222,15 @@ class RunDir:
         if error is None or isinstance(error, (KeyboardInterrupt, Interrupted)):
             self.end("interrupted", why=str(error or "") or ("Ctrl-C" if error is not None else ""))
             return
-        if not isinstance(error, TilthError):  # a fault of the program: the log keeps its place
+        if not isinstance(error, TilthError):  # a bug: log its traceback
             self.log("".join(traceback.format_exception(error)).rstrip())
         self.end("failed", f"{type(error).__name__}: {error}")
 
     def _begin(self, before: dict[str, Any]) -> dict[str, Any]:
-        """Fields of run.json for a new attempt."""
+        """Return the fields of run.json for a new attempt."""
         now, place = _now(), _place(self.recipe, self.path, before)
         if place:
-            from tilth.runs.checkpoint_owner import take  # it imports torch, which those who only read do without
+            from tilth.runs.checkpoint_owner import take  # imports torch, which readers do not need
 
             take(self.path, place, fresh=place != before.get("checkpoints"))
         silent = {"state": "interrupted", "why": self.before}
@@ -274,12 +272,12 @@ class RunDir:
 
 
 def _last_step(path: Path) -> int:
-    """The newest committed step; 0: none."""
+    """Return the newest committed step; 0: none."""
     return max((record["step"] for record in read_metrics(path)), default=0)
 
 
 def _ending(path: Path, before: Mapping[str, Any], last: int) -> str:
-    """How the newest attempt of a run's state ended, in words; "": there was none."""
+    """Return how the newest attempt in a run's state ended; "" if there was none."""
     if not before.get("attempts"):
         return ""
     attempt = before["attempts"][-1]
@@ -290,18 +288,18 @@ def _ending(path: Path, before: Mapping[str, Any], last: int) -> str:
     if before.get("host") != os.uname().nodename:
         cause = f"its machine was {before.get('host')}"
     elif before.get("pid_started", 0) < psutil.boot_time():
-        cause = "the machine has been started anew since"
+        cause = "the machine has been rebooted since"
     else:
         cause = "killed, machine lost, or out of memory"
     return f"{name} ended without a word after step {last} ({cause})"
 
 
 def _place(recipe: Recipe, path: Path, before: Mapping[str, Any]) -> str:
-    """Where checkpoints of the run in this folder go, a place of its own; "": there, so that it can be moved.
+    """Return the checkpoint directory or URL of the run in this folder; "" for one in the folder, which can be moved.
 
-    It stays where it is once there are some, also where a kill came between one and the note of it. StorageError.
+    It never changes once it has a checkpoint, even one that a kill kept out of run.json. StorageError.
     """
-    from tilth.runs.checkpoint_owner import holds_some  # it imports torch, which those who only read do without
+    from tilth.runs.checkpoint_owner import holds_some  # imports torch, which readers do not need
 
     given, known = recipe.run.checkpoints.rstrip("/"), before.get("checkpoints", "")
     wanted = given if "://" in given or not given else str(Path(given).resolve())
@@ -310,7 +308,7 @@ def _place(recipe: Recipe, path: Path, before: Mapping[str, Any]) -> str:
         return str(known)
     if not given:
         return ""
-    name = f"{path.name}-{uuid.uuid4().hex[:8]}"  # other folders of runs may share the store
+    name = f"{path.name}-{uuid.uuid4().hex[:8]}"  # several folders of runs may share the store
     return f"{wanted}/{name}"
 
 

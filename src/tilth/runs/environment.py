@@ -1,4 +1,4 @@
-"""Where a run ran: what its numbers depend on besides the recipe. Reads no repository and imports nothing heavy."""
+"""The environment of a run: software and hardware that its numbers depend on. Imports nothing heavy."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "pyar
 
 
 def environment() -> dict[str, Any]:
-    """Python, packages, machine, cores, threads, memory in bytes; the accelerator if torch is loaded and sees one."""
+    """Return Python, packages, machine, cores, threads, memory in bytes; the accelerator if torch is loaded."""
     torch = sys.modules.get("torch")
     found: dict[str, Any] = {
         "python": platform.python_version(),
@@ -43,17 +43,17 @@ def _version(package: str) -> str | None:
 
 
 def namesake(path: Sequence[str] | None = None) -> str | None:
-    """Version and place of an installed distribution ``tilth``: on PyPI that name is another project's.
+    """Return version and place of an installed distribution ``tilth``, which on PyPI is another project.
 
-    An installation of this package from before it was called ``DISTRIBUTION`` has that name too. path: where to look;
-    default: where Python does.
+    An installation of this package from before it was named ``DISTRIBUTION`` also has that name. path: folders to
+    search; default: ``sys.path``.
     """
     found = distributions(name="tilth") if path is None else distributions(name="tilth", path=list(path))
     return next((f"{one.version} in {one.locate_file('')}" for one in found), None)
 
 
 def cpu_model() -> str:
-    """The processor's name as the system gives it."""
+    """Return the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

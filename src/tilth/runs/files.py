@@ -1,4 +1,4 @@
-"""Writing that either happens or leaves everything as it was, with one named error when the disk says no."""
+"""Atomic writes, append-only JSONL files and the lock of a run; a failed write is a StorageError."""
 
 import fcntl
 import json
@@ -9,23 +9,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tilth.core.errors import DataError, StorageError
-from tilth.core.target import rename, sync, writing
+from tilth.core.target import sync, writing, written_whole
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file as a whole: a reader sees the old bytes or the new, also after a power cut. StorageError."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with writing(path):
-        try:
-            temporary.write_bytes(data)
-            rename(temporary, path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+    """Write a file atomically: a reader sees the old bytes or the new, also after a power cut. StorageError."""
+    with written_whole(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def to_json(value: Any) -> str:
-    """One line of strict JSON: a number that is not finite becomes null."""
+    """Return one line of strict JSON, with null for a number that is not finite."""
     return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
 
 
@@ -38,7 +32,7 @@ def _finite(value: Any) -> Any:
 
 
 class Lines:
-    """A file of lines that only grows. A line is there as a whole or not at all; opening drops a torn last one."""
+    """An append-only file of lines. Opening it drops an incomplete last line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,7 +46,7 @@ class Lines:
                 sync(path.parent)
 
     def append(self, line: str, *, sync: bool = False) -> None:
-        """Add a line; ``sync``: it is on disk when this returns. StorageError, and the file is as before."""
+        """Append a line, durably if ``sync``. StorageError if that fails; the file is then unchanged."""
         end = self._file.seek(0, os.SEEK_END)
         data = line.encode() + b"\n"
         with writing(self.path):
@@ -66,7 +60,7 @@ class Lines:
                 raise
 
     def sync(self) -> None:
-        """Make all lines durable."""
+        """Flush all lines to disk."""
         with writing(self.path):
             os.fsync(self._file.fileno())
 
@@ -76,8 +70,10 @@ class Lines:
 
 
 def iterate_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file one by one, none if there is no file. A torn last line is left out, another is a
-    DataError."""
+    """Yield the objects of a JSONL file, none if it does not exist. An incomplete last line is skipped.
+
+    DataError for any other line that is not JSON.
+    """
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed below
     except FileNotFoundError:
@@ -95,13 +91,12 @@ def iterate_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All of ``iterate_lines``."""
+    """Return the objects of a JSONL file: see ``iterate_lines``."""
     return list(iterate_lines(path))
 
 
 class Lock:
-    """An exclusive lock on a file, held by this process alone: a forked child does not inherit it, and it ends with the
-    process however that ends."""
+    """An exclusive lock on a file. A forked child does not inherit it, and it is released when the process ends."""
 
     _held: ClassVar[set[int]] = set()
 
@@ -123,17 +118,17 @@ class Lock:
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Give the lock back; twice is fine."""
+        """Release the lock; does nothing if it is not held."""
         if self._fd in Lock._held:
             Lock._held.discard(self._fd)
             fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
 
 
-def _let_go() -> None:
+def _close_inherited() -> None:
     for descriptor in Lock._held:
         os.close(descriptor)
     Lock._held.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_inherited)

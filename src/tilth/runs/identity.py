@@ -1,9 +1,9 @@
-"""Which run a recipe goes on with: an unfinished one of the same work, or of work that differs in allowed keys only."""
+"""Identity of a run: which unfinished run a recipe resumes, and which changes of keys it may have."""
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,41 +17,44 @@ from tilth.runs.readers import read_state
 
 _OTHER = {
     "data": "its data are others",
-    "reward.function": "its reward function, or what that imports or reads, is another one",
-    "data.template": "the file of its template is another one",
+    "reward.function": "its reward function, or a file that it imports or reads, has changed",
+    "data.template": "the file of its template has changed",
 }
-"""What is said of an input that changed; of one that is a model, what its key led to and leads to."""
+"""Messages for inputs that changed; for a model the message has the old and the new one."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run is: its recipe, and what that does not hold."""
+    """A recipe, with fingerprints of the inputs that it only names."""
 
     recipe: Recipe
     inputs: Mapping[str, str] = field(default_factory=dict)
-    """Key -> fingerprint: of the data, the reward function, a template's file, the models that paths lead to."""
+    """Key -> fingerprint of the data, the reward function, a template's file, the models that paths lead to."""
     allow: tuple[str, ...] = ()
-    """Keys and sections in which the run that goes on may have had other values (``--allow``)."""
+    """Keys and sections whose values may have changed (``--allow``)."""
 
     @property
     def digest(self) -> str:
-        """Tells this work from any other."""
+        """Digest of recipe and inputs."""
         if not self.inputs:
             return digest(self.recipe)
-        said = json.dumps(self.inputs, sort_keys=True).encode()
-        return f"{digest(self.recipe)}-{hashlib.blake2b(said, digest_size=4).hexdigest()}"
+        inputs = json.dumps(self.inputs, sort_keys=True).encode()
+        return f"{digest(self.recipe)}-{hashlib.blake2b(inputs, digest_size=4).hexdigest()}"
 
     def same(self, path: Path, state: dict[str, Any]) -> bool:
-        """Whether the run in this folder is this one, or may become it."""
+        """True if the run in this folder has this identity, or differs in allowed keys only."""
         if state["digest"] == self.digest:
             return True
-        return bool(self.allow) and not any(self._refused(path, state))
+        try:
+            return bool(self.allow) and not self._refused(self.changes(path, state))
+        except RecipeError:  # written by a version with other keys
+            return False
 
     def changes(self, path: Path, state: dict[str, Any]) -> dict[str, str]:
-        """In which keys the run in this folder is another one, each in words; RecipeError if it cannot be read."""
+        """Return key -> message for each difference of the run in this folder; RecipeError if it cannot be read."""
         found = {}
         if state["digest"].partition("-")[0] != digest(self.recipe):
-            # Its plugins, which may have moved, are not imported: what is in them is compared below.
+            # Its plugins may have moved and are not imported; their contents are compared below.
             found = differences(load_recipe(str(path / "recipe.toml"), ["plugins=[]"]), self.recipe)
         before = state.get("inputs", {})
         for key in sorted({*before, *self.inputs}):
@@ -60,62 +63,55 @@ class Identity:
                 found.setdefault(key, _OTHER.get(key, f"{key} led to {was} and leads to {now}"))
         return found
 
-    def _refused(self, path: Path, state: dict[str, Any]) -> Iterator[str]:
-        try:
-            changes = self.changes(path, state)
-        except RecipeError as error:  # of a time when recipes had other keys
-            yield str(error)
-            return
-        for name, words in changes.items():
-            if not self.allows(name):
-                yield words
+    def _refused(self, changes: Mapping[str, str]) -> dict[str, str]:
+        return {key: message for key, message in changes.items() if not self.allows(key)}
 
     @property
     def reward(self) -> str:
-        """Tells this reward from any other: its function, the time it has and the data that it is asked about."""
+        """Digest of the reward function, its time-out and the data it scores."""
         inputs = [self.inputs.get(name) for name in ("reward.function", "data")]
-        said = json.dumps([self.recipe.reward.function, self.recipe.reward.timeout, inputs])
-        return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
+        text = json.dumps([self.recipe.reward.function, self.recipe.reward.timeout, inputs])
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def allows(self, name: str) -> bool:
-        """Whether the run that goes on may have had another value of this key."""
+        """True if the value of this key may have changed."""
         if any(name == given or name.startswith(f"{given}.") for given in self.allow):
             return True
         return name == "data" and any(given.partition(".")[0] == "data" for given in self.allow)
 
     def check_name(self) -> None:
-        """RecipeError, before anything is started, if ``run.name`` is taken by a run that this cannot go on with."""
+        """Raise RecipeError, before anything starts, if ``run.name`` is a run that cannot be resumed as this one."""
         path = Path(self.recipe.run.dir) / self.recipe.run.name
         if not self.recipe.run.name or not (path / "run.json").exists():
             return
         state, name = read_state(path), f"run.name={self.recipe.run.name}: {path}"
         if state["digest"] != self.digest:
             changes = self.changes(path, state) if (path / "recipe.toml").exists() else {}
-            refused = {key: words for key, words in changes.items() if not self.allows(key)}
+            refused = self._refused(changes)
             if refused or not changes:
                 raise RecipeError(_another(name, path, refused), key=next(iter(refused), "run.json.digest"))
         elif state["state"] == "finished":
             raise RecipeError(
-                f"{name} is finished; choose another name, or make it longer (--allow algorithm.steps)",
+                f"{name} is finished; choose another name, or make the run longer (--allow algorithm.steps)",
                 key="run.json.state",
             )
 
 
 def _another(name: str, path: Path, refused: dict[str, str]) -> str:
-    what = "; ".join(list(refused.values())[:3]) or "it has gone on with other keys since"
+    what = "; ".join(list(refused.values())[:3]) or "it was resumed with other keys since"
     more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
     allow = " ".join(f"--allow {key}" for key in refused)
     return (
-        f"{name} is another run: {what}{more}. Give the same values to go on with it, {allow or 'the same data'} to go "
-        f"on with it changed, or choose another name (model.path={path} would begin with its weights)"
+        f"{name} is another run: {what}{more}. Give the same values to resume it, {allow or 'the same data'} to resume "
+        f"it with the change, or choose another name (model.path={path} begins with its weights)"
     )
 
 
 def claim(who: Identity, name: str) -> tuple[Path, Lock]:
-    """The newest unfinished run in ``run.dir`` that can be gone on with, or a new numbered folder; locked.
+    """Return the newest unfinished run in ``run.dir`` that can be resumed, or a new numbered folder; with its lock.
 
-    With ``run.name`` it is that folder, new or unfinished. A folder that another process is writing is passed over;
-    named, it is a StorageError that says who writes it. RecipeError if the named run is finished or another's.
+    With ``run.name`` it is that folder, new or unfinished. A folder that another process is writing is skipped, or a
+    StorageError if it is named. RecipeError if the named run is finished or another one.
     """
     root = Path(who.recipe.run.dir)
     with writing(root):
@@ -126,12 +122,11 @@ def claim(who: Identity, name: str) -> tuple[Path, Lock]:
 
 
 def find(who: Identity, name: str) -> Path | None:
-    """The folder that ``claim`` would go on in, as things stand; None if it would make a new one."""
+    """Return the folder that ``claim`` would resume; None if it would make a new one."""
     root = Path(who.recipe.run.dir)
     if who.recipe.run.name:
         path = root / who.recipe.run.name
-        state = read_state(path) if (path / "run.json").exists() else None
-        return path if state and who.same(path, state) else None
+        return path if (path / "run.json").exists() and who.same(path, read_state(path)) else None
     found = _unfinished(root, name, who) if root.is_dir() else None
     if found is None:
         return None
@@ -145,7 +140,7 @@ def _named(path: Path, who: Identity) -> tuple[Path, Lock]:
     lock = Lock(path / "run.lock")
     state = read_state(path) if (path / "run.json").exists() else None
     done = state is not None and state["state"] == "finished" and state["digest"] == who.digest
-    if state and (done or not who.same(path, state)):  # a finished one may become longer, by keys that are allowed
+    if state and (done or not who.same(path, state)):  # a finished run may become longer by allowed keys
         lock.release()
         raise RecipeError(
             f"run.name={path.name}: {path} is finished or another run; choose another name", key="run.name"
@@ -157,13 +152,13 @@ def _unfinished(root: Path, name: str, who: Identity) -> tuple[Path, Lock] | Non
     for _, path in reversed(_runs(root, name)):
         try:
             state = read_state(path)
-        except DataError:  # no run, or a broken one: nothing to continue
+        except DataError:  # not a run, or a damaged one
             continue
         if state["state"] == "finished" or not who.same(path, state):
             continue
         try:
             return path, Lock(path / "run.lock")
-        except StorageError:  # somebody is writing it
+        except StorageError:  # another process is writing it
             continue
     return None
 
@@ -181,6 +176,6 @@ def _numbered(root: Path, name: str) -> tuple[Path, Lock]:
 
 
 def _runs(root: Path, name: str) -> Sequence[tuple[int, Path]]:
-    """Folders ``name-N`` with their numbers, in order."""
+    """Return numbers and folders ``name-N``, ascending."""
     pattern = re.compile(re.escape(name) + r"-(\d+)")
     return sorted((int(m[1]), p) for p in root.iterdir() if p.is_dir() and (m := pattern.fullmatch(p.name)))

@@ -1,11 +1,11 @@
-"""The journal of rewards: what became of each sample, so that a step that runs again has the rewards that it had.
+"""Journal of rewards, so that a step that runs again gets the rewards that it had.
 
     rewards.jsonl  one line for each missing reward, with its reason
-    scores.jsonl   one line for each call, with the rewards that it gave; of steps since the last checkpoint but one
+    scores.jsonl   one line for each call, with its rewards; of steps since the last checkpoint but one
 
-A reward may be chance: a time-out, an error of a service, the answer of a judge that samples. An entry is used again
-for the very sample and the very reward only: it holds step, trajectory, a checksum of the token ids of prompt and
-completion, and the identity of the reward (``continuing.Identity.reward``).
+A reward may be random: a time-out, an error of a service, a judge that samples. An entry is replayed only for the same
+sample and the same reward: it holds step, trajectory, a checksum of the token ids of prompt and completion, and the
+identity of the reward (``identity.Identity.reward``).
 """
 
 import math
@@ -26,24 +26,24 @@ Known = dict[tuple[int, int], dict[str, Any]]
 
 
 class Journal:
-    """The journal of one run while this process writes it."""
+    """Journal of one run while this process writes it."""
 
     def __init__(self, path: Path, reward: str, replay: bool = True) -> None:
-        """reward: identity of the one that scores now. replay: False: what is on disk is not used again."""
+        """reward: identity of the current reward. replay: False to ignore the entries on disk."""
         self._reward, self._replay = reward, replay
         self._missing, self._scores = Lines(path / "rewards.jsonl"), Lines(path / "scores.jsonl")
         self._known: dict[int, Known] = {}
 
     def known(self, step: int, batch: Batch) -> dict[int, dict[str, Any]]:
-        """Fields of the outcomes of these samples of a step by trajectory id, as far as an earlier attempt got."""
+        """Return trajectory id -> fields of its outcome, for samples that an earlier attempt has scored."""
         known = self._known.get(step, {})
         return {row[0]: known[row] for row in _samples(batch) if row in known}
 
     def write(self, step: int, scored: Batch, failures: Mapping[int, dict[str, Any]]) -> None:
-        """Write down, durably, what is not known yet, before it is used.
+        """Write new outcomes durably, before they are used.
 
-        scored: rows with ``reward``, ``outcome`` and parts; failures: fields of the outcome of each missing reward by
-        trajectory id.
+        scored: rows with ``reward``, ``outcome`` and parts; failures: trajectory id -> fields of the outcome of each
+        missing reward.
         """
         known = self._known.setdefault(step, {})
         about = {"step": step, "reward": self._reward}
@@ -52,7 +52,7 @@ class Journal:
             entries = [about | {"trajectory": i, "checksum": c, "outcome": o} for (i, c), o in lost.items()]
             self._missing.append("\n".join(map(to_json, entries)), sync=True)
             known.update(lost)
-        # An infinite reward is not JSON: it is scored again.
+        # An infinite reward is not JSON, so it is not stored but scored again.
         fresh = np.array([row not in known for row in _samples(scored)], bool) & np.isfinite(scored["reward"])
         if fresh.any():
             entry = about | _entry(scored.select(fresh))
@@ -60,28 +60,28 @@ class Journal:
             known.update(_outcomes(entry))
 
     def forget(self, step: int) -> None:
-        """A step was committed: what is earlier is not asked for again before a rewind."""
+        """Drop outcomes of earlier steps from memory once a step is committed."""
         for earlier in [s for s in self._known if s < step - 1]:
             del self._known[earlier]
 
     def rewind(self, step: int) -> None:
-        """Read again what is known of this step and later ones."""
+        """Read the outcomes of this step and later ones from disk."""
         self._known = {}
         if not self._replay:
             return
         for entry in iterate_lines(self._missing.path):
-            if self._concerns(entry, step):
+            if self._matches(entry, step):
                 known = self._known.setdefault(entry["step"], {})
                 known.setdefault((entry["trajectory"], entry["checksum"]), entry["outcome"])
         for entry in iterate_lines(self._scores.path):
-            if self._concerns(entry, step):
+            if self._matches(entry, step):
                 self._known[entry["step"]] = _outcomes(entry) | self._known.get(entry["step"], {})
 
-    def _concerns(self, entry: Mapping[str, Any], step: int) -> bool:
+    def _matches(self, entry: Mapping[str, Any], step: int) -> bool:
         return entry.get("reward") == self._reward and bool(entry["step"] >= step)
 
     def trim(self, step: int) -> None:
-        """Drop the scores of steps before this one. Those that are missing stay, for people to see why."""
+        """Drop the scores of earlier steps from disk. Missing rewards stay, as a record of their reasons."""
         kept = [entry for entry in iterate_lines(self._scores.path) if entry["step"] >= step]
         self._scores.close()
         replace(self._scores.path, "".join(to_json(entry) + "\n" for entry in kept).encode())
@@ -94,7 +94,7 @@ class Journal:
 
 
 def _samples(batch: Batch) -> list[tuple[int, int]]:
-    """(trajectory, checksum) of each row."""
+    """Return (trajectory, checksum) of each row."""
     return list(zip(batch["id"].tolist(), batch["identity"].tolist()))
 
 
@@ -104,17 +104,17 @@ def _entry(scored: Batch) -> dict[str, Any]:
 
 
 def _outcomes(entry: Mapping[str, Any]) -> Known:
-    """Value and parts of each outcome of an entry, such that the reward role makes the same columns of them.
+    """Return value and parts of each outcome of an entry, from which the reward role makes the same columns again.
 
-    A null part is NaN, or the function did not return it for this sample. Only of ``correct`` that makes a difference:
-    without it the verdict is the reward.
+    A null part was NaN, or the function did not return it. The difference matters for ``correct`` only: without it
+    the verdict is the reward.
     """
     columns = entry["columns"]
     parts = {name.removeprefix(PART): values for name, values in columns.items() if name.startswith(PART)}
     found: Known = {}
     for row, sample in enumerate(zip(entry["trajectory"], entry["checksum"])):
-        said = {name: math.nan if values[row] is None else values[row] for name, values in parts.items()}
-        if math.isnan(said.get(CORRECT, 0.0)) and columns[OUTCOME][row] is not None:
-            del said[CORRECT]
-        found[sample] = {"value": columns["reward"][row], "parts": said}
+        given = {name: math.nan if values[row] is None else values[row] for name, values in parts.items()}
+        if math.isnan(given.get(CORRECT, 0.0)) and columns[OUTCOME][row] is not None:
+            del given[CORRECT]
+        found[sample] = {"value": columns["reward"][row], "parts": given}
     return found

@@ -1,4 +1,4 @@
-"""Checkpoints by name: a run, one of its checkpoints, a checkpoint itself, a folder of them; those two also by URL."""
+"""References to checkpoints: RUN, RUN@best, RUN@STEP, a checkpoint or a folder of checkpoints, by path or URL."""
 
 import hashlib
 import tomllib
@@ -22,13 +22,13 @@ EMA = "ema"
 
 
 class Named(NamedTuple):
-    """A checkpoint that somebody named."""
+    """A checkpoint that a reference leads to."""
 
     path: Location
     group: str = "model"
-    """The tensors that are meant where a model is wanted."""
+    """Group of tensors to load as a model."""
     run: Path | None = None
-    """Directory of its run, where that is known."""
+    """Directory of its run, if known."""
 
     def __str__(self) -> str:
         step = step_of(self.path)
@@ -36,11 +36,11 @@ class Named(NamedTuple):
 
 
 def find_checkpoint(spec: str) -> Named | None:
-    """The checkpoint that a text names; None for a path that is neither run nor checkpoint (a Hugging Face directory).
+    """Return the checkpoint of a reference; None for any other path, such as a Hugging Face directory.
 
-    ``RUN``: its newest; ``RUN@best``: the best by evaluation; ``RUN@STEP``: the one of a step; ``RUN@ema``: the newest,
-    of it the moving average of the weights. A folder of checkpoints, or its URL, stands in place of RUN as well.
-    ModelError in one line if there is no such one, with what there is; StorageError where a store cannot be reached.
+    ``RUN``: the newest; ``RUN@best``: the best by evaluation; ``RUN@STEP``: that step; ``RUN@ema``: the newest, with
+    the moving average of the weights. In place of RUN, a folder of checkpoints or its URL. ModelError if there is no
+    such checkpoint, naming those that there are; StorageError if a store cannot be reached.
     """
     where, which = split_spec(spec)
     with reaching(where):
@@ -59,16 +59,16 @@ def find_checkpoint(spec: str) -> Named | None:
 
 
 def identity(spec: str) -> str:
-    """The model that a text leads to as things stand, and what tells its weights from any others, in words.
+    """Return the model that a reference leads to now, with a fingerprint of its weights.
 
-    Of a checkpoint by its manifest, which has the checksums of all tensors; of a directory by the bytes of its files.
+    The fingerprint covers a checkpoint's manifest, which has checksums of all tensors, or the bytes of all files.
     """
     named = find_checkpoint(spec)
     if named is not None:
         with explained(named):
             checkpoint = open_checkpoint(named.path)
-        said = hashlib.blake2b(checkpoint.manifest.dump(), digest_size=8).hexdigest()
-        return f"{named} (step {checkpoint.step}, weights {said})"
+        weights = hashlib.blake2b(checkpoint.manifest.dump(), digest_size=8).hexdigest()
+        return f"{named} (step {checkpoint.step}, weights {weights})"
     files = sorted(file for pattern in ("*.safetensors", "*.json") for file in Path(fetched(spec)).glob(pattern))
     with reaching(spec):
         listed = " ".join(f"{file.name} {_bytes_hash(file)}" for file in files)
@@ -81,29 +81,29 @@ def _bytes_hash(file: Path) -> str:
 
 
 def split_spec(spec: str) -> tuple[Location, str]:
-    """Place and what follows its last ``@``; a folder that has one in its name is that folder."""
+    """Split a reference into place and what follows its last ``@``; the name of a folder may contain ``@``."""
     before, at, which = spec.rpartition("@")
     if not at or "/" in which or (not is_url(spec) and Path(spec).exists()):
         return _place(spec), ""
     if not which:
-        raise ModelError(f"model {spec!r} ends in @; after it comes best, ema or a step, as in {before}@best", key="@")
+        raise ModelError(f"model {spec!r} ends in @; add best, ema or a step, as in {before}@best", key="@")
     return _place(before), which
 
 
 def is_run(where: Location) -> bool:
-    """Whether it is the directory of a run."""
+    """True for the directory of a run."""
     return not is_url(where) and (Path(where) / "run.json").is_file()
 
 
 def is_checkpoint(where: Location) -> bool:
-    """Whether it is one checkpoint."""
+    """True for the directory or URL of one checkpoint."""
     return storage_of(where).size(MANIFEST) is not None
 
 
 def root_of(run: Path) -> Location:
-    """Where the checkpoints of a run are; a path as short as the run's own if they are in it.
+    """Return the path or URL of a run's checkpoints, relative if ``run`` is and they are in its folder.
 
-    ModelError for a copy of a run whose checkpoints are elsewhere: they are that one's. StorageError.
+    ModelError for a copy of a run whose checkpoints are elsewhere and belong to the original; StorageError.
     """
     found, own = checkpoints_of(run), run / "checkpoints"
     if found == str(own.resolve()):
@@ -112,24 +112,24 @@ def root_of(run: Path) -> Location:
         owner = original(run, found)
     if owner:
         raise ModelError(
-            f"{run} is a copy of {owner}, whose checkpoints are in {found}; name that one", key="owner.json.folder"
+            f"{run} is a copy of {owner}, whose checkpoints are in {found}; name {owner}", key="owner.json.folder"
         )
     return _place(found)
 
 
 def lost(run: Path | None, root: Location) -> str:
-    """Of a run that has saved, where no checkpoint is: which one is missing and where it was; empty for any other."""
+    """Return ``all_lost`` for a run that has saved checkpoints on disk, or ""; to call if there is none now."""
     saved = read_state(run).get("saved") if run is not None else None
     return "" if not saved or str(root).startswith("memory://") else all_lost(root, saved)
 
 
 def all_lost(root: Location, saved: int) -> str:
-    """What is said where the checkpoints of a run, which has saved up to this step, are not to be found."""
+    """Return the message for a run that has saved checkpoints up to this step, if none of them is found."""
     return f"there is no valid checkpoint in {root}, but this run saved one of step {saved} there: is its disk mounted?"
 
 
 def run_settings(run: Path) -> dict[str, Any]:
-    """The run's recipe as it stands, also one whose other keys have changed their names since."""
+    """Return the run's recipe as plain data, also one with keys that this version does not have."""
     file = run / "recipe.toml"
     try:
         return tomllib.loads(file.read_text("utf-8")) if file.is_file() else {}
@@ -139,7 +139,7 @@ def run_settings(run: Path) -> dict[str, Any]:
 
 @contextmanager
 def reaching(where: Location) -> Iterator[None]:
-    """A store that does not answer, or whose client is not installed, is a StorageError in one line."""
+    """Turn the error of a store that does not answer, or whose client is not installed, into a StorageError."""
     try:
         yield
     except (OSError, ImportError) as error:
@@ -148,29 +148,27 @@ def reaching(where: Location) -> Iterator[None]:
 
 @contextmanager
 def explained(named: Named) -> Iterator[None]:
-    """To an error of a damaged checkpoint: which command says more, and which one could be taken in its place."""
+    """Add to a CheckpointError which command lists all damage, and which checkpoint is the previous one."""
     try:
         with reaching(named.path):
             yield
     except CheckpointError as error:
-        more = f"'tilth ckpt verify {named}' says all that is wrong with it"
-        raise CheckpointError(f"{error}; {more}; {_instead(named)}", key=error.key) from error
-
-
-def _instead(named: Named) -> str:
-    older = one_before(named.path)
-    return "there is none before it" if older is None else f"the one before it is {named._replace(path=older)}"
+        older = one_before(named.path)
+        instead = "there is none before it" if older is None else f"the one before it is {named._replace(path=older)}"
+        raise CheckpointError(
+            f"{error}; 'tilth ckpt verify {named}' lists all damage; {instead}", key=error.key
+        ) from error
 
 
 def one_before(checkpoint: Location) -> Location | None:
-    """The complete checkpoint before this one, under the same root."""
+    """Return the previous complete checkpoint under the same root; None if there is none."""
     step = step_of(checkpoint)
     older = [path for path in complete(split(checkpoint)[0]) if step is not None and (step_of(path) or 0) < step]
     return older[-1] if older else None
 
 
 def foreign(objects: Mapping[str, Any], digests: Collection[str]) -> str:
-    """What is to be told of a checkpoint with these objects if a run with these digests did not make it; else empty."""
+    """Return a message if a run with these digests did not make the checkpoint with these objects, else ""."""
     digest = objects.get("digest")
     return "" if digest in digests else f"is not of this run: it was made by one of other work (digest {digest})"
 
@@ -180,26 +178,21 @@ def _place(text: str) -> Location:
 
 
 def _run_of(checkpoint: Location) -> Path | None:
-    """The run in whose folder a checkpoint lies."""
+    """Return the run whose folder has the checkpoint, relative if the reference was; None if there is none."""
     if is_url(checkpoint):
         return None
-    root = Path(checkpoint).resolve().parent
-    run = root.parent
-    return _as_said(Path(checkpoint), run) if root.name == "checkpoints" and is_run(run) else None
-
-
-def _as_said(checkpoint: Path, run: Path) -> Path:
-    """A path as a person would write it: without what they did not say, where that names the same."""
-    said = checkpoint.parent.parent
-    return said if said.resolve() == run else run
+    root, given = Path(checkpoint).resolve().parent, Path(checkpoint).parent.parent
+    if root.name != "checkpoints" or not is_run(root.parent):
+        return None
+    return given if given.resolve() == root.parent else root.parent
 
 
 def _chosen(root: Location, which: str, run: Path | None, who: str) -> Named:
-    """The checkpoint that is meant of those under a root."""
+    """Return the checkpoint under a root that ``which`` selects: newest, best, a step, or the newest's ema."""
     kept = {step_of(path) or 0: path for path in complete(root)}
     if not kept:
-        if told := lost(run, root):
-            raise ModelError(told, key="checkpoints")
+        if message := lost(run, root):
+            raise ModelError(message, key="checkpoints")
         if str(root).startswith("memory://"):
             raise ModelError(
                 f"{who} has none: checkpoints in memory:// are gone when their process ends", key="run.checkpoints"
@@ -214,7 +207,7 @@ def _chosen(root: Location, which: str, run: Path | None, who: str) -> Named:
         return Named(kept[_best_step(root, kept, who)], run=run)
     if not which.isdecimal():
         raise ModelError(
-            f"{who.removeprefix('run ')}@{which}: after the @ comes best, ema or a step ({_steps(kept)})",
+            f"{who.removeprefix('run ')}@{which}: after @ use best, ema or a step ({_steps(kept)})",
             key=f"@{which}",
         )
     if int(which) not in kept:
@@ -228,7 +221,7 @@ def _best_step(root: Location, kept: Mapping[int, Location], who: str) -> int:
     best = read_best(root)
     if best is None:
         raise ModelError(
-            f"{who} has no best checkpoint: none was evaluated yet (run.eval_every); say no @best", key="best.json"
+            f"{who} has no best checkpoint: none was evaluated yet (run.eval_every); leave out @best", key="best.json"
         )
     step = int(best["step"])
     if step not in kept:

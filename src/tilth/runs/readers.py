@@ -1,4 +1,4 @@
-"""Readers of a run's directory, also while the run goes on and after it was killed."""
+"""Readers of a run's directory, also while the run is active and after it was killed."""
 
 import json
 import os
@@ -22,18 +22,18 @@ Record = dict[str, Any]
 
 
 def read_metrics(run: str | Path) -> list[Record]:
-    """Records of the committed steps in order: step, attempt, phase, seconds, metrics. A torn last line is no step."""
+    """Return the records of committed steps in order: step, attempt, phase, seconds, metrics."""
     path = Path(run) / "metrics.jsonl"
     latest: dict[int, Record] = {}
     for number, record in enumerate(read_lines(path), 1):
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise DataError(f"{path} line {number} is not the record of a step", key=f"{path.name}.{number}.step")
-        latest[record["step"]] = record  # a later attempt's record of the same step replaces the earlier one
+        latest[record["step"]] = record  # a later attempt replaces the earlier one
     return [latest[step] for step in sorted(latest)]
 
 
 def read_state(run: str | Path) -> Record:
-    """run.json. A run that says it is running, but whose process is gone, is "interrupted". DataError: not a run."""
+    """Return run.json; its state is "interrupted" if it is "running" without a process. DataError: not a run."""
     path = Path(run) / "run.json"
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
@@ -42,20 +42,20 @@ def read_state(run: str | Path) -> Record:
     except (ValueError, RecursionError, OSError) as error:
         raise DataError(f"cannot read {path}: {error}", key="run.json.content") from error
     if not isinstance(state, dict) or not {"state", "digest"} <= set(state):
-        raise DataError(f"{path} is not the state of a run: it has no state or digest", key="run.json.digest")
+        raise DataError(f"{path} is not the state of a run: it needs the keys state and digest", key="run.json.digest")
     if state["state"] == "running" and _gone(state):
         state["state"] = "interrupted"
     return state
 
 
 def checkpoints_of(run: str | Path) -> str:
-    """Where the checkpoints of a run are: a folder of its own, or what ``run.checkpoints`` said: a folder, or a URL."""
+    """Return the absolute path, or the URL, of a run's checkpoints: in its folder, or under ``run.checkpoints``."""
     elsewhere: str = read_state(run).get("checkpoints", "")
     return elsewhere or str((Path(run) / "checkpoints").resolve())
 
 
 def _gone(state: Record) -> bool:
-    """Whether the process that wrote the state does not live any more; unknown, so no, for another machine's."""
+    """True if the process that wrote the state has ended; False if it ran on another machine."""
     if state.get("host") != os.uname().nodename:
         return False
     try:
@@ -67,7 +67,7 @@ def _gone(state: Record) -> bool:
 
 
 def curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
-    """(step, value) where the metric was measured."""
+    """Return (step, value) of each step that measured the metric."""
     return [(r["step"], float(r[name])) for r in records if r.get(name) is not None]
 
 
@@ -75,14 +75,16 @@ ACCURACY, REWARD = "accuracy/heldout", "reward/heldout"
 
 
 def told_by(records: Sequence[Mapping[str, Any]]) -> str:
-    """The metric that tells how good the answers are: accuracy, but for a reward that was neither 0 nor 1 once."""
+    """Return the name of the main metric: accuracy, or the mean reward if some outcome was neither 0 nor 1."""
     graded = any(r.get(REWARD) is not None and r.get(ACCURACY) is None for r in records)
     return REWARD if graded else ACCURACY
 
 
 def phases(records: Sequence[Record]) -> list[Record]:
-    """Each phase of the policy that was evaluated, in order: phase, steps, seconds, metric (see ``told_by``), and that
-    where it began (``first``; None where it was not measured) and at its end (``last``)."""
+    """Return each evaluated phase of the policy in order: phase, steps, seconds, metric (``told_by``), first, last.
+
+    first, last: the metric at its beginning (None if not measured) and at its end.
+    """
     metric, begin, found = told_by(records), _start(records), list[Record]()
     since, before = 0.0, 0
     for name in dict.fromkeys(r.get("phase", "") for r in records):
@@ -97,12 +99,11 @@ def phases(records: Sequence[Record]) -> list[Record]:
 
 
 def summarise(run: str | Path) -> Record:
-    """What a run came to, as flat JSON. What was never measured is None.
+    """Return the results of a run as flat JSON; None for what was never measured.
 
-    accuracy_first is the held-out accuracy where the main phase began (after a warm-up); accuracy_start that before the
-    first step of all, which a warm-up does not measure: its first evaluation is after steps of its own. Where an answer
-    is not just right or wrong there is no accuracy, and the same of the mean reward. phases: see there.
-    Tokens/s are tokens over time, all steps together. best: step, metric and value of the best evaluation.
+    accuracy_first: held-out accuracy where the main phase began, after a warm-up; accuracy_start: before the very first
+    step, not measured in a warm-up. reward_heldout_*: the mean reward likewise; there is no accuracy if an outcome was
+    neither right nor wrong. tokens_per_second_*: over the time of all steps. best: step, metric and value.
     """
     state, records = read_state(run), read_metrics(run)
     last = records[-1] if records else {}
@@ -143,14 +144,14 @@ def summarise(run: str | Path) -> Record:
 
 
 def _parts(records: Sequence[Record]) -> dict[str, float]:
-    """Named parts of the reward at the last evaluation that had each."""
+    """Return each named part of the reward at the last evaluation that measured it."""
     family = "reward/heldout/part/"
     names = dict.fromkeys(n for r in records for n in r if n.startswith(family) and r[n] is not None)
     return {n.removeprefix(family): curve(records, n)[-1][1] for n in names}
 
 
 def _ends(records: Sequence[Record], name: str, metric: str | None) -> Record:
-    """The metric at the ends of the run and of its main phase, and its greatest value. metric: None: not measured."""
+    """Return the metric at both ends of the run and of its main phase, and its maximum; metric: None if unmeasured."""
     found = [(r.get("phase", ""), r[metric]) for r in records if metric and r.get(metric) is not None]
     before = [value for phase, value in found if phase == "warmup"]
     values = [value for _, value in found]
@@ -163,7 +164,7 @@ def _ends(records: Sequence[Record], name: str, metric: str | None) -> Record:
 
 
 def _start(records: Sequence[Record], metric: str | None = None) -> float | None:
-    """The metric before the first step: in its record, unless the step's own evaluation took the place."""
+    """Return the metric before the first step; it is in that step's record unless the step was evaluated too."""
     metric = metric or told_by(records)
     if not records or records[0]["step"] != 1 or records[0].get("phase") == "warmup":
         return None
@@ -176,14 +177,14 @@ def _first(values: Sequence[float]) -> float | None:
 
 
 def rate(records: Sequence[Record], name: str, time: str) -> float | None:
-    """A rate (tokens per second, flops of the peak) over all steps: each step's weighs by its time."""
+    """Return a rate (tokens per second, utilisation) over all steps, weighted by their time."""
     pairs = [(r[name], r.get(time) or 0.0) for r in records if r.get(name) is not None]
     spent = sum(t for _, t in pairs)
     return sum(v * t for v, t in pairs) / spent if spent else None
 
 
 def _seconds(state: Record, last: Record) -> float:
-    """Run time: as the end recorded it, else until the last committed step, or until now while it runs."""
+    """Return the run time in seconds: as recorded at the end, until now while it runs, else until the last step."""
     if state["state"] == "running" and state.get("attempts"):
         attempt = state["attempts"][-1]
         since = datetime.now(UTC) - datetime.fromisoformat(attempt["started"])

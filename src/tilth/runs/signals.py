@@ -1,5 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP end a run at its next step boundary, with everything saved; the last two within a stated
-time."""
+"""Stop a run on Ctrl-C, SIGTERM or SIGHUP at its next step boundary with everything saved."""
 
 import contextlib
 import os
@@ -13,28 +12,27 @@ from tilth.core.errors import TilthError
 
 
 class Interrupted(TilthError):
-    """The run was asked to stop; its state is saved and the message says how to continue."""
+    """A run that stopped on request; its state is saved and the message names how to resume it."""
 
 
 def ends() -> list[signal.Signals]:
-    """Signals that ask this process to end: SIGTERM; and SIGHUP, of a terminal that is closed or a connection that is
-    lost, unless whoever started the process had it ignore that (nohup)."""
+    """Return the signals that end this process: SIGTERM, and SIGHUP unless the process ignores it (nohup)."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM] if ignored else [signal.SIGTERM, signal.SIGHUP]
 
 
 class StopRequest:
-    """While active, the first SIGINT, SIGTERM or SIGHUP sets ``requested``; a SIGINT after it interrupts at once.
+    """Set ``requested`` on the first SIGINT, SIGTERM or SIGHUP while active; a second SIGINT interrupts at once.
 
-    Who sends SIGTERM may send it twice, and sends SIGKILL some time later. So ``grace`` seconds after it, or after
-    SIGHUP, the run stops (Interrupted) wherever it is, and goes on from its last checkpoint another time. A SIGHUP that
-    is ignored stays so. Outside the main thread signals cannot be handled: then it only carries the flag.
+    A scheduler that sends SIGTERM sends SIGKILL some time later. So ``grace`` seconds after SIGTERM or SIGHUP the run
+    stops wherever it is (Interrupted), to resume from its last checkpoint. An ignored SIGHUP stays ignored. Outside the
+    main thread signals cannot be handled, and this is only a flag.
     """
 
     def __init__(self, grace: float = 60.0) -> None:
         self.requested = False
         self.by = ""
-        """Name of the signal that asked."""
+        """Name of the signal, or the caller of ``Run.stop``."""
         self.grace = grace
         self._before: dict[int, object] = {}
 
@@ -48,16 +46,16 @@ class StopRequest:
         if number != signal.SIGINT:
             signal.setitimer(signal.ITIMER_REAL, self.grace)
             limit = f", {self.grace:g} s at most"
-        # Written at once, without any lock: the handler may run in the middle of anything.
+        # Written without a lock: the handler may interrupt any other code.
         text = f"\nstopping after this step, then everything is saved{limit}; Ctrl-C: stop now\n"
-        with contextlib.suppress(OSError):  # the terminal may be what is gone
+        with contextlib.suppress(OSError):  # the terminal may be closed
             if sys.stderr is not None:
                 os.write(sys.stderr.fileno(), text.encode())
 
     def _expire(self, number: int, frame: FrameType | None) -> NoReturn:
         raise Interrupted(
-            f"stopped {self.grace:g} s after {self.by} (run.grace), before the step and its checkpoint were done; the "
-            "same command continues from the last checkpoint",
+            f"stopped {self.grace:g} s after {self.by} (run.grace), before the step and its checkpoint were complete; "
+            "the same command resumes from the last checkpoint",
             key="run.grace",
         )
 

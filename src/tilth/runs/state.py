@@ -1,4 +1,4 @@
-"""Where a run is: the controller's state between two steps."""
+"""State of the controller between two steps."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass
 class RunState:
-    """The controller's whole state between two steps: all that a checkpoint must hold besides tensors."""
+    """Everything that a checkpoint holds for the controller; tensors are the workers' part."""
 
     step: int = 0
     phase: str = ""
@@ -16,17 +16,16 @@ class RunState:
     version: int = 0
     accuracy_first: float | None = None
     accuracy_last: float | None = None
-    """Accuracy, or the mean reward where an answer is not just right or wrong."""
+    """Accuracy, or the mean reward if ``graded``, at the newest evaluation."""
     heldout: dict[str, float] = field(default_factory=dict)
     """Metrics of the newest evaluation."""
     graded: bool = False
-    """Whether an answer has been neither right (1) nor wrong (0), so that no mean is an accuracy."""
+    """True once some outcome was neither right (1) nor wrong (0), so that no mean is an accuracy."""
     best: dict[str, Any] | None = None
-    """The best evaluation so far: step, metric, value."""
+    """Best evaluation so far: step, metric, value."""
     drawn: dict[str, int] = field(default_factory=dict)
-    """How far each stream of the data has been read: prompts, examples or documents; and samples, which have numbers
-    of their own."""
+    """Position in each stream: prompts, examples, documents or pairs; and in samples, which number trajectories."""
     flat: dict[str, float] = field(default_factory=dict)
-    """Steps in a row that taught nothing (``hopeless.counted``)."""
+    """Consecutive steps without a learning signal (``hopeless.counted``)."""
     weights: dict[str, float] = field(default_factory=dict)
-    """Key of [algorithm] -> what it has become, for weights that are adapted; and what they follow from."""
+    """Key of [algorithm] -> current value of an adapted weight, with what its adaptation depends on."""
