@@ -1,4 +1,4 @@
-"""The value loss: how far a critic is from the returns, over one global denominator, and what it explains of them."""
+"""Value loss: distance of a critic from the returns, over one global denominator, and explained variance."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,8 @@ from tilth.rl.packing import Packing
 from tilth.rl.registry import build
 
 FLAT = 1e-12
-"""Returns that vary by less than this share of their mean square are equal: nothing is there to be explained."""
+"""Returns whose variance is below this share of their mean square count as equal; explained variance is then undefined.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Explained(Metric):
 
     @classmethod
     def of(cls, sums: Tensor) -> "Explained":
-        """From the sums of all tokens."""
+        """Compute from the sums of all tokens."""
         count, errors, squared_errors, returns, squared_returns = sums
         tokens = count.clamp(min=1)
         unexplained = squared_errors / tokens - (errors / tokens) ** 2
@@ -40,7 +41,6 @@ class Explained(Metric):
         return cls(share * counted, counted, "mean", sums)
 
     def merge(self, other: Metric) -> "Explained":
-        """That of both parts together."""
         if not isinstance(other, Explained):
             raise ArgumentError(f"cannot merge an explained variance with a {other.reduction}", key="other")
         return Explained.of(self.sums + other.sums)
@@ -48,7 +48,8 @@ class Explained(Metric):
 
 @torch.no_grad()
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, lengths: Tensor) -> Explained:
-    """How much of the returns' variance over the tokens that count the values explain. All but lengths [n]: [total]."""
+    """Return the share of the returns' variance that the values explain, over tokens that count. lengths: [n]; others
+    [total]."""
     packing = Packing.of(lengths, mask)
     v, r = (
         packing.masked(packing.column(k, c)).to(torch.float64) for k, c in (("values", values), ("returns", returns))
@@ -69,7 +70,7 @@ def value_loss(
     denominator: float | None = None,
     **options: Any,
 ) -> LossResult:
-    """PPO's value loss: at a token, 0.5 * max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2).
+    """Return PPO's value loss: at a token, 0.5 * max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2).
 
     A value that has moved further than ``clip`` towards its return since the batch began gets no more gradient; one
     that has moved away from it keeps its own. (From the code of arXiv 1707.06347; verl and TRL have the same.)

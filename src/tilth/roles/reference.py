@@ -1,4 +1,4 @@
-"""The reference role: the policy as it was, which a KL penalty holds the policy to."""
+"""Reference role: a frozen earlier policy, for the KL penalty."""
 
 from collections.abc import Iterable, Mapping
 
@@ -14,7 +14,7 @@ from tilth.roles.state import Groups, Stateful, whole_tensors
 
 
 class ReferenceWorker(Stateful):
-    """A frozen copy of the policy as it was when the phase began, for the KL penalty."""
+    """Frozen copy of the policy at the start of the phase, for the KL penalty."""
 
     tolerance: float | None = 0.0
 
@@ -28,7 +28,7 @@ class ReferenceWorker(Stateful):
         self.parity = parity
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over the policy's weights of now."""
+        """Copy the policy's current weights."""
         for name, tensor in weights:
             self.sharded.take(name, tensor)
 
@@ -42,5 +42,4 @@ class ReferenceWorker(Stateful):
         return scored(batch, self.store, self, self.temperature, "ref_logprobs", "reference")
 
     def groups(self) -> Groups:
-        """Its weights."""
         return {"reference": Group(dict(self.sharded.parameters), self.sharded.layouts)}
