@@ -50,7 +50,7 @@ class Vocabulary:
         return min(self.size, self.start + self.chunk) - self.start
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of tokens int64 [N] on this rank (0 for another rank's), and bool [N], True if they are here."""
+        """Return indices of tokens int64 [N] in this rank's rows (0 if on another rank), and bool [N], True if here."""
         local = ids - self.start
         inside = (local >= 0) & (local < self.rows)
         return local.masked_fill(~inside, 0), inside
@@ -76,10 +76,10 @@ class VocabularyEmbedding(nn.Module):
 
 @dataclass(frozen=True)
 class VocabularyHead:
-    """Output head: called as ``models.logprobs.token_logprobs``; ``squares`` as ``token_squares``, ``logits`` as
-    ``head_logits``.
+    """Output head: called as ``models.logprobs.token_logprobs``; ``squares`` as ``token_squares``.
 
-    All take hidden states that are equal on every rank, and give each rank their whole gradient.
+    ``logits`` is ``head_logits``. All take hidden states that are equal on every rank, and return their whole gradient
+    to each.
     """
 
     vocabulary: Vocabulary
@@ -128,7 +128,7 @@ class _Parts:
         """Sums of exp(l - m), of exp(l - m) (l - m), of the target's logit on its rank, of exp(2 (l - m))."""
 
     def add(self, some: slice, logits: Tensor, index: Tensor, inside: Tensor) -> None:
-        """Add some rows: their logits [n, rows]; for all rows the targets' indices [N] and bool [N], True on this rank."""
+        """Add some rows: their logits [n, rows]; for all rows the targets' indices [N] and bool [N], True if here."""
         if not logits.shape[1]:
             return
         self.greatest[some] = logits.amax(-1)

@@ -110,9 +110,9 @@ def estimate_rows(
     given = {"rewards": rewards, "groups": groups, "counts": counts}
     entry, columns = _prepare(name, {k: v for k, v in given.items() if v is not None}, options)
     if not isinstance(entry, RowAdvantage):
-        raise RecipeError(f"{name} works on tokens (scope {entry.scope!r}), not on rows alone", key="name")
+        raise RecipeError(f"{name} works on tokens (scope {entry.scope!r}); call tilth.rl.estimate", key="name")
     if entry.weighs and counts is None:
-        raise RecipeError(f"{name} needs the column 'counts', which is not there", key="counts")
+        raise RecipeError(f"{name} needs the column 'counts', which is missing", key="counts")
     scores = torch.as_tensor(rewards).to(torch.float64)
     own = _row_columns(columns, len(scores))
     valid = _complete(entry, torch.isfinite(scores), own)
@@ -129,9 +129,7 @@ def _prepare(
     entry = build("advantages", name, {k: v for k, v in options.items() if k not in extra}, Advantage)
     unknown = [k for k in extra if k not in (*entry.needs, *entry.takes)]
     if unknown:
-        raise RecipeError(
-            f"{entry.entry_name} has no use for the column {unknown[0]!r}", key=f"{entry.entry_name}.{unknown[0]}"
-        )
+        raise RecipeError(f"{entry.entry_name} takes no column {unknown[0]!r}", key=f"{entry.entry_name}.{unknown[0]}")
     columns = {**columns, **extra}
     require(entry, columns)
     return entry, columns
@@ -170,7 +168,7 @@ def _everyone(entry: Advantage, own: Rows, gather: Gather, row: Tensor | None) -
     columns = {"scores": own.scores, "valid": own.valid}
     columns |= {} if own.counts is None else {"counts": own.counts}
     columns |= {c: own.columns[c] for c in entry.needs if c not in ("rewards", *OF_TOKENS)}
-    worker = np.full(n, numbers.min() if n else 0)  # its first row tells it from the others
+    worker = np.full(n, numbers.min() if n else 0)  # its first row identifies it
     found = gather({"row": numbers, "worker": worker, **{k: v.cpu().numpy() for k, v in columns.items()}})
     order = np.argsort(found["row"], kind="stable")
     rows = found["row"][order]
@@ -194,7 +192,7 @@ def _check_local(name: str, groups: np.ndarray, worker: np.ndarray) -> None:
     apart = pairs[1:][pairs[1:] == pairs[:-1]]
     if len(apart):
         raise RecipeError(
-            f"{name} sees whole groups only (scope group-local), but group {apart[0]} lies on two workers; "
+            f"{name} needs whole groups (scope group-local), but group {apart[0]} lies on two workers; "
             "divide the batch by groups, or set cluster.workers=1",
             key="groups",
         )

@@ -56,11 +56,8 @@ class SeqMeanTokenSum(Aggregation):
 
 
 @register("aggregations", "seq-mean-token-mean")
-class SeqMeanTokenMean(Aggregation):
+class SeqMeanTokenMean(SeqMeanTokenSum):
     """Mean over sequences of the mean over tokens (GRPO): every sequence weighs the same."""
-
-    def denominator(self, counts: Tensor) -> float:
-        return _rows(counts)
 
     def row_weights(self, counts: Tensor) -> Tensor:
         return 1.0 / counts.clamp(min=1).to(torch.float64)

@@ -46,7 +46,7 @@ def _kind_of(name: str) -> Kind:
         every = [known for kind in get_args(Kind) for known in registered(kind)]
         raise RecipeError(f"no algorithm {name!r}{nearest(name, every)}", key="name")
     if len(kinds) > 1:
-        raise RecipeError(f"{name!r} is one of {' and of '.join(kinds)}; say which by kind=", key="kind")
+        raise RecipeError(f"{name!r} is in {' and in '.join(kinds)}; choose one with kind=", key="kind")
     return kinds[0]
 
 

@@ -27,7 +27,7 @@ OF_TOKENS = (
     "weights",
     "uniforms",
 )
-"""Columns that have a value at each token; every other one has a value a row."""
+"""Columns with one value for each token; all others have one for each row."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Rows:
         return self.grouped(self.scores)
 
     def grouped(self, scores: Tensor) -> Groups:
-        """The same of other numbers, one a row."""
+        """Return statistics of other numbers within the groups, one for each row."""
         return Groups.of(self.columns["groups"], scores, self.valid, self.counts)
 
     @cached_property
@@ -76,7 +76,7 @@ class Tokens:
     reduce: Reduce
     gather: Gather = rows_alone
     everyone: Everyone | None = None
-    """For scopes that depend on other rows, where this worker does not have all of them."""
+    """Rows of all workers, for scopes that depend on them, if there are several workers."""
 
     def chosen(self, column: str) -> Tensor:
         """Return a column at the tokens that count, in order, float64 [number of such tokens]."""
@@ -125,7 +125,7 @@ class Advantage(Entry):
 
 
 class RowAdvantage(Advantage):
-    """An estimator that needs rows only, so that the controller can run it: one advantage for all tokens of a row."""
+    """Base of estimators over rows: one advantage for all tokens of a row."""
 
     @property
     def scope(self) -> Scope:
@@ -221,9 +221,8 @@ class Rloo(_Grouped):
 class ReinforcePPBaseline(_Grouped):
     """REINFORCE++ with a group baseline (arXiv 2501.03262): score - mean of the group, then whitened over the batch.
 
-    Mean and unbiased variance are over all tokens that count in the global batch, so a row weighs by its tokens. Where
-    whitening has nothing to tell apart (all rows equal), advantages are exactly 0. Published with a k2 penalty in the
-    loss.
+    Mean and unbiased variance are over all tokens that count in the global batch, so a row weighs by its tokens. If all
+    rows are equal, advantages are exactly 0. Published with a k2 penalty in the loss.
     """
 
     weighs: ClassVar[bool] = True
@@ -253,9 +252,8 @@ class Opo(_Grouped):
 class GpgAdvantage(_Grouped):
     """Group policy gradient (arXiv 2504.02546): alpha * (score - mean) / norm.
 
-    alpha makes up for samples that teach nothing: rows of the batch / rows that count. The paper counts the rows of
-    groups whose rewards differ (``count = "spread"``); verl, which the default follows, counts rewards that are not 0
-    (``count = "nonzero"``). Both are of the global batch, over rows with a reward.
+    alpha = rows of the batch / rows that count: those of groups whose rewards differ (``count = "spread"``, the paper),
+    or with a reward other than 0 (``"nonzero"``, verl). Both are of the global batch, over rows with a reward.
     """
 
     count: Literal["nonzero", "spread"] = Field(
@@ -275,10 +273,10 @@ class GpgAdvantage(_Grouped):
 
 @register("advantages", "grpo_passk")
 class GrpoPassk(RowAdvantage):
-    """Pass@k (arXiv 2503.19595): only the best of a group gets anything, (best - second best) / (std + eps).
+    """Pass@k (arXiv 2503.19595): only the best of a group gets an advantage, (best - second best) / (std + eps).
 
-    Where two are best it is 0, so no order of rows matters. A group of one (verl raises an error) has no second best
-    and gets 0: members can go missing in a run, and groups need not be of equal size.
+    Two best rows, or a group of one (an error in verl), get 0: rows can go missing, so groups need not be of equal
+    size.
     """
 
     eps: float = Field(1e-6, ge=0, description=_EPS)
@@ -306,8 +304,8 @@ class GrpoPassk(RowAdvantage):
 class Gdpo(Grpo):
     """Decoupled normalisation of several rewards (arXiv 2601.05242): GRPO of each part, weighted sum, then whitened.
 
-    Whitening is that of ``reinforce_pp_baseline``. A row that lacks a part, or the reward, is missing. Without ``keys``
-    the reward itself is the only part (verl's fallback).
+    A row without a part, or without the reward, is missing. Without ``keys`` the reward is the only part (verl's
+    fallback).
     """
 
     keys: tuple[str, ...] = Field((), description="parts of the reward, such as correct and format; empty: the reward")
@@ -414,10 +412,10 @@ class Gae(_Critic):
 class Vapo(_Critic):
     """GAE with a lambda for each row, and another one for the critic (VAPO, arXiv 2504.05118).
 
-    Policy: lambda = clamp(1 - 1 / max(alpha * l, 1), 0, 1), l the row's tokens that count, so that the coefficients add
-    up to alpha * l; rows of at most 1 / alpha tokens are one-step (20 for the paper's 0.05: short tasks want a larger
-    alpha). Critic: ``value_lam``; with 1 its targets are the discounted rewards to come, whatever the values are.
-    The paper does not speak of whitening; it is common practice, and here as in ``gae``.
+    Policy: lambda = clamp(1 - 1 / max(alpha * l, 1), 0, 1), l the row's tokens that count, so that the coefficients sum
+    to alpha * l; rows of at most 1 / alpha tokens are one-step (20 for the paper's 0.05: short tasks want a larger
+    alpha). Critic: ``value_lam``; with 1 its targets are the discounted rewards to come. Whitening is not in the paper;
+    it works as in ``gae``.
     """
 
     alpha: float = Field(0.05, gt=0, description="lambda is 1 - 1 / (alpha * length of the answer in tokens)")
@@ -445,9 +443,8 @@ class Vapo(_Critic):
 class ReinforcePP(_Whitened):
     """REINFORCE++ (arXiv 2501.03262): the discounted reward to come, whitened over the tokens of the global batch.
 
-    Rewards may be one a token, so that a KL penalty in the reward works as published (``penalise``). Tokens that the
-    policy did not choose are skipped: nothing is discounted over them, as in verl. Returns are those rewards to come.
-    A single token in the batch has no variance and stays as it is.
+    Rewards may be one for each token, so a KL penalty can be in them (``penalise``). Tokens that the policy did not
+    choose are skipped without a discount, as in verl. Returns are the rewards to come.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("rewards",)

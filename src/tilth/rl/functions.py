@@ -177,7 +177,7 @@ def _arguments(declaration: Declaration, columns: Iterable[str]) -> tuple[tuple[
     for name, parameter in inspect.signature(declaration.value).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise PluginError(
-                f"{declaration.title}: *{name} does not say which columns or options it takes",
+                f"{declaration.title}: *{name} names no columns or options; list them one by one",
                 key=f"{declaration.name}.{name}",
             )
         if parameter.kind is not parameter.KEYWORD_ONLY:
@@ -188,7 +188,7 @@ def _arguments(declaration: Declaration, columns: Iterable[str]) -> tuple[tuple[
             needs.append(name.replace(PART, "part/", 1) if name.startswith(PART) else name)
         elif name in AlgorithmConfig.model_fields and name not in SHARED_OPTIONS:
             raise PluginError(
-                f"{declaration.title}: option {name!r} is a key of its own, algorithm.{name}; rename yours",
+                f"{declaration.title}: option {name!r} has the name of the recipe key algorithm.{name}; rename it",
                 key=f"{declaration.name}.{name}",
             )
         elif parameter.default is parameter.empty:

@@ -72,7 +72,7 @@ def policy_loss(
             sees the whole global batch makes them itself.
         options: those of the loss and of the aggregation.
 
-    Metrics (means over tokens that count, if not said otherwise): ratio; approx_kl_k1, approx_kl_k3 (old || now);
+    Metrics (means over tokens that count, unless stated otherwise): ratio; approx_kl_k1, approx_kl_k3 (old || now);
     kl_ref; those of ``mismatch`` for old_logprobs and rollout_logprobs; those of the loss (shares of tokens): clip_low,
     clip_high, clip_dual, truncated, selected.
 
@@ -154,7 +154,7 @@ def _found(
     if denominator is not None:
         name = entry.entry_name
         raise RecipeError(
-            f"{name} looks at the whole batch before a part of it: give thresholds=tilth.rl.thresholds({name!r}, ...)",
+            f"{name} needs a first pass over the whole batch; pass thresholds=tilth.rl.thresholds({name!r}, ...)",
             key="thresholds",
         )
     constant = replace(step, logprobs=step.logprobs.detach())

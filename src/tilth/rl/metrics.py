@@ -7,7 +7,7 @@ weights. rho = pi / mu is the ratio of the two; its logarithm is clamped to +-20
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -67,18 +67,30 @@ OF_TOKEN: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class EffectiveShare(Metric):
-    """Effective sample size over the number of samples, mean(w)^2 / mean(w^2): 1 where all weights are equal.
-
-    It adds up exactly, because it carries sums, float64 [3]: samples, weights, squared weights. Where no weight is
-    above 0 it has no value (NaN, ``count`` 0).
-    """
+class SumsMetric(Metric):
+    """Base of a metric that is a function of sums, so that merging is exact."""
 
     sums: Tensor = field(compare=False)
 
     @classmethod
-    def of(cls, sums: Tensor) -> "EffectiveShare":
-        """Compute from the sums of all samples."""
+    def of(cls, sums: Tensor) -> Self:
+        """Compute from the sums, float64."""
+        raise NotImplementedError
+
+    def merge(self, other: Metric) -> Self:
+        if not isinstance(other, type(self)):
+            raise ArgumentError(f"cannot merge {type(self).__name__} with a {other.reduction}", key="other")
+        return self.of(self.sums + other.sums)
+
+
+class EffectiveShare(SumsMetric):
+    """Effective sample size over the number of samples, mean(w)^2 / mean(w^2): 1 where all weights are equal.
+
+    sums: float64 [3]: samples, weights, squared weights. Where no weight is above 0 it has no value (NaN, ``count`` 0).
+    """
+
+    @classmethod
+    def of(cls, sums: Tensor) -> Self:
         count, weights, squares = sums
         counted = torch.where(squares == 0, 0.0, count)
         share = weights**2 / torch.where(squares == 0, 1.0, squares * count)
@@ -89,11 +101,6 @@ class EffectiveShare(Metric):
         """Compute from weights, float64 [total], at the tokens of the mask, bool [total]."""
         weights = torch.where(mask, weights, 0.0)
         return cls.of(torch.stack([mask.sum().double(), weights.sum(), (weights * weights).sum()]))
-
-    def merge(self, other: Metric) -> "EffectiveShare":
-        if not isinstance(other, EffectiveShare):
-            raise ArgumentError(f"cannot merge an effective sample size with a {other.reduction}", key="other")
-        return EffectiveShare.of(self.sums + other.sums)
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,7 @@ class Packing:
         mask = torch.as_tensor(mask)
         lengths = torch.as_tensor(lengths).to(mask.device, torch.int64)
         if lengths.numel() and int(lengths.min()) < 0:
-            raise TokenCountError(
-                f"lengths has {int(lengths.min())}: a sequence has no fewer than 0 tokens", key="lengths"
-            )
+            raise TokenCountError(f"lengths has {int(lengths.min())}; every length must be at least 0", key="lengths")
         total = int(lengths.sum())
         if mask.dim() != 1 or lengths.dim() != 1 or total != len(mask):
             raise TokenCountError(
@@ -72,18 +70,19 @@ class Packing:
 
     @cached_property
     def ends(self) -> Tensor:
-        """Index of the last token that counts in each row, int64 [n]; -1 where there is none."""
-        position = torch.where(self.mask, torch.arange(len(self.mask), device=self.mask.device), -1)
-        first = torch.full_like(self.lengths, -1)
-        return first.scatter_reduce(0, self.spread(torch.arange(len(first), device=first.device)), position, "amax")
+        """Index of the last token that counts in each row, int64 [n]; -1 if there is none."""
+        return self._extreme(-1, "amax")
 
     @cached_property
     def firsts(self) -> Tensor:
-        """Index of the first token that counts in each row, int64 [n]; the number of all tokens where there is none."""
-        total = len(self.mask)
-        position = torch.where(self.mask, torch.arange(total, device=self.mask.device), total)
-        last = torch.full_like(self.lengths, total)
-        return last.scatter_reduce(0, self.spread(torch.arange(len(last), device=last.device)), position, "amin")
+        """Index of the first token that counts in each row, int64 [n]; the number of all tokens if there is none."""
+        return self._extreme(len(self.mask), "amin")
+
+    def _extreme(self, none: int, reduce: str) -> Tensor:
+        device = self.mask.device
+        position = torch.where(self.mask, torch.arange(len(self.mask), device=device), none)
+        rows = self.spread(torch.arange(len(self.lengths), device=device))
+        return torch.full_like(self.lengths, none).scatter_reduce(0, rows, position, reduce)
 
     def spread(self, rows: Tensor) -> Tensor:
         """Repeat one value for each row [n] at each of its tokens [total]."""

@@ -138,7 +138,8 @@ class Ipo(PreferenceLoss):
     def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
         if (margins != 0).any():
             raise RecipeError(
-                "ipo aims at a difference of its own, 1 / (2 beta): leave the column margin out", key="margin"
+                "ipo has its own margin, 1 / (2 beta), and takes none from the data; remove the column margin",
+                key="margin",
             )
         return ((chosen - rejected) / self.beta - 1 / (2 * self.beta)) ** 2
 

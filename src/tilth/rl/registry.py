@@ -69,7 +69,7 @@ def registered(kind: Kind) -> dict[str, type[Entry]]:
     for name, declaration in plugins.declared(DECLARED_AS[kind]).items() if kind in DECLARED_AS else ():
         if name in found:
             raise PluginError(
-                f"{declaration.title} has the name of one that comes with Tilth; choose another name",
+                f"{declaration.title} has the name of a built-in entry; choose another name",
                 key=f"{declaration.name}.name",
             )
         built = _BUILT.get((kind, name))
@@ -103,7 +103,7 @@ def build(kind: Kind, name: str | E, options: Mapping[str, Any], known: type[E])
     if isinstance(name, Entry):
         if options:
             raise RecipeError(
-                f"{name.entry_name}: its options are set already, so {min(options)} is none to give",
+                f"{name.entry_name} is a built entry and takes no option {min(options)!r}; build it with that option",
                 key=f"{name.entry_name}.{min(options)}",
             )
         return name
@@ -121,7 +121,7 @@ def build(kind: Kind, name: str | E, options: Mapping[str, Any], known: type[E])
         raise RecipeError(f"{name}: {where} = {first['input']!r}: {first['msg']}", key=f"{name}.{where}") from None
     if not isinstance(built, known):
         raise RecipeError(
-            f"{kind}: {name!r} is registered as {entry.__name__}, which is no {known.__name__}", key=f"{kind}.{name}"
+            f"{kind}: {name!r} is registered as {entry.__name__}, which is not a {known.__name__}", key=f"{kind}.{name}"
         )
     return built
 
@@ -135,9 +135,7 @@ def require(entry: Entry, columns: Iterable[str]) -> None:
         part = missing[0].partition("part/")[2]
         parts = sorted(c.removeprefix("part/") for c in columns if part and c.startswith("part/"))
         hint = nearest(part, parts) if parts else ""
-        raise RecipeError(
-            f"{entry.entry_name} needs the column {missing[0]!r}, which is not there{hint}", key=missing[0]
-        )
+        raise RecipeError(f"{entry.entry_name} needs the column {missing[0]!r}, which is missing{hint}", key=missing[0])
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

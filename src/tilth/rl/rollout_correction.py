@@ -343,7 +343,7 @@ def correct(
         name: one of ``names()["corrections"]``.
         rollout_logprobs, old_logprobs: [total], of the sampling policy mu and of the trainer's at the start of the
             update. What they hold at masked positions does not matter. Without ``old_logprobs`` (``needs`` of the
-            entry says whether it can be) there are no metrics.
+            entry tells if that works) there are no metrics.
         mask: [total], not 0 where the token counts. lengths: integers [n].
         advantages: [total], for ``reject_negative``; a sequence's is the mean over its tokens.
         versions: [total], of the policy that chose each token, for rules that ask for them.
@@ -351,7 +351,7 @@ def correct(
         options: see ``options("corrections", name)``. Bounds of k1 are of mu / old, the inverse of the weight (verl).
 
     Where both log-probs are -inf, rho is 1; NaN at a token that counts passes through to weights and metrics, so that
-    the loss tells of it.
+    the loss reports it.
 
     Metrics, besides those of ``mismatch``: correction/weight, mean over tokens, and correction/effective, effective
     sample size over tokens, of bounded weights before ``normalise``; correction/above, correction/below, shares of

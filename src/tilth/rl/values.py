@@ -1,15 +1,14 @@
 """Value loss: distance of a critic from the returns, over one global denominator, and explained variance."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from tilth.core.errors import ArgumentError, RecipeError
+from tilth.core.errors import RecipeError
 from tilth.rl.aggregation import Aggregation, reduce_tokens
 from tilth.rl.losses import LossResult
-from tilth.rl.metrics import Metric
+from tilth.rl.metrics import Metric, SumsMetric
 from tilth.rl.packing import Packing
 from tilth.rl.registry import build
 
@@ -18,19 +17,15 @@ FLAT = 1e-12
 """
 
 
-@dataclass(frozen=True)
-class Explained(Metric):
+class Explained(SumsMetric):
     """Explained variance, 1 - Var(return - value) / Var(return): 1 is perfect, 0 as good as a constant, below 0 worse.
 
-    It adds up exactly, because it carries sums, float64 [5]: tokens; errors and their squares; returns and their
-    squares. Where all returns are equal it has no value (NaN, ``count`` 0).
+    sums: float64 [5]: tokens; errors and their squares; returns and their squares. Where all returns are equal it has
+    no value (NaN, ``count`` 0).
     """
 
-    sums: Tensor = field(compare=False)
-
     @classmethod
-    def of(cls, sums: Tensor) -> "Explained":
-        """Compute from the sums of all tokens."""
+    def of(cls, sums: Tensor) -> Self:
         count, errors, squared_errors, returns, squared_returns = sums
         tokens = count.clamp(min=1)
         unexplained = squared_errors / tokens - (errors / tokens) ** 2
@@ -39,11 +34,6 @@ class Explained(Metric):
         share = 1 - unexplained / torch.where(varies, variance, 1.0)
         counted = torch.where(varies, count, 0.0)
         return cls(share * counted, counted, "mean", sums)
-
-    def merge(self, other: Metric) -> "Explained":
-        if not isinstance(other, Explained):
-            raise ArgumentError(f"cannot merge an explained variance with a {other.reduction}", key="other")
-        return Explained.of(self.sums + other.sums)
 
 
 @torch.no_grad()

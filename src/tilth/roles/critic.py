@@ -14,15 +14,15 @@ from tilth.core.errors import ModelError
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.rl.aggregation import Aggregation
 from tilth.rl.algorithm import Algorithm
-from tilth.roles.experience import check_identity, on_rows, put_like
+from tilth.roles.experience import check_identity, on_rows
 from tilth.roles.objective import (
     Gather,
     alone,
     check_weight,
-    forward,
     gather_data_ranks,
     global_denominator,
     is_first_data_rank,
+    scored,
 )
 from tilth.roles.state import Learner, whole_tensors
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
@@ -43,8 +43,7 @@ class CriticWorker(Learner):
             raise TypeError(f"a critic's engine trains a ValueModel, not a {type(engine.model).__name__}")
         self.model: ValueModel = engine.model
         super().__init__(engine, "critic", "critic_optimizer")
-        self.store = store
-        self.clip = clip
+        self.store, self.clip = store, clip
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Start as a copy of the policy with these weights, every value 0. ModelError names what does not fit."""
@@ -70,10 +69,7 @@ class CriticWorker(Learner):
     @transfer(split="rows", gather="rows")
     def values(self, batch: Batch) -> Batch:
         """Add ``values``: of the state before each token of the mask, before any update on this batch."""
-        with on_rows("values", batch):
-            columns = batch.read(self.store, "tokens", "mask")
-            found = forward(self.engine, packed_values, columns["tokens"], columns["mask"].values)
-            return put_like(batch, self.store, "values", found, columns["tokens"])
+        return scored(batch, self.store, self.engine, packed_values, "values", op="values")
 
     @transfer(split="rows", gather="merge")
     def update(self, batch: Batch, how: Algorithm) -> Metrics:

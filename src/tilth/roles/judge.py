@@ -27,10 +27,7 @@ class JudgeWorker:
     """
 
     def __init__(self, engine: GenerationEngine, template: Template, section: JudgeSection, store: Store) -> None:
-        self.engine = engine
-        self.template = template
-        self.section = section
-        self.store = store
+        self.engine, self.template, self.section, self.store = engine, template, section, store
 
     @transfer(split="rows", gather="rows")
     def verdicts(self, batch: Batch) -> Batch:

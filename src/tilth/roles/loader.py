@@ -21,10 +21,7 @@ class PromptLoader:
     """Prompts with their answers or pairs, and the template that tokenises them."""
 
     def __init__(self, prompts: PromptSet, template: Template, context: int, store: Store) -> None:
-        self.prompts = prompts
-        self.template = template
-        self.context = context
-        self.store = store
+        self.prompts, self.template, self.context, self.store = prompts, template, context, store
 
     @transfer(split="all", gather="first")
     def examples(self, indices: Sequence[int]) -> Batch:
@@ -96,10 +93,7 @@ class DocumentLoader:
     """Pieces of tokenised documents."""
 
     def __init__(self, train: Corpus, heldout: Corpus | None, tokenizer: Tokenizer, store: Store) -> None:
-        self.train = train
-        self.heldout = heldout
-        self.tokenizer = tokenizer
-        self.store = store
+        self.train, self.heldout, self.tokenizer, self.store = train, heldout, tokenizer, store
         self._sizes: dict[int, int] = {}  # by index: every evaluation reads the same pieces
 
     @transfer(split="all", gather="first")

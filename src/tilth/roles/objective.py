@@ -19,7 +19,7 @@ from tilth.rl.algorithm import Algorithm
 from tilth.roles.experience import on_rows, put_like
 from tilth.training.engine import UpdateResult
 from tilth.training.noise import WEIGHT
-from tilth.training.packed import MicroBatch, packed_logprobs
+from tilth.training.packed import MicroBatch
 
 WEIGHT_TOLERANCE = 1e-5
 """Relative; above the rounding of float32 sums (the engine counts single tokens)."""
@@ -132,13 +132,17 @@ def forward(owner: Scores, run: Callable[..., Found], tokens: Jagged, mask: np.n
     return run(owner.sharded, tokens, mask, max_tokens=owner.micro_tokens, parity=owner.parity, **more)
 
 
-def scored(batch: Batch, store: Store, owner: Scores, temperature: float, column: str, op: str) -> Batch:
-    """Add the log-probs of the chosen tokens under the owner's model as a payload column; ``op`` names its time."""
+def scored(
+    batch: Batch, store: Store, owner: Scores, run: Callable[..., np.ndarray], *names: str, op: str, **more: Any
+) -> Batch:
+    """Add the results of ``forward``, float32 [N] for each of these payload columns; ``op`` names the span."""
     with on_rows(op, batch):
         columns = batch.read(store, "tokens", "mask")
         tokens = columns["tokens"]
-        values = forward(owner, packed_logprobs, tokens, columns["mask"].values, temperature=temperature)
-        return put_like(batch, store, column, values, tokens)
+        found = forward(owner, run, tokens, columns["mask"].values, **more)
+        for name, values in zip(names, np.atleast_2d(found)):
+            batch = put_like(batch, store, name, values, tokens)
+        return batch
 
 
 Metrics = dict[str, rl.Metric]

@@ -250,11 +250,8 @@ class RatingWorker:
 
     def __init__(self, sharded: ShardedModel, store: Store, *, weight: float, micro_tokens: int, parity: bool) -> None:
         """sharded: of a value model; weight: of its score in the reward."""
-        self.sharded = sharded
-        self.store = store
-        self.weight = weight
-        self.micro_tokens = micro_tokens
-        self.parity = parity
+        self.sharded, self.store = sharded, store
+        self.weight, self.micro_tokens, self.parity = weight, micro_tokens, parity
 
     @transfer(split="rows", gather="rows")
     def rate(self, batch: Batch, *, alone: bool) -> Batch:
@@ -272,5 +269,5 @@ class RatingWorker:
             before = np.zeros(len(batch)) if alone else batch["reward"].astype(np.float64)
             total = before + self.weight * found.astype(np.float64)
             reward = np.where(np.abs(total) <= LARGEST, total, np.nan).astype(np.float32)
-            said = {OUTCOME: reward.copy()} if alone else {}
-            return batch.with_rows(reward=reward, **said, **{PART: found.astype(np.float32)})
+            outcome = {OUTCOME: reward.copy()} if alone else {}
+            return batch.with_rows(reward=reward, **outcome, **{PART: found.astype(np.float32)})

@@ -29,8 +29,7 @@ class PolicyWorker(Learner):
     def __init__(self, engine: TrainEngine, store: Store, *, temperature: float = 1.0) -> None:
         """temperature: of sampling, which log-probs share."""
         super().__init__(engine, "model", "optimizer")
-        self.store = store
-        self.temperature = temperature
+        self.store, self.temperature = store, temperature
         self._corrections: Metrics = {}
         self._moved = False
 
@@ -98,15 +97,9 @@ class PolicyWorker(Learner):
 
         squares: add ``sum_pi_squared`` too, at each token the sum over the vocabulary of squared probabilities.
         """
-        if not squares:
-            return scored(batch, self.store, self.engine, self.temperature, "old_logprobs", "logprobs")
-        with on_rows("logprobs", batch):
-            columns = batch.read(self.store, "tokens", "mask")
-            tokens, mask = columns["tokens"], columns["mask"].values
-            found = forward(self.engine, packed_squares, tokens, mask, temperature=self.temperature)
-            for name, values in zip(("old_logprobs", "sum_pi_squared"), found):
-                batch = put_like(batch, self.store, name, values, tokens)
-            return batch
+        run, names = (packed_squares, ["sum_pi_squared"]) if squares else (packed_logprobs, [])
+        given = {"temperature": self.temperature, "op": "logprobs"}
+        return scored(batch, self.store, self.engine, run, "old_logprobs", *names, **given)
 
     @transfer(split="rows", gather="merge")
     def compare(self, batch: Batch) -> Metrics:

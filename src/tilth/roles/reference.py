@@ -11,6 +11,7 @@ from tilth.core.checksum import checksum
 from tilth.parallel.sharded import ShardedModel
 from tilth.roles.objective import scored
 from tilth.roles.state import Groups, Stateful, whole_tensors
+from tilth.training.packed import packed_logprobs
 
 
 class ReferenceWorker(Stateful):
@@ -22,10 +23,7 @@ class ReferenceWorker(Stateful):
         self, sharded: ShardedModel, store: Store, *, temperature: float, micro_tokens: int, parity: bool
     ) -> None:
         super().__init__(sharded)
-        self.store = store
-        self.temperature = temperature
-        self.micro_tokens = micro_tokens
-        self.parity = parity
+        self.store, self.temperature, self.micro_tokens, self.parity = store, temperature, micro_tokens, parity
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy the policy's current weights."""
@@ -39,7 +37,9 @@ class ReferenceWorker(Stateful):
     @transfer(split="rows", gather="rows")
     def logprobs(self, batch: Batch) -> Batch:
         """Add ``ref_logprobs``."""
-        return scored(batch, self.store, self, self.temperature, "ref_logprobs", "reference")
+        return scored(
+            batch, self.store, self, packed_logprobs, "ref_logprobs", op="reference", temperature=self.temperature
+        )
 
     def groups(self) -> Groups:
         return {"reference": Group(dict(self.sharded.parameters), self.sharded.layouts)}

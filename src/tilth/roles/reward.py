@@ -18,9 +18,7 @@ class RewardWorker:
     """Pool of processes, and the prompts that the rewards need."""
 
     def __init__(self, pool: RewardPool, prompts: PromptSet, store: Store) -> None:
-        self.pool = pool
-        self.prompts = prompts
-        self.store = store
+        self.pool, self.prompts, self.store = pool, prompts, store
         self.outcomes: dict[int, Outcome] = {}
 
     @transfer(split="all", gather="first")

@@ -23,10 +23,7 @@ class RolloutWorker:
     """Generation engine, and the store of prompts and answers."""
 
     def __init__(self, engine: GenerationEngine, template: Template, section: RolloutSection, store: Store) -> None:
-        self.engine = engine
-        self.template = template
-        self.section = section
-        self.store = store
+        self.engine, self.template, self.section, self.store = engine, template, section, store
         self._asked: Sequence[int] = ()
         self._aborting: deque[int] = deque()
 

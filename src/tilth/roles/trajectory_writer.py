@@ -25,8 +25,7 @@ class TrajectoryWriter:
     """
 
     def __init__(self, prompts: PromptSet, store: Store) -> None:
-        self.prompts = prompts
-        self.store = store
+        self.prompts, self.store = prompts, store
         self.files: TrajectoryFiles
 
     @transfer(split="all", gather="first")

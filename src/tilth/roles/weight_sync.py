@@ -81,8 +81,7 @@ class WeightSyncWorker:
     ) -> None:
         """shapes: of the policy's parameters; dtypes: wanted by each target; source, targets: their meshes; device: of
         this worker's models and of what it sends."""
-        self.context = context
-        self.device = device
+        self.context, self.device = context, device
         self.shapes = dict(shapes)
         self.dtypes = dict(dtypes)
         self.source = source
@@ -179,7 +178,7 @@ def verify_weights(expected: Mapping[str, int], received: Mapping[str, int], tar
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise WeightMismatch(
-            f"after publishing, {', '.join(wrong[:3])}{more} in the {ROLES[target].label} differ from the trainer's; "
-            "the run stops before it learns from a wrong policy",
+            f"after the weight sync, {', '.join(wrong[:3])}{more} in the {ROLES[target].label} differ from the "
+            "trainer's; the run stops before it learns from a wrong policy",
             key=wrong[0],
         )

@@ -172,11 +172,8 @@ class TrainEngine:
         self.noise = NoiseScale() if "noise_scale" in watch else None
         self.norms = LayerNorms(list(self.optimizers.parameters)) if "layer_norms" in watch else None
         self.peak_lr = optimizer.lr
-        self.total_steps = total_steps
-        self.micro_tokens = micro_tokens
-        self.parity = parity
-        self.nonfinite = nonfinite
-        self.seed = seed
+        self.total_steps, self.micro_tokens = total_steps, micro_tokens
+        self.parity, self.nonfinite, self.seed = parity, nonfinite, seed
         self.steps = 0
         self.updates = 0
         self.compile_seconds = 0.0
@@ -258,9 +255,9 @@ class TrainEngine:
         total = sum(torch.stack([one.value for one in done]).tolist()) if done else 0.0
         works = [one.work for one in done if one.work is not None]
         computed, flops = sum(work.tokens for work in works), sum(work.flops.both for work in works)
-        facts = {"tokens": len(mask), "computed": computed, "flops": flops, "padded": rounds - len(plan)}
+        amounts = {"tokens": len(mask), "computed": computed, "flops": flops, "padded": rounds - len(plan)}
         metrics = merge_metrics([one.metrics for one in done])
-        result = self._step(total, metrics, facts, len(tokens.lengths), learn=bool(mask.any()))
+        result = self._step(total, metrics, amounts, len(tokens.lengths), learn=bool(mask.any()))
         self._forget()
         return result
 

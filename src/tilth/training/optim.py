@@ -85,8 +85,7 @@ class Optimizers:
     ) -> None:
         """table: rules of the parameters; sharded: the model whose parts these are; None: they are whole."""
         self.parameters = dict(parameters)
-        self.section = section
-        self.sharded = sharded
+        self.section, self.sharded = section, sharded
         self._parts: list[tuple[torch.optim.Optimizer, float]]
         self._own = declared("optimizer").get(section.name)
         if self._own is not None:
