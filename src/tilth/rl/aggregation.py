@@ -78,8 +78,7 @@ class SeqMeanTokenSumNorm(Aggregation):
 
 
 def row_denominator(aggregation: str | Aggregation, counts: Tensor, **options: Any) -> float:
-    """Return the global denominator from rows alone. counts: integers [n], tokens that count in each row (0: masked
-    out)."""
+    """Return the global denominator from rows alone. counts: integers [n], tokens that count (0: masked out)."""
     return build("aggregations", aggregation, options, Aggregation).denominator(torch.as_tensor(counts))
 
 

@@ -32,8 +32,7 @@ OF_TOKENS = (
 
 @dataclass(frozen=True)
 class Rows:
-    """One row for each sequence: scores float64 [n], 0 where missing; valid bool [n]; counts int64 [n], tokens that
-    count."""
+    """One row for each sequence: scores float64 [n], 0 where missing; valid bool [n]; counts int64 [n] of tokens."""
 
     scores: Tensor
     valid: Tensor

@@ -187,8 +187,7 @@ def _entries(
 
 
 def _column(packing: Packing, name: str, values: Tensor) -> Tensor:
-    """Convert to at least float32, 0 where masked (no NaN there may reach a value or a gradient); detach all but
-    logprobs."""
+    """Convert to at least float32, 0 where masked (no NaN may reach a gradient); detach all but logprobs."""
     values = packing.masked(packing.column(name, values))
     values = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
     return values if name == "logprobs" else values.detach()

@@ -138,8 +138,7 @@ class Gap:
         return self.packing.sum(values) / self.packing.counts.clamp(min=1)
 
     def ratio(self, level: str) -> Tensor:
-        """Return rho of each token [total], or of each row [n]: the product (sequence) or the geometric mean
-        (geometric)."""
+        """Return rho of each token [total], or of each row [n]: product (sequence) or geometric mean (geometric)."""
         if level == "token":
             return self.log_ratio.exp()
         rows = self.packing.sum(self.log_ratio) if level == "sequence" else self.mean(self.log_ratio)

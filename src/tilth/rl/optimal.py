@@ -18,8 +18,7 @@ from tilth.rl.packing import Gather, Packing, discounted_sums, segment_sum
 from tilth.rl.registry import Scope, register
 
 _ROUNDING = 1e-3
-"""Lowest value of a token's part of the path variance that counts as a rounding error of 0, so that weights stay >= 0.
-"""
+"""A token's part of the path variance may be this far below 0 by rounding; it then counts as 0."""
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,7 @@ def pass_at_k(right: np.ndarray, known: np.ndarray, k: int) -> np.ndarray:
 
 
 def avg_at_k(values: np.ndarray, k: int) -> np.ndarray:
-    """Return the mean of the first ``k`` known values of each prompt. values: [P, n], NaN: missing. float64 [P], NaN:
-    fewer."""
+    """Return the mean of the first ``k`` known values of each prompt: [P, n], NaN missing -> float64 [P], NaN fewer."""
     if k < 1:
         raise ArgumentError(f"k={k}: avg@k needs k of at least 1", key="k")
     known = ~np.isnan(values)

@@ -127,8 +127,7 @@ def build(kind: Kind, name: str | E, options: Mapping[str, Any], known: type[E])
 
 
 def require(entry: Entry, columns: Iterable[str]) -> None:
-    """Raise RecipeError unless every column that the entry needs exists; for a part of the reward, list the known
-    parts."""
+    """Raise RecipeError unless every needed column exists; for a part of the reward, list the known parts."""
     columns = set(columns)
     missing = [c for c in entry.needs if c not in columns]
     if missing:

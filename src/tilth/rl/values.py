@@ -13,8 +13,7 @@ from tilth.rl.packing import Packing
 from tilth.rl.registry import build
 
 FLAT = 1e-12
-"""Returns whose variance is below this share of their mean square count as equal; explained variance is then undefined.
-"""
+"""Returns with a variance below this share of their mean square count as equal."""
 
 
 class Explained(SumsMetric):
@@ -38,8 +37,7 @@ class Explained(SumsMetric):
 
 @torch.no_grad()
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, lengths: Tensor) -> Explained:
-    """Return the share of the returns' variance that the values explain, over tokens that count. lengths: [n]; others
-    [total]."""
+    """Return the share of the returns' variance that the values explain. lengths: [n]; others [total]."""
     packing = Packing.of(lengths, mask)
     v, r = (
         packing.masked(packing.column(k, c)).to(torch.float64) for k, c in (("values", values), ("returns", returns))

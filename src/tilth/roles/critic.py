@@ -37,8 +37,7 @@ class CriticWorker(Learner):
     tolerance: float | None = 0.0
 
     def __init__(self, engine: TrainEngine, store: Store, *, clip: float = 0.0) -> None:
-        """engine: of a value model, with the scorer ``appraise``; clip: bound on the change of a value in an update, 0:
-        none."""
+        """engine: with the scorer ``appraise``; clip: bound on the change of a value in an update, 0: none."""
         if not isinstance(engine.model, ValueModel):
             raise TypeError(f"a critic's engine trains a ValueModel, not a {type(engine.model).__name__}")
         self.model: ValueModel = engine.model

@@ -76,8 +76,7 @@ def global_denominator(
 
 
 def gather_data_ranks(grid: ParallelDims) -> Gather:
-    """Return a function that gathers numbers of rows from all data-parallel ranks; ranks that split a row's tokens are
-    summed."""
+    """Return what gathers numbers of rows from all data ranks; ranks that split a row's tokens are summed."""
     return lambda own: grid.gather_rows({"numbers": grid.sum(torch.from_numpy(own), "tokens").numpy()})["numbers"]
 
 
@@ -213,8 +212,7 @@ class Objective:
 
 
 def _likelihood(micro: MicroBatch) -> tuple[Tensor, Metrics]:
-    """Return the sum of -log p over the tokens of right answers (VAPO 2504.05118, section 4.3), and their mean as a
-    metric."""
+    """Return the sum of -log p over tokens of right answers (VAPO 2504.05118, 4.3), and its mean as a metric."""
     right = (micro.columns[RIGHT] != 0) & (micro.mask != 0)
     losses = torch.where(right, -micro.logprobs, 0.0)
     return losses.sum(), {"nll/right": rl.Metric(float(losses.detach().sum()), float(right.sum()), "mean")}

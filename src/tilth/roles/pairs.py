@@ -123,8 +123,7 @@ class Prefers:
         raise NotImplementedError
 
     def _slopes(self, tokens: Jagged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
-        """Return the derivative of the loss by each token's number in ``what``, from those by the scores [n]: float32
-        [N]."""
+        """Return the loss's derivatives by tokens, float32 [N], from those by the scores [n]."""
         raise NotImplementedError
 
     @transfer(split="rows", gather="merge")

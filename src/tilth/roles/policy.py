@@ -98,7 +98,7 @@ class PolicyWorker(Learner):
         squares: add ``sum_pi_squared`` too, at each token the sum over the vocabulary of squared probabilities.
         """
         run, names = (packed_squares, ["sum_pi_squared"]) if squares else (packed_logprobs, [])
-        given = {"temperature": self.temperature, "op": "logprobs"}
+        given: dict[str, Any] = {"temperature": self.temperature, "op": "logprobs"}
         return scored(batch, self.store, self.engine, run, "old_logprobs", *names, **given)
 
     @transfer(split="rows", gather="merge")

@@ -28,12 +28,12 @@ class Stateful:
         self._saver = Saver()
 
     def groups(self) -> Groups:
-        """What it keeps, by name."""
+        """Return the groups of its checkpoint by name."""
         raise NotImplementedError
 
     @transfer(split="all", gather="first")
     def position(self) -> dict[str, float]:
-        """Everything but tensors that a resume must restore."""
+        """Return everything but tensors that a resume must restore."""
         return {}
 
     @transfer(split="all", gather="first")
@@ -62,7 +62,7 @@ class Stateful:
 
     @transfer(split="all", gather="first")
     def load(self, path: str, position: Mapping[str, float]) -> None:
-        """Go back to a checkpoint of any layout. CheckpointError."""
+        """Load a checkpoint of any layout. CheckpointError."""
         read_state(path, self.groups(), self.sharded)
 
 
@@ -76,7 +76,6 @@ class Learner(Stateful):
         self._names = model, optimizer
 
     def groups(self) -> Groups:
-        """What it keeps, by name."""
         (model, optimizer), layouts = self._names, self.sharded.layouts
         state, average = self.engine.optimizers.state_tensors(), self.engine.ema.tensors
         found = {
@@ -108,12 +107,10 @@ class Learner(Stateful):
 
     @transfer(split="all", gather="first")
     def position(self) -> dict[str, float]:
-        """Everything but tensors that a resume must restore."""
         return self.engine.position()
 
     @transfer(split="all", gather="first")
     def load(self, path: str, position: Mapping[str, float]) -> None:
-        """Go back to a checkpoint of any layout. CheckpointError."""
         read_state(path, self.groups(), self.sharded)
         self.engine.restore(position)
 

@@ -56,8 +56,7 @@ SCHEDULES: dict[str, Schedule] = {"sequential": sequential}
 
 
 def passes(name: str, parts: int, micro_batches: int) -> list[Pass]:
-    """Return the passes of a schedule, checked. ScheduleError: no such schedule; a pass that is missing, repeated, or
-    before one that it needs."""
+    """Return the passes of a schedule. ScheduleError: unknown; a pass that is missing, repeated or too early."""
     if name not in SCHEDULES:
         raise ScheduleError(f"schedule {name!r} is not declared; there are {', '.join(SCHEDULES)}", key="schedule")
     order, done = list(SCHEDULES[name](parts, micro_batches)), set[Pass]()
