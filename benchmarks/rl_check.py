@@ -22,7 +22,7 @@ from tilth.models.decoder import Decoder
 from tilth.models.hf import load_weights
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.objective import Objective
-from tilth.training.packed import micros, model_input, score
+from tilth.training.packed import cut, model_input, plan_micros, score
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BOUNDS = {
@@ -73,7 +73,8 @@ def tilth_side(task: Task, batch: Batch) -> tuple[Tensor, float, dict[str, Tenso
     tokens, mask, advantages = batch.rows()
     loss = Objective.of(Algorithm(AlgorithmConfig(), task.longest), mask, tokens)
     total, found = 0.0, np.zeros(len(mask), np.float32)
-    for index, micro in micros(tokens, mask, {"advantages": advantages}, 16_384, torch.device(task.device), share=True):
+    plan = plan_micros(tokens, mask, 16_384, share=True)
+    for index, micro in cut(tokens, mask, {"advantages": advantages}, plan, torch.device(task.device)):
         score(model, micro, model(*model_input(micro)), temperature=1.0, entropy=True)
         value, _ = loss(micro)
         value.backward()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tests.models import tiny
+from tests.training.cutting import micros
 from tilth.core.batch import Jagged
 from tilth.core.errors import ModelError
 from tilth.models.attention import PackedContext
@@ -16,7 +17,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.hf import load_pretrained, load_weights, save_pretrained
 from tilth.models.value import ValueModel
-from tilth.training.packed import appraise, micros, model_input, packed_values
+from tilth.training.packed import appraise, model_input, packed_values
 
 CPU = torch.device("cpu")
 SMALL = DecoderConfig(vocab_size=10, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, qk_norm=True)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.test_logprobs import LargestTensor
 from tests.models.tiny import decoder, shape
+from tests.training.cutting import micros
 from tilth.core.batch import Jagged
 from tilth.core.layout import Box, Mesh
 from tilth.models.attention import DropoutContext, PackedContext
@@ -24,7 +25,7 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.tensor import TensorPlan, apply_tensor
 from tilth.parallel.vocabulary import Vocabulary, VocabularyHead
 from tilth.plan import kernels
-from tilth.training.packed import MicroBatch, appraise, micros, model_input, score
+from tilth.training.packed import MicroBatch, appraise, model_input, score
 
 SMALL = {"num_layers": 2, "hidden_size": 24, "head_dim": 8, "num_heads": 4, "intermediate_size": 32}
 

@@ -3,7 +3,7 @@
 Three tokens, of which 0 ends an answer, at most four of them; logits depend on the place and the token before. The
 engine samples from logits with noise. Rewards are normal random numbers, advantages rewards minus the engine's mean.
 
-``python -m tests.rl.bandit`` prints the table of docs/packages/rl.md.
+``python -m tests.rl.bandit`` prints the table of docs/packages/rl-algorithms.md.
 """
 
 from dataclasses import dataclass

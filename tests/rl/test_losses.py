@@ -324,7 +324,7 @@ def test_dppo_leaves_out_moves_in_the_direction_of_the_advantage(name):
         ("sapo", {"tau": 1.0}, "sapo.tau"),
         ("sapo", {"tau_pos": 0.0}, "sapo.tau_pos"),
         ("dppo_tv", {"kl_low": 0.1}, "dppo_tv.kl_low"),
-        ("dppo_kl", {"cap": 0.5}, "dppo.cap"),
+        ("dppo_kl", {"cap": 0.5}, "dppo_kl.cap"),
         ("reinforce", {"cap": 0.5}, "reinforce.cap"),
         ("cispo", {"cap": 0.5}, "cispo.cap"),
         ("clip_cov", {"cov_share": 0.0}, "clip_cov.cov_share"),

@@ -199,8 +199,6 @@ def test_results_know_their_names():
         rl.LossResult(torch.zeros(()), {})["value"]
     with pytest.raises(AttributeError):
         rl.estimat
-    assert set(dir(rl)) == set(rl.__all__)
-    assert all(getattr(rl, name) is not None for name in rl.__all__)
 
 
 def test_the_room_opens_without_torch():

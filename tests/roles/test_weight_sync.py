@@ -162,7 +162,7 @@ def harm(worker, tensor: str, damage: str) -> None:
 def test_a_harmed_tensor_is_named_by_the_worker_that_holds_it(pool, name, damage):
     told = pool.run(2, "tests.roles.test_weight_sync:broken", name=name, damage=damage)
     for rank, said in enumerate(told):
-        assert ("after publishing, model.layers.1.mlp.up_proj.weight in the rollout engine" in said) == (
+        assert ("after the weight sync, model.layers.1.mlp.up_proj.weight in the rollout engine" in said) == (
             rank in CASES[name].target[1]
         )
 

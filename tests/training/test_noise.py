@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.training.cutting import micros
 from tests.training.test_engine import batch, model, nan_loss, weights
 from tests.training.test_packed import batch as samples
 from tests.training.test_packed import group
@@ -113,7 +114,7 @@ def test_it_equals_gradients_taken_one_micro_batch_at_a_time():
     e, plain = engine(), model()
     start = {n: p.detach().clone() for n, p in e.model.named_parameters()}
     found = learn(e)
-    from tilth.training.packed import micros, model_input, score
+    from tilth.training.packed import model_input, score
 
     tokens, mask = batch()
     plain.load_state_dict(start)

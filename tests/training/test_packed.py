@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.training.cutting import micros
 from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.core.errors import LossMaskError
@@ -14,7 +15,6 @@ from tilth.models.decoder import Decoder
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 from tilth.training.packed import (
     COPIES,
-    micros,
     model_input,
     packed_logprobs,
     packed_squares,

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.training.cutting import micros
 from tests.training.test_engine import CONFIG, batch, engine, model
 from tests.training.test_packed import SAMPLES, group
 from tests.training.test_packed import batch as packed
@@ -21,7 +22,7 @@ from tilth.models.value import ValueModel
 from tilth.plan.flops import Flops, attended, pass_flops, sequence_flops
 from tilth.trace import recorder, span
 from tilth.training.engine import negative_log_likelihood
-from tilth.training.packed import WorkAmounts, micros, packed_logprobs, packed_values
+from tilth.training.packed import WorkAmounts, packed_logprobs, packed_values
 
 CPU = torch.device("cpu")
 SHAPE = DecoderConfig(vocab_size=10, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2)

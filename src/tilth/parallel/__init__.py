@@ -1,1 +1,1 @@
-"""How one program spreads over devices: grids of processes, and layouts applied to one-device models from outside."""
+"""Parallelism: process groups of a mesh, and layouts applied to one-device models from outside."""

@@ -1,8 +1,8 @@
-"""Collectives that gradients pass through: each pairs what a rank does in the forward pass with what it owes backwards.
+"""Differentiable collectives: each pairs a forward collective with the one that its backward pass needs.
 
 ``copy_in`` and ``reduce_out`` are f and g of Megatron-LM (Shoeybi et al., arXiv 1909.08053); ``gather_tokens`` and
 ``scatter_tokens`` are their counterparts of sequence parallelism (Korthikanti et al., arXiv 2205.05198). All ranks of
-the group call them in the same order with the same number of rows; without elements nothing is sent.
+the group call them in the same order with the same number of rows; empty tensors are not sent.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ _Collective = Callable[[Tensor, Group], Tensor]
 
 
 def add_up_(x: Tensor, group: Group) -> Tensor:
-    """Contiguous x becomes the sum over the group, the same bits on every rank."""
+    """Sum contiguous x over the group in place; the same bits on every rank."""
     if x.numel():
         all_reduce(x, group)
     return x
 
 
 def _gather(x: Tensor, group: Group) -> Tensor:
-    """[n, ...] of each rank, one behind another: [n * ranks, ...]."""
+    """Concatenate [n, ...] of each rank: [n * ranks, ...]."""
     out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     if out.numel():
         all_gather(out, x.contiguous(), group)
@@ -34,7 +34,7 @@ def _gather(x: Tensor, group: Group) -> Tensor:
 
 
 def _scatter(x: Tensor, group: Group) -> Tensor:
-    """The rank's share of the rows of the sum over the group: [n * ranks, ...] to [n, ...]."""
+    """Return the rank's rows of the sum over the group: [n * ranks, ...] to [n, ...]."""
     out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     if x.numel():
         reduce_scatter(out, x.contiguous(), group)
@@ -42,7 +42,7 @@ def _scatter(x: Tensor, group: Group) -> Tensor:
 
 
 class _Paired(torch.autograd.Function):
-    """One collective in the forward pass and what it owes in the backward pass."""
+    """A collective of the forward pass and one of the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, forth: _Collective, back: _Collective) -> Tensor:
@@ -71,24 +71,24 @@ def _own(x: Tensor, group: Group) -> Tensor:
 
 
 def copy_in(x: Tensor, group: Group) -> Tensor:
-    """x, the same on every rank, goes into what each rank computes its part of: gradients are summed (Megatron's f)."""
+    """Pass on x, equal on every rank; gradients are summed (Megatron's f)."""
     return _Paired.apply(x, group, _same, _summed)
 
 
 def reduce_out(x: Tensor, group: Group) -> Tensor:
-    """The sum of every rank's x, which is overwritten; its gradient is the same on every rank (Megatron's g)."""
+    """Sum x over ranks, in place; the gradient is equal on every rank (Megatron's g)."""
     return _Paired.apply(x, group, add_up_, _same)
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
-    """Each rank's rows [n, ...] go into what each rank computes its part of: [n * ranks, ...]; gradients are summed."""
+    """Concatenate each rank's rows [n, ...] to [n * ranks, ...]; gradients are summed and scattered."""
     return _Paired.apply(x, group, _gather, _scatter)
 
 
 def scatter_tokens(x: Tensor, group: Group) -> Tensor:
-    """The rank's share [ceil(N / ranks), ...] of the rows of the sum of every rank's x [N, ...].
+    """Return the rank's rows [ceil(N / ranks), ...] of the sum of every rank's x [N, ...].
 
-    The rows are filled up with zeros to a multiple of the ranks: the last ranks may hold fillers.
+    Zeros fill the rows up to a multiple of the ranks, so the last ranks may hold fillers.
     """
     spare = -x.shape[0] % group.size()
     x = F.pad(x, (0, 0) * (x.ndim - 1) + (0, spare)) if spare else x
@@ -96,8 +96,8 @@ def scatter_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_copies(x: Tensor, group: Group) -> Tensor:
-    """Each rank's rows [n, ...] go into what every rank computes wholly and alike: [n * ranks, ...].
+    """Concatenate each rank's rows [n, ...] to [n * ranks, ...], for work that every rank repeats.
 
-    So every rank has the whole gradient already, and keeps its own rows of it.
+    Every rank has the whole gradient already, and takes its rows of it.
     """
     return _Paired.apply(x, group, _gather, _own)

@@ -1,10 +1,10 @@
-"""Where ranks meet: every collective of Tilth and of torch's FSDP, each of them a span.
+"""Collectives: every collective of Tilth and of torch's FSDP, each with a span.
 
 A span has the ranks of its group as ``detail``, in ascending order, and as ``seq`` its number among all communications
-of these ranks. All members issue them in one order, so the events of one communication have one (detail, seq). Its
-``bytes`` are those of this rank's own tensor: the input of an all-reduce or of a scatter of sums, the own part of a
-gather, what is broadcast. Its time is waiting for the last member and the transfer; where a device works beside the
-host, the time to queue it.
+of these ranks. All members issue them in one order, so the events of one communication share one (detail, seq). Its
+``bytes`` are those of this rank's tensor: the input of an all-reduce or a reduce-scatter, the local part of a gather,
+the tensor of a broadcast. Its time includes waiting for the last member; where a device works beside the host, it is
+the time to queue it.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,11 +26,11 @@ _ranks: dict[Group, str] = {}
 _counts: dict[str, int] = {}
 """Communications so far, by ranks: two groups of the same ranks count together."""
 _outer: list[span] = []
-"""Whose step, micro-batch and role a communication has that another thread issues; see ``lent``."""
+"""Open spans that communications of other threads belong to; see ``lent``."""
 
 
 def communication(op: str, group: Group, nbytes: int) -> span:
-    """The span of the next communication of this group; to be entered at once."""
+    """Return the span of the next communication of this group, to be entered at once."""
     ranks = _ranks.get(group)
     if ranks is None:
         ranks = _ranks[group] = ",".join(map(str, sorted(dist.get_process_group_ranks(group))))
@@ -43,8 +43,8 @@ def communication(op: str, group: Group, nbytes: int) -> span:
 
 @contextmanager
 def lent(outer: span) -> Iterator[None]:
-    """Communications in the block belong to this open span, in whatever thread: of a backward pass on a device torch
-    runs the hooks in threads of its own, which know nothing of the spans around it."""
+    """Assign communications in the block to this open span, whatever thread issues them: in a backward pass on a device
+    torch runs hooks in other threads."""
     _outer.append(outer)
     try:
         yield
@@ -53,7 +53,7 @@ def lent(outer: span) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Begin to count anew: the groups are gone."""
+    """Reset the counters: the groups are destroyed."""
     _ranks.clear()
     _counts.clear()
 
@@ -62,25 +62,25 @@ def forget() -> None:
 
 
 def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    """Contiguous x becomes the sum, or what ``op`` says, over the group: the same bits on every rank."""
+    """Reduce contiguous x over the group in place, by default to the sum; the same bits on every rank."""
     with communication("all_reduce", group, x.nbytes):
         dist.all_reduce(x, op, group=group)
 
 
 def all_gather(out: Tensor, own: Tensor, group: Group) -> None:
-    """Fill contiguous ``out`` [n * ranks, ...] with every rank's contiguous ``own`` [n, ...], one behind another."""
+    """Fill contiguous ``out`` [n * ranks, ...] with every rank's contiguous ``own`` [n, ...], in order."""
     with communication("all_gather", group, own.nbytes):
         _all_gather(out, own, group=group)
 
 
 def reduce_scatter(out: Tensor, whole: Tensor, group: Group) -> None:
-    """Fill ``out`` [n, ...] with the rank's share of the sum of every rank's contiguous ``whole`` [n * ranks, ...]."""
+    """Fill ``out`` [n, ...] with the rank's part of the sum of every rank's contiguous ``whole`` [n * ranks, ...]."""
     with communication("reduce_scatter", group, whole.nbytes):
         _reduce_scatter(out, whole, group=group)
 
 
 def broadcast(x: Tensor, source: int, group: Group) -> None:
-    """Fill contiguous x with what it holds on rank ``source`` of the world."""
+    """Broadcast contiguous x from rank ``source`` of the world."""
     with communication("broadcast", group, x.nbytes):
         dist.broadcast(x, source, group=group)
 
@@ -89,7 +89,7 @@ def broadcast(x: Tensor, source: int, group: Group) -> None:
 
 
 class _GatherModule(DefaultAllGather):
-    """Of the parameters of a module."""
+    """All-gather of a module's parameters."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
@@ -99,7 +99,7 @@ class _GatherModule(DefaultAllGather):
 
 
 class _ScatterModule(DefaultReduceScatter):
-    """Of the gradients of a module."""
+    """Reduce-scatter of a module's gradients."""
 
     def __init__(self) -> None:
         self.ended = 0
@@ -118,18 +118,18 @@ class _ScatterModule(DefaultReduceScatter):
         return work
 
     def summed(self, copies: Group) -> Callable[[Tensor], None]:
-        """To be called when the sum over copies of the shard, which torch issues itself next, is done: torch has no
-        place to stand around it, so its span begins where the scatter ended."""
+        """Return a hook to call after the sum over copies of the shard, which torch issues itself; its span starts
+        where the reduce-scatter ended."""
 
-        def tell(reduced: Tensor) -> None:
+        def record(reduced: Tensor) -> None:
             with communication("all_reduce", copies, reduced.nbytes) as issued:
                 issued.start = self.ended
 
-        return tell
+        return record
 
 
 def watch(module: FSDPModule, copies: Group | None) -> None:
-    """The communications of a module become spans; copies: over which its shards are summed too."""
+    """Record the communications of a module as spans; copies: group over which its shards are summed too."""
     scatter = _ScatterModule()
     module.set_custom_all_gather(_GatherModule())
     module.set_custom_reduce_scatter(scatter)

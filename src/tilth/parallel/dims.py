@@ -1,4 +1,4 @@
-"""A mesh with processes behind it: where this one stands, and the process groups along its axes (``config.axes``)."""
+"""Process groups along the axes of a mesh (``config.axes``), and this process's place in it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,20 +18,19 @@ from tilth.core.layout import Mesh
 from tilth.parallel import comm
 
 _groups: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup] = {}
-"""By generation and global ranks, in order: the roles of a process share them, since it issues its collectives in one
-order."""
+"""Groups by generation and global ranks, in order; the roles of a process share them."""
 
 _NO_LIMIT = timedelta(minutes=30)
 _limits: dict[str, timedelta] = {}
-"""How long a collective of a group may take, as the world was told."""
+"""Time limit of a collective."""
 
 
 def join(rank: int, workers: int, init_method: str, timeout: float, device: str = "cpu") -> None:
-    """Join the world of ``workers`` processes as number ``rank``; nothing happens if this process is in it already.
+    """Join the world of ``workers`` processes as number ``rank``; does nothing if this process has joined already.
 
-    Does not wait for the others: on gloo two processes connect when they first have something to tell each other, so a
-    role can be made, and work, on some of the workers before the others know of the world.
-    init_method: where torch.distributed meets (file://..., tcp://...); timeout: seconds for one collective.
+    Does not wait for the others: on gloo two processes connect at their first communication, so a role can work on some
+    workers before the others join. init_method: where torch.distributed meets (file://..., tcp://...); timeout: seconds
+    for one collective.
     """
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, workers):
@@ -45,7 +44,7 @@ def join(rank: int, workers: int, init_method: str, timeout: float, device: str 
 
 
 def leave() -> None:
-    """The inverse of ``join``."""
+    """Leave the world; the inverse of ``join``."""
     _groups.clear()
     comm.forget()
     if dist.is_initialized():
@@ -54,34 +53,34 @@ def leave() -> None:
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """One process's place in the mesh of a role. An axis that the mesh does not have counts as one of size 1.
+    """Place of one process in the mesh of a role. A missing axis counts as one of size 1.
 
-    What speaks to other ranks must be called by all ranks of the group in the same order, as in torch.distributed.
+    All ranks of a group must call its collectives in the same order, as in torch.distributed.
     """
 
     mesh: Mesh
     rank: int
     """Number of this process in the world; it is one of ``mesh.ranks``."""
     generation: int = 0
-    """Of the role. A group in which a rank was lost is never used again: the next generation has groups of its own."""
+    """Generation of the role. A group that lost a rank is never used again: the next generation has its own groups."""
 
     @classmethod
     def of(cls, mesh: Mesh, rank: int, generation: int = 0) -> "ParallelDims":
-        """The place of process ``rank``; ValueError if the mesh does not have it."""
+        """Return the place of process ``rank``; ValueError if the mesh does not have it."""
         mesh.coordinates(rank)
         return cls(mesh, rank, generation)
 
     @classmethod
     def alone(cls) -> "ParallelDims":
-        """One process: no group, no collective."""
+        """Return the place of a single process: no group, no collective."""
         return cls(Mesh.of({}), 0)
 
     def coordinate(self, name: str) -> int:
-        """Where this process stands along an axis."""
+        """Coordinate of this process along an axis."""
         return self.mesh.coordinate(name, self.rank)
 
     def first(self, *splits: Split) -> bool:
-        """True on the one of the ranks that divide these that reports what all of them know."""
+        """True on the one rank, of those that divide these, that reports what all of them share."""
         return not any(map(self.coordinate, self.mesh.over(*splits)))
 
     def size(self, *names: str) -> int:
@@ -93,7 +92,7 @@ class ParallelDims:
         return self.mesh.along(self.rank, *names)
 
     def group(self, *names: str) -> dist.ProcessGroup | None:
-        """The process group of ``ranks(*names)``; None where that is this process alone. Made at the first call."""
+        """Return the process group of ``ranks(*names)``, made at the first call; None for this process alone."""
         ranks = self.ranks(*names)
         if len(ranks) == 1:
             return None
@@ -103,11 +102,11 @@ class ParallelDims:
         return _groups[key]
 
     def group_over(self, *splits: Split) -> dist.ProcessGroup | None:
-        """The process group of the ranks that divide any of these; None where that is this process alone."""
+        """Return the process group of the ranks that divide any of these; None for this process alone."""
         return self.group(*self.mesh.over(*splits))
 
     def device_mesh(self, device: str = "cpu") -> DeviceMesh:
-        """Torch's mesh for ``fully_shard``: [copies, shards], without the dimension that has one rank."""
+        """Return torch's mesh for ``fully_shard``: [copies, shards], without a dimension of one rank."""
         copies, shards = self.mesh.copies, self.mesh.shards
         group, peers = self.group(*copies), self.group(*shards)
         assert peers is not None  # else nothing is sharded
@@ -117,9 +116,9 @@ class ParallelDims:
         return DeviceMesh.from_group([group, peers], device, mesh=table, mesh_dim_names=("copies", "shards"))
 
     def sum(self, vector: Tensor, *splits: Split) -> Tensor:
-        """[n] of every rank that divides any of these, added up; the bits are the same on all of them.
+        """Sum a vector [n] over the ranks that divide any of these; the same bits on all of them.
 
-        splits: by default rows and tokens, where each rank adds what it has itself.
+        splits: by default rows and tokens, along which each rank has a part.
         """
         group = self.group_over(*splits or DATA)
         if group is not None:
@@ -128,7 +127,7 @@ class ParallelDims:
         return vector
 
     def most(self, value: int) -> int:
-        """The greatest value of the data ranks."""
+        """Return the greatest value of the data ranks."""
         group = self.group_over(*DATA)
         if group is None:
             return value
@@ -137,7 +136,7 @@ class ParallelDims:
         return int(found)
 
     def gather_rows(self, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Arrays [n] of each rank that divides rows (n may differ, dtypes may not), concatenated in rank order."""
+        """Concatenate arrays [n] of each rank that divides rows (n may differ, dtypes may not) in rank order."""
         group = self.group_over("rows")
         if group is None:
             return dict(rows)
@@ -155,10 +154,10 @@ class ParallelDims:
 
 
 def _new_group(ranks: tuple[int, ...], rank: int, generation: int) -> dist.ProcessGroup:
-    """A group in the order of ``ranks``, named after them and their generation; only these ranks take part.
+    """Return a group in the order of ``ranks``, named after them and their generation; only these ranks take part.
 
-    ``dist.new_group`` sorts the ranks, and names a group after the number of groups that a process has already. Ranks
-    of different roles have made different numbers of them, would not meet, and wait for ever.
+    ``dist.new_group`` sorts the ranks, and names a group by a per-process counter. Ranks of different roles have
+    different counters, so they would wait for each other for ever.
     """
     world = distributed_c10d._world
     backend, store = world.pg_map[distributed_c10d._get_default_group()]

@@ -1,9 +1,9 @@
-"""A one-device model spread over a grid: every rank holds its boxes of the parameters and nothing else.
+"""A one-device model sharded over a mesh: every rank holds its boxes of the parameters and nothing else.
 
 Layouts are applied from outside, first tensor parallelism, then FSDP inside of its shards (torch's ``fully_shard``).
-What acts on parameters (optimizer, averages, checkpoints, publishing) sees plain local tensors that share storage with
-the model, so no operation is dispatched through DTensor. Gradients are sums over all data ranks, never averages: the
-loss of each rank is already divided by denominators of the whole batch.
+Optimizer, averages, checkpoints and weight sync use plain local tensors that share storage with the model, without
+DTensor dispatch. Gradients are sums over all data ranks, never averages: the loss of each rank is already divided by
+denominators of the whole batch.
 """
 
 import math
@@ -33,9 +33,9 @@ from tilth.plan.layout import nested
 Zero = Literal[2, 3]
 Partial = Sequence[tuple[dist.ProcessGroup, Sequence[str]]]
 BUCKET = 1 << 25
-"""Bytes of gradients that are added up in one collective."""
+"""Bytes of gradients that one collective sums."""
 WHOLE = 64 * 2**20
-"""Bytes of whole tensors that are put together at a time."""
+"""Bytes of whole tensors that are assembled at a time."""
 
 
 def shard(
@@ -47,11 +47,11 @@ def shard(
     zero: Zero = 3,
     device: str = "cpu",
 ) -> "ShardedModel":
-    """The model that ``build`` makes, spread over the grid; uninitialised until ``init_`` or ``load_``.
+    """Shard the model that ``build`` makes over the grid; uninitialised until ``init_`` or ``load_``.
 
-    ``build`` and then ``converters`` run on the meta device: no full tensor is ever allocated. sp:
-    sequence parallelism along tp. zero: 3 gathers parameters for each micro-batch, 2 once a step (and keeps whole
-    gradients within the step). ModelError if the grid does not fit the model.
+    ``build`` and then ``converters`` run on the meta device: no full tensor is ever allocated. sp: sequence parallelism
+    along tp. zero: 3 gathers parameters for each micro-batch, 2 once a step (and holds whole gradients within the
+    step). ModelError if the grid does not fit the model.
     """
     with torch.device("meta"):
         model = converted(build(), converters)
@@ -80,9 +80,9 @@ def _fully_shard(model: Decoder, grid: ParallelDims, zero: Zero, device: str) ->
 
 
 class ShardedModel:
-    """A model on one rank of a grid: ``parts`` (one today), each of which takes what the one before it gives.
+    """Model on one rank of a grid: ``parts`` (one today), run one after another.
 
-    ``model`` is the last one, which has the head: called like the one-device model it was built as.
+    ``model`` is the last part, which has the head; it is called like the one-device model it was built as.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ShardedModel:
         partial: Partial = (),
         zero: Zero = 3,
     ) -> None:
-        """partial: parameters whose gradients are to be summed over a further group."""
+        """partial: parameters whose gradients are summed over a further group."""
         self.parts, self.model, self.grid, self.zero = list(parts), parts[-1], grid, zero
         self.layouts: dict[str, Layout] = dict(layouts)
         self._partial = partial
@@ -110,24 +110,24 @@ class ShardedModel:
 
     @classmethod
     def alone(cls, model: Decoder) -> "ShardedModel":
-        """A model on one device, as it is."""
+        """Wrap a model on one device."""
         grid = ParallelDims.alone()
         return cls([model], grid, {n: nested(grid.mesh, tuple(p.shape), {}) for n, p in model.named_parameters()})
 
     @classmethod
     def of(cls, model: "Decoder | ShardedModel") -> "ShardedModel":
-        """Itself, or a model on one device."""
+        """Return the sharded model itself, or wrap a model on one device."""
         return model if isinstance(model, ShardedModel) else cls.alone(model)
 
     def boxes(self, name: str) -> list[Box]:
-        """What this rank holds of a parameter; nothing if its share is empty."""
+        """Return this rank's boxes of a parameter; none if its part is empty."""
         return self.layouts[name].boxes(self.grid.rank)
 
     # Weights
 
     @torch.no_grad()
     def init_(self, seed: int) -> None:
-        """Fill with what ``Decoder.init_weights_`` gives the whole tensors: the same bits in every layout."""
+        """Initialise as ``Decoder.init_weights_`` does: the same bits in every layout."""
         for name, local in self.parameters.items():
             for box in self.boxes(name):
                 self.model.init_parameter_(name, local.data, seed, box, self.layouts[name].shape)
@@ -135,9 +135,10 @@ class ShardedModel:
 
     @torch.no_grad()
     def load_(self, tensors: Mapping[str, Tensor], source: str = "state") -> None:
-        """Copy own boxes of whole tensors, of ``Unread`` ones only those. ModelError: missing, or does not fit.
+        """Copy this rank's boxes of whole tensors; of ``Unread`` tensors only those are read. ModelError: missing, or
+        does not fit.
 
-        A value model also begins from the tensors of a decoder: the body is copied, the head is zero.
+        A value model also accepts the tensors of a decoder: the body is copied, the head is zero.
         """
         begins = isinstance(self.model, ValueModel) and not any(name.startswith(HEAD) for name in tensors)
         left_out = (HEAD, OUTPUT) if begins else ()
@@ -153,7 +154,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def take(self, name: str, full: Tensor) -> None:
-        """Copy own boxes of one whole tensor."""
+        """Copy this rank's boxes of one whole tensor."""
         self._copy(name, {name: full})
         self.reshard()
 
@@ -164,9 +165,9 @@ class ShardedModel:
 
     @torch.no_grad()
     def assemble(self, names: Sequence[str], parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Whole parameters, on every rank; all of a dtype travel in one collective over the ranks that divide them.
+        """Assemble whole parameters on every rank; one collective for each dtype over the ranks that divide them.
 
-        parts: this rank's parts, by parameter name, of something else that is laid out as the parameters are.
+        parts: this rank's parts, by parameter name, of other tensors with the parameters' layouts.
         """
         own = {name: (self.parameters if parts is None else parts)[name].detach() for name in names}
         group = self.grid.group_over(*MODEL)
@@ -195,10 +196,10 @@ class ShardedModel:
         return whole
 
     def reshard(self) -> None:
-        """Forget gathered copies of parameters: the next forward pass gathers anew.
+        """Free gathered copies of parameters: the next forward pass gathers again.
 
         The root stays gathered after a forward pass without a backward pass, so this must follow every change of
-        parameters and every use; ``begin``, ``finish`` and all that loads call it.
+        parameters and every use; ``begin``, ``finish`` and every load call it.
         """
         for module in self._fsdp:
             module.reshard()
@@ -206,28 +207,28 @@ class ShardedModel:
     # A step
 
     def agree(self, micros: int) -> int:
-        """Micro-batches, or blanks in their place, that this rank must run if it has so many of its own.
+        """Return how many micro-batches or blanks this rank must run if it has ``micros`` of its own.
 
-        Where each of them gathers parameters, all data ranks run as many as the one that has the most.
+        If each of them gathers parameters, all data ranks run as many as the one with the most.
         """
         if not self._fsdp:
             return micros
         return self.grid.most(micros) if self.zero == 3 else max(micros, 1)
 
     def begin(self) -> None:
-        """Before a step: no gradients, no gathered parameters."""
+        """Prepare a step: no gradients, no gathered parameters."""
         for p in (*self.parameters.values(), *self._own.values()):
             p.grad = None
         self.reshard()
 
     def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
-        """Token ids [N] through all parts -> hidden [N, hidden]."""
+        """Run token ids [N] through all parts -> hidden [N, hidden]."""
         for part in self.parts:
             x = part(x, ctx)
         return x
 
     def micro(self, part: int, *, last: bool, alone: bool) -> None:
-        """Before a backward pass of a part: gradients are summed over data ranks as late as the memory allows.
+        """Prepare the backward pass of a part: gradients are summed over data ranks as late as the memory allows.
 
         last: no other one follows in this step. alone: no other micro-batch is in flight, whose loss needs what the
         root has gathered.
@@ -242,19 +243,19 @@ class ShardedModel:
                 root.set_requires_gradient_sync(last)
 
     def blank(self) -> Tensor:
-        """0, by a forward pass of one token that no gradient comes from: takes part in others' collectives.
+        """Return 0 from a forward pass of one token, to take part in others' collectives.
 
         It depends on every parameter, so that its backward pass takes part too.
         """
         return self.nothing(self.forward(*self.blank_input()))
 
     def blank_input(self) -> tuple[Tensor, AttentionContext]:
-        """One token, for the first part."""
+        """Return one token, the input of a blank."""
         device = next(iter(self.parameters.values())).device
         return torch.zeros(1, dtype=torch.int64, device=device), PackedContext([1], device)
 
     def nothing(self, hidden: Tensor) -> Tensor:
-        """0, of hidden states and of all parameters."""
+        """Return 0 that depends on hidden states and all parameters."""
         nothing = hidden[:0].sum().float()
         for p in (p for part in self.parts for p in part.parameters()):
             if not isinstance(p, DTensor):  # gathered now: of the root, which has what the loss uses
@@ -263,7 +264,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After the backward passes of a step: ``parameters[name].grad`` becomes the sum over all data ranks."""
+        """Sum gradients over all data ranks after the backward passes of a step, into ``parameters[name].grad``."""
         for name, p in self._own.items():
             local = self.parameters[name]
             if isinstance(p, DTensor):
@@ -282,9 +283,9 @@ class ShardedModel:
             _add_up([grad for grad in grads if grad is not None], group)
 
     def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Squared L2 norm of each whole tensor, given every rank's part of it: float64 [len(tensors)].
+        """Return the squared L2 norm of each whole tensor, from every rank's part: float64 [len(tensors)].
 
-        tensors: by parameter name, laid out as the parameters are (themselves, their gradients). Replicas count once.
+        tensors: by parameter name, with the parameters' layouts. Replicas count once.
         """
         norms = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
         if self.grid.mesh.count(*MODEL) == 1:
@@ -293,11 +294,11 @@ class ShardedModel:
         return self.grid.sum(norms * counts, *MODEL)
 
     def norm(self, tensors: Mapping[str, Tensor]) -> float:
-        """L2 norm of all whole tensors together, given every rank's part of them."""
+        """Return the L2 norm of all whole tensors together, from every rank's part."""
         return float(self.squares(tensors).sum().sqrt())
 
     def _counts(self, name: str) -> bool:
-        """Whether this rank, of those that hold the same elements in one replica, is the one that counts them."""
+        """True if this rank, of those that hold the same elements in one replica, counts them."""
         layout, divided = self.layouts[name], self.grid.mesh.over(*MODEL)
         for dim, placement in zip(layout.mesh.names, layout.placements):
             copies = self.grid.size(dim) if isinstance(placement, Replicate) else getattr(placement, "copies", 1)
@@ -328,7 +329,7 @@ def _add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
 
 
 def buckets(shapes: Mapping[str, Shape], most: int = WHOLE) -> Iterator[list[str]]:
-    """Names in order, so many at a time that their fp32 tensors have at most ``most`` bytes; a greater one is alone."""
+    """Yield names in order, in buckets of at most ``most`` bytes in fp32; a larger tensor is alone."""
     names, size = list[str](), 0
     for name, shape in shapes.items():
         nbytes = 4 * math.prod(shape)

@@ -1,10 +1,10 @@
-"""Tensor parallelism, with or without sequence parallelism, put around a one-device decoder.
+"""Tensor parallelism, with or without sequence parallelism, applied to a one-device decoder.
 
 Attention heads, the inner width of the MLP and the vocabulary are divided over the ranks along "tp" (Shoeybi et al.,
 arXiv 1909.08053): one all-reduce for each of a layer's two blocks in the forward pass and one in the backward pass.
 With sequence parallelism (Korthikanti et al., arXiv 2205.05198) the residual stream between blocks is divided over
-tokens, and a gather and a scatter take the place of each all-reduce. What leaves the model (hidden states) is whole and
-the same on every rank, and whoever uses it gives every rank the whole gradient.
+tokens, and a gather and a scatter replace each all-reduce. Hidden states that leave the model are whole and equal on
+every rank, and their consumer gives every rank the whole gradient.
 """
 
 import copy
@@ -29,19 +29,19 @@ from tilth.plan.rules import along_tp, rule_of
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How parameters lie along "tp", and which gradients a rank has only its part of."""
+    """Layout of parameters along "tp", and the gradients that a rank has only a part of."""
 
     placements: dict[str, Shard | Replicate]
-    """By name, of every parameter."""
+    """Placement by name, of every parameter."""
     partial: tuple[tuple[Group, tuple[str, ...]], ...]
-    """Parameters that several ranks hold alike but use for different heads or tokens: after a backward pass the
-    gradients are to be summed over this group."""
+    """Parameters that several ranks hold alike but use for different heads or tokens: their gradients are summed over
+    this group after a backward pass."""
 
 
 def check_tensor(config: DecoderConfig, tp: int) -> None:
-    """ModelError unless heads, key heads and the MLP of this shape divide over ``tp`` ranks. Any vocabulary does.
+    """Raise ModelError unless heads, key heads and the MLP divide over ``tp`` ranks. Any vocabulary does.
 
-    Of key heads there may be fewer than ranks if these are a multiple of them: then neighbours hold the same one.
+    There may be fewer key heads than ranks if the ranks are a multiple of them: then neighbours hold the same one.
     """
     wrong = misfit(config, tp)
     if wrong:
@@ -52,11 +52,10 @@ def check_tensor(config: DecoderConfig, tp: int) -> None:
 
 
 def apply_tensor(model: Decoder, grid: ParallelDims, sp: bool) -> TensorPlan:
-    """Cut a one-device model down to this rank's part along "tp", in place. Names of parameters stay.
+    """Cut a one-device model to this rank's part along "tp", in place. Names of parameters stay.
 
-    Parameters become local pieces (of a model on the meta device: nothing is allocated; else what they held). sp: also
-    divide the residual stream over tokens. ModelError if the shape does not divide or a parameter has no rule. Every
-    rank must call it.
+    Parameters become local pieces (on the meta device nothing is allocated). sp: also divide the residual stream over
+    tokens. ModelError if the shape does not divide or a parameter has no rule. Every rank must call it.
     """
     tp, config = grid.size("tp"), model.config
     check_tensor(config, tp)
@@ -80,7 +79,7 @@ def apply_tensor(model: Decoder, grid: ParallelDims, sp: bool) -> TensorPlan:
 
 
 def _cut(model: Decoder, name: str, placement: Shard | Replicate, part: int, parts: int) -> None:
-    """Let a parameter hold its local piece only."""
+    """Replace a parameter with its local piece."""
     path, _, leaf = name.rpartition(".")
     whole = model.get_parameter(name)
     (box,) = placement.piece(Box.whole(whole.shape), part, parts)
@@ -91,7 +90,7 @@ def _cut(model: Decoder, name: str, placement: Shard | Replicate, part: int, par
 def _partial(
     rules: Mapping[str, str], grid: ParallelDims, sp: bool, copies: int
 ) -> tuple[tuple[Group, tuple[str, ...]], ...]:
-    """rules: name -> how it is divided."""
+    """Return the gradients to sum after a backward pass. rules: name -> how it is divided."""
     everywhere = [name for name, rule in rules.items() if rule == "heads" or (sp and rule == "residual")]
     shared = [name for name, rule in rules.items() if rule == "copied" and copies > 1]
     sums = ((grid.group("tp"), everywhere), (_sharers(grid, copies), shared))
@@ -99,7 +98,7 @@ def _partial(
 
 
 def _sharers(grid: ParallelDims, copies: int) -> Group | None:
-    """The neighbours along tp that hold the same key heads."""
+    """Return the group of neighbours along tp that hold the same key heads."""
     split = {"tp": {"piece": grid.size("tp") // copies, "copy": copies}}
     finer = {n: s for name in grid.mesh.names for n, s in split.get(name, {name: grid.size(name)}).items()}
     mesh = Mesh(tuple(finer), tuple(finer.values()), grid.mesh.ranks)
@@ -107,7 +106,7 @@ def _sharers(grid: ParallelDims, copies: int) -> Group | None:
 
 
 class RowLinear(nn.Module):
-    """A matrix of whose inputs each rank has its own: what they give is summed, then the bias is added, once."""
+    """Linear layer divided by columns: partial outputs are summed, then the bias is added once."""
 
     def __init__(self, local: Linear, leave: Callable[[Tensor], Tensor]) -> None:
         """local: with this rank's columns; leave: the sum over ranks."""
@@ -121,7 +120,7 @@ class RowLinear(nn.Module):
 
 
 def _divide_blocks(model: Decoder, group: Group, sp: bool) -> None:
-    """Gather what goes into each block, which ends in a matrix divided by columns, and add up what that gives."""
+    """Gather the input of each block, which ends in a layer divided by columns, and sum its output."""
 
     def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *tables = args
@@ -144,7 +143,7 @@ def _divide_blocks(model: Decoder, group: Group, sp: bool) -> None:
 
 
 def _divide_tokens(model: Decoder, group: Group) -> None:
-    """Sequence parallelism at the ends: dropout masks of own tokens; hidden states are gathered after the last norm."""
+    """Divide dropout masks over tokens, and gather hidden states after the last norm."""
 
     def narrow(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         ids, ctx = args
@@ -161,7 +160,7 @@ def _without_fillers(x: Tensor, rows: int) -> Tensor:
 
 
 def _narrowed(ctx: AttentionContext, group: Group) -> AttentionContext:
-    """The context with the random numbers of this rank's tokens. What it has computed for attention is shared."""
+    """Return the context with the random numbers of this rank's tokens. Its cached attention values are shared."""
     if ctx.dropout is None:
         return ctx
     rows = -(-ctx.positions.shape[0] // group.size())

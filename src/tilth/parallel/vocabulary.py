@@ -1,7 +1,7 @@
-"""Embedding and output head whose rows (tokens of the vocabulary) are divided over ranks, as ``torch.chunk`` does.
+"""Embedding and output head with rows (tokens of the vocabulary) divided over ranks, as ``torch.chunk`` does.
 
 The vocabulary need not divide: the last ranks hold fewer rows, or none. Log-probs and entropy take two collectives for
-all tokens (the greatest logit, then sums); no rank ever sees the logits of another one.
+all tokens (the greatest logit, then sums); no rank sees the logits of another one.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from tilth.plan.kernels import chunk_rows
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Which tokens are this rank's: ``rows`` of them from ``start`` on, of ``size`` in all."""
+    """This rank's tokens: ``rows`` of them from ``start`` on, of ``size`` in all."""
 
     group: Group
     size: int
@@ -41,26 +41,26 @@ class Vocabulary:
 
     @property
     def start(self) -> int:
-        """The first token of this rank."""
+        """First token of this rank."""
         return min(self.size, self.group.rank() * self.chunk)
 
     @property
     def rows(self) -> int:
-        """Tokens of this rank, perhaps none."""
+        """Tokens of this rank, possibly none."""
         return min(self.size, self.start + self.chunk) - self.start
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Where tokens int64 [N] stand in this rank's rows (0 for another rank's), and bool [N]: whether they do."""
+        """Return indices of tokens int64 [N] in this rank's rows (0 if on another rank), and bool [N], True if here."""
         local = ids - self.start
         inside = (local >= 0) & (local < self.rows)
         return local.masked_fill(~inside, 0), inside
 
 
 class VocabularyEmbedding(nn.Module):
-    """Rows looked up where they are; the sum over ranks is exact, since every other rank adds zeros."""
+    """Embedding lookup on the rank that has the row; the sum over ranks is exact, since every other rank adds zeros."""
 
     def __init__(self, weight: nn.Parameter, vocabulary: Vocabulary, dtype: torch.dtype, sp: bool) -> None:
-        """weight: this rank's rows [rows, width]; dtype: of the result; sp: each rank wants its own tokens only."""
+        """weight: this rank's rows [rows, width]; dtype: of the result; sp: return this rank's tokens only."""
         super().__init__()
         self.weight, self.vocabulary, self.dtype, self.sp = weight, vocabulary, dtype, sp
 
@@ -76,10 +76,10 @@ class VocabularyEmbedding(nn.Module):
 
 @dataclass(frozen=True)
 class VocabularyHead:
-    """The output head: called as ``models.logprobs.token_logprobs``; ``squares`` as ``token_squares``, ``logits`` as
-    ``head_logits``.
+    """Output head: called as ``models.logprobs.token_logprobs``; ``squares`` as ``token_squares``.
 
-    All take hidden states that are the same on every rank, and give each rank the whole gradient of them.
+    ``logits`` is ``head_logits``. All take hidden states that are equal on every rank, and return their whole gradient
+    to each.
     """
 
     vocabulary: Vocabulary
@@ -119,17 +119,16 @@ class VocabularyHead:
 
 
 class _Parts:
-    """What ranks tell each other about their logits l of N rows: the greatest one m, then three or four sums."""
+    """Statistics that ranks exchange about their logits l of N rows: the greatest one m, then three or four sums."""
 
     def __init__(self, hidden: Tensor, squares: bool = False) -> None:
         dtype = wide(hidden.dtype)
         self.greatest = hidden.new_full((hidden.shape[0],), torch.finfo(dtype).min, dtype=dtype)
         self.sums = hidden.new_zeros((4 if squares else 3, hidden.shape[0]), dtype=dtype)
-        """Of exp(l - m), of exp(l - m) (l - m), the logit of the target where it is this rank's, of exp(2 (l - m))."""
+        """Sums of exp(l - m), of exp(l - m) (l - m), of the target's logit on its rank, of exp(2 (l - m))."""
 
     def add(self, some: slice, logits: Tensor, index: Tensor, inside: Tensor) -> None:
-        """Put in some of the rows: their logits [n, rows]; of all rows the targets' places in them [N] and whether they
-        are there."""
+        """Add some rows: their logits [n, rows]; for all rows the targets' indices [N] and bool [N], True if here."""
         if not logits.shape[1]:
             return
         self.greatest[some] = logits.amax(-1)
@@ -143,7 +142,7 @@ class _Parts:
             self.sums[1, part] = above.mul_(weight).sum(-1)
 
     def together(self, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-        """Of all ranks' logits: the target's above the greatest one, log of the sum of exp(l - m), mean of l - m."""
+        """Combine all ranks: the target's logit above the greatest one, log of the sum of exp(l - m), mean of l - m."""
         own = self.greatest.clone()
         if own.numel():
             all_reduce(self.greatest, group, MAX)

@@ -1,9 +1,8 @@
-"""Advantage estimators: rewards become one number a token that says how much better than expected it was.
+"""Estimate advantages: turn rewards into one number for each token, how much better than expected the token was.
 
 Statistics run in float64 and come back as float32. A reward that is not finite is missing: its row enters no statistic,
-its advantage is 0, and ``Estimate.mask`` leaves its tokens out, so that the loss does not count them either. Some
-estimators need another number of each row too (the greedy answer's reward, parts of a reward): the same holds for it.
-A row without any token that counts is as if it were not there: it enters no statistic either.
+its advantage is 0, and ``Estimate.mask`` leaves its tokens out of the loss. This also holds for other numbers of a row
+that an estimator needs (``Advantage.finite``), and for a row without any token that counts.
 """
 
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Estimate:
-    """What an estimator makes. Also readable as ``estimate["advantages"]``."""
+    """Result of an estimator; ``estimate["advantages"]`` works too."""
 
     advantages: Tensor
     """float32 [total], 0 at masked positions."""
@@ -67,7 +66,7 @@ def estimate(
     row: Tensor | None = None,
     **options: Any,
 ) -> Estimate:
-    """Token-level advantages of packed sequences: of all of a batch, or of one worker's rows of it.
+    """Return token-level advantages of packed sequences: a whole batch, or one worker's rows of it.
 
     Where a batch is spread over workers, every worker calls it, those without rows too, and each scope is honoured:
     "rows" and "group tokens" by gathering (the same bits as of one worker, whatever the split), "global moments" by
@@ -102,19 +101,18 @@ def estimate(
 def estimate_rows(
     name: str, *, rewards: Tensor, groups: Tensor | None = None, counts: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """The advantage of each row, float32 [n], by an estimator of scope "rows", without tokens: to try estimators on
-    rewards alone, and what ``estimate`` is held to. Flows call ``estimate``, where the tokens are.
+    """Return the advantage of each row, float32 [n], by an estimator of scope "rows", without tokens.
 
     rewards: [n]; counts: tokens that count in each row [n], for estimators that weigh by length. A row whose reward is
-    missing (not finite), or that ``counts`` says has no token, gets 0 and enters no statistic. A worker spreads the
-    result over the row's tokens that count.
+    missing (not finite), or whose count is 0, gets 0 and enters no statistic. For trying estimators on rewards alone,
+    and for tests; training loops call ``estimate``.
     """
     given = {"rewards": rewards, "groups": groups, "counts": counts}
     entry, columns = _prepare(name, {k: v for k, v in given.items() if v is not None}, options)
     if not isinstance(entry, RowAdvantage):
-        raise RecipeError(f"{name} works on tokens (scope {entry.scope!r}), not on rows alone", key="name")
+        raise RecipeError(f"{name} works on tokens (scope {entry.scope!r}); call tilth.rl.estimate", key="name")
     if entry.weighs and counts is None:
-        raise RecipeError(f"{name} needs the column 'counts', which is not there", key="counts")
+        raise RecipeError(f"{name} needs the column 'counts', which is missing", key="counts")
     scores = torch.as_tensor(rewards).to(torch.float64)
     own = _row_columns(columns, len(scores))
     valid = _complete(entry, torch.isfinite(scores), own)
@@ -126,14 +124,12 @@ def estimate_rows(
 def _prepare(
     name: str | Advantage, columns: dict[str, Tensor], options: dict[str, Any]
 ) -> tuple[Advantage, dict[str, Tensor]]:
-    """Tell further columns from options (a tensor is a column), build the entry and check its columns."""
+    """Separate further columns from options (a tensor is a column), build the entry and check its columns."""
     extra = {k: v for k, v in options.items() if isinstance(v, Tensor)}
     entry = build("advantages", name, {k: v for k, v in options.items() if k not in extra}, Advantage)
     unknown = [k for k in extra if k not in (*entry.needs, *entry.takes)]
     if unknown:
-        raise RecipeError(
-            f"{entry.entry_name} has no use for the column {unknown[0]!r}", key=f"{entry.entry_name}.{unknown[0]}"
-        )
+        raise RecipeError(f"{entry.entry_name} takes no column {unknown[0]!r}", key=f"{entry.entry_name}.{unknown[0]}")
     columns = {**columns, **extra}
     require(entry, columns)
     return entry, columns
@@ -157,14 +153,14 @@ def _tokens(
 
 
 def _complete(entry: Advantage, valid: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-    """Rows of which everything that the estimator needs of a row is there, bool [n]."""
+    """Rows that have everything the estimator needs, bool [n]."""
     for column in entry.finite:
         valid = valid & torch.isfinite(columns[column].to(valid.device))
     return valid
 
 
 def _everyone(entry: Advantage, own: Rows, gather: Gather, row: Tensor | None) -> Everyone:
-    """The row columns that an estimator needs, of all workers in the order of the whole batch."""
+    """Gather the row columns that an estimator needs from all workers, in the order of the whole batch."""
     n = len(own.scores)
     numbers = np.arange(n) if row is None else torch.as_tensor(row).cpu().numpy().astype(np.int64)
     if numbers.shape != (n,):
@@ -172,7 +168,7 @@ def _everyone(entry: Advantage, own: Rows, gather: Gather, row: Tensor | None) -
     columns = {"scores": own.scores, "valid": own.valid}
     columns |= {} if own.counts is None else {"counts": own.counts}
     columns |= {c: own.columns[c] for c in entry.needs if c not in ("rewards", *OF_TOKENS)}
-    worker = np.full(n, numbers.min() if n else 0)  # its first row tells it from the others
+    worker = np.full(n, numbers.min() if n else 0)  # its first row identifies it
     found = gather({"row": numbers, "worker": worker, **{k: v.cpu().numpy() for k, v in columns.items()}})
     order = np.argsort(found["row"], kind="stable")
     rows = found["row"][order]
@@ -196,15 +192,17 @@ def _check_local(name: str, groups: np.ndarray, worker: np.ndarray) -> None:
     apart = pairs[1:][pairs[1:] == pairs[:-1]]
     if len(apart):
         raise RecipeError(
-            f"{name} sees whole groups only (scope group-local), but group {apart[0]} lies on two workers; "
+            f"{name} needs whole groups (scope group-local), but group {apart[0]} lies on two workers; "
             "divide the batch by groups, or set cluster.workers=1",
             key="groups",
         )
 
 
 def _scores(packing: Packing, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Score of each row, float64 [n], 0 where missing, and bool [n] where it is there: never of a row without tokens
-    that count, however rewards are given."""
+    """Return the score of each row, float64 [n], 0 where missing, and bool [n], True where it is known.
+
+    A row without tokens that count has no score, whether rewards are given by row or by token.
+    """
     rewards = rewards.to(packing.mask.device, torch.float64)
     n, total = len(packing.lengths), len(packing.mask)
     if rewards.shape not in ((n,), (total,)):
@@ -217,7 +215,7 @@ def _scores(packing: Packing, rewards: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_columns(columns: Mapping[str, Tensor], n: int) -> dict[str, Tensor]:
-    """All columns as tensors; TokenCountError names one of rows that is not [n]."""
+    """Convert all columns to tensors; TokenCountError names a row column that is not [n]."""
     found = {k: torch.as_tensor(v) for k, v in columns.items()}
     for name, column in found.items():
         if name not in ("rewards", *OF_TOKENS) and column.shape != (n,):

@@ -1,4 +1,4 @@
-"""How token losses become one number: sum over rows of weight * sum of the row's tokens, over one global denominator.
+"""Aggregate token losses into one number: sum over rows of weight * sum of the row's tokens, over one denominator.
 
 The denominator is that of the whole global batch, so the parts of any split into micro-batches and workers add up.
 """
@@ -18,16 +18,16 @@ class Aggregation(Entry):
     """A way to aggregate. ``counts`` is int64 [n]: the tokens that count in each row."""
 
     def denominator(self, counts: Tensor) -> float:
-        """Of a global batch with these counts; at least 1, so that a batch without tokens has loss 0."""
+        """Return the denominator of a global batch with these counts; at least 1, so that an empty batch has loss 0."""
         raise NotImplementedError
 
     def row_weights(self, counts: Tensor) -> Tensor | None:
-        """Weight of each row's sum [n] before the denominator; None: 1."""
+        """Return the weight of each row's sum [n] before the division; None: 1."""
         return None
 
 
 def _rows(counts: Tensor) -> float:
-    """Rows with at least one token that counts; fully masked rows leave the mean."""
+    """Count the rows with at least one token that counts; fully masked rows leave the mean."""
     return float(max(int((counts > 0).sum()), 1))
 
 
@@ -36,7 +36,6 @@ class TokenMean(Aggregation):
     """Sum over all tokens / tokens (DAPO): every token weighs the same."""
 
     def denominator(self, counts: Tensor) -> float:
-        """Tokens of the global batch."""
         return float(max(int(counts.sum()), 1))
 
 
@@ -45,7 +44,6 @@ class TokenSum(Aggregation):
     """Sum over all tokens."""
 
     def denominator(self, counts: Tensor) -> float:
-        """1."""
         return 1.0
 
 
@@ -54,20 +52,14 @@ class SeqMeanTokenSum(Aggregation):
     """Mean over sequences of the sum over tokens."""
 
     def denominator(self, counts: Tensor) -> float:
-        """Sequences of the global batch."""
         return _rows(counts)
 
 
 @register("aggregations", "seq-mean-token-mean")
-class SeqMeanTokenMean(Aggregation):
+class SeqMeanTokenMean(SeqMeanTokenSum):
     """Mean over sequences of the mean over tokens (GRPO): every sequence weighs the same."""
 
-    def denominator(self, counts: Tensor) -> float:
-        """Sequences of the global batch."""
-        return _rows(counts)
-
     def row_weights(self, counts: Tensor) -> Tensor:
-        """1 / tokens of the row."""
         return 1.0 / counts.clamp(min=1).to(torch.float64)
 
 
@@ -81,20 +73,20 @@ class SeqMeanTokenSumNorm(Aggregation):
     norm_length: int | None = Field(None, gt=0, description="the fixed length, usually the longest completion allowed")
 
     def denominator(self, counts: Tensor) -> float:
-        """Sequences of the global batch times the length."""
         longest = self.norm_length or max(int(counts.max()) if len(counts) else 1, 1)
         return _rows(counts) * longest
 
 
 def row_denominator(aggregation: str | Aggregation, counts: Tensor, **options: Any) -> float:
-    """The global denominator from rows alone. counts: integers [n], tokens that count in each row (0: masked out)."""
+    """Return the global denominator from rows alone. counts: integers [n], tokens that count (0: masked out)."""
     return build("aggregations", aggregation, options, Aggregation).denominator(torch.as_tensor(counts))
 
 
 def denominator(aggregation: str | Aggregation, mask: Tensor, lengths: Tensor, **options: Any) -> float:
-    """The global denominator of a batch: what ``policy_loss`` and ``aggregate`` take for each of its micro-batches.
+    """Return the global denominator of a batch, which ``policy_loss`` and ``aggregate`` take for each of its
+    micro-batches.
 
-    mask: [total]; lengths: [n]; options: those of the aggregation (``norm_length``).
+    mask: [total]; lengths: [n]; options: of the aggregation (``norm_length``).
     """
     return row_denominator(aggregation, Packing.of(lengths, mask).counts, **options)
 
@@ -108,9 +100,9 @@ def aggregate(
     denominator: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """Token values [total] -> one number, differentiable. Values at masked positions are never touched.
+    """Reduce token values [total] to one number, differentiable. Values at masked positions have no effect.
 
-    denominator: that of the global batch (see ``denominator``); None: this call sees all of it.
+    denominator: of the global batch (``tilth.rl.denominator``); None: this call sees the whole batch.
     """
     packing = Packing.of(lengths, mask)
     entry = build("aggregations", name, options, Aggregation)
@@ -118,7 +110,7 @@ def aggregate(
 
 
 def reduce_tokens(entry: Aggregation, values: Tensor, packing: Packing, denominator: float | None) -> Tensor:
-    """``aggregate`` for an entry and a packing that are built already."""
+    """Apply a built aggregation to values [total] of a packing; see ``aggregate``."""
     denominator = entry.denominator(packing.counts) if denominator is None else float(denominator)
     if not denominator > 0:
         raise TokenCountError(f"the denominator of a loss must be positive, got {denominator}", key="denominator")

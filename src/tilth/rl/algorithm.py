@@ -17,19 +17,19 @@ from tilth.rl.rollout_correction import CorrectionRule, Corrector
 
 
 def names() -> dict[Kind, list[str]]:
-    """Every registered name: ``{"advantages": [...], "losses": [...], "aggregations": [...], "kl": [...]}``."""
+    """Return every registered name by kind: ``{"advantages": [...], "losses": [...], ...}``."""
     return {kind: list(registered(kind)) for kind in get_args(Kind)}
 
 
 def options(kind: Kind, name: str) -> dict[str, Any]:
-    """The options of an entry with their defaults; RecipeError with the nearest name."""
+    """Return the options of an entry with their defaults; RecipeError with the nearest name."""
     return {option: field.default for option, field in lookup(kind, name).model_fields.items()}
 
 
 def check(
     name: str, columns: Iterable[str], options: Mapping[str, Any] | None = None, *, kind: Kind | None = None
 ) -> Entry:
-    """Check before a run starts that an entry can work; returns it, so that its ``scope`` and ``needs`` can be read.
+    """Check before a run starts that an entry can work; return it, so that its ``scope`` and ``needs`` can be read.
 
     columns: the names that the flow will pass (``rewards``, ``groups``, ``values``, ``ref_logprobs`` ...).
     kind: needed only where a name is both an advantage and a loss.
@@ -46,7 +46,7 @@ def _kind_of(name: str) -> Kind:
         every = [known for kind in get_args(Kind) for known in registered(kind)]
         raise RecipeError(f"no algorithm {name!r}{nearest(name, every)}", key="name")
     if len(kinds) > 1:
-        raise RecipeError(f"{name!r} is one of {' and of '.join(kinds)}; say which by kind=", key="kind")
+        raise RecipeError(f"{name!r} is in {' and in '.join(kinds)}; choose one with kind=", key="kind")
     return kinds[0]
 
 
@@ -70,10 +70,10 @@ E = TypeVar("E", bound=Entry)
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Estimator, loss, aggregation and correction with their options, each made once.
+    """Estimator, loss, aggregation and correction with their options, each built once.
 
-    keys: the recipe's section [algorithm]. norm_length: fixed length of Dr.GRPO's aggregation. To another process it
-    travels as these three, and is made there: an entry that is a user's function has no name to be pickled by.
+    keys: section [algorithm] of the recipe; norm_length: fixed length of Dr.GRPO's aggregation. Pickling sends these
+    three only, and the receiver builds the entries: an entry made of a user's function cannot be pickled by name.
     """
 
     keys: AlgorithmConfig
@@ -93,7 +93,7 @@ class Algorithm:
         return replace(self, keys=self.keys.model_copy(update=keys)) if keys else self
 
     def options(self, kind: Kind, name: str) -> dict[str, Any]:
-        """Those keys of [algorithm], and of its ``options``, that are options of this entry."""
+        """Return the keys of [algorithm], and of its ``options``, that are options of this entry."""
         known = lookup(kind, name).model_fields
         own = {key: getattr(self.keys, key) for key in known if key in AlgorithmConfig.model_fields}
         own |= {key: value for key, value in self.keys.options.items() if key in known}
@@ -106,7 +106,7 @@ class Algorithm:
 
     @cached_property
     def estimator(self) -> Advantage:
-        """What makes advantages."""
+        """Estimator of advantages."""
         return self._entry("advantages", self.keys.advantage, Advantage)
 
     @cached_property
@@ -116,40 +116,40 @@ class Algorithm:
 
     @cached_property
     def aggregation(self) -> Aggregation:
-        """How token losses become one number: what the recipe says, or else how the loss was published."""
+        """Aggregation of token losses: the recipe's, or else the one that the loss was published with."""
         name = self.keys.aggregation or self.loss.aggregation
         fixed = "norm_length" in lookup("aggregations", name).model_fields
         return build("aggregations", name, {"norm_length": self.norm_length} if fixed else {}, Aggregation)
 
     @cached_property
     def correction(self) -> CorrectionRule | None:
-        """What corrects for an engine that differs from the trainer; None: nothing."""
+        """Correction for a rollout engine that differs from the trainer; None: no correction."""
         return self._entry("corrections", self.keys.correction, CorrectionRule) if self.keys.correction else None
 
     @property
     def chosen(self) -> dict[Kind, Entry]:
-        """The entries that take options of the recipe."""
+        """Entries that take options of the recipe."""
         found: dict[Kind, Entry] = {"advantages": self.estimator, "losses": self.loss}
         return found | ({} if self.correction is None else {"corrections": self.correction})
 
     @property
     def bypass(self) -> bool:
-        """True where the ratio is taken to the engine's policy, not to the trainer's before the update."""
+        """True if the ratio is taken to the engine's policy, not to the trainer's before the update."""
         return isinstance(self.correction, Corrector) and self.correction.bypass
 
     @property
     def ratio_to(self) -> str:
-        """The column of the log-probs that the ratio is taken to."""
+        """Column of the log-probs in the denominator of the ratio."""
         return "rollout_logprobs" if self.bypass else "old_logprobs"
 
     @property
     def kl_in_reward(self) -> bool:
-        """True where a KL penalty goes into the reward."""
+        """True if a KL penalty goes into the reward."""
         return bool(self.keys.kl_coef) and self.keys.kl_in == "reward"
 
     @property
     def drops_flat(self) -> bool:
-        """True where groups with equal rewards are left out: the recipe says so and they have no gradient at all."""
+        """True if groups with equal rewards are dropped: the recipe asks for it, and they have no gradient at all."""
         keys = self.keys
         terms = keys.kl_coef or keys.entropy_coef or keys.entropy_target or keys.nll_coef
         wanted = "drop_flat" in self.flow.reads and keys.drop_flat
@@ -157,22 +157,22 @@ class Algorithm:
 
     @property
     def parts(self) -> set[str]:
-        """Columns ``part/NAME`` of the reward that the estimator cannot work without."""
+        """Columns ``part/NAME`` of the reward that the estimator needs."""
         return {name for name in self.estimator.needs if name.startswith("part/")}
 
     @property
     def available(self) -> set[str]:
-        """Columns that the loop of the flow can make, and parts of the reward, which are known when it is called."""
+        """Columns that the training loop can compute, and parts of the reward, which are known at run time only."""
         made = ROWS | OF_POLICY | self.parts | ({"values"} if self.flow.critic else set())
         made |= {"ref_logprobs"} if self.flow.reference or self.keys.kl_coef else set()
         return made | ({"baselines"} if self.flow.own_loop or not self.flow.critic else set())
 
     @property
     def computed(self) -> set[str]:
-        """Columns that the loop has to compute: ``baselines`` (rewards of greedy answers), and the policy's
-        ``logprobs`` and ``sum_pi_squared`` before its updates, where something needs them."""
+        """Columns that the training loop must compute: ``baselines`` (rewards of greedy answers), and the policy's
+        ``logprobs`` and ``sum_pi_squared`` before its updates, if something needs them."""
         keys, needs = self.keys, set(self.estimator.needs)
-        several = keys.epochs * keys.minibatches > 1 or self.flow.own_loop  # who knows what that does
+        several = keys.epochs * keys.minibatches > 1 or self.flow.own_loop  # a user's loop may update several times
         corrected = self.correction is not None and "old_logprobs" in self.correction.needs
         found = needs & OF_POLICY
         if found or corrected or self.kl_in_reward or (several and not self.bypass):

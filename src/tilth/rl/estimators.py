@@ -27,12 +27,12 @@ OF_TOKENS = (
     "weights",
     "uniforms",
 )
-"""Columns that have a value at each token; every other one has a value a row."""
+"""Columns with one value for each token; all others have one for each row."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """One row a sequence: scores float64 [n], 0 where missing; valid bool [n]; counts int64 [n], tokens that count."""
+    """One row for each sequence: scores float64 [n], 0 where missing; valid bool [n]; counts int64 [n] of tokens."""
 
     scores: Tensor
     valid: Tensor
@@ -45,7 +45,7 @@ class Rows:
         return self.grouped(self.scores)
 
     def grouped(self, scores: Tensor) -> Groups:
-        """The same of other numbers, one a row."""
+        """Return statistics of other numbers within the groups, one for each row."""
         return Groups.of(self.columns["groups"], scores, self.valid, self.counts)
 
     @cached_property
@@ -75,14 +75,14 @@ class Tokens:
     reduce: Reduce
     gather: Gather = rows_alone
     everyone: Everyone | None = None
-    """For scopes that depend on other rows, where this worker does not have all of them."""
+    """Rows of all workers, for scopes that depend on them, if there are several workers."""
 
     def chosen(self, column: str) -> Tensor:
-        """A column at the tokens that count, in order, float64 [number of such tokens]."""
+        """Return a column at the tokens that count, in order, float64 [number of such tokens]."""
         return self.packing.column(column, self.rows.columns[column]).to(torch.float64)[self.packing.mask]
 
     def scatter(self, chosen: Tensor) -> Tensor:
-        """The inverse: values of the tokens that count -> [total], 0 elsewhere."""
+        """Scatter values of the tokens that count to [total], 0 elsewhere; the inverse of ``chosen``."""
         return chosen.new_zeros(len(self.packing.mask)).masked_scatter(self.packing.mask, chosen)
 
 
@@ -91,66 +91,63 @@ class Advantage(Entry):
 
     @property
     def finite(self) -> tuple[str, ...]:
-        """Row columns without which a row teaches nothing: where one is not finite, the reward counts as missing."""
+        """Row columns that must be finite: where one is not, the row's reward counts as missing."""
         return ()
 
     @property
     def flat_teaches(self) -> bool:
-        """Whether a group of samples whose rewards are all equal may have advantages that are not 0.
+        """True if a group of samples whose rewards are all equal may have advantages other than 0.
 
-        False: they are exactly 0 at every token (a group of one apart: option ``singleton``), so a flow may leave such
-        groups out and draw others in their place. Where this is True, leaving them out would change what is learned.
+        False: its advantages are exactly 0 (a group of one: option ``singleton``), so a training loop may drop such
+        groups and draw others.
         """
         return True
 
     @property
     def reads_reward(self) -> bool:
-        """Whether advantages depend on the reward. Where not, what a flow adds to the reward (a KL penalty, one for
-        length, a judge's) never reaches the policy; a row without a reward is left out all the same.
-        """
+        """True if advantages depend on the reward. If not, what a training loop adds to the reward (a KL penalty, a
+        length penalty) never reaches the policy; a row without a reward is left out all the same."""
         return True
 
     @property
     def relative_to_spread(self) -> bool:
-        """Whether a difference between rewards counts in full however small it is.
+        """True if a difference between rewards counts in full, however small it is.
 
-        True where advantages are divided by the spread of rewards in the group, or by the number of rows that have one:
-        in a group of equal rewards a KL penalty of 1e-3 in the reward is then as large as right and wrong elsewhere, or
-        makes every row count as one that teaches.
+        This is the case if advantages are divided by the spread of rewards in the group, or by the number of rows that
+        have any: a KL penalty of 1e-3 in the reward is then as large as right and wrong elsewhere.
         """
         return False
 
     def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
-        """Advantages and, where there are any, returns."""
+        """Return advantages and, if the estimator has them, returns."""
         raise NotImplementedError
 
 
 class RowAdvantage(Advantage):
-    """An estimator that needs rows only, so that the controller can run it: one advantage for all tokens of a row."""
+    """Base of estimators over rows: one advantage for all tokens of a row."""
 
     @property
     def scope(self) -> Scope:
-        """Rows."""
         return "rows"
 
     @property
     def weighs(self) -> bool:
-        """Whether it needs ``Rows.counts``: rows count by their tokens."""
+        """True if rows are weighted by their tokens (``Rows.counts``)."""
         return False
 
     def rows(self, rows: Rows) -> Tensor:
-        """Advantage of each row, float64 [n]; any value where the reward is missing."""
+        """Return the advantage of each row, float64 [n]; any value where the reward is missing."""
         raise NotImplementedError
 
     def tokens(self, tokens: Tokens) -> tuple[Tensor, None]:
-        """The same at every token of the row that counts; statistics are over the rows of all workers."""
+        """Return each row's advantage at every token of it that counts; statistics are over the rows of all workers."""
         all_of_them = tokens.everyone
         rows = self.rows(tokens.rows) if all_of_them is None else self.rows(all_of_them.rows)[all_of_them.own]
         return tokens.packing.masked(tokens.packing.spread(rows)), None
 
 
 Std = Literal["unbiased", "biased"]
-"""Which standard deviation: over n - 1 (verl, slime, TRL) or over n rewards; they differ by sqrt(n / (n - 1))."""
+"""Standard deviation over n - 1 (verl, slime, TRL) or over n rewards; they differ by sqrt(n / (n - 1))."""
 _STD = "standard deviation of a group: over n - 1 rewards (unbiased) or over n (biased)"
 _EPS = "added to the standard deviation"
 
@@ -165,20 +162,18 @@ class _Grouped(RowAdvantage):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Rewards and groups."""
         return ("rewards", "groups")
 
     def rows(self, rows: Rows) -> Tensor:
-        """Advantage of each row; groups of one apart."""
         return self.grouped(rows.groups)
 
     def grouped(self, groups: Groups) -> Tensor:
-        """The same of numbers of which each row has one."""
+        """Return the advantage of each row from grouped scores."""
         single = self.single(groups.scores) if self.singleton == "reward" else torch.zeros_like(groups.scores)
         return torch.where(groups.size > 1, self.relative(groups), single)
 
     def relative(self, groups: Groups) -> Tensor:
-        """Advantage in a group of at least two: score - mean, unless an estimator says otherwise."""
+        """Advantage in a group of two or more; score - mean by default."""
         return groups.centred
 
     def single(self, scores: Tensor) -> Tensor:
@@ -199,11 +194,9 @@ class Grpo(_Grouped):
     relative_to_spread: ClassVar[bool] = True
 
     def relative(self, groups: Groups) -> Tensor:
-        """Standardised score."""
         return torch.where(groups.flat, 0.0, groups.centred / (groups.deviation(self.std == "biased") + self.eps))
 
     def single(self, scores: Tensor) -> Tensor:
-        """Mean 0, std 1."""
         return scores / (1 + self.eps)
 
 
@@ -220,7 +213,6 @@ class Rloo(_Grouped):
     """
 
     def relative(self, groups: Groups) -> Tensor:
-        """Score minus the mean of the others."""
         return groups.centred * groups.size / (groups.size - 1).clamp(min=1)
 
 
@@ -228,16 +220,14 @@ class Rloo(_Grouped):
 class ReinforcePPBaseline(_Grouped):
     """REINFORCE++ with a group baseline (arXiv 2501.03262): score - mean of the group, then whitened over the batch.
 
-    Mean and unbiased variance are over all tokens that count in the global batch, so a row weighs by its tokens. Where
-    whitening has nothing to tell apart (all rows equal), advantages are exactly 0. Published with a k2 penalty in the
-    loss.
+    Mean and unbiased variance are over all tokens that count in the global batch, so a row weighs by its tokens. If all
+    rows are equal, advantages are exactly 0. Published with a k2 penalty in the loss.
     """
 
     weighs: ClassVar[bool] = True
     flat_teaches: ClassVar[bool] = True  # whitening moves its zeros by the mean over the batch's tokens
 
     def rows(self, rows: Rows) -> Tensor:
-        """Whitened."""
         return whiten_rows(super().rows(rows), rows.weights)
 
 
@@ -251,7 +241,6 @@ class Opo(_Grouped):
     weighs: ClassVar[bool] = True
 
     def rows(self, rows: Rows) -> Tensor:
-        """Score minus the length-weighted mean of its group."""
         groups, weights = rows.groups, rows.weights
         baseline = groups.sum(weights * rows.scores) / groups.sum(weights).clamp(min=1)
         single = rows.scores if self.singleton == "reward" else torch.zeros_like(rows.scores)
@@ -262,9 +251,8 @@ class Opo(_Grouped):
 class GpgAdvantage(_Grouped):
     """Group policy gradient (arXiv 2504.02546): alpha * (score - mean) / norm.
 
-    alpha makes up for samples that teach nothing: rows of the batch / rows that count. The paper counts the rows of
-    groups whose rewards differ (``count = "spread"``); verl, which the default follows, counts rewards that are not 0
-    (``count = "nonzero"``). Both are of the global batch, over rows with a reward.
+    alpha = rows of the batch / rows that count: those of groups whose rewards differ (``count = "spread"``, the paper),
+    or with a reward other than 0 (``"nonzero"``, verl). Both are of the global batch, over rows with a reward.
     """
 
     count: Literal["nonzero", "spread"] = Field(
@@ -284,10 +272,10 @@ class GpgAdvantage(_Grouped):
 
 @register("advantages", "grpo_passk")
 class GrpoPassk(RowAdvantage):
-    """Pass@k (arXiv 2503.19595): only the best of a group gets anything, (best - second best) / (std + eps).
+    """Pass@k (arXiv 2503.19595): only the best of a group gets an advantage, (best - second best) / (std + eps).
 
-    Where two are best it is 0, so no order of rows matters. A group of one (verl raises an error) has no second best
-    and gets 0: members can go missing in a run, and groups need not be of equal size.
+    Two best rows, or a group of one (an error in verl), get 0: rows can go missing, so groups need not be of equal
+    size.
     """
 
     eps: float = Field(1e-6, ge=0, description=_EPS)
@@ -298,11 +286,10 @@ class GrpoPassk(RowAdvantage):
 
     @property
     def relative_to_spread(self) -> bool:
-        """Over the group's standard deviation, if over any."""
         return self.std != "none"
 
     def rows(self, rows: Rows) -> Tensor:
-        """How far the best is above the rest of its group."""
+        """Return best - second best at the best row of each group, 0 elsewhere."""
         groups = rows.groups
         is_best = rows.scores == groups.greatest(rows.scores)
         ahead = rows.scores - groups.greatest(torch.where(is_best, -torch.inf, rows.scores))
@@ -316,8 +303,8 @@ class GrpoPassk(RowAdvantage):
 class Gdpo(Grpo):
     """Decoupled normalisation of several rewards (arXiv 2601.05242): GRPO of each part, weighted sum, then whitened.
 
-    Whitening is that of ``reinforce_pp_baseline``. A row that lacks a part, or the reward, is missing. Without ``keys``
-    the reward itself is the only part (verl's fallback).
+    A row without a part, or without the reward, is missing. Without ``keys`` the reward is the only part (verl's
+    fallback).
     """
 
     keys: tuple[str, ...] = Field((), description="parts of the reward, such as correct and format; empty: the reward")
@@ -338,12 +325,10 @@ class Gdpo(Grpo):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Rewards, groups and a column ``part/KEY`` for each key."""
         return ("rewards", "groups", *self.finite)
 
     @property
     def finite(self) -> tuple[str, ...]:
-        """Every part."""
         return tuple(f"part/{key}" for key in self.keys)
 
     weighs: ClassVar[bool] = True
@@ -351,11 +336,9 @@ class Gdpo(Grpo):
 
     @property
     def reads_reward(self) -> bool:
-        """The parts alone, where any are named."""
         return not self.keys
 
     def rows(self, rows: Rows) -> Tensor:
-        """Each part relative to its group, then all of them together."""
         parts = [torch.where(rows.valid, rows.columns[c].to(rows.scores), 0.0) for c in self.finite] or [rows.scores]
         total = torch.zeros_like(rows.scores)
         for part, weight in zip(parts, self.weights or (1.0,) * len(parts)):
@@ -369,12 +352,12 @@ _EQUAL = 1e-9
 
 
 class _Whitened(Advantage):
-    """Of rewards to come, whitened over all tokens that count in the global batch, by unbiased variance.
+    """Base of estimators from rewards to come, whitened over all tokens that count in the global batch (unbiased
+    variance).
 
-    Masked positions stay 0 (verl leaves the whitened running sum in them). Where the reward to come, discounted, is the
-    same at every token of the global batch (with gamma 1: where all samples have the same reward), whitened advantages
-    are 0, also unlike verl: nothing that happened tells one token from another then; what is left is the noise of the
-    critic, and whitening would scale it to variance 1.
+    Masked positions stay 0 (verl leaves the whitened running sum in them). If the discounted reward to come is the same
+    at every token of the global batch, advantages are 0, also unlike verl: only the critic's noise is left then, and
+    whitening would scale it to variance 1.
     """
 
     gamma: float = Field(1.0, ge=0, le=1, description="discount")
@@ -382,7 +365,6 @@ class _Whitened(Advantage):
 
     @property
     def scope(self) -> Scope:
-        """Whitening needs the moments of the global batch."""
         return "global moments" if self.whiten else "token-local"
 
     def finish(self, tokens: Tokens, advantages: Tensor, returns: Tensor) -> tuple[Tensor, Tensor]:
@@ -414,15 +396,12 @@ class Gae(_Critic):
     """Generalised advantage estimation (Schulman 2015): sum of (gamma * lam)^k * delta, with a value at each token.
 
     Tokens that the policy did not choose are skipped: value and running sum pass through them, as in verl. Returns are
-    advantage + value before whitening. Whitening: over all tokens that count in the global batch, by unbiased variance;
-    masked positions are 0, and so is everything where the reward to come is the same at every token (all samples have
-    one reward), which verl would whiten to the critic's noise at variance 1.
+    advantage + value before whitening.
     """
 
     lam: float = Field(1.0, ge=0, le=1, description="lambda: 1 is reward-to-go minus value, 0 is one-step")
 
     def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Advantages and targets of the critic, by one lambda."""
         delta, values = self.delta(tokens)
         advantages = discounted_sums(delta, tokens.packing.counts, self.gamma * self.lam)
         return self.finish(tokens, advantages, advantages + values)
@@ -430,12 +409,12 @@ class Gae(_Critic):
 
 @register("advantages", "vapo")
 class Vapo(_Critic):
-    """GAE with a lambda of its own for each row, and another for the critic (VAPO, arXiv 2504.05118).
+    """GAE with a lambda for each row, and another one for the critic (VAPO, arXiv 2504.05118).
 
-    Policy: lambda = clamp(1 - 1 / max(alpha * l, 1), 0, 1), l the row's tokens that count, so that the coefficients add
-    up to alpha * l; rows of at most 1 / alpha tokens are one-step (20 for the paper's 0.05: short tasks want a larger
-    alpha). Critic: ``value_lam``; with 1 its targets are the discounted rewards to come, whatever the values are.
-    The paper does not speak of whitening; it is common practice, and here as in ``gae``.
+    Policy: lambda = clamp(1 - 1 / max(alpha * l, 1), 0, 1), l the row's tokens that count, so that the coefficients sum
+    to alpha * l; rows of at most 1 / alpha tokens are one-step (20 for the paper's 0.05: short tasks want a larger
+    alpha). Critic: ``value_lam``; with 1 its targets are the discounted rewards to come. Whitening is not in the paper;
+    it works as in ``gae``.
     """
 
     alpha: float = Field(0.05, gt=0, description="lambda is 1 - 1 / (alpha * length of the answer in tokens)")
@@ -444,7 +423,6 @@ class Vapo(_Critic):
     value_lam: float = Field(1.0, ge=0, le=1, description="lambda of the critic's targets")
 
     def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Two sums over the same one-step errors."""
         delta, values = self.delta(tokens)
         counts = tokens.packing.counts
         advantages = discounted_sums(delta, counts, self.gamma * self._policy_lam(tokens))
@@ -453,7 +431,7 @@ class Vapo(_Critic):
         return self.finish(tokens, advantages, discounted_sums(delta, counts, self.gamma * self.value_lam) + values)
 
     def _policy_lam(self, tokens: Tokens) -> Tensor:
-        """Lambda at each token that counts, float64."""
+        """Return lambda at each token that counts, float64."""
         length = tokens.packing.spread(tokens.packing.counts)[tokens.packing.mask].to(torch.float64)
         if not self.adaptive:
             return torch.full_like(length, self.lam)
@@ -464,15 +442,13 @@ class Vapo(_Critic):
 class ReinforcePP(_Whitened):
     """REINFORCE++ (arXiv 2501.03262): the discounted reward to come, whitened over the tokens of the global batch.
 
-    Rewards may be one a token, so that a KL penalty in the reward works as published (``penalise``). Tokens that the
-    policy did not choose are skipped: nothing is discounted over them, as in verl. Returns are those rewards to come.
-    A single token in the batch has no variance and stays as it is.
+    Rewards may be one for each token, so a KL penalty can be in them (``penalise``). Tokens that the policy did not
+    choose are skipped without a discount, as in verl. Returns are the rewards to come.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("rewards",)
 
     def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """No critic."""
         returns = ahead(tokens, self.gamma)
         return self.finish(tokens, returns, returns)
 
@@ -489,7 +465,6 @@ class ReMax(Advantage):
     finite: ClassVar[tuple[str, ...]] = ("baselines",)
 
     def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Each row on its own."""
         baselines = tokens.rows.columns["baselines"].to(tokens.rewards)
         returns = ahead(tokens, 1.0)
         advantages = returns - tokens.packing.spread(baselines)[tokens.packing.mask]
@@ -497,12 +472,12 @@ class ReMax(Advantage):
 
 
 def ahead(tokens: Tokens, gamma: float) -> Tensor:
-    """Rewards to come, discounted, at each token that counts: float64."""
+    """Return the discounted reward to come at each token that counts, float64."""
     return discounted_sums(tokens.rewards[tokens.packing.mask], tokens.packing.counts, gamma)
 
 
 def _flat(values: Tensor, reduce: Reduce) -> bool:
-    """Whether all workers' values [k] are equal, and at least two: decided by sums, so by every worker alike."""
+    """True if all workers' values [k] are equal and there are at least two; every worker comes to the same result."""
     count, total = reduce(torch.stack([values.new_tensor(float(len(values))), values.sum()]))
     mean = total / count.clamp(min=1)
     (apart,) = reduce(((values - mean).abs() > _EQUAL * mean.abs()).sum().to(values.dtype).reshape(1))
@@ -511,13 +486,12 @@ def _flat(values: Tensor, reduce: Reduce) -> bool:
 
 @register("advantages", "distill")
 class Distill(Advantage):
-    """On-policy distillation: log teacher - log student at each token that the student chose, and with ``horizon``
-    above 0 the same of the tokens behind it, discounted.
+    """On-policy distillation: log teacher - log student at each token that the student chose.
 
-    The policy gradient with the sum of all that is to come (horizon 1) is the gradient of KL(student || teacher) over
-    whole answers; with 0, the default and the common practice, each token answers for itself alone, which has less
-    variance (GKD 2306.13649 with reverse KL; MiniLLM 2306.08543). Rewards do not matter, but a row without one is left
-    out.
+    With ``horizon`` > 0 the differences of later tokens are added, discounted: the policy gradient with horizon 1 is
+    the gradient of KL(student || teacher) over whole answers; with 0, the default and common practice, each token
+    counts for itself, which has less variance (GKD 2306.13649 with reverse KL; MiniLLM 2306.08543). Rewards have no
+    effect, but a row without one is left out.
     """
 
     horizon: float = Field(0.0, ge=0, le=1, description="discount of the tokens behind: 0 none of them, 1 all")
@@ -527,6 +501,5 @@ class Distill(Advantage):
     scope: ClassVar[Scope] = "token-local"
 
     def tokens(self, tokens: Tokens) -> tuple[Tensor, None]:
-        """Teacher minus student."""
         gap = tokens.chosen("ref_logprobs") - tokens.chosen("logprobs")
         return tokens.scatter(discounted_sums(gap, tokens.packing.counts, self.horizon)), None

@@ -1,8 +1,8 @@
-"""Estimators and policy losses that are plain functions of a user's: argument names are columns, keywords are options.
+"""Make registry entries of a user's plain functions: argument names are columns, keyword arguments are options.
 
-A declared function becomes an entry of the registry: its arguments without a default say which columns it needs, its
-keyword arguments with a default are its options, checked by their annotation (or else by the type of the default). What
-it returns is checked at every call, and what it raises names the file and line.
+Arguments without a default name the columns that the function needs; keyword arguments with a default are its options,
+checked by their annotation (or else by the type of the default). Every call checks the result; an exception is reported
+with file and line.
 """
 
 import inspect
@@ -22,13 +22,13 @@ from tilth.rl.policy_losses import LossInputs, PolicyLoss, TokenLosses
 from tilth.rl.registry import Entry, nearest
 
 ROW_COLUMNS = ("rewards", "groups", "counts", "baselines")
-"""Columns with one value a row that a function over rows can ask for."""
+"""Columns with one value for each row that a function over rows can ask for."""
 TOKEN_COLUMNS = ("values", "logprobs", "ref_logprobs", "sum_pi_squared", "versions")
-"""Columns with one value a token that a function over tokens can ask for."""
+"""Columns with one value for each token that a function over tokens can ask for."""
 METRICS = "plugin/"
-"""Begin of the names of metrics that a declared loss returns."""
+"""Prefix of the metrics that a declared loss returns."""
 PART = "part_"
-"""Begin of an argument that is a part of the reward: ``part_style`` is what a reward returned as ``style``."""
+"""Prefix of an argument that is a part of the reward: ``part_style`` is the part that a reward returns as ``style``."""
 LOSS_COLUMNS = (
     "logprobs",
     "old_logprobs",
@@ -42,7 +42,7 @@ LOSS_COLUMNS = (
 
 
 def advantage_entry(declaration: Declaration) -> type[Entry]:
-    """The entry of a declared estimator: a class as it is, a function over rows or over tokens by its arguments.
+    """Return the entry of a declared estimator: a class as it is, a function over rows or over tokens by its arguments.
 
     Over rows: [n] -> float64 [n], all columns of ``ROW_COLUMNS``, rows of all workers without those whose reward is
     missing. Over tokens, where it asks for one of ``TOKEN_COLUMNS`` or ``lengths``: tokens that the policy chose,
@@ -65,8 +65,9 @@ def advantage_entry(declaration: Declaration) -> type[Entry]:
 
 
 def loss_entry(declaration: Declaration) -> type[Entry]:
-    """The entry of a declared policy loss: a class as it is, or a function of columns [tokens] of the tokens that the
-    policy chose -> loss of each [tokens], or (loss, {metric: column [tokens]}). Only ``logprobs`` has a gradient.
+    """Return the entry of a declared policy loss: a class as it is, or a function of columns [tokens] of the tokens
+    that the policy chose, which returns the loss of each token, or (loss, {metric: column [tokens]}). Only ``logprobs``
+    has a gradient.
 
     Raises PluginError: an argument that is no column, an option without a default.
     """
@@ -82,7 +83,7 @@ def loss_entry(declaration: Declaration) -> type[Entry]:
 
 
 class _Function(Entry):
-    """Base of entries that are made of a function."""
+    """Base of entries made of a function."""
 
     function: ClassVar[Callable[..., Any]]
     declaration: ClassVar[Declaration]
@@ -98,16 +99,14 @@ class _Function(Entry):
 class _RowFunction(_Function, RowAdvantage):
     @property
     def needs(self) -> tuple[str, ...]:
-        """Its arguments, but for the tokens of each row, which are always there."""
+        """Its arguments without ``counts``, which always exist."""
         return tuple(name for name in self.columns if name != "counts")
 
     @property
     def weighs(self) -> bool:
-        """Whether it asks for the tokens of each row."""
         return "counts" in self.columns
 
     def rows(self, rows: Rows) -> Tensor:
-        """Its result for the rows that have a reward."""
         known = {**rows.columns, "rewards": rows.scores, "counts": rows.counts}
         given = {name: cast(Tensor, known[name])[rows.valid] for name in self.columns}
         found = _call(self, given)
@@ -118,11 +117,10 @@ class _RowFunction(_Function, RowAdvantage):
 class _TokenFunction(_Function, Advantage):
     @property
     def needs(self) -> tuple[str, ...]:
-        """Its arguments, but for lengths and tokens of each row, which are always there."""
+        """Its arguments without ``counts`` and ``lengths``, which always exist."""
         return tuple(name for name in self.columns if name not in ("counts", "lengths"))
 
     def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
-        """Its result for the tokens that count."""
         counts = tokens.packing.counts
         rows = {"lengths": counts, "counts": counts, **tokens.rows.columns}
         given = {name: tokens.chosen(name) if name in TOKEN_COLUMNS else rows.get(name) for name in self.columns}
@@ -140,17 +138,14 @@ class _TokenFunction(_Function, Advantage):
 class _LossFunction(_Function, PolicyLoss):
     @property
     def needs(self) -> tuple[str, ...]:
-        """What every loss needs, and its own arguments."""
         always = super().needs
         return (*always, *(name for name in self.columns if name not in always and name != "lengths"))
 
     @property
     def takes_ratio(self) -> bool:
-        """Whether it asks for the old policy."""
         return "old_logprobs" in self.columns
 
     def tokens(self, step: LossInputs) -> TokenLosses:
-        """Its result for the tokens that count; 0 elsewhere, whatever its arguments are there."""
         mask, columns = step.packing.mask, {**step.columns, "logprobs": step.logprobs}
         given = {name: step.packing.counts if name == "lengths" else columns[name][mask] for name in self.columns}
         found = _call(self, given)
@@ -177,12 +172,12 @@ def _class(declaration: Declaration, base: type[Entry]) -> type[Entry]:
 
 
 def _arguments(declaration: Declaration, columns: Iterable[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Names of its columns, and pydantic fields of its options."""
+    """Return the names of the columns, and pydantic fields of the options."""
     needs, options = [], {}
     for name, parameter in inspect.signature(declaration.value).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise PluginError(
-                f"{declaration.title}: *{name} does not say which columns or options it takes",
+                f"{declaration.title}: *{name} names no columns or options; list them one by one",
                 key=f"{declaration.name}.{name}",
             )
         if parameter.kind is not parameter.KEYWORD_ONLY:
@@ -193,7 +188,7 @@ def _arguments(declaration: Declaration, columns: Iterable[str]) -> tuple[tuple[
             needs.append(name.replace(PART, "part/", 1) if name.startswith(PART) else name)
         elif name in AlgorithmConfig.model_fields and name not in SHARED_OPTIONS:
             raise PluginError(
-                f"{declaration.title}: option {name!r} is a key of its own, algorithm.{name}; rename yours",
+                f"{declaration.title}: option {name!r} has the name of the recipe key algorithm.{name}; rename it",
                 key=f"{declaration.name}.{name}",
             )
         elif parameter.default is parameter.empty:
@@ -218,7 +213,7 @@ def _entry(
 
 
 def _call(entry: Any, given: dict[str, Any]) -> Any:
-    """Call the function. PluginError names it and the line that raised; errors of Tilth's own pass."""
+    """Call the function. PluginError names it and the line that raised; a TilthError passes through."""
     try:
         return type(entry).function(*given.values(), **{name: getattr(entry, name) for name in entry.options})
     except TilthError:

@@ -8,8 +8,10 @@ In the reward (``penalise``) a penalty is a constant, so only its value counts: 
 """
 
 import math
+from collections.abc import Callable
 
 import torch
+from pydantic import create_model
 from torch import Tensor
 
 from tilth.core.errors import RecipeError, TokenCountError
@@ -21,87 +23,52 @@ LARGEST_CHANGE = 0.2
 
 
 class KlForm(Entry):
-    """A form: a function of d = logprobs - ref_logprobs."""
+    """A form of the penalty: a function of d = logprobs - ref_logprobs."""
 
     def value(self, d: Tensor) -> Tensor:
-        """Per-token penalty, same shape, differentiable."""
+        """Return the penalty of each token, same shape, differentiable."""
         raise NotImplementedError
 
 
-@register("kl", "k1")
-class K1(KlForm):
-    """d."""
-
-    def value(self, d: Tensor) -> Tensor:
-        """Per-token penalty."""
-        return d
+def _k3(d: Tensor) -> Tensor:
+    d = d.clamp(-20.0, 20.0)
+    return (torch.exp(-d) - 1 + d).clamp(-10.0, 10.0)
 
 
-@register("kl", "abs")
-class Abs(KlForm):
-    """|d|: at least 0, but neither a KL nor its gradient."""
-
-    def value(self, d: Tensor) -> Tensor:
-        """Per-token penalty."""
-        return d.abs()
-
-
-@register("kl", "k2")
-class K2(KlForm):
-    """d^2 / 2."""
-
-    def value(self, d: Tensor) -> Tensor:
-        """Per-token penalty."""
-        return 0.5 * d * d
+_FORMS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "k1": (lambda d: d, "d."),
+    "abs": (torch.abs, "|d|: at least 0, but neither a KL nor its gradient."),
+    "k2": (lambda d: 0.5 * d * d, "d^2 / 2."),
+    "k3": (_k3, "exp(-d) - 1 + d with d clamped to +-20 and the result to +-10 (as in verl); at least 0."),
+}
 
 
-@register("kl", "k3")
-class K3(KlForm):
-    """exp(-d) - 1 + d with d clamped to +-20 and the result to +-10 (as in verl); at least 0."""
+def _straight_through(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the function with the same value and the gradient of k2."""
 
-    def value(self, d: Tensor) -> Tensor:
-        """Per-token penalty."""
-        d = d.clamp(-20.0, 20.0)
-        return (torch.exp(-d) - 1 + d).clamp(-10.0, 10.0)
+    def both(d: Tensor) -> Tensor:
+        k2 = 0.5 * d * d
+        return value(d).detach() + (k2 - k2.detach())
 
-
-def _straight_through(value: Tensor, d: Tensor) -> Tensor:
-    """The value, with the gradient of k2 in d."""
-    k2 = 0.5 * d * d
-    return value.detach() + (k2 - k2.detach())
+    return both
 
 
-@register("kl", "k1+")
-class K1StraightThrough(K1):
-    """Value of k1, gradient of k2."""
-
-    def value(self, d: Tensor) -> Tensor:
-        """Per-token penalty."""
-        return _straight_through(super().value(d), d)
+def _register(name: str, value: Callable[[Tensor], Tensor], description: str) -> None:
+    form = create_model(name, __base__=KlForm, __module__=__name__, __doc__=description)
+    form.value = lambda self, d: value(d)  # type: ignore[method-assign]
+    register("kl", name)(form)
 
 
-@register("kl", "k3+")
-class K3StraightThrough(K3):
-    """Value of k3, gradient of k2 (without the clamps of the value)."""
-
-    def value(self, d: Tensor) -> Tensor:
-        """Per-token penalty."""
-        return _straight_through(super().value(d), d)
-
-
-@register("kl", "abs+")
-class AbsStraightThrough(Abs):
-    """Value of abs, gradient of k2."""
-
-    def value(self, d: Tensor) -> Tensor:
-        """Per-token penalty."""
-        return _straight_through(super().value(d), d)
+for _name, (_value, _description) in _FORMS.items():
+    _register(_name, _value, _description)
+for _name in ("k1", "k3", "abs"):
+    _register(f"{_name}+", _straight_through(_FORMS[_name][0]), f"Value of {_name}, gradient of k2.")
 
 
 def kl_penalty(form: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Penalty of each token, same shape as ``logprobs``, in at least float32; differentiable in ``logprobs``.
+    """Return the penalty of each token, same shape as ``logprobs``, at least float32; differentiable in ``logprobs``.
 
-    form: one of ``names()["kl"]``. Masked tokens are the caller's: pass the result through an aggregation.
+    form: one of ``names()["kl"]``. Masks are not applied: pass the result through an aggregation.
     """
     d = logprobs - ref_logprobs
     return build("kl", form, {}, KlForm).value(d.float() if d.dtype in (torch.bfloat16, torch.float16) else d)
@@ -117,7 +84,7 @@ def penalise(
     mask: Tensor,
     lengths: Tensor,
 ) -> Tensor:
-    """Token rewards with the KL penalty in them (InstructGPT 2203.02155): what ``estimate`` takes for ``rewards``.
+    """Return token rewards with the KL penalty in them (InstructGPT 2203.02155), for ``estimate``.
 
     Each token that counts gets -coef * kl, the last of a row the row's reward too; others get 0. A reward that is
     missing (not finite) makes the last token's missing, and with it the row; so does a penalty that is not finite.
@@ -145,7 +112,8 @@ def penalise(
 
 
 def adapt(coef: float, kl: float, *, target: float, horizon: float, count: float) -> float:
-    """The KL coefficient after ``count`` more samples: coef * (1 + clip(kl / target - 1, -0.2, 0.2) * count / horizon).
+    """Return the KL coefficient after ``count`` more samples: coef * (1 + clip(kl / target - 1, -0.2, 0.2) * count /
+    horizon).
 
     Ziegler 2019 (1909.08593), as in verl and TRL: it grows while the KL is above its target, and falls below it.
 
@@ -175,7 +143,8 @@ def adapt(coef: float, kl: float, *, target: float, horizon: float, count: float
 def adapt_entropy(
     coef: float, entropy: float, *, target: float, step: float = 1e-4, least: float = 0.0, most: float = math.inf
 ) -> float:
-    """The coefficient of the entropy bonus after a training step (Skywork-OR1, 2505.22312, adaptive entropy control).
+    """Return the coefficient of the entropy bonus after a training step (Skywork-OR1, 2505.22312, adaptive entropy
+    control).
 
     It rises by ``step`` while the entropy is below its target and falls by as much elsewhere. In the paper the bonus is
     in the loss only while the entropy is at most the target: that is ``entropy_bonus`` of what this returns. The step
@@ -201,5 +170,5 @@ def adapt_entropy(
 
 
 def entropy_bonus(coef: float, entropy: float, *, target: float) -> float:
-    """Weight of the bonus in the loss: the coefficient while the entropy is at most its target, else 0."""
+    """Return the weight of the bonus in the loss: the coefficient while the entropy is at most its target, else 0."""
     return coef if entropy <= target else 0.0

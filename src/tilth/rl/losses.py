@@ -20,10 +20,10 @@ __all__ = ["LossInputs", "LossResult", "PolicyLoss", "loss_entry", "policy_loss"
 
 @dataclass(frozen=True)
 class LossResult:
-    """What ``policy_loss`` returns. Also readable as ``result["loss"]``."""
+    """Result of ``policy_loss``; ``result["loss"]`` works too."""
 
     loss: Tensor
-    """One number with a gradient in ``logprobs``; 0, with the graph, where no token counts."""
+    """Scalar with a gradient in ``logprobs``; 0, with the graph, if no token counts."""
     metrics: dict[str, Metric]
     """Parts that add up over micro-batches (``merge_metrics``); ``float(metric)`` is the value of this call."""
 
@@ -51,7 +51,7 @@ def policy_loss(
     thresholds: Mapping[str, float] | None = None,
     **options: Any,
 ) -> LossResult:
-    """The loss to minimise over packed sequences, and its metrics.
+    """Return the loss to minimise over packed sequences, and its metrics.
 
     Args:
         name: one of ``names()["losses"]``, or an entry.
@@ -72,7 +72,7 @@ def policy_loss(
             sees the whole global batch makes them itself.
         options: those of the loss and of the aggregation.
 
-    Metrics (means over tokens that count, if not said otherwise): ratio; approx_kl_k1, approx_kl_k3 (old || now);
+    Metrics (means over tokens that count, unless stated otherwise): ratio; approx_kl_k1, approx_kl_k3 (old || now);
     kl_ref; those of ``mismatch`` for old_logprobs and rollout_logprobs; those of the loss (shares of tokens): clip_low,
     clip_high, clip_dual, truncated, selected.
 
@@ -114,7 +114,7 @@ def thresholds(
     gather: Gather = rows_alone,
     **options: Any,
 ) -> dict[str, float]:
-    """The first pass of a loss over a worker's rows of the whole (mini-)batch; {} for losses that need none.
+    """Run the first pass of a loss over a worker's rows of the whole (mini-)batch; {} for losses that need none.
 
     The numbers are the same on every worker. Whatever the split into workers, they are the same bits: sums over rows
     are rounded once, and the k-th best token is found among the best of every worker. Where a batch is spread over
@@ -138,7 +138,7 @@ def thresholds(
 
 
 def loss_entry(name: str, **options: Any) -> PolicyLoss:
-    """The loss with these options: its ``aggregation``, ``first_pass``, ``needs`` and ``scope`` can be read.
+    """Return the loss with these options.
 
     Raises: RecipeError (unknown name or option, a value out of range).
     """
@@ -148,13 +148,13 @@ def loss_entry(name: str, **options: Any) -> PolicyLoss:
 def _found(
     entry: PolicyLoss, step: LossInputs, found: Mapping[str, float] | None, denominator: float | None
 ) -> Mapping[str, float]:
-    """What the first pass found, made here where this call sees the whole batch."""
+    """Return the results of the first pass; compute them if this call sees the whole batch."""
     if found is not None or not entry.first_pass:
         return found or {}
     if denominator is not None:
         name = entry.entry_name
         raise RecipeError(
-            f"{name} looks at the whole batch before a part of it: give thresholds=tilth.rl.thresholds({name!r}, ...)",
+            f"{name} needs a first pass over the whole batch; pass thresholds=tilth.rl.thresholds({name!r}, ...)",
             key="thresholds",
         )
     constant = replace(step, logprobs=step.logprobs.detach())
@@ -168,7 +168,7 @@ def _step(packing: Packing, columns: dict[str, Tensor]) -> LossInputs:
 def _entries(
     name: str | PolicyLoss, aggregation: str | Aggregation, options: dict[str, Any]
 ) -> tuple[PolicyLoss, Aggregation]:
-    """Share the options out; one that neither the loss nor the aggregation has is an error."""
+    """Split the options between loss and aggregation; an option that neither has is an error."""
     if isinstance(name, PolicyLoss) or isinstance(aggregation, Aggregation):
         loss = build("losses", name, options, PolicyLoss)
         return loss, build("aggregations", aggregation or loss.aggregation, {}, Aggregation)
@@ -187,7 +187,7 @@ def _entries(
 
 
 def _column(packing: Packing, name: str, values: Tensor) -> Tensor:
-    """At least float32, 0 where masked (no NaN there may reach a value or a gradient), constant but for logprobs."""
+    """Convert to at least float32, 0 where masked (no NaN may reach a gradient); detach all but logprobs."""
     values = packing.masked(packing.column(name, values))
     values = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
     return values if name == "logprobs" else values.detach()

@@ -7,7 +7,7 @@ weights. rho = pi / mu is the ratio of the two; its logarithm is clamped to +-20
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Metric:
     reduction: Reduction
 
     def merge(self, other: "Metric") -> "Metric":
-        """The metric of both parts together."""
+        """Return the metric of both parts together."""
         if self.reduction != other.reduction:
             raise ArgumentError(f"cannot merge a {self.reduction} with a {other.reduction}", key="other")
         if self.reduction == "max":
@@ -45,7 +45,7 @@ class Metric:
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Metrics of several micro-batches or workers as one; a name that only some have is merged over those."""
+    """Merge metrics of several micro-batches or workers; a name that only some have is merged over those."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
@@ -54,7 +54,7 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 BOUND = 20.0
-"""Most that log rho may be, either way: exp(20) is 4.9e8."""
+"""Bound of |log rho|: exp(20) is 4.9e8."""
 BINARY = 1e-6
 """Probabilities are kept this far from 0 and 1 where a binary KL divides by them."""
 
@@ -67,18 +67,30 @@ OF_TOKEN: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class EffectiveShare(Metric):
-    """Effective sample size over the number of samples, mean(w)^2 / mean(w^2): 1 where all weights are equal.
-
-    It adds up exactly, because it carries sums, float64 [3]: samples, weights, squared weights. Where no weight is
-    above 0 it has no value (NaN, ``count`` 0).
-    """
+class SumsMetric(Metric):
+    """Base of a metric that is a function of sums, so that merging is exact."""
 
     sums: Tensor = field(compare=False)
 
     @classmethod
-    def of(cls, sums: Tensor) -> "EffectiveShare":
-        """From the sums of all samples."""
+    def of(cls, sums: Tensor) -> Self:
+        """Compute from the sums, float64."""
+        raise NotImplementedError
+
+    def merge(self, other: Metric) -> Self:
+        if not isinstance(other, type(self)):
+            raise ArgumentError(f"cannot merge {type(self).__name__} with a {other.reduction}", key="other")
+        return self.of(self.sums + other.sums)
+
+
+class EffectiveShare(SumsMetric):
+    """Effective sample size over the number of samples, mean(w)^2 / mean(w^2): 1 where all weights are equal.
+
+    sums: float64 [3]: samples, weights, squared weights. Where no weight is above 0 it has no value (NaN, ``count`` 0).
+    """
+
+    @classmethod
+    def of(cls, sums: Tensor) -> Self:
         count, weights, squares = sums
         counted = torch.where(squares == 0, 0.0, count)
         share = weights**2 / torch.where(squares == 0, 1.0, squares * count)
@@ -86,15 +98,9 @@ class EffectiveShare(Metric):
 
     @classmethod
     def of_weights(cls, weights: Tensor, mask: Tensor) -> "EffectiveShare":
-        """From weights, float64 [total], where the mask, bool [total], is."""
+        """Compute from weights, float64 [total], at the tokens of the mask, bool [total]."""
         weights = torch.where(mask, weights, 0.0)
         return cls.of(torch.stack([mask.sum().double(), weights.sum(), (weights * weights).sum()]))
-
-    def merge(self, other: Metric) -> "EffectiveShare":
-        """That of both parts together."""
-        if not isinstance(other, EffectiveShare):
-            raise ArgumentError(f"cannot merge an effective sample size with a {other.reduction}", key="other")
-        return EffectiveShare.of(self.sums + other.sums)
 
 
 @dataclass(frozen=True)
@@ -107,14 +113,14 @@ class Gap:
 
     @classmethod
     def of(cls, packing: Packing, old_logprobs: Tensor, rollout_logprobs: Tensor) -> "Gap":
-        """What the columns hold at masked positions does not matter; TokenCountError names one of another size."""
+        """Build from two columns, whose masked values have no effect; TokenCountError names one of another size."""
         named = (("old_logprobs", old_logprobs), ("rollout_logprobs", rollout_logprobs))
         ours, theirs = (packing.masked(packing.column(k, v).detach().to(torch.float64)) for k, v in named)
         return cls(packing, ours, theirs)
 
     @cached_property
     def apart(self) -> Tensor:
-        """log rho [total] before it is clamped; 0 where both policies say that the token cannot be."""
+        """log rho [total] before clamping; 0 where both policies give the token probability 0."""
         return torch.where(self.ours == self.theirs, 0.0, self.ours - self.theirs)
 
     @cached_property
@@ -128,18 +134,18 @@ class Gap:
         return self.packing.counts > 0
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean of a column [total] over the tokens that count in each row [n]; 0 of a row without any."""
+        """Return the mean of a column [total] over the tokens that count in each row [n]; 0 of a row without any."""
         return self.packing.sum(values) / self.packing.counts.clamp(min=1)
 
     def ratio(self, level: str) -> Tensor:
-        """rho of each token [total]; or of each row [n]: the product (sequence) or the geometric mean (geometric)."""
+        """Return rho of each token [total], or of each row [n]: product (sequence) or geometric mean (geometric)."""
         if level == "token":
             return self.log_ratio.exp()
         rows = self.packing.sum(self.log_ratio) if level == "sequence" else self.mean(self.log_ratio)
         return rows.clamp(-BOUND, BOUND).exp()
 
     def statistic(self, name: str) -> Tensor:
-        """One of ``STATISTICS`` at each token [total]; one of a row is the same at all of its tokens."""
+        """Return one of ``STATISTICS`` at each token [total]; a statistic of a row is the same at all of its tokens."""
         if name == "token_binary":
             return torch.maximum(_binary_kl(self.ours, self.theirs), _binary_kl(self.theirs, self.ours))
         over, _, form = name.rpartition("_")
@@ -155,7 +161,7 @@ class Gap:
         return torch.segment_reduce(masked, "max", lengths=lengths, axis=0, initial=0, unsafe=True)
 
     def metrics(self) -> dict[str, Metric]:
-        """Those that ``mismatch`` documents."""
+        """Return the metrics that ``mismatch`` documents."""
         packing, rho = self.packing, self.log_ratio.exp()
         tokens = {
             "kl": -self.log_ratio,
@@ -183,18 +189,18 @@ STATISTICS = (
     *(f"{over}_{form}" for over in ("token", "seq_sum", "seq_mean") for form in OF_TOKEN),
     *("seq_max_k2", "seq_max_k3", "token_binary"),
 )
-"""By which tokens can be rejected: verl's, with their names (its ``binary_kl`` is ``token_binary``)."""
+"""Statistics for rejection, with verl's names (its ``binary_kl`` is ``token_binary``)."""
 
 
 def _binary_kl(of: Tensor, to: Tensor) -> Tensor:
-    """KL between two coins that show the sampled token or another one."""
+    """Return the KL between the binary distributions (sampled token, any other token)."""
     p, q = (logprobs.exp().clamp(BINARY, 1 - BINARY) for logprobs in (of, to))
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
 
 @torch.no_grad()
 def mismatch(*, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, lengths: Tensor) -> dict[str, Metric]:
-    """Diagnostics of the gap between trainer and rollout engine, exact over micro-batches and workers.
+    """Return diagnostics of the gap between trainer and rollout engine, exact over micro-batches and workers.
 
     old_logprobs, rollout_logprobs: [total], of the trainer's policy pi and of the engine's mu; mask: [total], not 0
     where the token counts; lengths: integers [n]. What columns hold at masked positions does not matter.

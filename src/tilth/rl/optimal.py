@@ -18,8 +18,7 @@ from tilth.rl.packing import Gather, Packing, discounted_sums, segment_sum
 from tilth.rl.registry import Scope, register
 
 _ROUNDING = 1e-3
-"""How far below 0 a token's part of the path variance may come by rounding (of the columns, in low precision): 0 then,
-so that baselines are means with weights that are not negative."""
+"""A token's part of the path variance may be this far below 0 by rounding; it then counts as 0."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,12 @@ class _Cells:
     path: Tensor
 
     def add(self, others: "_Cells") -> "_Cells":
-        """These tokens, and behind them the others."""
+        """Return these tokens followed by the others."""
         return _Cells(*(torch.cat([getattr(self, k), getattr(others, k)]) for k in self.__dataclass_fields__))
 
     def advantages(self, eps: float, singleton: str) -> Tensor:
-        """Reward to come minus the baseline of the cell, [k]: exactly 0 where all rewards to come of a cell are equal.
+        """Return the reward to come minus the baseline of the cell, [k]: exactly 0 where all rewards to come of a cell
+        are equal.
 
         Sums run in the order (cell, path, reward), so they have the same bits whatever the order of the tokens.
         """
@@ -71,17 +71,16 @@ class _Optimal(Advantage):
 
     @property
     def flat_teaches(self) -> bool:
-        """A token that has its place in the group alone keeps its reward to come."""
+        """True if a token without a counterpart in its group keeps its reward to come."""
         return self.singleton == "reward"
 
     scope: ClassVar[Scope] = "group tokens"
 
     def place(self, packing: Packing) -> Tensor:
-        """Which tokens of a group are compared, int64: a number for each token that counts."""
+        """Return the place of each token that counts, int64; tokens of a group with the same place are compared."""
         raise NotImplementedError
 
     def tokens(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Advantages and rewards to come."""
         packing = tokens.packing
         group = packing.spread(tokens.rows.columns["groups"].to(packing.mask.device, torch.int64))[packing.mask]
         own = _Cells(group, self.place(packing), ahead(tokens, 1.0), self._path(tokens))
@@ -118,14 +117,14 @@ class MultiTurnOptimalTokenBaseline(_Optimal):
     """Optimal token baseline of answers in several turns (tools): places count the policy's own tokens only."""
 
     def place(self, packing: Packing) -> Tensor:
-        """How many tokens that count come before it in its row."""
+        """Number of earlier tokens that count in the row."""
         starts = packing.counts.cumsum(0) - packing.counts
         chosen = int(packing.counts.sum())
         return torch.arange(chosen, device=starts.device) - packing.spread(starts)[packing.mask]
 
 
 def _elsewhere(own: _Cells, everyone: Everyone, gather: Gather) -> _Cells:
-    """Other workers' tokens of groups that lie on several workers; without such groups nothing is sent."""
+    """Gather other workers' tokens of groups that lie on several workers; without such groups nothing is sent."""
     groups, worker = everyone.rows.columns["groups"].to(torch.int64), everyone.worker
     pairs = torch.unique(torch.stack([groups.to(worker.device), worker]), dim=1)[0]
     names, holders = torch.unique(pairs, return_counts=True)

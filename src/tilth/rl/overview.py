@@ -12,15 +12,15 @@ from tilth.rl.algorithm import Algorithm, names
 from tilth.rl.registry import DECLARED_AS, Kind, nearest
 
 COLUMNS = ("baseline", "loss", "aggregation", "KL", "clip", "filters", "critic")
-"""Of the table that people read."""
+"""Columns of the table in docs/algorithms.md."""
 _KEYS = ("kl", "kl_in", "kl_coef", "entropy_coef", "nll_coef", *sorted(OPTIONAL))
 
 
 def overview(flows: Sequence[str] = (), keys: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
-    """Flow -> what it is by plain keys, null where there is no such thing. flows: these only, in this order.
+    """Return, for each flow, its algorithm by plain keys; null where there is none. flows: these only, in this order.
 
-    keys: of a recipe, as nested dictionaries; those of plugins are imported, and all hold for every flow.
-    Raises RecipeError: a flow that is none, a key that is wrong.
+    keys: of a recipe, as nested dictionaries, applied to every flow; plugins among them are imported. Raises
+    RecipeError: an unknown flow, a wrong key.
     """
     from_dict(keys or {}, complete=False)
     for flow in flows:
@@ -30,7 +30,7 @@ def overview(flows: Sequence[str] = (), keys: Mapping[str, Any] | None = None) -
 
 
 def _facts(recipe: Recipe) -> dict[str, Any]:
-    """What the recipe's algorithm is."""
+    """Return the resolved algorithm of a recipe by plain keys."""
     flow, keys = recipe.flow_spec, recipe.algorithm
     found: dict[str, Any] = {"title": flow.title, "learns": flow.learns, "critic": flow.critic, "judge": flow.judge}
     found |= {"reference": recipe.refers, "advantage": None, "loss": "likelihood", "aggregation": None}
@@ -45,7 +45,7 @@ def _facts(recipe: Recipe) -> dict[str, Any]:
 
 
 def row(facts: Mapping[str, Any]) -> dict[str, str]:
-    """The same in words, by the columns of the table; empty: none."""
+    """Format an algorithm by the columns of the table; empty: none."""
     f = facts
     off = "" if f["kl_coef"] else ", off"
     clip = "" if f["clip_low"] is None else f"{f['clip_low']:g}, {f['clip_high']:g}"
@@ -68,7 +68,7 @@ def row(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def entries() -> dict[Kind, list[str]]:
-    """Kind -> every name that a key of [algorithm] can have; behind those of plugins their file and line."""
+    """Return every name that a key of [algorithm] accepts, by kind; names of plugins with their file and line."""
     found = {}
     for kind, known in names().items():
         own = declared(DECLARED_AS[kind]) if kind in DECLARED_AS else {}
@@ -77,7 +77,7 @@ def entries() -> dict[Kind, list[str]]:
 
 
 def reference() -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     rows = [[f"`{flow}`", *row(facts).values()] for flow, facts in overview().items()]
     lines = [["flow", *COLUMNS], ["---"] * (1 + len(COLUMNS)), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -19,7 +19,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 Columns = Mapping[str, np.ndarray]
 Gather = Callable[[Columns], Columns]
-"""Row columns [n] of one worker -> those of all workers [N], one worker behind another."""
+"""Concatenates row columns [n] of every worker to [N]."""
 
 
 def rows_alone(columns: Columns) -> Columns:
@@ -34,7 +34,7 @@ def alone(vector: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Packing:
-    """How n sequences lie in one packed column. lengths: int64 [n]; mask: bool [total], tokens that count."""
+    """Layout of n sequences in one packed column. lengths: int64 [n]; mask: bool [total], tokens that count."""
 
     lengths: Tensor
     mask: Tensor
@@ -45,9 +45,7 @@ class Packing:
         mask = torch.as_tensor(mask)
         lengths = torch.as_tensor(lengths).to(mask.device, torch.int64)
         if lengths.numel() and int(lengths.min()) < 0:
-            raise TokenCountError(
-                f"lengths has {int(lengths.min())}: a sequence has no fewer than 0 tokens", key="lengths"
-            )
+            raise TokenCountError(f"lengths has {int(lengths.min())}; every length must be at least 0", key="lengths")
         total = int(lengths.sum())
         if mask.dim() != 1 or lengths.dim() != 1 or total != len(mask):
             raise TokenCountError(
@@ -56,7 +54,7 @@ class Packing:
         return cls(lengths, mask if mask.dtype == torch.bool else mask != 0)
 
     def column(self, name: str, values: Tensor) -> Tensor:
-        """Check that a column has one value a token; TokenCountError names it."""
+        """Check that a column has one value for each token; TokenCountError names it."""
         values = torch.as_tensor(values).to(self.mask.device)
         if values.shape != self.mask.shape:
             raise TokenCountError(
@@ -72,54 +70,55 @@ class Packing:
 
     @cached_property
     def ends(self) -> Tensor:
-        """Index of the last token that counts in each row, int64 [n]; -1 where there is none."""
-        position = torch.where(self.mask, torch.arange(len(self.mask), device=self.mask.device), -1)
-        first = torch.full_like(self.lengths, -1)
-        return first.scatter_reduce(0, self.spread(torch.arange(len(first), device=first.device)), position, "amax")
+        """Index of the last token that counts in each row, int64 [n]; -1 if there is none."""
+        return self._extreme(-1, "amax")
 
     @cached_property
     def firsts(self) -> Tensor:
-        """Index of the first token that counts in each row, int64 [n]; the number of all tokens where there is none."""
-        total = len(self.mask)
-        position = torch.where(self.mask, torch.arange(total, device=self.mask.device), total)
-        last = torch.full_like(self.lengths, total)
-        return last.scatter_reduce(0, self.spread(torch.arange(len(last), device=last.device)), position, "amin")
+        """Index of the first token that counts in each row, int64 [n]; the number of all tokens if there is none."""
+        return self._extreme(len(self.mask), "amin")
+
+    def _extreme(self, none: int, reduce: str) -> Tensor:
+        device = self.mask.device
+        position = torch.where(self.mask, torch.arange(len(self.mask), device=device), none)
+        rows = self.spread(torch.arange(len(self.lengths), device=device))
+        return torch.full_like(self.lengths, none).scatter_reduce(0, rows, position, reduce)
 
     def spread(self, rows: Tensor) -> Tensor:
-        """One value a row [n] -> the same value at each of its tokens [total]."""
+        """Repeat one value for each row [n] at each of its tokens [total]."""
         return torch.repeat_interleave(rows, self.lengths, output_size=len(self.mask))
 
     def masked(self, values: Tensor) -> Tensor:
-        """Values where the mask is 1, and 0 (never NaN * 0) elsewhere."""
+        """Return values where the mask is 1, and 0 (never NaN * 0) elsewhere."""
         return torch.where(self.mask, values, values.new_zeros(()))
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum of a column [total] over the tokens that count in each row [n]; has a gradient."""
+        """Return the sum of a column [total] over the tokens that count in each row [n]; has a gradient."""
         return segment_sum(self.masked(values), self.lengths)
 
     def keep(self, rows: Tensor) -> "Packing":
-        """The same packing with the tokens of the other rows masked. rows: bool [n]."""
+        """Mask the tokens of rows that are not kept. rows: bool [n]."""
         return Packing(self.lengths, self.mask & self.spread(rows))
 
 
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sums of so many values [total] one behind another: [n]; each runs from its first value to its last."""
+    """Return sums of consecutive segments of values [total] with these lengths: [n]; each adds from first to last."""
     return torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True)
 
 
 def token_counts(mask: Tensor, lengths: Tensor) -> Tensor:
-    """Tokens that count in each sequence: int64 [n]."""
+    """Return the tokens that count in each sequence: int64 [n]."""
     return Packing.of(lengths, mask).counts
 
 
 def keep_rows(mask: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
-    """The mask, bool [total], without the tokens of sequences where ``rows`` (bool [n]) is False."""
+    """Return the mask, bool [total], without the tokens of sequences where ``rows`` (bool [n]) is False."""
     packing = Packing.of(lengths, mask)
     return packing.keep(torch.as_tensor(rows).to(packing.mask.device, torch.bool)).mask
 
 
 def discounted_sums(values: Tensor, lengths: Tensor, factor: float | Tensor) -> Tensor:
-    """``y[t] = values[t] + factor * y[t + 1]`` within each row, by doubling: log2(longest row) passes over the column.
+    """Return ``y[t] = values[t] + factor * y[t + 1]`` within each row, by doubling: log2(longest row) passes.
 
     values: [total]; lengths: int64 [n]; factor: one number, or one a token [total] that is constant within a row.
     """
@@ -135,10 +134,10 @@ def discounted_sums(values: Tensor, lengths: Tensor, factor: float | Tensor) -> 
 
 
 def whiten(values: Tensor, reduce: Reduce = alone) -> Tensor:
-    """Values [k] of float64 minus their mean, over the root of their unbiased variance + 1e-8.
+    """Return values [k], float64, minus their mean, over the root of their unbiased variance + 1e-8.
 
-    Mean and variance are those of all workers' values. A single value has no variance and stays as it is. All workers
-    must call it, with as few as zero values.
+    Mean and variance are over all workers' values. A single value stays as it is. All workers must call this, also with
+    no values.
     """
     count, total = reduce(torch.stack([values.new_tensor(float(len(values))), values.sum()]))
     if count < 2:
@@ -149,11 +148,10 @@ def whiten(values: Tensor, reduce: Reduce = alone) -> Tensor:
 
 
 def whiten_rows(values: Tensor, weights: Tensor) -> Tensor:
-    """What ``whiten`` makes of tokens, where all ``weights[i]`` tokens of row i have the value ``values[i]``: [n].
+    """Whiten as ``whiten`` would if all ``weights[i]`` tokens of row i had the value ``values[i]``: [n].
 
-    Float64, rows of the whole batch. Rows of weight 0 enter nothing. Exactly 0 where all values are equal, unless there
-    is one token in all, which stays as it is. Sums run in the order of the numbers, so the order of rows does not
-    matter to the last bit.
+    Float64, rows of the whole batch. Rows of weight 0 have no effect. Exactly 0 where all values are equal; a single
+    token stays as it is. Sums run in the order of the numbers, so the order of rows does not change a bit.
     """
     order = torch.argsort(weights, stable=True)
     order = order[torch.argsort(values[order], stable=True)]
@@ -168,7 +166,7 @@ def whiten_rows(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def _in_order(values: Tensor, order: Tensor) -> Tensor:
-    """Sum of all values [n], one after another."""
+    """Return the sum of all values [n], added one after another."""
     whole = torch.full((1,), len(order), dtype=torch.int64, device=order.device)
     return segment_sum(values[order], whole)[0]
 
@@ -204,7 +202,7 @@ class Groups:
         return torch.bincount(self.index)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum of a value a row [n] over the valid rows of each row's group."""
+        """Return the sum of a row value [n] over the valid rows of each row's group."""
         values = torch.where(self.valid, values, values.new_zeros(()))
         return segment_sum(values[self.order], self._rows)[self.index]
 
@@ -228,7 +226,7 @@ class Groups:
         return self.greatest(self.scores) <= -self.greatest(-self.scores)
 
     def greatest(self, values: Tensor) -> Tensor:
-        """The greatest value [n] of the valid rows of each row's group; -inf where there is none."""
+        """Return the greatest value [n] of the valid rows of each row's group; -inf if there is none."""
         values = torch.where(self.valid, values, -torch.inf)
         groups = torch.full_like(self._rows, 0, dtype=values.dtype) - torch.inf
         return groups.scatter_reduce(0, self.index, values, "amax")[self.index]

@@ -1,4 +1,4 @@
-"""How good a policy is by samples: pass@k, avg@k, and how sure that is (95 % intervals over prompts).
+"""pass@k and avg@k of a policy with 95 % confidence intervals over prompts.
 
 Sources: pass@k of Chen et al. 2021 (arXiv 2107.03374); Wilson 1927; expanded percentile bootstrap of Hesterberg 2015
 (arXiv 1411.5279). Random numbers are counted, so the same values and seed give the same interval, bit for bit.
@@ -15,13 +15,13 @@ from tilth.core.random import stream
 
 RESAMPLES = 2000
 LARGE = 20_000
-"""From this many prompts on, a mean is normal to within what a bootstrap of this size could tell."""
+"""Number of prompts from which the normal interval replaces the bootstrap; they agree within its error."""
 _CHUNK = 1 << 22
 """Draws at a time: 32 MiB of indices."""
 
 
 class Interval(NamedTuple):
-    """A mean over prompts and its confidence interval; NaN where nothing can be said."""
+    """Mean over prompts and its confidence interval; NaN if undefined."""
 
     value: float
     low: float
@@ -29,7 +29,8 @@ class Interval(NamedTuple):
 
 
 def pass_at_k(right: np.ndarray, known: np.ndarray, k: int) -> np.ndarray:
-    """Chance that at least one of ``k`` samples is right, estimated without bias from ``known`` >= k samples.
+    """Return the chance that at least one of ``k`` samples is right, estimated without bias from ``known`` >= k
+    samples.
 
     right, known: integers [P], right samples and samples of each prompt. float64 [P]: 1 - C(n-c, k) / C(n, k), as a
     product of k factors, so that nothing overflows; NaN for a prompt with fewer than k samples. ValueError for k < 1.
@@ -44,7 +45,7 @@ def pass_at_k(right: np.ndarray, known: np.ndarray, k: int) -> np.ndarray:
 
 
 def avg_at_k(values: np.ndarray, k: int) -> np.ndarray:
-    """Mean of the first ``k`` known values of each prompt. values: [P, n], NaN: missing. float64 [P], NaN: fewer."""
+    """Return the mean of the first ``k`` known values of each prompt: [P, n], NaN missing -> float64 [P], NaN fewer."""
     if k < 1:
         raise ArgumentError(f"k={k}: avg@k needs k of at least 1", key="k")
     known = ~np.isnan(values)
@@ -53,10 +54,10 @@ def avg_at_k(values: np.ndarray, k: int) -> np.ndarray:
 
 
 def interval(values: np.ndarray, seed: int = 0, level: float = 0.95) -> Interval:
-    """Mean and confidence interval of a value for each prompt ([P]; NaN is left out), prompts being a random sample.
+    """Return mean and confidence interval of one value for each prompt ([P]; NaN is left out).
 
-    Values that are all 0 or 1 are a count, and get Wilson's interval, which holds for few prompts and for shares near 0
-    and 1 too; others a bootstrap over prompts, or for very many the normal interval.
+    Prompts are taken as a random sample. Values that are all 0 or 1 get Wilson's interval, which also holds for few
+    prompts and for shares near 0 and 1; others a bootstrap over prompts, or for very many the normal interval.
     """
     known = values[~np.isnan(values)].astype(np.float64)
     if not len(known):

@@ -27,7 +27,7 @@ TokenLosses = tuple[Tensor, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss sees: packed columns [total], 0 at masked positions. Only ``logprobs`` has a gradient."""
+    """Input of a loss: packed columns [total], 0 at masked positions. Only ``logprobs`` has a gradient."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -35,7 +35,7 @@ class LossInputs:
     packing: Packing
     columns: Mapping[str, Tensor]
     thresholds: Mapping[str, float] = field(default_factory=dict)
-    """What the first pass over the whole batch found, for losses that have one."""
+    """Results of the first pass over the whole batch, for losses that have one."""
 
     @cached_property
     def log_ratio(self) -> Tensor:
@@ -48,7 +48,7 @@ class LossInputs:
         return self.log_ratio.exp()
 
     def row_mean(self, values: Tensor) -> Tensor:
-        """Mean of a column [total] over the tokens of each row that count, [n]; 0 where there is none."""
+        """Return the mean of a column [total] over the tokens of each row that count, [n]; 0 of a row without any."""
         return self.packing.sum(values) / self.packing.counts.clamp(min=1).to(values.dtype)
 
 
@@ -60,41 +60,48 @@ class PolicyLoss(Entry):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Log-probs of now and of the policy that the ratio is taken to, and advantages."""
+        """Columns that every loss needs, and ``ref_logprobs`` for a KL penalty."""
         needed = ("logprobs", "old_logprobs", "advantages")
         return (*needed, "ref_logprobs") if self.kl_coef else needed
 
     @property
     def scope(self) -> Scope:
-        """A first pass needs the moments of the global batch."""
+        """Global moments for a loss with a first pass, else tokens alone."""
         return "global moments" if self.first_pass else "token-local"
 
     @property
     def aggregation(self) -> str:
-        """The aggregation it was published with: what it gets where none is asked for."""
+        """Aggregation that the loss was published with; the default."""
         return "token-mean"
 
     @property
     def takes_ratio(self) -> bool:
-        """Whether the ratio to the old policy is in the loss: where that is the policy that sampled, importance weights
+        """True if the loss contains the ratio to the old policy. If that is the policy that sampled, importance weights
         towards it would correct twice."""
         return True
 
     @property
     def first_pass(self) -> bool:
-        """Whether it needs ``tilth.rl.thresholds`` over the whole batch before the split into micro-batches."""
+        """True if the loss needs ``tilth.rl.thresholds`` over the whole batch before the split into micro-batches."""
         return False
 
     def model_post_init(self, context: Any) -> None:
-        """An unknown KL form is named before the run starts."""
+        """Raise RecipeError for an unknown form of the KL penalty, and for a bound on the ratio between 0 and 1."""
         lookup("kl", self.kl)
+        for option in ("cap", "dual_clip"):
+            value = getattr(self, option, None)
+            if value and value < 1:
+                raise RecipeError(
+                    f"{self.entry_name}: {option} = {value}: it must be at least 1, or 0 for none",
+                    key=f"{self.entry_name}.{option}",
+                )
 
     def tokens(self, step: LossInputs) -> TokenLosses:
-        """Loss of each token, and columns [total] whose mean over the tokens that count is a metric."""
+        """Return the loss of each token, and columns [total] whose mean over the tokens that count is a metric."""
         raise NotImplementedError
 
     def thresholds(self, step: LossInputs, reduce: Reduce, gather: Gather) -> dict[str, float]:
-        """The first pass: numbers that are the same on all workers, whatever the split. Without gradients."""
+        """Run the first pass: return numbers that are equal on all workers, whatever the split. Without gradients."""
         return {}
 
 
@@ -105,16 +112,10 @@ class ClippedLoss(PolicyLoss):
     clip_high: float = Field(0.2, ge=0, description="upper clip range of the ratio")
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> TokenLosses:
-        """PPO's surrogate max(-A r, -A clip(r)), and the tokens whose gradient the clips take away."""
+        """Return PPO's surrogate max(-A r, -A clip(r)), and masks of the tokens whose gradient the clips remove."""
         low, high = 1 - self.clip_low, 1 + self.clip_high
         loss = (-advantages * ratio).maximum(-advantages * ratio.clamp(low, high))
         return loss, {"clip_low": (advantages < 0) & (ratio < low), "clip_high": (advantages > 0) & (ratio > high)}
-
-
-def at_least_one(name: str, option: str, value: float | None) -> None:
-    """RecipeError unless a bound on the ratio is none (None or 0) or at least 1."""
-    if value and value < 1:
-        raise RecipeError(f"{name}: {option} = {value}: it must be at least 1, or 0 for none", key=f"{name}.{option}")
 
 
 @register("losses", "ppo_clip")
@@ -126,13 +127,7 @@ class PpoClip(ClippedLoss):
 
     dual_clip: float | None = Field(None, ge=0, description="bound on the ratio where A < 0, at least 1; 0: none")
 
-    def model_post_init(self, context: Any) -> None:
-        """dual_clip is 0 or at least 1."""
-        super().model_post_init(context)
-        at_least_one("ppo_clip", "dual_clip", self.dual_clip)
-
     def tokens(self, step: LossInputs) -> TokenLosses:
-        """Loss of each token; shares of tokens whose gradient the clips take away."""
         ratio, advantages = step.ratio, step.advantages
         loss, clipped = self.clipped(ratio, advantages)
         if self.dual_clip:
@@ -151,18 +146,11 @@ class Reinforce(PolicyLoss):
 
     cap: float | None = Field(None, ge=0, description="bound on the importance weight, at least 1; 0: no weight")
 
-    def model_post_init(self, context: Any) -> None:
-        """The cap is 0 or at least 1."""
-        super().model_post_init(context)
-        at_least_one("reinforce", "cap", self.cap)
-
     @property
     def takes_ratio(self) -> bool:
-        """With ``cap``, as a weight."""
         return bool(self.cap)
 
     def tokens(self, step: LossInputs) -> TokenLosses:
-        """Loss of each token; share of tokens whose weight is held at the cap."""
         loss = -step.advantages * step.logprobs
         if not self.cap:
             return loss, {}
@@ -179,7 +167,6 @@ class GpgLoss(PolicyLoss):
     takes_ratio: ClassVar[bool] = False
 
     def tokens(self, step: LossInputs) -> TokenLosses:
-        """Loss of each token."""
         return -step.advantages * step.logprobs, {}
 
 
@@ -196,13 +183,7 @@ class Cispo(PolicyLoss):
     clip_high: float = Field(0.2, ge=0, description="upper clip range of the weight")
     cap: float | None = Field(None, ge=0, description="greatest weight, in place of both clips; 0: none")
 
-    def model_post_init(self, context: Any) -> None:
-        """The cap is 0 or at least 1."""
-        super().model_post_init(context)
-        at_least_one("cispo", "cap", self.cap)
-
     def tokens(self, step: LossInputs) -> TokenLosses:
-        """Loss of each token; shares of tokens whose weight is held at a bound, whatever the advantage."""
         low, high = (0.0, self.cap) if self.cap else (1 - self.clip_low, 1 + self.clip_high)
         weight = step.ratio.detach().clamp(low, high)
         held = {"clip_low": step.ratio < low, "clip_high": step.ratio > high}
@@ -219,7 +200,6 @@ class Sapo(PolicyLoss):
     aggregation: ClassVar[str] = "seq-mean-token-mean"
 
     def tokens(self, step: LossInputs) -> TokenLosses:
-        """Loss of each token."""
         tau = torch.full_like(step.advantages, self.tau_neg).masked_fill(step.advantages > 0, self.tau_pos)
         return -step.advantages * torch.sigmoid(tau * (step.ratio - 1)) * 4 / tau, {}
 
@@ -235,7 +215,6 @@ class Dro(PolicyLoss):
     beta: float = Field(0.05, gt=0, description="weight of the square of the log-ratio")
 
     def tokens(self, step: LossInputs) -> TokenLosses:
-        """Loss of each token."""
         return -step.advantages * step.logprobs + 0.5 * self.beta * step.log_ratio.square(), {}
 
 
@@ -247,17 +226,11 @@ class _Dppo(PolicyLoss):
 
     cap: float | None = Field(20.0, ge=0, description="bound on the weight, at least 1 (3 in verl's recipes); 0: none")
 
-    def model_post_init(self, context: Any) -> None:
-        """The cap is 0 or at least 1."""
-        super().model_post_init(context)
-        at_least_one("dppo", "cap", self.cap)
-
     def outside(self, now: Tensor, old: Tensor, step: LossInputs) -> tuple[Tensor, Tensor]:
-        """bool [total] each: probability is too far below, and too far above that of the old policy."""
+        """Return bool [total] twice: probability too far below, and too far above that of the old policy."""
         raise NotImplementedError
 
     def tokens(self, step: LossInputs) -> TokenLosses:
-        """Loss of each token; shares of tokens left out where A <= 0 and A > 0, and at the cap."""
         now, old, positive = step.logprobs.detach().exp(), step.old_logprobs.exp(), step.advantages > 0
         below, above = self.outside(now, old, step)
         left_out = {"clip_low": ~positive & below, "clip_high": positive & above}
@@ -275,7 +248,6 @@ class DppoTv(_Dppo):
     tv_high: float = Field(0.15, ge=0, description="how far the probability of a token may rise where A > 0")
 
     def outside(self, now: Tensor, old: Tensor, step: LossInputs) -> tuple[Tensor, Tensor]:
-        """By the difference of probabilities."""
         return now - old < -self.tv_low, now - old > self.tv_high
 
 
@@ -287,7 +259,6 @@ class DppoKl(_Dppo):
     kl_high: float = Field(0.05, ge=0, description="KL (nats) up to which a probability may rise where A > 0")
 
     def outside(self, now: Tensor, old: Tensor, step: LossInputs) -> tuple[Tensor, Tensor]:
-        """By the binary KL and the direction."""
         others = torch.log(((1 - old).clamp(min=0) + 1e-8) / ((1 - now).clamp(min=0) + 1e-8))
         kl = -old * step.log_ratio.detach() + (1 - old) * others
         return (kl > self.kl_low) & (now < old), (kl > self.kl_high) & (now > old)
@@ -297,13 +268,18 @@ DEFAULT_SHARE = 2e-4
 
 
 def covariance(step: LossInputs, means: dict[str, float]) -> Tensor:
-    """Of each token, float64 [total], constant. means: of ``advantages`` and ``logprobs`` over the global batch."""
+    """Return the covariance of each token, float64 [total], detached.
+
+    It is (A - mean A)(log pi - mean log pi) with means over all tokens of the global batch; where it is large, the
+    update takes entropy away (Cui 2025, The Entropy Mechanism, 2505.22617). verl takes means and best tokens of each
+    micro-batch; here a first pass finds means and a threshold, so the split has no effect.
+    """
     moved = step.logprobs.detach().double() - means["mean_logprob"]
     return (step.advantages.double() - means["mean_advantage"]) * moved
 
 
 def centres(step: LossInputs, tokens: int, gather: Gather) -> dict[str, float]:
-    """Means over the global batch. Sums of rows are gathered and rounded once: the same bits for every split."""
+    """Return means over the global batch. Sums of rows are gathered and rounded once: the same bits for every split."""
     packing = step.packing
     own = {"mean_advantage": packing.sum(step.advantages.double()), "mean_logprob": packing.sum(step.logprobs.double())}
     every = gather({name: column.detach().cpu().numpy() for name, column in own.items()})
@@ -311,16 +287,18 @@ def centres(step: LossInputs, tokens: int, gather: Gather) -> dict[str, float]:
 
 
 def total(mask: Tensor, reduce: Reduce) -> int:
-    """True values of all workers."""
+    """Count the true values of all workers."""
     (count,) = reduce(mask.sum(dtype=torch.float64).reshape(1))
     return int(count)
 
 
 def greatest(own: Tensor, k: int, reduce: Reduce, gather: Gather) -> dict[str, float]:
-    """What tells the k greatest of all workers' values from the others: ``at``, and the ``share`` of those equal to it.
+    """Return the threshold ``at`` of the k greatest of all workers' values, and the ``share`` of the values equal to
+    it.
 
-    It lies between the k-th and the next, so that log-probs that are computed again, a rounding apart, choose the same
-    tokens; where both are equal, there, and a share of the equal ones belongs to the k.
+    The threshold lies between the k-th and the next value, so that log-probs computed again with another rounding
+    choose the same tokens. Where both are equal it is that value, and each token at it is chosen by the same share, so
+    that exactly k are chosen.
 
     own: float64 [any number]; k: at most their number over all workers; 0: nothing is chosen.
     """
@@ -333,7 +311,7 @@ def greatest(own: Tensor, k: int, reduce: Reduce, gather: Gather) -> dict[str, f
 
 
 def chosen(values: Tensor, found: dict[str, float]) -> Tensor:
-    """How far each token is chosen, float64: 1 above the threshold, its share at it, 0 below."""
+    """Return how far each token is chosen, float64: 1 above the threshold, its share at it, 0 below."""
     return torch.where(values == found["at"], found["share"], (values > found["at"]).double())
 
 
@@ -342,8 +320,7 @@ class ClipCov(ClippedLoss):
     """PPO's clip; of the tokens whose covariance lies between two bounds, a few at random count nothing (Clip-Cov).
 
     Of all tokens, ``cov_share`` are chosen (at least one, at most all that are eligible: covariance inside the bounds,
-    not clipped already), those with the greatest of the given counted random numbers. Bounds and share are those of the
-    authors and of verl (2505.22617). verl chooses the share of each micro-batch, at least one in each.
+    not clipped already), those with the greatest counted random numbers. Bounds and share are the authors' and verl's.
     """
 
     cov_share: float = Field(DEFAULT_SHARE, gt=0, le=1, description="share of all tokens that is chosen")
@@ -352,13 +329,11 @@ class ClipCov(ClippedLoss):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Random numbers of tokens too."""
         return (*super().needs, "uniforms")
 
     first_pass: ClassVar[bool] = True
 
     def thresholds(self, step: LossInputs, reduce: Reduce, gather: Gather) -> dict[str, float]:
-        """Means and the k-th greatest random number of eligible tokens."""
         tokens = total(step.packing.mask, reduce)
         means = centres(step, tokens, gather)
         eligible = self._eligible(step, means)
@@ -367,7 +342,6 @@ class ClipCov(ClippedLoss):
         return means | greatest(step.columns["uniforms"].double()[eligible], k, reduce, gather)
 
     def tokens(self, step: LossInputs) -> TokenLosses:
-        """Loss of each token; shares of tokens clipped and chosen."""
         loss, shares = self.clipped(step.ratio, step.advantages)
         found = dict(step.thresholds)
         few = torch.where(self._eligible(step, found), chosen(step.columns["uniforms"].double(), found), 0.0)
@@ -394,14 +368,12 @@ class KlCov(PolicyLoss):
     first_pass: ClassVar[bool] = True
 
     def thresholds(self, step: LossInputs, reduce: Reduce, gather: Gather) -> dict[str, float]:
-        """Means and the k-th greatest covariance."""
         tokens = total(step.packing.mask, reduce)
         means = centres(step, tokens, gather)
         k = min(max(int(self.cov_share * tokens), 1), tokens)
         return means | greatest(covariance(step, means)[step.packing.mask], k, reduce, gather)
 
     def tokens(self, step: LossInputs) -> TokenLosses:
-        """Loss of each token; share of tokens chosen."""
         found = dict(step.thresholds)
         few = chosen(covariance(step, found), found)
         loss = -step.advantages * step.ratio + self.cov_coef * few.to(step.ratio.dtype) * step.log_ratio.abs()
@@ -428,7 +400,6 @@ class Gspo(ClippedLoss):
     aggregation: ClassVar[str] = "seq-mean-token-mean"
 
     def tokens(self, step: LossInputs) -> TokenLosses:
-        """Loss of each token; shares of tokens whose row the clips take away."""
         log_row = step.packing.spread(step.row_mean(step.log_ratio.detach()))
         log_row = log_row + step.log_ratio - step.log_ratio.detach()
         return self.clipped(log_row.clamp(max=LOG_SEQUENCE_RATIO_BOUND).exp(), step.advantages)
@@ -454,7 +425,6 @@ class GeoMean(PolicyLoss):
     aggregation: ClassVar[str] = "seq-mean-token-mean"
 
     def tokens(self, step: LossInputs) -> TokenLosses:
-        """The row's loss at each of its tokens; shares of tokens whose log-ratio is held at a bound."""
         a, d = step.advantages, step.log_ratio
         held = torch.where(a > 0, d.clamp(max=self.clip_high), d.clamp(min=-self.clip_low))
         mean = step.row_mean(torch.where(a == 0, 0.0, held))  # a token without an advantage has no side

@@ -1,8 +1,8 @@
-"""Preference losses: how the scores of a chosen and a rejected answer become a loss, its gradient and metrics.
+"""Preference losses: from the scores of a chosen and a rejected answer to a loss, its gradient and metrics.
 
-A score is one number for each answer: the sum of its log-probs (DPO and its variants), or what a reward model says of
-it (Bradley-Terry). A loss is a function of those alone, so two passes over the tokens give its exact gradient: one
-without a gradient finds the scores of all pairs, ``preference_loss`` the derivative of the loss by each score, and a
+A score is one number for each answer: the sum of its log-probs (DPO and its variants) or the output of a reward model
+(Bradley-Terry). A loss is a function of scores alone, so two passes over the tokens give its exact gradient: one
+without a gradient computes the scores of all pairs, ``preference_loss`` the derivative of the loss by each score, and a
 second one adds up derivative times gradient of score in any split, over micro-batches and workers alike.
 """
 
@@ -19,12 +19,12 @@ from tilth.rl.metrics import Metric
 from tilth.rl.registry import Entry, Scope, build, register
 
 Scores = Literal["logprobs", "rewards"]
-"""What is compared: summed log-probs of answers, or the outputs of a reward model."""
+"""Kind of scores: summed log-probs of answers, or outputs of a reward model."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """One side of m pairs. scores: float64 [m]; reference: the same of the reference model; counts: tokens, float64."""
+    """One side of m pairs. scores: float64 [m]; reference: scores of the reference model; counts: tokens, float64."""
 
     scores: Tensor
     reference: Tensor
@@ -33,8 +33,11 @@ class Answers:
 
 @dataclass(frozen=True)
 class PreferenceResult:
-    """loss: float64, the weighted sum over pairs; losses [m], before weights; chosen, rejected [m]: derivatives of the
-    loss by the scores. Everything is float64 and detached."""
+    """Result of ``preference_loss``, float64, detached.
+
+    loss: weighted sum over pairs; losses [m]: before weights; chosen, rejected [m]: derivatives of the loss by the
+    scores.
+    """
 
     loss: Tensor
     losses: Tensor
@@ -48,20 +51,19 @@ class PreferenceLoss(Entry):
 
     @property
     def scope(self) -> Scope:
-        """Rows: the scores of both answers, wherever their tokens are."""
         return "rows"
 
     @property
     def compares(self) -> Scores:
-        """What its scores are."""
+        """Kind of scores that the loss compares."""
         return "logprobs"
 
     def rewards(self, answers: Answers) -> Tensor:
-        """The reward of each answer, differentiable in its score: [m]."""
+        """Return the reward of each answer, differentiable in its score: [m]."""
         raise NotImplementedError
 
     def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
-        """The loss of each pair from both rewards: [m]. margins: by how much chosen should be ahead, of the data."""
+        """Return the loss of each pair from both rewards: [m]. margins: how far chosen should be ahead (data)."""
         raise NotImplementedError
 
 
@@ -75,25 +77,28 @@ class Implicit(PreferenceLoss):
     needs: ClassVar[tuple[str, ...]] = ("ref_logprobs",)
 
     def rewards(self, answers: Answers) -> Tensor:
-        """beta * (sum of log-probs - that of the reference), over the number of tokens where averaged."""
         apart = answers.scores - answers.reference
         return self.beta * (apart / answers.counts if self.average else apart)
 
 
+class _Smoothed(PreferenceLoss):
+    """Logistic loss of the difference of rewards, smoothed."""
+
+    margin: float = Field(0.0, description="by how much the chosen answer's reward should be ahead")
+    smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of the labels that are taken to be wrong")
+
+    def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
+        right, wrong = _logistic(chosen - rejected - self.margin - margins)
+        return (1 - self.smoothing) * right + self.smoothing * wrong
+
+
 @register("preferences", "sigmoid")
-class Sigmoid(Implicit):
+class Sigmoid(_Smoothed, Implicit):
     """DPO (arXiv 2305.18290, eq. 7): -log sigmoid(x), x the difference of implicit rewards.
 
     smoothing: the share e of labels taken to be wrong (conservative DPO), (1 - e) L(x) + e L(-x). average: DPO with
     normalised lengths (TRL's sigmoid_norm). margin, or a column of it: DPO with an offset (arXiv 2402.10571, eq. 8).
     """
-
-    smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of the labels that are taken to be wrong")
-
-    def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
-        """Smoothed logistic loss."""
-        right, wrong = _logistic(chosen - rejected - self.margin - margins)
-        return (1 - self.smoothing) * right + self.smoothing * wrong
 
 
 @register("preferences", "robust")
@@ -103,7 +108,6 @@ class Robust(Implicit):
     smoothing: float = Field(0.1, ge=0, lt=0.5, description="share of the labels that are wrong")
 
     def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
-        """Unbiased logistic loss under flipped labels."""
         right, wrong = _logistic(chosen - rejected - self.margin - margins)
         return ((1 - self.smoothing) * right - self.smoothing * wrong) / (1 - 2 * self.smoothing)
 
@@ -113,7 +117,6 @@ class Hinge(Implicit):
     """max(0, 1 - x) (SLiC-HF, arXiv 2305.10425, by implicit rewards as in arXiv 2309.06657)."""
 
     def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
-        """Hinge of the difference."""
         return torch.relu(1 - (chosen - rejected - self.margin - margins))
 
 
@@ -130,20 +133,19 @@ class Ipo(PreferenceLoss):
     needs: ClassVar[tuple[str, ...]] = ("ref_logprobs",)
 
     def rewards(self, answers: Answers) -> Tensor:
-        """beta * the mean log-ratio of a token."""
         return self.beta * (answers.scores - answers.reference) / answers.counts
 
     def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
-        """Squared distance to the aim; RecipeError where the data has margins."""
         if (margins != 0).any():
             raise RecipeError(
-                "ipo aims at a difference of its own, 1 / (2 beta): leave the column margin out", key="margin"
+                "ipo has its own margin, 1 / (2 beta), and takes none from the data; remove the column margin",
+                key="margin",
             )
         return ((chosen - rejected) / self.beta - 1 / (2 * self.beta)) ** 2
 
 
 @register("preferences", "simpo")
-class SimPo(PreferenceLoss):
+class SimPo(_Smoothed):
     """SimPO (arXiv 2405.14734, eq. 6): -log sigmoid(beta * (mean log-prob of chosen - of rejected) - margin).
 
     No reference. margin: the paper's gamma (0.3 to 1.6 with beta 2 to 2.5); TRL's CPO writes the same.
@@ -151,16 +153,9 @@ class SimPo(PreferenceLoss):
 
     beta: float = Field(2.0, gt=0, description="scale of the reward, a token's mean log-prob")
     margin: float = Field(0.0, description="gamma: by how much the chosen answer's reward should be ahead")
-    smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of the labels that are taken to be wrong")
 
     def rewards(self, answers: Answers) -> Tensor:
-        """beta * a token's mean log-prob."""
         return self.beta * answers.scores / answers.counts
-
-    def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
-        """Smoothed logistic loss."""
-        right, wrong = _logistic(chosen - rejected - self.margin - margins)
-        return (1 - self.smoothing) * right + self.smoothing * wrong
 
 
 @register("preferences", "bradley_terry")
@@ -177,22 +172,20 @@ class BradleyTerry(PreferenceLoss):
     compares: ClassVar[Scores] = "rewards"
 
     def rewards(self, answers: Answers) -> Tensor:
-        """The score itself."""
         return answers.scores
 
     def losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
-        """Logistic loss and what centres it."""
         right, _ = _logistic(chosen - rejected - self.margin - margins)
         return right + self.centring * (chosen + rejected) ** 2
 
 
 def _logistic(x: Tensor) -> tuple[Tensor, Tensor]:
-    """L(x) and L(-x), L(x) = -log sigmoid(x)."""
+    """Return L(x) and L(-x), L(x) = -log sigmoid(x)."""
     return -F.logsigmoid(x), -F.logsigmoid(-x)
 
 
 def pair_weights(prompts: Tensor) -> Tensor:
-    """Weight of each pair, float64 [m], together 1: a prompt weighs as much as any other, however many pairs it has.
+    """Return the weight of each pair, float64 [m], sum 1: every prompt has the same weight, however many pairs it has.
 
     prompts: any integers [m], equal where the prompt is. (arXiv 2203.02155, section 3.5: all pairs of a prompt are one
     element of the batch, or the model overfits.)
@@ -213,7 +206,7 @@ def preference_loss(
     sft: float = 0.0,
     **options: Any,
 ) -> PreferenceResult:
-    """The loss of m pairs and its derivatives by the scores of their answers.
+    """Return the loss of m pairs and its derivatives by the scores of their answers.
 
     Args:
         name: one of ``names()["preferences"]``; options: its fields.

@@ -1,4 +1,4 @@
-"""The registry of algorithms: each entry is a small immutable class that states what it needs, its options and scope.
+"""Registry of algorithms: each entry is a small immutable class that declares what it needs, its options and scope.
 
 An option is a pydantic field (type, range, default, description), so a wrong one is named before the run starts.
 """
@@ -15,8 +15,7 @@ from tilth.core.errors import ArgumentError, PluginError, RecipeError
 Kind = Literal["advantages", "losses", "aggregations", "kl", "preferences", "corrections"]
 Scope = Literal["rows", "token-local", "global moments", "group-local", "group tokens"]
 """What one call must see: rows of the whole batch without tokens (controller); any part of the tokens; any part, plus a
-sum over all workers; whole groups; or any part, plus the tokens of others in groups that lie on several workers (which
-are few where the batch is divided by groups)."""
+sum over all workers; whole groups; or any part, plus tokens of other workers in groups that lie on several."""
 
 
 class Entry(BaseModel):
@@ -24,21 +23,21 @@ class Entry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     entry_name: ClassVar[str] = ""
-    """The name that it is registered by."""
+    """Name in the registry."""
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Columns it cannot work without, with these options."""
+        """Columns that the entry needs, with these options."""
         return ()
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """Columns that it uses where they are there, and does without where not."""
+        """Columns that the entry uses if they exist."""
         return ()
 
     @property
     def scope(self) -> Scope:
-        """What one call must see, with these options."""
+        """Scope of the entry, with these options."""
         return "token-local"
 
 
@@ -47,7 +46,7 @@ _ENTRIES: dict[Kind, dict[str, type[Entry]]] = {kind: {} for kind in get_args(Ki
 
 
 def register(kind: Kind, name: str) -> Callable[[type[E]], type[E]]:
-    """Class decorator: make an entry known by ``name``. A name is given once (ValueError)."""
+    """Register a class under ``name`` (decorator). Raises ArgumentError if the name is taken."""
 
     def add(entry: type[E]) -> type[E]:
         if name in _ENTRIES[kind]:
@@ -61,16 +60,16 @@ def register(kind: Kind, name: str) -> Callable[[type[E]], type[E]]:
 
 DECLARED_AS: dict[Kind, plugins.Kind] = {"advantages": "advantage", "losses": "policy_loss"}
 _BUILT: dict[tuple[Kind, str], tuple[plugins.Declaration, type[Entry]]] = {}
-"""Entries made of declarations of plugins, each with its declaration: one that is declared anew is made anew."""
+"""Entries made of plugins' declarations; a new declaration of a name makes a new entry."""
 
 
 def registered(kind: Kind) -> dict[str, type[Entry]]:
-    """Name -> class, in order of registration; those that plugins declare come last. Raises PluginError."""
+    """Return name -> class in order of registration, plugins' entries last. Raises PluginError."""
     found = dict(_ENTRIES[kind])
     for name, declaration in plugins.declared(DECLARED_AS[kind]).items() if kind in DECLARED_AS else ():
         if name in found:
             raise PluginError(
-                f"{declaration.title} has the name of one that comes with Tilth; choose another name",
+                f"{declaration.title} has the name of a built-in entry; choose another name",
                 key=f"{declaration.name}.name",
             )
         built = _BUILT.get((kind, name))
@@ -89,7 +88,7 @@ def _entry_of(kind: Kind, declaration: plugins.Declaration) -> type[Entry]:
 
 
 def lookup(kind: Kind, name: str) -> type[Entry]:
-    """The class of this name; RecipeError with the nearest name."""
+    """Return the class of this name; RecipeError with the nearest name."""
     table = registered(kind)
     if name not in table:
         raise RecipeError(f"{kind}: no {name!r}{nearest(name, table)}", key=kind)
@@ -97,14 +96,14 @@ def lookup(kind: Kind, name: str) -> type[Entry]:
 
 
 def build(kind: Kind, name: str | E, options: Mapping[str, Any], known: type[E]) -> E:
-    """The entry with its options checked; RecipeError names a wrong option, its value and what would be right.
+    """Return the entry with its options checked; RecipeError names a wrong option, its value and what would be right.
 
-    name: or an entry that is built already, which takes no options.
+    name: or a built entry, which takes no options.
     """
     if isinstance(name, Entry):
         if options:
             raise RecipeError(
-                f"{name.entry_name}: its options are set already, so {min(options)} is none to give",
+                f"{name.entry_name} is a built entry and takes no option {min(options)!r}; build it with that option",
                 key=f"{name.entry_name}.{min(options)}",
             )
         return name
@@ -122,26 +121,24 @@ def build(kind: Kind, name: str | E, options: Mapping[str, Any], known: type[E])
         raise RecipeError(f"{name}: {where} = {first['input']!r}: {first['msg']}", key=f"{name}.{where}") from None
     if not isinstance(built, known):
         raise RecipeError(
-            f"{kind}: {name!r} is registered as {entry.__name__}, which is no {known.__name__}", key=f"{kind}.{name}"
+            f"{kind}: {name!r} is registered as {entry.__name__}, which is not a {known.__name__}", key=f"{kind}.{name}"
         )
     return built
 
 
 def require(entry: Entry, columns: Iterable[str]) -> None:
-    """RecipeError unless every column that the entry needs is there; of parts of a reward it names those that are."""
+    """Raise RecipeError unless every needed column exists; for a part of the reward, list the known parts."""
     columns = set(columns)
     missing = [c for c in entry.needs if c not in columns]
     if missing:
         part = missing[0].partition("part/")[2]
         parts = sorted(c.removeprefix("part/") for c in columns if part and c.startswith("part/"))
         hint = nearest(part, parts) if parts else ""
-        raise RecipeError(
-            f"{entry.entry_name} needs the column {missing[0]!r}, which is not there{hint}", key=missing[0]
-        )
+        raise RecipeError(f"{entry.entry_name} needs the column {missing[0]!r}, which is missing{hint}", key=missing[0])
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """End of an error message: the nearest known name, or all of them."""
+    """Return the end of an error message: the nearest known name, or all of them."""
     known = list(known)
     close = difflib.get_close_matches(name, known, 1, 0.5)
     if close:

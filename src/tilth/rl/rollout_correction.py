@@ -1,21 +1,21 @@
-"""Corrections for samples of another policy than the one that learns: weights, and a mask of what to leave out.
+"""Corrections for samples of another policy than the one that learns: importance weights and rejection.
 
-mu is the rollout engine's policy, which sampled; old the trainer's at the start of the update; theta what it becomes.
-Decoupled (three policies): the loss takes its ratio theta / old and each token is weighted with old / mu. Bypass (two):
-the loss takes its ratio to mu. All is computed once for a batch, in float64, and is constant.
+mu is the rollout engine's policy, which sampled; old the trainer's at the start of the update; theta the policy under
+update. Decoupled (three policies): the loss takes its ratio theta / old and each token has the weight old / mu. Bypass
+(two): the loss takes its ratio to mu. Everything is computed once for a batch, in float64, and is constant.
 
 Presets are those of verl's rollout correction (Liu et al. 2025, "When Speed Kills Stability"), over one set of options.
 Weights: truncated (TIS), zero outside of an interval (IcePop), tokens or sequences left out (masked, MIS). Rejection by
 statistics of k1, k2, k3, and of sequences with a negative advantage, after the mask of DeepSeek-V3.2 (2512.02556).
 
-That mask compares mu with theta at each optimizer step, so it also leaves out what the policy has moved away from
-since; ``reject_negative`` compares mu with old, once, so it sees the gap to the engine (and staleness) alone. The two
-are the same at the first step on a batch. Denominators, which have to be known before the first micro-batch, are why.
+That mask compares mu with theta at each optimizer step; ``reject_negative`` compares mu with old, once, because the
+denominators must be known before the first micro-batch. The two agree at the first step on a batch.
 """
 
 import math
+from copy import copy
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, create_model
@@ -32,12 +32,12 @@ Threshold = float | tuple[float, float]
 
 @dataclass(frozen=True)
 class Correction:
-    """What ``correct`` found. A constant: nothing here has a gradient."""
+    """Result of ``correct``; nothing in it has a gradient."""
 
     weights: Tensor | None
-    """[total], to be multiplied with the loss of each token, 0 where the given mask is; None: 1 everywhere."""
+    """[total], factors of each token's loss, 0 where the given mask is; None: 1 everywhere."""
     mask: Tensor
-    """bool [total]: the given mask without the tokens that were rejected. Denominators of the loss are made of it."""
+    """bool [total]: the given mask without rejected tokens; the loss's denominators count it."""
     bypass: bool
     """The loss takes its ratio to ``rollout_logprobs`` instead of ``old_logprobs``."""
     metrics: dict[str, Metric]
@@ -46,8 +46,8 @@ class Correction:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a correction sees. gap: None where the trainer's log-probs are not there; advantages: float64 [total];
-    versions: integers [total], of the policy that chose each token."""
+    """Input of a correction. gap: None without the trainer's log-probs; advantages: float64 [total]; versions: integers
+    [total], of the policy that chose each token."""
 
     packing: Packing
     gap: Gap | None
@@ -58,69 +58,58 @@ class Sampled:
 
 
 class CorrectionRule(Entry):
-    """A correction: which weights, which tokens are left out, which policy the ratio is taken to."""
+    """A correction: weights, tokens to leave out, and the policy that the ratio is taken to."""
 
     def apply(self, sampled: Sampled) -> Correction:
-        """The correction of one worker's rows."""
+        """Return the correction of one worker's rows."""
         raise NotImplementedError
 
     def fits(self, loss: PolicyLoss) -> None:
-        """RecipeError unless this correction can be used with this policy loss, as ``loss_entry`` makes it."""
+        """Raise RecipeError unless this correction can be used with this policy loss."""
 
 
 @register("corrections", "none")
 class Uncorrected(CorrectionRule):
-    """Nothing is corrected; the gap is measured."""
+    """No correction; the gap is measured."""
 
     def apply(self, sampled: Sampled) -> Correction:
-        """Every token, weight 1."""
         return Correction(None, sampled.packing.mask, False, sampled.gap.metrics() if sampled.gap else {})
 
 
 class Corrector(CorrectionRule):
-    """All options. A preset is this with other defaults, and takes all of them too."""
+    """All options. A preset is this class with other defaults."""
 
-    level: Annotated[
-        Literal["none", "token", "sequence", "geometric"],
-        Field(description="weight: rho = old / mu of each token, product over the sequence, or its geometric mean"),
-    ] = "none"
-    max_weight: Annotated[float, Field(ge=0, description="upper bound of weights; 0: none")] = 2.0
-    min_weight: Annotated[float, Field(ge=0, description="lower bound of weights; 0: none")] = 0.0
-    beyond: Annotated[
-        Literal["clip", "zero", "reject"],
-        Field(description="weights out of bounds: moved to them (TIS), 0 (IcePop), or their tokens left out (MIS)"),
-    ] = "clip"
-    normalise: Annotated[
-        bool,
-        Field(
-            description="divide weights by their mean over the global batch, without those that "
-            "beyond=reject leaves out"
-        ),
-    ] = False
-    reject: Annotated[
-        dict[str, Threshold],
-        Field(
-            description="statistics and their bounds, all of which a token has to meet: k1 [lowest, highest] of "
-            "mu / old (one number x: [1/x, x]), k2, k3 and binary a highest distance",
-        ),
-    ] = {}  # noqa: RUF012 - pydantic copies defaults
-    reject_negative: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            description="leave out sequences of negative advantage whose mean log(mu / old) is above this "
-            "(DeepSeek-V3.2's mask takes the policy that moves in place of old)",
-        ),
-    ] = None
-    denominators: Annotated[
-        Literal["kept", "all"],
-        Field(description="the loss divides by the tokens and rows that are kept, or by all (the others weigh 0)"),
-    ] = "kept"
-    bypass: Annotated[bool, Field(description="two policies: the loss takes its ratio to mu, not to old")] = False
-    made_for: Annotated[str, Field(description="the policy loss it is made for; empty: any")] = ""
+    level: Literal["none", "token", "sequence", "geometric"] = Field(
+        "none", description="weight: rho = old / mu of each token, product over the sequence, or its geometric mean"
+    )
+    max_weight: float = Field(2.0, ge=0, description="upper bound of weights; 0: none")
+    min_weight: float = Field(0.0, ge=0, description="lower bound of weights; 0: none")
+    beyond: Literal["clip", "zero", "reject"] = Field(
+        "clip", description="weights out of bounds: moved to them (TIS), 0 (IcePop), or their tokens left out (MIS)"
+    )
+    normalise: bool = Field(
+        False,
+        description="divide weights by their mean over the global batch, without those that beyond=reject leaves out",
+    )
+    reject: dict[str, Threshold] = Field(
+        {},
+        description="statistics and their bounds, all of which a token has to meet: k1 [lowest, highest] of mu / old "
+        "(one number x: [1/x, x]), k2, k3 and binary a highest distance",
+    )
+    reject_negative: float | None = Field(
+        None,
+        ge=0,
+        description="leave out sequences of negative advantage whose mean log(mu / old) is above this "
+        "(DeepSeek-V3.2's mask takes the policy that moves in place of old)",
+    )
+    denominators: Literal["kept", "all"] = Field(
+        "kept", description="the loss divides by the tokens and rows that are kept, or by all (the others weigh 0)"
+    )
+    bypass: bool = Field(False, description="two policies: the loss takes its ratio to mu, not to old")
+    made_for: str = Field("", description="the policy loss it is made for; empty: any")
 
     def model_post_init(self, context: Any) -> None:
-        """Options that contradict each other, and bounds that nothing could meet, are named before the run starts."""
+        """Raise RecipeError for options that contradict each other, and for bounds that nothing can meet."""
         idle = self.model_fields_set & {"max_weight", "min_weight", "beyond", "normalise"}
         if self.level == "none" and idle:
             raise RecipeError(
@@ -137,28 +126,28 @@ class Corrector(CorrectionRule):
 
     @property
     def weighted(self) -> bool:
-        """Whether it makes importance weights."""
+        """True if there are importance weights."""
         return self.level != "none"
 
     @property
     def rejects(self) -> bool:
-        """Whether it may leave tokens out."""
+        """True if tokens may be left out."""
         return bool(self.reject) or self.reject_negative is not None or (self.weighted and self.beyond == "reject")
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Log-probs of mu; of old too, but for a bypass that neither weighs nor rejects."""
+        """Log-probs of mu, and of old except for a bypass that neither weights nor rejects."""
         measured = self.weighted or self.rejects or not self.bypass
         needed = ("rollout_logprobs", "old_logprobs") if measured else ("rollout_logprobs",)
         return needed if self.reject_negative is None else (*needed, "advantages")
 
     @property
     def scope(self) -> Scope:
-        """The mean of the weights is that of the global batch; all else is of a row."""
+        """Global moments for the mean of the weights, else tokens alone."""
         return "global moments" if self.normalise else "token-local"
 
     def fits(self, loss: PolicyLoss) -> None:
-        """RecipeError: made for another loss, or the loss's ratio and the weights would both correct for mu."""
+        """Raise RecipeError if made for another loss, or if ratio and weights would both correct for mu."""
         name = loss.entry_name
         if self.made_for and name != self.made_for:
             raise RecipeError(
@@ -172,7 +161,7 @@ class Corrector(CorrectionRule):
             )
 
     def apply(self, sampled: Sampled) -> Correction:
-        """Weights first, over all tokens of the given mask; then what is rejected, each statistic over all of them."""
+        """Compute weights over all tokens of the given mask, then rejections, each statistic over all of them too."""
         given, gap = sampled.packing.mask, sampled.gap
         if gap is None:
             return Correction(None, given, self.bypass, {})
@@ -194,7 +183,7 @@ class Corrector(CorrectionRule):
         return Correction(weights, kept, self.bypass, metrics)
 
     def _weigh(self, gap: Gap, reduce: Reduce) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-        """Weights [total], tokens that ``beyond`` does not reject (bool [total]), metrics."""
+        """Return weights [total], tokens that ``beyond`` does not reject (bool [total]), and metrics."""
         rho = gap.ratio(self.level)
         above, below = rho > (self.max_weight or torch.inf), rho < self.min_weight
         if self.beyond == "clip":
@@ -217,7 +206,7 @@ class Corrector(CorrectionRule):
         return weights, spread(kept), {f"correction/{name}": metric for name, metric in metrics.items()}
 
     def _tests(self, gap: Gap, advantages: Tensor | None) -> dict[str, Tensor]:
-        """Which tokens meet each condition, bool [total]. A NaN meets it: it belongs to the loss, which tells of it."""
+        """Return the tokens that meet each condition, bool [total]. NaN passes, so that the loss reports it."""
         found = {}
         for name, threshold in self.reject.items():
             low, high = _bounds(name, threshold)
@@ -230,7 +219,7 @@ class Corrector(CorrectionRule):
 
 
 def _interval(statistic: str, threshold: Threshold) -> tuple[float, float]:
-    """Lowest and highest: of the ratio mu / old for k1, else of the statistic."""
+    """Return lowest and highest value: of the ratio mu / old for k1, else of the statistic."""
     if isinstance(threshold, tuple):
         return threshold
     lowest = -torch.inf if not statistic.endswith("_k1") else 1 / threshold if threshold else torch.inf
@@ -255,13 +244,13 @@ def _check_threshold(title: str, statistic: str, threshold: Threshold) -> None:
 
 
 def _bounds(statistic: str, threshold: Threshold) -> tuple[float, float]:
-    """Lowest and highest value of the statistic itself, which for k1 is the logarithm of the ratio."""
+    """Return lowest and highest value of the statistic itself, which for k1 is the logarithm of the ratio."""
     low, high = _interval(statistic, threshold)
     return (math.log(low), math.log(high)) if statistic.endswith("_k1") else (low, high)
 
 
 def _mean(values: Tensor, reduce: Reduce) -> Tensor:
-    """Mean of all workers' weights; 1 where none is above 0, so that it can divide."""
+    """Return the mean of all workers' weights; 1 if none is above 0, so that it can divide."""
     total, count = reduce(torch.stack([values.sum(), values.new_tensor(float(len(values)))]))
     mean = total / count.clamp(min=1)
     return torch.where(mean > 1e-8, mean, 1.0)
@@ -308,13 +297,16 @@ _PRESETS: dict[str, tuple[dict[str, Any], str]] = {
     "bypass_pg_geo_rs_seq_tis": (_PG | _GEO | _SEQUENCE, "bypass_pg_geo_rs with truncated weights of sequences."),
     "bypass_pg_geo_rs_token_tis": (_PG | _GEO | _TOKEN, "bypass_pg_geo_rs with truncated weights of tokens."),
 }
-"""Name -> what it sets, and its description. But for three they are verl's, with its names and thresholds."""
+"""Name -> defaults and description. All but three are verl's, with its names and thresholds."""
 
 
 def _preset(name: str, defaults: dict[str, Any], description: str) -> type[Corrector]:
-    """A class like ``Corrector`` with these defaults; what a field may be stays as it was."""
-    hints = get_type_hints(Corrector, include_extras=True)
-    fields: dict[str, Any] = {field: (hints[field], value) for field, value in defaults.items()}
+    """Return a subclass of ``Corrector`` with these defaults; types of fields stay."""
+    fields: dict[str, Any] = {}
+    for field, value in defaults.items():
+        info = copy(Corrector.model_fields[field])
+        info.default = value
+        fields[field] = info.annotation, info
     return create_model(name, __base__=Corrector, __module__=__name__, __doc__=description, **fields)
 
 
@@ -323,7 +315,7 @@ for _name, _what in _PRESETS.items():
 
 
 def bypasses(name: str, **options: Any) -> bool:
-    """Whether it can do without the trainer's log-probs of before the update; RecipeError as in ``correct``."""
+    """True if the correction works without the trainer's log-probs of before the update."""
     return "old_logprobs" not in build("corrections", name, options, CorrectionRule).needs
 
 
@@ -340,7 +332,7 @@ def correct(
     reduce: Reduce = alone,
     **options: Any,
 ) -> Correction:
-    """Weights and mask for samples of one policy that another one learns from, and metrics of the gap between the two.
+    """Return weights and mask for samples of one policy that another one learns from, and metrics of the gap.
 
     It is called once for a worker's rows of a batch, before they are split into micro-batches: the loss's denominators
     are made of ``Correction.mask`` (with ``denominators="all"`` that is the given mask, and what is rejected weighs 0).
@@ -351,7 +343,7 @@ def correct(
         name: one of ``names()["corrections"]``.
         rollout_logprobs, old_logprobs: [total], of the sampling policy mu and of the trainer's at the start of the
             update. What they hold at masked positions does not matter. Without ``old_logprobs`` (``needs`` of the
-            entry says whether it can be) there are no metrics.
+            entry tells if that works) there are no metrics.
         mask: [total], not 0 where the token counts. lengths: integers [n].
         advantages: [total], for ``reject_negative``; a sequence's is the mean over its tokens.
         versions: [total], of the policy that chose each token, for rules that ask for them.
@@ -359,7 +351,7 @@ def correct(
         options: see ``options("corrections", name)``. Bounds of k1 are of mu / old, the inverse of the weight (verl).
 
     Where both log-probs are -inf, rho is 1; NaN at a token that counts passes through to weights and metrics, so that
-    the loss tells of it.
+    the loss reports it.
 
     Metrics, besides those of ``mismatch``: correction/weight, mean over tokens, and correction/effective, effective
     sample size over tokens, of bounded weights before ``normalise``; correction/above, correction/below, shares of

@@ -1,35 +1,30 @@
-"""The value loss: how far a critic is from the returns, over one global denominator, and what it explains of them."""
+"""Value loss: distance of a critic from the returns, over one global denominator, and explained variance."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from tilth.core.errors import ArgumentError, RecipeError
+from tilth.core.errors import RecipeError
 from tilth.rl.aggregation import Aggregation, reduce_tokens
 from tilth.rl.losses import LossResult
-from tilth.rl.metrics import Metric
+from tilth.rl.metrics import Metric, SumsMetric
 from tilth.rl.packing import Packing
 from tilth.rl.registry import build
 
 FLAT = 1e-12
-"""Returns that vary by less than this share of their mean square are equal: nothing is there to be explained."""
+"""Returns with a variance below this share of their mean square count as equal."""
 
 
-@dataclass(frozen=True)
-class Explained(Metric):
+class Explained(SumsMetric):
     """Explained variance, 1 - Var(return - value) / Var(return): 1 is perfect, 0 as good as a constant, below 0 worse.
 
-    It adds up exactly, because it carries sums, float64 [5]: tokens; errors and their squares; returns and their
-    squares. Where all returns are equal it has no value (NaN, ``count`` 0).
+    sums: float64 [5]: tokens; errors and their squares; returns and their squares. Where all returns are equal it has
+    no value (NaN, ``count`` 0).
     """
 
-    sums: Tensor = field(compare=False)
-
     @classmethod
-    def of(cls, sums: Tensor) -> "Explained":
-        """From the sums of all tokens."""
+    def of(cls, sums: Tensor) -> Self:
         count, errors, squared_errors, returns, squared_returns = sums
         tokens = count.clamp(min=1)
         unexplained = squared_errors / tokens - (errors / tokens) ** 2
@@ -39,16 +34,10 @@ class Explained(Metric):
         counted = torch.where(varies, count, 0.0)
         return cls(share * counted, counted, "mean", sums)
 
-    def merge(self, other: Metric) -> "Explained":
-        """That of both parts together."""
-        if not isinstance(other, Explained):
-            raise ArgumentError(f"cannot merge an explained variance with a {other.reduction}", key="other")
-        return Explained.of(self.sums + other.sums)
-
 
 @torch.no_grad()
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, lengths: Tensor) -> Explained:
-    """How much of the returns' variance over the tokens that count the values explain. All but lengths [n]: [total]."""
+    """Return the share of the returns' variance that the values explain. lengths: [n]; others [total]."""
     packing = Packing.of(lengths, mask)
     v, r = (
         packing.masked(packing.column(k, c)).to(torch.float64) for k, c in (("values", values), ("returns", returns))
@@ -69,7 +58,7 @@ def value_loss(
     denominator: float | None = None,
     **options: Any,
 ) -> LossResult:
-    """PPO's value loss: at a token, 0.5 * max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2).
+    """Return PPO's value loss: at a token, 0.5 * max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2).
 
     A value that has moved further than ``clip`` towards its return since the batch began gets no more gradient; one
     that has moved away from it keeps its own. (From the code of arXiv 1707.06347; verl and TRL have the same.)

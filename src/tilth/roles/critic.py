@@ -1,4 +1,4 @@
-"""The critic role: the value model that says how good a state is, its gradients and its position."""
+"""Critic role: the value model, its gradients and its position."""
 
 from collections.abc import Iterable, Mapping
 
@@ -14,15 +14,15 @@ from tilth.core.errors import ModelError
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.rl.aggregation import Aggregation
 from tilth.rl.algorithm import Algorithm
-from tilth.roles.experience import check_identity, on_rows, put_like
+from tilth.roles.experience import check_identity, on_rows
 from tilth.roles.objective import (
     Gather,
     alone,
     check_weight,
-    forward,
     gather_data_ranks,
     global_denominator,
     is_first_data_rank,
+    scored,
 )
 from tilth.roles.state import Learner, whole_tensors
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
@@ -32,22 +32,20 @@ Metrics = dict[str, rl.Metric]
 
 
 class CriticWorker(Learner):
-    """A train engine of a value model behind batches."""
+    """Train engine of a value model behind batches."""
 
     tolerance: float | None = 0.0
 
     def __init__(self, engine: TrainEngine, store: Store, *, clip: float = 0.0) -> None:
-        """engine: of a value model, with the scorer ``appraise``; clip: most that a value may move in an update, 0: no
-        clip."""
+        """engine: with the scorer ``appraise``; clip: bound on the change of a value in an update, 0: none."""
         if not isinstance(engine.model, ValueModel):
             raise TypeError(f"a critic's engine trains a ValueModel, not a {type(engine.model).__name__}")
         self.model: ValueModel = engine.model
         super().__init__(engine, "critic", "critic_optimizer")
-        self.store = store
-        self.clip = clip
+        self.store, self.clip = store, clip
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Begin as a copy of the policy with these weights, every value 0. ModelError names what does not fit."""
+        """Start as a copy of the policy with these weights, every value 0. ModelError names what does not fit."""
         sharded = self.engine.sharded
         missing = {name for name in sharded.layouts if not name.startswith(HEAD)}
         for name, tensor in weights:
@@ -69,15 +67,12 @@ class CriticWorker(Learner):
 
     @transfer(split="rows", gather="rows")
     def values(self, batch: Batch) -> Batch:
-        """Add ``values``: of the state in which each token of the mask was chosen, before any update on this batch."""
-        with on_rows("values", batch):
-            columns = batch.read(self.store, "tokens", "mask")
-            found = forward(self.engine, packed_values, columns["tokens"], columns["mask"].values)
-            return put_like(batch, self.store, "values", found, columns["tokens"])
+        """Add ``values``: of the state before each token of the mask, before any update on this batch."""
+        return scored(batch, self.store, self.engine, packed_values, "values", op="values")
 
     @transfer(split="rows", gather="merge")
     def update(self, batch: Batch, how: Algorithm) -> Metrics:
-        """One optimizer step of the value loss towards ``returns``, aggregated as the recipe's policy loss is."""
+        """Run one optimizer step of the value loss towards ``returns``, aggregated as the recipe's policy loss."""
         with on_rows("critic", batch) as spent:
             columns = batch.read(self.store, "tokens", "mask", "values", "returns")
             tokens = columns.pop("tokens")
@@ -102,7 +97,7 @@ class CriticWorker(Learner):
 def value_loss(
     aggregation: Aggregation, mask: np.ndarray, tokens: Jagged, clip: float, gather: Gather = alone
 ) -> tuple[Loss, float]:
-    """The value loss with the denominator of the whole batch, and the weight that all of its tokens have in it."""
+    """Return the value loss with the denominator of the whole batch, and the weight of all its tokens in it."""
     shared = global_denominator(aggregation, mask, tokens, gather)
 
     def loss(micro: MicroBatch) -> tuple[Tensor, Metrics]:

@@ -1,4 +1,4 @@
-"""Trajectories to rows and payload: where a worker's output becomes a Batch."""
+"""Convert trajectories to rows and payload."""
 
 import zlib
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ CUT = FINISHES.index("length")
 NOT_BY_TOKEN = ("text", "segments")
 """Payload columns that have no value for each token."""
 OUTCOME = "outcome"
-"""Row column of what the verifier said, noted where rewards are made: later the reward may be shaped, this never."""
+"""Row column of the verifier's result; reward shaping never changes it."""
 
 
 def to_batch(trajectories: Sequence[Trajectory], store: Store) -> Batch:
-    """Rows (ids, lengths, reward, outcome, version, finish, checksum of the ids) and payload (tokens, mask, logprobs,
-    versions of chosen tokens, text, and segments as role and start in turn)."""
+    """Convert to rows (ids, lengths, reward, outcome, version, finish, checksum of the ids) and payload (tokens, mask,
+    logprobs, versions of chosen tokens, text, and segments as role and start in turn)."""
     rewards = np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32)
     rows: dict[str, np.ndarray] = {
         "id": np.array([t.id for t in trajectories], np.int64),
@@ -52,31 +52,32 @@ def _coded(trajectory: Trajectory) -> list[int]:
 
 
 def on_rows(op: str, batch: Batch) -> span:
-    """The span of work on all tokens of these rows."""
+    """Return the span of work on all tokens of these rows."""
     lengths = batch["length"].astype(np.int64)
     return span(op, tokens=int(lengths.sum()), squares=int(lengths @ lengths))
 
 
 def outcome(batch: Batch) -> np.ndarray:
-    """float32 [n]: what the verifier said of each row, without what shapes its reward; NaN: nothing.
+    """Return the verifier's result of each row, before reward shaping: float32 [n], NaN without one.
 
-    The part ``correct`` of the reward function where there is one, else its reward; of a reward model alone its reward.
+    It is the part ``correct`` of the reward function if there is one, else its reward; of a reward model alone its
+    reward.
     """
     return batch[OUTCOME]
 
 
 def is_right(batch: Batch) -> np.ndarray:
-    """bool [n]: answers that the verifier calls right."""
+    """Return bool [n], True for answers that the verifier accepts."""
     return outcome(batch) >= 1
 
 
 def identity(tokens: np.ndarray) -> int:
-    """CRC-32 of token ids as int64."""
+    """Return the CRC-32 of token ids as int64."""
     return zlib.crc32(np.ascontiguousarray(tokens, np.int64).tobytes())
 
 
 def check_identity(batch: Batch, tokens: Jagged) -> None:
-    """Raise TokenIdentityError unless these are the very ids that the rollout engine produced."""
+    """Raise TokenIdentityError unless these are the ids that the rollout engine produced."""
     for i, expected in enumerate(batch["identity"]):
         if identity(tokens.row(i)) != expected:
             raise TokenIdentityError(
@@ -87,7 +88,7 @@ def check_identity(batch: Batch, tokens: Jagged) -> None:
 
 
 def texts(column: Jagged) -> list[str]:
-    """Strings of a text column."""
+    """Decode a text column."""
     return [column.row(i).tobytes().decode() for i in range(len(column.offsets) - 1)]
 
 

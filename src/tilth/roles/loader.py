@@ -1,4 +1,4 @@
-"""The loader role: opens the data where it is read, and turns it into payload."""
+"""Loader role: opens the data where it is read, and turns it into payload."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,17 +18,14 @@ from tilth.trace.spans import span
 
 
 class PromptLoader:
-    """Has the prompts with their answers or pairs, and the template that makes tokens of them."""
+    """Prompts with their answers or pairs, and the template that tokenises them."""
 
     def __init__(self, prompts: PromptSet, template: Template, context: int, store: Store) -> None:
-        self.prompts = prompts
-        self.template = template
-        self.context = context
-        self.store = store
+        self.prompts, self.template, self.context, self.store = prompts, template, context, store
 
     @transfer(split="all", gather="first")
     def examples(self, indices: Sequence[int]) -> Batch:
-        """Prompts with their answers as token payload; the mask is 1 on what the policy would write."""
+        """Return prompts with their answers as token payload; the mask is 1 on what the policy would write."""
         with span("load") as spent:
             found = supervised([self.prompts[int(i)] for i in indices], self.template, self.context)
             spent.set(tokens=sum(len(e.tokens) for e in found))
@@ -65,7 +62,7 @@ class PromptLoader:
 
     @transfer(split="all", gather="first")
     def pairs(self, indices: Sequence[int]) -> Batch:
-        """All pairs of these prompts as token payload, the chosen answer before the rejected one.
+        """Return all pairs of these prompts as token payload, the chosen answer before the rejected one.
 
         Rows: prompt (a place in ``indices`` that comes twice is two prompts), pair, side, margin, length, group (the
         prompt, whose tokens they share), id, identity. The mask is 1 on the answer and its end token.
@@ -93,21 +90,18 @@ class PromptLoader:
 
 
 class DocumentLoader:
-    """Reads pieces of tokenised documents."""
+    """Pieces of tokenised documents."""
 
     def __init__(self, train: Corpus, heldout: Corpus | None, tokenizer: Tokenizer, store: Store) -> None:
-        self.train = train
-        self.heldout = heldout
-        self.tokenizer = tokenizer
-        self.store = store
-        self._sizes: dict[int, int] = {}  # by index: every evaluation is about the same pieces
+        self.train, self.heldout, self.tokenizer, self.store = train, heldout, tokenizer, store
+        self._sizes: dict[int, int] = {}  # by index: every evaluation reads the same pieces
 
     @transfer(split="all", gather="first")
     def documents(self, indices: Sequence[int], *, heldout: bool = False) -> Batch:
-        """Pieces as token payload; the mask is 1 on every token but each first, which nothing comes before.
+        """Return pieces as token payload; the mask is 1 on every token but the first of each piece.
 
-        Of held-out pieces also the row column ``bytes``: UTF-8 bytes of the text that the tokens in the mask stand for
-        (the end of a document is none; a character that a border cuts counts as its replacement's three).
+        Held-out pieces also get the row column ``bytes``: UTF-8 bytes of the text of the tokens in the mask (the end of
+        a document has none; a character cut at a border counts as its replacement's three).
         """
         corpus = self.heldout if heldout and self.heldout is not None else self.train
         with span("load") as spent:
@@ -127,7 +121,7 @@ class DocumentLoader:
         return Batch(rows, {k: Column.whole(self.store.put(k, v), len(pieces)) for k, v in payload.items()})
 
     def _bytes(self, index: int, piece: np.ndarray) -> int:
-        """Of a held-out piece, counted once."""
+        """Count the bytes of a held-out piece, once."""
         if index not in self._sizes:
             whole, first = self.tokenizer.decode(piece), self.tokenizer.decode(piece[:1])
             self._sizes[index] = len(whole.encode()) - len(first.encode())

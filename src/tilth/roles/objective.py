@@ -19,31 +19,31 @@ from tilth.rl.algorithm import Algorithm
 from tilth.roles.experience import on_rows, put_like
 from tilth.training.engine import UpdateResult
 from tilth.training.noise import WEIGHT
-from tilth.training.packed import MicroBatch, packed_logprobs
+from tilth.training.packed import MicroBatch
 
 WEIGHT_TOLERANCE = 1e-5
-"""Relative; above the rounding of float32 sums (tokens that are lost one by one are counted by the engine)."""
+"""Relative; above the rounding of float32 sums (the engine counts single tokens)."""
 
 
 Gather = Callable[[np.ndarray], np.ndarray]
-"""From numbers of one's own rows [n] to those of the rows of all workers [whole], in any order."""
+"""Gathers numbers of this worker's rows [n] and of all others' [whole], in any order."""
 
 
 def alone(numbers: np.ndarray) -> np.ndarray:
-    """Return the numbers of one worker that has all rows."""
+    """Return the numbers unchanged: one worker has all rows."""
     return numbers
 
 
 @dataclass(frozen=True)
 class GlobalDenominator:
-    """A recipe's aggregation, bound to one batch. whole: the weight that all tokens of the batch have together."""
+    """Aggregation bound to one batch. whole: weight of all tokens of the batch together."""
 
     aggregation: Aggregation
     denominator: float
     whole: float
 
     def add_up(self, values: Tensor, micro: MicroBatch) -> Tensor:
-        """Share of a micro-batch's token values [N] in the whole batch's one number."""
+        """Return the share of a micro-batch's token values [N] in the whole batch's number."""
         return rl.aggregate(
             self.aggregation,
             values,
@@ -53,7 +53,7 @@ class GlobalDenominator:
         )
 
     def weight(self, micro: MicroBatch) -> dict[str, rl.Metric]:
-        """What this micro-batch weighs in the loss; ``check_weight`` wants the sum of them to be ``whole``."""
+        """Return the weight of this micro-batch in the loss; ``check_weight`` requires their sum to be ``whole``."""
         ones = torch.ones(len(micro.ids), device=micro.ids.device)
         return {WEIGHT: rl.Metric(float(self.add_up(ones, micro)), 1, "sum")}
 
@@ -76,7 +76,7 @@ def global_denominator(
 
 
 def gather_data_ranks(grid: ParallelDims) -> Gather:
-    """Return what gathers numbers of rows from all data-parallel ranks; those that divide a row's tokens add up."""
+    """Return what gathers numbers of rows from all data ranks; ranks that split a row's tokens are summed."""
     return lambda own: grid.gather_rows({"numbers": grid.sum(torch.from_numpy(own), "tokens").numpy()})["numbers"]
 
 
@@ -86,7 +86,7 @@ def is_first_data_rank(grid: ParallelDims) -> bool:
 
 
 def account(found: UpdateResult, grid: ParallelDims) -> dict[str, rl.Metric]:
-    """What one optimizer step of a model that learns reports, whatever its loss was; without the loss's value."""
+    """Return the metrics of one optimizer step, without the value of the loss."""
     padded = {"micro_batches/padded": rl.Metric(found.padded, 1, "sum")} if found.padded else {}
     return (
         found.metrics
@@ -101,9 +101,9 @@ def account(found: UpdateResult, grid: ParallelDims) -> dict[str, rl.Metric]:
 
 
 def check_weight(metrics: dict[str, rl.Metric], expected: float, grid: ParallelDims) -> None:
-    """Raise TokenCountError unless all micro-batches of all ranks weigh together what the whole batch does.
+    """Raise TokenCountError unless the micro-batches of all ranks have the weight of the whole batch together.
 
-    Takes the metric out. Every data-parallel rank must ask.
+    Removes the metric. Every data-parallel rank must call it.
     """
     own = float(metrics.pop(WEIGHT).total) if WEIGHT in metrics else 0.0
     (found,) = grid.sum(torch.tensor([own], dtype=torch.float64)).tolist()
@@ -119,7 +119,7 @@ Found = TypeVar("Found")
 
 
 class Scores(Protocol):
-    """What scoring needs to know of its model."""
+    """Model, micro-batch size and parity of a role that scores."""
 
     sharded: ShardedModel
     micro_tokens: int
@@ -127,22 +127,26 @@ class Scores(Protocol):
 
 
 def forward(owner: Scores, run: Callable[..., Found], tokens: Jagged, mask: np.ndarray, **more: Any) -> Found:
-    """Run one of ``training.packed.packed_*`` with the owner's model, micro-batches and parity."""
+    """Call one of ``training.packed.packed_*`` with the owner's model, micro-batches and parity."""
     return run(owner.sharded, tokens, mask, max_tokens=owner.micro_tokens, parity=owner.parity, **more)
 
 
-def scored(batch: Batch, store: Store, owner: Scores, temperature: float, column: str, op: str) -> Batch:
-    """Add the log-probs of the chosen tokens under the owner's model as a payload column; ``op`` names its time."""
+def scored(
+    batch: Batch, store: Store, owner: Scores, run: Callable[..., np.ndarray], *names: str, op: str, **more: Any
+) -> Batch:
+    """Add the results of ``forward``, float32 [N] for each of these payload columns; ``op`` names the span."""
     with on_rows(op, batch):
         columns = batch.read(store, "tokens", "mask")
         tokens = columns["tokens"]
-        values = forward(owner, packed_logprobs, tokens, columns["mask"].values, temperature=temperature)
-        return put_like(batch, store, column, values, tokens)
+        found = forward(owner, run, tokens, columns["mask"].values, **more)
+        for name, values in zip(names, np.atleast_2d(found)):
+            batch = put_like(batch, store, name, values, tokens)
+        return batch
 
 
 Metrics = dict[str, rl.Metric]
 RIGHT = "right"
-"""Column: 1 at the tokens of right answers, for the likelihood of those."""
+"""Column: 1 at the tokens of right answers."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +212,7 @@ class Objective:
 
 
 def _likelihood(micro: MicroBatch) -> tuple[Tensor, Metrics]:
-    """Sum of -log p over the tokens of right answers (VAPO 2504.05118, section 4.3), and their mean as a metric."""
+    """Return the sum of -log p over tokens of right answers (VAPO 2504.05118, 4.3), and its mean as a metric."""
     right = (micro.columns[RIGHT] != 0) & (micro.mask != 0)
     losses = torch.where(right, -micro.logprobs, 0.0)
     return losses.sum(), {"nll/right": rl.Metric(float(losses.detach().sum()), float(right.sum()), "mean")}

@@ -1,8 +1,9 @@
-"""Learning from pairs: what a policy (DPO) and a reward model (Bradley-Terry) do with chosen and rejected answers.
+"""Preference learning: policy (DPO) and reward model (Bradley-Terry) on pairs of chosen and rejected answers, and
+scoring.
 
 A pair's loss needs the scores of both its answers, whose tokens may lie in different micro-batches or on different
-workers. So each update has two passes: one without a gradient finds all scores, which every worker is told; the second
-takes the gradient of a sum of log-probs (values) with the loss's derivatives by the scores as weights. That is the
+workers. Each update has two passes: one without a gradient computes all scores, gathered on every worker; the second
+takes the gradient of a sum of log-probs (values) weighted by the derivatives of the loss by the scores. That is the
 exact gradient of the loss of the whole batch, whatever the split.
 """
 
@@ -38,7 +39,7 @@ CHOSEN = 1
 
 
 class PairError(TilthError):
-    """Answers that do not make up pairs of a chosen and a rejected one: some are lost, or there twice."""
+    """Answers that are not pairs of a chosen and a rejected one: some are missing or repeated."""
 
 
 def _odd_pair(pair: np.ndarray, side: np.ndarray) -> PairError:
@@ -61,7 +62,7 @@ class PairTable:
 
     @classmethod
     def of(cls, own: dict[str, np.ndarray], gather: Gather) -> "PairTable":
-        """From one's own answers: pair, side, prompt, score, reference, count, margin [n]; every worker must ask.
+        """Gather every worker's answers: pair, side, prompt, score, reference, count, margin [n]; a collective call.
 
         PairError names a pair that is not one chosen and one rejected answer.
         """
@@ -84,11 +85,11 @@ class PairTable:
 
     @cached_property
     def weights(self) -> Tensor:
-        """Of each pair, float64 [m]: see ``rl.pair_weights``."""
+        """Weight of each pair, float64 [m]: see ``rl.pair_weights``."""
         return rl.pair_weights(self.sides("prompt")[0])
 
     def loss(self, how: PreferenceConfig) -> PreferenceResult:
-        """The recipe's loss of all pairs."""
+        """Return the recipe's loss of all pairs."""
         chosen, rejected = self.sides("score")
         return rl.preference_loss(
             how.loss,
@@ -103,31 +104,31 @@ class PairTable:
         )
 
     def of_rows(self, pair: np.ndarray, side: np.ndarray, chosen: Tensor, rejected: Tensor) -> np.ndarray:
-        """Values of pairs' sides [m] at the rows with these pairs and sides [n]: float64 [n]."""
+        """Return values of pairs' sides [m] at the rows with these pairs and sides [n]: float64 [n]."""
         at = np.searchsorted(self.rows["pair"][::2], pair)
         return np.where(side == CHOSEN, chosen.numpy()[at], rejected.numpy()[at]) if len(self) else np.zeros(0)
 
 
 class Prefers:
-    """What learns from pairs: a role with a train engine and a score for each answer."""
+    """Base of roles that learn from pairs: a train engine and a score for each answer."""
 
     engine: TrainEngine
     store: Store
     grid: ParallelDims
     what: str
-    """What a micro-batch has that scores are made of: logprobs or values."""
+    """Attribute of a micro-batch that scores are sums of: logprobs or values."""
 
     def _scores(self, tokens: Jagged, mask: np.ndarray) -> np.ndarray:
-        """The score of each answer, float64 [n]; no gradient."""
+        """Return the score of each answer, float64 [n]; no gradient."""
         raise NotImplementedError
 
     def _slopes(self, tokens: Jagged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
-        """Derivative of the loss by each token's number in ``what``, from those by the scores [n]: float32 [N]."""
+        """Return the loss's derivatives by tokens, float32 [N], from those by the scores [n]."""
         raise NotImplementedError
 
     @transfer(split="rows", gather="merge")
     def prefer(self, batch: Batch, how: PreferenceConfig) -> Metrics:
-        """One optimizer step of the preference loss on the whole batch of pairs."""
+        """Run one optimizer step of the preference loss on the whole batch of pairs."""
         with on_rows("update", batch) as spent:
             tokens, mask, table = self._read(batch)
             found = table.loss(how)
@@ -146,7 +147,7 @@ class Prefers:
 
     @transfer(split="rows", gather="merge")
     def prefers(self, batch: Batch, how: PreferenceConfig) -> Metrics:
-        """What ``prefer`` says of the loss and the pairs, without learning from them."""
+        """Return the metrics of ``prefer`` without learning from the pairs."""
         return self._measured(self._read(batch)[2].loss(how))
 
     def _read(self, batch: Batch) -> tuple[Jagged, np.ndarray, PairTable]:
@@ -161,7 +162,7 @@ class Prefers:
         return tokens, mask, PairTable.of(own, self.grid.gather_rows)
 
     def _measured(self, found: PreferenceResult) -> Metrics:
-        """All workers know all pairs: one of them tells."""
+        """Return metrics of all pairs on the first data rank only."""
         if not is_first_data_rank(self.grid) or not len(found.losses):
             return {}
         numbers = {name: rl.Metric(float(m.total), float(m.count), m.reduction) for name, m in found.metrics.items()}
@@ -201,9 +202,9 @@ class RewardModelWorker(Prefers, Learner):
 
 
 def ratings(owner: Scores, tokens: Jagged, mask: np.ndarray) -> np.ndarray:
-    """What a reward model says of each sequence: its value after the last token in the mask, float64 [n].
+    """Return the value after the last token in the mask of each sequence, float64 [n]; NaN if the mask has no token.
 
-    NaN where the mask has no token. owner: of a value model.
+    owner: of a value model.
     """
     found = forward(owner, packed_ratings, tokens, mask)
     last = _last(tokens, mask)
@@ -240,19 +241,16 @@ def _at(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
 
 
 PART = "part/model"
-"""Row column of what the reward model says."""
+"""Row column of the reward model's score."""
 
 
 class RatingWorker:
-    """A reward model that never changes: it is loaded from where the recipe says, also when a run goes on."""
+    """Frozen reward model, loaded from the recipe's path, also after a resume."""
 
     def __init__(self, sharded: ShardedModel, store: Store, *, weight: float, micro_tokens: int, parity: bool) -> None:
         """sharded: of a value model; weight: of its score in the reward."""
-        self.sharded = sharded
-        self.store = store
-        self.weight = weight
-        self.micro_tokens = micro_tokens
-        self.parity = parity
+        self.sharded, self.store = sharded, store
+        self.weight, self.micro_tokens, self.parity = weight, micro_tokens, parity
 
     @transfer(split="rows", gather="rows")
     def rate(self, batch: Batch, *, alone: bool) -> Batch:
@@ -270,5 +268,5 @@ class RatingWorker:
             before = np.zeros(len(batch)) if alone else batch["reward"].astype(np.float64)
             total = before + self.weight * found.astype(np.float64)
             reward = np.where(np.abs(total) <= LARGEST, total, np.nan).astype(np.float32)
-            said = {OUTCOME: reward.copy()} if alone else {}
-            return batch.with_rows(reward=reward, **said, **{PART: found.astype(np.float32)})
+            outcome = {OUTCOME: reward.copy()} if alone else {}
+            return batch.with_rows(reward=reward, **outcome, **{PART: found.astype(np.float32)})

@@ -27,10 +27,9 @@ class PolicyWorker(Learner):
     """A train engine behind batches: reads its columns from the store, leaves new ones there."""
 
     def __init__(self, engine: TrainEngine, store: Store, *, temperature: float = 1.0) -> None:
-        """temperature: of sampling, so of log-probs too."""
+        """temperature: of sampling, which log-probs share."""
         super().__init__(engine, "model", "optimizer")
-        self.store = store
-        self.temperature = temperature
+        self.store, self.temperature = store, temperature
         self._corrections: Metrics = {}
         self._moved = False
 
@@ -68,8 +67,11 @@ class PolicyWorker(Learner):
             return self._corrected(batch, how, columns, tokens)
 
     def _corrected(self, batch: Batch, how: Algorithm, columns: Mapping[str, Jagged], tokens: Jagged) -> Batch:
-        """With what the recipe's correction makes of the whole batch, once: ``weights`` and ``kept``, the mask without
-        rejected tokens, which the policy's loss goes by. What it measured is told with the next update."""
+        """Add the recipe's correction of the whole batch, once: ``weights`` and ``kept``, the mask without rejected
+        tokens.
+
+        The next update reports its metrics.
+        """
         self._moved = False
         if how.correction is None:
             return batch
@@ -80,7 +82,7 @@ class PolicyWorker(Learner):
         return put_like(batch, self.store, "kept", found.mask.numpy().astype(np.uint8), tokens)
 
     def _others(self, batch: Batch) -> dict[str, Any]:
-        """How an estimator sees the rows of other workers, where there are any."""
+        """Return the collectives of an estimator, if rows lie on several workers."""
         if self.grid.mesh.count("rows") == 1:
             return {}
         rows = torch.from_numpy(batch["row"].copy())
@@ -95,19 +97,13 @@ class PolicyWorker(Learner):
 
         squares: add ``sum_pi_squared`` too, at each token the sum over the vocabulary of squared probabilities.
         """
-        if not squares:
-            return scored(batch, self.store, self.engine, self.temperature, "old_logprobs", "logprobs")
-        with on_rows("logprobs", batch):
-            columns = batch.read(self.store, "tokens", "mask")
-            tokens, mask = columns["tokens"], columns["mask"].values
-            found = forward(self.engine, packed_squares, tokens, mask, temperature=self.temperature)
-            for name, values in zip(("old_logprobs", "sum_pi_squared"), found):
-                batch = put_like(batch, self.store, name, values, tokens)
-            return batch
+        run, names = (packed_squares, ["sum_pi_squared"]) if squares else (packed_logprobs, [])
+        given: dict[str, Any] = {"temperature": self.temperature, "op": "logprobs"}
+        return scored(batch, self.store, self.engine, run, "old_logprobs", *names, **given)
 
     @transfer(split="rows", gather="merge")
     def compare(self, batch: Batch) -> Metrics:
-        """``mismatch/max``: the greatest difference between its log-probs and those that came with the samples."""
+        """Return ``mismatch/max``: the greatest difference between the policy's log-probs and those of the samples."""
         columns = self.logprobs(batch).read(self.store, "old_logprobs", "rollout_logprobs", "mask")
         own, theirs, mask = (columns[c].values for c in ("old_logprobs", "rollout_logprobs", "mask"))
         apart = np.abs(own - theirs)[mask != 0]
@@ -116,7 +112,7 @@ class PolicyWorker(Learner):
 
     @transfer(split="rows", gather="merge")
     def update(self, batch: Batch, how: Algorithm) -> Metrics:
-        """One optimizer step of the policy loss on the whole batch; sums for the metrics."""
+        """Run one optimizer step of the policy loss on the whole batch; return sums for the metrics."""
         unused = {*NOT_BY_TOKEN, "tokens", "values", "returns", "sum_pi_squared", "versions"}.difference(how.loss.needs)
         names = [c for c in batch.payload if c not in unused]
         with on_rows("update", batch) as spent:
@@ -151,14 +147,14 @@ class PolicyWorker(Learner):
         return self._compared(how, self._account(done)) | measured
 
     def _compared(self, how: Algorithm, metrics: Metrics) -> Metrics:
-        """Without the gap to the engine where the policy that it was measured of has moved since it was published."""
+        """Drop the gap to the engine if the measured policy has moved since its weights were sent."""
         moved, self._moved = self._moved, True
         if moved and how.bypass:
             return {name: metric for name, metric in metrics.items() if not name.startswith("mismatch/")}
         return metrics
 
     def _correction(self, rule: CorrectionRule, per_token: Mapping[str, np.ndarray], tokens: Jagged) -> rl.Correction:
-        """Before there are advantages, what needs them (``reject_negative``) is left out: it changes no weight."""
+        """Compute the correction; without advantages ``reject_negative`` is left out, which changes no weight."""
         names = ("old_logprobs", "advantages", "versions")
         known = {name: _tensor(per_token[name]) for name in names if name in per_token}
         if "advantages" not in known and isinstance(rule, Corrector):
@@ -177,9 +173,9 @@ class PolicyWorker(Learner):
     def _first_pass(
         self, batch: Batch, how: Algorithm, mask: np.ndarray, tokens: Jagged, per_token: dict[str, np.ndarray]
     ) -> dict[str, float] | None:
-        """What a loss that chooses among all tokens of the batch must know of them before the split; None: nothing.
+        """Run the loss's first pass over the whole batch, if it has one.
 
-        Random numbers belong to the step and to a token's place in the batch, so that no layout changes them.
+        Random numbers depend on the step and a token's place in the batch, so no layout changes them.
         """
         if not how.loss.first_pass:
             return None
@@ -200,7 +196,7 @@ class PolicyWorker(Learner):
         )
 
     def _uniforms(self, batch: Batch, tokens: Jagged) -> np.ndarray:
-        """In [0, 1), float32 [N]."""
+        """Return random numbers in [0, 1), float32 [N]."""
         numbers = stream(self.engine.seed, "chosen", self.engine.updates)
         starts = batch.rows.get("start", tokens.offsets[:-1])
         parts = [numbers.uniform(int(s), int(n)).numpy() for s, n in zip(starts, tokens.lengths)]
@@ -208,7 +204,7 @@ class PolicyWorker(Learner):
 
     @transfer(split="rows", gather="merge")
     def imitate(self, batch: Batch) -> Metrics:
-        """One optimizer step of supervised learning: mean negative log-likelihood of the tokens in the mask."""
+        """Run one supervised optimizer step: mean negative log-likelihood of the tokens in the mask."""
         with on_rows("update", batch) as spent:
             columns = batch.read(self.store, "tokens", "mask")
             mask = columns["mask"].values
@@ -221,7 +217,7 @@ class PolicyWorker(Learner):
 
     @transfer(split="rows", gather="merge")
     def likelihood(self, batch: Batch) -> Metrics:
-        """Negative log-likelihood (nats) of the tokens in the mask, as ``loss``: sum and count; no gradient."""
+        """Return the negative log-likelihood (nats) of the tokens in the mask as ``loss``; no gradient."""
         columns = batch.read(self.store, "tokens", "mask")
         mask = columns["mask"].values
         found = forward(self.engine, packed_logprobs, columns["tokens"], mask)
@@ -231,7 +227,7 @@ class PolicyWorker(Learner):
         return account(found, self.grid) | {"loss": rl.Metric(found.loss, 1, "mean")}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and live parameters of a model that is whole in this process."""
+        """Yield names and live parameters of a model that is whole in this process."""
         for name, parameter in self.engine.model.named_parameters():
             yield name, parameter.detach()
 
@@ -241,11 +237,11 @@ def _tensor(values: np.ndarray) -> Tensor:
 
 
 _COLUMN = {"logprobs": "old_logprobs"}
-"""Where an estimator's column has another name in a batch."""
+"""Columns with another name in a batch than in an estimator."""
 
 
 def _columns(batch: Batch, how: Algorithm, per_token: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What the estimator needs, or uses where it is there: columns of tokens [N] and of rows [n]."""
+    """Return the columns that the estimator needs or takes: of tokens [N] and of rows [n]."""
     found: dict[str, Any] = {}
     for name in (*how.estimator.needs, *how.estimator.takes):
         if _COLUMN.get(name, name) in per_token:
@@ -258,7 +254,7 @@ def _columns(batch: Batch, how: Algorithm, per_token: Mapping[str, Tensor]) -> d
 
 
 def _rewards(batch: Batch, how: Algorithm, columns: dict[str, Tensor], mask: Tensor, lengths: Tensor) -> Tensor:
-    """Of each row; or of each token, with the KL penalty that the recipe puts into them."""
+    """Return rewards of rows, or of tokens if the recipe puts a KL penalty into them."""
     rewards = torch.from_numpy(batch["reward"].copy())
     if not how.kl_in_reward:
         return rewards

@@ -1,4 +1,4 @@
-"""The reference role: the policy as it was, which a KL penalty holds the policy to."""
+"""Reference role: a frozen earlier policy, for the KL penalty."""
 
 from collections.abc import Iterable, Mapping
 
@@ -11,10 +11,11 @@ from tilth.core.checksum import checksum
 from tilth.parallel.sharded import ShardedModel
 from tilth.roles.objective import scored
 from tilth.roles.state import Groups, Stateful, whole_tensors
+from tilth.training.packed import packed_logprobs
 
 
 class ReferenceWorker(Stateful):
-    """A frozen copy of the policy as it was when the phase began, for the KL penalty."""
+    """Frozen copy of the policy at the start of the phase, for the KL penalty."""
 
     tolerance: float | None = 0.0
 
@@ -22,13 +23,10 @@ class ReferenceWorker(Stateful):
         self, sharded: ShardedModel, store: Store, *, temperature: float, micro_tokens: int, parity: bool
     ) -> None:
         super().__init__(sharded)
-        self.store = store
-        self.temperature = temperature
-        self.micro_tokens = micro_tokens
-        self.parity = parity
+        self.store, self.temperature, self.micro_tokens, self.parity = store, temperature, micro_tokens, parity
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over the policy's weights of now."""
+        """Copy the policy's current weights."""
         for name, tensor in weights:
             self.sharded.take(name, tensor)
 
@@ -39,8 +37,9 @@ class ReferenceWorker(Stateful):
     @transfer(split="rows", gather="rows")
     def logprobs(self, batch: Batch) -> Batch:
         """Add ``ref_logprobs``."""
-        return scored(batch, self.store, self, self.temperature, "ref_logprobs", "reference")
+        return scored(
+            batch, self.store, self, packed_logprobs, "ref_logprobs", op="reference", temperature=self.temperature
+        )
 
     def groups(self) -> Groups:
-        """Its weights."""
         return {"reference": Group(dict(self.sharded.parameters), self.sharded.layouts)}

@@ -1,4 +1,4 @@
-"""The reward role: scores completions in a pool of processes; what fails is missing, counted and told, never 0."""
+"""Reward role: scores completions in a pool of processes; a failed call is a missing reward, counted and reported."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -15,17 +15,15 @@ from tilth.trace.spans import span
 
 
 class RewardWorker:
-    """The pool, and the prompts whose answers the rewards need."""
+    """Pool of processes, and the prompts that the rewards need."""
 
     def __init__(self, pool: RewardPool, prompts: PromptSet, store: Store) -> None:
-        self.pool = pool
-        self.prompts = prompts
-        self.store = store
+        self.pool, self.prompts, self.store = pool, prompts, store
         self.outcomes: dict[int, Outcome] = {}
 
     @transfer(split="all", gather="first")
     def ready(self) -> None:
-        """Wait until every process of the pool has the function. RewardError if one cannot have it."""
+        """Wait until every process of the pool has loaded the function. RewardError if one fails."""
         self.pool.ready()
 
     @transfer(split="all", gather="first")
@@ -49,12 +47,12 @@ class RewardWorker:
             journaled = {i: Outcome(**o) for i, o in (known or {}).items()}
             self.outcomes = dict(zip(batch["id"].tolist(), self.pool.score(items, known=journaled)))
         values = [np.nan if o.value is None else o.value for o in self.outcomes.values()]
-        said = [o.verdict for o in self.outcomes.values()]
-        columns = {"reward": np.array(values, np.float32), OUTCOME: np.array(said, np.float32)}
+        verdicts = [o.verdict for o in self.outcomes.values()]
+        columns = {"reward": np.array(values, np.float32), OUTCOME: np.array(verdicts, np.float32)}
         return batch.with_rows(**columns, **self._parts())
 
     def _parts(self) -> dict[str, np.ndarray]:
-        """A row column ``part/<name>`` for each named part that any outcome has, NaN where it has not."""
+        """Return a row column ``part/<name>`` for each named part of any outcome, NaN where it is missing."""
         names = sorted({name for o in self.outcomes.values() for name in o.parts})
         return {
             f"part/{name}": np.array([o.parts.get(name, np.nan) for o in self.outcomes.values()], np.float32)
@@ -63,5 +61,5 @@ class RewardWorker:
 
     @transfer(split="all", gather="merge")
     def failures(self) -> dict[int, dict[str, Any]]:
-        """Outcomes without a value of the last call, by trajectory id: for the journal and the counts."""
+        """Return outcomes without a value of the last call, by trajectory id: for the journal and the counts."""
         return {i: asdict(o) for i, o in self.outcomes.items() if o.value is None}

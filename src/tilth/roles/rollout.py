@@ -1,4 +1,4 @@
-"""The rollout role: owns a generation engine, and answers prompts with batches of experience."""
+"""Rollout role: a generation engine that turns prompts into batches of experience."""
 
 import math
 from collections import deque
@@ -20,13 +20,10 @@ from tilth.trace.spans import span
 
 
 class RolloutWorker:
-    """One engine, and the store that prompts come from and answers go to."""
+    """Generation engine, and the store of prompts and answers."""
 
     def __init__(self, engine: GenerationEngine, template: Template, section: RolloutSection, store: Store) -> None:
-        self.engine = engine
-        self.template = template
-        self.section = section
-        self.store = store
+        self.engine, self.template, self.section, self.store = engine, template, section, store
         self._asked: Sequence[int] = ()
         self._aborting: deque[int] = deque()
 
@@ -38,15 +35,17 @@ class RolloutWorker:
 
     @control
     def abort(self, ids: Sequence[int] | None = None) -> int:
-        """Let requests of the running call (None: all) end before the engine's next poll, each with what there is of
-        it and finish "aborted". Returns their number; one that has finished meanwhile is not changed."""
+        """Abort requests of the running call (None: all) before the engine's next poll; return their number.
+
+        Each ends with the tokens it has and finish "aborted"; one that has finished meanwhile does not change.
+        """
         chosen = [i for i in self._asked if ids is None or i in ids]
         self._aborting.extend(chosen)
         return len(chosen)
 
     @transfer(split="rows", gather="rows")
     def generate(self, asked: Batch, *, greedy: bool = False) -> Batch:
-        """One sample for each row of ``asked`` (columns id, group, prompt; payload prompt_tokens); same order."""
+        """Generate one sample for each row (columns id, group, prompt; payload prompt_tokens), in order."""
         params = self._params(greedy)
         encoded = asked.read(self.store, "prompt_tokens")["prompt_tokens"]
         requests = [
@@ -82,12 +81,12 @@ class RolloutWorker:
 
     @transfer(split="all", gather="first")
     def compile_seconds(self) -> float:
-        """Time that torch.compile took so far."""
+        """Seconds that torch.compile took so far."""
         return self.engine.stats().compile_seconds
 
     @property
     def tolerance(self) -> float | None:
-        """How the engine's weights are checked: ``GenerationEngine.tolerance``."""
+        """Check of the engine's weights: ``GenerationEngine.tolerance``."""
         return self.engine.tolerance
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -106,18 +105,18 @@ class RolloutWorker:
                 error = relative_error(found[name], expected) if name in found else math.inf
                 if not error <= self.tolerance:
                     raise WeightMismatch(
-                        f"{name} in the generation engine is {error:.2g} of its size off what was sent, more than the "
-                        f"engine's tolerance of {self.tolerance:g}",
+                        f"{name} in the generation engine differs by {error:.2g} of its size from what was sent, more "
+                        f"than the engine's tolerance of {self.tolerance:g}",
                         key=name,
                     )
 
     def fingerprint(self) -> Mapping[str, int]:
-        """Return the checksum of each tensor of the engine's own storage."""
+        """Return the checksum of each tensor of the engine's storage."""
         return self.engine.fingerprint()
 
 
 def ask(prompts: Sequence[int], group: int, first_id: int) -> Batch:
-    """Rows that ask for ``group`` samples of each prompt; ids count up from ``first_id``, groups likewise."""
+    """Return rows that ask for ``group`` samples of each prompt; ids count up from ``first_id``, groups likewise."""
     n = len(prompts) * group
     ids = first_id + np.arange(n, dtype=np.int64)
     groups = first_id // group + np.repeat(np.arange(len(prompts), dtype=np.int64), group)

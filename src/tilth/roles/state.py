@@ -1,4 +1,4 @@
-"""What a role keeps between steps: its tensors with their layouts, into a checkpoint and back."""
+"""State of a role: its tensors with their layouts, saved to a checkpoint and loaded back."""
 
 import os
 import zlib
@@ -16,7 +16,7 @@ from tilth.parallel.sharded import ShardedModel
 from tilth.training.engine import TrainEngine, measured_flops
 
 Groups = dict[str, Group]
-"""Groups of tensors of a checkpoint: this worker's pieces, and where they belong."""
+"""Groups of tensors of a checkpoint: this worker's pieces, and their layouts."""
 
 
 class Stateful:
@@ -28,25 +28,25 @@ class Stateful:
         self._saver = Saver()
 
     def groups(self) -> Groups:
-        """What it keeps, by name."""
+        """Return the groups of its checkpoint by name."""
         raise NotImplementedError
 
     @transfer(split="all", gather="first")
     def position(self) -> dict[str, float]:
-        """Everything but tensors that a resume must restore."""
+        """Return everything but tensors that a resume must restore."""
         return {}
 
     @transfer(split="all", gather="first")
     def kept(self) -> list[str]:
-        """Names of its groups."""
+        """Return the names of its groups."""
         return list(self.groups())
 
     @transfer(split="all", gather="all")
     def save(self, folder: str, background: bool) -> str:
-        """Copy this worker's part for a checkpoint that is being made; the copy is written while training goes on.
+        """Copy this worker's part for a checkpoint; the copy is written while training continues.
 
-        A tensor that several workers hold is written by one of them. background: false waits until it is written.
-        Returns in words what went wrong, now or with the save before, or "".
+        One worker writes a tensor that several hold. background: False waits until it is written. Returns the error
+        message of this save or the one before, or "".
         """
         part = f"{self.grid.rank:05d}" if len(self.grid.mesh) > 1 else ""
         try:
@@ -57,12 +57,12 @@ class Stateful:
 
     @transfer(split="all", gather="all")
     def saving(self, wait: bool) -> str:
-        """What went wrong with the save under way, in words, or "". wait: until it is written."""
+        """Return the error message of the running save, or "". wait: until it is written."""
         return self._saver.settle() if wait else self._saver.problem()
 
     @transfer(split="all", gather="first")
     def load(self, path: str, position: Mapping[str, float]) -> None:
-        """Go back to a checkpoint of any layout. CheckpointError."""
+        """Load a checkpoint of any layout. CheckpointError."""
         read_state(path, self.groups(), self.sharded)
 
 
@@ -76,7 +76,6 @@ class Learner(Stateful):
         self._names = model, optimizer
 
     def groups(self) -> Groups:
-        """What it keeps, by name."""
         (model, optimizer), layouts = self._names, self.sharded.layouts
         state, average = self.engine.optimizers.state_tensors(), self.engine.ema.tensors
         found = {
@@ -87,44 +86,42 @@ class Learner(Stateful):
 
     @transfer(split="all", gather="all")
     def peak_flops(self) -> float:
-        """What this worker's share of the machine can do, all workers measuring at once: FLOP/s."""
+        """Measure this worker's share of the machine's matmul rate, all workers at once: FLOP/s."""
         return measured_flops(self.engine.device, self.engine.model.dtype)
 
     @transfer(split="all", gather="first")
     def begin(self, lr: float, total_steps: int) -> None:
-        """Start a phase: fresh optimizer state, its own peak learning rate, length of schedule in optimizer steps."""
+        """Start a phase: fresh optimizer state, its peak learning rate, length of schedule in optimizer steps."""
         self.engine.begin(lr, total_steps)
 
     @transfer(split="all", gather="first")
     def adopt(self, path: str) -> None:
-        """Take the optimizer state out of another run's checkpoint, of any layout. CheckpointError."""
+        """Load the optimizer state from another run's checkpoint, of any layout. CheckpointError."""
         name = self._names[1]
         read_state(path, {name: self.groups()[name]}, self.sharded)
 
     @transfer(split="all", gather="first")
     def tune(self, lr: float, total_steps: int) -> None:
-        """Go on in a phase with this peak learning rate and length of schedule; state and position stay."""
+        """Continue a phase with this peak learning rate and length of schedule; state and position stay."""
         self.engine.peak_lr, self.engine.total_steps = lr, total_steps
 
     @transfer(split="all", gather="first")
     def position(self) -> dict[str, float]:
-        """Everything but tensors that a resume must restore."""
         return self.engine.position()
 
     @transfer(split="all", gather="first")
     def load(self, path: str, position: Mapping[str, float]) -> None:
-        """Go back to a checkpoint of any layout. CheckpointError."""
         read_state(path, self.groups(), self.sharded)
         self.engine.restore(position)
 
     @transfer(split="all", gather="first")
     def compile_seconds(self) -> float:
-        """Time that torch.compile and the first pass took; 0 if nothing was compiled."""
+        """Seconds that torch.compile and the first pass took; 0 if nothing was compiled."""
         return self.engine.compile_seconds
 
 
 def read_state(path: str, groups: Groups, sharded: ShardedModel) -> None:
-    """Fill tensors of a model, in place, from a checkpoint of any layout; a collective call. CheckpointError."""
+    """Fill tensors of a model in place from a checkpoint of any layout; a collective call. CheckpointError."""
     grid = sharded.grid
     share = replicas(grid) if storage_of(path).remote or not _one_machine(grid) else None
     checkpoint = open_checkpoint(path, share)
@@ -134,9 +131,10 @@ def read_state(path: str, groups: Groups, sharded: ShardedModel) -> None:
 
 
 def replicas(grid: ParallelDims) -> Share | None:
-    """Ranks that hold the same, so that each can read some of it and give it to the others; None without such.
+    """Return the ranks with equal tensors, which can read parts of them for each other; None without such.
 
-    That pays where bytes come over a network; on one machine all read from its page cache, which is faster than gloo.
+    This pays if bytes come over a network; on one machine all ranks read from its page cache, which is faster than
+    gloo.
     """
     copies = grid.mesh.copies
     group = grid.group(*copies)
@@ -144,13 +142,13 @@ def replicas(grid: ParallelDims) -> Share | None:
 
 
 def _one_machine(grid: ParallelDims) -> bool:
-    """Whether all data ranks are on it; a collective call."""
+    """True if all data ranks are on one machine; a collective call."""
     name = zlib.crc32(os.uname().nodename.encode())
     return grid.most(name) == -grid.most(-name)
 
 
 def whole_tensors(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
-    """One tensor after the other, put together; a collective call of its replica."""
+    """Yield whole tensors one by one; a collective call of the replica."""
     with torch.no_grad():
         for name in sharded.layouts:
             yield from sharded.assemble([name]).items()

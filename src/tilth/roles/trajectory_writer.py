@@ -1,4 +1,4 @@
-"""The writer role: makes tables of what was generated, and writes those of committed steps."""
+"""Writer role: makes tables of generated trajectories, and writes those of committed steps."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tilth.roles.experience import FINISHES, texts
 from tilth.training.packed import prompt_lengths
 
 SHOWN = 1000
-"""Characters of a prompt and of an answer that are shown while a run goes on."""
+"""Characters of a prompt and an answer that the terminal shows."""
 
 
 class TrajectoryWriter:
@@ -25,8 +25,7 @@ class TrajectoryWriter:
     """
 
     def __init__(self, prompts: PromptSet, store: Store) -> None:
-        self.prompts = prompts
-        self.store = store
+        self.prompts, self.store = prompts, store
         self.files: TrajectoryFiles
 
     @transfer(split="all", gather="first")
@@ -36,7 +35,7 @@ class TrajectoryWriter:
 
     @transfer(split="all", gather="first")
     def add(self, batch: Batch, step: int) -> dict[str, Any]:
-        """All trajectories of the step under way; answers one of them, cut to what a terminal shows."""
+        """Add the trajectories of the running step; return one of them, cut for the terminal."""
         table = self.table(batch, step)
         self.files.add(table)
         first = table.slice(0, 1).select(["prompt_text", "text", "answer", "reward"]).to_pylist()[0]
@@ -45,7 +44,7 @@ class TrajectoryWriter:
 
     @transfer(split="all", gather="merge")
     def commit(self, step: int) -> dict[str, Any]:
-        """The step is committed; see ``TrajectoryFiles.commit``."""
+        """Commit the step; see ``TrajectoryFiles.commit``."""
         self.files.commit(step)
         return {}
 
@@ -62,7 +61,7 @@ class TrajectoryWriter:
     def table(self, batch: Batch, step: int) -> pa.Table:
         """Trajectories as rows."""
         columns = batch.read(self.store, "tokens", "mask", "segments", "rollout_logprobs", "text")
-        said = texts(columns["text"])
+        completions = texts(columns["text"])
         asked = [self.prompts[int(p)] for p in batch["prompt"]]
         rewards = [None if np.isnan(r) else float(r) for r in batch["reward"]]
         return pa.table(
@@ -72,7 +71,7 @@ class TrajectoryWriter:
                 "group": pa.array(batch["group"]),
                 "prompt": pa.array(batch["prompt"]),
                 "prompt_text": pa.array([p.text for p in asked]),
-                "text": pa.array(said),
+                "text": pa.array(completions),
                 "answer": pa.array([p.answer for p in asked], pa.string()),
                 "tokens": _lists(columns["tokens"], np.int32),
                 "mask": _lists(columns["mask"], np.uint8),
@@ -88,7 +87,7 @@ class TrajectoryWriter:
 
 
 def _parts(batch: Batch) -> list[list[tuple[str, float]]]:
-    """Named parts of each row's reward, those that it has."""
+    """Return the named parts of each row's reward."""
     named = {name.removeprefix("part/"): batch[name] for name in batch.rows if name.startswith("part/")}
     return [[(name, float(c[i])) for name, c in named.items() if not np.isnan(c[i])] for i in range(len(batch))]
 

@@ -1,8 +1,8 @@
-"""The relay: carries the policy's weights to the roles that hold a copy, across workers and layouts, and checks them.
+"""Weight sync: sends the policy's weights to the roles that hold a copy, across workers and layouts, and checks them.
 
-Weights travel in buckets of whole tensors: every replica of the policy puts them together where a receiver shares its
-workers, and the policy's first worker sends them to the receivers that do not. What each receiver holds afterwards,
-read from its live storage, must have the checksums of what the policy meant to send.
+Weights travel in buckets of whole tensors: every replica of the policy assembles them where a receiver shares its
+workers, and the policy's first worker sends them to the other receivers. Each receiver's live storage must have the
+checksums of what the policy sent.
 """
 
 import math
@@ -27,7 +27,7 @@ from tilth.trace.spans import span
 
 
 class Receiver(Protocol):
-    """A role that holds a copy of the policy's weights."""
+    """Role that holds a copy of the policy's weights."""
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take whole tensors as they come, in place; all of them must be taken from the stream."""
@@ -35,7 +35,7 @@ class Receiver(Protocol):
 
     @property
     def tolerance(self) -> float | None:
-        """How it is checked: 0: by its fingerprint; above 0: by ``receive`` itself; None: by what it computes."""
+        """Check: 0: by its fingerprint; above 0: by ``receive`` itself; None: by what it computes."""
         ...
 
     def fingerprint(self) -> Mapping[str, int]:
@@ -44,29 +44,29 @@ class Receiver(Protocol):
 
 
 class Delivery(NamedTuple):
-    """What one worker tells of a relay, in bytes and tensors."""
+    """Report of one worker about a weight sync, in bytes and tensors."""
 
     rank: int
     received: int
     bytes: int
     probe: bool
-    """The receiver cannot show its weights: whether it computes as the policy does is to be seen."""
+    """The receiver cannot show its weights; a probe must compare what it computes."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """How one target gets its weights, seen from this worker."""
+    """Path of the weights to one target, seen from this worker."""
 
     target: bool
     """This worker holds a receiver."""
     gathers: bool
-    """It puts whole tensors together: for itself, for its peers or to send them."""
+    """It assembles whole tensors: for itself, for its peers or to send them."""
     outside: ParallelDims | None
-    """The sender and the receivers without a part of the policy, of which this worker is one; None: it is not."""
+    """The sender and the receivers without a part of the policy, if this worker is one of them."""
 
 
 class WeightSyncWorker:
-    """Stands on every worker that sends or receives."""
+    """Sender or receiver of weights; on every worker of both."""
 
     def __init__(
         self,
@@ -79,10 +79,9 @@ class WeightSyncWorker:
         device: torch.device,
         bucket: int = WHOLE,
     ) -> None:
-        """shapes: of the policy's parameters; dtypes: what each target wants; source, targets: their meshes; device:
-        of this worker's models. What is sent lies there, since a backend serves one kind of device only."""
-        self.context = context
-        self.device = device
+        """shapes: of the policy's parameters; dtypes: wanted by each target; source, targets: their meshes; device: of
+        this worker's models and of what it sends."""
+        self.context, self.device = context, device
         self.shapes = dict(shapes)
         self.dtypes = dict(dtypes)
         self.source = source
@@ -107,7 +106,7 @@ class WeightSyncWorker:
 
     @transfer(split="all", gather="all")
     def sync(self, target: str, version: int) -> Delivery:
-        """Bring the policy's weights to a target. WeightMismatch names the tensors that did not arrive as they were."""
+        """Send the policy's weights to a target. WeightMismatch names the tensors that arrived changed."""
         route, dtype, expected = self.routes[target], self.dtypes[target], dict[str, int]()
         receiver: Receiver | None = self.context.roles[target] if route.target else None  # type: ignore[assignment]
         self._bytes = 0
@@ -119,7 +118,7 @@ class WeightSyncWorker:
                 pass
             sent.set(bytes=self._bytes)
         with span("verify"):
-            self._tell(route, expected)
+            self._send_checksums(route, expected)
             if receiver is not None and receiver.tolerance == 0:
                 wanted = {name: expected[name] for name in self._wanted(target)}
                 verify_weights(wanted, receiver.fingerprint(), target)
@@ -127,11 +126,11 @@ class WeightSyncWorker:
         return Delivery(self.context.rank, len(expected) if receiver is not None else 0, self._bytes, probe)
 
     def _wanted(self, target: str) -> list[str]:
-        """What a target must hold afterwards: a value model has no use for the policy's output head."""
+        """Names of the tensors that a target must hold; a value model has no output head."""
         return [name for name in self.shapes if not ROLES[target].values or not name.startswith(OUTPUT)]
 
     def _stream(self, route: Route, dtype: torch.dtype, expected: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors in the target's dtype; ``expected`` gets the checksums of the policy's own."""
+        """Yield whole tensors in the target's dtype; ``expected`` gets their checksums."""
         for names in buckets(self.shapes, self.bucket):
             whole: dict[str, Tensor] = {}
             if route.gathers:
@@ -145,7 +144,7 @@ class WeightSyncWorker:
     def _broadcast(
         self, grid: ParallelDims, names: list[str], whole: Mapping[str, Tensor], dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """One flat buffer of a bucket, from the first of the grid to all."""
+        """Broadcast one flat buffer of a bucket from the first rank of the grid."""
         sizes = [math.prod(self.shapes[name]) for name in names]
         if whole:
             flat = torch.cat([whole[name].reshape(-1) for name in names])
@@ -155,8 +154,8 @@ class WeightSyncWorker:
         self._bytes += flat.nbytes
         return {name: part.view(self.shapes[name]) for name, part in zip(names, flat.split(sizes))}
 
-    def _tell(self, route: Route, expected: dict[str, int]) -> None:
-        """The policy's checksums to those who received from outside."""
+    def _send_checksums(self, route: Route, expected: dict[str, int]) -> None:
+        """Send the policy's checksums to the receivers outside of its workers."""
         if route.outside is None:
             return
         names = list(self.shapes)
@@ -166,7 +165,7 @@ class WeightSyncWorker:
 
 
 def _send(x: Tensor, grid: ParallelDims) -> None:
-    """Fill x with what the first of the grid has in it."""
+    """Broadcast x from the first rank of the grid."""
     group = grid.group("to")
     assert group is not None  # a sender and a stranger at least
     broadcast(x, grid.mesh.ranks[0], group)
@@ -179,7 +178,7 @@ def verify_weights(expected: Mapping[str, int], received: Mapping[str, int], tar
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise WeightMismatch(
-            f"after publishing, {', '.join(wrong[:3])}{more} in the {ROLES[target].label} differ from the trainer's; "
-            "the run stops before it learns from a wrong policy",
+            f"after the weight sync, {', '.join(wrong[:3])}{more} in the {ROLES[target].label} differ from the "
+            "trainer's; the run stops before it learns from a wrong policy",
             key=wrong[0],
         )

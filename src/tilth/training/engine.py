@@ -41,23 +41,22 @@ class Pass(NamedTuple):
 
 
 Schedule = Callable[[int, int], Iterable[Pass]]
-"""(parts, micro-batches) -> every pass, once; micro-batches begin in their order."""
+"""(parts, micro-batches) -> every pass, once; micro-batches start in order."""
 
 
 def sequential(parts: int, micro_batches: int) -> Iterable[Pass]:
-    """One micro-batch after another, so that only one has activations."""
+    """Run one micro-batch after another, so that only one has activations."""
     for i in range(micro_batches):
         yield from (Pass("forward", part, i) for part in range(parts))
         yield from (Pass("backward", part, i) for part in reversed(range(parts)))
 
 
 SCHEDULES: dict[str, Schedule] = {"sequential": sequential}
-"""By name."""
+"""Schedules by name."""
 
 
 def passes(name: str, parts: int, micro_batches: int) -> list[Pass]:
-    """The passes of a schedule, checked. ScheduleError: no such schedule; a pass that is missing, there twice, or
-    before one that it needs."""
+    """Return the passes of a schedule. ScheduleError: unknown; a pass that is missing, repeated or too early."""
     if name not in SCHEDULES:
         raise ScheduleError(f"schedule {name!r} is not declared; there are {', '.join(SCHEDULES)}", key="schedule")
     order, done = list(SCHEDULES[name](parts, micro_batches)), set[Pass]()
@@ -82,7 +81,7 @@ def passes(name: str, parts: int, micro_batches: int) -> list[Pass]:
 
 Metrics = dict[str, Metric]
 Loss = Callable[[MicroBatch], tuple[Tensor, Metrics]]
-"""From a micro-batch to its share of the loss and its metrics (merged over micro-batches)."""
+"""Micro-batch -> its share of the loss, and metrics (merged over micro-batches)."""
 
 
 POSITION = ("steps", "updates", "peak_lr", "total_steps")
@@ -91,11 +90,11 @@ POSITION = ("steps", "updates", "peak_lr", "total_steps")
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one optimizer step did. ``metrics`` are the loss's own, of all micro-batches.
+    """Result of one optimizer step. ``metrics``: the loss's, of all micro-batches.
 
-    tokens: of the batch, prompts included; computed: those that went through the model, a shared prompt once.
-    flops: model FLOPs of both passes over these. padded: empty micro-batches that this rank ran because another one had
-    more. On several ranks ``loss`` and ``grad_norm`` are of the whole step, all else but ``lr`` of this rank's rows.
+    tokens: of the batch, prompts included; computed: tokens that went through the model, a shared prompt once. flops:
+    model FLOPs of both passes over these. padded: empty micro-batches that this rank ran because another one had more.
+    On several ranks ``loss`` and ``grad_norm`` are of the whole step, all else but ``lr`` of this rank's rows.
     """
 
     loss: float
@@ -136,9 +135,9 @@ class InFlight:
 
 
 class TrainEngine:
-    """Owns a model's gradients, optimizer and schedule: on one device, or this rank's part of them.
+    """Gradients, optimizer and schedule of a model: on one device, or this rank's part of a sharded one.
 
-    All ranks of a sharded model make the same calls, each with rows of its own, any number of them.
+    All ranks of a sharded model make the same calls, each with its own rows, any number of them.
     """
 
     def __init__(
@@ -158,10 +157,8 @@ class TrainEngine:
         watch: Collection[str] = (),
     ) -> None:
         """scorer: fills in what the loss needs of a micro-batch; ``training.packed.appraise`` for a value model.
-        schedule: in which order the parts of the model do their passes (``micro_schedule.SCHEDULES``).
-        ema: decay of an average of the weights; 0: none. watch: further metrics, as in the recipe's train.watch.
-        RecipeError for what cannot work on parts of parameters.
-        """
+        schedule: order of the passes of the model's parts (``SCHEDULES``). ema: decay of an average of the weights; 0:
+        none. watch: further metrics (train.watch). RecipeError for what cannot work on parts of parameters."""
         self.sharded = ShardedModel.of(model)
         self.grid = self.sharded.grid
         self.model = model = self.sharded.model
@@ -174,11 +171,8 @@ class TrainEngine:
         self.noise = NoiseScale() if "noise_scale" in watch else None
         self.norms = LayerNorms(list(self.optimizers.parameters)) if "layer_norms" in watch else None
         self.peak_lr = optimizer.lr
-        self.total_steps = total_steps
-        self.micro_tokens = micro_tokens
-        self.parity = parity
-        self.nonfinite = nonfinite
-        self.seed = seed
+        self.total_steps, self.micro_tokens = total_steps, micro_tokens
+        self.parity, self.nonfinite, self.seed = parity, nonfinite, seed
         self.steps = 0
         self.updates = 0
         self.compile_seconds = 0.0
@@ -190,7 +184,7 @@ class TrainEngine:
         self.device = next(iter(self.optimizers.parameters.values())).device
 
     def begin(self, peak_lr: float, total_steps: int) -> None:
-        """Start a new phase: optimizer state of zeros, averages anew, step 0 of a schedule of this length and peak."""
+        """Start a new phase: zero the optimizer state and averages, and start a schedule of this length and peak."""
         for tensor in self.optimizers.state_tensors().values():
             tensor.zero_()
         self.ema.begin()
@@ -199,11 +193,11 @@ class TrainEngine:
         self.peak_lr, self.total_steps, self.steps = peak_lr, total_steps, 0
 
     def position(self) -> dict[str, float]:
-        """Everything but tensors that a resume must restore."""
+        """Return everything but tensors that a resume must restore."""
         return {name: getattr(self, name) for name in POSITION} | (self.noise.position() if self.noise else {})
 
     def restore(self, position: Mapping[str, float]) -> None:
-        """Inverse of ``position``."""
+        """Restore what ``position`` returned."""
         for name in POSITION:
             setattr(self, name, position[name])
         if self.noise is not None:
@@ -226,13 +220,13 @@ class TrainEngine:
         dropout: bool = True,
         starts: np.ndarray | None = None,
     ) -> UpdateResult:
-        """One optimizer step on the whole batch.
+        """Run one optimizer step on the whole batch.
 
         tokens: n sequences, N tokens in all; mask: [N], 1 on tokens to learn from; columns: per token [N]. dropout:
-        False for a loss that compares with what a model said before: without dropout, as always where nothing learns.
-        starts: int64 [n], index of each sequence's first token in the whole batch, of which these are one rank's rows:
-        so that dropout masks are those of one device. None: these are all.
-        Raises NonFiniteError under the policy "stop", TokenCountError if a token was used twice or not at all.
+        False for a loss that compares with earlier outputs of the model. starts: int64 [n], index of each sequence's
+        first token in the whole batch, of which these are one rank's rows, so that dropout masks are those of one
+        device; None: these are all. Raises NonFiniteError under the policy "stop", TokenCountError if a token was used
+        twice or not at all.
         """
         self.sharded.begin()
         self._forget()
@@ -260,9 +254,9 @@ class TrainEngine:
         total = sum(torch.stack([one.value for one in done]).tolist()) if done else 0.0
         works = [one.work for one in done if one.work is not None]
         computed, flops = sum(work.tokens for work in works), sum(work.flops.both for work in works)
-        facts = {"tokens": len(mask), "computed": computed, "flops": flops, "padded": rounds - len(plan)}
+        amounts = {"tokens": len(mask), "computed": computed, "flops": flops, "padded": rounds - len(plan)}
         metrics = merge_metrics([one.metrics for one in done])
-        result = self._step(total, metrics, facts, len(tokens.lengths), learn=bool(mask.any()))
+        result = self._step(total, metrics, amounts, len(tokens.lengths), learn=bool(mask.any()))
         self._forget()
         return result
 
@@ -337,7 +331,7 @@ class TrainEngine:
         )
 
     def _whole(self, loss: float, sequences: int, learn: bool) -> tuple[float, int, bool]:
-        """Of all data ranks: all of them come to the same decisions about the step."""
+        """Combine over data ranks, so that all of them decide alike about the step."""
         if self.grid.mesh.count(*DATA) == 1:
             return loss, sequences, learn
         own = [loss, sequences * self.grid.first("tokens"), learn]  # ranks that divide tokens have the same sequences
@@ -350,14 +344,14 @@ class TrainEngine:
             self.noise.forget()
 
     def _apart(self, one: InFlight) -> AbstractContextManager[None]:
-        """Measure a micro-batch's own gradient in the block, if the noise scale is watched."""
+        """Measure a micro-batch's gradient in the block, if the noise scale is watched."""
         if self.noise is None or one.micro is None:
             return nullcontext()
         weight = float(one.metrics[WEIGHT].total if WEIGHT in one.metrics else one.micro.mask.sum())
         return self.noise.part(list(self.optimizers.parameters.values()), weight) if weight else nullcontext()
 
     def _noise_scale(self, norm: float, sequences: int) -> dict[str, float]:
-        """The averages after this step; no ratio where the noise hides the gradient altogether."""
+        """Return the averages after this step; no ratio if the noise hides the gradient."""
         found = self.noise.take(norm, sequences, self.grid.gather_rows) if self.noise is not None else None
         if found is None:
             return {}
@@ -365,7 +359,7 @@ class TrainEngine:
         return ratio | {"noise/trace": found.trace, "noise/signal": found.signal}
 
     def _layer_norms(self) -> dict[str, float]:
-        """Of the weights that the gradient was taken at, and of the gradient before clipping."""
+        """Return norms of the weights at which the gradient was taken, and of the gradient before clipping."""
         if self.norms is None:
             return {}
         weights = {name: p.detach() for name, p in self.optimizers.parameters.items()}
@@ -375,18 +369,18 @@ class TrainEngine:
         return {f"norm/{kind}/{layer}": norm for kind, found in measured.items() for layer, norm in found.items()}
 
     def _dropout(self, index: np.ndarray) -> DropoutContext:
-        """index: places of the tokens in the whole batch, which dropout masks go by."""
+        """index: positions of the tokens in the whole batch, which number the dropout masks."""
         return DropoutContext(self.seed, self.updates, torch.from_numpy(index).to(self.device))
 
 
 def _places(tokens: Jagged, starts: np.ndarray | None) -> np.ndarray:
-    """Index of each token in the whole batch: int64 [N]."""
+    """Return the index of each token in the whole batch: int64 [N]."""
     own = np.arange(len(tokens.values), dtype=np.int64)
     return own if starts is None else own + np.repeat(starts - tokens.offsets[:-1], tokens.lengths)
 
 
 def _check_layout(grid: ParallelDims, watch: Collection[str]) -> None:
-    """RecipeError for what needs whole gradients where a rank has parts of them."""
+    """Raise RecipeError for options that need whole gradients where a rank has parts of them."""
     if grid.mesh.count(*MODEL) == 1:
         return
     sizes = " and ".join(f"{name}={grid.size(name)}" for name in grid.mesh.over(*MODEL))
@@ -407,7 +401,7 @@ def _check_used(used: np.ndarray) -> None:
 
 
 def negative_log_likelihood(denominator: float) -> Loss:
-    """Sum of -log p over the tokens in the mask, over ``denominator``: the count of such tokens in the whole batch."""
+    """Sum of -log p over the tokens in the mask, divided by the number of such tokens in the whole batch."""
 
     def loss(micro: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
         return -micro.logprobs.sum() / max(denominator, 1.0), {}
@@ -419,7 +413,11 @@ SIZE = {"cpu": 768, "cuda": 8192}
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:
-    """Best of a few square matmuls, in FLOP/s, with the threads and fp32 precision that are set now (about 50 ms)."""
+    """Measure the matmul rate of this machine in FLOP/s, as the base of MFU: the best of a few square products (about
+    50 ms).
+
+    Threads and fp32 precision are those set now.
+    """
     n = SIZE.get(device.type, SIZE["cuda"])
     a = torch.ones(n, n, device=device, dtype=dtype)
     seconds = []

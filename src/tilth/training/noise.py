@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 Gather = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
-"""From arrays [n] of each rank to those of all ranks, one behind another (``parallel.ParallelDims.gather_rows``)."""
+"""Concatenates arrays [n] of every rank (``parallel.ParallelDims.gather_rows``)."""
 WEIGHT = "weight"
-"""Metric by which a loss tells the share of a micro-batch in it, in any unit; without it, its tokens in the mask."""
+"""Metric with the share of a micro-batch in the loss, in any unit; without it, its tokens in the mask."""
 DECAY = 0.98
-"""Of the averages over steps: one step's estimate is far too noisy to divide by."""
+"""Decay of the averages over steps; one step's estimate is too noisy to divide by."""
 
 
 class NoiseEstimate(NamedTuple):
-    """Of one step or averaged over steps. Both are unbiased, so ``signal`` may come out negative by chance."""
+    """Estimate of one step or averaged over steps. Both numbers are unbiased, so ``signal`` may be negative."""
 
     trace: float
     """Trace of the covariance of one sequence's gradient."""
@@ -31,7 +31,8 @@ class NoiseEstimate(NamedTuple):
 
 
 def estimate(squares: Sequence[float], weights: Sequence[float], whole: float, sequences: int) -> NoiseEstimate | None:
-    """From squared norms of the gradients of a batch's parts, and of the ``whole`` batch's, which is their sum.
+    """Estimate from squared norms of the gradients of a batch's parts, and of the ``whole`` batch's, which is their
+    sum.
 
     weights: each part's share of the loss, in any unit. A batch of B sequences is the mean of B draws G + noise, so a
     part with share p is p (G + noise of covariance Sigma / (p B)), and
@@ -51,7 +52,7 @@ def estimate(squares: Sequence[float], weights: Sequence[float], whole: float, s
 
 
 class NoiseScale:
-    """Gathers one step's parts, and averages trace and signal apart over steps: their ratio is the noise scale."""
+    """Gradient noise scale: collects a step's parts, and averages trace and signal separately over steps."""
 
     def __init__(self, decay: float = DECAY) -> None:
         self.decay = decay
@@ -60,24 +61,24 @@ class NoiseScale:
         self.begin()
 
     def begin(self) -> None:
-        """Forget all steps: a new phase."""
+        """Drop all steps: a new phase."""
         self._seen = self._trace = self._signal = 0.0
         self.forget()
 
     def position(self) -> dict[str, float]:
-        """The averages, for a checkpoint."""
+        """Return the averages, for a checkpoint."""
         return {"noise_seen": self._seen, "noise_trace": self._trace, "noise_signal": self._signal}
 
     def restore(self, position: Mapping[str, float]) -> None:
-        """Inverse of ``position``; of one that it was not watched for, as at the beginning."""
+        """Restore what ``position`` returned; start anew if the checkpoint has no averages."""
         self._seen, self._trace, self._signal = (position.get(name, 0.0) for name in self.position())
 
     @contextmanager
     def part(self, parameters: Sequence[Tensor], weight: float) -> Iterator[None]:
-        """Around one backward pass: its own gradient is measured, then added to those before it.
+        """Measure the gradient of the backward pass in the block, then add it to the earlier ones.
 
-        Autograd would have made the very same addition, so not a bit of the whole gradient changes. Needs memory for
-        the gradients a second time.
+        The addition is the one that autograd would make, so no bit of the whole gradient changes. Needs memory for the
+        gradients a second time.
         """
         before = [p.grad for p in parameters]
         for p in parameters:
@@ -94,9 +95,9 @@ class NoiseScale:
             p.grad = p.grad if old is None else old
 
     def take(self, norm: float, sequences: int, gather: Gather | None = None) -> NoiseEstimate | None:
-        """The step's parts have become a gradient of this norm: average them in. None before the first estimate.
+        """Average in the step's parts, whose sum has this norm. None before the first estimate.
 
-        gather: brings the parts of all data ranks together.
+        gather: concatenates the parts of all data ranks.
         """
         squares = torch.stack(self._squares).tolist() if self._squares else []
         parts = {"squares": np.array(squares, np.float64), "weights": np.array(self._weights, np.float64)}

@@ -21,9 +21,10 @@ from tilth.plan.rules import Table, rule_of
 
 
 class ShardedMuon(torch.optim.Muon):
-    """Muon on this rank's parts of matrices: momentum stays divided, whole ones are orthogonalised bucket by bucket.
+    """Muon on this rank's parts of matrices: momentum stays sharded, whole matrices are orthogonalised bucket by
+    bucket.
 
-    Every rank does so for all of them, by torch's own Muon, and takes its part of the result.
+    Every rank orthogonalises all of them with torch's Muon and applies its part of the result.
     """
 
     def __init__(self, sharded: ShardedModel, names: Sequence[str], lr: float, weight_decay: float) -> None:
@@ -33,7 +34,7 @@ class ShardedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update; a collective call of the replica."""
+        """Run one update; a collective call of the replica."""
         group, shapes = self.param_groups[0], {n: self.sharded.layouts[n].shape for n in self.names}
         for names in buckets(shapes):
             wanted = {n: self._momentum(self.sharded.parameters[n], group["momentum"]) for n in names}
@@ -44,7 +45,7 @@ class ShardedMuon(torch.optim.Muon):
                     p.add_(moved[box.slices])
 
     def _momentum(self, p: Tensor, momentum: float) -> Tensor:
-        """This rank's part of what is to be orthogonalised: the gradient with Nesterov's momentum, as in torch's."""
+        """Return this rank's part of the gradient with Nesterov momentum, as in torch's Muon."""
         assert p.grad is not None
         buffer = self.state[p]["momentum_buffer"]
         buffer.lerp_(p.grad, 1 - momentum)
@@ -52,7 +53,7 @@ class ShardedMuon(torch.optim.Muon):
 
 
 def _orthogonal_step(update: Tensor, lr: float) -> Tensor:
-    """What Muon without momentum of its own adds to a matrix for this update."""
+    """Return the change that Muon without momentum makes to a matrix for this update."""
     moved = nn.Parameter(torch.zeros_like(update))
     moved.grad = update
     torch.optim.Muon([moved], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False).step()
@@ -60,7 +61,7 @@ def _orthogonal_step(update: Tensor, lr: float) -> Tensor:
 
 
 def _declared(own: Declaration, parameters: list[nn.Parameter], section: OptimizerSection) -> torch.optim.Optimizer:
-    """The optimizer that a plugin declares. PluginError: it cannot be made, or is none."""
+    """Build the optimizer that a plugin declares. PluginError: it cannot be built, or is no torch optimizer."""
     try:
         made = own.value(parameters, section)
     except (Exception, SystemExit) as error:
@@ -73,7 +74,7 @@ def _declared(own: Declaration, parameters: list[nn.Parameter], section: Optimiz
 
 
 class Optimizers:
-    """One or two torch optimizers that step together. ``lr`` may be changed for each step."""
+    """One or two torch optimizers that step together."""
 
     def __init__(
         self,
@@ -82,10 +83,9 @@ class Optimizers:
         table: Table,
         sharded: ShardedModel | None = None,
     ) -> None:
-        """table: what each parameter is; sharded: whose parts the parameters are; None: they are whole."""
+        """table: rules of the parameters; sharded: the model whose parts these are; None: they are whole."""
         self.parameters = dict(parameters)
-        self.section = section
-        self.sharded = sharded
+        self.section, self.sharded = section, sharded
         self._parts: list[tuple[torch.optim.Optimizer, float]]
         self._own = declared("optimizer").get(section.name)
         if self._own is not None:
@@ -129,7 +129,7 @@ class Optimizers:
                         optimizer.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Live state as '<kind>.<parameter name>' -> tensor, for saving and for restoring in place."""
+        """Return live state as '<kind>.<parameter name>' -> tensor, for saving and for restoring in place."""
         names: dict[Tensor, str] = {p: n for n, p in self.parameters.items()}
         found: dict[str, Tensor] = {}
         for optimizer, _ in self._parts:
@@ -138,14 +138,14 @@ class Optimizers:
         return found
 
     def step(self, lr: float) -> None:
-        """One update with this learning rate (Muon's part scaled by its ratio)."""
+        """Run one update with this learning rate (Muon's part scaled by its ratio)."""
         for optimizer, ratio in self._parts:
             for group in optimizer.param_groups:
                 group["lr"] = lr * ratio
             optimizer.step() if self._own is None else self._step_own(self._own)
 
     def _step_own(self, own: Declaration) -> None:
-        """One update of a declared optimizer. PluginError: it fails, or keeps state that no checkpoint would hold."""
+        """Run one update of a declared optimizer. PluginError: it fails, or holds state that is not declared."""
         optimizer, named = self._parts[0][0], OPTIMIZERS[own.name]
         try:
             optimizer.step()
@@ -160,7 +160,7 @@ class Optimizers:
                 )
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         for p in self.parameters.values():
             p.grad = None
 
@@ -187,7 +187,7 @@ DECAY_SHARE = 0.2
 
 
 def lr_factor(kind: Kind, step: int, total: int, warmup: int) -> float:
-    """Factor on the peak learning rate for step 0 .. total - 1.
+    """Return the factor on the peak learning rate for step 0 .. total - 1.
 
     The first ``warmup`` steps rise linearly to 1 (step 0 is 1 / warmup, never 0); then 'constant' stays, 'linear' and
     'cosine' fall to 0 just after the last step, 'wsd' stays and falls linearly over the last fifth of all steps.
@@ -205,10 +205,10 @@ def lr_factor(kind: Kind, step: int, total: int, warmup: int) -> float:
 
 
 class Average:
-    """fp32 copies of parameters that follow them: after each step, ``decay`` of the average and the rest of the new.
+    """Exponential moving average of the weights in fp32 (arXiv 1703.01780).
 
-    It begins as a copy of the weights, not as zeros, so there is no bias to correct. decay: 0 is no average at all, and
-    holds no memory; 1 stays at the beginning.
+    It starts as a copy of the weights, not as zeros, so there is no bias to correct. decay 0: no average, no memory; 1:
+    stays at the start.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
@@ -219,13 +219,13 @@ class Average:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Start again from the weights of now."""
+        """Restart from the current weights."""
         for name, average in self.tensors.items():
             average.copy_(self._parameters[name])
 
     @torch.no_grad()
     def follow(self) -> None:
-        """One step towards the weights of now: average += (1 - decay) (weights - average)."""
+        """Move towards the current weights: average += (1 - decay) (weights - average)."""
         if self.tensors:
             live = [p.float() for p in self._parameters.values()]
             torch._foreach_lerp_(list(self.tensors.values()), live, 1 - self.decay)
@@ -236,7 +236,7 @@ _NAMES = {"embed_tokens": "embedding", "lm_head": "head"}
 
 
 def layer_of(parameter: str) -> str:
-    """The layer that a parameter belongs to: its number, or embedding, norm (the final one), head."""
+    """Return the layer of a parameter: its number, or embedding, norm (the final one), head."""
     inside = _LAYER.search(parameter)
     if inside:
         return inside[1]
@@ -245,7 +245,7 @@ def layer_of(parameter: str) -> str:
 
 
 class LayerNorms:
-    """L2 norms by layer of tensors that belong to these parameters: one pass over them, one wait for the device."""
+    """L2 norms by layer: one pass over the tensors, one wait for the device."""
 
     def __init__(self, parameters: Sequence[str]) -> None:
         layers = [layer_of(name) for name in parameters]
@@ -255,7 +255,7 @@ class LayerNorms:
     def measure(
         self, tensors: Mapping[str, Tensor], squares_of: Callable[[Mapping[str, Tensor]], Tensor] | None = None
     ) -> dict[str, float]:
-        """Layer -> norm of all of its tensors together; a layer without any is left out.
+        """Return layer -> norm of all of its tensors together; a layer without any is left out.
 
         squares_of: squared norms float64 [len(tensors)] of the whole tensors, where these are this rank's part of them.
         """

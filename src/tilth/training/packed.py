@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,13 +23,13 @@ from tilth.plan.packing import micro_batches
 from tilth.trace.spans import span
 
 WORTH = 0.9
-"""Share of the tokens that sharing prompts must leave, at most, to be worth another kind of micro-batch."""
+"""Largest share of the tokens that may remain for prompt sharing to be worth a separate micro-batch."""
 COPIES = 4
-"""Keys and values of a prompt are copied to each of its samples: so many of them take the room of one token."""
+"""Samples per prompt token of memory: the keys and values of a prompt are copied to each of its samples."""
 
 
 def shares_prompts(config: DecoderConfig, parity: bool) -> bool:
-    """Whether samples of one prompt may be computed as one tree.
+    """True if samples of one prompt may be computed as one tree.
 
     Not in parity mode (cached decoding has other shapes) or with dynamic rope (the rotation of a prompt depends on the
     length of its sample).
@@ -40,9 +41,9 @@ def shares_prompts(config: DecoderConfig, parity: bool) -> bool:
 class MicroBatch:
     """One micro-batch, packed: per-token tensors [N] over ``len(lengths)`` sequences.
 
-    ``logprobs``, ``entropy`` and ``squares`` (sums over the vocabulary of p squared, if wanted) are of the current
-    policy, ``values`` of the current critic, zero where ``mask`` is; ``columns`` are what the caller passed, cut to
-    these sequences. ``trees``: how prompts that several sequences share are computed once.
+    ``logprobs``, ``entropy`` and ``squares`` (sums over the vocabulary of p squared) come from the policy, ``values``
+    from the critic, 0 where ``mask`` is; ``columns``: the caller's, cut to these sequences. ``trees``: prompts that
+    several sequences share, computed once.
     """
 
     ids: Tensor
@@ -62,52 +63,34 @@ class MicroBatch:
 
     @property
     def pairs(self) -> int:
-        """Of a token that goes through the model and one that it attends to, itself included; windows are left out."""
+        """Pairs of a computed token and a token it attends to, itself included; windows are ignored."""
         return attended(self.lengths.numpy()) if self.trees is None else int((self.trees.position + 1).sum())
 
 
 class WorkAmounts(NamedTuple):
-    """How much a pass over a micro-batch is: what its spans say of it."""
+    """Amount of work of a pass over a micro-batch, for its spans."""
 
     tokens: int
     squares: int
-    """Sum of squared lengths; where a prompt is shared, of its length and what each sample adds to that."""
+    """Sum of squared lengths; a shared prompt counts once, with what each sample adds."""
     flops: Flops
 
     @classmethod
     def of(cls, model: Decoder, micro: MicroBatch) -> "WorkAmounts":
-        """Model FLOPs, with the output head at every token; a value model has none."""
+        """Count model FLOPs, with the output head at every token; a value model has none."""
         tokens, pairs = micro.computed, micro.pairs
         head = not isinstance(model, ValueModel)
         return cls(tokens, 2 * pairs - tokens, pass_flops(model.config, tokens, pairs, head))
 
 
-def micros(
-    tokens: Jagged,
-    mask: np.ndarray,
-    columns: Mapping[str, np.ndarray],
-    max_tokens: int,
-    device: torch.device,
-    *,
-    share: bool = False,
-    several: bool = False,
-) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-    """Split into micro-batches of at most ``max_tokens``; yields (indices into the packed columns [N], micro-batch).
-
-    share: sequences that begin with the same prompt become trees, where that saves enough. several: what would be one
-    micro-batch is split into at least two, unless it is one sequence.
-    """
-    return cut(tokens, mask, columns, plan_micros(tokens, mask, max_tokens, share=share, several=several), device)
-
-
 Parts = list[tuple[list[np.ndarray], bool]]
-"""Groups of rows of each micro-batch, and whether the rows of a group share their prompt."""
+"""Groups of rows of each micro-batch, and True if the rows of a group share their prompt."""
 
 
 def cut(
     tokens: Jagged, mask: np.ndarray, columns: Mapping[str, np.ndarray], plan: Parts, device: torch.device
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-    """The micro-batches of a plan; otherwise as ``micros``."""
+    """Yield the micro-batches of a plan: (indices into the packed columns [N], micro-batch)."""
     every = Jagged(np.arange(len(mask)), tokens.offsets)
 
     def tensor(values: np.ndarray) -> Tensor:
@@ -128,9 +111,10 @@ def cut(
 
 
 def plan_micros(tokens: Jagged, mask: np.ndarray, most: int, *, share: bool = False, several: bool = False) -> Parts:
-    """Which rows make up each micro-batch; arguments as in ``micros``. No rows: no micro-batch.
+    """Split into micro-batches of at most ``most`` tokens.
 
-    Raises LossMaskError for a mask that has the first token of a row: packed, the state before it is its neighbour's.
+    share: sequences with the same prompt become trees, if that saves enough. several: split a single micro-batch into
+    two or more, unless it is one sequence. Raises LossMaskError for a mask that has the first token of a row.
     """
     _check_mask(tokens, mask)
     plan = _split(tokens, mask, most, share)
@@ -165,14 +149,14 @@ def _split(tokens: Jagged, mask: np.ndarray, most: int, share: bool) -> Parts:
 
 
 def prompt_lengths(mask: Jagged) -> np.ndarray:
-    """Tokens before the first one that the policy chose: int64 [n]; the whole length where it chose none."""
+    """Return the tokens before the first one that the policy chose: int64 [n]; the length if it chose none."""
     chosen = np.append(np.flatnonzero(mask.values), len(mask.values))
     first = chosen[np.searchsorted(chosen, mask.offsets[:-1])]
     return np.minimum(first, mask.offsets[1:]) - mask.offsets[:-1]
 
 
 def prompt_groups(tokens: Jagged, mask: np.ndarray, most: int) -> list[np.ndarray]:
-    """Rows that begin with the same prompt, as many together as make a tree of at most ``most`` tokens."""
+    """Group rows with the same prompt, up to trees of ``most`` tokens."""
     prompts = prompt_lengths(Jagged(mask, tokens.offsets))
     groups: list[list[int]] = []
     newest: dict[bytes, tuple[int, int]] = {}  # prompt -> (its open group, tokens of that tree)
@@ -194,7 +178,7 @@ def _tree_sizes(tokens: Jagged, mask: np.ndarray, groups: list[np.ndarray]) -> n
 
 
 class Scorer(Protocol):
-    """Fills in what a loss needs of a micro-batch, given the hidden states of ``model_input``: ``score``, ..."""
+    """Fill in what a loss needs of a micro-batch, given the hidden states of its ``model_input``."""
 
     def __call__(self, model: Any, micro: MicroBatch, hidden: Tensor, *, temperature: float, entropy: bool) -> None: ...
 
@@ -202,7 +186,7 @@ class Scorer(Protocol):
 def model_input(
     micro: MicroBatch, parity: bool = False, dropout: DropoutContext | None = None
 ) -> tuple[Tensor, AttentionContext]:
-    """What goes into the first part of a model: token ids, and who sees whom."""
+    """Return the input of a model's first part: token ids and attention context."""
     device = micro.ids.device
     if micro.trees is None:
         return micro.ids, PackedContext(micro.lengths, device, parity, dropout)
@@ -215,10 +199,9 @@ def score(model: Decoder, micro: MicroBatch, hidden: Tensor, *, temperature: flo
     found, entropies = model.token_logprobs(
         _states(micro, hidden, chosen), model.head_weight, micro.ids[chosen], temperature=temperature, entropy=entropy
     )
-    blank = found.new_zeros(len(micro.ids))
-    micro.logprobs = blank.index_copy(0, chosen, found)
+    micro.logprobs = _spread(micro, chosen, found)
     if entropy:
-        micro.entropy = blank.index_copy(0, chosen, entropies)
+        micro.entropy = _spread(micro, chosen, entropies)
 
 
 def score_squares(
@@ -228,36 +211,37 @@ def score_squares(
     chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
     before = _states(micro, hidden, chosen)
     found = model.token_squares(before, model.head_weight, micro.ids[chosen], temperature=temperature)
-    blank = found[0].new_zeros(len(micro.ids))
-    micro.logprobs, micro.squares = (blank.index_copy(0, chosen, values) for values in found)
+    micro.logprobs, micro.squares = (_spread(micro, chosen, values) for values in found)
 
 
 def appraise(
-    model: ValueModel, micro: MicroBatch, hidden: Tensor, *, temperature: float = 1.0, entropy: bool = False
+    model: ValueModel,
+    micro: MicroBatch,
+    hidden: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    after: bool = False,
 ) -> None:
-    """Fill in the values of the states in which the tokens in the mask were chosen: the scorer of a value model.
+    """Fill in values: of the states before the tokens in the mask, or ``after`` them; scorer of a value model.
 
-    A value depends neither on ``temperature`` nor on whether an ``entropy`` is wanted.
+    A value depends on neither ``temperature`` nor ``entropy``.
     """
     chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
-    found = model.score(_states(micro, hidden, chosen))
-    micro.values = found.new_zeros(len(micro.ids)).index_copy(0, chosen, found)
+    micro.values = _spread(micro, chosen, model.score(_states(micro, hidden, chosen + after)))
 
 
-def rate(
-    model: ValueModel, micro: MicroBatch, hidden: Tensor, *, temperature: float = 1.0, entropy: bool = False
-) -> None:
-    """Fill in, as ``values``, those of the states after the tokens in the mask: the scorer of a reward model.
+rate: Scorer = partial(appraise, after=True)
+"""Scorer of a reward model: the score of a sequence is the value after its last token."""
 
-    What a reward model says of a sequence is the value after its last token.
-    """
-    chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
-    found = model.score(_states(micro, hidden, chosen + 1))
-    micro.values = found.new_zeros(len(micro.ids)).index_copy(0, chosen, found)
+
+def _spread(micro: MicroBatch, chosen: Tensor, values: Tensor) -> Tensor:
+    """Put values of the chosen tokens into a column [N], 0 elsewhere."""
+    return values.new_zeros(len(micro.ids)).index_copy(0, chosen, values)
 
 
 def _states(micro: MicroBatch, hidden: Tensor, chosen: Tensor) -> Tensor:
-    """Hidden states [chosen, hidden] of the tokens that come just before the chosen ones (int64 packed indices)."""
+    """Return the hidden states [chosen, hidden] just before the chosen tokens (int64 packed indices)."""
     if micro.trees is None:
         return take_rows(hidden, chosen - 1)
     slot = torch.from_numpy(micro.trees.slot).to(hidden.device)
@@ -265,33 +249,30 @@ def _states(micro: MicroBatch, hidden: Tensor, chosen: Tensor) -> Tensor:
 
 
 def packed_logprobs(model: Decoder | ShardedModel, tokens: Jagged, mask: np.ndarray, **how: Any) -> np.ndarray:
-    """Log-prob of each masked-in token under ``model``, float32 [N]; 0 elsewhere. No gradient.
+    """Return the log-prob of each token in the mask, float32 [N]; 0 elsewhere. No gradient.
 
-    how: ``max_tokens`` of a micro-batch, and perhaps ``temperature`` and ``parity``. All ranks of a sharded model call
-    it, each with rows of its own, any number of them.
+    how: ``max_tokens`` of a micro-batch, optionally ``temperature`` and ``parity``. All ranks of a sharded model call
+    it, each with its own rows, any number of them.
     """
     return _without_gradient(score, ("logprobs",), model, tokens, mask, **how)[0]
 
 
-def packed_squares(
-    model: Decoder | ShardedModel, tokens: Jagged, mask: np.ndarray, **how: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """What ``packed_logprobs`` gives, the same bits, and beside it the sum over the vocabulary of pi squared.
+def packed_squares(model: Decoder | ShardedModel, tokens: Jagged, mask: np.ndarray, **how: Any) -> np.ndarray:
+    """Return log-probs, the same bits as ``packed_logprobs``, and sums over the vocabulary of pi squared: [2, N].
 
-    Two float32 [N], 0 where the mask is; the second one is the column ``sum_pi_squared`` of the optimal token baseline.
-    One pass, and never a tensor of all logits.
+    The second row is the column ``sum_pi_squared`` of the optimal token baseline. One pass, without a tensor of all
+    logits.
     """
-    logprobs, squares = _without_gradient(score_squares, ("logprobs", "squares"), model, tokens, mask, **how)
-    return logprobs, squares
+    return _without_gradient(score_squares, ("logprobs", "squares"), model, tokens, mask, **how)
 
 
 def packed_values(model: ValueModel | ShardedModel, tokens: Jagged, mask: np.ndarray, **how: Any) -> np.ndarray:
-    """Value of the state before each masked-in token, float32 [N]; 0 elsewhere. No gradient; as ``packed_logprobs``."""
+    """Return the value of the state before each token in the mask, float32 [N]; see ``packed_logprobs``."""
     return _without_gradient(appraise, ("values",), model, tokens, mask, **how)[0]
 
 
 def packed_ratings(model: ValueModel | ShardedModel, tokens: Jagged, mask: np.ndarray, **how: Any) -> np.ndarray:
-    """Value of the state after each masked-in token, float32 [N]; 0 elsewhere. No gradient; as ``packed_logprobs``."""
+    """Return the value of the state after each token in the mask, float32 [N]; see ``packed_logprobs``."""
     return _without_gradient(rate, ("values",), model, tokens, mask, **how)[0]
 
 
@@ -307,7 +288,7 @@ def _without_gradient(
     temperature: float = 1.0,
     parity: bool = False,
 ) -> np.ndarray:
-    """What the scorer fills in, over the micro-batches that an update on the same batch would have: float32 [k, N]."""
+    """Return what the scorer fills in, over the micro-batches of an update on the same batch: float32 [k, N]."""
     found = np.zeros((len(what), len(mask)), np.float32)
     sharded = ShardedModel.of(model)
     decoder = sharded.model
