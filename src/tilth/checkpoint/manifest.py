@@ -1,9 +1,8 @@
-"""The manifest of a checkpoint: which bytes of which file are which box of which tensor. JSON, never code.
+"""The manifest of a checkpoint maps boxes of tensors to bytes of files. It is JSON, never code.
 
-``manifest.json`` starts with the XXH3 of all that follows its first line. Every byte of every file is under some
-checksum: those of tiles cover the data, those of files the safetensors headers. Tensors have columns instead of
-objects, a number or more for each box, since thousands of ranks make millions of boxes; where a long column is the same
-as one of an earlier tensor, that tensor's name stands for it.
+``manifest.json`` starts with the XXH3 of everything behind its first line. A checksum covers every byte of every file:
+those of tiles the data, those of files the safetensors headers. Tensors are columns with a number or more for each box,
+since thousands of ranks make millions of boxes; a long column equal to one of an earlier tensor is that tensor's name.
 """
 
 import json
@@ -24,7 +23,6 @@ from tilth.checkpoint.columns import Pieces, TensorRow, TensorTable, WrongField,
 from tilth.checkpoint.planning import (
     DTYPES,
     MOST,
-    SAFETENSORS_NAMES,
     GroupPlan,
     plan_group,
     spec_table,
@@ -38,32 +36,17 @@ from tilth.core.names import name_problem
 if TYPE_CHECKING:
     from tilth.checkpoint.storage import Storage
 
-__all__ = [
-    "NAME",
-    "SAFETENSORS_NAMES",
-    "FileEntry",
-    "Manifest",
-    "Piece",
-    "Report",
-    "TensorEntry",
-    "assemble",
-    "load_manifest",
-    "parse_report",
-    "report_of",
-    "tiles",
-]
-
 NAME = "manifest.json"
 FORMAT = "tilth-checkpoint"
 VERSION = 2
 
 _FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{16})",\n')
 _DIGITS = b"0123456789abcdef"
-_SHOWN = 20
+_SHOWN = 20  # problems in one message
 
 
 def _as_hex(checksums: Any) -> Any:
-    """Numbers of 64 bits as text of 16 digits each: a quarter shorter than decimals and copied, not parsed."""
+    """Return 64-bit integers as a text of 16 digits each: a quarter shorter than decimals, and copied, not parsed."""
     if isinstance(checksums, str):
         return checksums
     if not isinstance(checksums, list | tuple) or not all(type(c) is int and 0 <= c < 1 << 64 for c in checksums):
@@ -72,7 +55,7 @@ def _as_hex(checksums: Any) -> Any:
 
 
 def _of_digits(checksums: str) -> str:
-    """Faster than a pattern: manifests of large runs are mostly these."""
+    """Check the digits, faster than a pattern: manifests of large runs are mostly checksums."""
     if len(checksums) % 16 or not checksums.isascii() or checksums.encode().translate(None, _DIGITS):
         raise ValueError("16 digits of 0-9 and a-f for each checksum are needed")
     return checksums
@@ -85,7 +68,7 @@ def _of_the_folder(name: str) -> str:
 
 
 FileName = Annotated[str, AfterValidator(_of_the_folder)]
-"""Of a file beside the manifest: whoever wrote that may have meant any file of this machine."""
+"""A file beside the manifest; any other path in a manifest could name any file of this machine."""
 Bytes = Annotated[int, Field(ge=0, lt=MOST)]
 Rank = Annotated[int, Field(ge=0, le=MOST_RANKS)]
 
@@ -95,20 +78,18 @@ class _Entry(BaseModel):
 
 
 class FileEntry(_Entry):
-    """A data file: its group, its size, and what its bytes are checked against."""
+    """A data file: its group, sizes and checksums (xxh3_64)."""
 
     group: str
     nbytes: Bytes
     header_nbytes: Bytes
-    """Bytes before the data."""
     header_checksum: int = Field(ge=0, lt=1 << 64)
-    """xxh3_64 of those."""
     checksums: Annotated[str, BeforeValidator(_as_hex), AfterValidator(_of_digits)]
-    """xxh3_64 of all tiles of all its pieces in the order of their bytes, 16 hex digits each; may be given as ints."""
+    """Of all tiles of all its pieces in the order of their bytes, 16 hex digits each; may be given as ints."""
 
     @property
     def lines(self) -> Iterator[bytes]:
-        """As JSON, in parts."""
+        """JSON, in parts."""
         yield json.dumps(self.model_dump(exclude={"checksums"}))[:-1].encode()
         yield b', "checksums": "'
         yield self.checksums.encode()
@@ -131,31 +112,24 @@ class Piece(NamedTuple):
     offset: Shape
     size: Shape
     file: str
-    byte0: int
-    """From the start of the file."""
+    byte0: int  # from the start of the file
     nbytes: int
-    checksums: list[int]
-    """Of its tiles, see ``tiles``."""
+    checksums: list[int]  # of its tiles, see ``planning.tiles``
 
     @property
     def box(self) -> Box:
-        """Where in the tensor it belongs."""
+        """Its place in the tensor."""
         return Box(self.offset, self.size)
 
 
 @dataclass(frozen=True, eq=False)
 class TensorEntry:
-    """A tensor: its global shape, its dtype by torch's name, and boxes that tile it, sorted by offset.
-
-    B: boxes, D: dimensions.
-    """
+    """A tensor: its global shape, the name of its dtype, and the B boxes of D dimensions that tile it, by offset."""
 
     shape: Shape
     dtype: str
-    offset: np.ndarray
-    """int64 [B, D]."""
-    size: np.ndarray
-    """int64 [B, D]."""
+    offset: np.ndarray  # int64 [B, D]
+    size: np.ndarray  # int64 [B, D]
     _manifest: "Manifest"
     _row: TensorRow
 
@@ -169,7 +143,7 @@ class TensorEntry:
         return len(self.offset)
 
     def piece(self, i: int) -> Piece:
-        """Box number ``i``; cheap, so that of thousands only those are made that are wanted."""
+        """Return box ``i``; only the boxes that are read are made, of perhaps thousands."""
         manifest, row = self._manifest, self._row
         name = manifest.file_names[row.file[i]]
         file, size = manifest.files[name], tuple(row.size[i].tolist())
@@ -180,12 +154,12 @@ class TensorEntry:
 
     @cached_property
     def boxes(self) -> tuple[Piece, ...]:
-        """All of them."""
+        """All boxes."""
         return tuple(map(self.piece, range(len(self))))
 
 
 class _Head(_Entry):
-    """What of the manifest is not columns."""
+    """The manifest before its columns are checked."""
 
     format: Literal["tilth-checkpoint"]
     version: Literal[2]
@@ -203,20 +177,16 @@ class Manifest:
     """The whole table. Made by ``assemble`` and ``load_manifest``, which check it."""
 
     step: int
-    saved: str
-    """When, UTC, as ISO 8601."""
-    layout: dict[str, Any]
-    """``mesh``: that of the writers."""
+    saved: str  # time, UTC, ISO 8601
+    layout: dict[str, Any]  # "mesh": the mesh of the writers
     files: dict[str, FileEntry]
     tables: Mapping[str, TensorTable]
-    objects: dict[str, Any]
-    """Whatever JSON the controller keeps."""
-    total_bytes: int
-    """Of all data files."""
+    objects: dict[str, Any]  # JSON of the controller
+    total_bytes: int  # of all data files
 
     @cached_property
     def file_names(self) -> list[str]:
-        """In order: columns have numbers of these."""
+        """Files in order; columns hold indices of these."""
         return list(self.files)
 
     @cached_property
@@ -228,18 +198,18 @@ class Manifest:
         }
 
     def entry(self, group: str, name: str) -> TensorEntry:
-        """A tensor; KeyError."""
+        """Return a tensor; KeyError."""
         return self.groups[group][name]
 
     @cached_property
     def first_tiles(self) -> dict[int, np.ndarray]:
-        """For each row of a table, by its id, the number of each box's first tile in its file: int64 [B]."""
+        """By id of a row of a table: index of each box's first tile in its file, int64 [B]."""
         rows = [row for table in self.tables.values() for row in table.rows.values()]
         cuts = np.cumsum([len(row.file) for row in rows])[:-1]
         return dict(zip(map(id, rows), np.split(Pieces.of(rows).first_tile, cuts)))
 
     def dump(self) -> bytes:
-        """The contents of ``manifest.json``: one line for each file and each tensor."""
+        """Return the contents of ``manifest.json``: one line for each file and each tensor."""
         parts = list(self._parts())
         hasher = xxhash.xxh3_64()
         for part in parts:
@@ -259,7 +229,7 @@ class Manifest:
 
 
 def load_manifest(storage: "Storage", folder: str) -> Manifest:
-    """Read and check ``manifest.json`` of a folder; CheckpointError names the folder and what is wrong with it."""
+    """Read and check ``manifest.json`` of a folder; CheckpointError."""
     place = f"{storage.where}/{folder}".rstrip("/")
     try:
         data = storage.read(f"{folder}/{NAME}".lstrip("/"))
@@ -270,7 +240,7 @@ def load_manifest(storage: "Storage", folder: str) -> Manifest:
 
 
 def parse_manifest(data: bytes, path: str) -> Manifest:
-    """A manifest from its bytes; CheckpointError names ``path`` and the first thing that is wrong."""
+    """Parse a manifest; CheckpointError with the first field that is wrong."""
     first = _FIRST_LINE.match(data)
     sound = first is not None and xxhash.xxh3_64_hexdigest(memoryview(data)[first.end() :]).encode() == first[1]
     try:
@@ -294,7 +264,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
 
 
 def _checked(body: Mapping[str, Any]) -> Manifest:
-    """The manifest in a JSON object; ValidationError or WrongField for the first field that is wrong."""
+    """Return the manifest in a JSON object; ValidationError or WrongField for the first field that is wrong."""
     head = _Head(**body)
     manifest = Manifest(head.step, head.saved, head.layout, head.files, _tables(head), head.objects, head.total_bytes)
     for problem in _inconsistent(manifest):
@@ -303,13 +273,13 @@ def _checked(body: Mapping[str, Any]) -> Manifest:
 
 
 def _first_error(error: ValidationError) -> tuple[str, str]:
-    """The dotted place of the first wrong field, and the message."""
+    """Return the dotted place of the first wrong field, and its message."""
     first = error.errors()[0]
     return ".".join(map(str, first["loc"])), first["msg"]
 
 
 def _tables(head: _Head) -> dict[str, TensorTable]:
-    """Each box has a checksum at least, but for the one of a tensor without elements. WrongField."""
+    """Return the tensors of each group. Each box has a checksum or more, unless its tensor is empty. WrongField."""
     boxes = sum(entry.tiles for entry in head.files.values()) + sum(map(len, head.groups.values()))
     tables: dict[str, TensorTable] = {}
     for group, tensors in head.groups.items():
@@ -319,7 +289,7 @@ def _tables(head: _Head) -> dict[str, TensorTable]:
 
 
 def _inconsistent(manifest: Manifest) -> Iterator[WrongField]:
-    """Contradictions between files and tensors."""
+    """Yield contradictions between files and tensors."""
     try:
         Mesh.from_json(manifest.layout["mesh"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -350,27 +320,22 @@ def _inconsistent(manifest: Manifest) -> Iterator[WrongField]:
 
 
 class Report(_Entry):
-    """What one rank wrote of one group of tensors in one save: what a worker tells the controller, as JSON."""
+    """A worker's report to the controller, as JSON: what one rank wrote of one group in one save."""
 
-    folder: str
-    """Name of the temporary folder, so that no part of another save is taken for one of this."""
+    folder: str  # name of the temporary folder, which identifies the save
     group: str
     rank: Rank
-    ranks: tuple[tuple[Rank, Rank], ...]
-    """All ranks that hold some of the group, as intervals [start, stop)."""
-    digest: str
-    """Of the plan that it followed."""
-    file: FileName | Literal[""]
-    """Its name; empty: there was nothing to write."""
+    ranks: tuple[tuple[Rank, Rank], ...]  # all ranks that hold some of the group, as intervals [start, stop)
+    digest: str  # of the plan that it followed
+    file: FileName | Literal[""]  # empty: nothing to write
     entry: FileEntry | None
-    table: dict[str, Any] | None
-    """Of the lowest rank: the specs of all tensors, see ``spec_table``."""
+    table: dict[str, Any] | None  # ``spec_table`` of all tensors, in the report of the lowest rank
 
 
 def report_of(
     folder: str, group: str, rank: int, plan: GroupPlan, file: str = "", entry: FileEntry | None = None
 ) -> Report:
-    """What a rank reports that followed this plan; ``file`` and ``entry`` if it wrote something."""
+    """Return the report of a rank that followed this plan; ``file`` and ``entry`` if it wrote something."""
     ranks = plan.ranks or (rank,)
     table = spec_table(plan.specs) if rank == ranks[0] else None
     return Report(
@@ -380,7 +345,7 @@ def report_of(
 
 
 def parse_report(data: bytes | str, where: str) -> Report:
-    """A report from its JSON; CheckpointError names ``where`` and the first field that is wrong."""
+    """Parse a report; CheckpointError with ``where`` and the first field that is wrong."""
     try:
         return Report.model_validate_json(data)
     except ValidationError as error:
@@ -390,7 +355,7 @@ def parse_report(data: bytes | str, where: str) -> Report:
 
 
 def intervals(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Numbers as the fewest intervals [start, stop)."""
+    """Return numbers as the fewest intervals [start, stop)."""
     found: list[tuple[int, int]] = []
     for rank in sorted(ranks):
         start = found.pop()[0] if found and found[-1][1] == rank else rank
@@ -411,12 +376,12 @@ def assemble(
     layout: Mesh | None = None,
     expected: Mapping[str, Collection[int]] | None = None,
 ) -> Manifest:
-    """The table of what all ranks wrote in ``folder``, from their reports in any order.
+    """Make the manifest of a save from the reports of all ranks, in any order.
 
-    expected: the groups, in their order, and the ranks of each (default: those that the reports name). layout: the
-    mesh of the writers (default: their ranks as they are). Every rank's plan is made again, from the table that the
-    lowest one tells, so that a rank says only what is its own: sizes and checksums. CheckpointError unless there is one
-    report of each rank, all of this save, all of one plan, with the files that it wants.
+    expected: the ranks of each group, groups in order (default: those that the reports name). layout: the mesh of the
+    writers (default: their ranks as they are). The plan is made again from the table of the lowest rank, so that a
+    report holds only sizes and checksums. CheckpointError unless there is exactly one report of each rank, all of this
+    save and of one plan, with the files of that plan.
     """
     reports = list(reports)
     raise_problems(folder, _stale(folder, reports))
@@ -441,7 +406,7 @@ def assemble(
 
 
 def raise_problems(place: object, problems: Iterable[CheckpointError]) -> None:
-    """Raise a CheckpointError if there are any: one line of the first ``_SHOWN``, with the key of the first."""
+    """Raise a CheckpointError of one line if there are any: the first ``_SHOWN`` of them, with the key of the first."""
     found = list(problems)
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -459,7 +424,7 @@ def _world(reports: Sequence[Report]) -> Mesh:
 
 
 def _stale(folder: str, reports: Iterable[Report]) -> Iterator[CheckpointError]:
-    """Reports of another save."""
+    """Yield reports of another save."""
     for report in reports:
         if report.folder != folder:
             message = f"the report of {_who(report)} was written for {report.folder}"
@@ -482,7 +447,7 @@ def _wrong_ranks(group: str, reports: Sequence[Report], expected: Collection[int
 
 
 def _agreed(folder: str, reports: Sequence[Report]) -> GroupPlan:
-    """The plan that all of these followed; sorted by rank."""
+    """Return the plan that all of these followed; sorted by rank."""
     first = reports[0]
     if first.table is None:
         message = f"checkpoint {folder}: the report of {_who(first)} has no table of its tensors"
@@ -493,7 +458,7 @@ def _agreed(folder: str, reports: Sequence[Report]) -> GroupPlan:
 
 
 def _strangers(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[CheckpointError]:
-    """Ranks that followed another plan than the first of them, or that are in no mesh of it."""
+    """Yield ranks that followed another plan than the first one, or that are in no mesh of it."""
     for report in reports:
         if report.digest != plan.digest:
             message = (
@@ -508,7 +473,7 @@ def _strangers(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[Checkpoin
 
 
 def _wrong_files(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[CheckpointError]:
-    """Files of these ranks, sorted, that are not as planned."""
+    """Yield files of these ranks, sorted, that are not as planned."""
     planned = zip(reports, plan.writes, plan.nbytes, plan.tiles)
     for report, writes, nbytes, count in planned:
         entry, file, key = report.entry, report.file, f"{report.group}.rank{report.rank}.file"
@@ -531,7 +496,7 @@ def _wrong_files(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[Checkpo
 
 @lru_cache(maxsize=8)
 def _planned_table(plan: GroupPlan, files: int) -> TensorTable:
-    """The tensors of a plan whose files come behind so many others; with its text made once."""
+    """Return the tensors of a plan, whose files come behind ``files`` others; its text is made once."""
     number = files + np.cumsum(plan.writes) - 1
     rows = {
         spec.name: TensorRow(spec.layout.shape, spec.dtype, c.offset, c.size, number[c.writer], c.byte0)

@@ -1,4 +1,4 @@
-"""Errors that users meet. Each message names the thing, its value and what would be right, in one line."""
+"""Errors for users. Each message names, in one line, the key, its value and what would work."""
 
 from tilth.config.errors import ArgumentError, AxisError, PluginError, RecipeError, TilthError
 
@@ -39,11 +39,11 @@ class ModelError(TilthError):
 
 
 class RewardError(TilthError):
-    """A reward function that cannot be loaded or called at all (a single failing call is a missing reward)."""
+    """A reward function cannot be loaded or called at all (a single failing call is a missing reward)."""
 
 
 class ScheduleError(TilthError):
-    """A schedule of micro-batches that is unknown, or whose passes cannot be done in its order."""
+    """A schedule of micro-batches is unknown, or its passes cannot run in its order."""
 
 
 class CheckpointError(TilthError):
@@ -51,7 +51,7 @@ class CheckpointError(TilthError):
 
 
 class StorageError(TilthError):
-    """Writing failed (disk full, read-only, ...); what was committed before is intact."""
+    """A write failed (disk full, read-only, ...); earlier commits are intact."""
 
 
 class NonFiniteError(TilthError):
@@ -59,31 +59,29 @@ class NonFiniteError(TilthError):
 
 
 class OutOfMemory(TilthError):
-    """Memory could not be had; names role, rank, method, what was wanted and what there is. What was committed is
-    intact."""
+    """An allocation failed; names role, rank, method, the request and the free memory. Earlier commits are intact."""
 
-    role = ""
-    """Whose call it was; "" where that is not known."""
+    role = ""  # of the failed call, if known
 
 
 class WeightMismatch(TilthError):
-    """A tensor in the rollout engine's live storage differs from the trainer's after a publish."""
+    """A tensor of the rollout engine differs from the trainer's after a weight sync."""
 
 
 class LogprobMismatch(TilthError):
-    """Log-probs of trainer and rollout engine disagree by more than the stated bound."""
+    """Log-probs of trainer and rollout engine differ by more than the configured bound."""
 
 
 class LossMaskError(TilthError):
-    """The loss mask has the first token of a sequence, which no state of that sequence predicts."""
+    """The loss mask selects the first token of a sequence, which nothing predicts."""
 
 
 class TokenCountError(TilthError):
-    """A token was trained on twice or not at all, or the parts of a loss do not add up to its denominator."""
+    """A token was trained on twice or never, or the parts of a loss do not add up to its denominator."""
 
 
 class PayloadLeak(TilthError):
-    """Payload is held by nobody who could still use it: its owner has not released it."""
+    """Payload that nothing can use any more was not released by its owner."""
 
 
 class TrajectoryError(TilthError):
@@ -91,24 +89,23 @@ class TrajectoryError(TilthError):
 
 
 class TokenIdentityError(TilthError):
-    """The token ids to be trained on are not, bit for bit, those that the rollout engine produced."""
+    """The token ids to train on are not exactly those of the rollout engine."""
 
 
 class WorkerError(TilthError):
-    """A role raised something that is no TilthError; names role, rank and method, the worker's traceback follows."""
+    """A role raised an exception other than a TilthError; names role, rank and method, with the worker's traceback."""
 
     collective = ""
-    """"broken" or "timeout" where it was raised by a collective: then another rank may be the cause, one that raised
-    something else, or did not come."""
+    """"broken" or "timeout" if a collective raised it: then another rank, which failed or is late, may be the cause."""
 
 
 class WorkerLost(TilthError):
-    """A worker process died; names role, rank, method and signal, the tail of its log follows."""
+    """A worker process died; names role, rank, method and signal, with the tail of its log."""
 
 
 class StaleGeneration(TilthError):
-    """A call on a role, or an answer to one, from before the role was made again."""
+    """A call to a role, or its result, is from before the role was restarted."""
 
 
 class CallTimeout(TilthError):
-    """A call exceeded its limit; names role, rank and method, what every rank does and its stack follow."""
+    """A call exceeded its time limit; names role, rank and method, with the state and stack of every rank."""
