@@ -9,27 +9,6 @@ from tilth.checkpoint.snapshot import Group
 from tilth.checkpoint.storage import Location
 from tilth.checkpoint.write import save
 
-__all__ = [
-    "Checkpoint",
-    "Commit",
-    "Group",
-    "Location",
-    "Saver",
-    "Share",
-    "Snapshot",
-    "abandon_save",
-    "begin_save",
-    "commit_save",
-    "complete",
-    "latest",
-    "listing",
-    "mark_best",
-    "newest_valid",
-    "note_best",
-    "open_checkpoint",
-    "prune",
-    "quarantine",
-    "read_best",
-    "save",
-    "state_layouts",
-]
+__all__ = ["Checkpoint", "Commit", "Group", "Location", "Saver", "Share", "Snapshot", "abandon_save", "begin_save"]
+__all__ += ["commit_save", "complete", "latest", "listing", "mark_best", "newest_valid", "note_best"]
+__all__ += ["open_checkpoint", "prune", "quarantine", "read_best", "save", "state_layouts"]

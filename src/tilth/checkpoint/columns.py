@@ -77,9 +77,6 @@ def json_object(entries: Mapping[str, Iterable[bytes]]) -> Iterator[bytes]:
     yield b"\n}" if entries else b"{}"
 
 
-# ---- all pieces ----
-
-
 @dataclass(frozen=True, eq=False)
 class Pieces:
     """All boxes of all tensors one after another; columns int64 [N]."""
@@ -125,9 +122,6 @@ class Pieces:
         ends[np.flatnonzero(np.diff(file, prepend=-1))] = 0
         wrong = np.flatnonzero(byte0 != ends)
         return int(self.order[wrong[0]]) if len(wrong) else -1
-
-
-# ---- from JSON ----
 
 
 class WrongField(CheckpointError):

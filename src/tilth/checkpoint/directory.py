@@ -48,9 +48,6 @@ def step_of(path: Location) -> int | None:
     return int(match[1]) if match else None
 
 
-# ---- what is there ----
-
-
 class FoundCheckpoint(NamedTuple):
     """A checkpoint under a root, or what is left of one; ``reason`` if it is damaged."""
 
@@ -134,9 +131,6 @@ def latest(root: Place) -> Place | None:
     return found[-1] if found else None
 
 
-# ---- the best ----
-
-
 def mark_best(root: Location, best: Mapping[str, Any] | None) -> None:
     """Record the best checkpoint, {"step", "metric", "value"}, atomically and durably; None removes the record."""
     storage = storage_of(root)
@@ -172,9 +166,6 @@ def read_best(root: Location) -> dict[str, Any] | None:
     if not isinstance(found.get("metric"), str) or type(found.get("value")) not in (int, float):
         raise CheckpointError(f"{file} does not say which metric had which value", key=f"{BEST}.metric")
     return found
-
-
-# ---- what goes ----
 
 
 def superfluous(root: Place, keep: int, every: int = 0, bad: Collection[str] = ()) -> list[Place]:
@@ -247,9 +238,6 @@ def quarantine(path: Place, reason: str) -> Place:
     return join(root, aside)
 
 
-# ---- a save under way ----
-
-
 @dataclass(frozen=True)
 class Attempt:
     """A save under way, and where its files are."""
@@ -308,8 +296,6 @@ class Attempt:
         """Return the name of a data file."""
         words = [group, part, self.token if self.storage.remote else ""]
         return ".".join([*filter(None, words), "safetensors"])
-
-    # ---- its stages ----
 
     def begin(self) -> None:
         """Make the folders, after removing leftovers of crashed saves. OSError."""

@@ -20,15 +20,7 @@ import xxhash
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tilth.checkpoint.columns import Pieces, TensorRow, TensorTable, WrongField, json_object, rows_of
-from tilth.checkpoint.planning import (
-    DTYPES,
-    MOST,
-    GroupPlan,
-    plan_group,
-    spec_table,
-    specs_of,
-    tiles,
-)
+from tilth.checkpoint.planning import DTYPES, MOST, GroupPlan, plan_group, spec_table, specs_of, tiles
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import MOST_RANKS, Box, Mesh, Shape
 from tilth.core.names import name_problem
@@ -225,9 +217,6 @@ class Manifest:
         yield f',\n"objects": {json.dumps(self.objects)},\n"total_bytes": {self.total_bytes}}}\n'.encode()
 
 
-# ---- reading ----
-
-
 def load_manifest(storage: "Storage", folder: str) -> Manifest:
     """Read and check ``manifest.json`` of a folder; CheckpointError."""
     place = f"{storage.where}/{folder}".rstrip("/")
@@ -316,9 +305,6 @@ def _inconsistent(manifest: Manifest) -> Iterator[WrongField]:
         yield WrongField(f"{manifest.total_bytes}, the files have {total}", key="total_bytes.sum")
 
 
-# ---- reports of ranks ----
-
-
 class Report(_Entry):
     """A worker's report to the controller, as JSON: what one rank wrote of one group in one save."""
 
@@ -363,19 +349,10 @@ def intervals(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-# ---- all reports together ----
-
-
 def assemble(
-    folder: str,
-    step: int,
-    reports: Iterable[Report],
-    objects: Mapping[str, Any],
-    *,
-    saved: str,
-    layout: Mesh | None = None,
-    expected: Mapping[str, Collection[int]] | None = None,
-) -> Manifest:
+    folder: str, step: int, reports: Iterable[Report], objects: Mapping[str, Any], *, saved: str,
+    layout: Mesh | None = None, expected: Mapping[str, Collection[int]] | None = None,
+) -> Manifest:  # fmt: skip
     """Make the manifest of a save from the reports of all ranks, in any order.
 
     expected: the ranks of each group, groups in order (default: those that the reports name). layout: the mesh of the

@@ -94,9 +94,6 @@ class Tiles(NamedTuple):
         return (len(self.rows) - 1) * (len(self.columns) - 1)
 
 
-# ---- symbolic tables ----
-
-
 def spec_table(specs: Sequence[Spec]) -> dict[str, Any]:
     """Return JSON with each different layout once: ``{"layouts": [...], "specs": [[name, layout, dtype], ...]}``."""
     numbers, layouts = _numbered([spec.layout for spec in specs])
@@ -136,9 +133,6 @@ def _numbered(layouts: Sequence[Layout]) -> tuple[list[int], list[Layout]]:
             different.append(layout)
         numbers.append(known[key])
     return numbers, different
-
-
-# ---- tiles ----
 
 
 def tiles(size: Shape, itemsize: int) -> Tiles:
@@ -183,9 +177,6 @@ def _tile_count(size: Shape, itemsize: int) -> int:
         return 0
     rows, height, last, width = _grid(size, itemsize)
     return -(-rows // height) * -(-last // width)
-
-
-# ---- what ranks hold ----
 
 
 @dataclass(eq=False)
@@ -285,9 +276,6 @@ def _ragged(
         rows += [(box.offset, box.size) for box in found[key]]
     table = np.array(rows, np.int64).reshape(len(rows), 2, offset.shape[1])
     return np.array(place, np.int64), table[:, 0], table[:, 1]
-
-
-# ---- who writes ----
 
 
 def plan_group(specs: Sequence[Spec]) -> "GroupPlan":

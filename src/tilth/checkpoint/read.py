@@ -207,8 +207,6 @@ class Checkpoint:
         self.bytes_read += fetched.nbytes + sum(self.manifest.files[name].header_nbytes for name in there)
         raise_problems(self.path, problems + fetched.problems)
 
-    # ---- what is read ----
-
     def _group(self, group: str) -> Collection[str]:
         if group not in self.manifest.groups:
             known = ", ".join(self.groups) or "none"
@@ -305,9 +303,6 @@ def _reading(path: Location) -> Iterator[None]:
         key = split(str(error.filename or path))[1]
         damage = error.errno in (errno.ENOENT, errno.ENODATA, errno.ELOOP)
         raise (CheckpointError(line, key=key) if damage else StorageError(line, key=key)) from error
-
-
-# ---- what fits ----
 
 
 def _held(

@@ -143,9 +143,6 @@ def _in_background(work: Callable[[], Any], name: str) -> "Future[Any]":
     return future
 
 
-# ---- a worker's thread ----
-
-
 def _write(attempt: Attempt, images: Sequence[FileImage], rank: int, part: str, events: Sequence[Any]) -> list[Report]:
     """Make the files of the images durable and report them; report a failure too, where that is possible."""
     try:
@@ -212,9 +209,6 @@ def _before(attempt: Attempt) -> str:
         return "what was there before is intact"
     others = [path for path in there if step_of(path) != attempt.step] or there
     return f"the checkpoint before it, {others[-1]}, is intact" if others else "there was none before it"
-
-
-# ---- the controller ----
 
 
 def begin_save(root: Location, step: int) -> Any:

@@ -118,9 +118,6 @@ def split(path: Location) -> tuple[Location, str]:
     return root, name
 
 
-# ---- a local disk ----
-
-
 class Local:
     """A folder on a local disk."""
 
@@ -303,9 +300,6 @@ class _Writer:
 
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
-
-
-# ---- a store behind a URL ----
 
 
 class Remote:

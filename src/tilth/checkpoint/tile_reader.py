@@ -82,9 +82,6 @@ def _shares(wants: Sequence[Want], parts: int) -> list[Sequence[Want]]:
     return [wants[i:j] for i, j in pairwise(cuts)]
 
 
-# ---- which tiles ----
-
-
 class _Matrix(NamedTuple):
     """A piece as rows under tiles; the elements of a single row count as rows, so that its tiles are bands of rows."""
 
@@ -184,7 +181,49 @@ def _steps(cut: _PieceCut) -> Iterator[_Step]:
             i += count
 
 
-# ---- one thread's reading ----
+class _TileHasher:
+    """Checksums of the tiles of a piece, from its rows step by step."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+        self._open: list[xxh3_64] = []
+        self._copy = np.empty(0, np.uint8)
+
+    def add(self, cut: _PieceCut, step: _Step, rows: memoryview) -> None:
+        columns, bands = cut.last - cut.first, max(1, step.bands)
+        if columns > 1:
+            rows = self._by_columns(rows, bands, columns, cut)
+        size = len(rows) // (bands * columns)
+        parts = (rows[i : i + size] for i in range(0, len(rows), size))
+        if step.bands:
+            self.found += map(xxh3_64_intdigest, parts)
+            return
+        self._open = self._open or [xxh3_64() for _ in range(columns)]  # tiles larger than a step
+        for hasher, part in zip(self._open, parts):
+            hasher.update(part)
+        if step.stop == cut.matrix.rows[step.first + 1]:
+            self.found += [hasher.intdigest() for hasher in self._open]
+            self._open = []
+
+    def _by_columns(self, rows: memoryview, bands: int, columns: int, cut: _PieceCut) -> memoryview:
+        """Copy to [bands of rows, bands of columns, height, bytes]: the rows of each tile one after another."""
+        if len(self._copy) < len(rows):
+            self._copy = np.empty(max(2 * STEP, len(rows)), np.uint8)
+        shape = (bands, len(rows) // (bands * cut.nbytes), columns, cut.nbytes // columns)
+        source = np.frombuffer(rows, np.uint8).reshape(shape).swapaxes(1, 2)
+        copy = self._copy[: len(rows)]
+        np.copyto(copy.reshape(source.shape), source)
+        return copy.data
+
+
+def tile_checksums(data: memoryview, size: Sequence[int], itemsize: int) -> list[int]:
+    """Return the xxh3_64 of the tiles of a piece, in their order; data: its bytes, row-major."""
+    if not len(data):
+        return []
+    cut, hasher = _cut(tuple(size), itemsize, Box.whole(size)), _TileHasher()
+    for step in _steps(cut):
+        hasher.add(cut, step, data[step.start * cut.stride : step.stop * cut.stride])
+    return hasher.found
 
 
 class _Reader:
@@ -195,7 +234,7 @@ class _Reader:
         self.nbytes = 0
         self._storage, self._progress = storage, progress
         self._scratch = torch.empty(2 * STEP, dtype=torch.uint8)
-        self._copy = np.empty(2 * STEP, np.uint8)
+        self._hasher = _TileHasher()
 
     def read(self, wants: Sequence[Want]) -> None:
         """Read wants sorted by file."""
@@ -236,8 +275,7 @@ class _Reader:
         """Read any part of any piece; True if its tiles are sound."""
         cut = _cut(want.piece.size, want.itemsize, want.common)
         straight = _memory(want.target) if (cut.left, cut.right) == cut.edges else None
-        hashers: list[xxh3_64] = []
-        found: list[int] = []
+        self._hasher.found = []
         for step in _steps(cut):
             rows = slice(step.start, step.stop)
             into = _rows(straight, cut, rows)
@@ -249,42 +287,10 @@ class _Reader:
                 source.read_into(at, into)
             else:
                 source.read_rows(at, cut.stride, cut.nbytes, into)
-            if step.bands:
-                found += self._digests(into, step.bands, cut)
-            else:
-                hashers = hashers or [xxh3_64() for _ in range(cut.first, cut.last)]
-                self._update(hashers, into, cut)
-                if step.stop == cut.matrix.rows[step.first + 1]:
-                    found, hashers = found + [h.intdigest() for h in hashers], []
+            self._hasher.add(cut, step, into)
             if want.target is not None and not direct:
                 _place(want.target, self._scratch, cut, rows)
-        return found == _expected(want.piece, cut)
-
-    def _digests(self, into: memoryview, count: int, cut: _PieceCut) -> list[int]:
-        """Return the checksums of the tiles of ``count`` bands of rows of the same height."""
-        columns, whole = cut.last - cut.first, len(into)
-        if columns > 1:
-            into = self._by_columns(into, count, columns, cut)
-        size = whole // (count * columns)
-        return [xxh3_64_intdigest(into[i : i + size]) for i in range(0, whole, size)]
-
-    def _update(self, hashers: Sequence[xxh3_64], into: memoryview, cut: _PieceCut) -> None:
-        """Hash further rows of a band whose tiles are larger than a step."""
-        columns, whole = len(hashers), len(into)
-        if columns > 1:
-            into = self._by_columns(into, 1, columns, cut)
-        for i, hasher in enumerate(hashers):
-            hasher.update(into[i * whole // columns : (i + 1) * whole // columns])
-
-    def _by_columns(self, into: memoryview, count: int, columns: int, cut: _PieceCut) -> memoryview:
-        """Copy to [bands of rows, bands of columns, height, bytes]: the rows of each tile one after another."""
-        if len(self._copy) < len(into):
-            self._copy = np.empty(len(into), np.uint8)
-        shape = (count, len(into) // (count * cut.nbytes), columns, cut.nbytes // columns)
-        source = np.frombuffer(into, np.uint8).reshape(shape).swapaxes(1, 2)
-        copy = self._copy[: len(into)]
-        np.copyto(copy.reshape(source.shape), source)
-        return copy.data
+        return self._hasher.found == _expected(want.piece, cut)
 
     def _room(self, nbytes: int) -> memoryview:
         if len(self._scratch) < nbytes:
@@ -336,9 +342,6 @@ def _expected(piece: Piece, cut: _PieceCut) -> list[int]:
     if cut.last - cut.first == columns and len(cut.bands) == 1:
         return list(piece.checksums[cut.bands[0][0] * columns : cut.bands[0][1] * columns])
     return [c for band in bands for c in piece.checksums[band * columns + cut.first : band * columns + cut.last]]
-
-
-# ---- requests ----
 
 
 class _Source(Protocol):

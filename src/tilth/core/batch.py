@@ -20,12 +20,10 @@ class Jagged(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[np.ndarray]) -> "Jagged":
         """Concatenate rows."""
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum([len(r) for r in rows], out=offsets[1:])
-        return cls(np.concatenate(rows) if len(rows) else np.zeros(0), offsets)
+        return cls.with_lengths(np.concatenate(rows) if len(rows) else np.zeros(0), [len(r) for r in rows])
 
     @classmethod
-    def with_lengths(cls, values: np.ndarray, lengths: np.ndarray) -> "Jagged":
+    def with_lengths(cls, values: np.ndarray, lengths: np.ndarray | Sequence[int]) -> "Jagged":
         """Make a column of packed values and the length of each row."""
         return cls(values, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64))
 

@@ -2,32 +2,10 @@
 
 from tilth.config.errors import ArgumentError, AxisError, PluginError, RecipeError, TilthError
 
-__all__ = [
-    "ArgumentError",
-    "AxisError",
-    "CallTimeout",
-    "CheckpointError",
-    "DataError",
-    "LogprobMismatch",
-    "LossMaskError",
-    "ModelError",
-    "NonFiniteError",
-    "OutOfMemory",
-    "PayloadLeak",
-    "PluginError",
-    "RecipeError",
-    "RewardError",
-    "ScheduleError",
-    "StaleGeneration",
-    "StorageError",
-    "TilthError",
-    "TokenCountError",
-    "TokenIdentityError",
-    "TrajectoryError",
-    "WeightMismatch",
-    "WorkerError",
-    "WorkerLost",
-]
+__all__ = ["ArgumentError", "AxisError", "CallTimeout", "CheckpointError", "DataError", "LogprobMismatch"]
+__all__ += ["LossMaskError", "ModelError", "NonFiniteError", "OutOfMemory", "PayloadLeak", "PluginError"]
+__all__ += ["RecipeError", "RewardError", "ScheduleError", "StaleGeneration", "StorageError", "TilthError"]
+__all__ += ["TokenCountError", "TokenIdentityError", "TrajectoryError", "WeightMismatch", "WorkerError", "WorkerLost"]
 
 
 class DataError(TilthError):

@@ -120,11 +120,11 @@ class Mesh:
         if not self.ranks:
             object.__setattr__(self, "ranks", tuple(range(math.prod(self.sizes))))
         if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names):
-            message = f"mesh names {self.names} and sizes {self.sizes}: one different name per dimension"
-            raise ArgumentError(message, key="names")
+            raise ArgumentError(f"mesh names {self.names}, sizes {self.sizes}: one name per dimension", key="names")
         if len(set(self.ranks)) != len(self.ranks) or len(self.ranks) != math.prod(self.sizes):
-            message = f"mesh of sizes {self.sizes}: {math.prod(self.sizes)} different ranks are needed"
-            raise ArgumentError(message, key="ranks")
+            raise ArgumentError(
+                f"mesh of sizes {self.sizes} needs {math.prod(self.sizes)} different ranks", key="ranks"
+            )
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], ranks: tuple[int, ...] = ()) -> "Mesh":
@@ -211,8 +211,7 @@ class Mesh:
         place = 0
         for size, at in zip(self.sizes, coordinates, strict=True):
             if not 0 <= at < size:
-                message = f"coordinates {coordinates} lie outside of a mesh of sizes {self.sizes}"
-                raise ArgumentError(message, key="coordinates")
+                raise ArgumentError(f"{coordinates=} are not in a mesh of sizes {self.sizes}", key="coordinates")
             place = place * size + at
         return self.ranks[place]
 
@@ -243,8 +242,7 @@ class Shard:
     def piece(self, box: Box, part: int, parts: int) -> list[Box]:
         """Return the boxes of one part of ``box``; ArgumentError unless the parts are a multiple of the copies."""
         if self.copies < 1 or parts % self.copies:
-            message = f"{self}: {parts} ranks cannot hold {self.copies} copies of each piece"
-            raise ArgumentError(message, key="copies")
+            raise ArgumentError(f"{self}: {parts} ranks cannot hold {self.copies} copies of each piece", key="copies")
         length, part = box.size[self.dim], part // self.copies
         chunk = -(-length // (parts // self.copies))
         start, stop = min(length, part * chunk), min(length, (part + 1) * chunk)
@@ -275,8 +273,7 @@ class RaggedShard:
         """Return the boxes of one part of ``box``; ArgumentError unless its elements divide by the sum of units."""
         total = sum(self.units)
         if len(self.units) != parts or total < 1 or min(self.units) < 0 or box.numel % total:
-            message = f"{self} does not split {box.numel} elements of {box} over {parts} ranks into whole units"
-            raise ArgumentError(message, key="units")
+            raise ArgumentError(f"{self} does not split {box} over {parts} ranks into whole units", key="units")
         unit = box.numel // total
         start = unit * sum(self.units[:part])
         stop = start + unit * self.units[part]
@@ -302,14 +299,13 @@ class Layout:
         if not self.order:
             object.__setattr__(self, "order", tuple(range(len(self.placements))))
         if len(self.placements) != len(self.mesh.sizes) or sorted(self.order) != list(range(len(self.placements))):
-            message = f"{self.placements}, order {self.order}: one placement per dimension of {self.mesh.sizes}"
-            raise ArgumentError(message, key="placements")
+            text = f"{self.placements}, order {self.order}: one placement per dimension of {self.mesh.sizes}"
+            raise ArgumentError(text, key="placements")
         splits = [p for p in (self.placements[i] for i in self.order) if not isinstance(p, Replicate)]
         if any(isinstance(p, RaggedShard) for p in splits[:-1]):
             raise ArgumentError(f"{self.placements}: a ragged split must be the last one", key="order")
         if any(isinstance(p, Shard) and not 0 <= p.dim < len(self.shape) for p in splits):
-            message = f"{self.placements}: no such dimension in a tensor of shape {self.shape}"
-            raise ArgumentError(message, key="dim")
+            raise ArgumentError(f"{self.placements}: no such dimension in shape {self.shape}", key="dim")
 
     @classmethod
     def single(cls, shape: Sequence[int]) -> "Layout":
@@ -344,13 +340,9 @@ class Layout:
 
 
 def _placement_json(placement: Placement) -> Any:
-    match placement:
-        case Shard(dim, copies):
-            return {"shard": dim} if copies == 1 else {"shard": dim, "copies": copies}
-        case RaggedShard(units):
-            return {"ragged": list(units)}
-        case _:
-            return "replicate"
+    if isinstance(placement, Shard):
+        return {"shard": placement.dim} | ({"copies": placement.copies} if placement.copies != 1 else {})
+    return {"ragged": list(placement.units)} if isinstance(placement, RaggedShard) else "replicate"
 
 
 def _placement_from_json(data: Any) -> Placement:
