@@ -1,4 +1,4 @@
-"""How state survives: checkpoints of safetensors and JSON that are complete or absent, and checked when read."""
+"""Save, load, verify and retain checkpoints of safetensors and JSON, which are complete or absent."""
 
 from tilth.checkpoint.directory import complete, latest, listing, mark_best, note_best, prune, quarantine, read_best
 from tilth.checkpoint.read import Checkpoint, newest_valid, open_checkpoint

@@ -47,19 +47,19 @@ def _slow_tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> Checkpoi
             return CheckpointError(f"{box} is not in a tensor of shape {tuple(shape)}", key="outside")
         common = [(piece, piece.intersect(box)) for piece in left]
         if sum(c.numel for _, c in common if c) != box.numel:
-            return CheckpointError(f"{_doubled(box, boxes)} is there twice", key="overlap")
-        left = [part for piece, c in common for part in (_without(piece, c) if c else [piece])]
+            return CheckpointError(f"{_overlap(box, boxes)} is there twice", key="overlap")
+        left = [part for piece, c in common for part in (_subtract(piece, c) if c else [piece])]
     return CheckpointError(f"{left[0]} is missing", key="missing") if left else None
 
 
-def _doubled(box: Box, boxes: Sequence[Box]) -> Box:
+def _overlap(box: Box, boxes: Sequence[Box]) -> Box:
     """Return a common block of this box and another one."""
     others = list(boxes)
     others.remove(box)
     return next(common for common in map(box.intersect, others) if common)
 
 
-def _without(piece: Box, hole: Box) -> list[Box]:
+def _subtract(piece: Box, hole: Box) -> list[Box]:
     """Subtract ``hole`` from ``piece``, which contains it: the slabs before and behind it, dimension by dimension."""
     slabs, offset, size = [], list(piece.offset), list(piece.size)
     for d in range(len(size)):

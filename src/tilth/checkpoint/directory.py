@@ -164,7 +164,7 @@ def read_best(root: Location) -> dict[str, Any] | None:
     if not isinstance(found, dict) or type(found.get("step")) is not int or found["step"] < 0:
         raise CheckpointError(f"{file} does not name the step of a checkpoint", key=f"{BEST}.step")
     if not isinstance(found.get("metric"), str) or type(found.get("value")) not in (int, float):
-        raise CheckpointError(f"{file} does not say which metric had which value", key=f"{BEST}.metric")
+        raise CheckpointError(f"{file} has no metric with its value", key=f"{BEST}.metric")
     return found
 
 
@@ -354,12 +354,12 @@ def _remove_leftover(storage: Storage, name: str, match: re.Match[str], taken: b
     _, temporary, replaced, damaged = match.groups()
     if taken:
         if storage.remote:
-            _remove_strangers(storage, name)
+            _remove_foreign_files(storage, name)
     elif temporary or replaced or (storage.remote and not damaged and storage.size(f"{name}/{NAME}") is None):
         storage.remove(name)
 
 
-def _remove_strangers(storage: Storage, name: str) -> None:
+def _remove_foreign_files(storage: Storage, name: str) -> None:
     """In a store, remove files of other saves beside those of a checkpoint, where a save left its reports."""
     there = storage.names(name)
     if not any(file.startswith(_REPORTS) for file in there):

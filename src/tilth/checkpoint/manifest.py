@@ -37,7 +37,7 @@ _DIGITS = b"0123456789abcdef"
 _SHOWN = 20  # problems in one message
 
 
-def _as_hex(checksums: Any) -> Any:
+def _to_hex(checksums: Any) -> Any:
     """Return 64-bit integers as a text of 16 digits each: a quarter shorter than decimals, and copied, not parsed."""
     if isinstance(checksums, str):
         return checksums
@@ -46,20 +46,20 @@ def _as_hex(checksums: Any) -> Any:
     return np.array(checksums, ">u8").tobytes().hex()
 
 
-def _of_digits(checksums: str) -> str:
+def _check_digits(checksums: str) -> str:
     """Check the digits, faster than a pattern: manifests of large runs are mostly checksums."""
     if len(checksums) % 16 or not checksums.isascii() or checksums.encode().translate(None, _DIGITS):
         raise ValueError("16 digits of 0-9 and a-f for each checksum are needed")
     return checksums
 
 
-def _of_the_folder(name: str) -> str:
+def _check_file_name(name: str) -> str:
     if problem := name_problem(name):
         raise ValueError(problem)
     return name
 
 
-FileName = Annotated[str, AfterValidator(_of_the_folder)]
+FileName = Annotated[str, AfterValidator(_check_file_name)]
 """A file beside the manifest; any other path in a manifest could name any file of this machine."""
 Bytes = Annotated[int, Field(ge=0, lt=MOST)]
 Rank = Annotated[int, Field(ge=0, le=MOST_RANKS)]
@@ -76,8 +76,8 @@ class FileEntry(_Entry):
     nbytes: Bytes
     header_nbytes: Bytes
     header_checksum: int = Field(ge=0, lt=1 << 64)
-    checksums: Annotated[str, BeforeValidator(_as_hex), AfterValidator(_of_digits)]
-    """Of all tiles of all its pieces in the order of their bytes, 16 hex digits each; may be given as ints."""
+    checksums: Annotated[str, BeforeValidator(_to_hex), AfterValidator(_check_digits)]
+    """Checksums of all tiles in the order of their bytes, 16 hex digits each; may be given as integers."""
 
     @property
     def lines(self) -> Iterator[bytes]:
@@ -127,7 +127,7 @@ class TensorEntry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
+        """Dtype as torch has it."""
         return DTYPES[self.dtype]
 
     def __len__(self) -> int:
@@ -256,7 +256,7 @@ def _checked(body: Mapping[str, Any]) -> Manifest:
     """Return the manifest in a JSON object; ValidationError or WrongField for the first field that is wrong."""
     head = _Head(**body)
     manifest = Manifest(head.step, head.saved, head.layout, head.files, _tables(head), head.objects, head.total_bytes)
-    for problem in _inconsistent(manifest):
+    for problem in _contradictions(manifest):
         raise problem
     return manifest
 
@@ -277,7 +277,7 @@ def _tables(head: _Head) -> dict[str, TensorTable]:
     return tables
 
 
-def _inconsistent(manifest: Manifest) -> Iterator[WrongField]:
+def _contradictions(manifest: Manifest) -> Iterator[WrongField]:
     """Yield contradictions between files and tensors."""
     try:
         Mesh.from_json(manifest.layout["mesh"])
@@ -361,7 +361,7 @@ def assemble(
     save and of one plan, with the files of that plan.
     """
     reports = list(reports)
-    raise_problems(folder, _stale(folder, reports))
+    raise_problems(folder, _foreign_reports(folder, reports))
     groups: dict[str, list[Report]] = {group: [] for group in expected or {}}
     for report in reports:
         groups.setdefault(report.group, []).append(report)
@@ -370,7 +370,7 @@ def assemble(
     for group, members in groups.items():
         members.sort(key=lambda report: report.rank)
         raise_problems(folder, _wrong_ranks(group, members, None if expected is None else expected.get(group, ())))
-        plan = _agreed(folder, members)
+        plan = _common_plan(folder, members)
         for report in members:
             if report.entry and files.setdefault(report.file, report.entry) is not report.entry:
                 message = f"checkpoint {folder}: two ranks wrote a file {report.file}"
@@ -391,7 +391,7 @@ def raise_problems(place: object, problems: Iterable[CheckpointError]) -> None:
         raise CheckpointError(message, key=found[0].key)
 
 
-def _who(report: Report) -> str:
+def _rank_of(report: Report) -> str:
     return f"rank {report.rank} of group {report.group}"
 
 
@@ -400,11 +400,11 @@ def _world(reports: Sequence[Report]) -> Mesh:
     return Mesh(("world",), (len(ranks),), ranks)
 
 
-def _stale(folder: str, reports: Iterable[Report]) -> Iterator[CheckpointError]:
+def _foreign_reports(folder: str, reports: Iterable[Report]) -> Iterator[CheckpointError]:
     """Yield reports of another save."""
     for report in reports:
         if report.folder != folder:
-            message = f"the report of {_who(report)} was written for {report.folder}"
+            message = f"the report of {_rank_of(report)} was written for {report.folder}"
             yield CheckpointError(message, key=f"{report.group}.rank{report.rank}.folder")
 
 
@@ -423,30 +423,32 @@ def _wrong_ranks(group: str, reports: Sequence[Report], expected: Collection[int
             yield CheckpointError(message, key=f"{group}.rank{rank}.unexpected")
 
 
-def _agreed(folder: str, reports: Sequence[Report]) -> GroupPlan:
+def _common_plan(folder: str, reports: Sequence[Report]) -> GroupPlan:
     """Return the plan that all of these followed; sorted by rank."""
     first = reports[0]
     if first.table is None:
-        message = f"checkpoint {folder}: the report of {_who(first)} has no table of its tensors"
+        message = f"checkpoint {folder}: the report of {_rank_of(first)} has no table of its tensors"
         raise CheckpointError(message, key=f"{first.group}.rank{first.rank}.table")
     plan = plan_group(specs_of(first.table))
-    raise_problems(folder, _strangers(plan, reports))
+    raise_problems(folder, _wrong_plans(plan, reports))
     return plan
 
 
-def _strangers(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[CheckpointError]:
+def _wrong_plans(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[CheckpointError]:
     """Yield ranks that followed another plan than the first one, or that are in no mesh of it."""
     for report in reports:
         if report.digest != plan.digest:
             message = (
-                f"the plan of {_who(report)} is {report.digest}, the one of rank {reports[0].rank} is {plan.digest}: "
+                f"the plan of {_rank_of(report)} is {report.digest}, that of rank {reports[0].rank} is {plan.digest}: "
                 "names, shapes, dtypes or layouts differ between them"
             )
             yield CheckpointError(message, key=f"{report.group}.rank{report.rank}.digest")
     known = set(plan.ranks) or {report.rank for report in reports}
     for report in reports:
         if report.rank not in known:
-            yield CheckpointError(f"{_who(report)} is in no mesh of it", key=f"{report.group}.rank{report.rank}.mesh")
+            yield CheckpointError(
+                f"{_rank_of(report)} is in no mesh of it", key=f"{report.group}.rank{report.rank}.mesh"
+            )
 
 
 def _wrong_files(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[CheckpointError]:
@@ -457,12 +459,14 @@ def _wrong_files(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[Checkpo
         if entry is None or not file:
             if writes:
                 yield CheckpointError(
-                    f"{_who(report)} wrote no file; it has {nbytes} bytes to write", key=f"{key}.missing"
+                    f"{_rank_of(report)} wrote no file; it has {nbytes} bytes to write", key=f"{key}.missing"
                 )
         elif not writes:
-            yield CheckpointError(f"{_who(report)} wrote {file}; it has nothing to write", key=f"{key}.unexpected")
+            yield CheckpointError(f"{_rank_of(report)} wrote {file}; it has nothing to write", key=f"{key}.unexpected")
         elif entry.group != report.group:
-            yield CheckpointError(f"file {file} of {_who(report)} names the group {entry.group}", key=f"{file}.group")
+            yield CheckpointError(
+                f"file {file} of {_rank_of(report)} names the group {entry.group}", key=f"{file}.group"
+            )
         elif entry.nbytes - entry.header_nbytes != nbytes:
             message = f"file {file} has {entry.nbytes - entry.header_nbytes} bytes of data, planned are {nbytes}"
             yield CheckpointError(message, key=f"{file}.nbytes")

@@ -154,13 +154,9 @@ class Checkpoint:
         return out
 
     def restore(
-        self,
-        group: str,
-        into: Mapping[str, Tensor],
-        layouts: Mapping[str, Layout] | None = None,
-        rank: int = 0,
+        self, group: str, into: Mapping[str, Tensor], layouts: Mapping[str, Layout] | None = None, rank: int = 0,
         share: Share | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Copy a group into these tensors, in place, on any device.
 
         layouts: of every tensor of the group; ``into`` then holds the shares of ``rank``, from whatever boxes were
@@ -193,13 +189,7 @@ class Checkpoint:
         with _reading(self.path):
             damaged = damaged_files(self._storage, self.manifest)
             there = [name for name in self.manifest.files if name not in damaged]
-            headers = zip(there, _each(self._storage, self._is_sound_header, there))
-            problems = [
-                CheckpointError(f"file {name}: the header is corrupt", key=f"{name}.header")
-                for name, sound in headers
-                if not sound
-            ]
-            problems = [*damaged.values(), *problems]
+            problems = [*damaged.values(), *filter(None, _each(self._storage, self._header_problem, there))]
             wants = [want for group in self.groups for name in self.names(group) for want in self._pieces(group, name)]
             wants = [want for want in wants if want.piece.file not in damaged]
             counter = _Counter(progress, sum(want.piece.nbytes for want in wants)) if progress else None
@@ -242,7 +232,7 @@ class Checkpoint:
         self.bytes_read += fetched.nbytes
         raise_problems(self.path, fetched.problems)
 
-    def _is_sound_header(self, name: str) -> bool:
+    def _header_problem(self, name: str) -> CheckpointError | None:
         entry = self.manifest.files[name]
         hasher, room = xxhash.xxh3_64(), memoryview(bytearray(min(entry.header_nbytes, _HEADER)))
         with self._storage.ranges(name) as ranges:
@@ -250,7 +240,9 @@ class Checkpoint:
                 some = room[: entry.header_nbytes - at]
                 ranges.read_into(at, some)
                 hasher.update(some)
-        return hasher.intdigest() == entry.header_checksum
+        if hasher.intdigest() == entry.header_checksum:
+            return None
+        return CheckpointError(f"file {name}: the header is corrupt", key=f"{name}.header")
 
 
 class _Counter:
@@ -317,13 +309,9 @@ def _held(
 
 
 def _mismatches(
-    group: str,
-    manifest: Manifest,
-    into: Mapping[str, Tensor],
-    layouts: Mapping[str, Layout] | None,
-    rank: int,
+    group: str, manifest: Manifest, into: Mapping[str, Tensor], layouts: Mapping[str, Layout] | None, rank: int,
     parts: Mapping[str, tuple[list[Box], list[Tensor] | None]],
-) -> Iterator[CheckpointError]:
+) -> Iterator[CheckpointError]:  # fmt: skip
     """Yield an error for each tensor that is not on both sides, or differs."""
     tensors = manifest.groups[group].keys()
     known = into.keys() if layouts is None else layouts.keys()

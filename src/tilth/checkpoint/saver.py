@@ -34,7 +34,7 @@ _LARGE = 4 << 20  # bytes of a file that is hashed in a thread of its own
 
 
 class Snapshot(NamedTuple):
-    """What a save cost its caller."""
+    """Cost of a save for its caller."""
 
     nbytes: int  # that this rank will write
     waited: float  # seconds until the save before was on disk
@@ -197,12 +197,12 @@ def _explained(attempt: Attempt, rank: int = -1) -> Iterator[None]:
         yield
     except StageError as error:
         where = f"{error.path}, stage {error.stage}" + (f" of rank {rank}" if rank >= 0 else "")
-        message = f"checkpoint of step {attempt.step}: cannot write {where}: {error.reason}; {_before(attempt)}"
+        message = f"checkpoint of step {attempt.step}: cannot write {where}: {error.reason}; {_intact(attempt)}"
         key = error.key + (f".rank{rank}" if rank >= 0 else "")
         raise StageError(message, error.stage, error.path, error.reason, key=key) from error
 
 
-def _before(attempt: Attempt) -> str:
+def _intact(attempt: Attempt) -> str:
     try:
         there = complete(attempt.root)
     except OSError:
@@ -252,31 +252,20 @@ def commit_save(
             message = f"{folder} was begun for step {attempt.step}, not for step {step}"
             raise CheckpointError(message, key="folder.step")
         reports = [p if isinstance(p, Report) else parse_report(json.dumps(dict(p)), "a part") for p in parts]
-        with _explained(attempt):
-            _publish(attempt, reports, objects, layout, expected)
+        with _explained(attempt), staged("manifest", f"{attempt.final}/manifest.json") as timed:
+            saved = datetime.now(UTC).isoformat(timespec="seconds")
+            manifest = assemble(attempt.name, step, reports, objects, saved=saved, layout=layout, expected=expected)
+            files = storage_of(join(attempt.root, attempt.folder))
+            raise_problems(attempt.name, damaged_files(files, manifest).values())
+            data = manifest.dump()
+            timed.set(bytes=len(data))
+            attempt.write_manifest(data)
+        with _explained(attempt), staged("publish", str(attempt.final)):
+            attempt.publish()
     except BaseException:
         attempt.abandon()
         raise
     return attempt.final
-
-
-def _publish(
-    attempt: Attempt,
-    reports: Sequence[Report],
-    objects: Mapping[str, Any],
-    layout: Mesh | None,
-    expected: Mapping[str, Collection[int]] | None,
-) -> None:
-    with staged("manifest", f"{attempt.final}/manifest.json") as timed:
-        saved = datetime.now(UTC).isoformat(timespec="seconds")
-        manifest = assemble(attempt.name, attempt.step, reports, objects, saved=saved, layout=layout, expected=expected)
-        files = storage_of(join(attempt.root, attempt.folder))
-        raise_problems(attempt.name, damaged_files(files, manifest).values())
-        data = manifest.dump()
-        timed.set(bytes=len(data))
-        attempt.write_manifest(data)
-    with staged("publish", str(attempt.final)):
-        attempt.publish()
 
 
 def abandon_save(folder: Location) -> None:
@@ -362,8 +351,7 @@ class Commit:
                 passed = time.perf_counter() - begun
                 if self._cancelled.wait(min(max(_PATIENCE * passed, _SOONEST), _LATEST)):
                     found |= self._new_reports(wanted - found.keys())
-                    missing = sorted(wanted - found.keys())
-                    raise StorageError(self._missing(missing), key=",".join(missing[:1]))
+                    raise self._given_up(sorted(wanted - found.keys()))
 
     def _new_reports(self, wanted: set[str]) -> dict[str, Report]:
         storage, folder = self._attempt.storage, self._attempt.reports
@@ -378,12 +366,12 @@ class Commit:
             raise failed("report", str(error.filename or folder), error.strerror or str(error)) from error
         return {name: parse_report(data, f"{folder}/{name}") for name, data in come.items()}
 
-    def _missing(self, names: Sequence[str]) -> str:
-        some = ", ".join(name.removesuffix(".json") for name in names[:8]) + (", ..." if len(names) > 8 else "")
-        return (
+    def _given_up(self, missing: Sequence[str]) -> StorageError:
+        some = ", ".join(name.removesuffix(".json") for name in missing[:8]) + (", ..." if len(missing) > 8 else "")
+        return StorageError(
             f"checkpoint of step {self._step} was given up in stage report: no report of {some} (group and rank) had "
-            f"come; {_before(self._attempt)}"
-        )
+            f"come; {_intact(self._attempt)}", key=",".join(missing[:1]),
+        )  # fmt: skip
 
 
 def check_objects(objects: Any) -> None:

@@ -29,9 +29,9 @@ class Group(NamedTuple):
     tensors: Mapping[str, Tensor]
     """Shares of the tensors whose mesh contains this rank: in the shape of their box, or 1-D with several boxes."""
     layouts: Mapping[str, Layout]
-    """Of all tensors of the group, equal on every rank."""
+    """Layouts of all tensors of the group, equal on every rank."""
     dtypes: Mapping[str, torch.dtype] = {}
-    """Of tensors whose mesh does not contain this rank."""
+    """Dtypes of tensors whose mesh does not contain this rank."""
 
 
 class RankPart:

@@ -12,7 +12,6 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,11 +46,11 @@ class Ranges(Protocol):
             self.read_into(offset, into[at : at + nbytes])
             offset += stride
 
-    def __enter__(self) -> "Ranges": ...
+    def __enter__(self) -> "Ranges":
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        return None
 
 
 class Storage(Protocol):
@@ -194,7 +193,7 @@ def _open_regular(path: Path) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise OSError(errno.ELOOP, "is a link; files are read in their own folder only", str(path)) from None
+        raise OSError(errno.ELOOP, "is a link; only regular files of the folder are read", str(path)) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.ELOOP, "is no regular file", str(path))
@@ -238,9 +237,6 @@ class _LocalRanges(Ranges):
         np.copyto(np.frombuffer(into, np.uint8).reshape(rows, nbytes), found)
         del found  # it would keep the map open
         self.bytes_read += len(into)
-
-    def __enter__(self) -> "_LocalRanges":
-        return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
@@ -397,11 +393,6 @@ class _RemoteRanges(Ranges):
         if len(found) != len(into):
             raise OSError(errno.ENODATA, f"the file ends at byte {offset + len(found)}", self.path)
         into[:] = found
-
-    def __enter__(self) -> "_RemoteRanges":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 @contextmanager

@@ -241,14 +241,14 @@ class _Reader:
         files = [(file, list(group)) for file, group in groupby(wants, lambda want: want.piece.file)]
         with torch.no_grad():
             if self._storage.remote:
-                with _Far(self._storage, files) as far:
+                with _StoreSource(self._storage, files) as far:
                     for file, some in files:
                         far.file = file
                         self._read_all(far, some)
                 return
             for file, some in files:
                 with self._storage.ranges(file) as ranges:
-                    self._read_all(_Near(ranges, some, self._storage.gap), some)
+                    self._read_all(_DiskSource(ranges, some, self._storage.gap), some)
 
     def _read_all(self, source: "_Source", wants: list[Want]) -> None:
         """Read the wants of one file."""
@@ -387,7 +387,7 @@ def _joined(extents: Iterable[tuple[int, int]], gap: int, most: int) -> Iterator
         yield joined
 
 
-class _Near:
+class _DiskSource:
     """A local file: small neighbours are read together, everything else straight to its target."""
 
     def __init__(self, ranges: Ranges, wants: list[Want], gap: int) -> None:
@@ -396,7 +396,7 @@ class _Near:
         small = (extent for extent in few if extent[1] - extent[0] <= SMALL)
         self._blocks = _joined(small, gap, STEP)
         self._data = np.empty(STEP, np.uint8).data
-        self._start, self._stop = next(self._blocks, _NONE)
+        self._start, self._stop = next(self._blocks, _END)
         self._loaded = False
 
     @property
@@ -405,7 +405,7 @@ class _Near:
 
     def read_into(self, offset: int, into: memoryview) -> None:
         while offset >= self._stop:
-            (self._start, self._stop), self._loaded = next(self._blocks, _NONE), False
+            (self._start, self._stop), self._loaded = next(self._blocks, _END), False
         start, stop = self._start, self._stop
         if offset < start or offset + len(into) > stop or stop - start == len(into):
             self._ranges.read_into(offset, into)
@@ -419,7 +419,7 @@ class _Near:
         self._ranges.read_rows(offset, stride, nbytes, into)
 
 
-_NONE = (1 << 63, 1 << 63)
+_END = (1 << 63, 1 << 63)
 
 
 class _BlockRead(NamedTuple):
@@ -431,7 +431,7 @@ class _BlockRead(NamedTuple):
     data: "Future[memoryview]"
 
 
-class _Far:
+class _StoreSource:
     """Files of a store: near ranges share a request, and several requests run at a time, ahead of use."""
 
     def __init__(self, storage: Storage, files: Sequence[tuple[str, list[Want]]]) -> None:
@@ -478,7 +478,7 @@ class _Far:
             ranges.read_into(start, data)
         return data
 
-    def __enter__(self) -> "_Far":
+    def __enter__(self) -> "_StoreSource":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -24,7 +24,7 @@ def save(root: Location, step: int, groups: Groups, objects: Mapping[str, Any], 
     """
     check_objects(objects)
     _check_mapping("groups", groups, "groups")
-    single = {name: _alone(name, tensors) for name, tensors in groups.items()}
+    single = {name: _whole_group(name, tensors) for name, tensors in groups.items()}
     saver = Saver()
     saver.prepare(single, 0)
     folder = begin_save(root, step)
@@ -36,7 +36,7 @@ def save(root: Location, step: int, groups: Groups, objects: Mapping[str, Any], 
     return commit_save(folder, root, step, reports, objects, layout, {name: (0,) for name in groups})
 
 
-def _alone(name: str, tensors: Mapping[str, Tensor]) -> Group:
+def _whole_group(name: str, tensors: Mapping[str, Tensor]) -> Group:
     """Return the group of one process, which holds whole tensors."""
     _check_mapping(f"groups.{name}", tensors, "tensors")
     layouts = {}

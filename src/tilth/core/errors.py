@@ -33,7 +33,7 @@ class StorageError(TilthError):
 
 
 class NonFiniteError(TilthError):
-    """The loss or the gradient norm is not finite and the recipe says to stop."""
+    """The loss or the gradient norm is not finite and the recipe asks to stop."""
 
 
 class OutOfMemory(TilthError):

@@ -357,16 +357,13 @@ def fill_normal_(
     ``tensor`` is the piece ``box`` of a global tensor of this ``shape`` (default: all of it) and gets its bits there.
     A flat (ragged) interval of a tensor is a box of the flattened shape ``(numel,)``.
     """
-    return _fill(tensor, functools.partial(_normal, scale=float(std)), stream, box, shape)
-
-
-def _fill(tensor: Tensor, write: Write, stream: Stream, box: Box | None, shape: Shape | None) -> Tensor:
     shape = tuple(shape if shape is not None else tensor.shape)
     box = box or Box.whole(shape)
     if tuple(tensor.shape) != box.size or len(shape) != len(box.size) or not Box.whole(shape).contains(box):
         message = f"a tensor of shape {tuple(tensor.shape)} is not the {box} of shape {shape}"
         raise ArgumentError(message, key="box")
     starts, length = runs(box, shape)
+    write = functools.partial(_normal, scale=float(std))
     request = _request(stream, write, torch.float32, starts, tensor.device)
     with torch.no_grad():
         if tensor.is_contiguous():
